@@ -1,0 +1,52 @@
+# Every verb makes the environment it needs; the second time that costs nothing.
+
+PYTHON ?= python3
+BIN := .venv/bin
+SETUP := .venv/.installed
+SERVICES := .venv/.services
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check trace bench faults docs clean
+
+help:  ## list the verbs
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(SETUP)  ## create .venv with everything in it
+
+$(SETUP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	@touch $@
+
+run: $(SETUP)  ## run the main job of examples/ads
+	$(BIN)/python examples/ads/run.py
+
+test: $(SETUP)  ## obtain the servers the tests need and run them, with branch coverage
+	$(BIN)/pytest -n 2 --cov --cov-report=term
+
+check: $(SETUP)  ## what CI runs: lint, types, import contracts, test, trace, docs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(MAKE) --no-print-directory test trace docs
+
+trace: $(SETUP)  ## compare docs/requirements.md with the marks in the tests
+	$(BIN)/python tools/trace.py
+
+bench: $(SETUP)  ## run bench/*.py one after another into bench/results/
+	@mkdir -p bench/results
+	@set -e; for script in bench/*.py; do \
+		echo "== $$script"; \
+		$(BIN)/python $$script | tee bench/results/$$(basename $$script .py).json; \
+	done
+
+faults: $(SETUP)  ## run the long campaigns of kills, cuts and corruption
+	$(BIN)/pytest -m 'faults or slow' --timeout=3600
+
+docs: $(SETUP)  ## check links, run the examples in the docs, compare the generated pages
+	$(BIN)/python tools/docs.py
+
+clean:  ## remove what the verbs made
+	rm -rf .venv dist bench/results .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
