@@ -1,0 +1,239 @@
+"""Events: decided once, told at least once.
+
+An event is written where the decision is made (`append` in the same SQL transaction; other outboxes do it in one
+Lua script). A `Relay` hands waiting events to the sinks and notes each delivery *after* it succeeded: a crash in
+between repeats the delivery with the same event id, by which a receiver recognises it. Sinks are independent: one
+that is down waits for its next try while the others go on.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Protocol
+
+from headway._sql import Database, Tx
+from headway.errors import InvalidInput, Unavailable
+from headway.retry import RetryPolicy
+from headway.telemetry import Log, metrics, redact
+
+log = Log("events")
+
+Json = str | int | float | bool | None | Sequence["Json"] | Mapping[str, "Json"]
+
+#: How long a sink that failed is left alone.
+BACKOFF = RetryPolicy(retries=0, base=1.0, cap=60.0, jitter=0.2)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """The envelope. ``id`` is fixed by what happened, not by when it is told."""
+
+    id: str
+    type: str
+    at: datetime
+    source: str
+    job: str
+    version: int
+    data: Mapping[str, Json]
+
+    def as_json(self) -> str:
+        return json.dumps(
+            {
+                "id": self.id,
+                "type": self.type,
+                "time": self.at.isoformat().replace("+00:00", "Z"),
+                "source": self.source,
+                "job": self.job,
+                "version": self.version,
+                "data": self.data,
+            },
+            ensure_ascii=False,
+        )
+
+
+class Sink(Protocol):
+    """Somebody who wants to be told. ``deliver`` returns when the event was taken and raises when it was not."""
+
+    @property
+    def name(self) -> str:
+        """What deliveries are noted under; stable over restarts."""
+        ...
+
+    def deliver(self, event: Event) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CallableSink:
+    """A function of the program."""
+
+    name: str
+    call: Callable[[Event], None]
+
+    def deliver(self, event: Event) -> None:
+        self.call(event)
+
+
+@dataclass(frozen=True, slots=True)
+class LogSink:
+    """One line in the log."""
+
+    name: str = "log"
+
+    def deliver(self, event: Event) -> None:
+        log.info(f"event {event.type}", eventID=event.id, job=event.job, version=event.version)
+
+
+@dataclass(frozen=True, slots=True)
+class WebhookSink:
+    """POST of the envelope as JSON; any 2xx answer means taken. The event id is also in ``Headway-Event-Id``."""
+
+    url: str
+    timeout: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise InvalidInput(f"{redact(self.url)!r} is not a web address.", hint="Use http://... or https://...")
+
+    @property
+    def name(self) -> str:
+        return f"webhook {redact(self.url)}"
+
+    def deliver(self, event: Event) -> None:
+        from urllib import error, request
+
+        headers = {"Content-Type": "application/json", "Headway-Event-Id": event.id, "User-Agent": "headway"}
+        call = request.Request(self.url, data=event.as_json().encode(), headers=headers, method="POST")
+        try:
+            with request.urlopen(call, timeout=self.timeout):  # urlopen raises for anything but 2xx and 3xx
+                return
+        except (error.URLError, TimeoutError, OSError) as trouble:
+            raise Unavailable(f"The webhook {redact(self.url)} did not take the event: {trouble}") from trouble
+
+
+class Outbox(Protocol):
+    """Where events wait. `waiting` gives each undelivered one with a handle for `delivered`."""
+
+    def subscribe(self, sink: str) -> None:
+        """Make sure that ``sink`` is told what is decided from now on; a sink known already keeps its place."""
+        ...
+
+    def waiting(self, sink: str, limit: int) -> list[tuple[str, Event]]: ...
+
+    def delivered(self, sink: str, handle: str) -> None: ...
+
+
+def append(tx: Tx, event: Event) -> None:
+    """Decide that ``event`` happened, in the transaction that makes it true. Deciding it again changes nothing."""
+    tx.execute(
+        "INSERT INTO outbox (id, type, at, source, job, version, data) VALUES (?, ?, ?, ?, ?, ?, ?) "
+        "ON CONFLICT (id) DO NOTHING",
+        (event.id, event.type, event.at.timestamp(), event.source, event.job, event.version, json.dumps(event.data)),
+    )
+
+
+class SqlOutbox:
+    """The ``outbox`` table."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def subscribe(self, sink: str) -> None:
+        self._database.run(
+            lambda tx: tx.execute(
+                "INSERT INTO sinks (name, since) SELECT ?, coalesce(max(seq), 0) FROM outbox WHERE true "
+                "ON CONFLICT (name) DO NOTHING",
+                (sink,),
+            ),
+            operation="subscribe",
+        )
+
+    def waiting(self, sink: str, limit: int) -> list[tuple[str, Event]]:
+        rows = self._database.all(
+            "SELECT o.seq, o.id, o.type, o.at, o.source, o.job, o.version, o.data FROM outbox o "
+            "JOIN sinks s ON s.name = ? AND o.seq > s.since "
+            "WHERE NOT EXISTS (SELECT 1 FROM deliveries d WHERE d.sink = s.name AND d.seq = o.seq) "
+            "ORDER BY o.seq LIMIT ?",
+            (sink, limit),
+        )
+        return [
+            (str(seq), Event(id, type, datetime.fromtimestamp(at, UTC), source, job, version, json.loads(data)))
+            for seq, id, type, at, source, job, version, data in rows
+        ]
+
+    def delivered(self, sink: str, handle: str) -> None:
+        self._database.run(
+            lambda tx: tx.execute(
+                "INSERT INTO deliveries (sink, seq) VALUES (?, ?) ON CONFLICT DO NOTHING", (sink, int(handle))
+            ),
+            operation="delivered",
+        )
+
+
+class Relay:
+    """Hands waiting events to every sink. One round is `tick`, which returns how long to rest."""
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        sinks: Sequence[Sink],
+        *,
+        rest: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._outbox = outbox
+        self._sinks = list(sinks)
+        self._rest = rest
+        self._clock = clock
+        self._failures: dict[str, int] = {}
+        self._not_before: dict[str, float] = {}
+        for sink in self._sinks:
+            outbox.subscribe(sink.name)
+
+    def tick(self, *, limit: int = 100) -> float:
+        delays = [self._serve(sink, limit) for sink in self._sinks]
+        return min(delays, default=self._rest)
+
+    def run(self, stop: threading.Event) -> None:
+        while not stop.is_set():
+            stop.wait(self.tick())
+
+    def drain(self, seconds: float) -> bool:
+        """Deliver all that waits, trying for at most ``seconds``; whether nothing is left."""
+        deadline = self._clock() + seconds
+        while True:
+            self.tick()
+            if not any(self._outbox.waiting(sink.name, 1) for sink in self._sinks):
+                return True
+            left = deadline - self._clock()
+            if left <= 0:
+                return False
+            threading.Event().wait(min(left, 0.2))
+
+    def _serve(self, sink: Sink, limit: int) -> float:
+        """Deliver what waits for one sink, in order, up to the first that it does not take."""
+        wait = self._not_before.get(sink.name, 0.0) - self._clock()
+        if wait > 0:
+            return wait
+        waiting = self._outbox.waiting(sink.name, limit)
+        for handle, event in waiting:
+            try:
+                sink.deliver(event)
+            except Exception as error:  # a sink is foreign code: whatever it raises must not stop the others
+                failures = self._failures[sink.name] = self._failures.get(sink.name, 0) + 1
+                delay = BACKOFF.delay(failures)
+                self._not_before[sink.name] = self._clock() + delay
+                metrics.count("headway_event_failures", sink=sink.name)
+                log.warning(
+                    "a sink did not take an event; it is tried again",
+                    sink=sink.name, eventID=event.id, attempt=failures, seconds=round(delay, 1), error=str(error),
+                )  # fmt: skip
+                return delay
+            self._failures.pop(sink.name, None)
+            self._outbox.delivered(sink.name, handle)
+            metrics.count("headway_events", sink=sink.name)
+        return 0.0 if len(waiting) == limit else self._rest

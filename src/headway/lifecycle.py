@@ -1,0 +1,103 @@
+"""How a process ends: signals, drain budgets, and what must not cross a fork."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from headway.errors import HeadwayError, Stopping
+
+
+class Shutdown:
+    """What signals asked for. The first SIGINT or SIGTERM means *finish what you hold*, the second *now*."""
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self.abandon = threading.Event()
+        self.signum: int | None = None
+        self._wakers: list[Callable[[], None]] = []
+
+    def request(self, signum: int = signal.SIGTERM) -> None:
+        if self.stop.is_set():
+            self.abandon.set()
+        else:
+            self.signum = signum
+            self.stop.set()
+        for wake in self._wakers:
+            wake()
+
+    def on_request(self, wake: Callable[[], None]) -> None:
+        """Call ``wake`` at each request; it runs inside a signal handler, so it may only set or write something."""
+        self._wakers.append(wake)
+
+    @property
+    def exit_code(self) -> int:
+        """The shell's convention: 130 after Ctrl-C, 143 after SIGTERM."""
+        return 128 + (self.signum or signal.SIGTERM)
+
+    def check(self) -> None:
+        """Raise `Stopping` if a shutdown was requested: no new operation begins after it."""
+        if self.stop.is_set():
+            raise Stopping("The process is shutting down and accepts no new work.")
+
+
+@contextmanager
+def on_signals(shutdown: Shutdown) -> Iterator[Shutdown]:
+    """Route SIGINT and SIGTERM to ``shutdown``. Outside the main thread Python allows no handlers: then nothing is
+    installed and the caller's own `Shutdown.request` is the only way."""
+    if threading.current_thread() is not threading.main_thread():
+        yield shutdown
+        return
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        shutdown.request(signum)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield shutdown
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Budget:
+    """A share of time that several steps of a shutdown spend together."""
+
+    def __init__(self, seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._deadline = clock() + seconds
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self._deadline - self._clock())
+
+    @property
+    def spent(self) -> bool:
+        return self.left == 0.0
+
+
+class ForkGuard:
+    """Remembers the process that made a resource. Connections, listeners and threads do not survive a fork:
+    a child that used them would read its parent's replies."""
+
+    __slots__ = ("_pid", "_what")
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._pid = os.getpid()
+
+    @property
+    def crossed(self) -> bool:
+        return os.getpid() != self._pid
+
+    def check(self) -> None:
+        if self.crossed:
+            raise HeadwayError(
+                f"{self._what} was made before this process was forked and cannot be used here.",
+                hint="Make it after the fork, in the process that uses it.",
+            )

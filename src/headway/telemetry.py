@@ -1,0 +1,253 @@
+"""What headway says about itself: structured log lines, redaction of secrets, metrics.
+
+Library use stays quiet (a NullHandler on the ``headway`` logger) until the program configures logging or calls
+`configure`. Field names are fixed by `FIELDS`, so that a line can be found by the same word everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import IO, Protocol
+
+Field = str | int | float | bool | None
+
+#: Every structured field a headway log line may carry.
+FIELDS = frozenset(
+    "operation job project_id jobID taskID tag version eventID error idx run worker attempt count total done failed dead "
+    "seconds path queue key sink event cause old new reason".split()
+)
+
+logging.getLogger("headway").addHandler(logging.NullHandler())
+
+
+class Log:
+    """A logger whose calls take the facts as keywords: ``log.info("item failed", job=..., idx=...)``."""
+
+    __slots__ = ("_logger",)
+
+    def __init__(self, name: str) -> None:
+        self._logger = logging.getLogger(f"headway.{name}")
+
+    def debug(self, message: str, **fields: Field) -> None:
+        self._write(logging.DEBUG, message, fields)
+
+    def info(self, message: str, **fields: Field) -> None:
+        self._write(logging.INFO, message, fields)
+
+    def warning(self, message: str, **fields: Field) -> None:
+        self._write(logging.WARNING, message, fields)
+
+    def error(self, message: str, **fields: Field) -> None:
+        self._write(logging.ERROR, message, fields)
+
+    def critical(self, message: str, **fields: Field) -> None:
+        self._write(logging.CRITICAL, message, fields)
+
+    def _write(self, level: int, message: str, fields: Mapping[str, Field]) -> None:
+        if self._logger.isEnabledFor(level):
+            unknown = fields.keys() - FIELDS
+            if unknown:
+                raise ValueError(f"unknown log field(s) {sorted(unknown)}: add them to telemetry.FIELDS")
+            self._logger.log(level, message, extra={"fields": fields})
+
+
+class LineFormatter(logging.Formatter):
+    """``2026-11-15T14:02:11Z WARNING ledger: item failed  job=ads idx=17`` or the same as one JSON object.
+
+    Values are JSON-encoded in both forms: a line break inside an error cannot forge a second log line.
+    """
+
+    def __init__(self, *, as_json: bool) -> None:
+        super().__init__()
+        self._as_json = as_json
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        name = record.name.removeprefix("headway.")
+        fields: Mapping[str, Field] = getattr(record, "fields", {})
+        clean = {key: redact(value) if isinstance(value, str) else value for key, value in fields.items()}
+        message = redact(record.getMessage())
+        if record.exc_info and record.exc_info[1] is not None:
+            clean.setdefault("error", redact(f"{type(record.exc_info[1]).__name__}: {record.exc_info[1]}"))
+        if self._as_json:
+            line = {"t": when, "level": record.levelname, "logger": name, "message": message, **clean}
+            return json.dumps(line, ensure_ascii=False)
+        facts = "".join(f" {key}={json.dumps(value, ensure_ascii=False)}" for key, value in clean.items())
+        return f"{when} {record.levelname} {name}: {json.dumps(message, ensure_ascii=False)[1:-1]}{facts}"
+
+
+def configure(*, level: str = "INFO", as_json: bool = False, stream: IO[str] | None = None) -> None:
+    """Send headway's log to ``stream`` (stderr); calling it again replaces the earlier choice."""
+    logger = logging.getLogger("headway")
+    for handler in [handler for handler in logger.handlers if isinstance(handler.formatter, LineFormatter)]:
+        logger.removeHandler(handler)
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(LineFormatter(as_json=as_json))
+    logger.addHandler(handler)
+    logger.setLevel(level)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Redaction
+
+_SECRET_NAME = r"(?:pass(?:word|wd|phrase)?|pwd|secret|token|api[-_]?key|access[-_]?key|private[-_]?key|credentials?|auth)"
+_PATTERNS = (
+    # scheme://user:password@host
+    (re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s:/@]*):[^\s/@]+@", re.I), r"\1:***@"),
+    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.S), "***"),
+    (re.compile(r"\b(bearer|basic)\s+[A-Za-z0-9+/=._~-]{6,}", re.I), r"\1 ***"),
+    # password=..., "api_key": "...", X-Auth-Token: ...
+    (
+        re.compile(
+            rf"""(\b[\w-]*{_SECRET_NAME}\b['"]?\s*[:=]\s*)(?!(?:bearer|basic)\b)("[^"]*"|'[^']*'|[^\s,;&)}}\]]+)""", re.I
+        ),
+        r"\1***",
+    ),
+    # Well-known shapes of keys.
+    (re.compile(r"\b(?:sk|pk|rk)[-_](?:live|test|proj|ant)?[-_A-Za-z0-9]{16,}"), "***"),
+    (re.compile(r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|xox[abposr]-[\w-]{10,}|A(?:KIA|SIA)[A-Z0-9]{16})"), "***"),
+    (re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"), "***"),
+)
+_SECRET_VARIABLE = re.compile(_SECRET_NAME + r"|_KEY$|^KEY$", re.I)
+
+
+def _secret_values(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Values of environment variables whose name says *secret*; short ones would blank out ordinary words."""
+    values = {
+        value for name, value in environment.items() if len(value) >= 8 and "/" != value[0] and _SECRET_VARIABLE.search(name)
+    }
+    return tuple(sorted(values, key=len, reverse=True))
+
+
+_known_secrets: tuple[str, ...] | None = None
+
+
+def redact(text: str) -> str:
+    """``text`` without passwords, tokens and keys: by shape, by name, and by the value of secret environment variables."""
+    global _known_secrets
+    if _known_secrets is None:
+        _known_secrets = _secret_values(os.environ)
+    for secret in _known_secrets:
+        text = text.replace(secret, "***")
+    for pattern, replacement in _PATTERNS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def forget_secrets() -> None:
+    """Read the environment again at the next `redact` (after settings were reloaded)."""
+    global _known_secrets
+    _known_secrets = None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Metrics
+
+Labels = tuple[tuple[str, str], ...]
+
+#: Upper bounds of the histogram buckets, seconds.
+BUCKETS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0, 600.0)
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts per bucket of `BUCKETS`, the last one without a bound."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
+    total: float = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(BUCKETS, value)] += 1
+        self.total += value
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+class MetricsSink(Protocol):
+    """Something that wants every measurement as it happens (StatsD, a test). It must not raise or block."""
+
+    def measured(self, name: str, kind: str, value: float, labels: Mapping[str, str]) -> None: ...
+
+
+class Metrics:
+    """Counters, gauges and histograms of this process. Cheap enough to keep always; exported on demand."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counters: dict[tuple[str, Labels], float] = {}
+        self._gauges: dict[tuple[str, Labels], float] = {}
+        self._histograms: dict[tuple[str, Labels], Histogram] = {}
+        self._sinks: list[MetricsSink] = []
+
+    def count(self, name: str, value: float = 1, **labels: str) -> None:
+        key = (name, tuple(sorted(labels.items())))
+        with self._lock:
+            self._counters[key] = self._counters.get(key, 0) + value
+        self._tell(name, "counter", value, labels)
+
+    def gauge(self, name: str, value: float, **labels: str) -> None:
+        with self._lock:
+            self._gauges[(name, tuple(sorted(labels.items())))] = value
+        self._tell(name, "gauge", value, labels)
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        key = (name, tuple(sorted(labels.items())))
+        with self._lock:
+            self._histograms.setdefault(key, Histogram()).observe(value)
+        self._tell(name, "histogram", value, labels)
+
+    @contextmanager
+    def timed(self, name: str, *, clock: Callable[[], float] = time.perf_counter, **labels: str) -> Iterator[None]:
+        began = clock()
+        try:
+            yield
+        finally:
+            self.observe(name, clock() - began, **labels)
+
+    def add_sink(self, sink: MetricsSink) -> None:
+        self._sinks.append(sink)
+
+    def value(self, name: str, **labels: str) -> float:
+        """A counter's or gauge's value (0 when it was never touched)."""
+        key = (name, tuple(sorted(labels.items())))
+        with self._lock:
+            return self._counters.get(key, self._gauges.get(key, 0.0))
+
+    def histogram(self, name: str, **labels: str) -> Histogram:
+        key = (name, tuple(sorted(labels.items())))
+        with self._lock:
+            kept = self._histograms.get(key, Histogram())
+            return Histogram(list(kept.counts), kept.total)
+
+    def collect(self) -> list[tuple[str, str, Labels, float | Histogram]]:
+        """Everything as (name, kind, labels, value), a consistent copy."""
+        with self._lock:
+            rows: list[tuple[str, str, Labels, float | Histogram]] = []
+            rows += [(name, "counter", labels, value) for (name, labels), value in self._counters.items()]
+            rows += [(name, "gauge", labels, value) for (name, labels), value in self._gauges.items()]
+            rows += [
+                (name, "histogram", labels, Histogram(list(kept.counts), kept.total))
+                for (name, labels), kept in self._histograms.items()
+            ]
+        return rows
+
+    def _tell(self, name: str, kind: str, value: float, labels: Mapping[str, str]) -> None:
+        for sink in self._sinks:
+            sink.measured(name, kind, value, labels)
+
+
+#: The metrics of this process.
+metrics = Metrics()
