@@ -1,0 +1,107 @@
+"""The command line. Each group of verbs is a module of its own, imported when one of its verbs is typed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NoReturn, TypeVar
+
+import click
+
+from headway import __version__
+from headway.errors import HeadwayError
+
+F = TypeVar("F", bound=Callable[..., Any])  # click's decorators take and give any function
+
+#: verb -> where it lives, in the order ``headway --help`` shows them.
+COMMANDS: dict[str, str] = {}
+
+
+class LazyGroup(click.Group):
+    """Imports a verb's module only when that verb is used: start-up stays quick however many verbs there are."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        place = COMMANDS.get(cmd_name)
+        if place is None:
+            return None
+        module, _, attribute = place.partition(":")
+        command = getattr(import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            from difflib import get_close_matches
+
+            close = get_close_matches(args[0], COMMANDS, 1)
+            error.message += f" Did you mean '{close[0]}'?" if close else " See them all: headway --help"
+            raise
+
+
+@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="headway", message="%(prog)s %(version)s")
+def headway() -> None:
+    """Durable progress for long work: run a function over many items, lose nothing, see what failed and why."""
+
+
+def database_option(function: F) -> F:
+    """``--database URL``, the same on every command. None means: as the settings say."""
+    return click.option(
+        "--database", "-d", metavar="URL", help="Where the records are kept.  [default: sqlite:///headway.db]"
+    )(function)
+
+
+def json_option(function: F) -> F:
+    """``--json``, the same on every command that reads."""
+    return click.option("--json", "as_json", is_flag=True, help="Machine-readable output with stable keys.")(function)
+
+
+def say(text: str = "") -> None:
+    """Talk goes to stderr; stdout is for data."""
+    click.echo(text, err=True)
+
+
+def fail(error: HeadwayError) -> int:
+    """Show an error in its three parts: what happened and why, then what to do."""
+    say(click.style("Error: ", fg="red", bold=True) + str(error))
+    if error.hint:
+        say(f"  {error.hint}")
+    return error.exit_code
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """The entry point: every outcome becomes one of the documented exit codes."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: list[str] | None = None) -> int:
+    if os.environ.get("TERM") == "dumb":
+        os.environ.setdefault("NO_COLOR", "1")
+    try:
+        result = headway.main(args=arguments, prog_name="headway", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except HeadwayError as error:
+        return fail(error)
+    except click.exceptions.Exit as exit:
+        return exit.exit_code
+    except click.exceptions.Abort:
+        say("Aborted.")
+        return 130
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader of our output went away (| head): not an error, and nothing more can be said to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
