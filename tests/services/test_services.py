@@ -12,6 +12,7 @@ from google.cloud import firestore as google_firestore
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+import headway
 from tests.services import firestore, postgres, redis
 from tests.services.firestore import FirestoreEmulator
 from tests.services.postgres import PostgresServer
@@ -245,3 +246,9 @@ def test_a_proxy_without_a_server_resets_its_clients(proxy, tcp_proxy):
     proxy.refuse()
     with dial(tcp_proxy(proxy.port)) as connection, pytest.raises(ConnectionResetError):
         connection.recv(1)
+
+
+def test_the_command_runs_in_a_process_of_its_own(headway_cli):
+    done = headway_cli("--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert headway.__version__ in done.stdout
