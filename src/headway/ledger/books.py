@@ -126,7 +126,7 @@ class Books:
                 due[outcome.idx] = at
         if done:
             self._succeed(done)
-        return Recorded(len(done), len(due), len(died), repeated, False, due, died, stale)
+        return Recorded(len(done), len(due), len(died), repeated, False, due, died, self.failed, stale)
 
     def _prior(
         self, indices: list[int]
