@@ -1,0 +1,1 @@
+"""Running a function over many items, durably."""
