@@ -13,8 +13,9 @@ from datetime import UTC, datetime
 from typing import Protocol, TextIO
 from unicodedata import east_asian_width
 
-from headway.run.estimate import Estimator, Snapshot, duration, pace, roughly
-from headway.run.summary import interrupted, printable, summary
+from headway.run.estimate import Estimator, Snapshot
+from headway.run.summary import interrupted, summary
+from headway.wording import duration, pace, printable, roughly
 
 __all__ = [
     "Display",

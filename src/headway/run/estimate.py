@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil, exp, sqrt
+from math import exp, sqrt
 
 #: No forecast before so many items have finished and so many seconds have passed.
 FORECAST_ITEMS = 30
@@ -98,7 +98,7 @@ class Estimator:
 
     @property
     def stalled(self) -> float | None:
-        """For how many seconds nothing has finished, once that is unusual for this run. A pause before retries is none."""
+        """For how many seconds nothing has finished, once that is unusual. A pause before retries is no stall."""
         if self._last is None or (self._last.running == 0 and self._last.retrying > 0) or self._left() == 0:
             return None
         silence = self._clock() - self._moved
@@ -117,8 +117,8 @@ class Estimator:
         waiting = min(last.retrying, left)
         runs_left = (left - waiting) * runs_per_item + waiting * (1.0 + runs_per_item)
         seconds = runs_left * self._seconds / max(self._runs, self._items)
-        # Counts scatter by their square root; a tenth more for a pace that drifts.
-        spread = min(0.6, 0.1 + 1.3 * sqrt(1.0 / self._items + 1.0 / (left + 1)))
+        # Counts scatter by their square root; a little more for a pace that drifts.
+        spread = min(0.6, 0.08 + 1.2 * sqrt(1.0 / self._items + 1.0 / (left + 1)))
         return Forecast(seconds, seconds * (1.0 - spread), seconds / (1.0 - spread))
 
     def _left(self) -> int | None:
@@ -130,43 +130,3 @@ class Estimator:
         """Items this run brought to an end, good or bad. A dead letter that is rescued counts once."""
         assert self._first is not None
         return snapshot.done + snapshot.dead - self._first.dead
-
-
-def roughly(seconds: float) -> str:
-    """A forecast in words as coarse as it deserves: ``18 min``, not ``17:53``."""
-    if seconds < 57.5:
-        return f"{max(5, 5 * round(seconds / 5))} s"
-    minutes = seconds / 60
-    if minutes < 19.5:
-        return f"{max(1, round(minutes))} min"
-    if minutes < 57.5:
-        return f"{5 * round(minutes / 5)} min"
-    if minutes < 352.5:
-        hours, rest = divmod(15 * round(minutes / 15), 60)
-        return f"{hours} h {rest} min" if rest else f"{hours} h"
-    hours = ceil(minutes / 60 - 0.5)
-    return f"{hours} h" if hours < 48 else f"{round(hours / 24)} days"
-
-
-def duration(seconds: float) -> str:
-    """A time that has passed, in two units at most: ``48 min 12 s``."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        if whole >= size:
-            big, rest = divmod(whole, size)
-            small = rest // part
-            return f"{big} {unit} {small} {smaller}" if small else f"{big} {unit}"
-    return f"{whole} s"
-
-
-def pace(rate: float | None) -> str:
-    """``41.2/s``; slow work by the minute or the hour."""
-    if rate is None:
-        return ""
-    for factor, unit in ((1.0, "s"), (60.0, "min"), (3600.0, "h")):
-        if rate * factor >= 0.95 or unit == "h":
-            value = rate * factor
-            return f"{value:,.0f}/{unit}" if value >= 100 else f"{value:.1f}/{unit}"
-    raise AssertionError("the last unit takes everything")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from headway.run.estimate import Snapshot, duration, pace
+from headway.run.estimate import Snapshot
+from headway.wording import cut, duration, pace, printable
 
 
 class CauseLike(Protocol):
@@ -57,14 +58,12 @@ def _commands(job: str, cause: int, options: str) -> list[str]:
 
 def cause_lines(causes: Sequence[CauseLike], *, columns: int = 120) -> list[str]:
     """``  41  UpstreamTimeout     GET https://store.internal/... timed out``, in columns."""
-    counts = [f"{cause.dead:,}" for cause in causes]
-    wide = max(len(count) for count in counts)
+    pairs = [(f"{cause.dead:,}", cause) for cause in causes]
+    wide = max(len(count) for count, _ in pairs)
     named = min(30, max(len(cause.type) for cause in causes))
     room = max(20, columns - wide - named - 8)
-    return [
-        f"  {count:>{wide}}  {_cut(printable(cause.type), named):<{named}}  {_cut(printable(cause.message), room)}".rstrip()
-        for count, cause in zip(counts, causes, strict=True)
-    ]
+    rows = [(count, cut(printable(cause.type), named), cut(printable(cause.message), room)) for count, cause in pairs]
+    return [f"  {count:>{wide}}  {type:<{named}}  {message}".rstrip() for count, type, message in rows]
 
 
 def _beside(lines: list[str], commands: list[str]) -> list[str]:
@@ -79,12 +78,3 @@ def interrupted(job: str, snapshot: Snapshot, command: str) -> list[str]:
     """How far an interrupted run came and how to go on."""
     of = f" of {snapshot.total:,}" if snapshot.total is not None else ""
     return [f"Run {job} is at {snapshot.position:,}{of}. Continue:  {command}"]
-
-
-def printable(text: str) -> str:
-    """``text`` on one line and without control characters: what an error says must not move the cursor."""
-    return "".join(char if char.isprintable() else " " for char in text)
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
