@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import stat
@@ -159,19 +160,17 @@ def _look(order: Order, source: Source) -> tuple[Ledger | None, Plan]:
     from headway.ledger import Ledger
     from headway.run import plan as plans
 
+    ledger = None
     try:
         ledger = Ledger.open(order.config.text("database"), create=False, stop=order.shutdown.abandon)
-    except NotFound:
-        ledger = None
-    else:
         ledger.database.verify()
+    except NotFound:
+        pass
     id = order.job or plans.default_id(ledger, order.function, source.name)
     return ledger, plans.look(ledger, id, order.function, source, fresh=order.fresh)
 
 
 def _dry_run(order: Order, source: Source) -> int:
-    from headway.cli.output import print_json
-
     ledger, plan = _look(order, source)
     left = plan.changes.new + (plan.existing.remaining if plan.existing else 0)
     if order.as_json:
@@ -179,7 +178,7 @@ def _dry_run(order: Order, source: Source) -> int:
             "job": plan.id, "new": plan.changes.new, "kept": plan.changes.kept, "changed": len(plan.changes.changed),
             "gone": len(plan.changes.gone), "to_do": left, "first_keys": list(plan.first_keys),
         }  # fmt: skip
-        print_json("headway.dry-run/1", facts)
+        click.echo(json.dumps({"schema": "headway.dry-run/1", **facts}))
     else:
         say(f"Run {plan.id} would work on {left:,} items with {order.function}: {plan.changes}, {plan.changes.kept:,} kept.")
         say(f"The first ones: {', '.join(plan.first_keys)}. Nothing was written.")
@@ -238,7 +237,6 @@ def _perform(order: Order, ledger: Ledger, job: Job, hold: Hold, text: str, *, f
 
 def _conclude(order: Order, job: Job, ending: Ending) -> int:
     """Say how it ended and what to type next; the exit code."""
-    from headway.cli.output import print_json
     from headway.run.display import Snapshot, interrupted, summary
 
     info = job.info()
@@ -257,7 +255,7 @@ def _conclude(order: Order, job: Job, ending: Ending) -> int:
             "dead": info.dead, "retrying": info.failed, "failures": ending.failures,
             "seconds": round(ending.seconds, 3), "exit_code": code,
         }  # fmt: skip
-        print_json("headway.run/1", facts)
+        click.echo(json.dumps({"schema": "headway.run/1", **facts}))
     options = ""
     if order.config.origin("database") == "command line":
         options = f"--database {shlex.quote(order.config.text('database'))}"
