@@ -32,8 +32,12 @@ _ONCE = {"--fresh", "--accept-changes", "--dry-run"}
 
 @click.command()
 @click.argument("function", metavar="MODULE:FUNCTION")
-@click.option("--items", "-i", required=True, metavar="FILE", help="Items: JSON lines, CSV or plain lines; - for a pipe.")
-@click.option("--format", "format_", type=click.Choice(["jsonl", "csv", "lines"]), help="If the file's name does not tell.")
+@click.option(
+    "--items", "-i", required=True, metavar="FILE", help="Items: JSON lines, CSV or plain lines; - for a pipe."
+)
+@click.option(
+    "--format", "format_", type=click.Choice(["jsonl", "csv", "lines"]), help="If the file's name does not tell."
+)
 @click.option("--job", "-j", metavar="ID", help="What to call the job.  [default: made of function and file]")
 @database_option
 @click.option("--workers", "-w", type=click.IntRange(1), help="Items that run at once.  [default: one per core]")
@@ -110,7 +114,9 @@ def run(
     with on_signals(order.shutdown):
         if items == "-" and not _is_a_file(sys.stdin.fileno()):
             if dry_run or accept_changes:
-                raise InvalidInput("A pipe can be read only once, so nothing can be compared beforehand.", hint="Use a file.")
+                raise InvalidInput(
+                    "A pipe can be read only once, so nothing can be compared beforehand.", hint="Use a file."
+                )
             return _run_pipe(order, format_, key, limit)
         path = Path("/dev/stdin" if items == "-" else items)
         source = FileItems(path, format=format_, key=key, limit=limit, name=items)
@@ -180,7 +186,9 @@ def _dry_run(order: Order, source: Source) -> int:
         }  # fmt: skip
         click.echo(json.dumps({"schema": "headway.dry-run/1", **facts}))
     else:
-        say(f"Run {plan.id} would work on {left:,} items with {order.function}: {plan.changes}, {plan.changes.kept:,} kept.")
+        say(
+            f"Run {plan.id} would work on {left:,} items with {order.function}: {plan.changes}, {plan.changes.kept:,} kept."
+        )
         say(f"The first ones: {', '.join(plan.first_keys)}. Nothing was written.")
     if ledger is not None:
         ledger.close()

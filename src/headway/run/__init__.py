@@ -166,7 +166,13 @@ def open_job(
 
 
 def take(
-    ledger: Ledger, plan: plans.Plan, settings: Settings, *, command: str = "", accept: bool = False, fresh: bool = False
+    ledger: Ledger,
+    plan: plans.Plan,
+    settings: Settings,
+    *,
+    command: str = "",
+    accept: bool = False,
+    fresh: bool = False,
 ) -> tuple[Job, Hold]:
     """Hold the planned job and carry the plan out: nobody else can change its items meanwhile."""
     if fresh or plan.existing is None:
@@ -202,9 +208,7 @@ def perform(
     try:
         relay = Relay(SqlOutbox(ledger.database), sinks)
         file = None if output is None else Output(job, output)
-        pool = Pool(
-            ledger, job, hold, function, settings, display=display, shutdown=shutdown, output=file, feed=feed
-        )
+        pool = Pool(ledger, job, hold, function, settings, display=display, shutdown=shutdown, output=file, feed=feed)
         ending = pool.run()
         outcome = ending.outcome
     finally:

@@ -107,7 +107,9 @@ def refuse_doubt(plan: Plan) -> None:
         before, now = (f"--key {key}" if key else "no --key" for key in (old.keyed_by, plan.source.key))
         raise InputChanged(f"Job {plan.id} was started with {before}, now there is {now}: items cannot be recognised.")
     if not plan.changes.harmless or (plan.changes.new and plan.source.key is None and old.sealed):
-        raise InputChanged(f"The items of job {plan.id} changed since it was started: {plan.changes}.{plan.changes.first}")
+        raise InputChanged(
+            f"The items of job {plan.id} changed since it was started: {plan.changes}.{plan.changes.first}"
+        )
 
 
 def carry_out(

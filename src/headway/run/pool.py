@@ -14,11 +14,13 @@ import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headway.errors import HeadwayError
 from headway.ledger import Done, Failed, Fault, Hold, Item, Job, Ledger, Outcome
+from headway.ledger.values import Miss
 from headway.lifecycle import Budget, Shutdown
 from headway.retry import RetryPolicy
 from headway.run import worker as worker_process
@@ -102,10 +104,8 @@ class _Worker:
 
     def kill(self) -> None:
         """End it and everything it started."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 class Pool:
@@ -333,10 +333,7 @@ class Pool:
         for item in items:
             worker.out[item.idx] = item
         work = ",".join(f"[{item.idx},{item.attempts},{item.payload or 'null'}]" for item in items)
-        try:
-            worker.wire.send(f'{{"work":[{work}]}}')
-        except OSError:
-            pass  # it has just died: the end of its stream tells us, and what it held comes back then
+        self._tell(worker, f'{{"work":[{work}]}}')
 
     # ---- workers ---------------------------------------------------------------------------------------------------
 
@@ -410,17 +407,16 @@ class Pool:
         idx: int,
         attempts: int,
         fault: Fault,
-        outcome: str,
+        outcome: Miss,
         seconds: float | None,
         name: str,
         *,
         retryable: bool = True,
     ) -> None:
         self._causes[fault.type] += 1
-        failure = Failed(
-            idx, fault, outcome, None, seconds, name, seen=attempts, retryable=retryable and not self._passing  # type: ignore[arg-type]  # a Miss
+        self._inbox.append(
+            Failed(idx, fault, outcome, None, seconds, name, seen=attempts, retryable=retryable and not self._passing)
         )
-        self._inbox.append(failure)
 
     def _take_back(self, worker: _Worker, indices: list[int]) -> None:
         worker.recalled = False
@@ -531,10 +527,8 @@ class Pool:
         return alive
 
     def _tell(self, worker: _Worker, frame: str) -> None:
-        try:
+        with suppress(OSError):  # it has just died: the end of its stream tells us, and what it held comes back then
             worker.wire.send(frame)
-        except OSError:
-            pass  # as in _send
 
     # ---- recording -------------------------------------------------------------------------------------------------
 
@@ -542,9 +536,7 @@ class Pool:
         if not self._inbox:
             return
         outcomes, self._inbox = self._inbox, []
-        recorded = self._job.record(
-            outcomes, hold=self._hold, policy=self._settings.policy, settle=False
-        )
+        recorded = self._job.record(outcomes, hold=self._hold, policy=self._settings.policy, settle=False)
         now = time.monotonic()
         for outcome in outcomes:
             self._held.discard(outcome.idx)
@@ -590,9 +582,9 @@ class Pool:
         self._ready.clear()
         busy = sum(len(worker.slots.running()) for worker in self._workers.values())
         if self._shutdown.signum == signal.SIGINT:
-            self._display.say(f"Stopping: finishing {busy} items (Ctrl-C again to abandon them) ...")
+            self._display.say(f"Stopping: finishing {_items(busy)} (Ctrl-C again to abandon them) ...")
             return Budget(10**9)
-        self._display.say(f"Stopping: finishing {busy} items for up to {TERM_SECONDS:g} s ...")
+        self._display.say(f"Stopping: finishing {_items(busy)} for up to {TERM_SECONDS:g} s ...")
         return Budget(TERM_SECONDS)
 
     def _recall_all(self) -> None:
@@ -630,10 +622,12 @@ class Pool:
 
 
 def _poke(wake: socket.socket) -> None:
-    try:
+    with suppress(OSError):  # full: then it is awake already
         wake.send(b"!")
-    except OSError:
-        pass  # full: then it is awake already
+
+
+def _items(count: int) -> str:
+    return "1 item" if count == 1 else f"{count:,} items"
 
 
 def _how_it_died(status: int) -> str:
