@@ -22,6 +22,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# A script's own directory is on the path; the servers of the tests are found from the root.
+sys.path.insert(1, str(ROOT))
+
 
 def say(text: str) -> None:
     """Progress, for people: stdout is for the result."""

@@ -21,6 +21,9 @@ from headway.telemetry import Log
 
 log = Log("ledger")
 
+#: Items looked up by one statement; SQLite as some systems build it allows 32,766 parameters.
+PAGE = 1000
+
 _COLUMNS = (
     "id, origin, version, generation, sealed, finished_at, max_retries, total, done, failed, dead, failures, frontier, token, "
     "minute, minute_done, minute_failed, minute_dead, minute_seconds"
@@ -34,6 +37,10 @@ _PRIOR = (
     "SELECT i.idx, i.key, p.status, p.attempts, p.token, p.lease_until, d.idx FROM input_products i "
     "LEFT JOIN progress p ON p.job = i.job AND p.idx = i.idx "
     "LEFT JOIN dead_letters d ON d.job = i.job AND d.idx = i.idx WHERE i.job = ? AND i.idx IN "
+)
+_UNTOUCHED = (
+    "SELECT count(*) FROM input_products i WHERE i.job = ? AND NOT EXISTS "
+    "(SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx) AND i.idx IN "
 )
 _PUT_DONE = (
     "INSERT INTO progress (job, idx, status, meta, updated_at, seconds, worker) VALUES (?, ?, 'done', ?, ?, ?, ?) "
@@ -81,10 +88,18 @@ class Books:
     # ---- outcomes --------------------------------------------------------------------------------------------------
 
     def write(self, outcomes: Sequence[Outcome], policy: RetryPolicy, *, register: bool = False) -> Recorded:
+        successes = _plain_successes(outcomes)
+        if successes and self._all_untouched([success.idx for success in successes]):
+            # Nearly every batch of a run: nothing there to be compared with.
+            self._succeed(successes)
+            return Recorded(len(successes), 0, 0, 0, False, {}, (), self.failed, ())
+        return self._compare_and_write(outcomes, policy, register=register)
+
+    def _compare_and_write(self, outcomes: Sequence[Outcome], policy: RetryPolicy, *, register: bool) -> Recorded:
         indices = [outcome.idx for outcome in outcomes]
         prior = self._prior(indices)
         if register and len(prior) < len(indices):
-            self.total += self.tx.executemany(
+            self.total += self.tx.insert(
                 "INSERT INTO input_products (job, idx) VALUES (?, ?) ON CONFLICT (job, idx) DO NOTHING",
                 [(self.no, idx) for idx in indices],
             )
@@ -128,14 +143,29 @@ class Books:
             self._succeed(done)
         return Recorded(len(done), len(due), len(died), repeated, False, due, died, self.failed, stale)
 
+    def _all_untouched(self, indices: list[int]) -> bool:
+        """Whether these are different items, all registered, and nobody has tried one of them."""
+        count = 0
+        for start in range(0, len(indices), PAGE):
+            page = indices[start : start + PAGE]
+            row = self.tx.one(f"{_UNTOUCHED}({marks(len(page))})", (self.no, *page))
+            assert row is not None
+            count += row[0]
+            if count < start + len(page):
+                return False
+        return len(set(indices)) == len(indices)
+
     def _prior(
         self, indices: list[int]
     ) -> dict[int, tuple[str | None, str | None, int, int | None, float | None, bool]]:
-        rows = self.tx.all(f"{_PRIOR}({marks(len(indices))})", (self.no, *indices))
-        return {
-            idx: (key, status, attempts or 0, token, lease_until, dead is not None)
-            for idx, key, status, attempts, token, lease_until, dead in rows
-        }
+        found = {}
+        for start in range(0, len(indices), PAGE):
+            page = indices[start : start + PAGE]
+            for idx, key, status, attempts, token, lease_until, dead in self.tx.all(
+                f"{_PRIOR}({marks(len(page))})", (self.no, *page)
+            ):
+                found[idx] = (key, status, attempts or 0, token, lease_until, dead is not None)
+        return found
 
     def _leave(self, status: str | None, dead: bool) -> None:
         """The item leaves the place it is counted under; pending is what remains of the total."""
@@ -146,10 +176,10 @@ class Books:
 
     def _succeed(self, outcomes: list[Done]) -> None:
         no, now = self.no, self.now
-        self.tx.executemany(_PUT_DONE, [(no, o.idx, o.meta, now, o.seconds, o.worker) for o in outcomes])
+        self.tx.insert(_PUT_DONE, [(no, o.idx, o.meta, now, o.seconds, o.worker) for o in outcomes])
         results = [(no, o.idx, o.result) for o in outcomes if o.result is not None]
         if results:
-            self.tx.executemany(
+            self.tx.insert(
                 "INSERT INTO results (job, idx, result) VALUES (?, ?, ?) "
                 "ON CONFLICT (job, idx) DO UPDATE SET result = excluded.result",
                 results,
@@ -268,6 +298,12 @@ class Books:
         assert failed is not None
         self.total, self.done, self.failed, self.dead = total[0], done[0], failed[0], dead[0]
         return before != (self.total, self.done, self.failed, self.dead)
+
+
+def _plain_successes(outcomes: Sequence[Outcome]) -> list[Done]:
+    """The same outcomes, if all of them are successes and none shows a claim's token."""
+    successes = [outcome for outcome in outcomes if isinstance(outcome, Done) and outcome.token is None]
+    return successes if len(successes) == len(outcomes) else []
 
 
 def put_one_done(tx: Tx, job: int, outcome: Done) -> bool:

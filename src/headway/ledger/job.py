@@ -50,7 +50,7 @@ class Job(Reports):
 
     def _insert(self, tx: Tx, rows: list[NewRow]) -> int:
         books = Books(tx, self.no)
-        new = tx.executemany(
+        new = tx.insert(
             "INSERT INTO input_products (job, idx, key, payload, fingerprint) VALUES (?, ?, ?, ?, ?) "
             "ON CONFLICT (job, idx) DO NOTHING",
             rows,
