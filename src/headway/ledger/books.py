@@ -42,6 +42,12 @@ _UNTOUCHED = (
     "SELECT count(*) FROM input_products i WHERE i.job = ? AND NOT EXISTS "
     "(SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx) AND i.idx IN "
 )
+_PUT_ITEM = "INSERT INTO input_products (job, idx) VALUES (?, ?) ON CONFLICT (job, idx) DO NOTHING"
+_PUT_ONE_DONE = (
+    "INSERT INTO progress (job, idx, status, meta, updated_at, seconds, worker) "
+    "SELECT job, idx, 'done', ?, ?, ?, ? FROM input_products WHERE job = ? AND idx = ? "
+    "ON CONFLICT (job, idx) DO NOTHING"
+)
 _PUT_DONE = (
     "INSERT INTO progress (job, idx, status, meta, updated_at, seconds, worker) VALUES (?, ?, 'done', ?, ?, ?, ?) "
     "ON CONFLICT (job, idx) DO UPDATE SET status = 'done', meta = excluded.meta, updated_at = excluded.updated_at, "
@@ -99,10 +105,7 @@ class Books:
         indices = [outcome.idx for outcome in outcomes]
         prior = self._prior(indices)
         if register and len(prior) < len(indices):
-            self.total += self.tx.insert(
-                "INSERT INTO input_products (job, idx) VALUES (?, ?) ON CONFLICT (job, idx) DO NOTHING",
-                [(self.no, idx) for idx in indices],
-            )
+            self.total += self.tx.insert(_PUT_ITEM, [(self.no, idx) for idx in indices])
             prior = self._prior(indices)
         done: list[Done] = []
         repeated, stale, due, died = 0, [], {}, []
@@ -306,24 +309,24 @@ def _plain_successes(outcomes: Sequence[Outcome]) -> list[Done]:
     return successes if len(successes) == len(outcomes) else []
 
 
-def put_one_done(tx: Tx, job: int, outcome: Done) -> bool:
+def put_one_done(tx: Tx, job: int, outcome: Done, *, register: bool = False) -> bool:
     """The commonest record of all in two statements: an item nobody has tried is done, and that finishes nothing.
 
     False if it is not that simple; then nothing counts and the transaction must be rolled back.
     """
     now = time.time()
-    fresh = tx.execute(
-        "INSERT INTO progress (job, idx, status, meta, updated_at, seconds, worker) "
-        "SELECT job, idx, 'done', ?, ?, ?, ? FROM input_products WHERE job = ? AND idx = ? "
-        "ON CONFLICT (job, idx) DO NOTHING",
-        (outcome.meta, now, outcome.seconds, outcome.worker, job, outcome.idx),
-    )
+    row = (outcome.meta, now, outcome.seconds, outcome.worker, job, outcome.idx)
+    fresh, new = tx.execute(_PUT_ONE_DONE, row), 0
+    if not fresh and register:
+        new = tx.execute(_PUT_ITEM, (job, outcome.idx))
+        fresh = tx.execute(_PUT_ONE_DONE, row) if new else 0
     return (
         fresh == 1
         and tx.execute(
-            "UPDATE jobs SET version = version + 1, done = done + 1, minute_done = minute_done + 1, updated_at = ? "
-            "WHERE no = ? AND minute = ? AND finished_at IS NULL AND (sealed = 0 OR done + dead + 1 < total)",
-            (now, job, int(now // 60)),
+            "UPDATE jobs SET version = version + 1, total = total + ?, done = done + 1, minute_done = minute_done + 1, "
+            "updated_at = ? WHERE no = ? AND minute = ? AND finished_at IS NULL "
+            "AND (sealed = 0 OR done + dead + 1 < total + ?)",
+            (new, now, job, int(now // 60), new),
         )
         == 1
     )
