@@ -51,7 +51,12 @@ def test_the_documents_names_and_defaults_are_kept():
     signature = inspect.signature(ProgressManager)
     assert list(signature.parameters)[:2] == ["db_path", "max_retries"]
     assert signature.parameters["max_retries"].default == 2
-    for verb, leading in {"is_done": ["idx"], "mark_done": ["idx", "meta"], "mark_failed": ["idx", "meta"], "stats": []}.items():
+    for verb, leading in {
+        "is_done": ["idx"],
+        "mark_done": ["idx", "meta"],
+        "mark_failed": ["idx", "meta"],
+        "stats": [],
+    }.items():
         assert list(inspect.signature(getattr(ProgressManager, verb)).parameters)[1 : len(leading) + 1] == leading
 
 
@@ -313,13 +318,16 @@ def _sizes_without_dbstat(path: Path, tmp_path: Path) -> dict[str, int]:
     return {
         "progress": bare,
         "idx_progress_updated": weigh(table + "CREATE INDEX u ON t (updated_at);") - bare,
-        "idx_progress_status": weigh(table + "CREATE INDEX s ON t (job, status, next_attempt_at) WHERE status <> 'done';") - bare,
+        "idx_progress_status": weigh(
+            table + "CREATE INDEX s ON t (job, status, next_attempt_at) WHERE status <> 'done';"
+        )
+        - bare,
     }
 
 
 @pytest.mark.req("S3-19")
 def test_long_meta_and_errors_are_cut_and_say_so(progress: ProgressManager):
-    progress.mark_done(0, {"html": "\N{LATIN SMALL LETTER E WITH ACUTE}\"" * 5_000})
+    progress.mark_done(0, {"html": '\N{LATIN SMALL LETTER E WITH ACUTE}"' * 5_000})
     meta = progress.job.item(0).meta or ""
     assert len(meta.encode()) <= META_LIMIT
     assert json.loads(meta)["truncated"] > 10_000
