@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
-from headway._sql import NOW, Tx, marks
+from headway._sql import NOW, Engine, Tx, marks
 from headway.errors import NotFound, StaleClaim
 from headway.events import Event, append
 from headway.ledger.fault import normalise
@@ -24,6 +24,8 @@ log = Log("ledger")
 #: Items looked up by one statement; SQLite as some systems build it allows 32,766 parameters.
 PAGE = 1000
 
+ENGINES: tuple[Engine, ...] = ("sqlite", "postgresql")
+
 _COLUMNS = (
     "id, origin, version, generation, sealed, finished_at, max_retries, total, done, failed, dead, failures, frontier, token, "
     "minute, minute_done, minute_failed, minute_dead, minute_seconds"
@@ -33,15 +35,27 @@ _OPEN = {
     "sqlite": f"SELECT {_COLUMNS}, {NOW['sqlite']} FROM jobs WHERE no = ?",
     "postgresql": f"SELECT {_COLUMNS}, {NOW['postgresql']} FROM jobs WHERE no = ? FOR UPDATE",
 }
-_PRIOR = (
-    "SELECT i.idx, i.key, p.status, p.attempts, p.token, p.lease_until, d.idx FROM input_products i "
-    "LEFT JOIN progress p ON p.job = i.job AND p.idx = i.idx "
-    "LEFT JOIN dead_letters d ON d.job = i.job AND d.idx = i.idx WHERE i.job = ? AND i.idx IN "
-)
-_UNTOUCHED = (
-    "SELECT count(*) FROM input_products i WHERE i.job = ? AND NOT EXISTS "
-    "(SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx) AND i.idx IN "
-)
+
+
+def _near(table: str) -> dict[Engine, str]:
+    """A batch's items lie near each other. PostgreSQL must be told: without statistics, which a table that was just
+    filled has none of, it reads the whole job for every batch."""
+    return {"sqlite": "", "postgresql": f" AND {table}.idx BETWEEN ? AND ?"}
+
+
+_PRIOR = {
+    engine: "SELECT i.idx, i.key, p.status, p.attempts, p.token, p.lease_until, d.idx FROM input_products i "
+    f"LEFT JOIN progress p ON p.job = i.job AND p.idx = i.idx{_near('p')[engine]} "
+    f"LEFT JOIN dead_letters d ON d.job = i.job AND d.idx = i.idx{_near('d')[engine]} "
+    f"WHERE i.job = ?{_near('i')[engine]} AND i.idx IN "
+    for engine in ENGINES
+}
+_UNTOUCHED = {
+    engine: "SELECT count(*) FROM input_products i WHERE NOT EXISTS "
+    f"(SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx{_near('p')[engine]}) "
+    f"AND i.job = ?{_near('i')[engine]} AND i.idx IN "
+    for engine in ENGINES
+}
 _PUT_ITEM = "INSERT INTO input_products (job, idx) VALUES (?, ?) ON CONFLICT (job, idx) DO NOTHING"
 _PUT_ONE_DONE = (
     "INSERT INTO progress (job, idx, status, meta, updated_at, seconds, worker) "
@@ -148,13 +162,10 @@ class Books:
 
     def _all_untouched(self, indices: list[int]) -> bool:
         """Whether these are different items, all registered, and nobody has tried one of them."""
-        count = 0
-        for start in range(0, len(indices), PAGE):
-            page = indices[start : start + PAGE]
-            row = self.tx.one(f"{_UNTOUCHED}({marks(len(page))})", (self.no, *page))
+        for page in _pages(indices):
+            row = self.tx.one(f"{_UNTOUCHED[self.tx.engine]}({marks(len(page))})", self._bounds(page, before=1))
             assert row is not None
-            count += row[0]
-            if count < start + len(page):
+            if row[0] < len(page):
                 return False
         return len(set(indices)) == len(indices)
 
@@ -162,13 +173,17 @@ class Books:
         self, indices: list[int]
     ) -> dict[int, tuple[str | None, str | None, int, int | None, float | None, bool]]:
         found = {}
-        for start in range(0, len(indices), PAGE):
-            page = indices[start : start + PAGE]
+        for page in _pages(indices):
             for idx, key, status, attempts, token, lease_until, dead in self.tx.all(
-                f"{_PRIOR}({marks(len(page))})", (self.no, *page)
+                f"{_PRIOR[self.tx.engine]}({marks(len(page))})", self._bounds(page, before=2)
             ):
                 found[idx] = (key, status, attempts or 0, token, lease_until, dead is not None)
         return found
+
+    def _bounds(self, page: list[int], *, before: int) -> list[int]:
+        """The parameters of a lookup that asks ``before`` other tables before it names the job; see `_near`."""
+        near = [min(page), max(page)] if self.tx.engine == "postgresql" else []
+        return [*near * before, self.no, *near, *page]
 
     def _leave(self, status: str | None, dead: bool) -> None:
         """The item leaves the place it is counted under; pending is what remains of the total."""
@@ -301,6 +316,10 @@ class Books:
         assert failed is not None
         self.total, self.done, self.failed, self.dead = total[0], done[0], failed[0], dead[0]
         return before != (self.total, self.done, self.failed, self.dead)
+
+
+def _pages(indices: list[int]) -> Iterator[list[int]]:
+    return (indices[start : start + PAGE] for start in range(0, len(indices), PAGE))
 
 
 def _plain_successes(outcomes: Sequence[Outcome]) -> list[Done]:
