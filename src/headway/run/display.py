@@ -15,7 +15,7 @@ from unicodedata import east_asian_width
 
 from headway.run.estimate import Estimator, Snapshot
 from headway.run.summary import interrupted, summary
-from headway.wording import duration, pace, printable, roughly
+from headway.wording import duration, pace, printable, roughly, shows_color
 
 __all__ = [
     "Display",
@@ -24,7 +24,6 @@ __all__ = [
     "bar",
     "interrupted",
     "open_display",
-    "shows_color",
     "summary",
 ]
 
@@ -93,17 +92,6 @@ def open_display(
             return _Silent()
         case _:
             raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
-
-
-def shows_color(choice: str, stream: TextIO, environment: Mapping[str, str]) -> bool:
-    """Whether to colour: the flag, then NO_COLOR, then FORCE_COLOR, then whether anybody would see it."""
-    if choice in ("always", "never"):
-        return choice == "always"
-    if environment.get("NO_COLOR"):
-        return False
-    if environment.get("FORCE_COLOR", "0") not in ("", "0"):
-        return True
-    return stream.isatty() and environment.get("TERM") != "dumb"
 
 
 def terminal_columns(stream: TextIO, environment: Mapping[str, str]) -> int:
