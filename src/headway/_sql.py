@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from headway import _sqlite_file
@@ -186,7 +185,7 @@ class Database:
             for connection in idle:
                 connection.close()
 
-    def __enter__(self) -> Database:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -664,10 +663,11 @@ def migrations(engine: Engine) -> list[tuple[int, list[str]]]:
     """
     other = "postgresql" if engine == "sqlite" else "sqlite"
     steps = []
-    files = sorted(entry.name for entry in resources.files("headway").joinpath("sql").iterdir())
+    folder = Path(__file__).with_name("sql")
+    files = sorted(entry.name for entry in folder.iterdir())
     for version, name in enumerate((name for name in files if name.endswith(".sql")), start=1):
         assert int(name[:4]) == version, f"{name}: migrations are numbered without gaps"
-        text = resources.files("headway").joinpath("sql", name).read_text()
+        text = folder.joinpath(name).read_text("utf-8")
         lines = (line for line in text.splitlines() if not line.rstrip().endswith(f"-- {other}"))
         statement, statements = "", []
         for line in lines:

@@ -18,6 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])  # click's decorators take and give a
 
 #: verb -> where it lives, in the order ``headway --help`` shows them.
 COMMANDS: dict[str, str] = {
+    "run": "headway.cli.run:run",
     "jobs": "headway.cli.jobs:jobs",
     "show": "headway.cli.jobs:show",
     "status": "headway.cli.jobs:status",

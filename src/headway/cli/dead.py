@@ -42,10 +42,8 @@ def dead() -> None:
 def list_(job: str | None, database: str | None, *, as_json: bool) -> None:
     """List the causes that items are dead of, in all jobs or one."""
     with open_ledger(database) as ledger:
-        if job is not None:
-            jobs = [find_job(ledger, job)]
-        else:
-            jobs = [ledger.job(info.id) for info in ledger.jobs() if info.dead]
+        deadly = [ledger.job(info.id) for info in ledger.jobs() if info.dead]
+        jobs = deadly if job is None else [find_job(ledger, job)]
         found = [(one.id, cause) for one in jobs for cause in one.causes() if cause.dead]
     if as_json:
         put_json("dead/1", causes=[{"job": id, **cause_facts(cause)} for id, cause in found])

@@ -17,6 +17,7 @@ from headway.cli.reading import (
     job_argument,
     job_facts,
     open_ledger,
+    open_store,
     put,
     put_json,
     put_table,
@@ -46,11 +47,13 @@ watch_option = click.option("--watch", "-w", is_flag=True, help="Look again ever
 @database_option
 def jobs(database: str | None, *, as_json: bool, everything: bool, watch: bool) -> None:
     """List the jobs, the one that changed last first."""
-    with open_ledger(database) as ledger:
+    from headway.ledger.report import all_jobs  # not the whole ledger: a list is to be there at once
+
+    with open_store(database) as store:
         if watch:
-            _watch(lambda: (_job_table(ledger.jobs(archived=everything)), False), as_json=as_json)
+            _watch(lambda: (_job_table(all_jobs(store, archived=everything)), False), as_json=as_json)
             return
-        found = ledger.jobs(archived=everything)
+        found = all_jobs(store, archived=everything)
         if as_json:
             put_json("jobs/1", jobs=[job_facts(info) for info in found])
         elif found:

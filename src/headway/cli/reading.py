@@ -17,6 +17,7 @@ from headway.telemetry import redact
 from headway.wording import cut, printable
 
 if TYPE_CHECKING:
+    from headway._sql import Database
     from headway.ledger import Job, JobInfo, Ledger
 
 #: Completion may take so long; then it offers nothing rather than making somebody wait.
@@ -27,12 +28,18 @@ COMPLETION_SECONDS = 0.2
 # Finding
 
 
-def open_ledger(database: str | None) -> Ledger:
-    """The ledger as the settings say. One that is not there is an error, never made by looking at it."""
+def open_store(database: str | None) -> Database:
+    """The database as the settings say. One that is not there is an error, never made by looking at it."""
+    from headway._sql import connect
     from headway.config import Config
+
+    return connect(Config(cli={"database": database}).text("database"), create=False)
+
+
+def open_ledger(database: str | None) -> Ledger:
     from headway.ledger.records import Ledger
 
-    return Ledger.open(Config(cli={"database": database}).text("database"), create=False)
+    return Ledger(open_store(database))
 
 
 def find_job(ledger: Ledger, id: str) -> Job:

@@ -20,7 +20,7 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 from urllib.parse import quote
 
 from headway.config import Config
@@ -108,11 +108,12 @@ class ProgressManager:
         info = self._job.info()
         runs = info.done + info.failures
         tried = info.done + info.failed + info.dead
+        share = 100 * info.failures / runs if runs else 0.0
         lines = [
-            f"{info.done:,} of {info.total:,} done ({info.percent:.1f}%), {info.remaining - info.failed:,} pending, "
-            f"{info.failed:,} failed and to be retried, {info.dead:,} dead",
-            f"runs {runs:,}, of them failed {info.failures:,} "
-            f"({100 * info.failures / runs if runs else 0:.1f}%); {runs / tried if tried else 0:.2f} runs per item tried",
+            f"{info.done:,} of {info.total:,} done ({info.percent:.1f}%)",
+            f"{info.remaining - info.failed:,} pending, {info.failed:,} failed and to be retried, {info.dead:,} dead",
+            f"{runs:,} runs, {info.failures:,} of them failed ({share:.1f}%)",
+            f"{info.failures / tried if tried else 0.0:.2f} retries per item tried on average",
         ]
         minutes = self._job.minutes(0)
         busy = sum(row[1] + row[2] for row in minutes)
@@ -185,7 +186,7 @@ class ProgressManager:
     def close(self) -> None:
         self._ledger.close()
 
-    def __enter__(self) -> ProgressManager:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -6,7 +6,7 @@ import getpass
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Self
 
 from headway._sql import Database, Tx, connect
 from headway.errors import InvalidInput, JobHeld, NotFound
@@ -15,7 +15,7 @@ from headway.ledger import holding
 from headway.ledger.books import Books, audit
 from headway.ledger.holding import Hold
 from headway.ledger.job import CHUNK, Job
-from headway.ledger.report import find_jobs
+from headway.ledger.report import all_jobs
 from headway.ledger.values import JobInfo
 from headway.telemetry import Log
 
@@ -36,7 +36,7 @@ class Ledger:
     def close(self) -> None:
         self.database.close()
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -74,7 +74,7 @@ class Ledger:
 
     def jobs(self, *, archived: bool = False) -> list[JobInfo]:
         """All jobs, the one that changed last first."""
-        return find_jobs(self.database, f"{'' if archived else 'WHERE archived = 0 '}ORDER BY updated_at DESC")
+        return all_jobs(self.database, archived=archived)
 
     def describe(
         self, job: Job, *, function: str, source: str, command: str, keyed_by: str | None, max_retries: int
@@ -169,7 +169,9 @@ class Ledger:
 
     def note(self, action: str, job: str, detail: dict[str, object], *, actor: str | None = None) -> None:
         """Add a line to the audit trail."""
-        self.database.run(lambda tx: audit(tx, tx.now(), actor or current_user(), action, job, detail), operation="audit")
+        self.database.run(
+            lambda tx: audit(tx, tx.now(), actor or current_user(), action, job, detail), operation="audit"
+        )
 
     def audit_trail(self, job: str | None = None) -> Iterator[tuple[float, str, str, str, str]]:
         """(when, who, what, job, detail as JSON), oldest first."""
