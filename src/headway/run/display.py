@@ -18,6 +18,7 @@ from headway.run.summary import interrupted, summary
 from headway.wording import duration, pace, printable, roughly, shows_color
 
 __all__ = [
+    "PROGRESS_KEYS",
     "Display",
     "Estimator",
     "Snapshot",
@@ -36,6 +37,24 @@ PLAIN_SECONDS = 30.0
 PLAIN_PERCENT = 5.0
 #: NDJSON progress comes at most so often, seconds.
 JSON_SECONDS = 1.0
+#: What a progress line of NDJSON says. These keys stay; more may come.
+PROGRESS_KEYS = {
+    "total": "items of the job; null while a stream of them is still open",
+    "kept": "items done before this run",
+    "done": "items done by this run",
+    "running": "items being worked on",
+    "retrying": "items that failed and wait for another try",
+    "dead": "items of the job that failed for good",
+    "failures": "failed runs of items in this run",
+    "percent": "of the job that is done; null without a total",
+    "rate": "items finished per second, in this run; null before the first",
+    "eta_seconds": "seconds left, the likely figure; null while it cannot be said",
+    "eta_low_seconds": "the lower end of its range",
+    "eta_high_seconds": "the upper end of its range",
+    "stalled_seconds": "for how long nothing has finished, once that is unusual; else null",
+    "last_error": "type of the most frequent error of this run; null if there is none",
+    "last_error_count": "how often it came",
+}
 #: A bar narrower than this says nothing; then it is left out.
 SHORTEST_BAR = 10
 LONGEST_BAR = 60
@@ -215,8 +234,7 @@ class _Bar:
     def show(self, snapshot: Snapshot) -> None:
         self._estimator.update(snapshot)
         if self._clock() - self._drawn_at >= REDRAW_SECONDS:
-            self._draw(snapshot)
-            self._write("\x1b[1A\r")
+            self._draw(snapshot, after="\x1b[1A\r")
 
     def say(self, text: str) -> None:
         self._clear()
@@ -225,8 +243,7 @@ class _Bar:
 
     def end(self, snapshot: Snapshot) -> None:
         self._estimator.update(snapshot)
-        self._draw(snapshot)
-        self._write("\n")
+        self._draw(snapshot, after="\n")
         self._drawn = False
 
     def _clear(self) -> None:
@@ -234,11 +251,12 @@ class _Bar:
             self._write("\r\x1b[J")
         self._drawn = False
 
-    def _draw(self, snapshot: Snapshot) -> None:
+    def _draw(self, snapshot: Snapshot, *, after: str) -> None:
         # The last column stays free: writing into it makes some terminals wrap.
         room = max(1, self._columns() - 1)
         start = "\r\x1b[J" if self._drawn else ""
-        self._write(f"{start}{self._first_line(snapshot, room)}\n{self._second_line(snapshot, room)}")
+        # In one write, so that nothing is seen half drawn.
+        self._write(f"{start}{self._first_line(snapshot, room)}\n{self._second_line(snapshot, room)}{after}")
         self._drawn_at, self._drawn = self._clock(), True
 
     def _first_line(self, snapshot: Snapshot, room: int) -> str:
@@ -330,7 +348,7 @@ class _Plain:
 
 
 class _Json:
-    """NDJSON. The keys are documented in docs/cli.md and stay."""
+    """NDJSON with `PROGRESS_KEYS`."""
 
     def __init__(self, writer: _Writer, clock: Callable[[], float]) -> None:
         self._write, self._clock = writer.write, clock
