@@ -122,7 +122,7 @@ def test_the_bar_shows_a_run_as_promised():
     display = opened("bar", stream, clock, columns=120)
     warmed_up(display, clock, seconds=800)
     first, second = drawn(stream)
-    assert re.fullmatch(r"  62\.1% ─+━+╸? +   74,513/120,000   41\.\d/s   ~18 min left", first)
+    assert re.fullmatch(r" 62\.1% ─+━+╸? +   74,513/120,000   41\.\d/s   ~18 min left", first)
     assert second == (
         " kept 41,200 · done 33,313 · running 8 · retrying 212 · dead 64         last error: UpstreamTimeout x41"
     )
@@ -139,7 +139,7 @@ def test_the_first_line_stands_alone_and_nothing_wraps_however_narrow_the_termin
 
 def test_a_narrow_terminal_drops_fields_from_the_right():
     shown = []
-    for columns in (100, 50, 40, 30, 18, 8):
+    for columns in (100, 50, 40, 30, 18, 7):
         stream, clock = Terminal(), Clock()
         warmed_up(opened("bar", stream, clock, columns=columns), clock)
         first = drawn(stream)[0]
@@ -178,6 +178,12 @@ def test_an_unknown_total_shows_count_and_rate_and_no_percent():
     assert "left" not in first
 
 
+def test_a_hundred_percent_is_only_what_is_complete():
+    stream = Terminal()
+    opened("bar", stream).show(replace(NOW, kept=0, done=119_999))
+    assert drawn(stream)[0].startswith(" 99.9%")
+
+
 def test_it_is_drawn_ten_times_a_second_at_most():
     stream, clock = Terminal(), Clock()
     display = opened("bar", stream, clock)
@@ -196,7 +202,7 @@ def test_talk_goes_above_the_live_lines_which_come_back_below_it():
     display.show(NOW)
     text = stream.getvalue()
     assert text.startswith("Resuming run 7f3a\n")
-    assert "\r\x1b[JStopping: finishing 8 items\n  62.1%" in text
+    assert "\r\x1b[JStopping: finishing 8 items\n 62.1%" in text
 
 
 def test_the_end_leaves_the_last_state_on_the_screen_and_the_cursor_below_it():

@@ -114,10 +114,10 @@ def fail(error: HeadwayError) -> int:
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """The entry point: every outcome becomes one of the documented exit codes."""
-    sys.exit(run(arguments))
+    sys.exit(invoke(arguments))
 
 
-def run(arguments: list[str] | None = None) -> int:
+def invoke(arguments: list[str] | None = None) -> int:
     if os.environ.get("_HEADWAY_COMPLETE") == "powershell_complete":
         import_module("headway.cli.completion")  # click knows the other shells by itself
     try:

@@ -74,6 +74,9 @@ def _within_time(find: Callable[[click.Context, str], list[Any]]) -> Completer:
     def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[Any]:  # noqa: ARG001  # click's
         import threading
 
+        import headway.config
+        import headway.ledger.records  # noqa: F401  # loaded before the time begins: it is the store's time
+
         found: list[Any] = []
 
         def look() -> None:

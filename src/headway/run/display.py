@@ -158,6 +158,11 @@ def _state(snapshot: Snapshot, estimator: Estimator) -> str:
     return f"~{roughly(forecast.seconds)} left" if forecast else ""
 
 
+def _tenths(percent: float) -> float:
+    """Rounded, but 100.0 % is only what is complete."""
+    return percent if percent >= 100.0 else min(99.9, round(percent, 1))
+
+
 def _position(snapshot: Snapshot) -> str:
     return f"{snapshot.position:,}" + (f"/{snapshot.total:,}" if snapshot.total is not None else "")
 
@@ -265,7 +270,7 @@ class _Bar:
         percent = snapshot.percent
         if percent is None or snapshot.total is None:
             return self._fit([f" {fields[0]} done", *fields[1:]], room)
-        head = f" {percent:5.1f}%" if percent < 100.0 else "  100%"
+        head = f"{_tenths(percent):5.1f}%"
         while fields and room - cells("   ".join(["", *fields])) - len(head) - 1 < SHORTEST_BAR:
             fields.pop()
         tail = "   ".join(["", *fields]) if fields else ""
@@ -340,7 +345,7 @@ class _Plain:
         return snapshot.percent - printed.percent >= PLAIN_PERCENT
 
     def _print(self, snapshot: Snapshot) -> None:
-        percent = f"{snapshot.percent:.1f}%" if snapshot.percent is not None else ""
+        percent = f"{_tenths(snapshot.percent):.1f}%" if snapshot.percent is not None else ""
         fields = [percent, _position(snapshot), pace(self._estimator.rate), _state(snapshot, self._estimator)]
         fields += [*_counts(snapshot), _last_error(snapshot)]
         self._write(f"{_now()} {'  '.join(field for field in fields if field)}\n")
