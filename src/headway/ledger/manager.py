@@ -205,19 +205,24 @@ class ProgressManager:
 
 
 def _checked(meta: Meta | None) -> str | None:
+    return bounded_meta(_dict(meta)) if meta is not None else None
+
+
+def _dict(meta: Meta | None) -> Meta:
     if meta is not None and not isinstance(meta, Mapping):
         raise InvalidInput(f"Meta must be a dict, not {type(meta).__name__}.")
-    return bounded_meta(meta)
+    return meta or {}
 
 
 def _failure(idx: int, meta: Meta | None, token: int | None) -> Failed:
-    _checked(None if meta is None or isinstance(meta.get("error"), BaseException) else meta)
-    error = (meta or {}).get("error")
+    meta = _dict(meta)
+    error = meta.get("error")
     if isinstance(error, BaseException):
         fault = describe(error)
     else:
+        canonical(error, "An error")
         fault = Fault("", bounded_error(str(error)) if error else "Unknown error")
-    kept = _clean({**(meta or {}), "error": fault.text})
+    kept = _clean({**meta, "error": fault.text})
     return Failed(idx, fault, meta=bounded_meta(kept), token=token)
 
 
