@@ -11,7 +11,7 @@ import pytest
 
 from headway.errors import InvalidInput, JobHeld, NotFound, StaleClaim
 from headway.events import SqlOutbox
-from headway.ledger import Done, Failed, Fault, Item, Job, Ledger, NewItem
+from headway.ledger import Done, Failed, Fault, Hold, Item, Job, Ledger, NewItem
 from headway.retry import RetryPolicy
 from tests.services.waiting import eventually
 
@@ -311,7 +311,7 @@ def test_whoever_lost_the_job_cannot_record_any_more(ledger: Ledger, job: Job):
     assert [run.outcome for run in job.runs()] == ["lost", None]
 
 
-def _hold_or_none(ledger: Ledger, job: Job) -> object:
+def _hold_or_none(ledger: Ledger, job: Job) -> Hold | None:
     try:
         return ledger.hold(job, {})
     except JobHeld:

@@ -11,13 +11,14 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import headway
 from headway.errors import InputChanged, InvalidInput, JobHeld, NotFound, StaleClaim
 from headway.events import Event
-from headway.ledger import Ledger
+from headway.ledger import Job, Ledger
 from tests.services.waiting import eventually
 
 PRODUCTS = [{"n": n} for n in range(30)]
@@ -72,7 +73,7 @@ def test_called_again_it_does_only_what_is_left(database: str, log: Path):
             raise RuntimeError("not yet")
         note(log, item["n"])
 
-    options = {"job": "ads", "database": database, "retries": 0, "last_pass": False, "progress": "none"}
+    options: dict[str, Any] = {"job": "ads", "database": database, "retries": 0, "last_pass": False, "progress": "none"}
     first = headway.map(work, PRODUCTS, **options)
     assert (first.done, first.dead, first.causes[0].dead) == (20, 10, 10)
     assert sorted(letter.idx for letter in first.dead_letters()) == list(range(20, 30))
@@ -120,7 +121,7 @@ def test_results_go_to_a_file(database: str, tmp_path: Path):
     ],
 )
 def test_bad_arguments_are_one_clear_error(
-    database: str, function: object, items: list[object], options: dict, said: str
+    database: str, function: object, items: list[object], options: dict[str, Any], said: str
 ):
     with pytest.raises(InvalidInput, match=said):
         headway.map(function, items, **{"job": "ads", "database": database, "progress": "none"} | options)  # type: ignore[arg-type]
@@ -174,7 +175,7 @@ def test_a_long_item_is_seen_as_running_from_outside(database: str, log: Path):
         run.wait(20)
 
 
-def _job_or_none(ledger: Ledger) -> object:
+def _job_or_none(ledger: Ledger) -> Job | None:
     try:
         return ledger.job("ads")
     except NotFound:

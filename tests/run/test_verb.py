@@ -223,12 +223,12 @@ def test_kill_9_of_the_whole_run_loses_nothing_and_its_workers_end_too(place: Pa
     arguments = ("run", "jobs:slow", "-i", "items.jsonl", "-j", "ads", "-w", "2", "--output", "out.jsonl")
     for round_ in range(1, 4):
         run = spawn_cli(*arguments, stderr=subprocess.DEVNULL)
-        eventually(lambda goal=round_ * 25: len(executed(place)) >= goal, timeout=20)
+        _wait_for_executions(place, round_ * 25)
         workers = _children(run.pid)
         assert len(workers) == 2
         run.kill()
         run.wait()
-        eventually(lambda pids=workers: not any(map(_alive, pids)), timeout=5, message="workers outlived their parent")
+        _wait_for_the_end_of(workers)
     done = headway_cli(*arguments)
     assert done.returncode == 0, done.stderr
     info = job_in(place).info()
@@ -237,6 +237,14 @@ def test_kill_9_of_the_whole_run_loses_nothing_and_its_workers_end_too(place: Pa
     assert len(again) <= 3 * 2 * 3, "only what ran or was unreported at a kill may run again"
     lines = [json.loads(line) for line in (place / "out.jsonl").read_text().splitlines()]
     assert sorted(line["index"] for line in lines) == list(range(300)), "each result exactly once"
+
+
+def _wait_for_executions(place: Path, count: int) -> None:
+    eventually(lambda: len(executed(place)) >= count, timeout=20)
+
+
+def _wait_for_the_end_of(pids: list[int]) -> None:
+    eventually(lambda: not any(map(_alive, pids)), timeout=5, message="workers outlived their parent")
 
 
 def _children(pid: int) -> list[int]:
