@@ -101,10 +101,12 @@ def _job_ids(ctx: click.Context, incomplete: str) -> list[Any]:
 def _cause_numbers(ctx: click.Context, incomplete: str) -> list[Any]:
     from click.shell_completion import CompletionItem
 
+    # While the value of an option is missing, click has not told arguments apart yet: the job is the first word.
+    job = ctx.params["job"] or next(word for word in ctx.args if not word.startswith("-"))
     with open_ledger(ctx.params.get("database")) as ledger:
         return [
             CompletionItem(str(cause.no), help=f"{cause.dead} x {printable(cause.type)}")
-            for cause in ledger.job(ctx.params["job"]).causes()
+            for cause in ledger.job(job).causes()
             if str(cause.no).startswith(incomplete)
         ]
 
