@@ -215,6 +215,19 @@ def test_the_end_leaves_the_last_state_on_the_screen_and_the_cursor_below_it():
     assert not stream.getvalue().endswith("\x1b[1A\r")
 
 
+@pytest.mark.parametrize("kind", ["bar", "plain"])
+def test_a_run_that_is_over_forecasts_nothing_and_waits_for_nothing(kind: str):
+    for last in (NOW, replace(NOW, running=0)):
+        stream, clock = Terminal(), Clock()
+        display = opened(kind, stream, clock)
+        warmed_up(display, clock)
+        stream.truncate(0)
+        stream.seek(0)
+        display.end(last)
+        assert "left" not in stream.getvalue()
+        assert "waiting" not in stream.getvalue()
+
+
 @pytest.mark.parametrize(
     ("color", "tty", "environment", "colored"),
     [

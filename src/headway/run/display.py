@@ -231,7 +231,7 @@ class _Bar:
         self._colored, self._ascii = colored, ascii_only
         self._estimator = Estimator(clock)
         self._drawn_at = float("-inf")
-        self._drawn = False
+        self._drawn = self._ended = False
 
     def begin(self, text: str) -> None:
         self.say(text)
@@ -248,6 +248,7 @@ class _Bar:
 
     def end(self, snapshot: Snapshot) -> None:
         self._estimator.update(snapshot)
+        self._ended = True
         self._draw(snapshot, after="\n")
         self._drawn = False
 
@@ -265,8 +266,8 @@ class _Bar:
         self._drawn_at, self._drawn = self._clock(), True
 
     def _first_line(self, snapshot: Snapshot, room: int) -> str:
-        rate, state = pace(self._estimator.rate), _state(snapshot, self._estimator)
-        fields = [_position(snapshot), rate or "-", state]
+        state = "" if self._ended else _state(snapshot, self._estimator)
+        fields = [_position(snapshot), pace(self._estimator.rate) or "-", *([state] if state else [])]
         percent = snapshot.percent
         if percent is None or snapshot.total is None:
             return self._fit([f" {fields[0]} done", *fields[1:]], room)
@@ -332,7 +333,7 @@ class _Plain:
 
     def end(self, snapshot: Snapshot) -> None:
         self._estimator.update(snapshot)
-        self._print(snapshot)
+        self._print(snapshot, ended=True)
 
     def _is_time(self) -> bool:
         return self._clock() - self._printed_at >= PLAIN_SECONDS
@@ -344,9 +345,10 @@ class _Plain:
             return snapshot.position != printed.position
         return snapshot.percent - printed.percent >= PLAIN_PERCENT
 
-    def _print(self, snapshot: Snapshot) -> None:
+    def _print(self, snapshot: Snapshot, *, ended: bool = False) -> None:
         percent = f"{_tenths(snapshot.percent):.1f}%" if snapshot.percent is not None else ""
-        fields = [percent, _position(snapshot), pace(self._estimator.rate), _state(snapshot, self._estimator)]
+        state = "" if ended else _state(snapshot, self._estimator)
+        fields = [percent, _position(snapshot), pace(self._estimator.rate), state]
         fields += [*_counts(snapshot), _last_error(snapshot)]
         self._write(f"{_now()} {'  '.join(field for field in fields if field)}\n")
         self._printed_at, self._printed = self._clock(), snapshot
