@@ -141,15 +141,22 @@ def _on_a_terminal(directory: Path, arguments: list[str], typed: bytes) -> tuple
 
 def test_ctrl_c_in_a_reading_command_is_130_without_a_traceback(tmp_path: Path, ads: Path):
     parent, child = pty.openpty()
+    # A shell's background job ignores SIGINT, and so would the tests and the command, were this not said.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, "-m", "headway", "status", "-w"],
         cwd=tmp_path, stdin=child, stdout=child, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
+    signal.signal(signal.SIGINT, before)
     os.close(child)
-    os.read(parent, 1)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
-    os.close(parent)
+    try:
+        os.read(parent, 1)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(parent)
     assert process.returncode == 130
     assert b"Traceback" not in stderr
 

@@ -86,6 +86,18 @@ def test_show_names_the_process_that_runs_the_job(cli: Cli, ads: Path):
         ledger.release(hold, "interrupted")
 
 
+def test_the_rate_of_a_job_is_that_of_the_run_in_progress(cli: Cli, ads: Path):
+    with Ledger.open(f"sqlite:///{ads}") as ledger:
+        job = ledger.job("ads")
+        hold = ledger.hold(job, {})  # 40 items were done by the run before, in this very minute
+        assert cli("show", "ads", "--json").json["rate"] is None
+        job.record([Done(55)], hold=hold)
+        document = cli("show", "ads", "--json").json
+        assert 0 < document["rate"] <= 1
+        assert document["eta_seconds"] is None  # one item says nothing about the rest
+        ledger.release(hold, "interrupted")
+
+
 def test_a_finished_job_with_dead_letters_offers_to_retry_them(cli: Cli, ads: Path):
     with Ledger.open(f"sqlite:///{ads}") as ledger:
         ledger.job("ads").record([Done(idx) for idx in range(46, 60)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 #: The rate of a job is that of its last minutes.
 RATE_MINUTES = 5
+#: No forecast before so many items are done in these minutes.
+FORECAST_ITEMS = 30
 #: Seconds between two looks of --watch.
 WATCH_SECONDS = 1.0
 
@@ -178,17 +181,19 @@ def _facts(ledger: Ledger, job: Job) -> dict[str, Any]:
 
 
 def _speed(job: Job, info: JobInfo) -> tuple[float | None, float | None]:
-    """Done items per second of the last minutes and the seconds left at that pace; None unless somebody works on it."""
-    now = job.database.now()
-    first = int(now // 60) - RATE_MINUTES
-    recent = job.minutes(first)
-    done = sum(row[1] for row in recent)
-    if not info.held or not done:
+    """Items per second of the run in progress, over its last minutes, and the seconds left at that pace."""
+    past = job.runs()
+    if not info.held or not past:
         return None, None
-    current = job.runs()
-    began = max(first * 60.0, current[-1].started_at.timestamp() if current else first * 60.0)
+    now = job.database.now()
+    window = int(now // 60) - RATE_MINUTES
+    began = past[-1].started_at.timestamp()
+    if began >= window * 60:
+        done = info.done - past[-1].kept  # all of this run: an earlier one may lie in the same minutes
+    else:
+        done, began = sum(row[1] for row in job.minutes(window)), window * 60.0
     rate = done / max(1.0, now - began)
-    return rate, info.remaining / rate
+    return rate or None, info.remaining / rate if done >= FORECAST_ITEMS else None
 
 
 def _sheet(job: Job, database: str | None) -> list[str]:
@@ -277,15 +282,15 @@ def status(ctx: click.Context, job: str | None, database: str | None, *, as_json
         ctx.invoke(show, job=job, database=database, as_json=as_json, watch=watch)
 
 
-def _watch(look: Any, *, as_json: bool) -> None:
+def _watch(look: Callable[[], tuple[list[str], bool]], *, as_json: bool) -> None:
     """Draw what ``look`` gives, again and again, until it says that this was the last."""
     if as_json or not sys.stdout.isatty():
         raise UsageError("--watch draws on a terminal.", hint="For programs: call it with --json as often as you like.")
+    from shutil import get_terminal_size
+
     drawn = 0
     while True:
         lines, last = look()
-        from shutil import get_terminal_size
-
         size = get_terminal_size()
         shown = [cut(line, size.columns - 1) for line in lines[: size.lines - 1]]
         # From the first of the lines drawn before, clear everything below: right also after a resize.
