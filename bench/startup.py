@@ -19,16 +19,18 @@ from headway.ledger import Ledger
 BUDGET_MS = 120
 
 
-def measured(command: list[str], directory: Path, rounds: int) -> dict[str, float]:
-    """Milliseconds on the clock and of the processor; the least is what the command needs, the median what it got."""
-    wall, processor = [], []
-    for _ in range(rounds):
-        before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-        subprocess.run(command, cwd=directory, stdout=subprocess.DEVNULL, check=True, env=environment())
-        wall.append(time.perf_counter() - began)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        processor.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    figures = {"min": min(wall), "median": statistics.median(wall), "cpu_min": min(processor)}
+def once(command: list[str], directory: Path) -> tuple[float, float]:
+    """Seconds on the clock and of the processor."""
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run(command, cwd=directory, stdout=subprocess.DEVNULL, check=True, env=environment())
+    wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def figures_of(taken: list[tuple[float, float]]) -> dict[str, float]:
+    """Milliseconds: the least is what the command needs, the median what it got."""
+    wall = [seconds for seconds, _ in taken]
+    figures = {"min": min(wall), "median": statistics.median(wall), "cpu_min": min(cpu for _, cpu in taken)}
     return {name: round(seconds * 1000, 1) for name, seconds in figures.items()}
 
 
@@ -52,11 +54,14 @@ def main() -> int:
             "headway jobs": [*headway, "jobs"],
             "headway status": [*headway, "status"],
         }
-        figures = {}
-        for name, command in commands.items():
-            measured(command, Path(directory), 1)  # compiles what is not compiled yet
-            figures[name] = measured(command, Path(directory), rounds)
-            print(f"{name}: {figures[name]}", file=sys.stderr)
+        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
+        for number in range(rounds + 1):
+            for name, command in commands.items():  # in turn, so that a busy moment hits all of them alike
+                measure = once(command, Path(directory))
+                if number:  # the first round compiles what is not compiled yet
+                    taken[name].append(measure)
+            print(f"round {number} of {rounds}", file=sys.stderr)
+    figures = {name: figures_of(measures) for name, measures in taken.items()}
     bare = figures["python"]["min"]
     result = {
         "milliseconds": figures,
