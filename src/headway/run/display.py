@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Protocol, TextIO
+from typing import ClassVar, Protocol, TextIO
 from unicodedata import east_asian_width
 
 from headway.run.estimate import Estimator, Snapshot
@@ -71,6 +71,9 @@ _GREEN, _BLUE, _DIM, _RED, _YELLOW, _RESET = (
 
 class Display(Protocol):
     """What the loop of a run tells, ten times a second or when something happens."""
+
+    #: Whether it redraws lines of a terminal, so that nobody else may write there.
+    live: ClassVar[bool]
 
     def begin(self, text: str) -> None:
         """What this run is, once, before anything else."""
@@ -218,6 +221,8 @@ class _Bar:
     """Two live lines. The cursor rests at the start of the first, so that clearing from there to the end of the screen
     removes them whatever became of them when the terminal was resized."""
 
+    live: ClassVar[bool] = True
+
     def __init__(
         self,
         writer: _Writer,
@@ -310,6 +315,8 @@ class _Bar:
 class _Plain:
     """Lines for a log: no control characters, a time on each, few of them."""
 
+    live: ClassVar[bool] = False
+
     def __init__(self, writer: _Writer, clock: Callable[[], float]) -> None:
         self._write, self._clock = writer.write, clock
         self._estimator = Estimator(clock)
@@ -356,6 +363,8 @@ class _Plain:
 
 class _Json:
     """NDJSON with `PROGRESS_KEYS`."""
+
+    live: ClassVar[bool] = False
 
     def __init__(self, writer: _Writer, clock: Callable[[], float]) -> None:
         self._write, self._clock = writer.write, clock
@@ -411,6 +420,8 @@ class _Json:
 
 class _Silent:
     """Shows nothing at all."""
+
+    live: ClassVar[bool] = False
 
     def begin(self, text: str) -> None:
         pass
