@@ -1,6 +1,6 @@
 """How fast `headway run` is, and how much it needs.
 
-    python bench/run.py [--quick | --full] [--items N] [--rounds N] [--without-peers]
+    python bench/run.py [--quick | --full] [--items N] [--rounds N] [--tasks N]
 
 The real command runs no-op items with two worker processes on a SQLite file, every item durably recorded, side by side
 with a bare loop (`measure/bare.py`) and with task queues on a Redis of our own (`peers/`). Each round measures all of
@@ -43,17 +43,15 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="a million items besides")
     parser.add_argument("--items", type=int, help="default 100,000; 20,000 with --quick")
     parser.add_argument("--rounds", type=int, help="default 5; 1 with --quick")
-    parser.add_argument("--without-peers", action="store_true", help="measure no task queues")
+    parser.add_argument("--tasks", type=int, help="of each task queue; default 10,000; 2,000 with --quick; 0: none")
     options = parser.parse_args()
     report = Report("run", quick=options.quick)
     count = options.items or (20_000 if options.quick else 100_000)
     rounds = options.rounds or (1 if options.quick else 5)
+    tasks = options.tasks if options.tasks is not None else 2_000 if options.quick else 10_000
     with scratch() as place:
         measure_start(report, place, times=5 if options.quick else 15)
-        measure_rate(
-            report, place, count, rounds,
-            tasks=0 if options.without_peers else 2_000 if options.quick else 10_000,
-        )  # fmt: skip
+        measure_rate(report, place, count, rounds, tasks)
         measure_registration(report, place, count)
         if options.full:
             measure_million(report, place)
@@ -85,7 +83,7 @@ def measure_start(report: Report, place: Path, *, times: int) -> None:
 # ---- rate -------------------------------------------------------------------------------------------------------
 
 
-def measure_rate(report: Report, place: Path, count: int, rounds: int, *, tasks: int) -> None:
+def measure_rate(report: Report, place: Path, count: int, rounds: int, tasks: int) -> None:
     say(f"{count:,} no-op items, {WORKERS} workers, {rounds} rounds")
     items = write_items(place, count)
     server = None

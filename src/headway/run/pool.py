@@ -559,9 +559,9 @@ class Pool:
         outcomes, self._inbox = self._inbox, []
         recorded = self._job.record(outcomes, hold=self._hold, policy=self._settings.policy, settle=False)
         now = time.monotonic()
-        for outcome in outcomes:
-            self._held.discard(outcome.idx)
-            self._noted.discard(outcome.idx)
+        indices = [outcome.idx for outcome in outcomes]
+        self._held.difference_update(indices)
+        self._noted.difference_update(indices)
         self._done += recorded.done
         self._failures += recorded.failed + recorded.dead
         if self._passing:
