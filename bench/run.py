@@ -4,7 +4,7 @@
 
 The real command runs no-op items with two worker processes on a SQLite file, every item durably recorded, side by side
 with a bare loop (`measure/bare.py`) and with task queues on a Redis of our own (`peers/`). Each round measures all of
-them once, so that what disturbs the machine disturbs all; figures are medians over the rounds. Registering the items
+them once, so that what disturbs the machine disturbs all; figures, also ratios, are medians over the rounds. Registering the items
 (headway), making the chunks (bare loop) and enqueuing (peers) are not part of the compared time; their rates are
 figures of their own. ``--full`` adds a million items: memory of the parent, and how soon a killed run works again.
 """
@@ -119,14 +119,18 @@ def measure_rate(report: Report, place: Path, count: int, rounds: int, tasks: in
         spread = (max(rates[name]) - min(rates[name])) / rate
         what = "tasks done" if name in COMMANDS else "items recorded"
         report.add(f"{name}: {what}", rate, f"{what[:5]}/s", spread=round(spread, 2), rounds=rounds)
-    ours = typical["headway run"]
-    report.add("headway run / bare loop", ours / typical["bare loop"], "x", least=0.2)
+    report.add("headway run / bare loop", ratio(rates, "bare loop"), "x", least=0.2)
     if server is not None:
         fastest = max(COMMANDS, key=typical.__getitem__)
-        report.add("headway run / fastest task queue", ours / typical[fastest], "x", least=10, fastest=fastest)
+        report.add("headway run / fastest task queue", ratio(rates, fastest), "x", least=10, fastest=fastest)
         for name, values in enqueuing.items():
             report.add(f"{name}: tasks enqueued", median(values), "tasks/s")
     report.add("headway run: the whole command, registering included", median(walls), "s", items=count)
+
+
+def ratio(rates: dict[str, list[float]], other: str) -> float:
+    """Of what ran next to each other: the median over the rounds."""
+    return median([ours / theirs for ours, theirs in zip(rates["headway run"], rates[other], strict=True)])
 
 
 def bare_rate(place: Path, count: int) -> float:
