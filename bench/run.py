@@ -4,9 +4,10 @@
 
 The real command runs no-op items with two worker processes on a SQLite file, every item durably recorded, side by side
 with a bare loop (`measure/bare.py`) and with task queues on a Redis of our own (`peers/`). Each round measures all of
-them once, so that what disturbs the machine disturbs all; figures, also ratios, are medians over the rounds. Registering the items
-(headway), making the chunks (bare loop) and enqueuing (peers) are not part of the compared time; their rates are
-figures of their own. ``--full`` adds a million items: memory of the parent, and how soon a killed run works again.
+them once, so that what disturbs the machine disturbs all; figures, also ratios, are medians over the rounds.
+Registering the items (headway), making the chunks (bare loop) and enqueuing (peers) are not part of the compared time;
+their rates are figures of their own. ``--full`` adds a million items: memory of the parent, and how soon a killed run
+works again.
 """
 
 from __future__ import annotations
