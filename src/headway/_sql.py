@@ -8,16 +8,18 @@ leaves the outcome unknown; repeating is right only because everything we write 
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+from weakref import WeakSet
 
 from headway import _sqlite_file
 from headway.errors import (
@@ -260,10 +262,10 @@ class Database:
         (the server was restarted) is asked again over a new one."""
         began = time.perf_counter()
         try:
-            return self._ask_once(question)
-        except _Transient as trouble:
-            log.warning("the query is tried again", operation="query", error=str(trouble.final))
-        try:
+            try:
+                return self._ask_once(question)
+            except _Transient as trouble:
+                log.warning("the query is tried again", operation="query", error=str(trouble.final))
             return self._ask_once(question)
         except _Transient as trouble:
             raise trouble.final from trouble.__cause__
@@ -330,16 +332,18 @@ class Database:
         try:
             return self._idle.pop()
         except IndexError:
-            connection = self._open()
-            self._count_connections(+1)
-            return connection
+            self._count_connections(+1)  # before it is open: a fork in between must not overlook it
+            try:
+                return self._open()
+            except BaseException:
+                self._count_connections(-1)
+                raise
 
     def _leave_inheritance(self) -> None:
         """In a forked child: begin with nothing. Locks too: a thread of the parent may have held them."""
         if self._guard.crossed:
             self._lock = threading.Lock()
-            self._inherited, self._idle = self._idle, []
-            self._connections = 0
+            self._inherited, self._idle, self._connections = self._idle, [], 0
             self._guard = ForkGuard(f"The connection to {self.name}")
 
 
@@ -366,6 +370,8 @@ class SQLite(Database):
         self.path = path
         self._synchronous = synchronous
         self._writing = threading.Lock()
+        self.forking = False
+        _open_files.add(self)
         if path is None:
             self._one_at_a_time = threading.Lock()
 
@@ -434,6 +440,9 @@ class SQLite(Database):
         if self.path is None:
             self._one_at_a_time.acquire()  # an in-memory database *is* its one connection
         try:
+            self._leave_inheritance()
+            while self.forking:
+                time.sleep(0.001)  # for 2 s at the most: see close_before_fork
             return super()._take()
         except BaseException:
             if self.path is None:
@@ -469,10 +478,27 @@ class SQLite(Database):
 
     def _leave_inheritance(self) -> None:
         if self._guard.crossed:
-            if self.path is None:
-                self._guard.check()  # an in-memory database stays with the process that made it
+            if self.path is None or self._connections:
+                self._guard.check()  # its one connection, or one that was in use, belongs to the parent: see below
             self._writing = threading.Lock()  # a thread of the parent may hold the other one
+            self.forking = False
         super()._leave_inheritance()
+
+    def close_before_fork(self) -> None:
+        """Close what lies idle, giving other threads a moment to finish.
+
+        SQLite keeps one book of locks per process and file. A child would inherit the book and not the locks: its new
+        connections would think themselves protected while the parent, on closing, deletes the ``-wal`` they write to.
+        So nothing open may cross a fork; where something does, the child refuses to use the database.
+        """
+        deadline = time.monotonic() + 2.0
+        self.forking = True
+        while self.path is not None and self._connections and time.monotonic() < deadline:
+            while self._idle:
+                with suppress(IndexError):  # another thread was quicker to take it
+                    self._drop(self._idle.pop())
+            if self._connections:
+                time.sleep(0.001)
 
     def _begin(self, connection: sqlite3.Connection) -> None:
         # This try's share of the whole wait; `run` says in the log that it tries again.
@@ -506,6 +532,22 @@ class SQLite(Database):
         if isinstance(error, sqlite3.Error):
             return _sqlite_file.meaning(error, self.path)
         return _unacceptable(error)
+
+
+_open_files: WeakSet[SQLite] = WeakSet()
+
+
+def _before_fork() -> None:
+    for database in list(_open_files):
+        database.close_before_fork()
+
+
+def _after_fork() -> None:
+    for database in list(_open_files):
+        database.forking = False
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork)
 
 
 def _is_busy(error: Exception) -> bool:
@@ -697,6 +739,8 @@ def connect(url: str, *, create: bool = True, stop: threading.Event | None = Non
     """
     try:
         parts = urlsplit(url, allow_fragments=False)  # a file's name may have a #
+        if "," not in parts.netloc:  # PostgreSQL takes several hosts
+            _ = parts.port
     except ValueError as error:
         raise _no_address(url) from error
     if parts.scheme in ("postgresql", "postgres"):

@@ -121,9 +121,12 @@ def check_header(path: Path, *, writable: bool) -> None:
         raise StoreReadOnly(f"The database {path} may not be written.")
     for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
         with suppress(OSError):  # it is not there, or not ours: then it is its owner's business
-            if stat.S_IMODE(name.stat().st_mode) & 0o077:
+            mode = stat.S_IMODE(name.stat().st_mode)
+            if mode & 0o077:
                 os.chmod(name, 0o600)
                 log.warning("others could read the database; its mode is now 0600", path=str(name))
+            elif writable and not mode & 0o200:
+                os.chmod(name, 0o600)  # made by a reader while the database itself was read-only
 
 
 def check_identity(path: Path) -> None:

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,7 @@ def test_subscribing_waits_for_an_open_transaction_whose_event_has_the_lower_num
 @everywhere
 def test_every_sink_gets_every_event_once_and_in_order(url: str):
     heard: dict[str, list[str]] = {"a": [], "b": []}
-    sinks = [CallableSink(name, lambda found, name=name: heard[name].append(found.id)) for name in heard]
+    sinks = [CallableSink(name, partial(lambda name, found: heard[name].append(found.id), name)) for name in heard]
     with connect(url) as database:
         relay = Relay(SqlOutbox(database), sinks)
         database.run(lambda tx: decide(tx, 1, 2, 3))

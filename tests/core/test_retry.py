@@ -60,7 +60,9 @@ def test_a_call_is_repeated_until_it_returns_and_each_wait_is_told():
         return answer
 
     policy = RetryPolicy(retries=3, base=0.001)
-    result = retry.call(work, policy, retry_on=OSError, on_retry=lambda *facts: told.append((*facts[:2], str(facts[2]))))
+    result = retry.call(
+        work, policy, retry_on=OSError, on_retry=lambda *facts: told.append((*facts[:2], str(facts[2])))
+    )
     assert result == "here"
     assert told == [(1, 0.001, "a"), (2, 0.002, "b")]
 

@@ -144,7 +144,7 @@ def lines(*, as_json: bool, **fields: telemetry.Field) -> str:
     return stream.getvalue()
 
 
-HOSTILE = "a\nERROR forged\r\x1b[2J\x9b2J\u2028x\u202egnp.exe\u0085\x7f\0\ud800 \"quoted\" password=hunter2"
+HOSTILE = 'a\nERROR forged\r\x1b[2J\x9b2J\u2028x\u202egnp.exe\u0085\x7f\0\ud800 "quoted" password=hunter2'
 
 
 @pytest.mark.usefixtures("_restored_logging")
@@ -229,7 +229,11 @@ def test_metrics_keep_counters_gauges_and_histograms_by_label():
     assert kept.value("g") == 3
     histogram = kept.histogram("h")
     assert (histogram.count, histogram.counts[1], histogram.counts[-1]) == (2, 1, 1)
-    assert {(name, kind) for name, kind, _, _ in kept.collect()} == {("a", "counter"), ("g", "gauge"), ("h", "histogram")}
+    assert {(name, kind) for name, kind, _, _ in kept.collect()} == {
+        ("a", "counter"),
+        ("g", "gauge"),
+        ("h", "histogram"),
+    }
 
 
 def test_a_timed_block_is_measured_also_when_it_fails():
@@ -243,7 +247,12 @@ def test_a_timed_block_is_measured_also_when_it_fails():
 
 def test_threads_that_count_together_lose_nothing():
     kept = Metrics()
-    threads = [threading.Thread(target=lambda: [kept.count("n") for _ in range(5000)]) for _ in range(4)]
+
+    def work() -> None:
+        for _ in range(5000):
+            kept.count("n")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
