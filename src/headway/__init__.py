@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headway.ledger import ProgressManager as ProgressManager
     from headway.run import GiveUp as GiveUp
     from headway.run import Result as Result
-    from headway.run import map as map
+    from headway.run import map as map  # noqa: A004 - users read headway.map
     from headway.run import open_job as open_job
 
 __version__ = "0.1.0"
@@ -38,7 +38,10 @@ _PLACES = {
     "open_job": "headway.run",
 }
 
-__all__ = sorted([*_PLACES, "__version__"])
+__all__ = [  # noqa: PLE0604 - exactly the names above
+    "__version__",
+    *_PLACES,
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 from weakref import WeakSet
 
@@ -185,7 +184,7 @@ class Database:
             for connection in idle:
                 self._drop(connection)
 
-    def __enter__(self) -> Database:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -737,18 +736,10 @@ def connect(url: str, *, create: bool = True, stop: threading.Event | None = Non
 
     With ``create`` the database is made or brought to this schema version; without it a missing one is `NotFound`.
     """
-    try:
-        parts = urlsplit(url, allow_fragments=False)  # a file's name may have a #
-        if "," not in parts.netloc:  # PostgreSQL takes several hosts
-            _ = parts.port
-    except ValueError as error:
-        raise _no_address(url) from error
-    if parts.scheme in ("postgresql", "postgres"):
-        database: Database = PostgreSQL(url, stop=stop)
-    elif parts.scheme == "sqlite" and not parts.netloc:
-        database = _sqlite(parts, create=create, stop=stop)
-    else:
-        raise _no_address(url)
+    parts = _split(url)
+    database: Database = (
+        PostgreSQL(url, stop=stop) if parts.scheme != "sqlite" else _sqlite(parts, create=create, stop=stop)
+    )
     try:
         if isinstance(database, PostgreSQL) and not create and not database.exists():
             raise _missing(database.name)
@@ -766,12 +757,9 @@ def _sqlite(parts: SplitResult, *, create: bool, stop: threading.Event | None) -
         raise InvalidInput(f"synchronous={synchronous.lower()} is not known.", hint="Use full (default) or normal.")
     if options:
         raise InvalidInput(f"{next(iter(options))!r} is no option of a SQLite database.", hint="There is: synchronous.")
-    location = unquote(parts.path[1:])
-    if location == ":memory:":
+    path = sqlite_path(parts.geturl())
+    if path is None:
         return SQLite(None, synchronous=synchronous, stop=stop)
-    if not location or "\0" in location:  # an empty name would be a database that is gone with the process
-        raise _no_address(parts.geturl())
-    path = Path(location)
     if not _sqlite_file.exists(path):
         if not create:
             raise _missing(str(path))
@@ -793,6 +781,29 @@ def _missing(name: str) -> NotFound:
         f"There is no database at {name}.",
         hint="Start a job first (headway run ...), or name the right one: --database sqlite:///FILE",
     )
+
+
+def sqlite_path(url: str) -> Path | None:
+    """The file an address names; None for a database in memory or on a server."""
+    parts = _split(url)
+    location = unquote(parts.path[1:])
+    if parts.scheme != "sqlite" or location == ":memory:":
+        return None
+    if not location or "\0" in location:  # an empty name would be a database that is gone with the process
+        raise _no_address(url)
+    return Path(location)
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url, allow_fragments=False)  # a file's name may have a #
+        if "," not in parts.netloc:  # PostgreSQL takes several hosts
+            _ = parts.port
+    except ValueError as error:
+        raise _no_address(url) from error
+    if parts.scheme not in ("postgresql", "postgres") and (parts.scheme != "sqlite" or parts.netloc):
+        raise _no_address(url)
+    return parts
 
 
 def _create_when_possible(path: Path, stop: threading.Event | None) -> None:
@@ -822,10 +833,11 @@ def migrations(engine: Engine) -> list[tuple[int, list[str]]]:
     """
     other = "postgresql" if engine == "sqlite" else "sqlite"
     steps = []
-    files = sorted(entry.name for entry in resources.files("headway").joinpath("sql").iterdir())
+    folder = Path(__file__).with_name("sql")
+    files = sorted(entry.name for entry in folder.iterdir())
     for version, name in enumerate((name for name in files if name.endswith(".sql")), start=1):
         assert int(name[:4]) == version, f"{name}: migrations are numbered without gaps"
-        text = resources.files("headway").joinpath("sql", name).read_text()
+        text = folder.joinpath(name).read_text("utf-8")
         lines = (line for line in text.splitlines() if not line.rstrip().endswith(f"-- {other}"))
         statement, statements = "", []
         for line in lines:

@@ -10,7 +10,6 @@ import stat
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from secrets import token_hex
 
 from headway.errors import (
     HeadwayError,
@@ -36,7 +35,7 @@ def create(path: Path, migrations: Sequence[tuple[int, list[str]]]) -> None:
     It is built under another name and linked into place, so that a crash in between leaves no half-made file that
     would later look like a lost database. Raises FileExistsError if somebody else was quicker.
     """
-    draft = path.with_name(f".{path.name}.{token_hex(4)}.new")
+    draft = path.with_name(f".{path.name}.{os.urandom(4).hex()}.new")
     try:
         draft.unlink(missing_ok=True)
         os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))

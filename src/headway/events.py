@@ -115,7 +115,7 @@ class WebhookSink:
 
         headers = {"Content-Type": "application/json", "Headway-Event-Id": event.id, "User-Agent": "headway"}
         body = event.as_json().encode()
-        call = request.Request(self.url, data=body, headers=headers, method="POST")  # noqa: S310  # http(s), checked
+        call = request.Request(self.url, data=body, headers=headers, method="POST")  # noqa: S310 - http(s), checked
         try:
             request.build_opener(NoRedirect).open(call, timeout=self.timeout).close()  # raises for anything but 2xx
         except (error.URLError, HTTPException, TimeoutError, OSError) as trouble:
@@ -250,7 +250,7 @@ class Relay:
         for handle, event in waiting:
             try:
                 sink.deliver(event)
-            except Exception as error:  # noqa: BLE001  # a sink is foreign code: the others go on whatever it raises
+            except Exception as error:  # noqa: BLE001 - a sink is foreign code: the others go on whatever it raises
                 failures = self._failures[sink.name] = self._failures.get(sink.name, 0) + 1
                 delay = BACKOFF.delay(failures)
                 self._not_before[sink.name] = self._clock() + delay

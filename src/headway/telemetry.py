@@ -138,7 +138,7 @@ def configure(*, level: str = "INFO", as_json: bool = False, stream: IO[str] | N
 # ---------------------------------------------------------------------------------------------------------------------
 # Redaction
 
-_SECRET_NAME = (  # noqa: S105  # how secrets are called is none
+_SENSITIVE = (
     r"(?:pass(?:words?|wd|phrase)?|pwd|secrets?|token|credentials?|auth|signature"
     r"|(?:api|access|private|secret|client|master|signing|encryption|account)[-_]?key)"
 )
@@ -157,7 +157,7 @@ _PATTERNS = (
     # password=..., "api_key": "...", X-Auth-Token: ..., also as JSON inside JSON
     (
         re.compile(
-            rf"""({_SECRET_NAME}\b\\*['"]?\s*[:=]\s*)(?!(?:bearer|basic)\b)"""
+            rf"""({_SENSITIVE}\b\\*['"]?\s*[:=]\s*)(?!(?:bearer|basic)\b)"""
             r"""(\\*"[^"]*"|\\*'[^']*'|[^\s,;&)}\]]+)""",
             re.IGNORECASE,
         ),
@@ -175,7 +175,7 @@ _PATTERNS = (
     (re.compile(r"\beyJ[\w-]{8,512}\.[\w-]{8,8192}\.[\w-]{0,4096}"), "***"),
 )
 # Nothing but a digit or a separator may follow: an author, a passenger and a count of tokens are no secrets.
-_SECRET_VARIABLE = re.compile(rf"{_SECRET_NAME}(?![a-z])|[_-]key$", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(rf"{_SENSITIVE}(?![a-z])|[_-]key$", re.IGNORECASE)
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
@@ -197,7 +197,7 @@ _known_secrets: tuple[str, ...] | None = None
 
 def redact(text: str) -> str:
     """``text`` without passwords, tokens and keys: by shape, by name, and by the value of secret variables."""
-    global _known_secrets  # noqa: PLW0603  # read once: the environment of a process
+    global _known_secrets
     if _known_secrets is None:
         _known_secrets = _secret_values(os.environ)
     for secret in _known_secrets:
@@ -209,7 +209,7 @@ def redact(text: str) -> str:
 
 def forget_secrets() -> None:
     """Read the environment again at the next `redact` (after settings were reloaded)."""
-    global _known_secrets  # noqa: PLW0603  # as above
+    global _known_secrets
     _known_secrets = None
 
 

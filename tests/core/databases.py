@@ -39,7 +39,7 @@ def forked(work: Callable[[], object]) -> int:
         return pid
     try:
         work()
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - a child must not return into pytest
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)

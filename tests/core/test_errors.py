@@ -45,7 +45,7 @@ def test_the_exit_codes_are_those_of_the_drawing():
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_every_class_says_what_it_means(kind: type[HeadwayError]):
-    assert kind.__doc__ and kind.__doc__.strip().endswith(".")
+    assert (kind.__doc__ or "").strip().endswith(".")
 
 
 @pytest.mark.parametrize(

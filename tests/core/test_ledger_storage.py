@@ -114,9 +114,12 @@ def test_no_query_of_daily_work_reads_a_whole_table(busy_job: Job, monkeypatch: 
 
     monkeypatch.setattr(Tx, "executemany", spy_many)
     one = type(database).one
-    monkeypatch.setattr(
-        type(database), "one", lambda self, sql, parameters=(): (note(sql, parameters), one(self, sql, parameters))[1]
-    )
+
+    def spy_one(self, sql, parameters=()):
+        note(sql, parameters)
+        return one(self, sql, parameters)
+
+    monkeypatch.setattr(type(database), "one", spy_one)
 
     (claimed, *_) = busy_job.claim("w", limit=3)
     busy_job.renew([claimed])
@@ -288,9 +291,8 @@ def test_a_worker_name_of_half_a_character_is_refused_alike(url: str):
     "arguments", [{"limit": 0}, {"limit": -1}, {"lease": 0}, {"lease": -1.0}, {"lease": float("nan")}, {"lease": 1e12}]
 )
 def test_a_claim_of_nothing_or_for_no_time_is_refused(url: str, arguments):
-    with Ledger.open(url) as ledger:
-        with pytest.raises(InvalidInput):
-            ledger.create("ads").claim("w", **arguments)
+    with Ledger.open(url) as ledger, pytest.raises(InvalidInput):
+        ledger.create("ads").claim("w", **arguments)
 
 
 @pytest.mark.req("S3-41")
@@ -327,7 +329,7 @@ def test_the_log_of_a_manager_tells_of_updates_retries_failures_and_the_dead(
         "transaction rolled back"
     )
     assert ("transaction committed", {"operation": "record"}) in told
-    facts = {message: fields for message, fields in told}
+    facts = dict(told)
     assert facts["items registered"]["count"] == 3
     assert (facts["item failed"]["idx"], facts["item failed"]["attempt"]) == (1, 1)
     assert facts["item is dead"]["error"] == "timeout"

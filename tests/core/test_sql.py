@@ -4,6 +4,8 @@ import os
 import random
 import signal
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -18,10 +20,10 @@ from headway.errors import (
     HeadwayError,
     InvalidInput,
     NotFound,
+    Stopping,
     StorageError,
     StoreForeign,
     StoreNewer,
-    Stopping,
     Unavailable,
 )
 from headway.retry import RetryPolicy
@@ -105,7 +107,7 @@ def test_a_violated_constraint_is_reported_as_ours_and_says_which(url: str):
             ("INSERT INTO input_products (job, idx) VALUES (?, ?)", (99, 1), "foreign key|FOREIGN KEY"),
             ("INSERT INTO meta (name, value) VALUES (?, ?)", ("n", None), "value"),
         ]:
-            with pytest.raises(StorageError, match="constraint .*violated") as caught:
+            with pytest.raises(StorageError, match=r"constraint .*violated") as caught:
                 database.run(partial(lambda tx, s, p: tx.execute(s, p), s=statement, p=parameters))
             assert any(word in str(caught.value) for word in says.split("|"))
             assert caught.value.exit_code == 1
@@ -501,9 +503,6 @@ def test_a_restart_in_the_middle_loses_nothing_acknowledged_and_leaves_no_half_t
 ):
     log = tmp_path / "acknowledged"
     with log.open("w") as output:
-        import subprocess
-        import sys
-
         writer = subprocess.Popen([sys.executable, "-c", WRITER, postgres_url, str(tmp_path / "enough")], stdout=output)
     try:
         for _ in range(3):

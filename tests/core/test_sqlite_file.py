@@ -18,6 +18,7 @@ import pytest
 from headway._sql import connect
 from headway.errors import (
     HeadwayError,
+    NotFound,
     StorageError,
     StoreCorrupt,
     StoreForeign,
@@ -92,7 +93,7 @@ def test_a_file_of_no_bytes_is_a_lost_database_and_not_a_new_one(tmp_path: Path)
 
 @pytest.mark.req("S3-29")
 @pytest.mark.parametrize("keep", [1, 50, 99, 100, PAGE - 1, PAGE, 3 * PAGE, 0.5, 0.9])
-def test_a_truncated_file_is_refused(tmp_path: Path, keep: float):
+def test_a_truncated_file_is_refused(tmp_path: Path, keep):
     path = make(tmp_path / "a.db")
     os.truncate(path, int(keep * path.stat().st_size) if isinstance(keep, float) else keep)
     refused(path, StoreCorrupt)
@@ -114,15 +115,14 @@ def test_a_zeroed_page_is_found_by_verify(tmp_path: Path):
     pages = path.stat().st_size // PAGE
     found = []
     for page in range(2, pages + 1):
-        copy = shutil.copy(path, tmp_path / "copy.db")
+        copy = Path(shutil.copy(path, tmp_path / "copy.db"))
         damage(copy, (page - 1) * PAGE, b"\0" * PAGE)
         before = digest(copy)
         try:
             with connect(sqlite_url(copy)) as database:
                 database.verify()
         except StoreCorrupt as error:
-            found.append(page)
-            assert str(copy) in str(error)
+            found += [page] if str(copy) in str(error) else []
         assert digest(copy) == before
     assert found == list(range(2, pages + 1))
 
@@ -381,7 +381,7 @@ def test_a_file_that_may_not_grow_stops_in_good_order_and_goes_on_when_it_may(tm
     code += "resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, hard))\n" + FILL
     freed = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))"
     done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "a.db", freed], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code, tmp_path / "a.db", freed], capture_output=True, text=True, check=False, timeout=100
     )
     assert (done.stdout, done.returncode) == ("ok\n", 0), done.stderr
 
@@ -391,7 +391,7 @@ def can_mount() -> list[str]:
     for prefix in (["unshare", "-m"], ["unshare", "-r", "-m"]):
         with contextlib.suppress(FileNotFoundError):
             probe = [*prefix, "mount", "-t", "tmpfs", "-o", "size=64k", "none", "/mnt"]
-            if subprocess.run(probe, capture_output=True).returncode == 0:
+            if subprocess.run(probe, capture_output=True, check=False).returncode == 0:
                 return prefix
     return []
 
@@ -399,11 +399,12 @@ def can_mount() -> list[str]:
 @pytest.mark.req("S3-30")
 @pytest.mark.parametrize("prefix", [found] if (found := can_mount()) else [])  # elsewhere the test above is the proof
 def test_a_full_disk_stops_in_good_order_and_goes_on_after_freeing_space(tmp_path: Path, prefix: list[str]):
-    script = 'mount -t tmpfs -o size=4m none "$1" && head -c 3000000 /dev/zero > "$1/ballast" && exec "$2" -c "$3" "$1/a.db" "$4"'
+    script = 'mount -t tmpfs -o size=4m none "$1" && head -c 3000000 /dev/zero > "$1/ballast" && '
+    script += 'exec "$2" -c "$3" "$1/a.db" "$4"'
     freed = "import os; os.unlink(os.path.dirname(path) + '/ballast')"
     done = subprocess.run(
         [*prefix, "sh", "-c", script, "sh", tmp_path, sys.executable, FILL, freed],
-        capture_output=True, text=True, timeout=100,
+        capture_output=True, text=True, check=False, timeout=100,
     )  # fmt: skip
     assert (done.stdout, done.returncode) == ("ok\n", 0), done.stderr
 
@@ -477,7 +478,7 @@ def campaign(path: Path, flips: int, seed: int) -> dict[str, int]:
     chance = random.Random(seed)
     truth, original = story(path), path.read_bytes()
     copy = path.with_name("flipped.db")
-    outcomes = {"same": 0, "error": 0, "text": 0, "vital": 0}
+    outcomes = {"same": 0, "error": 0, "text": 0, "vital": 0, "unclear": 0}
     for _ in range(flips):
         content = bytearray(original)
         offset = chance.randrange(len(content))
@@ -488,8 +489,8 @@ def campaign(path: Path, flips: int, seed: int) -> dict[str, int]:
         try:
             told = story(copy)
         except HeadwayError as error:
-            outcomes["error"] += 1
-            assert str(copy) in str(error) or error.exit_code == 2, (offset, error)
+            clear = str(copy) in str(error) or isinstance(error, NotFound)  # of a job whose id was hit
+            outcomes["error" if clear else "unclear"] += 1
             continue
         except (ValueError, TypeError, OverflowError) as error:
             raise AssertionError(f"a raw {type(error).__name__} for a flip at {offset}: {error}") from error
@@ -508,6 +509,7 @@ def test_flipped_bytes_are_noticed_or_harmless_as_far_as_sqlite_can_tell(tmp_pat
     outcomes = campaign(make(tmp_path / "a.db"), 300, seed=3)
     record_property("flips", json.dumps(outcomes))
     assert outcomes["error"] > 0
+    assert outcomes["unclear"] == 0
     assert outcomes["vital"] <= 300 // 50  # digits of a counter or of a status; nothing else
     assert outcomes["same"] + outcomes["error"] >= 300 * 3 // 4
 
@@ -517,6 +519,6 @@ def test_flipped_bytes_are_noticed_or_harmless_as_far_as_sqlite_can_tell(tmp_pat
 def test_five_thousand_mutations_never_crash_and_are_noticed_or_harmless(tmp_path: Path, record_property):
     outcomes = campaign(make(tmp_path / "a.db"), 5000, seed=4)
     record_property("flips", json.dumps(outcomes))
-    print(outcomes)
+    assert outcomes["unclear"] == 0
     assert outcomes["vital"] <= 5000 // 50
     assert outcomes["same"] + outcomes["error"] >= 5000 * 3 // 4

@@ -191,10 +191,11 @@ def test_an_exception_is_told_redacted():
     stream = io.StringIO()
     configure(as_json=True, stream=stream)
     try:
-        raise ValueError("password=hunter2")
+        int("password=hunter2")
     except ValueError:
         logging.getLogger("headway.x").exception("it failed")
-    assert json.loads(stream.getvalue())["error"] == "ValueError: password=***"
+    assert json.loads(stream.getvalue())["error"].startswith("ValueError: ")
+    assert "hunter2" not in stream.getvalue()
 
 
 @pytest.mark.usefixtures("_restored_logging")
@@ -239,9 +240,14 @@ def test_metrics_keep_counters_gauges_and_histograms_by_label():
 def test_a_timed_block_is_measured_also_when_it_fails():
     kept = Metrics()
     now = [1.0]
-    with pytest.raises(ValueError, match="x"), kept.timed("t", clock=lambda: now[0]):
-        now[0] = 3.0
-        raise ValueError("x")
+
+    def work() -> None:
+        with kept.timed("t", clock=lambda: now[0]):
+            now[0] = 3.0
+            raise ValueError("x")
+
+    with pytest.raises(ValueError, match="x"):
+        work()
     assert (kept.histogram("t").count, kept.histogram("t").total) == (1, 2.0)
 
 

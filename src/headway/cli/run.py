@@ -17,6 +17,7 @@ import click
 
 from headway.cli import database_option, say
 from headway.errors import InvalidInput
+from headway.telemetry import redact
 
 if TYPE_CHECKING:
     from headway.config import Config
@@ -32,8 +33,12 @@ _ONCE = {"--fresh", "--accept-changes", "--dry-run"}
 
 @click.command()
 @click.argument("function", metavar="MODULE:FUNCTION")
-@click.option("--items", "-i", required=True, metavar="FILE", help="Items: JSON lines, CSV or plain lines; - for a pipe.")
-@click.option("--format", "format_", type=click.Choice(["jsonl", "csv", "lines"]), help="If the file's name does not tell.")
+@click.option(
+    "--items", "-i", required=True, metavar="FILE", help="Items: JSON lines, CSV or plain lines; - for a pipe."
+)
+@click.option(
+    "--format", "format_", type=click.Choice(["jsonl", "csv", "lines"]), help="If the file's name does not tell."
+)
 @click.option("--job", "-j", metavar="ID", help="What to call the job.  [default: made of function and file]")
 @database_option
 @click.option("--workers", "-w", type=click.IntRange(1), help="Items that run at once.  [default: one per core]")
@@ -110,7 +115,9 @@ def run(
     with on_signals(order.shutdown):
         if items == "-" and not _is_a_file(sys.stdin.fileno()):
             if dry_run or accept_changes:
-                raise InvalidInput("A pipe can be read only once, so nothing can be compared beforehand.", hint="Use a file.")
+                raise InvalidInput(
+                    "A pipe can be read only once, so nothing can be compared beforehand.", hint="Use a file."
+                )
             return _run_pipe(order, format_, key, limit)
         path = Path("/dev/stdin" if items == "-" else items)
         source = FileItems(path, format=format_, key=key, limit=limit, name=items)
@@ -180,7 +187,9 @@ def _dry_run(order: Order, source: Source) -> int:
         }  # fmt: skip
         click.echo(json.dumps({"schema": "headway.dry-run/1", **facts}))
     else:
-        say(f"Run {plan.id} would work on {left:,} items with {order.function}: {plan.changes}, {plan.changes.kept:,} kept.")
+        say(
+            f"Run {plan.id} would work on {left:,} items with {order.function}: {plan.changes}, {plan.changes.kept:,} kept."
+        )
         say(f"The first ones: {', '.join(plan.first_keys)}. Nothing was written.")
     if ledger is not None:
         ledger.close()
@@ -191,10 +200,13 @@ def _run_file(order: Order, source: Source) -> int:
     from headway.ledger import Ledger
     from headway.run import plan as plans
     from headway.run import take
+    from headway.run.output import refuse_foreign
 
     found, plan = _look(order, source)
     if not order.accept:
         plans.refuse_doubt(plan)
+    if order.output is not None:
+        refuse_foreign(order.output, found.job(plan.id) if found and plan.existing else None)
     ledger = found or Ledger.open(order.config.text("database"), stop=order.shutdown.abandon)
     with ledger:
         job, hold = take(ledger, plan, order.settings, command=_command(), accept=order.accept)
@@ -258,7 +270,7 @@ def _conclude(order: Order, job: Job, ending: Ending) -> int:
         click.echo(json.dumps({"schema": "headway.run/1", **facts}))
     options = ""
     if order.config.origin("database") == "command line":
-        options = f"--database {shlex.quote(order.config.text('database'))}"
+        options = f"--database {shlex.quote(redact(order.config.text('database')))}"
     if ending.outcome == "finished":
         causes = [cause for cause in job.causes() if cause.dead]
         retries = max(0, ending.failures - ending.died)
@@ -300,8 +312,8 @@ def _clock(moment: datetime) -> str:
 
 
 def _command() -> str:
-    """What to type to continue."""
-    return shlex.join(["headway", *(word for word in sys.argv[1:] if word not in _ONCE)])
+    """What to type to continue; it is kept and shown, so a password in it is not."""
+    return redact(shlex.join(["headway", *(word for word in sys.argv[1:] if word not in _ONCE)]))
 
 
 def _is_a_file(descriptor: int) -> bool:

@@ -26,7 +26,7 @@ from headway.run import plan as plans
 from headway.run.display import Display, open_display
 from headway.run.items import GivenItems
 from headway.run.loop import OpenJob
-from headway.run.output import Output
+from headway.run.output import Output, refuse_foreign
 from headway.run.pool import Ending, Feed, Pool, Settings
 from headway.run.worker import GiveUp
 
@@ -112,6 +112,8 @@ def map(
         plan = plans.look(ledger, id, name, source, fresh=fresh)
         if not accept_changes:
             plans.refuse_doubt(plan)
+        if output is not None:
+            refuse_foreign(Path(output), ledger.job(id) if plan.existing else None)
         display = open_display(progress, stream=sys.stderr)
         held, hold = take(ledger, plan, settings, accept=accept_changes)
         ending = perform(
@@ -166,7 +168,13 @@ def open_job(
 
 
 def take(
-    ledger: Ledger, plan: plans.Plan, settings: Settings, *, command: str = "", accept: bool = False, fresh: bool = False
+    ledger: Ledger,
+    plan: plans.Plan,
+    settings: Settings,
+    *,
+    command: str = "",
+    accept: bool = False,
+    fresh: bool = False,
 ) -> tuple[Job, Hold]:
     """Hold the planned job and carry the plan out: nobody else can change its items meanwhile."""
     if fresh or plan.existing is None:
@@ -202,9 +210,7 @@ def perform(
     try:
         relay = Relay(SqlOutbox(ledger.database), sinks)
         file = None if output is None else Output(job, output)
-        pool = Pool(
-            ledger, job, hold, function, settings, display=display, shutdown=shutdown, output=file, feed=feed
-        )
+        pool = Pool(ledger, job, hold, function, settings, display=display, shutdown=shutdown, output=file, feed=feed)
         ending = pool.run()
         outcome = ending.outcome
     finally:

@@ -21,7 +21,9 @@ def load(spec: str) -> Callable[..., Any]:
     """``module:function``, the module looked for in the current directory first."""
     module_name, colon, name = spec.partition(":")
     if not colon or not module_name or not name:
-        raise InvalidInput(f"{spec!r} does not name a function.", hint="Write module:function, for example jobs:make_ad")
+        raise InvalidInput(
+            f"{spec!r} does not name a function.", hint="Write module:function, for example jobs:make_ad"
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -1,9 +1,9 @@
 """A job held by a program that keeps its own loop.
 
-    with headway.open_job("ads-november", products) as job:
-        for item in job.remaining():
-            with item:
-                make_ad(item.payload)
+with headway.open_job("ads-november", products) as job:
+    for item in job.remaining():
+        with item:
+            make_ad(item.payload)
 """
 
 from __future__ import annotations
@@ -155,5 +155,3 @@ class OpenJob:
                 return
             except HeadwayError:
                 continue  # busy or away: the lease has time for two more tries
-
-

@@ -8,7 +8,8 @@ Items travel as the JSON text they are stored as, so the parent never decodes a 
 
 and from it:
 
-    {"done": [[idx, seconds, result or null], ...], "failed": [[idx, attempts, seconds, type, message, frame, detail, retryable], ...]}
+    {"done": [[idx, seconds, result or null], ...],
+     "failed": [[idx, attempts, seconds, type, message, frame, detail, retryable], ...]}
     {"back": [idx, ...]}                          the answer to recall and stop
 """
 

@@ -123,7 +123,7 @@ class Worker:
             try:
                 async with asyncio.timeout(timeout):
                     result = await self._function(payload)
-            except Exception as error:  # whatever the user's function raises is the item's outcome
+            except Exception as error:  # noqa: BLE001 - whatever the user's function raises is the item's outcome
                 self._report_failure(idx, attempts, began, error)
             else:
                 self._report(idx, attempts, began, result)
@@ -147,7 +147,7 @@ class Worker:
         self._slots.begin(slot, idx, began)
         try:
             result = self._function(payload)
-        except Exception as error:  # whatever the user's function raises is the item's outcome
+        except Exception as error:  # noqa: BLE001 - whatever the user's function raises is the item's outcome
             self._report_failure(idx, attempts, began, error)
         except SystemExit as error:
             # sys.exit() inside a function ends that item, not the worker.
@@ -176,9 +176,7 @@ class Worker:
         fault: Fault = describe(error)
         retryable = not isinstance(error, GiveUp | ResultNotJson)
         seconds = time.monotonic() - began
-        self._failed.append(
-            (idx, attempts, seconds, fault.type, fault.message, fault.frame, fault.detail, retryable)
-        )
+        self._failed.append((idx, attempts, seconds, fault.type, fault.message, fault.frame, fault.detail, retryable))
         if time.monotonic() - self._flushed_at > FLUSH_SECONDS:
             self.flush()
 
