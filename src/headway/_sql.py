@@ -736,9 +736,8 @@ def connect(url: str, *, create: bool = True, stop: threading.Event | None = Non
 
     With ``create`` the database is made or brought to this schema version; without it a missing one is `NotFound`.
     """
-    parts = _split(url)
     database: Database = (
-        PostgreSQL(url, stop=stop) if parts.scheme != "sqlite" else _sqlite(parts, create=create, stop=stop)
+        PostgreSQL(url, stop=stop) if _split(url).scheme != "sqlite" else _sqlite(url, create=create, stop=stop)
     )
     try:
         if isinstance(database, PostgreSQL) and not create and not database.exists():
@@ -750,14 +749,14 @@ def connect(url: str, *, create: bool = True, stop: threading.Event | None = Non
     return database
 
 
-def _sqlite(parts: SplitResult, *, create: bool, stop: threading.Event | None) -> SQLite:
-    options = parse_qs(parts.query, keep_blank_values=True)
+def _sqlite(url: str, *, create: bool, stop: threading.Event | None) -> SQLite:
+    options = parse_qs(_split(url).query, keep_blank_values=True)
     synchronous = options.pop("synchronous", ["full"])[-1].upper()
     if synchronous not in ("FULL", "NORMAL"):
         raise InvalidInput(f"synchronous={synchronous.lower()} is not known.", hint="Use full (default) or normal.")
     if options:
         raise InvalidInput(f"{next(iter(options))!r} is no option of a SQLite database.", hint="There is: synchronous.")
-    path = sqlite_path(parts.geturl())
+    path = sqlite_path(url)
     if path is None:
         return SQLite(None, synchronous=synchronous, stop=stop)
     if not _sqlite_file.exists(path):
