@@ -311,7 +311,9 @@ def test_a_worker_that_dies_while_something_it_started_lives_on_is_noticed(datab
 
 
 @pytest.mark.parametrize("mode", ["process", "thread"])
-def test_large_items_and_large_results_do_not_make_both_ends_wait_for_each_other(database: str, tmp_path: Path, mode: str):
+def test_large_items_and_large_results_do_not_make_both_ends_wait_for_each_other(
+    database: str, tmp_path: Path, mode: str
+):
     items = [f"{n}:" + "x" * 200_000 for n in range(120)]
     result = headway.map(
         lambda item: item * 2, items, job="ads", database=database, mode=mode, workers=2, progress="none",
