@@ -272,7 +272,10 @@ class Metrics:
     def observe(self, name: str, value: float, **labels: str) -> None:
         key = (name, _labels(labels))
         with self._lock:
-            self._histograms.setdefault(key, Histogram()).observe(value)
+            histogram = self._histograms.get(key)
+            if histogram is None:
+                histogram = self._histograms[key] = Histogram()
+            histogram.observe(value)
         self._tell(name, "histogram", value, labels)
 
     @contextmanager

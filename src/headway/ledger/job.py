@@ -50,7 +50,7 @@ class Job(Reports):
 
     def _insert(self, tx: Tx, rows: list[NewRow]) -> int:
         books = Books(tx, self.no)
-        new = tx.executemany(
+        new = tx.insert(
             "INSERT INTO input_products (job, idx, key, payload, fingerprint) VALUES (?, ?, ?, ?, ?) "
             "ON CONFLICT (job, idx) DO NOTHING",
             rows,
@@ -262,7 +262,7 @@ class Job(Reports):
         With ``register`` an unknown index is registered on the way.
         """
 
-        if len(outcomes) == 1 and hold is None and self._put_one_done(outcomes[0]):
+        if len(outcomes) == 1 and hold is None and self._put_one_done(outcomes[0], register=register):
             return _ONE_DONE
 
         def work(tx: Tx) -> Recorded:
@@ -272,12 +272,12 @@ class Job(Reports):
 
         return self._database.run(work, operation="record")
 
-    def _put_one_done(self, outcome: Outcome) -> bool:
+    def _put_one_done(self, outcome: Outcome, *, register: bool) -> bool:
         if not isinstance(outcome, Done) or outcome.result is not None or outcome.token is not None:
             return False
 
         def work(tx: Tx) -> None:
-            if not put_one_done(tx, self.no, outcome):
+            if not put_one_done(tx, self.no, outcome, register=register):
                 raise _NotThatSimple
 
         try:
