@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from headway import telemetry
-from headway.telemetry import FIELDS, Log, Metrics, configure, names_a_secret, redact
+from headway.telemetry import FIELDS, LineFormatter, Log, Metrics, configure, names_a_secret, redact
 
 HIDDEN = [
     ("redis://:hunter2secret@h:6379/0", "redis://:***@h:6379/0"),
@@ -144,7 +144,7 @@ def lines(*, as_json: bool, **fields: telemetry.Field) -> str:
     return stream.getvalue()
 
 
-HOSTILE = 'a\nERROR forged\r\x1b[2J\x9b2J\u2028x\u202egnp.exe\u0085\x7f\0\ud800 "quoted" password=hunter2'
+HOSTILE = 'a\nERROR forged\r\x1b[2J\x9b2J\u2028x\u202egnp.exe\u0085\x7f\0 "quoted" password=hunter2'
 
 
 @pytest.mark.usefixtures("_restored_logging")
@@ -156,6 +156,14 @@ def test_a_hostile_error_makes_one_printable_line_and_no_more(as_json: bool):
     assert written[:-1].isprintable()
     assert "hunter2" not in written
     written.encode()
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_half_a_character_can_be_written_too(as_json: bool):
+    facts = {"msg": "half \ud800", "name": "headway.x", "levelname": "INFO", "fields": {"error": "\udfff"}}
+    line = LineFormatter(as_json=as_json).format(logging.makeLogRecord(facts)).encode()
+    assert b"half \\ud800" in line
+    assert b'"\\udfff"' in line
 
 
 @pytest.mark.usefixtures("_restored_logging")
