@@ -36,9 +36,9 @@ shutdown.on_request(lambda: os.write(1, b"woken\\n"))
 with on_signals(shutdown):
     print("ready", flush=True)
     shutdown.stop.wait(30)
-    print("stop", shutdown.exit_code, shutdown.abandon.is_set(), flush=True)
+    os.write(1, b"stop %d %s\\n" % (shutdown.exit_code, str(shutdown.abandon.is_set()).encode()))
     shutdown.abandon.wait(30)
-    print("abandon", shutdown.exit_code, flush=True)
+    os.write(1, b"abandon %d\\n" % shutdown.exit_code)
 raise SystemExit(shutdown.exit_code)
 """
 

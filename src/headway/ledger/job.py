@@ -261,7 +261,6 @@ class Job(Reports):
         ``token``). With ``settle`` the call that records the last item also finishes the job and decides its event.
         With ``register`` an unknown index is registered on the way.
         """
-
         if len(outcomes) == 1 and hold is None and self._put_one_done(outcomes[0], register=register):
             return _ONE_DONE
 
@@ -273,6 +272,10 @@ class Job(Reports):
         return self._database.run(work, operation="record")
 
     def _put_one_done(self, outcome: Outcome, *, register: bool) -> bool:
+        # Only where the transaction has the write lock from its start: on PostgreSQL, writing an item before the job's
+        # row is taken would wait for somebody who took them in the other order.
+        if self._database.engine != "sqlite":
+            return False
         if not isinstance(outcome, Done) or outcome.result is not None or outcome.token is not None:
             return False
 
