@@ -1,12 +1,13 @@
 """How fast `headway run` is, and how much it needs.
 
-    python bench/run.py [--quick | --full] [--items N] [--rounds N] [--without-peers]
+    python bench/run.py [--quick | --full] [--items N] [--rounds N] [--tasks N]
 
 The real command runs no-op items with two worker processes on a SQLite file, every item durably recorded, side by side
 with a bare loop (`measure/bare.py`) and with task queues on a Redis of our own (`peers/`). Each round measures all of
-them once, so that what disturbs the machine disturbs all; figures are medians over the rounds. Registering the items
-(headway), making the chunks (bare loop) and enqueuing (peers) are not part of the compared time; their rates are
-figures of their own. ``--full`` adds a million items: memory of the parent, and how soon a killed run works again.
+them once, so that what disturbs the machine disturbs all; figures, also ratios, are medians over the rounds.
+Registering the items (headway), making the chunks (bare loop) and enqueuing (peers) are not part of the compared time;
+their rates are figures of their own. ``--full`` adds a million items: memory of the parent, and how soon a killed run
+works again.
 """
 
 from __future__ import annotations
@@ -43,17 +44,15 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="a million items besides")
     parser.add_argument("--items", type=int, help="default 100,000; 20,000 with --quick")
     parser.add_argument("--rounds", type=int, help="default 5; 1 with --quick")
-    parser.add_argument("--without-peers", action="store_true", help="measure no task queues")
+    parser.add_argument("--tasks", type=int, help="of each task queue; default 10,000; 2,000 with --quick; 0: none")
     options = parser.parse_args()
     report = Report("run", quick=options.quick)
     count = options.items or (20_000 if options.quick else 100_000)
     rounds = options.rounds or (1 if options.quick else 5)
+    tasks = options.tasks if options.tasks is not None else 2_000 if options.quick else 10_000
     with scratch() as place:
         measure_start(report, place, times=5 if options.quick else 15)
-        measure_rate(
-            report, place, count, rounds,
-            tasks=0 if options.without_peers else 2_000 if options.quick else 10_000,
-        )  # fmt: skip
+        measure_rate(report, place, count, rounds, tasks)
         measure_registration(report, place, count)
         if options.full:
             measure_million(report, place)
@@ -85,7 +84,7 @@ def measure_start(report: Report, place: Path, *, times: int) -> None:
 # ---- rate -------------------------------------------------------------------------------------------------------
 
 
-def measure_rate(report: Report, place: Path, count: int, rounds: int, *, tasks: int) -> None:
+def measure_rate(report: Report, place: Path, count: int, rounds: int, tasks: int) -> None:
     say(f"{count:,} no-op items, {WORKERS} workers, {rounds} rounds")
     items = write_items(place, count)
     server = None
@@ -121,14 +120,18 @@ def measure_rate(report: Report, place: Path, count: int, rounds: int, *, tasks:
         spread = (max(rates[name]) - min(rates[name])) / rate
         what = "tasks done" if name in COMMANDS else "items recorded"
         report.add(f"{name}: {what}", rate, f"{what[:5]}/s", spread=round(spread, 2), rounds=rounds)
-    ours = typical["headway run"]
-    report.add("headway run / bare loop", ours / typical["bare loop"], "x", least=0.2)
+    report.add("headway run / bare loop", ratio(rates, "bare loop"), "x", least=0.2)
     if server is not None:
         fastest = max(COMMANDS, key=typical.__getitem__)
-        report.add("headway run / fastest task queue", ours / typical[fastest], "x", least=10, fastest=fastest)
+        report.add("headway run / fastest task queue", ratio(rates, fastest), "x", least=10, fastest=fastest)
         for name, values in enqueuing.items():
             report.add(f"{name}: tasks enqueued", median(values), "tasks/s")
     report.add("headway run: the whole command, registering included", median(walls), "s", items=count)
+
+
+def ratio(rates: dict[str, list[float]], other: str) -> float:
+    """Of what ran next to each other: the median over the rounds."""
+    return median([ours / theirs for ours, theirs in zip(rates["headway run"], rates[other], strict=True)])
 
 
 def bare_rate(place: Path, count: int) -> float:

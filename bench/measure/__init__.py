@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import sqlite3
 import statistics
 import sys
@@ -43,7 +44,8 @@ def short(value: float) -> float:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A directory of our own, removed at the end however that comes."""
+    """A directory of our own, removed at the end however that comes; SIGTERM ends servers and workers like Ctrl-C."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     place = Path(tempfile.mkdtemp(prefix="headway-bench-"))
     try:
         yield place
