@@ -456,7 +456,7 @@ class SQLite(Database):
             connection.execute("PRAGMA foreign_keys = ON")
             connection.execute("PRAGMA cache_size = -2048")
             return connection
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             if connection is not None:
                 connection.close()
             raise self._explained(error) from error
@@ -548,13 +548,13 @@ class SQLite(Database):
             connection.execute("ROLLBACK")
 
     def _errors(self) -> tuple[type[Exception], ...]:
-        return (sqlite3.Error, *_UNACCEPTABLE)
+        return (sqlite3.Error, UnicodeDecodeError, *_UNACCEPTABLE)
 
     def _explained(self, error: Exception) -> HeadwayError | _Transient:
         return _Transient(self._meaning(error)) if _is_busy(error) else self._meaning(error)
 
     def _meaning(self, error: Exception) -> HeadwayError:
-        if isinstance(error, sqlite3.Error):
+        if isinstance(error, sqlite3.Error | UnicodeDecodeError):
             return _sqlite_file.meaning(error, self.path)
         return _unacceptable(error)
 

@@ -141,7 +141,7 @@ def check_identity(path: Path) -> None:
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)) as connection:
             genuine = _is_genuine(path, connection)
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         raise meaning(error, path) from error
     except OSError as error:
         raise _meaning_of_os_error(error, path) from error
@@ -180,11 +180,12 @@ def size(path: Path) -> int:
     return total
 
 
-def meaning(error: sqlite3.Error, path: Path | None) -> HeadwayError:
+def meaning(error: sqlite3.Error | UnicodeDecodeError, path: Path | None) -> HeadwayError:
     """What an error of SQLite means to the person who runs us."""
     code = getattr(error, "sqlite_errorcode", None)
     where = f"The database {path}" if path else "The in-memory database"
-    if code is None and "decode to UTF-8" in str(error):
+    # The second is how Python tells of an error whose own text quotes a damaged schema.
+    if code is None and ("decode to UTF-8" in str(error) or isinstance(error, UnicodeDecodeError)):
         return StoreCorrupt(f"{where} is damaged: a text in it is not UTF-8.")
     if code is None:
         return StorageError(f"{where} cannot be used: {error}.")
