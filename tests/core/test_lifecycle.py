@@ -68,7 +68,7 @@ with on_signals(shutdown):
 
 
 def test_a_signal_in_the_middle_of_a_wait_does_not_deadlock_with_it():
-    """A handler that set the event itself would wait for the lock its own thread holds; seen about once in ten."""
+    """A handler that set the event itself would wait for the lock its own thread holds."""
     for _ in range(12):
         with child(BUSY) as process:
             assert process.stdout is not None

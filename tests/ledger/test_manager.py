@@ -419,7 +419,7 @@ def test_secrets_in_errors_reach_neither_the_file_nor_the_summary(
         assert b"canary" not in file.read_bytes()
 
 
-@pytest.mark.parametrize("idx", [-1, True, 1.0, "1", None, 2**63])
+@pytest.mark.parametrize("idx", [-1, True, 1.0, "1", None, 2**63, pytest.param(10**5000, id="huge")])
 @pytest.mark.req("S3-41")
 def test_an_index_that_is_none_is_refused_and_nothing_is_written(progress: ProgressManager, idx: object):
     for verb in (progress.is_done, progress.mark_done, progress.mark_failed):

@@ -12,7 +12,7 @@ from headway.errors import InvalidInput
 from headway.ledger.books import Books, audit, put_one_done
 from headway.ledger.holding import Hold
 from headway.ledger.report import Reports
-from headway.ledger.values import Done, Failed, Fault, Item, NewItem, Outcome, Recorded, check_index
+from headway.ledger.values import Done, Failed, Fault, Item, NewItem, Outcome, Recorded, check_index, check_text
 from headway.retry import ITEM, RetryPolicy
 from headway.telemetry import Log
 
@@ -24,6 +24,10 @@ CHUNK = 5000
 LOST = Fault("ProcessLost", "the process that worked on this item was killed or lost its lease")
 
 _ONE_DONE = Recorded(done=1, failed=0, dead=0, repeated=0, completed=False, due={}, died=(), waiting=0, stale=())
+
+
+def _checked_key(key: str | None) -> str | None:
+    return None if key is None else check_text(key, "an item's key")
 
 
 class _NotThatSimple(Exception):
@@ -41,7 +45,9 @@ class Job(Reports):
     def register(self, items: Iterable[NewItem]) -> int:
         """Make items known; how many are new. An index that is known already is left as it is."""
         new = 0
-        rows = ((self.no, check_index(item.idx), item.key, item.payload, item.fingerprint) for item in items)
+        rows = (
+            (self.no, check_index(item.idx), _checked_key(item.key), item.payload, item.fingerprint) for item in items
+        )
         while chunk := list(islice(rows, CHUNK)):
             new += self._database.run(partial(self._insert, rows=chunk), operation="register")
         if new:
@@ -150,6 +156,7 @@ class Job(Reports):
         cannot record any more once the item was given to somebody else. A lapsed claim costs the item an attempt."""
         if limit < 1 or not 0 < lease < 10**9:
             raise InvalidInput("A claim needs a limit of at least 1 and a lease above 0 seconds.")
+        check_text(worker, "a worker's name")
 
         def work(tx: Tx) -> list[Item]:
             books = Books(tx, self.no)
