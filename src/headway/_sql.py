@@ -767,7 +767,7 @@ def connect(url: str, *, create: bool = True, stop: threading.Event | None = Non
     )
     try:
         if isinstance(database, PostgreSQL) and not create and not database.exists():
-            raise _missing(database.name)
+            raise _missing(f"There are no records of headway in {database.name}.")
         database.migrate()
     except BaseException:
         database.close()
@@ -787,7 +787,7 @@ def _sqlite(url: str, *, create: bool, stop: threading.Event | None) -> SQLite:
         return SQLite(None, synchronous=synchronous, stop=stop)
     if not _sqlite_file.exists(path):
         if not create:
-            raise _missing(str(path))
+            raise _missing(f"There is no database at {path}.")
         _create_when_possible(path, stop)
     _sqlite_file.check_header(path, writable=create)
     _sqlite_file.check_identity(path)
@@ -801,9 +801,9 @@ def _no_address(url: str) -> InvalidInput:
     )
 
 
-def _missing(name: str) -> NotFound:
+def _missing(what: str) -> NotFound:
     return NotFound(
-        f"There is no database at {name}.",
+        what,
         hint="Start a job first (headway run ...), or name the right one: --database sqlite:///FILE",
     )
 
