@@ -178,6 +178,17 @@ class Database:
         with self._reading() as connection:
             return self._tx(connection).now()
 
+    def own_connection(self) -> Any:
+        """A driver connection outside the pool, for one who listens on it; the caller closes it."""
+        with self.translated():
+            return self._open()
+
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        """The driver's errors become headway's, for work on `own_connection`."""
+        with self._read_translated():
+            yield
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
