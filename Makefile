@@ -3,12 +3,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.installed
-SERVICES := .venv/.services
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test check trace bench faults docs clean
 
-help:  ## list the verbs
+help:
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(SETUP)  ## create .venv with everything in it
@@ -22,6 +21,7 @@ run: $(SETUP)  ## run the main job of examples/ads
 	$(BIN)/python examples/ads/run.py
 
 test: $(SETUP)  ## obtain the servers the tests need and run them, with branch coverage
+	-@$(BIN)/python -m tests.services.firestore
 	$(BIN)/pytest -n 2 --cov --cov-report=term
 
 check: $(SETUP)  ## what CI runs: lint, types, import contracts, test, trace, docs
@@ -38,7 +38,9 @@ bench: $(SETUP)  ## run bench/*.py one after another into bench/results/
 	@mkdir -p bench/results
 	@set -e; for script in bench/*.py; do \
 		echo "== $$script"; \
-		$(BIN)/python $$script | tee bench/results/$$(basename $$script .py).json; \
+		result=bench/results/$$(basename $$script .py).json; \
+		$(BIN)/python $$script > $$result; \
+		cat $$result; \
 	done
 
 faults: $(SETUP)  ## run the long campaigns of kills, cuts and corruption

@@ -19,9 +19,11 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.services import postgres, redis
+from tests.services import firestore, postgres, redis
+from tests.services.firestore import FirestoreEmulator
 from tests.services.janitor import RunDirectory
 from tests.services.postgres import PostgresServer
+from tests.services.proxy import TcpProxy
 from tests.services.redis import RedisServer
 
 RUN = pytest.StashKey[RunDirectory]()
@@ -168,6 +170,41 @@ def postgres_factory(
     yield start
     for server in servers:
         server.discard()
+
+
+@pytest.fixture(scope="session")
+def _shared_firestore(service_directory: Callable[[str], Path]) -> Iterator[FirestoreEmulator]:
+    found = firestore.installations()
+    if not found:
+        pytest.skip("no Firestore emulator: .venv/bin/python -m tests.services.firestore")
+    server = FirestoreEmulator(service_directory("firestore"), found[0])
+    yield server
+    server.discard()
+
+
+@pytest.fixture
+def firestore_emulator(
+    _shared_firestore: FirestoreEmulator, monkeypatch: pytest.MonkeyPatch
+) -> FirestoreEmulator:
+    """This worker's emulator, running, and where `firestore.Client(project=….new_project())` will look."""
+    if not _shared_firestore.running:
+        _shared_firestore.start()
+    monkeypatch.setenv("FIRESTORE_EMULATOR_HOST", _shared_firestore.host)
+    return _shared_firestore
+
+
+@pytest.fixture
+def tcp_proxy() -> Iterator[Callable[[int], TcpProxy]]:
+    """`tcp_proxy(server.port)`: a proxy before that port, for this test."""
+    proxies: list[TcpProxy] = []
+
+    def start(target_port: int) -> TcpProxy:
+        proxies.append(TcpProxy(target_port))
+        return proxies[-1]
+
+    yield start
+    for proxy in proxies:
+        proxy.close()
 
 
 @pytest.fixture

@@ -51,8 +51,11 @@ T = TypeVar("T")
 #: How long a writer waits for another process's transaction before it gives up.
 LOCK_SECONDS = 30.0
 
-_SQLITE_NOW = "SELECT (julianday('now') - 2440587.5) * 86400.0"
-_POSTGRES_NOW = "SELECT extract(epoch FROM clock_timestamp())::double precision"
+#: The database's own clock, seconds since 1970, as an expression of each engine.
+NOW: dict[Engine, str] = {
+    "sqlite": "(julianday('now') - 2440587.5) * 86400.0",
+    "postgresql": "extract(epoch FROM clock_timestamp())::double precision",
+}
 
 
 class Cursor(Protocol):
@@ -96,7 +99,7 @@ class Tx:
 
     def now(self) -> float:
         """The database's own time, seconds since 1970. Leases are measured by it, never by a client's clock."""
-        row = self.one(_SQLITE_NOW if self.engine == "sqlite" else _POSTGRES_NOW)
+        row = self.one(f"SELECT {NOW[self.engine]}")
         assert row is not None
         return float(row[0])
 
@@ -134,8 +137,7 @@ class Database:
         while True:
             try:
                 began = time.perf_counter()
-                with self.transaction() as tx:
-                    result = work(tx)
+                result = self._once(work)
                 metrics.observe("headway_sql_seconds", time.perf_counter() - began, operation=operation)
                 return result
             except _Transient as trouble:
@@ -155,21 +157,9 @@ class Database:
                 raise
 
     @contextmanager
-    def transaction(self) -> Iterator[Tx]:
-        """One write transaction, not repeated. Prefer `run`."""
-        with self._connection() as connection, self._translated():
-            self._begin(connection)
-            try:
-                yield self._tx(connection)
-                self._commit(connection)
-            except BaseException:
-                self._rollback(connection)
-                raise
-
-    @contextmanager
     def read(self) -> Iterator[Tx]:
         """Several reads of one consistent moment."""
-        with self._connection() as connection, self._read_translated():
+        with self._reading() as connection:
             self._begin_read(connection)
             try:
                 yield self._tx(connection)
@@ -177,16 +167,16 @@ class Database:
                 self._rollback(connection)
 
     def one(self, sql: str, parameters: Sequence[Value] = ()) -> Row | None:
-        """One row by one statement, the quickest way to read."""
-        with self._connection() as connection, self._read_translated():
+        """One row by one statement."""
+        with self._reading() as connection:
             return self._tx(connection).one(sql, parameters)
 
     def all(self, sql: str, parameters: Sequence[Value] = ()) -> list[Row]:
-        with self._connection() as connection, self._read_translated():
+        with self._reading() as connection:
             return self._tx(connection).all(sql, parameters)
 
     def now(self) -> float:
-        with self._connection() as connection, self._read_translated():
+        with self._reading() as connection:
             return self._tx(connection).now()
 
     def close(self) -> None:
@@ -222,6 +212,30 @@ class Database:
     def _tx(self, connection: Any) -> Tx:
         raise AssertionError("each engine has its own")
 
+    def _once(self, work: Callable[[Tx], T]) -> T:
+        connection = self._take()
+        try:
+            self._begin(connection)
+            try:
+                result = work(self._tx(connection))
+                self._commit(connection)
+                return result
+            except BaseException:
+                self._rollback(connection)
+                raise
+        except self._errors() as error:
+            raise self._explained(error) from error
+        finally:
+            self._give(connection)
+
+    def _errors(self) -> tuple[type[Exception], ...]:
+        """What the driver raises."""
+        raise AssertionError("each engine has its own")
+
+    def _explained(self, error: Exception) -> HeadwayError | _Transient:
+        """A driver's error in our words; wrapped in `_Transient` when another try may help."""
+        raise AssertionError("each engine has its own")
+
     def _begin(self, connection: Any) -> None:
         raise AssertionError("each engine has its own")
 
@@ -240,29 +254,28 @@ class Database:
     def _policy(self) -> RetryPolicy:
         return STORE
 
-    def _translated(self) -> Any:
-        raise AssertionError("each engine has its own")
-
-    @contextmanager
-    def _read_translated(self) -> Iterator[None]:
-        try:
-            with self._translated():
-                yield
-        except _Transient as trouble:
-            raise trouble.final from trouble.__cause__
-
     # ---- the pool --------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _connection(self) -> Iterator[Any]:
-        connection = self._take()
+    def _reading(self) -> Iterator[Any]:
+        connection = None
         try:
+            connection = self._take()
             yield connection
+        except self._errors() as error:
+            explained = self._explained(error)
+            raise (explained.final if isinstance(explained, _Transient) else explained) from error
+        except _Transient as trouble:  # the connection could not even be opened
+            raise trouble.final from trouble.__cause__
         finally:
-            if self._closed or self._broken(connection):
-                connection.close()
-            else:
-                self._idle.append(connection)  # atomic; the last one used is the next one taken
+            if connection is not None:
+                self._give(connection)
+
+    def _give(self, connection: Any) -> None:
+        if self._closed or self._broken(connection):
+            connection.close()
+        else:
+            self._idle.append(connection)  # atomic; the last one used is the next one taken
 
     def _take(self) -> Any:
         if self._closed:
@@ -359,22 +372,28 @@ class SQLite(Database):
                 self._one_at_a_time.release()
             raise
 
-    @contextmanager
-    def _connection(self) -> Iterator[sqlite3.Connection]:
-        with super()._connection() as connection:
-            try:
-                yield connection
-            finally:
-                if self.path is None:
-                    self._one_at_a_time.release()
+    def _give(self, connection: Any) -> None:
+        super()._give(connection)
+        if self.path is None:
+            self._one_at_a_time.release()
+
+    def one(self, sql: str, parameters: Sequence[Value] = ()) -> Row | None:
+        # Written out: asking whether an item is done takes 10 microseconds, and two context managers as much again.
+        connection = self._take()
+        try:
+            row: Row | None = connection.execute(sql, parameters).fetchone()
+            return row
+        except sqlite3.Error as error:
+            raise self._meaning(error) from error
+        finally:
+            self._give(connection)
 
     def _tx(self, connection: sqlite3.Connection) -> Tx:
         return Tx("sqlite", connection.execute, connection.executemany)
 
-    @contextmanager
-    def transaction(self) -> Iterator[Tx]:
-        with self._writing, super().transaction() as tx:
-            yield tx
+    def _once(self, work: Callable[[Tx], T]) -> T:
+        with self._writing:
+            return super()._once(work)
 
     def _begin(self, connection: sqlite3.Connection) -> None:
         deadline = time.monotonic() + LOCK_SECONDS
@@ -397,14 +416,12 @@ class SQLite(Database):
         if connection.in_transaction:  # SQLITE_FULL and the like have already rolled back by themselves
             connection.execute("ROLLBACK")
 
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            if _is_busy(error):
-                raise _Transient(self._meaning(error)) from error
-            raise self._meaning(error) from error
+    def _errors(self) -> tuple[type[Exception], ...]:
+        return (sqlite3.Error,)
+
+    def _explained(self, error: Exception) -> HeadwayError | _Transient:
+        assert isinstance(error, sqlite3.Error)
+        return _Transient(self._meaning(error)) if _is_busy(error) else self._meaning(error)
 
     def _meaning(self, error: sqlite3.Error) -> HeadwayError:
         return _sqlite_file.meaning(error, self.path)
@@ -526,24 +543,27 @@ class PostgreSQL(Database):
         # A restart of the server takes seconds, not the milliseconds of a busy SQLite file.
         return RetryPolicy(retries=7, base=0.1, cap=4.0, jitter=0.2)
 
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _errors(self) -> tuple[type[Exception], ...]:
+        error: type[Exception] = _psycopg().Error
+        return (error,)
+
+    def _explained(self, error: Exception) -> HeadwayError | _Transient:
         psycopg = _psycopg()
         errors = psycopg.errors
-        try:
-            yield
-        except (errors.DiskFull, errors.OutOfMemory) as error:
-            raise StoreFull(f"PostgreSQL at {self.name} has no space left.") from error
-        except (errors.InsufficientPrivilege, errors.ReadOnlySqlTransaction) as error:
-            raise StoreReadOnly(f"PostgreSQL at {self.name} does not let us write: {error}.") from error
-        except (errors.SerializationFailure, errors.DeadlockDetected, errors.LockNotAvailable) as error:
-            raise _Transient(StorageError(f"PostgreSQL at {self.name} was too busy: {error}")) from error
-        except errors.IntegrityError as error:
-            raise StorageError(f"A constraint of {self.name} was violated: {redact(str(error))}") from error
-        except (psycopg.OperationalError, psycopg.InterfaceError) as error:
-            raise _Transient(self._away(error)) from error
-        except psycopg.Error as error:
-            raise StorageError(f"PostgreSQL at {self.name} failed: {redact(str(error))}") from error
+        said = redact(str(error)).strip()
+        match error:
+            case errors.DiskFull() | errors.OutOfMemory():
+                return StoreFull(f"PostgreSQL at {self.name} has no space left.")
+            case errors.InsufficientPrivilege() | errors.ReadOnlySqlTransaction():
+                return StoreReadOnly(f"PostgreSQL at {self.name} does not let us write: {said}.")
+            case errors.SerializationFailure() | errors.DeadlockDetected() | errors.LockNotAvailable():
+                return _Transient(StorageError(f"PostgreSQL at {self.name} was too busy: {said}"))
+            case psycopg.IntegrityError():
+                return StorageError(f"A constraint of {self.name} was violated: {said}")
+            case psycopg.OperationalError() | psycopg.InterfaceError():
+                return _Transient(self._away(error))
+            case _:
+                return StorageError(f"PostgreSQL at {self.name} failed: {said}")
 
 
 def _psycopg() -> Any:

@@ -119,15 +119,20 @@ _PATTERNS = (
     (re.compile(r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|xox[abposr]-[\w-]{10,}|A(?:KIA|SIA)[A-Z0-9]{16})"), "***"),
     (re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"), "***"),
 )
-_SECRET_VARIABLE = re.compile(_SECRET_NAME + r"|_KEY$|^KEY$", re.I)
+_SECRET_VARIABLE = re.compile(_SECRET_NAME + r"|_KEY$", re.I)
 
 
 def _secret_values(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Values of environment variables whose name says *secret*; short ones would blank out ordinary words."""
     values = {
-        value for name, value in environment.items() if len(value) >= 8 and "/" != value[0] and _SECRET_VARIABLE.search(name)
+        value for name, value in environment.items() if len(value) >= 8 and "/" != value[0] and names_a_secret(name)
     }
     return tuple(sorted(values, key=len, reverse=True))
+
+
+def names_a_secret(name: str) -> bool:
+    """Whether what goes by this name is not to be shown: ``password``, ``API_TOKEN``, ``ENCRYPTION_KEY``."""
+    return _SECRET_VARIABLE.search(name) is not None
 
 
 _known_secrets: tuple[str, ...] | None = None
@@ -158,6 +163,10 @@ Labels = tuple[tuple[str, str], ...]
 
 #: Upper bounds of the histogram buckets, seconds.
 BUCKETS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0, 600.0)
+
+
+def _labels(labels: Mapping[str, str]) -> Labels:
+    return tuple(labels.items()) if len(labels) < 2 else tuple(sorted(labels.items()))
 
 
 @dataclass(slots=True)
@@ -193,18 +202,18 @@ class Metrics:
         self._sinks: list[MetricsSink] = []
 
     def count(self, name: str, value: float = 1, **labels: str) -> None:
-        key = (name, tuple(sorted(labels.items())))
+        key = (name, _labels(labels))
         with self._lock:
             self._counters[key] = self._counters.get(key, 0) + value
         self._tell(name, "counter", value, labels)
 
     def gauge(self, name: str, value: float, **labels: str) -> None:
         with self._lock:
-            self._gauges[(name, tuple(sorted(labels.items())))] = value
+            self._gauges[(name, _labels(labels))] = value
         self._tell(name, "gauge", value, labels)
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        key = (name, tuple(sorted(labels.items())))
+        key = (name, _labels(labels))
         with self._lock:
             self._histograms.setdefault(key, Histogram()).observe(value)
         self._tell(name, "histogram", value, labels)
@@ -222,12 +231,12 @@ class Metrics:
 
     def value(self, name: str, **labels: str) -> float:
         """A counter's or gauge's value (0 when it was never touched)."""
-        key = (name, tuple(sorted(labels.items())))
+        key = (name, _labels(labels))
         with self._lock:
             return self._counters.get(key, self._gauges.get(key, 0.0))
 
     def histogram(self, name: str, **labels: str) -> Histogram:
-        key = (name, tuple(sorted(labels.items())))
+        key = (name, _labels(labels))
         with self._lock:
             kept = self._histograms.get(key, Histogram())
             return Histogram(list(kept.counts), kept.total)

@@ -1,14 +1,56 @@
 """The servers the tests stand on do what their fixtures say."""
 
+import contextlib
+import socket
+import socketserver
+import threading
+import time
+
 import psycopg
 import pytest
+from google.cloud import firestore as google_firestore
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from tests.services import postgres, redis
+import headway
+from tests.services import firestore, postgres, redis
+from tests.services.firestore import FirestoreEmulator
 from tests.services.postgres import PostgresServer
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
+
+
+@pytest.fixture
+def echo():
+    """The port of a server that sends back what it gets, and what it got so far."""
+    received = bytearray()
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self):
+            with contextlib.suppress(ConnectionResetError):
+                while data := self.request.recv(65536):
+                    received.extend(data)
+                    self.request.sendall(data)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        yield server.server_address[1], received
+        server.shutdown()
+
+
+@pytest.fixture
+def proxy(tcp_proxy, echo):
+    return tcp_proxy(echo[0])
+
+
+def dial(proxy, timeout=5.0):
+    return socket.create_connection(("127.0.0.1", proxy.port), timeout)
+
+
+def exchange(connection, data=b"ping"):
+    connection.sendall(data)
+    return connection.recv(65536)
 
 
 @pytest.mark.parametrize("program", redis.installations(), ids=str)
@@ -82,3 +124,131 @@ def test_postgres_keeps_what_was_committed_over_a_restart(postgres_server, postg
 def test_a_postgres_of_ones_own_takes_settings(postgres_factory):
     with psycopg.connect(postgres_factory(fsync="on").url()) as connection:
         assert connection.execute("SHOW fsync").fetchone() == ("on",)
+
+
+@pytest.mark.parametrize("program", firestore.installations(), ids=lambda program: type(program).__name__)
+def test_every_firestore_emulator_found_writes_reads_listens_and_commits(
+    program, service_directory, monkeypatch
+):
+    emulator = FirestoreEmulator(service_directory("firestore"), program)
+    emulator.start()
+    monkeypatch.setenv("FIRESTORE_EMULATOR_HOST", emulator.host)
+    client = google_firestore.Client(project=emulator.new_project())
+    document = client.collection("jobs").document("a")
+    document.set({"done": 1})
+    assert document.get().to_dict() == {"done": 1}
+
+    heard: list[int] = []
+    listener = document.on_snapshot(lambda snapshots, _changes, _at: heard.append(snapshots[0].get("done")))
+    eventually(lambda: heard == [1], message="the listener hears of what is there")
+
+    @google_firestore.transactional
+    def add_one(transaction):
+        done = document.get(transaction=transaction).get("done")
+        transaction.update(document, {"done": done + 1})
+
+    add_one(client.transaction())
+    eventually(lambda: heard == [1, 2], message="the listener hears of the change")
+    listener.unsubscribe()
+    client.close()
+    emulator.discard()
+
+
+def test_the_shared_firestore_emulator_gives_each_test_a_project_of_its_own(firestore_emulator):
+    for _ in range(2):
+        client = google_firestore.Client(project=firestore_emulator.new_project())
+        document = client.collection("jobs").document("a")
+        assert not document.get().exists
+        document.set({"done": 1})
+        client.close()
+
+
+def test_a_proxy_passes_bytes_both_ways_and_counts_them(proxy):
+    with dial(proxy) as connection:
+        assert exchange(connection) == b"ping"
+        assert (proxy.connections, proxy.open_connections) == (1, 1)
+        assert (proxy.bytes_up, proxy.bytes_down) == (4, 4)
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1) == b""
+    eventually(lambda: proxy.open_connections == 0)
+
+
+def test_a_refusing_proxy_turns_new_connections_away_and_keeps_the_old(proxy):
+    with dial(proxy) as connection:
+        assert exchange(connection) == b"ping"
+        proxy.refuse()
+        with pytest.raises(ConnectionRefusedError):
+            dial(proxy)
+        assert exchange(connection) == b"ping"
+    proxy.pass_through()
+    with dial(proxy) as connection:
+        assert exchange(connection) == b"ping"
+
+
+def test_a_cut_resets_what_is_open_and_lets_clients_come_back(proxy):
+    with dial(proxy) as connection:
+        assert exchange(connection) == b"ping"
+        proxy.cut()
+        with pytest.raises(ConnectionResetError):
+            connection.recv(1)
+    with dial(proxy) as connection:
+        assert exchange(connection) == b"ping"
+
+
+def test_a_black_hole_accepts_swallows_and_resets_its_victims_when_it_ends(proxy, echo):
+    _port, received = echo
+    with dial(proxy, timeout=0.1) as before:
+        assert exchange(before) == b"ping"
+        proxy.black_hole()
+        with dial(proxy, timeout=0.1) as during:
+            for connection in (before, during):
+                with pytest.raises(TimeoutError):
+                    exchange(connection, b"lost")
+            proxy.pass_through()
+            for connection in (before, during):
+                with pytest.raises(ConnectionResetError):
+                    connection.recv(1)
+    assert received == b"ping"
+
+
+def test_a_delay_holds_back_each_answer(proxy):
+    proxy.delay(0.1)
+    with dial(proxy) as connection:
+        began = time.monotonic()
+        assert exchange(connection) == b"ping"
+        assert 0.1 <= time.monotonic() - began < 1
+
+
+def test_a_throttle_carries_so_many_bytes_a_second(proxy):
+    proxy.throttle(200_000)
+    with dial(proxy) as connection:
+        began = time.monotonic()
+        connection.sendall(bytes(40_000))
+        got = 0
+        while got < 40_000:
+            got += len(connection.recv(65536))
+        assert 0.2 <= time.monotonic() - began < 2
+
+
+def test_a_dropped_reply_comes_after_the_request_was_applied(proxy, echo):
+    _port, received = echo
+    proxy.drop_replies(every=2, to=b"count")
+    with dial(proxy) as connection:
+        assert exchange(connection, b"look") == b"look"
+        assert exchange(connection, b"count") == b"count"
+        assert exchange(connection, b"look") == b"look"
+        with pytest.raises(ConnectionResetError):
+            exchange(connection, b"count")
+    assert received == b"lookcountlookcount"
+
+
+def test_a_proxy_without_a_server_resets_its_clients(proxy, tcp_proxy):
+    proxy.refuse()
+    with dial(tcp_proxy(proxy.port)) as connection, pytest.raises(ConnectionResetError):
+        connection.recv(1)
+
+
+def test_the_command_runs_in_a_process_of_its_own(headway_cli):
+    done = headway_cli("--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert headway.__version__ in done.stdout

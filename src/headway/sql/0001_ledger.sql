@@ -29,9 +29,16 @@ CREATE TABLE jobs (
     failed      BIGINT NOT NULL DEFAULT 0,          -- failed at least once and waiting for another try
     dead        BIGINT NOT NULL DEFAULT 0,
     failures    BIGINT NOT NULL DEFAULT 0,          -- failed runs of items, ever
+    frontier    BIGINT NOT NULL DEFAULT 0,          -- no item below it is untouched: claims look from here
     created_at  DOUBLE PRECISION NOT NULL,
     updated_at  DOUBLE PRECISION NOT NULL,
     finished_at DOUBLE PRECISION,
+    -- What happened in the current minute; the ended ones are in the table minutes. Kept here, a record dirties one page less.
+    minute         BIGINT NOT NULL DEFAULT 0,       -- Unix time / 60
+    minute_done    BIGINT NOT NULL DEFAULT 0,
+    minute_failed  BIGINT NOT NULL DEFAULT 0,
+    minute_dead    BIGINT NOT NULL DEFAULT 0,
+    minute_seconds DOUBLE PRECISION NOT NULL DEFAULT 0,
     holder      TEXT,                               -- JSON: host, pid, since; who runs it now
     token       BIGINT NOT NULL DEFAULT 0,          -- grows with every hold: a holder with an older one is refused
     lease_until DOUBLE PRECISION                    -- by the database's clock

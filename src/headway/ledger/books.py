@@ -1,0 +1,290 @@
+"""The books of a job, open in one transaction.
+
+Opening them takes the job's row (SQLite: the write lock; PostgreSQL: the row lock), so whoever writes an outcome sees
+every earlier one. That is what makes counting by identity exact: an item's old and new place are both known here.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from headway._sql import NOW, Tx, marks
+from headway.errors import NotFound, StaleClaim
+from headway.events import Event, append
+from headway.ledger.fault import normalise
+from headway.ledger.values import Done, Failed, Fault, Outcome, Recorded
+from headway.retry import RetryPolicy
+from headway.telemetry import Log
+
+log = Log("ledger")
+
+_COLUMNS = (
+    "id, origin, version, generation, sealed, finished_at, max_retries, total, done, failed, dead, failures, frontier, token, "
+    "minute, minute_done, minute_failed, minute_dead, minute_seconds"
+)
+_OPEN = {
+    # BEGIN IMMEDIATE has the write lock already; on PostgreSQL it is the row's own.
+    "sqlite": f"SELECT {_COLUMNS}, {NOW['sqlite']} FROM jobs WHERE no = ?",
+    "postgresql": f"SELECT {_COLUMNS}, {NOW['postgresql']} FROM jobs WHERE no = ? FOR UPDATE",
+}
+_PRIOR = (
+    "SELECT i.idx, i.key, p.status, p.attempts, p.token, p.lease_until, d.idx FROM input_products i "
+    "LEFT JOIN progress p ON p.job = i.job AND p.idx = i.idx "
+    "LEFT JOIN dead_letters d ON d.job = i.job AND d.idx = i.idx WHERE i.job = ? AND i.idx IN "
+)
+_PUT_DONE = (
+    "INSERT INTO progress (job, idx, status, meta, updated_at, seconds, worker) VALUES (?, ?, 'done', ?, ?, ?, ?) "
+    "ON CONFLICT (job, idx) DO UPDATE SET status = 'done', meta = excluded.meta, updated_at = excluded.updated_at, "
+    "seconds = excluded.seconds, worker = excluded.worker, next_attempt_at = NULL, lease_until = NULL"
+)
+_PUT_FAILED = (
+    "INSERT INTO progress (job, idx, status, meta, attempts, updated_at, seconds, worker, next_attempt_at) "
+    "VALUES (?, ?, 'failed', ?, ?, ?, ?, ?, ?) ON CONFLICT (job, idx) DO UPDATE SET status = 'failed', "
+    "meta = excluded.meta, attempts = excluded.attempts, updated_at = excluded.updated_at, seconds = excluded.seconds, "
+    "worker = excluded.worker, next_attempt_at = excluded.next_attempt_at, lease_until = NULL"
+)
+_PUT_ATTEMPT = (
+    "INSERT INTO attempts (job, idx, no, outcome, error, detail, cause, worker, at, seconds) "
+    "SELECT ?, ?, coalesce(max(no), 0) + 1, ?, ?, ?, ?, ?, ?, ? FROM attempts WHERE job = ? AND idx = ?"
+)
+_PUT_DEAD = (
+    "INSERT INTO dead_letters (job, idx, meta, error, created_at, cause, last_pass) VALUES (?, ?, ?, ?, ?, ?, ?) "
+    "ON CONFLICT (job, idx) DO UPDATE SET meta = excluded.meta, error = excluded.error, cause = excluded.cause, "
+    "last_pass = excluded.last_pass"
+)
+
+
+class Books:
+    """Counters of one job while its row is ours; `close` writes them back."""
+
+    def __init__(self, tx: Tx, no: int, *, token: int | None = None) -> None:
+        """``token``: of the hold under which the caller works, if it has one; a newer hold refuses it."""
+        row = tx.one(_OPEN[tx.engine], (no,))
+        if row is None:
+            raise NotFound("The job was forgotten while it was in use.")
+        self.tx, self.no = tx, no
+        self.id: str
+        (self.id, self.origin, self.version, self.generation, self.sealed, self.finished_at, self.max_retries,
+         self.total, self.done, self.failed, self.dead, self.failures, self.frontier, held,
+         self.minute, self.minute_done, self.minute_failed, self.minute_dead, self.minute_seconds, self.now) = row  # fmt: skip
+        if token is not None and token != held:
+            raise StaleClaim(
+                f"Job {self.id} was taken over by another process while this one was not responding.",
+                hint="Nothing was recorded by this one since. See who runs it: headway show JOB",
+            )
+        if self.minute != self.now // 60:
+            self._turn_minute()
+
+    # ---- outcomes --------------------------------------------------------------------------------------------------
+
+    def write(self, outcomes: Sequence[Outcome], policy: RetryPolicy, *, register: bool = False) -> Recorded:
+        indices = [outcome.idx for outcome in outcomes]
+        prior = self._prior(indices)
+        if register and len(prior) < len(indices):
+            self.total += self.tx.executemany(
+                "INSERT INTO input_products (job, idx) VALUES (?, ?) ON CONFLICT (job, idx) DO NOTHING",
+                [(self.no, idx) for idx in indices],
+            )
+            prior = self._prior(indices)
+        done: list[Done] = []
+        repeated, stale, due, died = 0, [], {}, []
+        for outcome in outcomes:
+            try:
+                name, status, attempts, token, lease_until, dead = prior[outcome.idx]
+            except KeyError:
+                raise NotFound(f"Item {outcome.idx} is not registered in job {self.id}.") from None
+            if status == "done":
+                # Done is final: a late failure or a second success of the same item changes nothing.
+                repeated += 1
+                if isinstance(outcome, Failed):
+                    log.info("a failure of an item that is done was ignored", job=self.id, idx=outcome.idx)
+                continue
+            if outcome.token is not None and (token != outcome.token or lease_until is None):
+                stale.append(outcome.idx)
+                continue
+            if isinstance(outcome, Done):
+                done.append(outcome)
+                prior[outcome.idx] = (name, "done", attempts, token, None, False)
+                self._leave(status, dead)
+                if dead:
+                    self._rescue(outcome.idx)
+                continue
+            if outcome.seen is not None and outcome.seen != attempts:
+                repeated += 1
+                continue
+            self._leave(status, dead)
+            dies = dead or not outcome.retryable or attempts + 1 > self.max_retries
+            at = None if dies else self.now + policy.delay(attempts + 1)
+            self._fail(outcome, name, attempts + 1, at, was_dead=dead)
+            prior[outcome.idx] = (name, "failed", attempts + 1, token, None, dies)
+            if at is None:
+                died.append(outcome.idx)
+            else:
+                due[outcome.idx] = at
+        if done:
+            self._succeed(done)
+        return Recorded(len(done), len(due), len(died), repeated, False, due, died, stale)
+
+    def _prior(self, indices: list[int]) -> dict[int, tuple[str | None, str | None, int, int | None, float | None, bool]]:
+        rows = self.tx.all(f"{_PRIOR}({marks(len(indices))})", (self.no, *indices))
+        return {
+            idx: (key, status, attempts or 0, token, lease_until, dead is not None)
+            for idx, key, status, attempts, token, lease_until, dead in rows
+        }
+
+    def _leave(self, status: str | None, dead: bool) -> None:
+        """The item leaves the place it is counted under; pending is what remains of the total."""
+        if dead:
+            self.dead -= 1
+        elif status == "failed":
+            self.failed -= 1
+
+    def _succeed(self, outcomes: list[Done]) -> None:
+        no, now = self.no, self.now
+        self.tx.executemany(_PUT_DONE, [(no, o.idx, o.meta, now, o.seconds, o.worker) for o in outcomes])
+        results = [(no, o.idx, o.result) for o in outcomes if o.result is not None]
+        if results:
+            self.tx.executemany(
+                "INSERT INTO results (job, idx, result) VALUES (?, ?, ?) "
+                "ON CONFLICT (job, idx) DO UPDATE SET result = excluded.result",
+                results,
+            )
+        self.done += len(outcomes)
+        self.minute_done += len(outcomes)
+        self.minute_seconds += sum(o.seconds or 0.0 for o in outcomes)
+
+    def _rescue(self, idx: int) -> None:
+        """A dead letter that succeeded after all is no dead letter any more."""
+        self.tx.execute("DELETE FROM dead_letters WHERE job = ? AND idx = ?", (self.no, idx))
+        audit(self.tx, self.now, "headway", "rescued", self.id, {"idx": idx})
+
+    def _fail(self, outcome: Failed, name: str | None, attempts: int, at: float | None, *, was_dead: bool) -> None:
+        no, now, fault = self.no, self.now, outcome.fault
+        cause = self._cause(fault, name)
+        self.tx.execute(_PUT_FAILED, (no, outcome.idx, outcome.meta, attempts, now, outcome.seconds, outcome.worker, at))
+        self.tx.execute(
+            _PUT_ATTEMPT,
+            (no, outcome.idx, outcome.outcome, fault.text, fault.detail, cause, outcome.worker, now, outcome.seconds,
+             no, outcome.idx),
+        )  # fmt: skip
+        self.failures += 1
+        self.minute_failed += 1
+        self.minute_seconds += outcome.seconds or 0.0
+        if at is None:
+            # An item that was dead before has just had its pass at the end.
+            self.tx.execute(_PUT_DEAD, (no, outcome.idx, outcome.meta, fault.text, now, cause, int(was_dead)))
+            self.dead += 1
+            self.minute_dead += not was_dead
+        else:
+            self.failed += 1
+        log.info(
+            "item failed" if at is not None else "item is dead",
+            job=self.id, idx=outcome.idx, attempt=attempts, error=fault.text, cause=cause,
+        )  # fmt: skip
+
+    def _cause(self, fault: Fault, name: str | None) -> int:
+        key = (self.no, fault.type, normalise(fault.message, name), fault.frame)
+        row = self.tx.one(
+            "UPDATE causes SET count = count + 1, last_seen = ? "
+            "WHERE job = ? AND type = ? AND message = ? AND frame = ? RETURNING no",
+            (self.now, *key),
+        ) or self.tx.one(
+            "INSERT INTO causes (job, type, message, frame, no, count, first_seen, last_seen) "
+            "SELECT ?, ?, ?, ?, coalesce(max(no), 0) + 1, 1, ?, ? FROM causes WHERE job = ? RETURNING no",
+            (*key, self.now, self.now, self.no),
+        )
+        assert row is not None
+        return int(row[0])
+
+    # ---- the counters ----------------------------------------------------------------------------------------------
+
+    def close(self, *, settle: bool) -> bool:
+        """Write the counters back. With ``settle``, decide whether the job is finished; True if that was just now."""
+        completed = settle and bool(self.sealed) and self.finished_at is None and self.done + self.dead >= self.total
+        if completed:
+            self.finished_at = self.now
+            append(self.tx, self._completion())
+            log.info("job completed", job=self.id, total=self.total, done=self.done, dead=self.dead)
+        elif self.finished_at is not None and self.done + self.dead < self.total:
+            self.finished_at = None  # opened again: its next completion is another one
+            self.generation += 1
+        self.tx.execute(
+            "UPDATE jobs SET version = version + 1, sealed = ?, generation = ?, total = ?, done = ?, failed = ?, dead = ?, failures = ?, "
+            "frontier = ?, finished_at = ?, updated_at = ?, minute = ?, minute_done = ?, minute_failed = ?, "
+            "minute_dead = ?, minute_seconds = ? WHERE no = ?",
+            (self.sealed, self.generation, self.total, self.done, self.failed, self.dead, self.failures,
+             self.frontier, self.finished_at, self.now, self.minute, self.minute_done, self.minute_failed,
+             self.minute_dead, self.minute_seconds, self.no),
+        )  # fmt: skip
+        return completed
+
+    def _turn_minute(self) -> None:
+        """The minute is over: its sums go to their own row."""
+        if self.minute_done or self.minute_failed:
+            self.tx.execute(
+                "INSERT INTO minutes (job, minute, done, failed, dead, seconds) VALUES (?, ?, ?, ?, ?, ?) "
+                # The clock may have been set back into a minute that has its row already.
+                "ON CONFLICT (job, minute) DO UPDATE SET done = minutes.done + excluded.done, "
+                "failed = minutes.failed + excluded.failed, dead = minutes.dead + excluded.dead, "
+                "seconds = minutes.seconds + excluded.seconds",
+                (self.no, self.minute, self.minute_done, self.minute_failed, self.minute_dead, self.minute_seconds),
+            )
+        self.minute = int(self.now // 60)
+        self.minute_done = self.minute_failed = self.minute_dead = 0
+        self.minute_seconds = 0.0
+
+    def _completion(self) -> Event:
+        return Event(
+            id=f"{self.origin}-{self.no}-{self.generation}-completed",
+            type="job.completed",
+            at=datetime.fromtimestamp(self.now, UTC),
+            source="headway.ledger",
+            job=self.id,
+            version=self.version + 1,
+            data={"total": self.total, "done": self.done, "dead": self.dead, "failures": self.failures},
+        )
+
+    def recount(self) -> bool:
+        """Count anew from the rows; whether the counters had been wrong."""
+        before = (self.total, self.done, self.failed, self.dead)
+        total = self.tx.one("SELECT count(*) FROM input_products WHERE job = ?", (self.no,))
+        done = self.tx.one("SELECT count(*) FROM progress WHERE job = ? AND status = 'done'", (self.no,))
+        dead = self.tx.one("SELECT count(*) FROM dead_letters WHERE job = ?", (self.no,))
+        failed = self.tx.one(
+            "SELECT count(*) FROM progress p WHERE p.job = ? AND p.status = 'failed' AND NOT EXISTS "
+            "(SELECT 1 FROM dead_letters d WHERE d.job = p.job AND d.idx = p.idx)",
+            (self.no,),
+        )
+        assert total and done and dead and failed
+        self.total, self.done, self.failed, self.dead = total[0], done[0], failed[0], dead[0]
+        return before != (self.total, self.done, self.failed, self.dead)
+
+
+def put_one_done(tx: Tx, job: int, outcome: Done) -> bool:
+    """The commonest record of all in two statements: an item nobody has tried is done, and that finishes nothing.
+
+    False if it is not that simple; then nothing counts and the transaction must be rolled back.
+    """
+    now = time.time()
+    fresh = tx.execute(
+        "INSERT INTO progress (job, idx, status, meta, updated_at, seconds, worker) "
+        "SELECT job, idx, 'done', ?, ?, ?, ? FROM input_products WHERE job = ? AND idx = ? "
+        "ON CONFLICT (job, idx) DO NOTHING",
+        (outcome.meta, now, outcome.seconds, outcome.worker, job, outcome.idx),
+    )
+    return fresh == 1 and 1 == tx.execute(
+        "UPDATE jobs SET version = version + 1, done = done + 1, minute_done = minute_done + 1, updated_at = ? "
+        "WHERE no = ? AND minute = ? AND finished_at IS NULL AND (sealed = 0 OR done + dead + 1 < total)",
+        (now, job, int(now // 60)),
+    )
+
+
+def audit(tx: Tx, now: float, actor: str, action: str, job: str, detail: dict[str, object]) -> None:
+    """Write down who changed recorded work, in the transaction that changes it."""
+    tx.execute(
+        "INSERT INTO audit (at, actor, action, job, detail) VALUES (?, ?, ?, ?, ?)",
+        (now, actor, action, job, json.dumps(detail, ensure_ascii=False)),
+    )

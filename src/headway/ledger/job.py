@@ -1,0 +1,324 @@
+"""One job in the ledger: its items are registered, handed out, and what became of each is recorded exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+
+from headway._sql import Tx, marks
+from headway.errors import InvalidInput
+from headway.ledger.books import Books, audit, put_one_done
+from headway.ledger.holding import Hold
+from headway.ledger.report import Reports
+from headway.ledger.values import Done, Failed, Fault, Item, NewItem, Outcome, Recorded, check_index
+from headway.retry import ITEM, RetryPolicy
+from headway.telemetry import Log
+
+log = Log("ledger")
+
+#: Rows written by one transaction when there are many: bounds the size of SQLite's write-ahead log.
+CHUNK = 5000
+
+LOST = Fault("ProcessLost", "the process that worked on this item was killed or lost its lease")
+
+_ONE_DONE = Recorded(done=1, failed=0, dead=0, repeated=0, completed=False, due={}, died=(), stale=())
+
+
+class _NotThatSimple(Exception):
+    """Rolls back the short way of recording one done item."""
+
+
+NewRow = tuple[int, int, str | None, str | None, int | None]
+
+
+class Job(Reports):
+    """A handle; it keeps no state of its own. `Reports` has the questions, here are the changes."""
+
+    # ---- registering -----------------------------------------------------------------------------------------------
+
+    def register(self, items: Iterable[NewItem]) -> int:
+        """Make items known; how many are new. An index that is known already is left as it is."""
+        new = 0
+        rows = ((self.no, check_index(item.idx), item.key, item.payload, item.fingerprint) for item in items)
+        while chunk := list(islice(rows, CHUNK)):
+            new += self._database.run(partial(self._insert, rows=chunk), operation="register")
+        if new:
+            log.info("items registered", job=self.id, count=new)
+        return new
+
+    def _insert(self, tx: Tx, rows: list[NewRow]) -> int:
+        books = Books(tx, self.no)
+        new = tx.executemany(
+            "INSERT INTO input_products (job, idx, key, payload, fingerprint) VALUES (?, ?, ?, ?, ?) "
+            "ON CONFLICT (job, idx) DO NOTHING",
+            rows,
+        )
+        books.total += new
+        books.frontier = min(books.frontier, *(row[1] for row in rows))
+        books.close(settle=False)
+        return new
+
+    def seal(self, digest: str | None = None, *, settle: bool = True) -> bool:
+        """Say that all items are known: from now on the job can finish. Whether it just did."""
+
+        def work(tx: Tx) -> bool:
+            books = Books(tx, self.no)
+            tx.execute("UPDATE jobs SET digest = ? WHERE no = ?", (digest, self.no))
+            books.sealed = 1
+            return books.close(settle=settle)
+
+        return self._database.run(work, operation="seal")
+
+    def renew_items(self, items: Sequence[NewItem]) -> None:
+        """Give known items new content. They are pending again, whatever they were; their history stays."""
+
+        def work(tx: Tx) -> None:
+            books = Books(tx, self.no)
+            tx.executemany(
+                "UPDATE input_products SET key = ?, payload = ?, fingerprint = ? WHERE job = ? AND idx = ?",
+                [(item.key, item.payload, item.fingerprint, self.no, item.idx) for item in items],
+            )
+            for table in ("progress", "dead_letters", "results"):
+                tx.executemany(f"DELETE FROM {table} WHERE job = ? AND idx = ?", [(self.no, item.idx) for item in items])
+            books.frontier = min(books.frontier, *(item.idx for item in items))
+            books.recount()
+            books.close(settle=False)
+
+        if items:
+            self._database.run(work, operation="renew_items")
+
+    def drop(self, indices: Sequence[int]) -> None:
+        """Take items out of the job, with what was recorded of them."""
+
+        def work(tx: Tx) -> None:
+            books = Books(tx, self.no)
+            tx.executemany("DELETE FROM input_products WHERE job = ? AND idx = ?", [(self.no, idx) for idx in indices])
+            books.recount()
+            books.close(settle=False)
+
+        if indices:
+            self._database.run(work, operation="drop")
+
+    # ---- handing out -----------------------------------------------------------------------------------------------
+
+    def untouched(self, after: int, limit: int) -> list[Item]:
+        """Items nobody has tried yet, by index from the one after ``after``."""
+        rows = self._database.all(
+            "SELECT i.idx, i.key, i.payload FROM input_products i WHERE i.job = ? AND i.idx > ? AND NOT EXISTS "
+            "(SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx) ORDER BY i.idx LIMIT ?",
+            (self.no, after, limit),
+        )
+        return [Item(idx, key, payload) for idx, key, payload in rows]
+
+    def due(self, limit: int, *, within: float = 0.0) -> list[tuple[Item, float]]:
+        """Items that wait for another try, soonest first, each with the seconds left until it may run."""
+        with self._database.read() as tx:
+            now = tx.now()
+            rows = tx.all(
+                "SELECT i.idx, i.key, i.payload, p.attempts, p.next_attempt_at FROM progress p "
+                "JOIN input_products i ON i.job = p.job AND i.idx = p.idx "
+                "WHERE p.job = ? AND p.status <> 'done' AND p.next_attempt_at <= ? "
+                "ORDER BY p.next_attempt_at, p.idx LIMIT ?",
+                (self.no, now + within, limit),
+            )
+        return [(Item(idx, key, payload, attempts), at - now) for idx, key, payload, attempts, at in rows]
+
+    def last_pass(self, limit: int) -> list[Item]:
+        """Dead letters that have not had their pass at the end of a run yet."""
+        rows = self._database.all(
+            "SELECT i.idx, i.key, i.payload, p.attempts FROM dead_letters d "
+            "JOIN input_products i ON i.job = d.job AND i.idx = d.idx "
+            "JOIN progress p ON p.job = d.job AND p.idx = d.idx "
+            "WHERE d.job = ? AND d.last_pass = 0 ORDER BY d.idx LIMIT ?",
+            (self.no, limit),
+        )
+        return [Item(*row) for row in rows]
+
+    def claim(self, worker: str, *, limit: int = 1, lease: float = 30.0) -> list[Item]:
+        """Take up to ``limit`` items for ``lease`` seconds. Each carries a fencing token: whoever's lease lapsed
+        cannot record any more once the item was given to somebody else. A lapsed claim costs the item an attempt."""
+        if limit < 1 or not 0 < lease < 10**9:
+            raise InvalidInput("A claim needs a limit of at least 1 and a lease above 0 seconds.")
+
+        def work(tx: Tx) -> list[Item]:
+            books = Books(tx, self.no)
+            items = self._due_or_lapsed(books, limit)
+            items += self._fresh(books, limit - len(items))
+            until = books.now + lease
+            tx.executemany(
+                "INSERT INTO progress (job, idx, status, updated_at, worker, next_attempt_at, token, lease_until) "
+                "VALUES (?, ?, 'pending', ?, ?, ?, ?, ?) ON CONFLICT (job, idx) DO UPDATE SET worker = excluded.worker, "
+                "next_attempt_at = excluded.next_attempt_at, token = excluded.token, lease_until = excluded.lease_until",
+                # The moment the lease lapses is the moment the item may be handed out again.
+                [(self.no, item.idx, books.now, worker, until, item.token, until) for item in items],
+            )
+            books.close(settle=True)  # a lapsed claim may have been the last open item, and its last try
+            return items
+
+        return self._database.run(work, operation="claim")
+
+    def _due_or_lapsed(self, books: Books, limit: int) -> list[Item]:
+        """Items whose wait is over, or whose claim lapsed (that run is written down as lost)."""
+        rows = books.tx.all(
+            "SELECT i.idx, i.key, i.payload, p.attempts, coalesce(p.token, 0), p.lease_until, p.worker FROM progress p "
+            "JOIN input_products i ON i.job = p.job AND i.idx = p.idx "
+            "WHERE p.job = ? AND p.status <> 'done' AND p.next_attempt_at <= ? ORDER BY p.next_attempt_at, p.idx LIMIT ?",
+            (self.no, books.now, limit),
+        )
+        lapsed = {idx: worker for idx, _, _, _, _, lease_until, worker in rows if lease_until is not None}
+        lost = [Failed(idx, LOST, outcome="lost", worker=worker) for idx, worker in lapsed.items()]
+        died = set(books.write(lost, ITEM).died) if lost else set()
+        return [
+            Item(idx, key, payload, attempts + (idx in lapsed), token + 1)
+            for idx, key, payload, attempts, token, _, _ in rows
+            if idx not in died
+        ]
+
+    def _fresh(self, books: Books, limit: int) -> list[Item]:
+        if limit <= 0:
+            return []
+        rows = books.tx.all(
+            "SELECT i.idx, i.key, i.payload FROM input_products i WHERE i.job = ? AND i.idx >= ? AND NOT EXISTS "
+            "(SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx) ORDER BY i.idx LIMIT ?",
+            (self.no, books.frontier, limit),
+        )
+        if rows:
+            books.frontier = rows[-1][0] + 1
+        return [Item(idx, key, payload, 0, 1) for idx, key, payload in rows]
+
+    def renew(self, items: Sequence[Item], *, lease: float = 30.0) -> int:
+        """Prolong claims; how many of them are still ours."""
+
+        def work(tx: Tx) -> int:
+            until = tx.now() + lease
+            return tx.executemany(
+                "UPDATE progress SET lease_until = ?, next_attempt_at = ? "
+                "WHERE job = ? AND idx = ? AND token = ? AND lease_until IS NOT NULL AND status <> 'done'",
+                [(until, until, self.no, item.idx, item.token) for item in items],
+            )
+
+        return self._database.run(work, operation="renew")
+
+    def note_running(self, hold: Hold, items: Sequence[tuple[int, str]]) -> None:
+        """Write down (idx, worker) of items that run long under a hold, for others to see.
+
+        Should the whole run be killed, these are the items whose run counts as lost; see `Hold`.
+        """
+
+        def work(tx: Tx) -> None:
+            books = Books(tx, self.no, token=hold.token)
+            until = books.now + hold.lease
+            tx.executemany(
+                "INSERT INTO progress (job, idx, status, updated_at, worker, next_attempt_at, lease_until) "
+                "VALUES (?, ?, 'pending', ?, ?, ?, ?) ON CONFLICT (job, idx) DO UPDATE SET worker = excluded.worker, "
+                "next_attempt_at = excluded.next_attempt_at, lease_until = excluded.lease_until "
+                "WHERE progress.status <> 'done'",
+                [(self.no, idx, books.now, worker, until, until) for idx, worker in items],
+            )
+
+        if items:
+            self._database.run(work, operation="note_running")
+
+    def give_back(self, indices: Sequence[int], hold: Hold | None = None) -> None:
+        """Return items that were noted or claimed and not tried to the end (a shutdown): no attempt is counted."""
+
+        def work(tx: Tx) -> None:
+            books = Books(tx, self.no, token=hold.token if hold else None)
+            tx.executemany(
+                "UPDATE progress SET lease_until = NULL, next_attempt_at = ? "
+                "WHERE job = ? AND idx = ? AND status <> 'done' AND lease_until IS NOT NULL",
+                [(books.now, self.no, idx) for idx in indices],
+            )
+
+        if indices:
+            self._database.run(work, operation="give_back")
+
+    # ---- recording -------------------------------------------------------------------------------------------------
+
+    def record(
+        self,
+        outcomes: Sequence[Outcome],
+        *,
+        hold: Hold | None = None,
+        policy: RetryPolicy = ITEM,
+        settle: bool = True,
+        register: bool = False,
+    ) -> Recorded:
+        """Write down what became of items, all of them or none.
+
+        Repeating a call changes nothing: a done item stays done, a failure names the run it belongs to (``seen`` or
+        ``token``). With ``settle`` the call that records the last item also finishes the job and decides its event.
+        With ``register`` an unknown index is registered on the way.
+        """
+
+        if len(outcomes) == 1 and hold is None and self._put_one_done(outcomes[0]):
+            return _ONE_DONE
+
+        def work(tx: Tx) -> Recorded:
+            books = Books(tx, self.no, token=hold.token if hold else None)
+            recorded = books.write(outcomes, policy, register=register)
+            return replace(recorded, completed=books.close(settle=settle))
+
+        return self._database.run(work, operation="record")
+
+    def _put_one_done(self, outcome: Outcome) -> bool:
+        if not isinstance(outcome, Done) or outcome.result is not None or outcome.token is not None:
+            return False
+
+        def work(tx: Tx) -> None:
+            if not put_one_done(tx, self.no, outcome):
+                raise _NotThatSimple
+
+        try:
+            self._database.run(work, operation="record")
+        except _NotThatSimple:
+            return False
+        return True
+
+    def finish(self, hold: Hold | None = None) -> bool:
+        """Finish the job if every item is done or dead; True for the one call that did."""
+
+        def work(tx: Tx) -> bool:
+            return Books(tx, self.no, token=hold.token if hold else None).close(settle=True)
+
+        return self._database.run(work, operation="finish")
+
+    # ---- dead letters ----------------------------------------------------------------------------------------------
+
+    def retry_dead(
+        self,
+        *,
+        cause: int | None = None,
+        indices: Sequence[int] | None = None,
+        actor: str = "headway",
+        reason: str = "",
+    ) -> int:
+        """Give dead letters (all, of one cause, or these) a new life: pending, with no attempt counted. How many."""
+
+        def work(tx: Tx) -> int:
+            books = Books(tx, self.no)
+            where, parameters = "job = ?", [self.no]
+            if cause is not None:
+                where, parameters = f"{where} AND cause = ?", [*parameters, cause]
+            if indices is not None:
+                where, parameters = f"{where} AND idx IN ({marks(len(indices))})", [*parameters, *indices]
+            dead = tx.all(f"SELECT idx FROM dead_letters WHERE {where}", parameters)
+            if not dead:
+                return 0
+            tx.execute(f"DELETE FROM dead_letters WHERE {where}", parameters)
+            tx.executemany(
+                "UPDATE progress SET status = 'pending', attempts = 0, next_attempt_at = ?, lease_until = NULL, "
+                "updated_at = ? WHERE job = ? AND idx = ?",
+                [(books.now, books.now, self.no, idx) for (idx,) in dead],
+            )
+            books.dead -= len(dead)
+            audit(tx, books.now, actor, "retry", self.id, {"count": len(dead), "cause": cause, "reason": reason})
+            books.close(settle=False)
+            return len(dead)
+
+        count = self._database.run(work, operation="retry_dead")
+        if count:
+            log.info("dead letters are tried again", job=self.id, count=count, cause=cause)
+        return count

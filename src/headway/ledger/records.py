@@ -1,0 +1,193 @@
+"""The ledger: all jobs of one database."""
+
+from __future__ import annotations
+
+import getpass
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from headway._sql import Database, Tx, connect
+from headway.errors import InvalidInput, JobHeld, NotFound
+from headway.ids import check_id
+from headway.ledger import holding
+from headway.ledger.books import Books, audit
+from headway.ledger.holding import Hold
+from headway.ledger.job import CHUNK, Job
+from headway.ledger.report import find_jobs
+from headway.ledger.values import JobInfo
+from headway.telemetry import Log
+
+log = Log("ledger")
+
+
+class Ledger:
+    """Which jobs there are. Everything about one job is a `Job`."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    @classmethod
+    def open(cls, url: str, *, create: bool = True, stop: threading.Event | None = None) -> Ledger:
+        """Open the database at ``url``; without ``create`` a missing one raises `NotFound` and is not made."""
+        return cls(connect(url, create=create, stop=stop))
+
+    def close(self) -> None:
+        self.database.close()
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- jobs ------------------------------------------------------------------------------------------------------
+
+    def job(self, id: str) -> Job:
+        """The job of that id, or `NotFound`."""
+        row = self.database.one("SELECT no FROM jobs WHERE id = ?", (check_id(id, "a job id"),))
+        if row is None:
+            raise NotFound(f"There is no job {id!r} in {self.database.name}.", hint="List them: headway jobs")
+        return Job(self.database, row[0], id)
+
+    def create(
+        self, id: str, *, function: str = "", source: str = "", keyed_by: str | None = None, max_retries: int = 2
+    ) -> Job:
+        """The job of that id, made if there is none; one that exists is left as it is."""
+        check_id(id, "a job id")
+        if type(max_retries) is not int or not 0 <= max_retries <= 1_000_000:
+            raise InvalidInput(f"{max_retries!r} is no number of retries.", hint="Use a whole number from 0.")
+
+        def work(tx: Tx) -> int:
+            now = tx.now()
+            tx.execute(
+                "INSERT INTO jobs (id, origin, function, source, keyed_by, max_retries, created_at, updated_at) "
+                "SELECT ?, value, ?, ?, ?, ?, ?, ? FROM meta WHERE name = 'database' ON CONFLICT (id) DO NOTHING",
+                (id, function, source, keyed_by, max_retries, now, now),
+            )
+            row = tx.one("SELECT no FROM jobs WHERE id = ?", (id,))
+            assert row is not None
+            return int(row[0])
+
+        return Job(self.database, self.database.run(work, operation="create"), id)
+
+    def jobs(self, *, archived: bool = False) -> list[JobInfo]:
+        """All jobs, the one that changed last first."""
+        return find_jobs(self.database, "" if archived else "WHERE archived = 0 ORDER BY updated_at DESC")
+
+    def describe(
+        self, job: Job, *, function: str, source: str, command: str, keyed_by: str | None, max_retries: int
+    ) -> None:
+        """Say how the job is run now: shown to people, and what the same command is compared with next time."""
+        self.database.run(
+            lambda tx: tx.execute(
+                "UPDATE jobs SET function = ?, source = ?, command = ?, keyed_by = ?, max_retries = ? WHERE no = ?",
+                (function, source, command, keyed_by, max_retries, job.no),
+            ),
+            operation="describe",
+        )
+
+    # ---- holding ---------------------------------------------------------------------------------------------------
+
+    def hold(self, job: Job, settings: dict[str, Any], *, lease: float = holding.LEASE) -> Hold:
+        """Become the one process that runs the job."""
+        return holding.take(self.database, job.no, settings, lease=lease)
+
+    def renew(self, hold: Hold) -> None:
+        holding.renew(self.database, hold)
+
+    def release(self, hold: Hold, outcome: str) -> None:
+        holding.release(self.database, hold, outcome)
+
+    # ---- ending ----------------------------------------------------------------------------------------------------
+
+    def archive(self, id: str, *, actor: str | None = None) -> str | None:
+        """Put a job aside under another id, so that its id can start fresh; the new id, None if there was no such job.
+
+        Nothing is deleted: `purge` does that when its time has come.
+        """
+
+        def work(tx: Tx) -> str | None:
+            row = tx.one("SELECT no FROM jobs WHERE id = ?", (id,))
+            if row is None:
+                return None
+            _refuse_held(tx, row[0], id)
+            now = tx.now()
+            stamp = datetime.fromtimestamp(now, UTC).strftime("%Y%m%dT%H%M%S")
+            aside = f"{id[:100]}.{stamp}.{row[0]}"
+            tx.execute("UPDATE jobs SET id = ?, archived = 1, updated_at = ? WHERE no = ?", (aside, now, row[0]))
+            audit(tx, now, actor or _user(), "reset", id, {"archived_as": aside})
+            return aside
+
+        return self.database.run(work, operation="archive")
+
+    def forget(self, id: str, *, actor: str | None = None, action: str = "forget") -> int:
+        """Delete a job with all its records; how many items it had. Audited."""
+        job = self.job(id)
+
+        def begin(tx: Tx) -> int:
+            _refuse_held(tx, job.no, id)
+            books = Books(tx, job.no)
+            tx.execute("UPDATE jobs SET archived = 1, sealed = 0 WHERE no = ?", (job.no,))
+            audit(tx, books.now, actor or _user(), action, id, {"total": books.total, "done": books.done})
+            return int(books.total)
+
+        total = self.database.run(begin, operation=action)
+
+        def step(tx: Tx) -> int:
+            return tx.execute(
+                "DELETE FROM input_products WHERE job = ? AND idx IN "
+                "(SELECT idx FROM input_products WHERE job = ? ORDER BY idx LIMIT ?)",
+                (job.no, job.no, CHUNK),
+            )
+
+        while self.database.run(step, operation=action):
+            pass  # in steps, so that the write-ahead log stays small
+        self.database.run(lambda tx: tx.execute("DELETE FROM jobs WHERE no = ?", (job.no,)), operation=action)
+        return total
+
+    def purge(self, *, older_than: float, actor: str | None = None) -> list[str]:
+        """Delete finished and archived jobs that have not changed for ``older_than`` seconds, and old delivered events."""
+        limit = self.database.now() - older_than
+        old = self.database.all(
+            "SELECT id FROM jobs WHERE (finished_at IS NOT NULL OR archived = 1) AND updated_at < ? ORDER BY no", (limit,)
+        )
+        gone = [id for (id,) in old]
+        for id in gone:
+            self.forget(id, actor=actor, action="purge")
+        self.database.run(
+            lambda tx: tx.execute(
+                "DELETE FROM outbox WHERE at < ? AND NOT EXISTS (SELECT 1 FROM sinks s WHERE s.since < outbox.seq AND NOT "
+                "EXISTS (SELECT 1 FROM deliveries d WHERE d.sink = s.name AND d.seq = outbox.seq))",
+                (limit,),
+            ),
+            operation="purge",
+        )
+        return gone
+
+    def note(self, action: str, job: str, detail: dict[str, object], *, actor: str | None = None) -> None:
+        """Add a line to the audit trail."""
+        self.database.run(
+            lambda tx: audit(tx, tx.now(), actor or _user(), action, job, detail), operation="audit"
+        )
+
+    def audit_trail(self, job: str | None = None) -> Iterator[tuple[float, str, str, str, str]]:
+        """(when, who, what, job, detail as JSON), oldest first."""
+        where, parameters = ("WHERE job = ?", (job,)) if job else ("", ())
+        yield from self.database.all(  # type: ignore[misc]  # the columns below, in this order
+            f"SELECT at, actor, action, job, detail FROM audit {where} ORDER BY seq", parameters
+        )
+
+
+def _refuse_held(tx: Tx, no: int, id: str) -> None:
+    row = tx.one("SELECT holder, lease_until FROM jobs WHERE no = ?", (no,))
+    if row is not None and row[0] is not None and row[1] > tx.now():
+        raise JobHeld(f"Job {id} is being run.", hint="Stop that run first: Ctrl-C where it runs, or see: headway show JOB")
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user id without a name, as in many containers
+        return "unknown"

@@ -1,0 +1,278 @@
+"""What can be asked about a job. Counts come from its row, lists are read page by page along an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+from headway._sql import Database, Row, Value
+from headway.errors import InvalidInput, NotFound
+from headway.ledger.values import (
+    Attempt,
+    Cause,
+    DeadLetter,
+    ItemInfo,
+    JobInfo,
+    Progress,
+    Run,
+    check_index,
+    maybe_utc,
+    utc,
+)
+
+#: Rows read at a time by the iterators.
+PAGE = 1000
+
+#: The words an item can be asked for by, with the condition that finds it.
+STATES = {
+    "pending": "p.idx IS NULL OR (p.status = 'pending' AND (p.lease_until IS NULL OR p.lease_until <= ?))",
+    "processing": "p.status <> 'done' AND p.lease_until > ?",
+    "retrying": "p.status = 'failed' AND d.idx IS NULL AND (p.lease_until IS NULL OR p.lease_until <= ?)",
+    "done": "p.status = 'done' AND 0 <= ?",
+    "dead": "d.idx IS NOT NULL AND 0 <= ?",
+}
+
+_JOB = (
+    "SELECT no, id, function, source, command, keyed_by, digest, sealed, archived, generation, version, max_retries, total, "
+    "done, failed, dead, failures, created_at, updated_at, finished_at, holder, lease_until FROM jobs"
+)
+_ITEM = (
+    "SELECT i.idx, i.key, p.status, d.idx, p.lease_until, coalesce(p.attempts, 0), p.updated_at, p.seconds, p.worker, "
+    "p.meta, p.next_attempt_at, i.payload, "
+    "coalesce(d.error, (SELECT a.error FROM attempts a WHERE a.job = i.job AND a.idx = i.idx ORDER BY a.no DESC LIMIT 1)), "
+    "coalesce(d.cause, (SELECT a.cause FROM attempts a WHERE a.job = i.job AND a.idx = i.idx ORDER BY a.no DESC LIMIT 1)) "
+    "FROM input_products i LEFT JOIN progress p ON p.job = i.job AND p.idx = i.idx "
+    "LEFT JOIN dead_letters d ON d.job = i.job AND d.idx = i.idx"
+)
+
+
+def job_info(row: Row, now: float) -> JobInfo:
+    (no, id, function, source, command, keyed_by, digest, sealed, archived, generation, version, max_retries, total, done,
+     failed, dead, failures, created_at, updated_at, finished_at, holder, lease_until) = row  # fmt: skip
+    return JobInfo(
+        no, id, function, source, command, keyed_by, digest, bool(sealed), bool(archived), generation, version, max_retries,
+        total, done, failed, dead, failures, utc(created_at), utc(updated_at), maybe_utc(finished_at),
+        json.loads(holder) if holder else None, maybe_utc(lease_until),
+        held=holder is not None and lease_until is not None and lease_until > now,
+    )  # fmt: skip
+
+
+def find_jobs(database: Database, where: str = "", parameters: Sequence[Value] = ()) -> list[JobInfo]:
+    with database.read() as tx:
+        now = tx.now()
+        return [job_info(row, now) for row in tx.all(f"{_JOB} {where}", parameters)]
+
+
+class Reports:
+    """The questions about one job."""
+
+    def __init__(self, database: Database, no: int, id: str) -> None:
+        self._database = database
+        self.no = no
+        self.id = id
+
+    @property
+    def database(self) -> Database:
+        return self._database
+
+    def info(self) -> JobInfo:
+        found = find_jobs(self._database, "WHERE no = ?", (self.no,))
+        if not found:
+            raise NotFound(f"Job {self.id} was forgotten.")
+        return found[0]
+
+    def progress(self) -> Progress:
+        info = self.info()
+        running = self._database.one(
+            "SELECT count(*) FROM progress WHERE job = ? AND status <> 'done' AND lease_until > ?",
+            (self.no, self._database.now()),
+        )
+        return Progress(
+            status=info.status,
+            total=info.total,
+            done=info.done,
+            errors=info.failures,
+            percent=info.percent,
+            retrying=info.failed,
+            dead=info.dead,
+            running=running[0] if running else 0,
+        )
+
+    def is_done(self, idx: int) -> bool:
+        sql = "SELECT 1 FROM progress WHERE job = ? AND idx = ? AND status = 'done'"
+        return self._database.one(sql, (self.no, idx)) is not None
+
+    # ---- items -----------------------------------------------------------------------------------------------------
+
+    def items(
+        self,
+        *,
+        status: str | None = None,
+        cause: int | None = None,
+        after: int = -1,
+        limit: int = PAGE,
+    ) -> list[ItemInfo]:
+        """One page of items by index from the one after ``after``."""
+        where, parameters = "i.job = ? AND i.idx > ?", [self.no, after]
+        values: list[Value] = list(parameters)
+        now = self._database.now()
+        if status is not None:
+            if status not in STATES:
+                raise InvalidInput(f"{status!r} is no state of an item.", hint="Use one of: " + ", ".join(STATES))
+            where += f" AND ({STATES[status]})"
+            values.append(now)
+        if cause is not None:
+            where += " AND EXISTS (SELECT 1 FROM attempts a WHERE a.job = i.job AND a.idx = i.idx AND a.cause = ?)"
+            values.append(cause)
+        rows = self._database.all(f"{_ITEM} WHERE {where} ORDER BY i.idx LIMIT ?", (*values, limit))
+        return [_item_info(row, now) for row in rows]
+
+    def item(self, name: str | int) -> ItemInfo:
+        """An item by its key or its index."""
+        now = self._database.now()
+        rows: list[Row] = []
+        if isinstance(name, str):
+            rows = self._database.all(f"{_ITEM} WHERE i.job = ? AND i.key = ?", (self.no, name))
+        if not rows and str(name).isdecimal():
+            rows = self._database.all(f"{_ITEM} WHERE i.job = ? AND i.idx = ?", (self.no, check_index(int(name))))
+        if not rows:
+            raise NotFound(f"Job {self.id} has no item {name!r}.", hint=f"List them: headway items {self.id}")
+        return _item_info(rows[0], now)
+
+    def history(self, idx: int) -> list[Attempt]:
+        """Every run of an item, first to last. The successful one is the item's own row."""
+        rows = self._database.all(
+            "SELECT no, outcome, at, seconds, worker, error, detail, cause FROM attempts "
+            "WHERE job = ? AND idx = ? ORDER BY no",
+            (self.no, idx),
+        )
+        past = [
+            Attempt(no, outcome, utc(at), seconds, worker, error, detail, cause)
+            for no, outcome, at, seconds, worker, error, detail, cause in rows
+        ]
+        done = self._database.one(
+            "SELECT updated_at, seconds, worker FROM progress WHERE job = ? AND idx = ? AND status = 'done'", (self.no, idx)
+        )
+        if done is not None:
+            at, seconds, worker = done
+            past.append(Attempt(len(past) + 1, "done", utc(at), seconds, worker, None, None, None))
+        return past
+
+    def finished(self) -> Iterator[tuple[int, str | None, str, float, float | None, str | None, str | None]]:
+        """Every ended run of every item: idx, key, outcome, when, seconds, worker, error; in the order of the items."""
+        after = -1
+        while True:
+            bound = self._database.one(
+                "SELECT max(idx) FROM (SELECT idx FROM input_products WHERE job = ? AND idx > ? ORDER BY idx LIMIT ?) page",
+                (self.no, after, PAGE),
+            )
+            if bound is None or bound[0] is None:
+                return
+            rows = self._database.all(
+                "SELECT i.idx, i.key, h.outcome, h.at, h.seconds, h.worker, h.error FROM input_products i JOIN ("
+                "SELECT job, idx, no, outcome, at, seconds, worker, error FROM attempts "
+                "WHERE job = ? AND idx > ? AND idx <= ? "
+                "UNION ALL SELECT job, idx, 2147483647, 'done', updated_at, seconds, worker, NULL FROM progress "
+                "WHERE job = ? AND idx > ? AND idx <= ? AND status = 'done') h ON h.job = i.job AND h.idx = i.idx "
+                "ORDER BY i.idx, h.no",
+                (self.no, after, bound[0], self.no, after, bound[0]),
+            )
+            yield from rows  # type: ignore[misc]  # the columns above, in this order
+            after = bound[0]
+
+    def fingerprints(self) -> Iterator[tuple[int, str | None, int | None]]:
+        """(idx, key, fingerprint) of every item, by index."""
+        after = -1
+        while rows := self._database.all(
+            "SELECT idx, key, fingerprint FROM input_products WHERE job = ? AND idx > ? ORDER BY idx LIMIT 5000",
+            (self.no, after),
+        ):
+            yield from rows  # type: ignore[misc]  # the columns above, in this order
+            after = rows[-1][0]
+
+    def untouchable(self, indices: Sequence[int]) -> set[int]:
+        """Those of ``indices`` that have been worked on: done, failed or dead."""
+        found: set[int] = set()
+        for start in range(0, len(indices), PAGE):
+            part = indices[start : start + PAGE]
+            rows = self._database.all(
+                f"SELECT idx FROM progress WHERE job = ? AND idx IN ({','.join('?' * len(part))})", (self.no, *part)
+            )
+            found.update(idx for (idx,) in rows)
+        return found
+
+    # ---- failures --------------------------------------------------------------------------------------------------
+
+    def causes(self) -> list[Cause]:
+        """Like failures together, those with most dead letters first."""
+        rows = self._database.all(
+            "SELECT c.no, c.type, c.message, c.frame, c.count, coalesce(d.dead, 0), c.first_seen, c.last_seen, d.example "
+            "FROM causes c LEFT JOIN (SELECT cause, count(*) AS dead, min(idx) AS example FROM dead_letters WHERE job = ? "
+            "GROUP BY cause) d ON d.cause = c.no WHERE c.job = ? ORDER BY coalesce(d.dead, 0) DESC, c.count DESC, c.no",
+            (self.no, self.no),
+        )
+        return [
+            Cause(no, type, message, frame, count, dead, utc(first), utc(last), example)
+            for no, type, message, frame, count, dead, first, last, example in rows
+        ]
+
+    def dead_letters(self, *, cause: int | None = None, after: int = -1, limit: int = PAGE) -> list[DeadLetter]:
+        """One page of dead letters by index."""
+        by_cause = "" if cause is None else "AND d.cause = ? "
+        rows = self._database.all(
+            "SELECT d.idx, i.key, d.error, d.meta, d.cause, p.attempts, d.created_at FROM dead_letters d "
+            "JOIN input_products i ON i.job = d.job AND i.idx = d.idx JOIN progress p ON p.job = d.job AND p.idx = d.idx "
+            f"WHERE d.job = ? AND d.idx > ? {by_cause}ORDER BY d.idx LIMIT ?",
+            (self.no, after, *([] if cause is None else [cause]), limit),
+        )
+        return [
+            DeadLetter(idx, key, error, meta, cause_no, attempts, utc(at))
+            for idx, key, error, meta, cause_no, attempts, at in rows
+        ]
+
+    # ---- the past --------------------------------------------------------------------------------------------------
+
+    def runs(self) -> list[Run]:
+        rows = self._database.all(
+            "SELECT no, host, pid, settings, kept, started_at, ended_at, outcome FROM runs WHERE job = ? ORDER BY no",
+            (self.no,),
+        )
+        return [
+            Run(no, host, pid, json.loads(settings), kept, utc(started), maybe_utc(ended), outcome)
+            for no, host, pid, settings, kept, started, ended, outcome in rows
+        ]
+
+    def minutes(self, since: int) -> list[tuple[int, int, int, int, float]]:
+        """(minute, done, failed, dead, seconds spent) from the minute ``since`` (Unix time / 60) on."""
+        return self._database.all(  # type: ignore[return-value]  # the columns below, in this order
+            "SELECT minute, sum(done), sum(failed), sum(dead), sum(seconds) FROM ("
+            "SELECT minute, done, failed, dead, seconds FROM minutes WHERE job = ? AND minute >= ? UNION ALL "
+            "SELECT minute, minute_done, minute_failed, minute_dead, minute_seconds FROM jobs "
+            "WHERE no = ? AND minute >= ? AND minute_done + minute_failed > 0) both_tables GROUP BY minute ORDER BY minute",
+            (self.no, since, self.no, since),
+        )
+
+    def results(self, after: int = 0, limit: int = PAGE) -> list[tuple[int, int, str | None, str]]:
+        """(seq, idx, key, result as JSON) in the order they were recorded."""
+        return self._database.all(  # type: ignore[return-value]  # the columns below, in this order
+            "SELECT r.seq, r.idx, i.key, r.result FROM results r "
+            "JOIN input_products i ON i.job = r.job AND i.idx = r.idx WHERE r.job = ? AND r.seq > ? ORDER BY r.seq LIMIT ?",
+            (self.no, after, limit),
+        )
+
+
+def _item_info(row: Row, now: float) -> ItemInfo:
+    (idx, key, status, dead, lease_until, attempts, updated_at, seconds, worker, meta, next_at, payload, error,
+     cause) = row  # fmt: skip
+    if dead is not None:
+        word = "dead"
+    elif status == "done":
+        word = "done"
+    elif lease_until is not None and lease_until > now:
+        word = "processing"
+    else:
+        word = "retrying" if status == "failed" else "pending"
+    return ItemInfo(
+        idx, key, word, attempts, maybe_utc(updated_at), seconds, worker, meta,  # type: ignore[arg-type]  # one of the words
+        error, cause, maybe_utc(next_at) if word == "retrying" else None, payload,
+    )  # fmt: skip

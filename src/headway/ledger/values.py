@@ -1,0 +1,296 @@
+"""What goes into the ledger and what comes out of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from hashlib import blake2b
+from typing import Any, Literal
+
+from headway.errors import InvalidInput
+
+#: Bytes of JSON kept as an item's meta, and characters of an error's text: an entry stays below 1 KB.
+META_LIMIT = 600
+ERROR_LIMIT = 300
+#: Characters of a traceback kept with a failed run.
+DETAIL_LIMIT = 4000
+#: The largest index: what both engines' BIGINT holds.
+MAX_INDEX = 2**63 - 1
+
+Status = Literal["pending", "done", "failed"]
+Miss = Literal["failed", "timeout", "lost"]
+
+
+@dataclass(frozen=True, slots=True)
+class NewItem:
+    """An item to register. ``payload`` is JSON text."""
+
+    idx: int
+    payload: str | None = None
+    key: str | None = None
+    fingerprint: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An item as the ledger hands it out for work."""
+
+    idx: int
+    key: str | None
+    payload: str | None
+    attempts: int = 0
+    #: What to show to `Job.record` when the item was claimed; None for work under a hold.
+    token: int | None = None
+
+    @property
+    def name(self) -> str:
+        """How people call it: its key, or its index."""
+        return self.key if self.key is not None else str(self.idx)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An error as far as it is remembered, already redacted and bounded; see `headway.ledger.fault`."""
+
+    type: str
+    message: str
+    frame: str = ""
+    detail: str | None = None
+
+    @property
+    def text(self) -> str:
+        return f"{self.type}: {self.message}" if self.type and self.message else self.type or self.message
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A run of an item that succeeded."""
+
+    idx: int
+    meta: str | None = None
+    result: str | None = None
+    seconds: float | None = None
+    worker: str | None = None
+    token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A run of an item that did not. Unless ``retryable``, it is dead at once."""
+
+    idx: int
+    fault: Fault
+    outcome: Miss = "failed"
+    meta: str | None = None
+    seconds: float | None = None
+    worker: str | None = None
+    token: int | None = None
+    #: How many failures the item had when it was handed out. It names this run of it: reported again, it counts once.
+    seen: int | None = None
+    retryable: bool = True
+
+
+Outcome = Done | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What a batch of outcomes did."""
+
+    done: int
+    failed: int
+    dead: int
+    #: Outcomes of items that were done already: executed again after a crash, recorded once.
+    repeated: int
+    #: This batch finished the job.
+    completed: bool
+    #: When each failed item may be tried again, by the database's clock.
+    due: Mapping[int, float]
+    died: Sequence[int]
+    #: Outcomes that were refused because their claim had lapsed and the item was given to somebody else.
+    stale: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a job is. Computed from the counters, never stored."""
+
+    status: str
+    total: int
+    done: int
+    errors: int
+    percent: float
+    retrying: int
+    dead: int
+    running: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobInfo:
+    """A job's row."""
+
+    no: int
+    id: str
+    function: str
+    source: str
+    command: str
+    keyed_by: str | None
+    digest: str | None
+    sealed: bool
+    archived: bool
+    generation: int
+    version: int
+    max_retries: int
+    total: int
+    done: int
+    failed: int
+    dead: int
+    failures: int
+    created_at: datetime
+    updated_at: datetime
+    finished_at: datetime | None
+    holder: Mapping[str, Any] | None
+    lease_until: datetime | None
+    #: Whether the holder's lease was still good when this was read, by the database's clock.
+    held: bool
+
+    @property
+    def remaining(self) -> int:
+        return self.total - self.done - self.dead
+
+    @property
+    def status(self) -> str:
+        """One of the words people see everywhere: pending, processing, completed, interrupted."""
+        if self.held:
+            return "processing"
+        if self.finished_at is not None:
+            return "completed"
+        return "pending" if self.done == self.dead == self.failed == 0 else "interrupted"
+
+    @property
+    def percent(self) -> float:
+        return min(100.0, 100.0 * self.done / self.total) if self.total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One execution of a job: a start or a resume."""
+
+    no: int
+    host: str
+    pid: int
+    settings: Mapping[str, Any]
+    kept: int
+    started_at: datetime
+    ended_at: datetime | None
+    #: finished, interrupted, stopped, failed, lost (its process was killed); None while it runs.
+    outcome: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ItemInfo:
+    """An item with what became of it."""
+
+    idx: int
+    key: str | None
+    status: Literal["pending", "processing", "retrying", "done", "dead"]
+    attempts: int
+    updated_at: datetime | None
+    seconds: float | None
+    worker: str | None
+    meta: str | None
+    error: str | None
+    cause: int | None
+    next_attempt_at: datetime | None
+    payload: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One run of an item, as history tells it."""
+
+    no: int
+    outcome: Literal["done", "failed", "timeout", "lost"]
+    at: datetime
+    seconds: float | None
+    worker: str | None
+    error: str | None
+    detail: str | None
+    cause: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Failures that are alike."""
+
+    no: int
+    type: str
+    message: str
+    frame: str
+    #: Failed runs, and how many items are dead of it now.
+    count: int
+    dead: int
+    first_seen: datetime
+    last_seen: datetime
+    example: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """An item that failed for good."""
+
+    idx: int
+    key: str | None
+    error: str
+    meta: str | None
+    cause: int | None
+    attempts: int
+    created_at: datetime
+
+
+def utc(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def maybe_utc(seconds: float | None) -> datetime | None:
+    return None if seconds is None else utc(seconds)
+
+
+def check_index(idx: object) -> int:
+    """An index is a whole number from 0; True is not one."""
+    if type(idx) is not int or not 0 <= idx <= MAX_INDEX:
+        raise InvalidInput(f"{idx!r:.60} is not an item's index.", hint="Use a whole number from 0 to 2**63 - 1.")
+    return idx
+
+
+def canonical(value: object, what: str = "A payload") -> str:
+    """``value`` as JSON text that is the same for equal values: keys sorted, no spaces, no NaN, no lone surrogates."""
+    try:
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:  # UnicodeEncodeError is a ValueError
+        raise InvalidInput(f"{what} cannot be kept as JSON: {error}.", hint="Use dicts, lists, strings and numbers.") from error
+    if "\\u0000" in text:
+        raise InvalidInput(f"{what} contains a NUL character, which PostgreSQL cannot keep.", hint="Remove it.")
+    return text
+
+
+def fingerprint(text: str) -> int:
+    """63 bits of the content's hash: a changed item is noticed, and the number fits both engines."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def bounded_meta(meta: object) -> str | None:
+    """Meta as JSON of at most `META_LIMIT` bytes; what is longer is cut and says so."""
+    if meta is None:
+        return None
+    text = canonical(meta, "Meta")
+    size = len(text.encode())
+    if size <= META_LIMIT:
+        return text
+    cut = text.encode()[: META_LIMIT - 80].decode(errors="ignore")
+    while len((short := canonical({"truncated": size, "text": cut})).encode()) > META_LIMIT:
+        cut = cut[: len(cut) * 9 // 10]  # quotes inside the text grow when they are escaped
+    return short
