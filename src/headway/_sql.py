@@ -186,8 +186,11 @@ class Database:
     @contextmanager
     def translated(self) -> Iterator[None]:
         """The driver's errors become headway's, for work on `own_connection`."""
-        with self._read_translated():
+        known: tuple[type[Exception], ...] = (*self._errors(), _Transient)
+        try:
             yield
+        except known as error:
+            raise self._final(error) from error
 
     def close(self) -> None:
         with self._lock:
@@ -269,17 +272,20 @@ class Database:
     @contextmanager
     def _reading(self) -> Iterator[Any]:
         connection = None
+        known: tuple[type[Exception], ...] = (*self._errors(), _Transient)
         try:
             connection = self._take()
             yield connection
-        except self._errors() as error:
-            explained = self._explained(error)
-            raise (explained.final if isinstance(explained, _Transient) else explained) from error
-        except _Transient as trouble:  # the connection could not even be opened
-            raise trouble.final from trouble.__cause__
+        except known as error:  # `_Transient` when the connection could not even be opened
+            raise self._final(error) from error
         finally:
             if connection is not None:
                 self._give(connection)
+
+    def _final(self, error: Exception) -> HeadwayError:
+        """What to raise for a driver's error that is not tried again."""
+        explained = error if isinstance(error, _Transient) else self._explained(error)
+        return explained.final if isinstance(explained, _Transient) else explained
 
     def _give(self, connection: Any) -> None:
         if self._closed or self._broken(connection):

@@ -37,17 +37,21 @@ def open_store(
         check_num_tasks(num_tasks)
     backend = open_backend(url, create=num_tasks is not None)
     try:
-        if num_tasks is not None:
-            record = backend.register(job_id, num_tasks, history=history).usable()
-        elif (found := backend.find(job_id)) is not None:
-            record = found
-        else:
-            raise no_such_job(job_id)
+        record = _record(backend, job_id, num_tasks, history=history)
         store = LiveStore(backend, record, retry=retry, max_concurrency=max_concurrency)
     except BaseException:
         backend.close()
         raise
     return store, record.num_tasks
+
+
+def _record(backend: Backend, job_id: str, num_tasks: int | None, *, history: bool) -> JobRecord:
+    if num_tasks is not None:
+        return backend.register(job_id, num_tasks, history=history).usable()
+    found = backend.find(job_id)
+    if found is None:
+        raise no_such_job(job_id)
+    return found
 
 
 def open_backend(url: str, *, create: bool = True) -> Backend:

@@ -19,7 +19,7 @@ from contextlib import nullcontext
 from headway.errors import HeadwayError, InvalidInput, StorageError, Unavailable
 from headway.lifecycle import ForkGuard
 from headway.retry import LISTENER, RetryPolicy, call
-from headway.states.state import RED, YELLOW, Key, State, check_task, checked, replay_order
+from headway.states.state import Key, State, check_task, checked, replay_order
 from headway.states.store import Backend, Change, JobRecord, Listener, Relist, Snapshot
 from headway.states.subscription import DEPTH, Overflow, Subscription
 from headway.telemetry import Field, Log, metrics
@@ -109,7 +109,7 @@ class LiveStore:
                     retry_on=Unavailable,
                     stop=self._stop,
                     on_retry=lambda attempt, wait, error: log.warning(
-                        f"{YELLOW} the state is written again",
+                        "🟡 the state is written again",
                         attempt=attempt,
                         seconds=wait,
                         error=str(error),
@@ -118,8 +118,8 @@ class LiveStore:
                 )
         except (Unavailable, StorageError) as error:
             metrics.count("headway_states_writes", store=self._backend.kind, result="error")
-            log.error(f"{RED} failed to write state", error=str(error), **facts)
-            raise type(error)(f"{RED} The state could not be written: {error}", hint=error.hint) from error
+            log.error("🔴 failed to write state", error=str(error), **facts)  # noqa: TRY400  (it is raised, whole)
+            raise type(error)(f"🔴 The state could not be written: {error}", hint=error.hint) from error
         self._remember(stored)
         metrics.observe("headway_states_write_seconds", self._clock() - began, store=self._backend.kind)
         metrics.count("headway_states_writes", store=self._backend.kind, result="ok")
@@ -131,7 +131,7 @@ class LiveStore:
             return self._key_locks.setdefault(key, threading.Lock())
 
     def _remember(self, stored: State) -> None:
-        """Show our own write to our own readers at once. Subscribers hear it from the listener, in the store's order."""
+        """Show our own write to our own readers at once; subscribers hear it from the listener, in its order."""
         with self._lock:
             self._touched.add(stored.key)
             before = self._written.get(stored.key)
@@ -142,7 +142,7 @@ class LiveStore:
                 self._under_way[stored.key] = (stored.version, self._clock())
         if before is not None and stored.version > before + 1:
             log.warning(
-                f"{YELLOW} somebody else writes the states of this task too",
+                "🟡 somebody else writes the states of this task too",
                 jobID=stored.job_id, taskID=stored.task_id, tag=stored.tag, version=stored.version,
             )  # fmt: skip
 
@@ -272,7 +272,7 @@ class LiveStore:
                     log.info("listening again", jobID=self.job_id, attempt=failures)
                 self._tick(self._listener)
                 failures = 0
-            except Exception as error:  # whatever it is, a listener that died silently would leave a lying cache
+            except Exception as error:  # noqa: BLE001  (a listener that died silently would leave a lying cache)
                 self._disconnect()
                 if self._stop.is_set():
                     break
@@ -283,7 +283,7 @@ class LiveStore:
                     break
                 wait = self._retry.delay(failures)
                 log.warning(
-                    f"{YELLOW} the listener lost its store and will connect again",
+                    "🟡 the listener lost its store and will connect again",
                     jobID=self.job_id, attempt=failures, seconds=round(wait, 3), error=str(error),
                 )  # fmt: skip
                 self._stop.wait(wait)
@@ -321,13 +321,13 @@ class LiveStore:
 
     def _give_up(self, error: Exception, failures: int) -> None:
         why = Unavailable(
-            f"{RED} The store of the job {self.job_id!r} cannot be listened to any more: {error}",
+            f"🔴 The store of the job {self.job_id!r} cannot be listened to any more: {error}",
             hint="Subscribe again when it can be reached; reads go to it directly until then.",
         )
         with self._lock:
             self._gave_up = why
             ending, self._subscriptions = self._subscriptions, []
-        log.critical(f"{RED} the listener gave up", jobID=self.job_id, attempt=failures, error=str(error))
+        log.critical("🔴 the listener gave up", jobID=self.job_id, attempt=failures, error=str(error))
         for subscription in ending:
             subscription.end(why)
 

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Self
 
 from headway.errors import HeadwayError, InvalidInput
 from headway.events import Json
@@ -83,7 +84,7 @@ class Manager:
         check_task(task_index, num_tasks)
         if (store.job_id, store.num_tasks) != (job_id, num_tasks):
             raise InvalidInput(
-                f"The store keeps the job {store.job_id!r} with {store.num_tasks} tasks, not {job_id!r} with {num_tasks}.",
+                f"The store keeps {store.job_id!r} with {store.num_tasks} tasks, not {job_id!r} with {num_tasks}.",
                 hint="Give the number that open_store returned: the one stored with the job is in force.",
             )
         self._job_id = job_id
@@ -319,13 +320,13 @@ class Manager:
     # ---- the job ---------------------------------------------------------------------
 
     def mark_job_deleted(self) -> bool:
-        """Leave a tombstone on the job. Only task 0 does it; for the others it is accepted and does nothing (False)."""
+        """Leave a tombstone on the job. Only task 0 does it; for the others it does nothing (False)."""
         if self._task_index == 0:
             self._live_store("mark_job_deleted").mark_job_deleted()
         return self._task_index == 0
 
     def delete_job(self) -> bool:
-        """Remove the job and its states. Only task 0 does it; for the others it is accepted and does nothing (False)."""
+        """Remove the job and its states. Only task 0 does it; for the others it does nothing (False)."""
         if self._task_index == 0:
             self._live_store("delete_job").delete_job()
         return self._task_index == 0
@@ -342,7 +343,7 @@ class Manager:
         self._subscriptions = set()
         self._store.close()
 
-    def __enter__(self) -> Manager:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -62,7 +62,8 @@ job AS (
     UPDATE state_jobs SET change = change + 1 WHERE id = ? AND EXISTS (SELECT 1 FROM stored) RETURNING change, history
 ),
 logged AS (
-    INSERT INTO state_log (job, seq, task_id, tag, status, message, timestamp, version, event_id, payload, schema_version)
+    INSERT INTO state_log
+        (job, seq, task_id, tag, status, message, timestamp, version, event_id, payload, schema_version)
     SELECT ?, job.change, ?, ?, ?, ?, stored.timestamp, stored.version, ?, ?, ? FROM stored, job
     RETURNING version, timestamp
 )
@@ -129,7 +130,7 @@ class SqlStates:
                 (state.job_id, change, *values, timestamp, version),
             )
             _cut(tx, state.job_id, change, history)
-            return _as_stored(state, version, timestamp)
+            return replace(state, version=version, timestamp=moment(timestamp))
 
         return work
 
@@ -143,7 +144,7 @@ class SqlStates:
                 return _stored_or_refused(tx, state)
             version, timestamp, change, history, _ = row
             _cut(tx, state.job_id, change, history)
-            return _as_stored(state, version, timestamp)
+            return replace(state, version=version, timestamp=moment(timestamp))
 
         return work
 
@@ -370,11 +371,6 @@ def _values(state: State) -> tuple[Value, ...]:
         payload,
         state.schema_version,
     )
-
-
-def _as_stored(state: State, version: int, timestamp: float) -> State:
-    payload = None if state.payload is None else decoded(encoded(state.payload))  # the writer may change its own
-    return replace(state, version=version, timestamp=moment(timestamp), payload=payload)
 
 
 def _stored_or_refused(tx: Tx, state: State) -> State:

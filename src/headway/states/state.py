@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal, TypeGuard
@@ -133,14 +133,11 @@ def checked(state: State, num_tasks: int) -> State:
     _check_text(state.message, "The message")
     if len(state.message) > MESSAGE_LIMIT:
         raise InvalidInput(f"The message has {len(state.message):,} characters; at most {MESSAGE_LIMIT:,} are kept.")
-    if state.payload is not None:
-        check_payload(state.payload)
     if not _is_int(state.schema_version) or not 1 <= state.schema_version < 2**31:
         raise InvalidInput(f"{state.schema_version!r} cannot be a schema version: it is a whole number from 1.")
-    if not state.event_id:
-        return replace(state, event_id=uuid4().hex)
-    check_id(state.event_id, "an event id")
-    return state
+    if state.event_id:
+        check_id(state.event_id, "an event id")
+    return replace(state, event_id=state.event_id or uuid4().hex, payload=checked_payload(state.payload))
 
 
 def check_task(task_id: object, num_tasks: int) -> None:
@@ -160,17 +157,20 @@ def check_status(status: object) -> None:
         raise InvalidInput(f"{status!r} cannot be a status: it is a whole number of 32 bits.")
 
 
-def check_payload(payload: object) -> None:
-    """Refuse what one of the stores could not give back as it was."""
+def checked_payload(payload: object) -> dict[str, Json] | None:
+    """A copy of ``payload`` that its writer cannot change any more; refused if a store could not give it back."""
+    if payload is None:
+        return None
     if not isinstance(payload, Mapping):
         raise InvalidInput(f"A payload is a JSON object, not {type(payload).__name__}.")
     _check_json(payload, 1)
-    size = len(encoded(payload))
-    if size > PAYLOAD_LIMIT:
+    text = encoded(payload)
+    if len(text) > PAYLOAD_LIMIT:
         raise InvalidInput(
-            f"The payload has {size:,} bytes of JSON; at most {PAYLOAD_LIMIT:,} are kept.",
+            f"The payload has {len(text):,} bytes of JSON; at most {PAYLOAD_LIMIT:,} are kept.",
             hint="Store it elsewhere and put its address into the payload.",
         )
+    return decoded(text)
 
 
 def _check_json(value: Any, depth: int) -> None:
@@ -180,21 +180,15 @@ def _check_json(value: Any, depth: int) -> None:
         return
     if isinstance(value, str):
         _check_text(value, "A text in the payload")
-    elif _is_int(value):
-        if value not in _INT64:
-            raise InvalidInput("A number in the payload has more than 64 bits.", hint="Write it as text.")
-    elif isinstance(value, float):
-        if not math.isfinite(value):
-            raise InvalidInput(f"{value} is not a number of JSON.", hint="Use null or a text for it.")
+    elif isinstance(value, int | float):
+        _check_number(value)
     elif isinstance(value, Mapping):
         for name, inner in value.items():
-            if not isinstance(name, str) or not name or (name.startswith("__") and name.endswith("__")):
-                raise InvalidInput(f"{name!r} cannot be a name in a payload: it is a text, not empty and not '__x__'.")
-            _check_text(name, "A name in the payload")
+            _check_name(name)
             _check_json(inner, depth + 1)
-    elif isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+    elif isinstance(value, list | tuple):
         for inner in value:
-            if isinstance(inner, Sequence) and not isinstance(inner, str):
+            if isinstance(inner, list | tuple):
                 raise InvalidInput(
                     "A list directly inside a list cannot be kept by every store.",
                     hint="Put the inner one into an object.",
@@ -202,6 +196,20 @@ def _check_json(value: Any, depth: int) -> None:
             _check_json(inner, depth + 1)
     else:
         raise InvalidInput(f"A {type(value).__name__} in the payload is not JSON.")
+
+
+def _check_number(value: float) -> None:
+    if isinstance(value, int):
+        if value not in _INT64:
+            raise InvalidInput("A number in the payload has more than 64 bits.", hint="Write it as text.")
+    elif not math.isfinite(value):
+        raise InvalidInput(f"{value} is not a number of JSON.", hint="Use null or a text for it.")
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not name or (name.startswith("__") and name.endswith("__")):
+        raise InvalidInput(f"{name!r} cannot be a name in a payload: it is a text, not empty and not '__x__'.")
+    _check_text(name, "A name in the payload")
 
 
 def _check_text(text: object, what: str) -> None:
@@ -232,15 +240,11 @@ def storable(text: str, limit: int = MESSAGE_LIMIT) -> str:
 
 
 def encoded(payload: Mapping[str, Json]) -> str:
-    return json.dumps(payload, ensure_ascii=True, separators=(",", ":"), default=_as_json)
+    return json.dumps(payload, ensure_ascii=True, separators=(",", ":"), default=dict)
 
 
 def decoded(text: str | None) -> dict[str, Json] | None:
     return None if text is None else json.loads(text)
-
-
-def _as_json(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else list(value)
 
 
 def moment(seconds: float) -> datetime:

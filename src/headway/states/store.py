@@ -74,7 +74,7 @@ class JobRecord:
 
     job_id: str
     num_tasks: int
-    created_at: datetime
+    created_at: datetime | None
     incarnation: str
     deleted: bool = False
     history: bool = False
@@ -104,7 +104,7 @@ class Snapshot:
     reborn: frozenset[Key] = frozenset()
 
 
-class Relist(Exception):  # noqa: N818  (not an error: the listener asks for a new snapshot)
+class Relist(Exception):
     """The listener cannot go on from where it was: too far behind, or the job was deleted or made again."""
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Literal, Self
 
 from headway.errors import HeadwayError, InvalidInput, Unavailable
 from headway.states.state import REPLAY_COMPLETE, Key, State, StateEvent, replay_order
@@ -179,7 +179,7 @@ class Subscription:
         if self._on_close is not None:
             self._on_close(self)
 
-    def __enter__(self) -> Subscription:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
