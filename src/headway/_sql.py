@@ -505,6 +505,7 @@ class PostgreSQL(Database):
                 keepalives_idle=10,
                 keepalives_interval=5,
                 keepalives_count=2,
+                tcp_user_timeout=15_000,  # keepalives do not run while something sent is unacknowledged
                 options="-c search_path=headway,public -c idle_in_transaction_session_timeout=60000",
             )
             return connection

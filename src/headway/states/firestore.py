@@ -63,9 +63,14 @@ class FirestoreStates:
                 hint="Use firestore://PROJECT; the project is never taken from the environment.",
             )
         self._database = f"projects/{project}/databases/{database}"
-        self._api, self._channel = _connect()
+        # Read once: a listener that connects again goes where the store went.
+        self._emulator = os.environ.get("FIRESTORE_EMULATOR_HOST")
+        self._api, self._channel = self.connect()
         # When each document was created, over the life of this store: a new one of the same name is another document.
         self._births: dict[str, dict[Key, str]] = {}
+
+    def connect(self) -> tuple[FirestoreClient, Any]:
+        return _connect(self._emulator)
 
     # ---- names ---------------------------------------------------------------------------------------------------
 
@@ -78,9 +83,7 @@ class FirestoreStates:
     # ---- calls ---------------------------------------------------------------------------------------------------
 
     def _ask(self, method: str, **request: Any) -> Any:
-        """One call, with a time limit and without the client's own retries."""
-        metadata = (("google-cloud-resource-prefix", self._database),)
-        return getattr(self._api, method)(request=request, timeout=CALL_SECONDS, retry=None, metadata=metadata)
+        return _ask(self._api, self._database, method, **request)
 
     def _documents(self, parent: str, collection: str, limit: int | None = None) -> Iterator[Any]:
         query: dict[str, Any] = {"from_": [{"collection_id": collection}]}
@@ -92,7 +95,7 @@ class FirestoreStates:
                     yield response.document
 
     def _get(self, names: list[str], **options: Any) -> dict[str, Any]:
-        answers = self._ask("batch_get_documents", database=self._database, documents=names, **options)
+        answers = self._ask("batch_get_documents", documents=names, **options)
         return {answer.found.name: answer.found for answer in answers if answer.found.name}
 
     def _transact(self, work: Callable[[bytes], tuple[T, list[dict[str, Any]]]]) -> tuple[T, Any]:
@@ -100,13 +103,13 @@ class FirestoreStates:
         from google.api_core.exceptions import Aborted
 
         def once() -> tuple[T, Any]:
-            token = self._ask("begin_transaction", database=self._database).transaction
+            token = self._ask("begin_transaction").transaction
             try:
                 result, writes = work(token)
-                return result, self._ask("commit", database=self._database, writes=writes, transaction=token)
+                return result, self._ask("commit", writes=writes, transaction=token)
             except HeadwayError:
                 with suppress(Exception):  # it would lapse by itself; the reason is what matters
-                    self._ask("rollback", database=self._database, transaction=token)
+                    self._ask("rollback", transaction=token)
                 raise
 
         with _translated():
@@ -141,7 +144,7 @@ class FirestoreStates:
             raise no_such_job(job_id)
         with _translated():
             write = values.write(self._job(job_id), {"deleted": True}, only=["deleted"])
-            self._ask("commit", database=self._database, writes=[write])
+            self._ask("commit", writes=[write])
 
     def delete(self, job_id: str) -> bool:
         """In batches, the job's own document last: interrupted, it is still listed and can be deleted again."""
@@ -158,7 +161,7 @@ class FirestoreStates:
 
     def _remove(self, names: list[str]) -> None:
         with _translated():
-            self._ask("commit", database=self._database, writes=[{"delete": name} for name in names])
+            self._ask("commit", writes=[{"delete": name} for name in names])
 
     # ---- states --------------------------------------------------------------------------------------------------
 
@@ -219,29 +222,33 @@ class FirestoreListener:
         self._births = births
         self._heard: queue.SimpleQueue[list[Change] | Exception] = queue.SimpleQueue()
         self._closing = threading.Event()
+        self._listening = threading.Event()
         # A channel of its own: a lost connection is replaced at once, without the old one's waiting time.
-        self._api, self._channel = _connect()
-        parent = f"{database}/documents/jobs/{job_id}"
+        self._api, self._channel = states.connect()
+        self._database = database
+        self._parent = f"{database}/documents/jobs/{job_id}"
         target = {
-            "query": {"parent": parent, "structured_query": {"from_": [{"collection_id": "states"}]}},
+            "query": {"parent": self._parent, "structured_query": {"from_": [{"collection_id": "states"}]}},
             "target_id": _TARGET,
         }
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._requests.put({"database": database, "add_target": target})
-        self._metadata = (("google-cloud-resource-prefix", database),)
         # Both belong to the reading thread: what the stream has told, and what it tells anew after a reset.
         self._told: set[Key] = set()
         self._standing: set[Key] | None = None
         threading.Thread(target=self._read, name=f"headway-firestore-{job_id}", daemon=True).start()
 
     def snapshot(self) -> Snapshot:
+        if not self._listening.wait(CALL_SECONDS):  # what is written after the listing must find us listening
+            raise Unavailable(f"Firestore has not begun to tell within {CALL_SECONDS:g} s.")
         return self._states.read_again(self._job_id)
 
     def changes(self) -> list[Change]:
         try:
             heard = self._heard.get(timeout=HEARTBEAT)
         except queue.Empty:
-            self._states.find(self._job_id)  # silence may also be a dead connection
+            with _translated():  # silence may also be a dead connection: ask something, on the same one
+                list(_ask(self._api, self._database, "batch_get_documents", documents=[self._parent]))
             return []
         if isinstance(heard, Exception):
             with _translated():
@@ -259,7 +266,9 @@ class FirestoreListener:
     def _read(self) -> None:
         try:
             # Without a time limit: the stream is meant to stay.
-            stream = self._api.listen(requests=iter(self._requests.get, None), timeout=None, metadata=self._metadata)
+            stream = self._api.listen(
+                requests=iter(self._requests.get, None), timeout=None, metadata=_metadata(self._database)
+            )
             for response in stream:
                 try:
                     changes = self._meaning(response)
@@ -271,6 +280,7 @@ class FirestoreListener:
         except Exception as error:  # noqa: BLE001  (whatever it was, the supervisor must hear of it)
             if not self._closing.is_set():
                 self._heard.put(error)
+                self._listening.set()  # whoever waits for the beginning will find the error
 
     def _meaning(self, response: Any) -> list[Change]:
         if response.document_change.document.name:
@@ -309,13 +319,15 @@ class FirestoreListener:
             raise Unavailable(f"Firestore stopped telling: {turn.cause.message or turn.cause.code}")
         if turn.target_change_type.name == "RESET":
             self._standing = set()  # all that stands is told again
-        elif turn.target_change_type.name == "CURRENT" and self._standing is not None:
-            gone, self._standing = self._told - self._standing, None
+        elif turn.target_change_type.name == "CURRENT":
+            self._listening.set()
+            gone = set() if self._standing is None else self._told - self._standing
+            self._standing = None
             return self._removed(gone)
         return []
 
 
-def _connect() -> tuple[FirestoreClient, Any]:
+def _connect(emulator: str | None) -> tuple[FirestoreClient, Any]:
     """A client of the service's API, and its channel, which whoever asked for it closes."""
     try:
         import grpc  # type: ignore[import-untyped]  # it ships no types
@@ -324,7 +336,7 @@ def _connect() -> tuple[FirestoreClient, Any]:
         from google.cloud.firestore_v1.services.firestore.transports import FirestoreGrpcTransport
     except ImportError as error:
         raise MissingExtra("firestore", "A firestore:// store") from error
-    if emulator := os.environ.get("FIRESTORE_EMULATOR_HOST"):
+    if emulator:
         channel = grpc.insecure_channel(emulator, options=_CHANNEL)
     else:
         try:
@@ -335,6 +347,18 @@ def _connect() -> tuple[FirestoreClient, Any]:
                 hint="Name the service account's file in GOOGLE_APPLICATION_CREDENTIALS, or: gcloud auth login",
             ) from error
     return FirestoreClient(transport=FirestoreGrpcTransport(channel=channel)), channel
+
+
+def _metadata(database: str) -> tuple[tuple[str, str]]:
+    """The service finds the database by it."""
+    return (("google-cloud-resource-prefix", database),)
+
+
+def _ask(api: FirestoreClient, database: str, method: str, **request: Any) -> Any:
+    """One call, with a time limit and without the client's own retries."""
+    if "parent" not in request:
+        request["database"] = database
+    return getattr(api, method)(request=request, timeout=CALL_SECONDS, retry=None, metadata=_metadata(database))
 
 
 def _record(document: Any) -> JobRecord:

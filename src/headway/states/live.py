@@ -51,6 +51,7 @@ class LiveStore:
         self._guard = ForkGuard(f"The store of the job {record.job_id!r}")
         self._stop = threading.Event()
         self._slots = nullcontext() if max_concurrency is None else threading.BoundedSemaphore(max_concurrency)
+        self._starting = threading.Lock()
         # One listing at a time: an older one must not be applied after a newer one.
         self._listing = threading.Lock()
         # Guards everything below; held for memory's work only, never while waiting for the backend.
@@ -203,8 +204,9 @@ class LiveStore:
         timeout: float | None = None,
     ) -> Subscription:
         self._usable()
-        if self._gave_up is not None:
-            self._start_listening()
+        with self._starting:
+            if self._gave_up is not None:
+                self._start_listening()
         self._refresh_if_stale()
         subscription = Subscription(
             accepts=accepts,
@@ -258,8 +260,8 @@ class LiveStore:
 
     def _start_listening(self) -> None:
         """Connect and list in the caller's thread, so that a store that was opened is up to date; then supervise."""
-        self._gave_up = None
         self._listener = self._connect()
+        self._gave_up = None
         self._thread = threading.Thread(target=self._run, name=f"headway-states-{self.job_id}", daemon=True)
         self._thread.start()
 

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from headway._sql import Database, Row, SQLite, Tx, Value, connect
+from headway.errors import Unavailable
 from headway.retry import RetryPolicy
 from headway.states.state import State, decoded, encoded, moment
 from headway.states.store import Change, JobRecord, Relist, Snapshot, marked_deleted, no_such_job
@@ -34,8 +35,9 @@ LOG_KEPT = 1_024
 CUT_EVERY = 64
 #: Entries read at once.
 BATCH = 512
-#: A listener answers at least this often, also when there is nothing to tell.
-HEARTBEAT = 3.0
+#: A listener answers at least this often, also when there is nothing to tell; PostgreSQL is then asked for a sign
+#: of life, and has this long to give it.
+HEARTBEAT, PING_SECONDS = 3.0, 4.0
 
 #: Between two looks at a SQLite file: while it changes, and after a second without a change.
 BUSY_SECONDS, IDLE_SECONDS = 0.004, 0.02
@@ -330,9 +332,23 @@ class _Notified:
             os.read(self._reader, 4_096)
         with self._translated():
             if not ready:
-                self._connection.execute("SELECT 1")  # silence may also be a dead connection
-            for _ in self._connection.notifies(timeout=0):
+                self._ping()
+            self._connection.pgconn.consume_input()
+            while self._connection.pgconn.notifies() is not None:
                 pass
+
+    def _ping(self) -> None:
+        """Silence may also be a dead connection. Asked below psycopg, whose own calls wait without an end."""
+        libpq = self._connection.pgconn
+        libpq.send_query(b"SELECT 1")
+        deadline = time.monotonic() + PING_SECONDS
+        while libpq.is_busy():
+            left = max(0.0, deadline - time.monotonic())
+            if not select.select([libpq.socket], [], [], left)[0]:
+                raise Unavailable(f"PostgreSQL has not answered for {HEARTBEAT + PING_SECONDS:g} s.")
+            libpq.consume_input()
+        while libpq.get_result() is not None:
+            pass
 
     def ring(self) -> None:
         with suppress(OSError):  # full: it rings already; closed: nobody waits any more
