@@ -127,9 +127,7 @@ def test_a_postgres_of_ones_own_takes_settings(postgres_factory):
 
 
 @pytest.mark.parametrize("program", firestore.installations(), ids=lambda program: type(program).__name__)
-def test_every_firestore_emulator_found_writes_reads_listens_and_commits(
-    program, service_directory, monkeypatch
-):
+def test_every_firestore_emulator_found_writes_reads_listens_and_commits(program, service_directory, monkeypatch):
     emulator = FirestoreEmulator(service_directory("firestore"), program)
     emulator.start()
     monkeypatch.setenv("FIRESTORE_EMULATOR_HOST", emulator.host)
@@ -217,6 +215,11 @@ def test_a_delay_holds_back_each_answer(proxy):
         began = time.monotonic()
         assert exchange(connection) == b"ping"
         assert 0.1 <= time.monotonic() - began < 1
+        proxy.delay(60)
+        connection.sendall(b"ping")
+        proxy.cut()
+        with pytest.raises(ConnectionResetError):
+            connection.recv(1)
 
 
 def test_a_throttle_carries_so_many_bytes_a_second(proxy):
