@@ -48,6 +48,7 @@ from headway.finishline.reader import AsyncProgress
 from headway.finishline.record import Journal, Record, cut, no_project
 from headway.ids import check_id
 from headway.lifecycle import Budget, Shutdown
+from headway.retry import REDIS_OPERATION, RetryPolicy
 from headway.telemetry import Log
 
 __all__ = ["Answer", "AsyncProgress", "FinishLine", "Outcome", "Progress", "Status"]
@@ -81,6 +82,7 @@ class FinishLine:
         alert: Callable[[str], None] | None = None,
         allow_eviction: bool = False,
         timeout: float = _redis.TIMEOUT,
+        retry: RetryPolicy = REDIS_OPERATION,
         keeper: bool = True,
         interval: float = INTERVAL,
     ) -> None:
@@ -89,7 +91,13 @@ class FinishLine:
         if journal and database is None:
             raise InvalidInput("A journal needs a database.", hint="Give one: FinishLine(url, database=...)")
         self._link = Link(
-            state_url, shutdown=shutdown, alert=alert, allow_eviction=allow_eviction, durable=journal, timeout=timeout
+            state_url,
+            shutdown=shutdown,
+            alert=alert,
+            allow_eviction=allow_eviction,
+            durable=journal,
+            timeout=timeout,
+            policy=retry,
         )
         self._owned: _sql.Database | None = None
         if isinstance(database, str):

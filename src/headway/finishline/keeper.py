@@ -10,12 +10,12 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from headway import _redis
-from headway.errors import HeadwayError
+from headway.errors import StoreCorrupt
 from headway.finishline.link import Link
-from headway.finishline.progress import Outcome, Progress, Status, from_hash
+from headway.finishline.progress import Outcome, Progress, Status, corrupt, from_hash
 from headway.finishline.record import CHUNK, Record, Row
 from headway.retry import pause
 from headway.telemetry import Log, metrics, redact
@@ -144,18 +144,8 @@ class Keeper:
     # ---- one page of projects ------------------------------------------------------------------------------
 
     def _look_after(self, rows: Sequence[Row], *, returned: bool) -> None:
-        if not rows:
-            return
-        pipeline = self._link.client.pipeline(transaction=False)
-        for row in rows:
-            pipeline.hgetall(_redis.PROJECT(project_id=row.id))
         ahead: list[tuple[Row, Progress]] = []
-        for row, fields in zip(rows, pipeline.execute(), strict=True):
-            try:
-                state = from_hash(row.id, fields)
-            except HeadwayError as error:  # one damaged hash must not keep the others from their checkpoint
-                log.warning("a project cannot be read", operation="keeper", project_id=row.id, error=str(error))
-                continue
+        for row, state in self._states(rows):
             if state is None:
                 self.restore(row.id)
             elif state.status is Status.DONE:
@@ -170,6 +160,20 @@ class Keeper:
                     self._change(row)
         if ahead:
             self._record.checkpoint(ahead)
+
+    def _states(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Progress | None]]:
+        """What Redis has of each, in one round trip. A damaged one is left out: the others go on."""
+        pipeline = self._link.client.pipeline(transaction=False)
+        for row in rows:
+            pipeline.hgetall(_redis.PROJECT(project_id=row.id))
+        replies = pipeline.execute(raise_on_error=False) if rows else []
+        for row, fields in zip(rows, replies, strict=True):
+            try:
+                if isinstance(fields, Exception):
+                    raise corrupt(row.id) from fields
+                yield row, from_hash(row.id, fields)
+            except StoreCorrupt as error:
+                log.warning("a project cannot be read", operation="keeper", project_id=row.id, error=str(error))
 
     def _raise(self, row: Row, state: Progress, *, returned: bool) -> None:
         """Redis counts less than SQL. That is so for a moment whenever a call is between the two, and a loss when

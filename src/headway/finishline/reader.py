@@ -10,7 +10,7 @@ from typing import Any, Self
 from headway import _redis
 from headway._sql import Database
 from headway.errors import HeadwayError, Unavailable
-from headway.finishline.progress import NOT_FOUND, Progress, from_hash
+from headway.finishline.progress import NOT_FOUND, Progress, corrupt, from_hash
 from headway.finishline.record import Record
 from headway.ids import check_id
 from headway.retry import CircuitBreaker
@@ -97,25 +97,24 @@ class AsyncProgress:
             if waiting.done():
                 continue
             try:
+                if isinstance(fields, Exception):  # this one key is not a hash; the others are answered all the same
+                    raise corrupt(name) from fields
                 waiting.set_result(from_hash(name, fields))
             except HeadwayError as error:
                 waiting.set_exception(error)
                 waiting.exception()
 
-    async def _ask(self, names: list[str]) -> list[Mapping[str, str]]:
+    async def _ask(self, names: list[str]) -> list[Mapping[str, str] | Exception]:
         try:
-            if len(names) == 1:
-                replies = [await self._client.hgetall(_redis.PROJECT(project_id=names[0]))]
-            else:
-                pipeline = self._client.pipeline(transaction=False)
-                for name in names:
-                    pipeline.hgetall(_redis.PROJECT(project_id=name))
-                replies = await pipeline.execute()
+            pipeline = self._client.pipeline(transaction=False)
+            for name in names:
+                pipeline.hgetall(_redis.PROJECT(project_id=name))
+            replies: list[Mapping[str, str] | Exception] = await pipeline.execute(raise_on_error=False)
         except _redis.failures() as error:
             trouble = _redis.meaning(error, self._url)
             if _redis.is_transient(error):
                 self._breaker.failed()
-            log.error("progress cannot be read", operation="progress", count=len(names), error=str(trouble))
+            log.warning("progress cannot be read", operation="progress", count=len(names), error=str(trouble))
             raise trouble from error
         self._breaker.succeeded()
         metrics.observe("headway_progress_batch", len(names))
