@@ -44,6 +44,12 @@ def open_line(redis_server: RedisServer, tmp_path: Path, request: pytest.Fixture
         line.close(1.0)
 
 
+def events(server: RedisServer) -> list[dict[str, str]]:
+    """What waits in the outbox stream."""
+    entries: Any = server.client(1).xrange("smap:events")
+    return [fields for _, fields in entries]
+
+
 @pytest.fixture
 def database_url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/projects.db"

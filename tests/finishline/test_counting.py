@@ -10,7 +10,7 @@ import pytest
 from headway.errors import InvalidInput, NotFound, Refused, StoreCorrupt
 from headway.finishline import Outcome, Status
 from headway.finishline.progress import BITMAP_LIMIT, identity
-from tests.finishline.conftest import KINDS, OpenLine
+from tests.finishline.conftest import KINDS, OpenLine, events
 from tests.services.redis import RedisServer
 
 KEY = "smap:proj:p"
@@ -18,10 +18,6 @@ TTL = 604_800
 
 every_kind = pytest.mark.parametrize("kind", list(KINDS))
 quick_kinds = pytest.mark.parametrize("kind", ["redis", "sqlite", "sqlite-journal"])
-
-
-def events(server: RedisServer) -> list[dict[str, str]]:
-    return [fields for _, fields in server.client(1).xrange("smap:events")]
 
 
 @pytest.mark.req("S0-01", "S0-05", "S0-06", "S0-07")

@@ -380,15 +380,19 @@ class FinishLine:
                 _keys(project_id),
                 [TTL, lane.name, lane.calls, *arguments],
             )
-            for _ in range(3):  # it may be lost again right after it was rebuilt
+            restored = None
+            for _ in range(20):  # it may be lost again right after it was rebuilt
                 outcome, done, counted = self._link.write(operation, project_id, call)
                 if outcome != "NOT_FOUND" or self.keeper is None:
                     break
-                if not self._link.write(operation, project_id, partial(self.keeper.restore, project_id)):
+                restored = self._link.write(operation, project_id, partial(self.keeper.restore, project_id))
+                if restored is None:
                     break
         finally:
             self._lanes.append(lane)
         if outcome == "NOT_FOUND":
+            if restored is not None:
+                raise Unavailable(f"Redis lost project {project_id!r} again each time it was rebuilt.")
             raise no_project(project_id)
         if outcome == "CORRUPT":
             raise corrupt(project_id)
@@ -397,6 +401,8 @@ class FinishLine:
                 f"Project {project_id!r} keeps a journal; a count beside it would be lost with Redis.",
                 hint="Open the finish line with the same database and journal=True.",
             )
+        if restored is Outcome.COMPLETED:
+            outcome = restored  # the journal had our own item as its last one, and rebuilding crossed the line
         answer = Answer(Outcome(outcome), int(done), int(counted))
         if answer.completed and self._record is not None:
             self._note_completion(project_id)

@@ -75,51 +75,52 @@ class Keeper:
                 log.warning("a round of the keeper failed", operation="keeper", error=redact(str(error)))
                 delay = self._interval
 
-    def restore(self, project_id: str) -> bool:
-        """Bring a project back that Redis does not have; False when SQL does not have it either."""
+    def restore(self, project_id: str) -> Outcome | None:
+        """Bring a project back that Redis does not have; see `install`. None when SQL does not have it either."""
         row = self._record.find(project_id)
         if row is None:
-            return False
+            return None
         with self._restoring:
             lock = _redis.PROJECT_RESTORE(project_id=project_id)
-            client, stop = self._link.client, self._link.shutdown.stop
+            client = self._link.client
             deadline = time.monotonic() + _LOCK_SECONDS
             while not client.set(lock, self._name, nx=True, px=_LOCK_SECONDS * 1000):
                 # Another process is at it. Should it die, its lock ends, and rebuilding twice does no harm.
                 if client.exists(_redis.PROJECT(project_id=project_id)) or time.monotonic() > deadline:
-                    return True
-                pause(0.02, stop)
+                    return Outcome.EXISTS
+                pause(0.02, self._link.halt)
             try:
-                self.install(row)
+                return self.install(row)
             finally:
                 client.delete(lock)
-        return True
 
-    def install(self, row: Row, *, first: bool = False) -> bool:
-        """Put a project in place as SQL knows it; whether it was not there. ``first``: it never was."""
-        token = uuid.uuid4().hex[:12]
-        staged = [
-            _redis.STAGED_BITS(project_id=row.id, token=token),
-            _redis.STAGED_SEEN(project_id=row.id, token=token),
-        ]
-        done, errors = row.done, row.errors
-        if row.journaled:
-            done, errors = self._stage(row, staged)
+    def install(self, row: Row, *, first: bool = False) -> Outcome:
+        """Put a project in place as SQL knows it, unless it EXISTS. ``first``: it never was there.
+
+        COMPLETED when the journal held its last item and nobody had been told so: CREATED otherwise.
+        """
         lossy = not first and not row.journaled and row.live_at is not None and row.completed_at is None
         seen = row.checkpoint_at or row.live_at
-        self._calls += 1
-        outcome, _, _ = _redis.script("finishline/install")(
-            self._link.client,
-            [*project_keys(row.id), *staged],
-            [
-                TTL, self._name, self._calls,
-                _standing(row), row.total, done, errors, row.epoch, row.version,
-                "crawled" if row.crawled else "", "journal" if row.journaled else "",
-                "told" if row.told_at is not None else "", f"{seen:.3f}" if lossy and seen else "",
-            ],
-        )  # fmt: skip
-        if outcome == "EXISTS":
-            return False
+        outcome = "AGAIN"
+        while outcome == "AGAIN":  # what was put aside was lost before it was in place
+            token = uuid.uuid4().hex[:12]
+            staged = [
+                _redis.STAGED_BITS(project_id=row.id, token=token),
+                _redis.STAGED_SEEN(project_id=row.id, token=token),
+            ]
+            done, errors = self._stage(row, staged) if row.journaled else (row.done, row.errors)
+            self._calls += 1
+            outcome, _, _ = _redis.script("finishline/install")(
+                self._link.client,
+                [*project_keys(row.id), *staged],
+                [
+                    TTL, self._name, self._calls, _standing(row), row.total, done, errors, row.epoch, row.version,
+                    "crawled" if row.crawled else "", "journal" if row.journaled else "",
+                    "told" if row.told_at is not None else "", f"{seen:.3f}" if lossy and seen else "",
+                ],
+            )  # fmt: skip
+        if outcome == Outcome.EXISTS:
+            return Outcome.EXISTS
         if row.live_at is None:
             self._record.live(row)
         if not first:
@@ -127,7 +128,8 @@ class Keeper:
         if outcome == Outcome.COMPLETED:
             state = Progress(Status.DONE, row.total, done, errors)
             self._record.completed(row.id, row.epoch, state)
-        return True
+            return Outcome.COMPLETED if row.completed_at is None else Outcome.CREATED
+        return Outcome.CREATED
 
     def _say_restored(self, row: Row, done: int, checkpoint: float | None) -> None:
         metrics.count("headway_projects_restored", exact=str(checkpoint is None).lower())

@@ -56,6 +56,10 @@ class Link:
         self._alerted = False
         self._fit = False
         self._closed = False
+        self.halt = threading.Event()  # ends every wait: a shutdown was asked for, or this link is closed
+        self.shutdown.on_request(self.halt.set)
+        if self.shutdown.stop.is_set():
+            self.halt.set()
         self._busy = 0
         self._pid = os.getpid()
         self._idle = threading.Condition()
@@ -88,7 +92,7 @@ class Link:
                     operation=operation, project_id=project_id, attempt=failures, seconds=wait,
                     error=redact(str(error)),
                 )  # fmt: skip
-                pause(wait, self.shutdown.stop)
+                pause(wait, self.halt)
             else:
                 if self._away:
                     self._returned()
@@ -159,6 +163,7 @@ class Link:
 
     def close(self) -> None:
         self._closed = True
+        self.halt.set()
         self.client.close()
         self.client.connection_pool.disconnect(inuse_connections=True)
 

@@ -4,7 +4,7 @@
 -- ARGV[4] status   ARGV[5] total   ARGV[6] done   ARGV[7] errors   ARGV[8] epoch   ARGV[9] version
 -- ARGV[10] "crawled" | ""   ARGV[11] "journal" | ""   ARGV[12] "told" when its event was delivered already, else ""
 -- ARGV[13] time of the checkpoint these counts are from, "" when they are exact
--- returns RESTORED | COMPLETED | EXISTS (it is there; a live counter is never lowered)
+-- returns RESTORED | COMPLETED | EXISTS (it is there; a live counter is never lowered) | AGAIN (staged ids are lost)
 if not missing then
   redis.call('DEL', KEYS[6], KEYS[7])
   -- There, but with less than its own checkpoint: an older state came back. With a journal the count goes by identity.
@@ -15,6 +15,11 @@ if not missing then
   redis.call('HSET', KEYS[1], 'done', ARGV[6], 'errors', string.format('%.0f', errors))
   if ARGV[13] ~= '' then redis.call('HSET', KEYS[1], 'restored', ARGV[13]) end
   return answer(finished(ARGV[12] ~= '') and 'COMPLETED' or 'RESTORED', 0)
+end
+-- A count without its identities would count again: a wipe between staging and this must not go unnoticed.
+if ARGV[11] ~= '' and redis.call('BITCOUNT', KEYS[6]) + redis.call('SCARD', KEYS[7]) ~= tonumber(ARGV[6]) then
+  redis.call('DEL', KEYS[6], KEYS[7])
+  return { 'AGAIN', 0, 0 }
 end
 redis.call('DEL', KEYS[2], KEYS[3], KEYS[4])
 if redis.call('EXISTS', KEYS[6]) == 1 then redis.call('RENAME', KEYS[6], KEYS[3]) end
