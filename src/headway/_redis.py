@@ -82,17 +82,15 @@ def key(pattern: str, kind: Kind, lifetime: str, holds: str) -> Key:
 _WEEK = "7 days after the last write"
 
 PROJECT = key("smap:proj:{project_id}", "hash", _WEEK, "`status`, `total`, `done`, `errors` of a project")
-PROJECT_BOOK = key(
-    "smap:proj:{project_id}:book", "hash", _WEEK, "epoch, version, winner; last call per caller"
-)
+PROJECT_BOOK = key("smap:proj:{project_id}:book", "hash", _WEEK, "epoch, version, winner; last call per caller")
 PROJECT_BITS = key("smap:proj:{project_id}:bits", "string", _WEEK, "bitmap of the item numbers counted")
-PROJECT_SEEN = key(
-    "smap:proj:{project_id}:seen", "set", _WEEK, "other item ids counted, long ones as a digest"
-)
+PROJECT_SEEN = key("smap:proj:{project_id}:seen", "set", _WEEK, "other item ids counted, long ones as a digest")
+PROJECT_RESTORE = key("smap:proj:{project_id}:restore", "string", "30 s", "who rebuilds the project just now")
+STAGED_BITS = key("smap:proj:{project_id}:bits:{token}", "string", "10 min", "bits of a project being rebuilt")
+STAGED_SEEN = key("smap:proj:{project_id}:seen:{token}", "set", "10 min", "ids of a project being rebuilt")
+KEEPER = key("smap:keeper", "string", "4.5 s", "who compares Redis with the SQL record just now")
 EVENTS = key("smap:events", "stream", "an entry goes when it was told", "events on their way to the sinks")
-EVENTS_QUARANTINE = key(
-    "smap:events:quarantine", "stream", "about 1,000 entries", "entries that are no events"
-)
+EVENTS_QUARANTINE = key("smap:events:quarantine", "stream", "about 1,000 entries", "entries that are no events")
 
 _UNTIL_DELETED = "until the job is deleted"
 STATE_JOBS = key("headway:states", "set", "for ever", "ids of the jobs whose states are here")
@@ -152,9 +150,7 @@ def connect_async(
     return Client.from_url(url, retry=Retry(NoBackoff(), 0), decode_responses=decode, **options)
 
 
-def _options(
-    url: str, role: Role, name: str, timeouts: tuple[float, float], max_connections: int
-) -> dict[str, Any]:
+def _options(url: str, role: Role, name: str, timeouts: tuple[float, float], max_connections: int) -> dict[str, Any]:
     return {
         "db": database_of(url, role),
         "client_name": f"headway-{name or role}",
@@ -179,9 +175,7 @@ def database_of(url: str, role: Role) -> int:
     found = re.search(r"(?:^|&)db=([^&]*)", parts.query)
     text = found[1] if found else parts.path.strip("/") if parts.scheme != "unix" else ""
     if text and not text.isdecimal():
-        raise InvalidInput(
-            f"{redact(url)!r}: {text!r} is not a database number.", hint="Use redis://host:6379/1"
-        )
+        raise InvalidInput(f"{redact(url)!r}: {text!r} is not a database number.", hint="Use redis://host:6379/1")
     number = int(text) if text else DATABASES[role]
     if role == "state" and number == 0:
         raise InvalidInput(

@@ -70,9 +70,7 @@ def test_a_server_that_evicts_is_refused_for_state(redis_server: RedisServer, po
     client = _redis.connect(redis_server.url(1), role="state")
     admin.config_set("maxmemory-policy", policy)
     try:
-        assert not _redis.preflight(
-            client, role="state", where="here"
-        ).evicts  # no maxmemory: nothing is evicted
+        assert not _redis.preflight(client, role="state", where="here").evicts  # no maxmemory: nothing is evicted
         admin.config_set("maxmemory", "100mb")
         with pytest.raises(Refused, match=policy) as refusal:
             _redis.preflight(client, role="state", where="here")
@@ -159,9 +157,7 @@ def test_scripts_run_from_many_threads_each_get_their_own_answer(redis_server: R
 
     def ask(name: str) -> None:
         for number in range(100):
-            wrong.extend(
-                answer for answer in [echo(client, [], [f"{name}.{number}"])] if answer != f"{name}.{number}"
-            )
+            wrong.extend(answer for answer in [echo(client, [], [f"{name}.{number}"])] if answer != f"{name}.{number}")
 
     threads = [threading.Thread(target=ask, args=(f"t{number}",)) for number in range(8)]
     for thread in threads:
