@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -86,7 +87,7 @@ def test_a_manager_is_bound_to_its_task_for_life():
 @pytest.mark.req("S1-01", "S1-12")
 @pytest.mark.parametrize(
     ("job_id", "task_index", "num_tasks"),
-    (("job", 3, 3), ("job", -1, 3), ("job", True, 3), ("job", 0, 4), ("other", 0, 3), ("a/b", 0, 3), ("job", 0, 0)),
+    [("job", 3, 3), ("job", -1, 3), ("job", True, 3), ("job", 0, 4), ("other", 0, 3), ("a/b", 0, 3), ("job", 0, 0)],
 )
 def test_a_manager_that_does_not_fit_its_store_is_refused(job_id: str, task_index: Any, num_tasks: int):
     with pytest.raises(InvalidInput):
@@ -99,16 +100,15 @@ def test_no_call_writes_another_tasks_state():
     manager = Manager("job", 1, 3, store)
     for other in (0, 2, True, 1.5):
         theirs = State("job", other, "a", 5)  # type: ignore[arg-type]
-        calls: list[Callable[[], State]] = [
-            lambda theirs=theirs: manager.set_state(theirs),
-            lambda theirs=theirs: manager.set_started(theirs),
-            lambda theirs=theirs: manager.set_finished(theirs),
-            lambda theirs=theirs: manager.set_error(ValueError("x"), theirs),
-            lambda theirs=theirs: manager.set_warning("x", theirs),
-        ]
-        for write in calls:
+        for write in (
+            manager.set_state,
+            manager.set_started,
+            manager.set_finished,
+            partial(manager.set_error, ValueError("x")),
+            partial(manager.set_warning, "x"),
+        ):
             with pytest.raises(InvalidInput, match="task 1 only"):
-                write()
+                write(theirs)
     with pytest.raises(InvalidInput, match="belongs to the job"):
         manager.set_state(State("other", 1, "a"))
     assert store.states == {}
@@ -117,7 +117,7 @@ def test_no_call_writes_another_tasks_state():
 @pytest.mark.req("S1-04", "S1-20", "S1-18")
 @pytest.mark.parametrize(
     ("reports", "expected"),
-    (
+    [
         ([], (0, "a", 0)),
         ([(0, "a", 5), (1, "a", 3), (2, "a", 9)], (1, "a", 3)),
         ([(0, "a", 5), (2, "a", 9)], (1, "a", 0)),  # a gap in the middle
@@ -127,7 +127,7 @@ def test_no_call_writes_another_tasks_state():
         ([(0, "a", FINISHED), (1, "a", ERROR), (2, "a", 4)], (1, "a", ERROR)),
         ([(1, "a", ERROR), (2, "a", WARNING)], (2, "a", WARNING)),  # literally the lowest
         ([(0, "a", 4), (1, "a", 4), (2, "a", 4), (2, "b", -9)], (0, "a", 4)),  # a tie; another tag
-    ),
+    ],
 )
 def test_the_lowest_task_decides_for_a_tag(reports: list[tuple[int, str, int]], expected: tuple[int, str, int]):
     assert found(job(*reports).get_state(tag="a")) == expected
@@ -204,7 +204,7 @@ def test_an_error_or_warning_keeps_the_progress_it_replaces():
 
 @pytest.mark.req("S1-14")
 @pytest.mark.parametrize(
-    ("code", "status"), ((-7, -7), (-2, -1), (-(2**31), -(2**31)), (-(2**31) - 1, -1), (404, -1), (True, -1), ("x", -1))
+    ("code", "status"), [(-7, -7), (-2, -1), (-(2**31), -(2**31)), (-(2**31) - 1, -1), (404, -1), (True, -1), ("x", -1)]
 )
 def test_an_exception_may_bring_its_own_negative_status_but_never_the_warnings(code: Any, status: int):
     error = ValueError("x")

@@ -11,6 +11,7 @@ import pytest
 
 from headway import states
 from headway.errors import HeadwayError, InvalidInput, NotFound, Refused
+from headway.events import Json
 from headway.states import ERROR, FINISHED, STARTED, WARNING, LiveStore, Manager, State, Store
 from tests.services.waiting import eventually
 from tests.states.conftest import ISOLATING, SHARED, Place, live, replayed, sees, take
@@ -20,7 +21,13 @@ from tests.states.conftest import ISOLATING, SHARED, Place, live, replayed, sees
 
 @pytest.mark.req("S1-08", "S1-10", "S1-19")
 def test_a_state_comes_back_as_it_was_written(store: LiveStore):
-    payload = {"rows": 12, "ratio": 0.25, "none": None, "yes": True, "nested": {"list": [1, "zwölf", {"a": -0.5}]}}
+    payload: dict[str, Json] = {
+        "rows": 12,
+        "ratio": 0.25,
+        "none": None,
+        "yes": True,
+        "nested": {"list": [1, "zwölf", {"a": -0.5}]},
+    }
     sent = State("job", 1, "ingest.part-2", 17, "on it ✓", payload=payload, event_id="e-1", schema_version=3)
 
     stored = store.set_state(sent)

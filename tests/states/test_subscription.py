@@ -167,12 +167,11 @@ def test_closing_drops_what_waits_and_counts_it():
 def test_closing_from_another_thread_ends_a_reader_who_waits():
     with started() as subscription:
         replayed(subscription)
-        ended = threading.Event()
-        reader = threading.Thread(target=lambda: (list(subscription), ended.set()))
+        reader = threading.Thread(target=list, args=(subscription,))
         reader.start()
         subscription.close()
-        assert ended.wait(20)
-        reader.join()
+        reader.join(20)
+        assert not reader.is_alive()
 
 
 def test_iteration_with_a_time_limit_says_that_nothing_came():

@@ -64,7 +64,7 @@ def test_every_store_refuses_the_same_with_one_clear_error_and_writes_nothing(st
 
 
 @pytest.mark.req("S1-03")
-@pytest.mark.parametrize("status", (-(2**31), -3, -1, 0, 1, 2**31 - 1))
+@pytest.mark.parametrize("status", [-(2**31), -3, -1, 0, 1, 2**31 - 1])
 def test_every_status_of_32_bits_is_kept(status: int):
     store, _ = open_store("sqlite:///:memory:", "job", 1)
     assert store.set_state(State("job", 0, "a", status)).status == status
@@ -79,7 +79,7 @@ def test_a_job_id_no_store_could_keep_is_refused_before_anything_is_opened(job_i
 
 
 @pytest.mark.req("S1-01")
-@pytest.mark.parametrize("num_tasks", (0, -1, 1.0, "3", True, 10**9))
+@pytest.mark.parametrize("num_tasks", [0, -1, 1.0, "3", True, 10**9])
 def test_a_job_has_at_least_one_task_and_a_whole_number_of_them(num_tasks: Any, tmp_path: Any):
     with pytest.raises(InvalidInput, match="number of tasks"):
         open_store(f"sqlite:///{tmp_path}/x.db", "job", num_tasks)
