@@ -329,6 +329,7 @@ class SQLite(Database):
         self.path = path
         self._synchronous = synchronous
         self._writing = threading.Lock()
+        self._hold: _sqlite_file.Hold | None = None
         if path is None:
             self._one_at_a_time = threading.Lock()
 
@@ -349,8 +350,20 @@ class SQLite(Database):
         rows = self.all("PRAGMA quick_check(3)")
         if rows != [("ok",)]:
             raise StoreCorrupt(f"The database {self.path} is damaged: {rows[0][0]}.")
-        if self.path is not None:
-            _sqlite_file.check_identity(self.path, self.all)
+        if self._hold is not None:
+            _sqlite_file.check_identity(self._hold, self.all)
+
+    def check(self, *, writable: bool) -> None:
+        """Refuse a file that is not a headway database, or beside which lies the -wal of another one."""
+        assert self.path is not None
+        self._hold = _sqlite_file.Hold(self.path)
+        _sqlite_file.check_header(self._hold, writable=writable)
+        _sqlite_file.check_identity(self._hold, self.all)
+
+    def close(self) -> None:
+        super().close()
+        if self._hold is not None:
+            self._hold.release()
 
     def size(self) -> int:
         if self.path is None:
@@ -633,9 +646,12 @@ def connect(url: str, *, create: bool = True, stop: threading.Event | None = Non
                 hint="Start a job first (headway run ...), or name the right one: --database sqlite:///FILE",
             )
         _create_when_possible(path, stop)
-    _sqlite_file.check_header(path, writable=create)
-    _sqlite_file.check_identity(path, sqlite.all)
-    sqlite.migrate()
+    try:
+        sqlite.check(writable=create)
+        sqlite.migrate()
+    except BaseException:
+        sqlite.close()
+        raise
     return sqlite
 
 

@@ -6,10 +6,11 @@ import errno
 import os
 import sqlite3
 import stat
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from headway.errors import (
     HeadwayError,
@@ -87,12 +88,51 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def check_header(path: Path, *, writable: bool) -> None:
+class Hold:
+    """The one descriptor by which this process looks into a database file, open for as long as it has the database open.
+
+    POSIX drops *every* lock a process has on a file when the process closes *any* descriptor of it, SQLite's locks
+    included. Another process that closes the database would then take itself for its last user and remove the -wal
+    file under us, and what we write after that would be lost. So all of this process shares one descriptor per file,
+    and it is closed after SQLite has closed its own.
+    """
+
+    _lock = threading.Lock()
+    _open: ClassVar[dict[tuple[int, int], tuple[int, int]]] = {}  # device and inode: descriptor, holds
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._released = False
+        try:
+            with self._lock:
+                status = os.stat(path)
+                self._file = (status.st_dev, status.st_ino)
+                self._descriptor, holds = self._open.get(self._file) or (os.open(path, os.O_RDONLY | os.O_CLOEXEC), 0)
+                self._open[self._file] = (self._descriptor, holds + 1)
+        except OSError as error:
+            raise _meaning_of_os_error(error, path) from error
+
+    def read(self, offset: int, count: int) -> bytes:
+        return os.pread(self._descriptor, count, offset)
+
+    def release(self) -> None:
+        with self._lock:
+            if self._released:
+                return
+            self._released = True
+            descriptor, holds = self._open.pop(self._file)
+            if holds > 1:
+                self._open[self._file] = (descriptor, holds - 1)
+            else:
+                os.close(descriptor)
+
+
+def check_header(hold: Hold, *, writable: bool) -> None:
     """Refuse what is not a headway database by looking at its first bytes, before SQLite may change anything."""
+    path = hold.path
     try:
-        with open(path, "rb") as file:
-            header = file.read(100)
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        header = hold.read(0, 100)
+        mode = stat.S_IMODE(os.stat(path).st_mode)
     except IsADirectoryError as error:
         raise StoreForeign(f"{path} is a directory, not a database.") from error
     except OSError as error:
@@ -111,13 +151,14 @@ def check_header(path: Path, *, writable: bool) -> None:
             log.warning("others could read the database; its mode is now 0600", path=str(path))
 
 
-def check_identity(path: Path, read: Callable[[str], list[Any]]) -> None:
+def check_identity(hold: Hold, read: Callable[[str], list[Any]]) -> None:
     """Notice a ``-wal`` file that belongs to another database: SQLite would replay it without a word.
 
     The database's uuid is written when the file is made and never again, so the page that holds it must say the
     same in the bare file as through SQLite, which looks into the ``-wal`` first. Every job row repeats the uuid,
     because each commit rewrites that page.
     """
+    path = hold.path
     row = read(
         "SELECT value, (SELECT rootpage FROM sqlite_schema WHERE name = 'meta') FROM meta WHERE name = 'database'"
     )
@@ -125,9 +166,7 @@ def check_identity(path: Path, read: Callable[[str], list[Any]]) -> None:
         raise StoreCorrupt(f"The database {path} has lost its identity.")
     uuid, rootpage = row[0]
     page_size = read("PRAGMA page_size")[0][0]
-    with open(path, "rb") as file:
-        file.seek((rootpage - 1) * page_size)
-        genuine = uuid.encode() in file.read(page_size)
+    genuine = uuid.encode() in hold.read((rootpage - 1) * page_size, page_size)
     if not genuine or read(
         "SELECT 1 FROM jobs WHERE origin <> (SELECT value FROM meta WHERE name = 'database') LIMIT 1"
     ):

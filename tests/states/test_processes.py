@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -16,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from headway import states
 from headway.errors import HeadwayError
 from headway.states import State, Subscription
 from tests.services.waiting import eventually
-from tests.states.conftest import ISOLATING, SHARED, Place, replayed
+from tests.states.conftest import ISOLATING, SHARED, Place, replayed, sees
 
 WRITER = """
 import sys
@@ -123,27 +121,32 @@ def test_what_a_killed_process_was_told_is_stored_is_stored_and_its_successor_go
         for line in writer.stdout:
             if line.endswith("\n"):
                 acknowledged = int(line)
-        found = eventually(lambda: (state := store.get_state(1, "a")).version >= acknowledged and state, 20)
+        found = sees(store, 1, "a", acknowledged)
         assert found.version <= acknowledged + 1, "at most the one under way was stored unheard"
     assert store.set_state(State("job", 1, "a")).version >= acknowledged + 1
 
 
-def test_after_a_fork_the_child_is_told_to_open_a_store_of_its_own(place: Place):
-    if place.kind == "firestore":
-        return forked_in_a_fresh_process(place)
-    store = place.open()
-    store.set_state(State("job", 0, "a", 1))
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:  # the child may not return into pytest, whatever happens
-        os.write(writer, json.dumps(refusals(store)).encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as answers:
-        assert json.loads(answers.read()) == ["refused"] * 4
-    os.waitpid(pid, 0)
-    assert store.set_state(State("job", 0, "a", 2)).version == 2
-    return None
+def test_after_a_fork_the_child_is_told_to_open_a_store_of_its_own_and_the_parents_goes_on(place: Place):
+    # In a process of its own: gRPC, which other tests here have loaded, does not like to be forked at all.
+    command = [sys.executable, "-c", FORKING, place.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [["refused"] * 4, 2]
+
+
+FORKING = """
+import os, sys, json
+from headway import states
+from tests.states.test_processes import refusals
+store, _ = states.open_store(sys.argv[1], "job", 3)
+store.set_state(states.State("job", 0, "a"))
+pid = os.fork()
+if pid == 0:
+    print(json.dumps(refusals(store)), flush=True)
+    os._exit(0)
+os.waitpid(pid, 0)
+print(store.set_state(states.State("job", 0, "a")).version, flush=True)
+os._exit(0)
+"""
 
 
 def refusals(store: Any) -> list[str]:
@@ -161,18 +164,6 @@ def refusals(store: Any) -> list[str]:
             answers.append("refused" if "before this process was forked" in str(error) else str(error))
     store.close()  # does nothing to what the parent holds
     return answers
-
-
-def forked_in_a_fresh_process(place: Place) -> None:
-    """gRPC does not like to be forked at all, so this is tried in a process that ends right after it."""
-    script = (
-        "import os, sys, json\nfrom headway import states\nfrom tests.states.test_processes import refusals\n"
-        "store, _ = states.open_store(sys.argv[1], 'job', 3)\npid = os.fork()\n"
-        "if pid == 0:\n    print(json.dumps(refusals(store)), flush=True)\n    os._exit(0)\n"
-        "os.waitpid(pid, 0)\nos._exit(0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script, place.url], capture_output=True, text=True, timeout=60)
-    assert json.loads(done.stdout.splitlines()[-1]) == ["refused"] * 4
 
 
 @pytest.mark.req("S1-49")
@@ -260,4 +251,20 @@ def test_another_writer_of_the_same_task_is_noticed(place: Place, caplog: pytest
     caplog.clear()
     one.set_state(replace(state, status=3))
     assert ["somebody else writes" in record.getMessage() for record in caplog.records] == [True]
-    assert states.FINISHED == 2147483647
+
+
+@pytest.mark.stores(("sqlite",))
+def test_a_process_that_closes_a_sqlite_file_does_not_take_the_log_of_the_others_away(place: Place, spawn: Spawn):
+    """Closing any descriptor of a file drops all of a process's locks on it: see `headway._sqlite_file.Hold`."""
+    store = place.open()
+    store.set_state(State("job", 0, "a", 1))
+    place.open().close()  # a second store of this process must not drop the locks of the first either
+    for number in range(2, 5):
+        visitor = spawn(place.url, "1", "b", "1")
+        ready(visitor)
+        go(visitor)
+        assert len(versions_of(visitor)) == 1  # it was here, and closed the database
+        store.set_state(State("job", 0, "a", number))
+        check = [sys.executable, "-m", "headway", "states", "job", "--json", "--store", place.url]
+        seen = json.loads(subprocess.run(check, capture_output=True, text=True, timeout=60, check=True).stdout)
+        assert seen["states"][0]["status"] == number

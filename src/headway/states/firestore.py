@@ -40,8 +40,9 @@ CONFLICT = RetryPolicy(retries=8, base=0.02, cap=1.0, jitter=0.5)
 # The channel's own waiting between two connections must not outlast ours.
 _CHANNEL = [
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.initial_reconnect_backoff_ms", 500),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 4_000),  # how long one try to connect may take
+    ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
 ]
@@ -63,14 +64,9 @@ class FirestoreStates:
                 hint="Use firestore://PROJECT; the project is never taken from the environment.",
             )
         self._database = f"projects/{project}/databases/{database}"
-        # Read once: a listener that connects again goes where the store went.
-        self._emulator = os.environ.get("FIRESTORE_EMULATOR_HOST")
-        self._api, self._channel = self.connect()
+        self._api, self._channel = _connect(os.environ.get("FIRESTORE_EMULATOR_HOST"))
         # When each document was created, over the life of this store: a new one of the same name is another document.
         self._births: dict[str, dict[Key, str]] = {}
-
-    def connect(self) -> tuple[FirestoreClient, Any]:
-        return _connect(self._emulator)
 
     # ---- names ---------------------------------------------------------------------------------------------------
 
@@ -83,7 +79,11 @@ class FirestoreStates:
     # ---- calls ---------------------------------------------------------------------------------------------------
 
     def _ask(self, method: str, **request: Any) -> Any:
-        return _ask(self._api, self._database, method, **request)
+        """One call, with a time limit and without the client's own retries."""
+        if "parent" not in request:
+            request["database"] = self._database
+        metadata = _metadata(self._database)
+        return getattr(self._api, method)(request=request, timeout=CALL_SECONDS, retry=None, metadata=metadata)
 
     def _documents(self, parent: str, collection: str, limit: int | None = None) -> Iterator[Any]:
         query: dict[str, Any] = {"from_": [{"collection_id": collection}]}
@@ -207,7 +207,17 @@ class FirestoreStates:
         return sorted((state for state in kept if state.key == (task_id, tag)), key=lambda state: state.version)
 
     def listen(self, job_id: str) -> FirestoreListener:
-        return FirestoreListener(self, self._database, job_id, self._births.setdefault(job_id, {}))
+        return FirestoreListener(self, job_id, self._births.setdefault(job_id, {}))
+
+    def begin_listening(self, job_id: str, requests: Iterator[Any], send: Callable[[Any], None]) -> Any:
+        """A Listen stream. Asked of the transport, which gives the call at once; the client would first wait for an
+        answer, and could not be stopped meanwhile. Without a time limit: the stream is meant to stay."""
+        from google.cloud.firestore_v1.types import ListenRequest
+
+        query = {"parent": self._job(job_id), "structured_query": {"from_": [{"collection_id": "states"}]}}
+        send(ListenRequest(database=self._database, add_target={"query": query, "target_id": _TARGET}))
+        stream: Any = self._api.transport.listen  # typed as if it took one request
+        return stream(requests, metadata=_metadata(self._database))
 
     def close(self) -> None:
         self._channel.close()
@@ -216,27 +226,21 @@ class FirestoreStates:
 class FirestoreListener:
     """One Listen stream over the states of one job. A thread reads it; `changes` takes what the thread found."""
 
-    def __init__(self, states: FirestoreStates, database: str, job_id: str, births: dict[Key, str]) -> None:
+    def __init__(self, states: FirestoreStates, job_id: str, births: dict[Key, str]) -> None:
         self._states = states
         self._job_id = job_id
         self._births = births
         self._heard: queue.SimpleQueue[list[Change] | Exception] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._listening = threading.Event()
-        # A channel of its own: a lost connection is replaced at once, without the old one's waiting time.
-        self._api, self._channel = states.connect()
-        self._database = database
-        self._parent = f"{database}/documents/jobs/{job_id}"
-        target = {
-            "query": {"parent": self._parent, "structured_query": {"from_": [{"collection_id": "states"}]}},
-            "target_id": _TARGET,
-        }
-        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._requests.put({"database": database, "add_target": target})
         # Both belong to the reading thread: what the stream has told, and what it tells anew after a reset.
         self._told: set[Key] = set()
         self._standing: set[Key] | None = None
-        threading.Thread(target=self._read, name=f"headway-firestore-{job_id}", daemon=True).start()
+        # The stream lives as long as there may be another request: until the None that `close` puts.
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._call = states.begin_listening(job_id, iter(self._requests.get, None), self._requests.put)
+        self._thread = threading.Thread(target=self._read, name=f"headway-firestore-{job_id}", daemon=True)
+        self._thread.start()
 
     def snapshot(self) -> Snapshot:
         if not self._listening.wait(CALL_SECONDS):  # what is written after the listing must find us listening
@@ -247,8 +251,7 @@ class FirestoreListener:
         try:
             heard = self._heard.get(timeout=HEARTBEAT)
         except queue.Empty:
-            with _translated():  # silence may also be a dead connection: ask something, on the same one
-                list(_ask(self._api, self._database, "batch_get_documents", documents=[self._parent]))
+            self._states.find(self._job_id)  # silence may also be a dead connection: ask something, on the same one
             return []
         if isinstance(heard, Exception):
             with _translated():
@@ -261,21 +264,16 @@ class FirestoreListener:
     def close(self) -> None:
         self._closing.set()
         self._requests.put(None)
-        self._channel.close()
+        self._call.cancel()
+        self._thread.join(CALL_SECONDS)  # a channel that is closed under a running call brings gRPC down
 
     def _read(self) -> None:
         try:
-            # Without a time limit: the stream is meant to stay.
-            stream = self._api.listen(
-                requests=iter(self._requests.get, None), timeout=None, metadata=_metadata(self._database)
-            )
-            for response in stream:
+            for response in self._call:
                 try:
-                    changes = self._meaning(response)
+                    self._heard.put(self._meaning(response))
                 except Relist as relist:
                     self._heard.put(relist)
-                else:
-                    self._heard.put(changes)
             self._heard.put(Unavailable("Firestore ended the stream."))
         except Exception as error:  # noqa: BLE001  (whatever it was, the supervisor must hear of it)
             if not self._closing.is_set():
@@ -354,13 +352,6 @@ def _metadata(database: str) -> tuple[tuple[str, str]]:
     return (("google-cloud-resource-prefix", database),)
 
 
-def _ask(api: FirestoreClient, database: str, method: str, **request: Any) -> Any:
-    """One call, with a time limit and without the client's own retries."""
-    if "parent" not in request:
-        request["database"] = database
-    return getattr(api, method)(request=request, timeout=CALL_SECONDS, retry=None, metadata=_metadata(database))
-
-
 def _record(document: Any) -> JobRecord:
     fields = values.plain(document.fields)
     job_id = document.name.rsplit("/", 1)[1]
@@ -377,10 +368,15 @@ def _record(document: Any) -> JobRecord:
 
 @contextmanager
 def _translated() -> Iterator[None]:
+    import grpc
     from google.api_core import exceptions
 
     try:
-        yield
+        try:
+            yield
+        except grpc.RpcError as error:  # from the stream, which we read without the client
+            known: Exception = exceptions.from_grpc_error(error)  # type: ignore[no-untyped-call]  # as it is
+            raise known from error
     except HeadwayError:
         raise
     except (exceptions.PermissionDenied, exceptions.Unauthenticated) as error:
