@@ -82,14 +82,14 @@ def managers(store: LiveStore) -> list[Manager]:
     return [Manager("job", task, 3, store) for task in range(3)]
 
 
-def take(subscription: Subscription, count: int, timeout: float = 20) -> list[StateEvent]:
+def take(subscription: Subscription, count: int, timeout: float = 60) -> list[StateEvent]:
     return [subscription.get(timeout) for _ in range(count)]
 
 
 def replayed(subscription: Subscription) -> list[State]:
     """What stands, up to and without the sentinel."""
     states = []
-    while (event := subscription.get(20)).state is not None:
+    while (event := subscription.get(60)).state is not None:
         assert event.replay
         states.append(event.state)
     return states
@@ -109,4 +109,4 @@ def sees(store: LiveStore, task_id: int, tag: str, version: int) -> State:
         state = store.get_state(task_id, tag)
         return state if state.version >= version else None
 
-    return eventually(arrived, 20)
+    return eventually(arrived, 60)

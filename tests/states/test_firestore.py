@@ -148,7 +148,7 @@ def test_everything_is_read_once_at_the_beginning_and_reading_then_costs_no_call
 @pytest.mark.req("S1-43", "S1-44")
 def test_one_stream_listens_from_the_beginning_whatever_the_number_of_subscribers(place: Place, counter: CallCounter):
     store = place.open()
-    eventually(lambda: counter.open_streams["Listen"] == 1, 20)
+    eventually(lambda: counter.open_streams["Listen"] == 1, 60)
     subscriptions = [Manager("job", task % 3, 3, store).subscribe(tag=f"t{task % 7}") for task in range(100)]
     for number in range(7):
         store.set_state(State("job", 0, f"t{number}", 1))
@@ -157,7 +157,7 @@ def test_one_stream_listens_from_the_beginning_whatever_the_number_of_subscriber
         assert len(live(subscription)) == 1
     assert counter.calls["Listen"] == 1
     store.close()
-    eventually(lambda: counter.open_streams["Listen"] == 0, 20)
+    eventually(lambda: counter.open_streams["Listen"] == 0, 60)
 
 
 @pytest.mark.req("S1-40")
@@ -169,7 +169,7 @@ def test_documents_added_changed_and_removed_behind_its_back_reach_the_cache(pla
     store.set_state(State("job", 0, "a", 6))
     document = client.document("jobs/job/states/0-a")
     document.delete()
-    eventually(lambda: store.get_state(0, "a").version == 0, 20)
+    eventually(lambda: store.get_state(0, "a").version == 0, 60)
     store.set_state(State("job", 0, "a", 9))
     seen: list[State] = []
     while not seen or seen[-1].status != 9:
@@ -184,7 +184,7 @@ def test_the_emulator_may_be_killed_and_started_under_a_listener(place: Place, f
     store = place.open(retry=PERSISTENT)
     store.set_state(State("job", 0, "a", 5))
     firestore_emulator.kill9()  # its documents are gone
-    eventually(lambda: not store.fresh, 20)
+    eventually(lambda: not store.fresh, 60)
     firestore_emulator.start()
     eventually(lambda: store.fresh and store.list_all_states() == [], 60)
     with pytest.raises(NotFound):

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Seconds one call may take, and seconds of silence before the listener asks whether the service is still there.
-CALL_SECONDS, HEARTBEAT = 4.0, 4.0
+#: Seconds one call may take.
+CALL_SECONDS = 8.0
+#: Seconds of silence before the listener asks whether the service is still there, and seconds it has to answer.
+HEARTBEAT, PROBE_SECONDS = 4.0, 4.0
 #: Documents removed in one commit; the service takes 500.
 DELETE_BATCH = 200
 #: A transaction that lost against another one is tried again this often, soon.
@@ -78,12 +80,12 @@ class FirestoreStates:
 
     # ---- calls ---------------------------------------------------------------------------------------------------
 
-    def _ask(self, method: str, **request: Any) -> Any:
+    def _ask(self, method: str, *, seconds: float | None = None, **request: Any) -> Any:
         """One call, with a time limit and without the client's own retries."""
         if "parent" not in request:
             request["database"] = self._database
-        metadata = _metadata(self._database)
-        return getattr(self._api, method)(request=request, timeout=CALL_SECONDS, retry=None, metadata=metadata)
+        options = {"timeout": seconds or CALL_SECONDS, "retry": None, "metadata": _metadata(self._database)}
+        return getattr(self._api, method)(request=request, **options)
 
     def _documents(self, parent: str, collection: str, limit: int | None = None) -> Iterator[Any]:
         query: dict[str, Any] = {"from_": [{"collection_id": collection}]}
@@ -135,6 +137,11 @@ class FirestoreStates:
         with _translated():
             found = self._get([self._job(job_id)])
         return _record(next(iter(found.values()))) if found else None
+
+    def probe(self, job_id: str) -> None:
+        """Ask something, on the channel of the listener, to see whether it still carries anything."""
+        with _translated():
+            self._get([self._job(job_id)], seconds=PROBE_SECONDS)
 
     def jobs(self) -> Iterator[JobRecord]:
         return map(_record, self._documents(f"{self._database}/documents", "jobs"))
@@ -251,7 +258,7 @@ class FirestoreListener:
         try:
             heard = self._heard.get(timeout=HEARTBEAT)
         except queue.Empty:
-            self._states.find(self._job_id)  # silence may also be a dead connection: ask something, on the same one
+            self._states.probe(self._job_id)  # silence may also be a dead connection
             return []
         if isinstance(heard, Exception):
             with _translated():
