@@ -328,7 +328,7 @@ def test_a_subscriber_hears_what_another_store_writes_in_order(place: Place):
         versions = [state.version for state in heard]
         assert versions == sorted(set(versions))
         assert heard[-1] == written[-1]
-        assert sees(here._store, 1, "a", 60) == written[-1]  # type: ignore[arg-type]
+        assert sees(here._store, 1, "a", 20) == written[-1]  # type: ignore[arg-type]
 
 
 @pytest.mark.req("S1-33")
@@ -361,8 +361,9 @@ def test_a_job_that_was_deleted_and_made_again_is_heard_from_version_1(place: Pl
 
 @pytest.mark.req("S1-43", "S1-44")
 def test_a_hundred_subscribers_are_served_by_one_listener(managers: list[Manager], store: LiveStore):
+    subscriptions = [managers[0].subscribe(tag="a")]
     before = threading.active_count()
-    subscriptions = [managers[0].subscribe(tag="a") for _ in range(100)]
+    subscriptions += [managers[0].subscribe(tag="a") for _ in range(99)]
     assert threading.active_count() == before
     written = managers[1].set_started("a")
     for subscription in subscriptions:

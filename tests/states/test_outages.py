@@ -270,6 +270,7 @@ def test_a_connection_that_is_open_but_dead_is_noticed_without_an_error_from_bel
     for name, value in quick.get(module, {"HEARTBEAT": 0.1, "PROBE_SECONDS": 0.5}).items():
         monkeypatch.setattr(f"headway.states.{module}.{name}", value)
     store = line.open(retry=PERSISTENT)
+    store.list_all_states()
     assert store.fresh
     line.proxy.black_hole()
     eventually(lambda: not store.fresh, 9)

@@ -56,6 +56,7 @@ class FirestoreStates:
 
     kind = "firestore"
     write_policy = RetryPolicy(retries=3, base=0.5, cap=4.0, jitter=0.2)
+    listens_at_once = True  # 001 wants the cache warm from the beginning
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)

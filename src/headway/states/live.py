@@ -3,9 +3,9 @@
     backend.listen ──▶ listener thread ──▶ cache ──▶ get_state, list_*
                                         └─▶ offer to every subscription
 
-One thread per store listens, whatever the number of subscribers. It connects, *then* lists, then applies changes; at
-every reconnect it does the same again, so what happened in between is never missed, and versions keep it from being
-told twice. While the listener is not connected the cache is stale: reads then go to the backend, or fail; they never
+One thread per store listens, whatever the number of subscribers; a store that only writes has none. It connects, *then*
+lists, then applies changes; at every reconnect it does the same again, so what happened in between is never missed, and
+versions keep it from being told twice. While the listener is not connected the cache is stale: reads then go to the backend, or fail; they never
 answer from a cache that nobody keeps.
 """
 
@@ -68,7 +68,8 @@ class LiveStore:
         self._fresh_until = 0.0
         self._gave_up: HeadwayError | None = None
         self._thread: threading.Thread | None = None
-        self._start_listening()
+        if backend.listens_at_once:
+            self._ensure_listening()
 
     @property
     def job_id(self) -> str:
@@ -180,6 +181,8 @@ class LiveStore:
 
     def _refresh_if_stale(self) -> None:
         self._usable()
+        if self._thread is None:
+            self._ensure_listening()
         if self.fresh:
             metrics.count("headway_states_reads", result="hit")
             return
@@ -204,9 +207,7 @@ class LiveStore:
         timeout: float | None = None,
     ) -> Subscription:
         self._usable()
-        with self._starting:
-            if self._gave_up is not None:
-                self._start_listening()
+        self._ensure_listening(again=True)
         self._refresh_if_stale()
         subscription = Subscription(
             accepts=accepts,
@@ -258,12 +259,17 @@ class LiveStore:
 
     # ---- the listener ---------------------------------------------------------------------
 
-    def _start_listening(self) -> None:
-        """Connect and list in the caller's thread, so that a store that was opened is up to date; then supervise."""
-        self._listener = self._connect()
-        self._gave_up = None
-        self._thread = threading.Thread(target=self._run, name=f"headway-states-{self.job_id}", daemon=True)
-        self._thread.start()
+    def _ensure_listening(self, *, again: bool = False) -> None:
+        """Begin to listen, or begin ``again`` after having given up.
+
+        It connects and lists in the caller's thread, so that whoever reads next finds everything; then it supervises.
+        """
+        with self._starting:
+            if self._thread is None or (again and self._gave_up is not None):
+                self._listener = self._connect()
+                self._gave_up = None
+                self._thread = threading.Thread(target=self._run, name=f"headway-states-{self.job_id}", daemon=True)
+                self._thread.start()
 
     def _run(self) -> None:
         failures = 0

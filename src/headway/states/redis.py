@@ -36,6 +36,7 @@ class RedisStates:
 
     kind = "redis"
     write_policy = REDIS_OPERATION
+    listens_at_once = False
 
     def __init__(self, url: str) -> None:
         self._url = url

@@ -78,6 +78,7 @@ class SqlStates:
 
     # The database tries again by itself, so a write that failed has been tried for long enough.
     write_policy = RetryPolicy(retries=0)
+    listens_at_once = False
 
     def __init__(self, url: str, *, create: bool = True) -> None:
         self._stop = threading.Event()

@@ -136,6 +136,8 @@ class Backend(Protocol):
     kind: str
     #: How often a write that found the server away is tried again (with the same event id, so once is enough).
     write_policy: RetryPolicy
+    #: Whether a store listens from the moment it is opened, or from its first read or subscription.
+    listens_at_once: bool
 
     def register(self, job_id: str, num_tasks: int, *, history: bool) -> JobRecord:
         """The job's record, made if there was none. One transaction: of many callers one makes it, all get the same."""
