@@ -22,7 +22,7 @@ run: $(SETUP)  ## run the main job of examples/ads
 
 test: $(SETUP)  ## obtain the servers the tests need and run them, with branch coverage
 	-@$(BIN)/python -m tests.services.firestore
-	$(BIN)/pytest -n 2 --cov --cov-report=term
+	$(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term
 
 check: $(SETUP)  ## what CI runs: lint, types, import contracts, test, trace, docs
 	$(BIN)/ruff check .

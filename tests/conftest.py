@@ -130,9 +130,7 @@ def postgres_programs() -> Path:
 
 
 @pytest.fixture(scope="session")
-def _shared_postgres(
-    postgres_programs: Path, service_directory: Callable[[str], Path]
-) -> Iterator[PostgresServer]:
+def _shared_postgres(postgres_programs: Path, service_directory: Callable[[str], Path]) -> Iterator[PostgresServer]:
     server = PostgresServer(service_directory("postgres"), postgres_programs)
     yield server
     server.discard()
@@ -183,9 +181,7 @@ def _shared_firestore(service_directory: Callable[[str], Path]) -> Iterator[Fire
 
 
 @pytest.fixture
-def firestore_emulator(
-    _shared_firestore: FirestoreEmulator, monkeypatch: pytest.MonkeyPatch
-) -> FirestoreEmulator:
+def firestore_emulator(_shared_firestore: FirestoreEmulator, monkeypatch: pytest.MonkeyPatch) -> FirestoreEmulator:
     """This worker's emulator, running, and where `firestore.Client(project=….new_project())` will look."""
     if not _shared_firestore.running:
         _shared_firestore.start()
@@ -215,9 +211,7 @@ def spawn_cli(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """
     processes: list[subprocess.Popen[str]] = []
 
-    def spawn(
-        *arguments: str | Path, env: dict[str, str] | None = None, **options: Any
-    ) -> subprocess.Popen[str]:
+    def spawn(*arguments: str | Path, env: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
         streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         process = subprocess.Popen(

@@ -38,9 +38,7 @@ def run(code: str) -> str:
         script = Path(directory, "example.py")
         script.write_text(code, "utf-8")
         command = [sys.executable, script.name]
-        done = subprocess.run(
-            command, cwd=directory, capture_output=True, text=True, timeout=120, check=False
-        )
+        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=120, check=False)
     return (done.stderr or f"exit {done.returncode}") if done.returncode else ""
 
 

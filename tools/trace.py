@@ -67,9 +67,7 @@ def main() -> int:
     unlisted = {requirement: where for requirement, where in tests.items() if requirement not in listed}
     for requirement, where in unlisted.items():
         print(f"not in docs/requirements.md: {requirement}, claimed by {', '.join(where)}")
-    print(
-        f"{len(listed)} requirements, {len(untested)} without a test, {len(unlisted)} claimed but not listed"
-    )
+    print(f"{len(listed)} requirements, {len(untested)} without a test, {len(unlisted)} claimed but not listed")
     return 1 if untested or unlisted else 0
 
 

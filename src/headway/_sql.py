@@ -8,7 +8,6 @@ leaves the outcome unknown; repeating is right only because everything we write 
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import threading
 import time
@@ -39,7 +38,7 @@ from headway.retry import STORE, RetryPolicy, pause
 from headway.telemetry import Log, metrics, redact
 
 if TYPE_CHECKING:
-    import psycopg
+    from psycopg import Connection
 
 log = Log("sql")
 
@@ -478,10 +477,10 @@ class PostgreSQL(Database):
         )
         return int(row[0]) if row else 0
 
-    def _open(self) -> psycopg.Connection[Row]:
+    def _open(self) -> Connection[Row]:
         psycopg = _psycopg()
         try:
-            return psycopg.connect(
+            connection: Connection[Row] = psycopg.connect(
                 self._url,
                 autocommit=True,
                 connect_timeout=5,
@@ -491,6 +490,7 @@ class PostgreSQL(Database):
                 keepalives_count=2,
                 options="-c search_path=headway,public -c idle_in_transaction_session_timeout=60000",
             )
+            return connection
         except psycopg.OperationalError as error:
             if "authentication failed" in str(error) or "does not exist" in str(error):
                 raise Unavailable(
@@ -505,29 +505,28 @@ class PostgreSQL(Database):
             hint="Check that it runs and that the address is right; then run the same command again.",
         )
 
-    def _tx(self, connection: psycopg.Connection[Row]) -> Tx:
+    def _tx(self, connection: Connection[Row]) -> Tx:
         cursor = connection.cursor()
 
         def execute(sql: str, parameters: Sequence[Value]) -> Cursor:
-            # psycopg wants literal SQL; ours comes from this package and the schema files, never from input.
-            return cursor.execute(_percent(sql), parameters or None)  # type: ignore[arg-type]
+            return cursor.execute(_percent(sql), parameters or None)
 
         def executemany(sql: str, rows: Iterable[Sequence[Value]]) -> Cursor:
-            cursor.executemany(_percent(sql), rows)  # type: ignore[arg-type]  # as above
+            cursor.executemany(_percent(sql), rows)
             return cursor
 
         return Tx("postgresql", execute, executemany)
 
-    def _begin(self, connection: psycopg.Connection[Row]) -> None:
+    def _begin(self, connection: Connection[Row]) -> None:
         connection.execute("BEGIN")
 
-    def _begin_read(self, connection: psycopg.Connection[Row]) -> None:
+    def _begin_read(self, connection: Connection[Row]) -> None:
         connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
 
-    def _commit(self, connection: psycopg.Connection[Row]) -> None:
+    def _commit(self, connection: Connection[Row]) -> None:
         connection.execute("COMMIT")
 
-    def _rollback(self, connection: psycopg.Connection[Row]) -> None:
+    def _rollback(self, connection: Connection[Row]) -> None:
         psycopg = _psycopg()
         if not connection.closed and connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
             try:
@@ -535,7 +534,7 @@ class PostgreSQL(Database):
             except psycopg.Error:
                 connection.close()  # the error that brought us here is the one to report
 
-    def _broken(self, connection: psycopg.Connection[Row]) -> bool:
+    def _broken(self, connection: Connection[Row]) -> bool:
         psycopg = _psycopg()
         return connection.closed or connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE
 

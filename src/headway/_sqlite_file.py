@@ -118,7 +118,9 @@ def check_identity(path: Path, read: Callable[[str], list[Any]]) -> None:
     same in the bare file as through SQLite, which looks into the ``-wal`` first. Every job row repeats the uuid,
     because each commit rewrites that page.
     """
-    row = read("SELECT value, (SELECT rootpage FROM sqlite_schema WHERE name = 'meta') FROM meta WHERE name = 'database'")
+    row = read(
+        "SELECT value, (SELECT rootpage FROM sqlite_schema WHERE name = 'meta') FROM meta WHERE name = 'database'"
+    )
     if not row:
         raise StoreCorrupt(f"The database {path} has lost its identity.")
     uuid, rootpage = row[0]
@@ -126,7 +128,9 @@ def check_identity(path: Path, read: Callable[[str], list[Any]]) -> None:
     with open(path, "rb") as file:
         file.seek((rootpage - 1) * page_size)
         genuine = uuid.encode() in file.read(page_size)
-    if not genuine or read("SELECT 1 FROM jobs WHERE origin <> (SELECT value FROM meta WHERE name = 'database') LIMIT 1"):
+    if not genuine or read(
+        "SELECT 1 FROM jobs WHERE origin <> (SELECT value FROM meta WHERE name = 'database') LIMIT 1"
+    ):
         raise StoreCorrupt(
             f"The file {path}-wal belongs to another database than {path}.",
             hint=f"Put the right -wal file back beside {path}, or move the wrong one away. Nothing was written.",
@@ -161,8 +165,12 @@ def meaning(error: sqlite3.Error, path: Path | None) -> HeadwayError:
                 hint="Look for a program that keeps it open in a transaction (a database browser?).",
             )
         case sqlite3.SQLITE_IOERR:
-            return StoreFull(f"{where} could not be written: {error}.") if _disk_is_full(path) else StorageError(
-                f"{where} could not be read or written: {error}.", hint="Check the disk and its messages (dmesg)."
+            return (
+                StoreFull(f"{where} could not be written: {error}.")
+                if _disk_is_full(path)
+                else StorageError(
+                    f"{where} could not be read or written: {error}.", hint="Check the disk and its messages (dmesg)."
+                )
             )
         case sqlite3.SQLITE_CONSTRAINT:
             return StorageError(f"A constraint of the database was violated: {error}.")

@@ -24,8 +24,36 @@ Field = str | int | float | bool | None
 
 #: Every structured field a headway log line may carry.
 FIELDS = frozenset(
-    "operation job project_id jobID taskID tag version eventID error idx run worker attempt count total done failed dead "
-    "seconds path queue key sink event cause old new reason".split()
+    [
+        "operation",
+        "job",
+        "project_id",
+        "jobID",
+        "taskID",
+        "tag",
+        "version",
+        "eventID",
+        "error",
+        "idx",
+        "run",
+        "worker",
+        "attempt",
+        "count",
+        "total",
+        "done",
+        "failed",
+        "dead",
+        "seconds",
+        "path",
+        "queue",
+        "key",
+        "sink",
+        "event",
+        "cause",
+        "old",
+        "new",
+        "reason",
+    ]
 )
 
 logging.getLogger("headway").addHandler(logging.NullHandler())
@@ -101,31 +129,39 @@ def configure(*, level: str = "INFO", as_json: bool = False, stream: IO[str] | N
 # ---------------------------------------------------------------------------------------------------------------------
 # Redaction
 
-_SECRET_NAME = r"(?:pass(?:word|wd|phrase)?|pwd|secret|token|api[-_]?key|access[-_]?key|private[-_]?key|credentials?|auth)"
+_SECRET_NAME = (
+    r"(?:pass(?:word|wd|phrase)?|pwd|secret|token|api[-_]?key|access[-_]?key|private[-_]?key|credentials?|auth)"
+)
 _PATTERNS = (
     # scheme://user:password@host
-    (re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s:/@]*):[^\s/@]+@", re.I), r"\1:***@"),
-    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.S), "***"),
-    (re.compile(r"\b(bearer|basic)\s+[A-Za-z0-9+/=._~-]{6,}", re.I), r"\1 ***"),
+    (re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s:/@]*):[^\s/@]+@", re.IGNORECASE), r"\1:***@"),
+    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL), "***"),
+    (re.compile(r"\b(bearer|basic)\s+[A-Za-z0-9+/=._~-]{6,}", re.IGNORECASE), r"\1 ***"),
     # password=..., "api_key": "...", X-Auth-Token: ...
     (
         re.compile(
-            rf"""(\b[\w-]*{_SECRET_NAME}\b['"]?\s*[:=]\s*)(?!(?:bearer|basic)\b)("[^"]*"|'[^']*'|[^\s,;&)}}\]]+)""", re.I
+            rf"""(\b[\w-]*{_SECRET_NAME}\b['"]?\s*[:=]\s*)(?!(?:bearer|basic)\b)("[^"]*"|'[^']*'|[^\s,;&)}}\]]+)""",
+            re.IGNORECASE,
         ),
         r"\1***",
     ),
     # Well-known shapes of keys.
     (re.compile(r"\b(?:sk|pk|rk)[-_](?:live|test|proj|ant)?[-_A-Za-z0-9]{16,}"), "***"),
-    (re.compile(r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|xox[abposr]-[\w-]{10,}|A(?:KIA|SIA)[A-Z0-9]{16})"), "***"),
+    (
+        re.compile(
+            r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|xox[abposr]-[\w-]{10,}|A(?:KIA|SIA)[A-Z0-9]{16})"
+        ),
+        "***",
+    ),
     (re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"), "***"),
 )
-_SECRET_VARIABLE = re.compile(_SECRET_NAME + r"|_KEY$", re.I)
+_SECRET_VARIABLE = re.compile(_SECRET_NAME + r"|_KEY$", re.IGNORECASE)
 
 
 def _secret_values(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Values of environment variables whose name says *secret*; short ones would blank out ordinary words."""
     values = {
-        value for name, value in environment.items() if len(value) >= 8 and "/" != value[0] and names_a_secret(name)
+        value for name, value in environment.items() if len(value) >= 8 and value[0] != "/" and names_a_secret(name)
     }
     return tuple(sorted(values, key=len, reverse=True))
 

@@ -96,8 +96,11 @@ class PostgresServer(Server):
         try:
             self._spawn([str(programs / "postgres"), "--version"], subprocess.DEVNULL).wait()
         except PermissionError:
-            shutil.copytree(programs.parent, self.directory / "postgresql", symlinks=True)
-            return self.directory / "postgresql" / "bin"
+            package = programs.parents[1]
+            site = package.parent
+            for tree in (programs.parent, *site.glob(f"{package.name}.libs")):
+                shutil.copytree(tree, self.directory / tree.relative_to(site), symlinks=True)
+            return self.directory / programs.relative_to(site)
         return programs
 
 

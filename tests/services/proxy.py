@@ -38,9 +38,7 @@ class Link:
     def reset(self) -> None:
         for writer in (self.client, self.server):
             if writer is not None and not writer.is_closing():
-                writer.get_extra_info("socket").setsockopt(
-                    socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE
-                )
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
                 writer.transport.abort()
 
     def close(self) -> None:

@@ -54,9 +54,7 @@ class RedisServer(Server):
 
     def client(self, db: int = 0) -> Redis:
         """A plain client for looking and arranging: one try, an answer within 5 s, text decoded."""
-        return Redis(
-            port=self.port, db=db, decode_responses=True, socket_timeout=5, retry=Retry(NoBackoff(), 0)
-        )
+        return Redis(port=self.port, db=db, decode_responses=True, socket_timeout=5, retry=Retry(NoBackoff(), 0))
 
     def sigstop(self) -> None:
         """Freeze it: connections stay open, nothing answers."""

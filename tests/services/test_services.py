@@ -127,9 +127,7 @@ def test_a_postgres_of_ones_own_takes_settings(postgres_factory):
 
 
 @pytest.mark.parametrize("program", firestore.installations(), ids=lambda program: type(program).__name__)
-def test_every_firestore_emulator_found_writes_reads_listens_and_commits(
-    program, service_directory, monkeypatch
-):
+def test_every_firestore_emulator_found_writes_reads_listens_and_commits(program, service_directory, monkeypatch):
     emulator = FirestoreEmulator(service_directory("firestore"), program)
     emulator.start()
     monkeypatch.setenv("FIRESTORE_EMULATOR_HOST", emulator.host)

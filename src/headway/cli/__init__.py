@@ -43,8 +43,8 @@ class LazyGroup(click.Group):
             from difflib import get_close_matches
 
             close = get_close_matches(args[0], COMMANDS, 1)
-            error.message += f" Did you mean '{close[0]}'?" if close else " See them all: headway --help"
-            raise
+            advice = f"Did you mean '{close[0]}'?" if close else "See them all: headway --help"
+            raise click.UsageError(f"{error.message} {advice}", ctx) from error
 
 
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -128,7 +128,9 @@ class Books:
             self._succeed(done)
         return Recorded(len(done), len(due), len(died), repeated, False, due, died, stale)
 
-    def _prior(self, indices: list[int]) -> dict[int, tuple[str | None, str | None, int, int | None, float | None, bool]]:
+    def _prior(
+        self, indices: list[int]
+    ) -> dict[int, tuple[str | None, str | None, int, int | None, float | None, bool]]:
         rows = self.tx.all(f"{_PRIOR}({marks(len(indices))})", (self.no, *indices))
         return {
             idx: (key, status, attempts or 0, token, lease_until, dead is not None)
@@ -164,7 +166,9 @@ class Books:
     def _fail(self, outcome: Failed, name: str | None, attempts: int, at: float | None, *, was_dead: bool) -> None:
         no, now, fault = self.no, self.now, outcome.fault
         cause = self._cause(fault, name)
-        self.tx.execute(_PUT_FAILED, (no, outcome.idx, outcome.meta, attempts, now, outcome.seconds, outcome.worker, at))
+        self.tx.execute(
+            _PUT_FAILED, (no, outcome.idx, outcome.meta, attempts, now, outcome.seconds, outcome.worker, at)
+        )
         self.tx.execute(
             _PUT_ATTEMPT,
             (no, outcome.idx, outcome.outcome, fault.text, fault.detail, cause, outcome.worker, now, outcome.seconds,
@@ -275,10 +279,14 @@ def put_one_done(tx: Tx, job: int, outcome: Done) -> bool:
         "ON CONFLICT (job, idx) DO NOTHING",
         (outcome.meta, now, outcome.seconds, outcome.worker, job, outcome.idx),
     )
-    return fresh == 1 and 1 == tx.execute(
-        "UPDATE jobs SET version = version + 1, done = done + 1, minute_done = minute_done + 1, updated_at = ? "
-        "WHERE no = ? AND minute = ? AND finished_at IS NULL AND (sealed = 0 OR done + dead + 1 < total)",
-        (now, job, int(now // 60)),
+    return (
+        fresh == 1
+        and tx.execute(
+            "UPDATE jobs SET version = version + 1, done = done + 1, minute_done = minute_done + 1, updated_at = ? "
+            "WHERE no = ? AND minute = ? AND finished_at IS NULL AND (sealed = 0 OR done + dead + 1 < total)",
+            (now, job, int(now // 60)),
+        )
+        == 1
     )
 
 

@@ -21,10 +21,10 @@ _LIBRARIES = tuple(
 _OURS = str(Path(__file__).resolve().parent.parent)
 
 _VARIABLE_PARTS = (
-    (re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", re.I), "{id}"),
+    (re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", re.IGNORECASE), "{id}"),
     (re.compile(r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d:?\d\d)?)?"), "{time}"),
-    (re.compile(r"\b0x[0-9a-f]+\b", re.I), "{address}"),
-    (re.compile(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{8,}\b", re.I), "{id}"),
+    (re.compile(r"\b0x[0-9a-f]+\b", re.IGNORECASE), "{address}"),
+    (re.compile(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{8,}\b", re.IGNORECASE), "{id}"),
     # inv-00421, page_7, A17b: a word that has both letters and digits
     (re.compile(r"\b(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[A-Za-z0-9]+(?:[-_][A-Za-z0-9]+)*\b"), "{id}"),
     (re.compile(r"(?<![\w{])[-+]?\d+(?:[.,]\d+)*(?![\w}])"), "{n}"),

@@ -81,7 +81,9 @@ class Job(Reports):
                 [(item.key, item.payload, item.fingerprint, self.no, item.idx) for item in items],
             )
             for table in ("progress", "dead_letters", "results"):
-                tx.executemany(f"DELETE FROM {table} WHERE job = ? AND idx = ?", [(self.no, item.idx) for item in items])
+                tx.executemany(
+                    f"DELETE FROM {table} WHERE job = ? AND idx = ?", [(self.no, item.idx) for item in items]
+                )
             books.frontier = min(books.frontier, *(item.idx for item in items))
             books.recount()
             books.close(settle=False)

@@ -151,7 +151,8 @@ class Ledger:
         """Delete finished and archived jobs that have not changed for ``older_than`` seconds, and old delivered events."""
         limit = self.database.now() - older_than
         old = self.database.all(
-            "SELECT id FROM jobs WHERE (finished_at IS NOT NULL OR archived = 1) AND updated_at < ? ORDER BY no", (limit,)
+            "SELECT id FROM jobs WHERE (finished_at IS NOT NULL OR archived = 1) AND updated_at < ? ORDER BY no",
+            (limit,),
         )
         gone = [id for (id,) in old]
         for id in gone:
@@ -168,14 +169,12 @@ class Ledger:
 
     def note(self, action: str, job: str, detail: dict[str, object], *, actor: str | None = None) -> None:
         """Add a line to the audit trail."""
-        self.database.run(
-            lambda tx: audit(tx, tx.now(), actor or _user(), action, job, detail), operation="audit"
-        )
+        self.database.run(lambda tx: audit(tx, tx.now(), actor or _user(), action, job, detail), operation="audit")
 
     def audit_trail(self, job: str | None = None) -> Iterator[tuple[float, str, str, str, str]]:
         """(when, who, what, job, detail as JSON), oldest first."""
         where, parameters = ("WHERE job = ?", (job,)) if job else ("", ())
-        yield from self.database.all(  # type: ignore[misc]  # the columns below, in this order
+        yield from self.database.all(
             f"SELECT at, actor, action, job, detail FROM audit {where} ORDER BY seq", parameters
         )
 
@@ -183,7 +182,9 @@ class Ledger:
 def _refuse_held(tx: Tx, no: int, id: str) -> None:
     row = tx.one("SELECT holder, lease_until FROM jobs WHERE no = ?", (no,))
     if row is not None and row[0] is not None and row[1] > tx.now():
-        raise JobHeld(f"Job {id} is being run.", hint="Stop that run first: Ctrl-C where it runs, or see: headway show JOB")
+        raise JobHeld(
+            f"Job {id} is being run.", hint="Stop that run first: Ctrl-C where it runs, or see: headway show JOB"
+        )
 
 
 def _user() -> str:

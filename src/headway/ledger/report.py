@@ -151,7 +151,8 @@ class Reports:
             for no, outcome, at, seconds, worker, error, detail, cause in rows
         ]
         done = self._database.one(
-            "SELECT updated_at, seconds, worker FROM progress WHERE job = ? AND idx = ? AND status = 'done'", (self.no, idx)
+            "SELECT updated_at, seconds, worker FROM progress WHERE job = ? AND idx = ? AND status = 'done'",
+            (self.no, idx),
         )
         if done is not None:
             at, seconds, worker = done
@@ -177,7 +178,7 @@ class Reports:
                 "ORDER BY i.idx, h.no",
                 (self.no, after, bound[0], self.no, after, bound[0]),
             )
-            yield from rows  # type: ignore[misc]  # the columns above, in this order
+            yield from rows
             after = bound[0]
 
     def fingerprints(self) -> Iterator[tuple[int, str | None, int | None]]:
@@ -187,7 +188,7 @@ class Reports:
             "SELECT idx, key, fingerprint FROM input_products WHERE job = ? AND idx > ? ORDER BY idx LIMIT 5000",
             (self.no, after),
         ):
-            yield from rows  # type: ignore[misc]  # the columns above, in this order
+            yield from rows
             after = rows[-1][0]
 
     def untouchable(self, indices: Sequence[int]) -> set[int]:
@@ -244,7 +245,7 @@ class Reports:
 
     def minutes(self, since: int) -> list[tuple[int, int, int, int, float]]:
         """(minute, done, failed, dead, seconds spent) from the minute ``since`` (Unix time / 60) on."""
-        return self._database.all(  # type: ignore[return-value]  # the columns below, in this order
+        return self._database.all(
             "SELECT minute, sum(done), sum(failed), sum(dead), sum(seconds) FROM ("
             "SELECT minute, done, failed, dead, seconds FROM minutes WHERE job = ? AND minute >= ? UNION ALL "
             "SELECT minute, minute_done, minute_failed, minute_dead, minute_seconds FROM jobs "
@@ -254,7 +255,7 @@ class Reports:
 
     def results(self, after: int = 0, limit: int = PAGE) -> list[tuple[int, int, str | None, str]]:
         """(seq, idx, key, result as JSON) in the order they were recorded."""
-        return self._database.all(  # type: ignore[return-value]  # the columns below, in this order
+        return self._database.all(
             "SELECT r.seq, r.idx, i.key, r.result FROM results r "
             "JOIN input_products i ON i.job = r.job AND i.idx = r.idx WHERE r.job = ? AND r.seq > ? ORDER BY r.seq LIMIT ?",
             (self.no, after, limit),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from headway.errors import InvalidInput
 
@@ -23,8 +23,10 @@ Status = Literal["pending", "done", "failed"]
 Miss = Literal["failed", "timeout", "lost"]
 
 
-@dataclass(frozen=True, slots=True)
-class NewItem:
+# The four below pass by the hundred thousand a second: named tuples are made four times as fast as frozen dataclasses.
+
+
+class NewItem(NamedTuple):
     """An item to register. ``payload`` is JSON text."""
 
     idx: int
@@ -33,8 +35,7 @@ class NewItem:
     fingerprint: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """An item as the ledger hands it out for work."""
 
     idx: int
@@ -64,8 +65,7 @@ class Fault:
         return f"{self.type}: {self.message}" if self.type and self.message else self.type or self.message
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(NamedTuple):
     """A run of an item that succeeded."""
 
     idx: int
@@ -76,8 +76,7 @@ class Done:
     token: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(NamedTuple):
     """A run of an item that did not. Unless ``retryable``, it is dead at once."""
 
     idx: int
@@ -271,7 +270,9 @@ def canonical(value: object, what: str = "A payload") -> str:
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:  # UnicodeEncodeError is a ValueError
-        raise InvalidInput(f"{what} cannot be kept as JSON: {error}.", hint="Use dicts, lists, strings and numbers.") from error
+        raise InvalidInput(
+            f"{what} cannot be kept as JSON: {error}.", hint="Use dicts, lists, strings and numbers."
+        ) from error
     if "\\u0000" in text:
         raise InvalidInput(f"{what} contains a NUL character, which PostgreSQL cannot keep.", hint="Remove it.")
     return text

@@ -145,6 +145,15 @@ CREATE TABLE results (
     FOREIGN KEY (job, idx) REFERENCES input_products (job, idx) ON DELETE CASCADE
 );
 
+-- How far a file of results has been written; the table results is the truth, the file its copy.
+CREATE TABLE outputs (
+    job  BIGINT NOT NULL REFERENCES jobs (no) ON DELETE CASCADE,
+    path TEXT NOT NULL,
+    seq  BIGINT NOT NULL,                           -- of the last result in the file
+    size BIGINT NOT NULL,                           -- bytes of the file that are ours
+    PRIMARY KEY (job, path)
+);
+
 CREATE TABLE minutes (
     job     BIGINT NOT NULL REFERENCES jobs (no) ON DELETE CASCADE,
     minute  BIGINT NOT NULL,                        -- Unix time / 60
