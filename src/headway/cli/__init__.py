@@ -16,7 +16,9 @@ from headway.errors import HeadwayError
 F = TypeVar("F", bound=Callable[..., Any])  # click's decorators take and give any function
 
 #: verb -> where it lives, in the order ``headway --help`` shows them.
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "watch": "headway.cli.watch:watch",
+}
 
 
 class LazyGroup(click.Group):

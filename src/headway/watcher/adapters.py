@@ -17,6 +17,7 @@ from headway.errors import MissingExtra, ServerRefused, Unavailable
 from headway.telemetry import redact
 from headway.watcher.logic import moment, split_member
 from headway.watcher.ports import (
+    Change,
     ExecutionRecord,
     JobRecord,
     Member,
@@ -24,6 +25,7 @@ from headway.watcher.ports import (
     MessageKind,
     PubSubProto,
     QueueKeys,
+    RedisHashes,
     RedisProto,
     ResultRecord,
     RqProto,
@@ -94,10 +96,10 @@ class Client(Protocol):
 
 
 def default_ports() -> WatcherPorts:
-    return WatcherPorts(redis=connect, rq=RqAdapter, clock=time.monotonic)
+    return WatcherPorts(redis=connect, hashes=connect, rq=RqAdapter, clock=time.monotonic)
 
 
-def connect(url: str) -> RedisProto:
+def connect(url: str) -> RedisAdapter:
     """A client of its own; nothing is sent until its first command."""
     try:
         client = redis.Redis.from_url(
@@ -148,7 +150,9 @@ def _execution_key(member: str) -> str:
     return Execution(execution_id, job_id, _NOWHERE).key
 
 
-class RedisAdapter(RedisProto):
+class RedisAdapter(RedisProto, RedisHashes):
+    """Both ports that are Redis commands."""
+
     def __init__(self, client: Client, db: int, name: str) -> None:
         self._client = client
         self._db = db
@@ -232,6 +236,31 @@ class RedisAdapter(RedisProto):
                 commands.append(("XADD", stream, "MAXLEN", "~", stream_length, "*", "event", body))
             commands.append(("PUBLISH", channel, body))
         self._commands(commands)
+
+    def setnx(self, key: str, value: str) -> str:
+        self._command("SET", key, value, "NX")
+        return _text(self._command("GET", key))
+
+    def hmget(self, key: str, fields: Sequence[str]) -> list[str | None]:
+        return [None if value is None else _text(value) for value in _items(self._command("HMGET", key, *fields))]
+
+    def hgetall(self, key: str) -> dict[str, str]:
+        flat = _items(self._command("HGETALL", key))
+        return {_text(name): _text(value) for name, value in zip(flat[0::2], flat[1::2], strict=True)}
+
+    def highest(self, key: str) -> float | None:
+        found = self.zrevrangebyscore(key, 0, 1)
+        return found[0][1] if found else None
+
+    def lowest(self, key: str, before: float, count: int) -> list[str]:
+        return [
+            _text(member)
+            for member in _items(self._command("ZRANGE", key, "-inf", f"({before!r}", "BYSCORE", "LIMIT", 0, count))
+        ]
+
+    def together(self, changes: Sequence[Change]) -> None:
+        if changes:
+            self._commands([("MULTI",), *changes, ("EXEC",)])
 
     def close(self) -> None:
         self._client.close()

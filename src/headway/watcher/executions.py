@@ -51,7 +51,7 @@ class StartedView:
         self.running: dict[str, Running] = {}
         self.read_at: float | None = None
 
-    def hint(self) -> None:
+    def hint(self, command: str) -> None:  # noqa: ARG002 - every command means the same here: look
         if self.read_at is None:
             self.read_at = self._desk.now() + self._settle
 
@@ -80,9 +80,7 @@ class StartedView:
     def check(self) -> None:
         """Tell of what is stuck or lost by now. Only then is an execution asked after on its own."""
         now = self._desk.now()
-        overdue = [
-            member for member, running in self.running.items() if running.due is not None and running.due <= now
-        ]
+        overdue = [member for member, running in self.running.items() if running.due is not None and running.due <= now]
         if overdue:
             self._sync()
             for member in overdue:
@@ -139,7 +137,7 @@ class StartedView:
 
 
 class Follower:
-    """Waits for the outcome of executions that were told of as canceled, stuck or lost: they may still end otherwise."""
+    """Waits for the outcome of executions that were told of as canceled, stuck or lost: they may end otherwise."""
 
     def __init__(self, desk: Desk, failed: RegistryView) -> None:
         self._desk = desk
@@ -163,5 +161,7 @@ class Follower:
         if kind == "told":
             self._failed.diff()  # it names the earlier event, so it has to come first
         elif kind != follow.kind:
-            reports = [sequel(record, execution_id, kind, follow.kind, follow.event, self._desk.now())]
+            reports = [
+                sequel(record, execution_id, kind, earlier=follow.kind, event=follow.event, now=self._desk.now())
+            ]
         self._desk.tell("started", reports, [], unfollow=[follow.member])

@@ -168,17 +168,17 @@ def cancellation(record: JobRecord, identity: str, score: float, now: float) -> 
 def overrun(record: JobRecord, execution_id: str, created_at: float, limit: float, now: float) -> Report:
     """It runs longer than it may and is still in the started registry."""
     message = f"Job has been running for {now - created_at:.0f} s, more than the {limit:.0f} s it may take"
-    return _unfinished(record, "stuck", message, execution_id, created_at, now)
+    return _unfinished(record, "stuck", message, execution_id=execution_id, created_at=created_at, now=now)
 
 
 def loss(record: JobRecord, execution_id: str, created_at: float, now: float) -> Report:
     """The lease on the execution lapsed: no worker has given a sign of life for it."""
     message = "Worker lost: the lease on the execution lapsed without a heartbeat"
-    return _unfinished(record, "lost", message, execution_id, created_at, now)
+    return _unfinished(record, "lost", message, execution_id=execution_id, created_at=created_at, now=now)
 
 
 def _unfinished(
-    record: JobRecord, kind: Kind, message: str, execution_id: str, created_at: float, now: float
+    record: JobRecord, kind: Kind, message: str, *, execution_id: str, created_at: float, now: float
 ) -> Report:
     return Report(
         job_id=record.job_id,
@@ -196,7 +196,7 @@ def _unfinished(
     )
 
 
-def sequel(record: JobRecord, execution_id: str, kind: Kind, earlier: str, event: str, now: float) -> Report:
+def sequel(record: JobRecord, execution_id: str, kind: Kind, *, earlier: str, event: str, now: float) -> Report:
     """What became of an execution that was told of as ``earlier`` by ``event``."""
     words = {
         "finished": "Job finished",
@@ -285,7 +285,10 @@ def split_member(member: str) -> tuple[str, str]:
 
 
 def exception_text(stored: bytes) -> str:
-    """The end of the stored exception, which is where a traceback says what it is about. A stream that swells beyond reason or is damaged yields what was readable."""
+    """The end of the stored exception, which is where a traceback says what it is about.
+
+    A stream that swells beyond reason or is damaged yields what was readable.
+    """
     inflate = zlib.decompressobj()
     tail, total = b"", 0
     try:

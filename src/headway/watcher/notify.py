@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headway.errors import ConfigError, InvalidInput, ServerRefused, Unavailable
 from headway.telemetry import Log
@@ -47,7 +47,7 @@ class WatcherSettings:
     queues: Sequence[str]
     channel: str
     stuck_job_timeout_s: float
-    form: EventForm = EventForm()
+    form: EventForm = field(default_factory=EventForm)
     stream: str = ""
     stream_length: int = 100_000
     #: Entries read from a registry, and jobs looked up, at a time.
@@ -78,7 +78,7 @@ class WatcherSettings:
 
 
 #: Gives the store of one queue, named ``queue@db``.
-OpenStore = Callable[[str, RedisProto], ProcessedStore]
+OpenStore = Callable[[str], ProcessedStore]
 
 
 class QueueWatch:
@@ -156,14 +156,11 @@ class NotificationWatcher:
         self._swept_at = 0.0
 
     def run(self, stop: threading.Event) -> None:
-        """Until ``stop`` is set. Any error ends it, is logged once, and is raised."""
+        """Until ``stop`` is set. Any error ends it and is raised: there is no second try here."""
         try:
             self.open()
             while not stop.is_set():
                 self.tick()
-        except Exception as error:
-            log.error("the watcher ends", error=str(error))
-            raise
         finally:
             self.close()
 
@@ -265,7 +262,7 @@ class NotificationWatcher:
                 self._take(message)
 
     def _watchdog(self) -> None:
-        """A link can be dead without saying so: nothing arrives, nothing fails. Only a pong tells it from a quiet one."""
+        """A link can be dead without saying so: nothing arrives, nothing fails. Only a pong tells it from quiet."""
         now = self._clock()
         if self._pinged_at is not None:
             if now - self._pinged_at > REPLY_S:
@@ -286,7 +283,7 @@ class NotificationWatcher:
 
     def _watch(self, queue: str, publisher: Publisher) -> QueueWatch:
         db = self._redis.db
-        store = self._open_store(f"{queue}@{db}", self._redis)
+        store = self._open_store(f"{queue}@{db}")
         desk = Desk(
             queue=queue,
             redis=self._redis,
@@ -318,7 +315,8 @@ class NotificationWatcher:
 
     def _sweep(self) -> None:
         self._swept_at = self._clock()
-        if any([queue.sweep() for queue in self._queues]):
+        found = [queue.sweep() for queue in self._queues]
+        if any(found):
             # A change that was not announced: the server may have lost its setting. Then listening is worth nothing.
             log.warning("found what was not announced")
             preflight(self._redis, self._clock)
@@ -330,7 +328,7 @@ class NotificationWatcher:
             for number, queue in enumerate(self._queues)
             for member in queue.desk.follows
         }
-        for number, job_id in sorted(self._following - wanted):
+        for _, job_id in sorted(self._following - wanted):
             key = self._rq.executions(job_id)
             del self._routes[channel(self._redis.db, key)]
             self._linked.punsubscribe(pattern(self._redis.db, key))

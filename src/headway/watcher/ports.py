@@ -13,6 +13,9 @@ from typing import Literal, Protocol
 #: A member of a registry and its score.
 Member = tuple[str, float]
 
+#: HSET key field value | HDEL key field | ZADD key [XX] score member | ZREM key member, as words.
+Change = tuple[str | float, ...]
+
 MessageKind = Literal["event", "subscribed", "unsubscribed", "pong"]
 
 
@@ -150,6 +153,30 @@ class RedisProto(Protocol):
     def close(self) -> None: ...
 
 
+class RedisHashes(Protocol):
+    """The further commands that keeping the record of reports in Redis takes."""
+
+    def setnx(self, key: str, value: str) -> str:
+        """Set it unless it is set; the value it has now."""
+        ...
+
+    def hmget(self, key: str, fields: Sequence[str]) -> list[str | None]: ...
+
+    def hgetall(self, key: str) -> dict[str, str]: ...
+
+    def highest(self, key: str) -> float | None:
+        """The highest score of a sorted set."""
+        ...
+
+    def lowest(self, key: str, before: float, count: int) -> list[str]:
+        """Up to ``count`` members with a score below ``before``."""
+        ...
+
+    def together(self, changes: Sequence[Change]) -> None:
+        """All of them in one transaction."""
+        ...
+
+
 class RqProto(Protocol):
     """RQ's names. They are asked for, never spelled out here: RQ changed them before."""
 
@@ -165,6 +192,7 @@ class WatcherPorts:
     """How to get a connection, RQ's names, and time."""
 
     redis: Callable[[str], RedisProto]
+    hashes: Callable[[str], RedisHashes]
     rq: Callable[[], RqProto]
     #: Seconds that never jump.
     clock: Callable[[], float]

@@ -51,7 +51,7 @@ class Publisher:
         self._redis.publish(self._channel, self._stream, self._stream_length, bodies)
         for event, report in zip(events, ordered, strict=True):
             metrics.count("headway_watcher_events", queue=queue, kind=report.kind)
-            log.info(f"reported {report.kind}", queue=queue, job=report.job_id, eventID=event.id)
+            log.info("reported", event=report.kind, queue=queue, job=report.job_id, eventID=event.id)
 
     def event(self, queue: str, report: Report) -> Event:
         return Event(

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 from headway._sql import Database, Tx, marks
 from headway.errors import StoreCorrupt
+from headway.watcher.ports import Change, RedisHashes
 
 Registry = Literal["failed", "canceled", "started"]
 REGISTRIES: tuple[Registry, ...] = ("failed", "canceled", "started")
@@ -51,9 +52,7 @@ class ProcessedStore(Protocol):
         """The latest ``at`` of a registry; 0 when there is none."""
         ...
 
-    def mark(
-        self, registry: Registry, rows: Sequence[Seen], follow: Sequence[Follow], unfollow: Sequence[str]
-    ) -> None:
+    def mark(self, registry: Registry, rows: Sequence[Seen], follow: Sequence[Follow], unfollow: Sequence[str]) -> None:
         """Note what was just published, and whose outcome is awaited from now on or no longer; all or nothing."""
         ...
 
@@ -98,9 +97,7 @@ class SqlProcessedStore:
             )
         )
 
-    def mark(
-        self, registry: Registry, rows: Sequence[Seen], follow: Sequence[Follow], unfollow: Sequence[str]
-    ) -> None:
+    def mark(self, registry: Registry, rows: Sequence[Seen], follow: Sequence[Follow], unfollow: Sequence[str]) -> None:
         def work(tx: Tx) -> None:
             tx.executemany(
                 "INSERT INTO watched VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (queue, registry, member) "
@@ -129,8 +126,7 @@ class SqlProcessedStore:
     def found(self, registry: Registry, members: Sequence[str], now: float) -> None:
         self._database.run(
             lambda tx: tx.execute(
-                "UPDATE watched SET found = ? WHERE queue = ? AND registry = ? "
-                f"AND member IN ({marks(len(members))})",
+                f"UPDATE watched SET found = ? WHERE queue = ? AND registry = ? AND member IN ({marks(len(members))})",
                 (now, self._queue, registry, *members),
             ),
             operation="watcher.found",
@@ -144,34 +140,6 @@ class SqlProcessedStore:
             ),
             operation="watcher.prune",
         )
-
-
-class RedisHashes(Protocol):
-    """The further commands that keeping the store in Redis takes."""
-
-    def setnx(self, key: str, value: str) -> str:
-        """Set it unless it is set; the value it has now."""
-        ...
-
-    def hmget(self, key: str, fields: Sequence[str]) -> list[str | None]: ...
-
-    def hgetall(self, key: str) -> dict[str, str]: ...
-
-    def highest(self, key: str) -> float | None:
-        """The highest score of a sorted set."""
-        ...
-
-    def lowest(self, key: str, before: float, count: int) -> list[str]:
-        """Up to ``count`` members with a score below ``before``."""
-        ...
-
-    def together(self, changes: Sequence[Change]) -> None:
-        """All of them in one transaction."""
-        ...
-
-
-#: HSET key field value | HDEL key field | ZADD [XX] key member score | ZREM key member, as words.
-Change = tuple[str | float, ...]
 
 
 class RedisProcessedStore:
@@ -196,9 +164,7 @@ class RedisProcessedStore:
     def newest(self, registry: Registry) -> float:
         return self._redis.highest(f"{self._prefix}:{registry}:at") or 0.0
 
-    def mark(
-        self, registry: Registry, rows: Sequence[Seen], follow: Sequence[Follow], unfollow: Sequence[str]
-    ) -> None:
+    def mark(self, registry: Registry, rows: Sequence[Seen], follow: Sequence[Follow], unfollow: Sequence[str]) -> None:
         key, followed = f"{self._prefix}:{registry}", f"{self._prefix}:followed"
         changes: list[Change] = []
         for row in rows:
