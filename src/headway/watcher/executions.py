@@ -52,8 +52,10 @@ class StartedView:
         self.read_at: float | None = None
 
     def hint(self, command: str) -> None:  # noqa: ARG002 - every command means the same here: look
-        if self.read_at is None:
-            self.read_at = self._desk.now() + self._settle
+        # Somebody waits for an outcome: that an execution left may be it.
+        settle = 0.0 if self._desk.follows else self._settle
+        moment = self._desk.now() + settle
+        self.read_at = moment if self.read_at is None else min(self.read_at, moment)
 
     @property
     def due(self) -> float | None:
@@ -61,8 +63,9 @@ class StartedView:
         times = [self.read_at, *(running.due for running in self.running.values())]
         return min((time for time in times if time is not None), default=None)
 
-    def diff(self) -> None:
-        """Bring the map up to date. An execution is met with the time RQ noted for it, so a restart changes nothing."""
+    def diff(self) -> set[str]:
+        """Bring the map up to date; which executions left it. A new one comes with the time RQ noted for it, so that a
+        restart of ours changes nothing."""
         self.read_at = None
         found: dict[str, float] = {}
         size, offset = self._desk.page_size, 0
@@ -72,10 +75,12 @@ class StartedView:
             self._meet([member for member, _ in page if member not in self.running])
             if len(page) < size:
                 break
-        for member in self.running.keys() - found.keys():
+        left = self.running.keys() - found.keys()
+        for member in left:
             del self.running[member]
         for member, score in found.items():
             self.running[member].lease = score + self._lost_grace
+        return left
 
     def check(self) -> None:
         """Tell of what is stuck or lost by now. Only then is an execution asked after on its own."""

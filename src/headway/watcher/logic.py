@@ -256,16 +256,14 @@ def outcome(
                 "retried": "retried",
             }
             return answers[result.outcome]
-    if execution_exists:
-        return "open"
     if not record.exists:
         return "gone"
     if record.status in ("failed", "stopped"):
         return "told"
     if record.status == "canceled":
-        return "lost"
+        return "open" if execution_exists else "lost"
     if record.status == "started" and record.running in ("", execution_id):
-        return "open"  # the lease lapsed and nobody cleaned up yet
+        return "open"  # it runs, or its lease lapsed and nobody cleaned up yet
     return "retried"
 
 

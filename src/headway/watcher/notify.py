@@ -120,10 +120,10 @@ class QueueWatch:
             if view.walk_at is not None and view.walk_at <= now:
                 view.walk()
         if self.started.read_at is not None and self.started.read_at <= now:
-            self.started.diff()
+            self._ended |= self.started.diff()
         self.started.check()
         ended, self._ended = self._ended, set()
-        self._follower.resolve(ended)
+        self._follower.resolve(sorted(ended))
 
     def sweep(self) -> bool:
         """Look although nothing was announced; whether that found something."""
