@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rq import Queue
-from rq.job import Job
+from rq.job import Job, JobStatus
 
 from headway._sql import connect
 from headway.watcher import NotificationWatcher, ProcessedStore, RedisProcessedStore, SqlProcessedStore, WatcherSettings
@@ -37,11 +37,13 @@ class Listener:
         self.all: list[dict[str, Any]] = []
 
     def hear(self) -> list[dict[str, Any]]:
-        while True:
-            message = self._pubsub.get_message(timeout=0.01)
-            if message is None:
-                return self.all
-            self.all.append(json.loads(message["data"]))
+        connection = self._pubsub.connection
+        assert connection is not None
+        while connection.can_read(timeout=0.01):  # see PubSubAdapter.get_message for why not just get_message
+            message = self._pubsub.get_message(timeout=5)
+            if message is not None:
+                self.all.append(json.loads(message["data"]))
+        return self.all
 
     def told(self, *wanted: tuple[str, str], timeout: float = 20) -> list[dict[str, Any]]:
         """Wait until exactly these (job, kind) were told, whatever their order."""
@@ -131,9 +133,13 @@ class Scene:
     def watcher(self, store: Callable[[str], ProcessedStore] | None = None, **changes: Any) -> NotificationWatcher:
         return NotificationWatcher(self.settings(**changes), default_ports(), store or self.open_store)
 
+    def start(self, **changes: Any) -> Watching:
+        """A watcher that is expected to end by itself."""
+        return Watching(self.watcher(**changes))
+
     @contextmanager
     def watching(self, **changes: Any) -> Iterator[Watching]:
-        watching = Watching(self.watcher(**changes))
+        watching = self.start(**changes)
         try:
             yield watching
         finally:
@@ -160,8 +166,24 @@ class Scene:
     def enqueue(self, function: str, *arguments: Any, **options: Any) -> Job:
         return self.queue.enqueue(f"tests.watcher.work.{function}", *arguments, **options)
 
-    def flag(self) -> Path:
-        return self.directory / f"flag-{len(list(self.directory.glob('flag-*')))}"
+    def burst(self, count: int, *, failure_ttl: int | None = None, prefix: str = "burst") -> list[str]:
+        """So many failed jobs at once, written by RQ's own code, without a worker."""
+        ids = [f"{prefix}-{number:05}" for number in range(count)]
+        for start in range(0, count, 500):
+            with self.raw.pipeline() as pipe:
+                for job_id in ids[start : start + 500]:
+                    job = Job.create(
+                        "tests.watcher.work.fail", id=job_id, connection=self.raw, origin=self.name,
+                        failure_ttl=failure_ttl, status=JobStatus.FAILED,
+                    )  # fmt: skip
+                    job._handle_failure("Boom: in a burst", pipe, worker_name="w", execution_id=f"e{job_id}")
+                pipe.execute()
+        return ids
+
+    def commands(self) -> dict[str, int]:
+        """How often each command was called so far, by anybody."""
+        stats: dict[str, dict[str, int]] = self.redis.info("commandstats")
+        return {name.removeprefix("cmdstat_").upper(): entry["calls"] for name, entry in stats.items()}
 
     def hang(self, **options: Any) -> tuple[Job, Path]:
         """A job that runs until the file is made; it does run when this returns."""

@@ -76,9 +76,17 @@ class Pipe(Protocol):
     def execute(self) -> list[object]: ...
 
 
+class Connection(Protocol):
+    """What we use of redis-py's connection."""
+
+    def can_read(self, timeout: float) -> bool: ...
+
+
 class PubSub(Protocol):
     """What we use of redis-py's PubSub."""
 
+    @property
+    def connection(self) -> Connection: ...
     def psubscribe(self, *patterns: str) -> object: ...
     def punsubscribe(self, *patterns: str) -> object: ...
     def get_message(self, *, timeout: float) -> Mapping[str, object] | None: ...
@@ -292,7 +300,11 @@ class PubSubAdapter(PubSubProto):
 
     def get_message(self, timeout: float) -> Message | None:
         with _translated(self._name, "PSUBSCRIBE"):
-            found = self._pubsub.get_message(timeout=timeout)
+            # The wait is for a message to begin. Given to get_message, newer releases of redis-py would also allow
+            # no more than that for the rest of it, and take a message that is half here for a dead link.
+            if not self._pubsub.connection.can_read(timeout):
+                return None
+            found = self._pubsub.get_message(timeout=REPLY_S)
         if found is None:
             return None
         kind = _KINDS.get(_text(found["type"]))

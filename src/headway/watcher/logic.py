@@ -264,7 +264,7 @@ def outcome(
         return "open" if execution_exists else "lost"
     if record.status == "started" and record.running in ("", execution_id):
         return "open"  # it runs, or its lease lapsed and nobody cleaned up yet
-    return "retried"
+    return "finished" if record.status == "finished" else "retried"
 
 
 def stuck_after(stuck_timeout: float, job_timeout: float) -> float:

@@ -170,7 +170,7 @@ class RegistryView:
         if seen is None or seen.score != score:
             return True
         could_hide = score < 0 or seen.at >= self._newest - DOUBT_S
-        return could_hide and seen.at < self._doubt_since
+        return could_hide and seen.at <= self._doubt_since
 
     def _report(self, page: Sequence[Member]) -> None:
         unknown = self._unknown(page)
