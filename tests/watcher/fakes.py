@@ -65,6 +65,7 @@ class FakeRedis:
         self.runs: dict[str, ExecutionRecord] = {}
         self.published: list[str] = []
         self.calls: list[str] = []
+        self.asked: list[list[str]] = []
         self.links: list[FakePubSub] = []
         self.error: Exception | None = None
         self.on_publish: Callable[[], None] = lambda: None
@@ -148,6 +149,7 @@ class FakeRedis:
 
     def jobs(self, job_ids: Sequence[str]) -> list[JobRecord]:
         self._called("jobs")
+        self.asked.append(list(job_ids))
         return [self.records.get(job_id) or JobRecord(job_id, exists=False) for job_id in job_ids]
 
     def executions(self, members: Sequence[str]) -> list[ExecutionRecord]:

@@ -303,7 +303,7 @@ def exception_text(stored: bytes) -> str:
 
 def summary(text: str) -> tuple[str, str]:
     """(type, one redacted line) of a traceback or of a sentence RQ wrote itself."""
-    lines = text.strip().splitlines()
+    lines = text.rstrip().splitlines()
     frames = [number for number, line in enumerate(lines) if _FRAME.match(line)]
     if frames:
         rest = lines[frames[-1] + 1 :]
