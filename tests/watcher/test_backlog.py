@@ -36,20 +36,20 @@ class Monitor:
 
 
 @pytest.mark.req("S4-07", "S4-18", "S4-23")
-def test_thousands_of_failures_at_once_are_each_told_once_in_windows_of_bounded_size(scene: Scene):
-    with scene.watching(page_size=100):
+def test_a_thousand_failures_at_once_are_each_told_once_in_windows_of_bounded_size(scene: Scene):
+    with scene.watching(page_size=50):
         monitor = Monitor(scene)
-        ids = scene.burst(3_000)
+        ids = scene.burst(1_000)
         scene.events.told(*[(job_id, "failed") for job_id in ids], timeout=60)
     registry = [words for words in monitor.of("ZRANGE") if words[1] == "rq:failed:digits"]
     assert registry
     for words in registry:
         if "LIMIT" in words:
-            assert words[words.index("LIMIT") + 2] == "100"
+            assert words[words.index("LIMIT") + 2] == "50"
         else:
-            assert int(words[3]) - int(words[2]) == 99
+            assert int(words[3]) - int(words[2]) == 49
     assert not monitor.of("KEYS", "SCAN", "ZSCAN", "SMEMBERS", "HGETALL", "ZRANGEBYSCORE")
-    assert len(monitor.of("PUBLISH")) == 3_000
+    assert len(monitor.of("PUBLISH")) == 1_000
 
 
 @pytest.mark.req("S4-19")
@@ -143,7 +143,7 @@ def test_a_restart_does_not_give_a_running_job_more_time(scene: Scene):
 
 @pytest.mark.req("S4-21", "S4-22", "S4-24")
 def test_an_idle_watcher_costs_at_most_three_commands_a_minute(scene: Scene, monkeypatch):
-    """An hour of it, with time made by hand; the server counts."""
+    """Half an hour of it, with time made by hand; the server counts."""
     monkeypatch.setattr(notify, "WAIT_S", 0.002)
     scene.burst(5)
     seconds = itertools.count()
@@ -152,7 +152,7 @@ def test_an_idle_watcher_costs_at_most_three_commands_a_minute(scene: Scene, mon
     watcher = NotificationWatcher(scene.settings(), ports, scene.open_store)
     watcher.open()
     before = sum(scene.commands().values())
-    for second in range(3600):
+    for second in range(1800):
         now[0] += 1
         watcher.tick()
         while watcher._pinged_at is not None:
@@ -163,10 +163,10 @@ def test_an_idle_watcher_costs_at_most_three_commands_a_minute(scene: Scene, mon
     watcher.close()
     asked_by_the_test = 2  # INFO
     assert first_minutes <= 5 * 3
-    assert sum(after.values()) - before - asked_by_the_test <= 60 * 3
-    assert after["PING"] >= 100  # it did watch its link
+    assert sum(after.values()) - before - asked_by_the_test <= 30 * 3
+    assert after["PING"] >= 50  # it did watch its link
     polling_a_day = 3 * 24 * 3600 / 2
-    assert (sum(after.values()) - before) * 24 < polling_a_day / 25
+    assert (sum(after.values()) - before) * 48 < polling_a_day / 25
 
 
 @pytest.mark.req("S4-22")

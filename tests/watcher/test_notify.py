@@ -75,7 +75,7 @@ def test_a_flood_without_an_end_does_not_keep_it_from_looking(monkeypatch):
         stand.redis.announce("F")
     stand.watcher.tick()
     assert told(stand) == [("a", "failed")]
-    assert len(stand.link.inbox) == 14
+    assert len(stand.link.inbox) == 15
 
 
 def test_it_dies_between_publishing_and_noting_it_then_the_event_comes_again_with_the_same_id():
@@ -469,6 +469,48 @@ def test_an_outcome_nobody_announced_is_found_by_the_sweep():
     stand.link.inbox.clear()
     stand.pass_time(700)
     assert told(stand)[1:] == [("a", "finished")]
+
+
+def test_a_lost_job_that_is_canceled_afterwards_was_lost_once():
+    stand = Stand().open()
+    run(stand.redis, "a:x", lease=60)
+    stand.redis.announce("W")
+    stand.pass_time(70)
+    end(stand.redis, "a:x", status="canceled")
+    stand.pass_time(1)
+    assert told(stand) == [("a", "lost")]
+    assert stand.store("digits@0").follows() == []
+
+
+# ---- the sweep -------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_of_a_large_registry_costs_one_command_unless_its_size_changed():
+    stand = Stand(page_size=2).open()
+    for number in range(5):
+        stand.redis.fail(f"j{number}", f"{number + 1}-0", score=number)
+    stand.redis.announce("F")
+    stand.pass_time(10)
+    stand.redis.calls.clear()
+    stand.pass_time(600)
+    assert stand.redis.calls == ["zcard", "zrevrangebyscore", "zrevrangebyscore"]  # failed, canceled, started
+    stand.redis.fail("middle", "9-0", score=2.5)
+    stand.pass_time(600)
+    assert told(stand)[5:] == [("middle", "failed")]
+
+
+def test_once_a_day_what_left_its_registry_a_day_ago_is_forgotten():
+    stand = Stand().open()
+    stand.redis.fail("a", "1-0")
+    stand.redis.fail("b", "2-0")
+    stand.redis.announce("F")
+    stand.pass_time(1)
+    del stand.redis.zsets["F"]["a"]
+    for _ in range(3):
+        stand.redis.clock[0] += 90_000
+        stand.pass_time(1)
+    assert list(stand.store("digits@0").look("failed", ["a", "b"])) == ["b"]
+    assert len(told(stand)) == 2
 
 
 # ---- the link --------------------------------------------------------------------------------------------------------

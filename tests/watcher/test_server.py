@@ -31,7 +31,7 @@ def test_flags_that_do_not_are_refused_with_what_to_set(scene: Scene, flags):
     assert "notify-keyspace-events Kz" in caught.value.hint
 
 
-@pytest.mark.parametrize("flags", SUFFICIENT + INSUFFICIENT)
+@pytest.mark.parametrize("flags", ["Kz", "AK", "K", "Ez", ""])
 def test_a_probe_agrees_with_the_flags_where_config_is_denied(scene: Scene, monkeypatch, flags):
     monkeypatch.setattr(notify, "PROBE_S", 0.3)
     scene.redis.config_set("notify-keyspace-events", flags)

@@ -223,14 +223,12 @@ class NotificationWatcher:
     # ---- the link --------------------------------------------------------------------------------------------------
 
     def _receive(self, timeout: float) -> None:
-        message = self._linked.get_message(timeout)
         for _ in range(BATCH):
+            message = self._linked.get_message(timeout)
             if message is None:
                 return
             self._take(message)
-            message = self._linked.get_message(0.0)
-        if message is not None:
-            self._take(message)
+            timeout = 0.0
 
     def _take(self, message: Message) -> None:
         self._heard_at, self._pinged_at = self._clock(), None
