@@ -4,7 +4,55 @@
 
     result = headway.map(make_ad, products, job="ads-november")     # resumable; one SQLite file
 
+    with headway.open_job("ads-november") as job:                   # or hold the loop yourself
+        for item in job.remaining():
+            with item:
+                make_ad(item.payload)
+
 Names are loaded when they are first used, so that ``import headway`` costs next to nothing.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headway.errors import HeadwayError as HeadwayError
+    from headway.ledger import Ledger as Ledger
+    from headway.ledger import ProgressManager as ProgressManager
+    from headway.run import GiveUp as GiveUp
+    from headway.run import Result as Result
+    from headway.run import map as map  # noqa: A004 - users read headway.map
+    from headway.run import open_job as open_job
+
 __version__ = "0.1.0"
+
+#: name -> the module it comes from.
+_PLACES = {
+    "HeadwayError": "headway.errors",
+    "Ledger": "headway.ledger",
+    "ProgressManager": "headway.ledger",
+    "GiveUp": "headway.run",
+    "Result": "headway.run",
+    "map": "headway.run",
+    "open_job": "headway.run",
+}
+
+__all__ = [  # noqa: PLE0604 - exactly the names above
+    "__version__",
+    *_PLACES,
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'headway' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(_PLACES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

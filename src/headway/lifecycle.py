@@ -54,7 +54,7 @@ def on_signals(shutdown: Shutdown) -> Iterator[Shutdown]:
         yield shutdown
         return
 
-    def handle(signum: int, frame: FrameType | None) -> None:
+    def handle(signum: int, _frame: FrameType | None) -> None:
         shutdown.request(signum)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}

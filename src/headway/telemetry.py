@@ -129,7 +129,7 @@ def configure(*, level: str = "INFO", as_json: bool = False, stream: IO[str] | N
 # ---------------------------------------------------------------------------------------------------------------------
 # Redaction
 
-_SECRET_NAME = (
+_SENSITIVE = (
     r"(?:pass(?:word|wd|phrase)?|pwd|secret|token|api[-_]?key|access[-_]?key|private[-_]?key|credentials?|auth)"
 )
 _PATTERNS = (
@@ -140,7 +140,7 @@ _PATTERNS = (
     # password=..., "api_key": "...", X-Auth-Token: ...
     (
         re.compile(
-            rf"""(\b[\w-]*{_SECRET_NAME}\b['"]?\s*[:=]\s*)(?!(?:bearer|basic)\b)("[^"]*"|'[^']*'|[^\s,;&)}}\]]+)""",
+            rf"""(\b[\w-]*{_SENSITIVE}\b['"]?\s*[:=]\s*)(?!(?:bearer|basic)\b)("[^"]*"|'[^']*'|[^\s,;&)}}\]]+)""",
             re.IGNORECASE,
         ),
         r"\1***",
@@ -155,7 +155,7 @@ _PATTERNS = (
     ),
     (re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"), "***"),
 )
-_SECRET_VARIABLE = re.compile(_SECRET_NAME + r"|_KEY$", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(_SENSITIVE + r"|_KEY$", re.IGNORECASE)
 
 
 def _secret_values(environment: Mapping[str, str]) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ class Link:
     server: asyncio.StreamWriter | None = None
     request: bytes = b""
     lost_bytes: bool = False
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[Any] | None = field(default_factory=asyncio.current_task)
 
     def reset(self) -> None:
         for writer in (self.client, self.server):
@@ -129,8 +129,8 @@ class TcpProxy:
     async def _reset(self, links: set[Link]) -> None:
         for link in links:
             link.reset()
-        for link in links:
-            await link.gone.wait()
+        tasks = {link.task for link in links if link.task and link.task.cancel()}  # a delay may hold it
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, from_client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -150,7 +150,6 @@ class TcpProxy:
         finally:
             link.close()
             self._links.discard(link)
-            link.gone.set()
 
     async def _pump(
         self, link: Link, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, answers: bool

@@ -215,6 +215,11 @@ def test_a_delay_holds_back_each_answer(proxy):
         began = time.monotonic()
         assert exchange(connection) == b"ping"
         assert 0.1 <= time.monotonic() - began < 1
+        proxy.delay(60)
+        connection.sendall(b"ping")
+        proxy.cut()
+        with pytest.raises(ConnectionResetError):
+            connection.recv(1)
 
 
 def test_a_throttle_carries_so_many_bytes_a_second(proxy):

@@ -17,6 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])  # click's decorators take and give a
 
 #: verb -> where it lives, in the order ``headway --help`` shows them.
 COMMANDS: dict[str, str] = {
+    "run": "headway.cli.run:run",
     "watch": "headway.cli.watch:watch",
 }
 

@@ -126,7 +126,7 @@ class Books:
                 due[outcome.idx] = at
         if done:
             self._succeed(done)
-        return Recorded(len(done), len(due), len(died), repeated, False, due, died, stale)
+        return Recorded(len(done), len(due), len(died), repeated, False, due, died, self.failed, stale)
 
     def _prior(
         self, indices: list[int]
@@ -216,8 +216,8 @@ class Books:
             self.finished_at = None  # opened again: its next completion is another one
             self.generation += 1
         self.tx.execute(
-            "UPDATE jobs SET version = version + 1, sealed = ?, generation = ?, total = ?, done = ?, failed = ?, dead = ?, failures = ?, "
-            "frontier = ?, finished_at = ?, updated_at = ?, minute = ?, minute_done = ?, minute_failed = ?, "
+            "UPDATE jobs SET version = version + 1, sealed = ?, generation = ?, total = ?, done = ?, failed = ?, dead = ?, "
+            "failures = ?, frontier = ?, finished_at = ?, updated_at = ?, minute = ?, minute_done = ?, minute_failed = ?, "
             "minute_dead = ?, minute_seconds = ? WHERE no = ?",
             (self.sealed, self.generation, self.total, self.done, self.failed, self.dead, self.failures,
              self.frontier, self.finished_at, self.now, self.minute, self.minute_done, self.minute_failed,
@@ -262,7 +262,10 @@ class Books:
             "(SELECT 1 FROM dead_letters d WHERE d.job = p.job AND d.idx = p.idx)",
             (self.no,),
         )
-        assert total and done and dead and failed
+        assert total is not None
+        assert done is not None
+        assert dead is not None
+        assert failed is not None
         self.total, self.done, self.failed, self.dead = total[0], done[0], failed[0], dead[0]
         return before != (self.total, self.done, self.failed, self.dead)
 

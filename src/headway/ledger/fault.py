@@ -47,7 +47,7 @@ def describe(error: BaseException) -> Fault:
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     try:
         message = str(error)
-    except Exception:  # a broken __str__ must not hide the failure itself
+    except Exception:  # noqa: BLE001 - a broken __str__ must not hide the failure itself
         message = "(its message cannot be shown)"
     return Fault(
         type=name.rpartition(".")[2][:80],

@@ -23,7 +23,7 @@ CHUNK = 5000
 
 LOST = Fault("ProcessLost", "the process that worked on this item was killed or lost its lease")
 
-_ONE_DONE = Recorded(done=1, failed=0, dead=0, repeated=0, completed=False, due={}, died=(), stale=())
+_ONE_DONE = Recorded(done=1, failed=0, dead=0, repeated=0, completed=False, due={}, died=(), waiting=0, stale=())
 
 
 class _NotThatSimple(Exception):
@@ -102,6 +102,13 @@ class Job(Reports):
 
         if indices:
             self._database.run(work, operation="drop")
+
+    def rewrite_outputs(self) -> None:
+        """Have files of results written anew at the next run: they may name items that are no more."""
+        self._database.run(
+            lambda tx: tx.execute("UPDATE outputs SET seq = 0, size = 0 WHERE job = ?", (self.no,)),
+            operation="rewrite_outputs",
+        )
 
     # ---- handing out -----------------------------------------------------------------------------------------------
 

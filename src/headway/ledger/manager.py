@@ -20,7 +20,7 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 from urllib.parse import quote
 
 from headway.config import Config
@@ -108,11 +108,12 @@ class ProgressManager:
         info = self._job.info()
         runs = info.done + info.failures
         tried = info.done + info.failed + info.dead
+        share = 100 * info.failures / runs if runs else 0.0
         lines = [
-            f"{info.done:,} of {info.total:,} done ({info.percent:.1f}%), {info.remaining - info.failed:,} pending, "
-            f"{info.failed:,} failed and to be retried, {info.dead:,} dead",
-            f"runs {runs:,}, of them failed {info.failures:,} "
-            f"({100 * info.failures / runs if runs else 0:.1f}%); {runs / tried if tried else 0:.2f} runs per item tried",
+            f"{info.done:,} of {info.total:,} done ({info.percent:.1f}%)",
+            f"{info.remaining - info.failed:,} pending, {info.failed:,} failed and to be retried, {info.dead:,} dead",
+            f"{runs:,} runs, {info.failures:,} of them failed ({share:.1f}%)",
+            f"{info.failures / tried if tried else 0.0:.2f} retries per item tried on average",
         ]
         minutes = self._job.minutes(0)
         busy = sum(row[1] + row[2] for row in minutes)
@@ -185,7 +186,7 @@ class ProgressManager:
     def close(self) -> None:
         self._ledger.close()
 
-    def __enter__(self) -> ProgressManager:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -204,19 +205,24 @@ class ProgressManager:
 
 
 def _checked(meta: Meta | None) -> str | None:
+    return bounded_meta(_dict(meta)) if meta is not None else None
+
+
+def _dict(meta: Meta | None) -> Meta:
     if meta is not None and not isinstance(meta, Mapping):
         raise InvalidInput(f"Meta must be a dict, not {type(meta).__name__}.")
-    return bounded_meta(meta)
+    return meta or {}
 
 
 def _failure(idx: int, meta: Meta | None, token: int | None) -> Failed:
-    _checked(None if meta is None or isinstance(meta.get("error"), BaseException) else meta)
-    error = (meta or {}).get("error")
+    meta = _dict(meta)
+    error = meta.get("error")
     if isinstance(error, BaseException):
         fault = describe(error)
     else:
+        canonical(error, "An error")
         fault = Fault("", bounded_error(str(error)) if error else "Unknown error")
-    kept = _clean({**(meta or {}), "error": fault.text})
+    kept = _clean({**meta, "error": fault.text})
     return Failed(idx, fault, meta=bounded_meta(kept), token=token)
 
 

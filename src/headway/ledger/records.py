@@ -6,7 +6,7 @@ import getpass
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Self
 
 from headway._sql import Database, Tx, connect
 from headway.errors import InvalidInput, JobHeld, NotFound
@@ -36,7 +36,7 @@ class Ledger:
     def close(self) -> None:
         self.database.close()
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

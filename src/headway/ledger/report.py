@@ -191,8 +191,8 @@ class Reports:
             yield from rows
             after = rows[-1][0]
 
-    def untouchable(self, indices: Sequence[int]) -> set[int]:
-        """Those of ``indices`` that have been worked on: done, failed or dead."""
+    def worked_on(self, indices: Sequence[int]) -> set[int]:
+        """Those of ``indices`` that somebody has tried: done, failed or dead."""
         found: set[int] = set()
         for start in range(0, len(indices), PAGE):
             part = indices[start : start + PAGE]

@@ -108,6 +108,8 @@ class Recorded:
     #: When each failed item may be tried again, by the database's clock.
     due: Mapping[int, float]
     died: Sequence[int]
+    #: Items of the job that failed and wait for another try, after this.
+    waiting: int
     #: Outcomes that were refused because their claim had lapsed and the item was given to somebody else.
     stale: Sequence[int]
 

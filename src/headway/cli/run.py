@@ -1,0 +1,320 @@
+"""``headway run``: the main job."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import stat
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from headway.cli import database_option, say
+from headway.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from headway.config import Config
+    from headway.ledger import Hold, Job, Ledger
+    from headway.lifecycle import Shutdown
+    from headway.run import Ending, Settings
+    from headway.run.items import PipedItems, Source
+    from headway.run.plan import Changes, Plan
+
+#: Options that belong to one start only and are left out of the command that continues it.
+_ONCE = {"--fresh", "--accept-changes", "--dry-run"}
+
+
+@click.command()
+@click.argument("function", metavar="MODULE:FUNCTION")
+@click.option(
+    "--items", "-i", required=True, metavar="FILE", help="Items: JSON lines, CSV or plain lines; - for a pipe."
+)
+@click.option(
+    "--format", "format_", type=click.Choice(["jsonl", "csv", "lines"]), help="If the file's name does not tell."
+)
+@click.option("--job", "-j", metavar="ID", help="What to call the job.  [default: made of function and file]")
+@database_option
+@click.option("--workers", "-w", type=click.IntRange(1), help="Items that run at once.  [default: one per core]")
+@click.option("--mode", type=click.Choice(["process", "thread", "async"]), help="How items run.  [default: process]")
+@click.option("--retries", type=click.IntRange(0), help="Further tries of an item that failed.  [default: 2]")
+@click.option("--timeout", type=float, metavar="SECONDS", help="How long one item may take.")
+@click.option("--rate", type=float, metavar="N", help="Start at most N items per second.")
+@click.option("--key", metavar="FIELD", help="The field that names an item; then lines may be added and moved.")
+@click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write results as JSON lines.")
+@click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop when N items died in this run.")
+@click.option("--last-pass/--no-last-pass", default=True, help="Try dead letters once more at the end.  [default: on]")
+@click.option("--fresh", is_flag=True, help="Start over; what was recorded is put aside.")
+@click.option("--accept-changes", is_flag=True, help="Go on although items or function changed.")
+@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+@click.option("--progress", type=click.Choice(["auto", "bar", "plain", "json", "none"]), help="How to show it.")
+@click.option("--color", type=click.Choice(["auto", "always", "never"]), help="Colours on the terminal.")
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON on stdout.")
+def run(
+    function: str,
+    items: str,
+    format_: str | None,
+    job: str | None,
+    database: str | None,
+    workers: int | None,
+    mode: str | None,
+    retries: int | None,
+    timeout: float | None,
+    rate: float | None,
+    key: str | None,
+    output: Path | None,
+    max_failures: int | None,
+    last_pass: bool,
+    fresh: bool,
+    accept_changes: bool,
+    dry_run: bool,
+    progress: str | None,
+    color: str | None,
+    as_json: bool,
+) -> int:
+    """Call MODULE:FUNCTION with every item, and remember what became of each.
+
+    The same command continues a run that was interrupted, however it was. Exit codes: 0 everything done, 3 finished
+    but some items are dead, 4 stopped by --max-failures, 5 refused (another process runs it, or the items changed),
+    130 or 143 interrupted, state saved.
+    """
+    from headway import telemetry
+    from headway.config import Config
+    from headway.ids import check_id
+    from headway.lifecycle import Shutdown, on_signals
+    from headway.run import function as functions
+    from headway.run.items import FileItems
+
+    config = Config(
+        cli={
+            "database": database, "workers": workers, "mode": mode, "retries": retries, "timeout": timeout,
+            "rate": rate, "max_failures": max_failures, "progress": progress, "color": color,
+        }
+    )  # fmt: skip
+    telemetry.configure(level=config.text("log_level").upper(), as_json=config["log_format"] == "json")
+    call = functions.load(function)
+    order = Order(
+        config=config,
+        call=call,
+        function=function,
+        settings=_settings(config, call, function, last_pass=last_pass),
+        job=None if job is None else check_id(job, "a job id"),
+        output=output,
+        fresh=fresh,
+        accept=accept_changes,
+        as_json=as_json,
+        shutdown=Shutdown(),
+    )
+    limit = int(config["payload_limit"] or 0)
+    with on_signals(order.shutdown):
+        if items == "-" and not _is_a_file(sys.stdin.fileno()):
+            if dry_run or accept_changes:
+                raise InvalidInput(
+                    "A pipe can be read only once, so nothing can be compared beforehand.", hint="Use a file."
+                )
+            return _run_pipe(order, format_, key, limit)
+        path = Path("/dev/stdin" if items == "-" else items)
+        source = FileItems(path, format=format_, key=key, limit=limit, name=items)
+        return _dry_run(order, source) if dry_run else _run_file(order, source)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What was asked for, checked."""
+
+    config: Config
+    call: Callable[[Any], Any]
+    function: str
+    settings: Settings
+    job: str | None
+    output: Path | None
+    fresh: bool
+    accept: bool
+    as_json: bool
+    shutdown: Shutdown
+
+
+def _settings(config: Config, call: Callable[[Any], Any], name: str, *, last_pass: bool) -> Settings:
+    from headway.retry import RetryPolicy
+    from headway.run import Settings, check_settings
+    from headway.run import function as functions
+
+    asked = None if config.origin("mode") == "default" else config.text("mode")
+    mode = functions.choose_mode(call, asked, name)
+    workers, timeout, rate, most = (config[key] for key in ("workers", "timeout", "rate", "max_failures"))
+    settings = Settings(
+        workers=functions.choose_workers(None if workers is None else int(workers), mode),
+        mode=mode,
+        policy=RetryPolicy(int(config["retries"] or 0), float(config["retry_delay"] or 0), jitter=0.5, cap=300.0),
+        timeout=None if timeout is None else float(timeout),
+        rate=None if rate is None else float(rate),
+        max_failures=None if most is None else int(most),
+        last_pass=last_pass,
+    )
+    check_settings(settings)
+    return settings
+
+
+def _look(order: Order, source: Source) -> tuple[Ledger | None, Plan]:
+    """Find out what would be done. A database that is not there is not made for that."""
+    from headway.errors import NotFound
+    from headway.ledger import Ledger
+    from headway.run import plan as plans
+
+    ledger = None
+    try:
+        ledger = Ledger.open(order.config.text("database"), create=False, stop=order.shutdown.abandon)
+        ledger.database.verify()
+    except NotFound:
+        pass
+    id = order.job or plans.default_id(ledger, order.function, source.name)
+    return ledger, plans.look(ledger, id, order.function, source, fresh=order.fresh)
+
+
+def _dry_run(order: Order, source: Source) -> int:
+    ledger, plan = _look(order, source)
+    left = plan.changes.new + (plan.existing.remaining if plan.existing else 0)
+    if order.as_json:
+        facts = {
+            "job": plan.id, "new": plan.changes.new, "kept": plan.changes.kept, "changed": len(plan.changes.changed),
+            "gone": len(plan.changes.gone), "to_do": left, "first_keys": list(plan.first_keys),
+        }  # fmt: skip
+        click.echo(json.dumps({"schema": "headway.dry-run/1", **facts}))
+    else:
+        say(
+            f"Run {plan.id} would work on {left:,} items with {order.function}: {plan.changes}, {plan.changes.kept:,} kept."
+        )
+        say(f"The first ones: {', '.join(plan.first_keys)}. Nothing was written.")
+    if ledger is not None:
+        ledger.close()
+    return 0
+
+
+def _run_file(order: Order, source: Source) -> int:
+    from headway.ledger import Ledger
+    from headway.run import plan as plans
+    from headway.run import take
+
+    found, plan = _look(order, source)
+    if not order.accept:
+        plans.refuse_doubt(plan)
+    ledger = found or Ledger.open(order.config.text("database"), stop=order.shutdown.abandon)
+    with ledger:
+        job, hold = take(ledger, plan, order.settings, command=_command(), accept=order.accept)
+        text = _greeting(job, plan.changes if plan.existing is not None else None)
+        return _perform(order, ledger, job, hold, text, feed=None)
+
+
+def _run_pipe(order: Order, format: str | None, key: str | None, limit: int) -> int:
+    from headway.ledger import Ledger
+    from headway.run import describe
+    from headway.run import plan as plans
+    from headway.run.items import PipedItems
+
+    with Ledger.open(order.config.text("database"), stop=order.shutdown.abandon) as ledger:
+        id = order.job or plans.default_id(ledger, order.function, "-")
+        if order.fresh:
+            ledger.archive(id)
+        job = ledger.create(id)
+        hold = ledger.hold(job, describe(order.settings))
+        ledger.describe(
+            job, function=order.function, source="-", command=_command(), keyed_by=key,
+            max_retries=order.settings.policy.retries,
+        )  # fmt: skip
+        feed = PipedItems(job, sys.stdin.fileno(), format=format, key=key, limit=limit)
+        return _perform(order, ledger, job, hold, _greeting(job, None), feed=feed)
+
+
+def _perform(order: Order, ledger: Ledger, job: Job, hold: Hold, text: str, *, feed: PipedItems | None) -> int:
+    from headway.run import configured_sinks, perform
+    from headway.run.display import open_display
+
+    display = open_display(order.config.text("progress"), stream=sys.stderr, color=order.config.text("color"))
+    display.begin(text)
+    ending = perform(
+        ledger, job, hold, order.call, order.settings,
+        display=display, shutdown=order.shutdown, output=order.output, feed=feed, sinks=configured_sinks(order.config),
+    )  # fmt: skip
+    return _conclude(order, job, ending)
+
+
+def _conclude(order: Order, job: Job, ending: Ending) -> int:
+    """Say how it ended and what to type next; the exit code."""
+    from headway.run.display import Snapshot, interrupted, summary
+
+    info = job.info()
+    code = 3 if info.dead else 0
+    if ending.outcome == "stopped":
+        code = 4
+    elif ending.outcome == "interrupted":
+        code = order.shutdown.exit_code
+    shown = Snapshot(
+        total=info.total if info.sealed else None, kept=ending.kept, done=ending.done, running=0, retrying=info.failed,
+        dead=info.dead, failures=ending.failures,
+    )  # fmt: skip
+    if order.as_json:
+        facts = {
+            "job": job.id, "outcome": ending.outcome, "total": info.total, "done": info.done, "kept": ending.kept,
+            "dead": info.dead, "retrying": info.failed, "failures": ending.failures,
+            "seconds": round(ending.seconds, 3), "exit_code": code,
+        }  # fmt: skip
+        click.echo(json.dumps({"schema": "headway.run/1", **facts}))
+    options = ""
+    if order.config.origin("database") == "command line":
+        options = f"--database {shlex.quote(order.config.text('database'))}"
+    if ending.outcome == "finished":
+        causes = [cause for cause in job.causes() if cause.dead]
+        retries = max(0, ending.failures - ending.died)
+        lines = summary(job.id, shown, seconds=ending.seconds, retries=retries, causes=causes, options=options)
+        if ending.rescued:
+            lines.insert(1, f"  {ending.rescued:,} of them succeeded only in the pass over dead letters at the end")
+    else:
+        lines = interrupted(job.id, shown, info.command)
+        if ending.outcome == "stopped":
+            lines.insert(0, f"Stopped: {ending.died:,} items died in this run (--max-failures).")
+            lines.append(f"See why first:  headway dead show {job.id} {options}".rstrip())
+    for line in lines:
+        say(line)
+    return code
+
+
+def _greeting(job: Job, changes: Changes | None) -> str:
+    """The line above the bar: what is started or resumed."""
+    info = job.info()
+    earlier = job.runs()[:-1]
+    if not earlier:
+        return f"Run {job.id}: {info.total:,} items" if info.sealed else f"Run {job.id}: items from a pipe"
+    if info.finished_at is not None and not info.remaining:
+        return f"Run {job.id} was finished already: {info.done:,} done, {info.dead:,} dead"
+    last = earlier[-1]
+    how = {"lost": "killed", "failed": "failed", "finished": "finished"}.get(last.outcome or "", "interrupted")
+    ended = f", {how} {_clock(last.ended_at)}" if last.ended_at else ""
+    added = f"; {changes}" if changes is not None and str(changes) != "nothing changed" else ""
+    return (
+        f"Resuming run {job.id} (started {_clock(earlier[0].started_at)}{ended}): "
+        f"{info.done:,} of {info.total:,} already done{added}"
+    )
+
+
+def _clock(moment: datetime) -> str:
+    local = moment.astimezone()
+    today = local.date() == datetime.now().astimezone().date()
+    return local.strftime("%H:%M" if today else "%d %b %H:%M")
+
+
+def _command() -> str:
+    """What to type to continue."""
+    return shlex.join(["headway", *(word for word in sys.argv[1:] if word not in _ONCE)])
+
+
+def _is_a_file(descriptor: int) -> bool:
+    """Whether standard input was redirected from a file: that can be read again."""
+    try:
+        return stat.S_ISREG(os.fstat(descriptor).st_mode)
+    except OSError:
+        return False

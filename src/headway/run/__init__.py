@@ -1,0 +1,248 @@
+"""Run a function over many items, durably.
+
+    result = headway.map(make_ad, products, job="ads-november")
+
+`map` does it with local workers; `open_job` lets a program keep its own loop. Both resume by being called again.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.config import Config
+from headway.errors import InvalidInput, JobHeld, Stopping
+from headway.events import CallableSink, Event, Relay, Sink, SqlOutbox, WebhookSink
+from headway.ids import check_id
+from headway.ledger import Cause, DeadLetter, Hold, Job, Ledger
+from headway.lifecycle import Shutdown, on_signals
+from headway.retry import RetryPolicy
+from headway.run import function as functions
+from headway.run import plan as plans
+from headway.run.display import Display, open_display
+from headway.run.items import GivenItems
+from headway.run.loop import OpenJob
+from headway.run.output import Output
+from headway.run.pool import Ending, Feed, Pool, Settings
+from headway.run.worker import GiveUp
+
+__all__ = ["Ending", "GiveUp", "OpenJob", "Result", "Settings", "map", "open_job", "perform"]
+
+#: How long the end of a run waits for sinks to take its event; what they do not take then waits in the outbox.
+TELL_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run leaves behind. Counts are of the whole job."""
+
+    job: str
+    database: str
+    outcome: str  # finished, or stopped by max_failures
+    total: int
+    done: int
+    kept: int
+    dead: int
+    failures: int
+    seconds: float
+    causes: Sequence[Cause]
+
+    def dead_letters(self) -> Iterator[DeadLetter]:
+        """The items that failed for good, each with its error."""
+        with Ledger.open(self.database, create=False) as ledger:
+            job, after = ledger.job(self.job), -1
+            while page := job.dead_letters(after=after):
+                yield from page
+                after = page[-1].idx
+
+
+def map(
+    function: Callable[[Any], Any],
+    items: Iterable[object],
+    *,
+    job: str | None = None,
+    database: str | None = None,
+    workers: int | None = None,
+    mode: str | None = None,
+    retries: int = 2,
+    retry_delay: float = 1.0,
+    timeout: float | None = None,
+    rate: float | None = None,
+    key: str | None = None,
+    fresh: bool = False,
+    accept_changes: bool = False,
+    max_failures: int | None = None,
+    last_pass: bool = True,
+    output: str | Path | None = None,
+    progress: str = "auto",
+    on_complete: Callable[[Event], None] | None = None,
+) -> Result:
+    """Call ``function`` with every item, in worker processes (``mode="process"``), in threads of one worker process or
+    on its event loop, and remember what became of each.
+
+    Called again with the same ``job`` it goes on where it was, whatever ended it. Items are JSON values; an item that
+    fails is tried ``retries`` more times, then it is a dead letter. ``on_complete`` is told when the job finished: once
+    per completion, at least once if this process dies in between, always with the same event id. Ctrl-C lets running
+    items finish, then raises KeyboardInterrupt.
+    """
+    name = functions.name_of(functions.check(function, "The function"))
+    config = Config(cli={"database": database})
+    mode = functions.choose_mode(function, mode, name)
+    settings = Settings(
+        workers=functions.choose_workers(workers, mode),
+        mode=mode,
+        policy=RetryPolicy(retries, retry_delay, jitter=0.5, cap=300.0),
+        timeout=timeout,
+        rate=rate,
+        max_failures=max_failures,
+        last_pass=last_pass,
+    )
+    check_settings(settings)
+    source = GivenItems(items, key=key, limit=int(config["payload_limit"] or 0))
+    sinks: list[Sink] = configured_sinks(config)
+    if on_complete is not None:
+        sinks.append(CallableSink(f"on_complete {name}", on_complete))
+    shutdown = Shutdown()
+    with Ledger.open(config.text("database"), stop=shutdown.abandon) as ledger, on_signals(shutdown):
+        id = check_id(job, "a job id") if job is not None else plans.default_id(ledger, name, "")
+        plan = plans.look(ledger, id, name, source, fresh=fresh)
+        if not accept_changes:
+            plans.refuse_doubt(plan)
+        display = open_display(progress, stream=sys.stderr)
+        held, hold = take(ledger, plan, settings, accept=accept_changes)
+        ending = perform(
+            ledger, held, hold, function, settings,
+            display=display, shutdown=shutdown, output=None if output is None else Path(output), sinks=sinks,
+        )  # fmt: skip
+        if ending.outcome == "interrupted":
+            if shutdown.signum == signal.SIGINT:
+                raise KeyboardInterrupt
+            raise Stopping(f"Job {id} was interrupted; call it again to go on.")
+        info = held.info()
+        return Result(
+            id, config.text("database"), ending.outcome, info.total, info.done, ending.kept, info.dead,
+            ending.failures, ending.seconds, held.causes(),
+        )  # fmt: skip
+
+
+def open_job(
+    job: str,
+    items: Iterable[object] | None = None,
+    *,
+    database: str | None = None,
+    retries: int = 2,
+    retry_delay: float = 1.0,
+    key: str | None = None,
+    fresh: bool = False,
+    accept_changes: bool = False,
+) -> OpenJob:
+    """Hold a job in this process and work its items off in a loop of your own.
+
+    ``items`` makes the job at first and is compared with it later, as in `map`; leave it out to go on with what is
+    known.
+    """
+    config = Config(cli={"database": database})
+    ledger = Ledger.open(config.text("database"), create=items is not None)
+    try:
+        policy = RetryPolicy(retries, retry_delay, jitter=0.5, cap=300.0)
+        settings = Settings(workers=1, mode="loop", policy=policy)
+        if items is None:
+            held = ledger.job(check_id(job, "a job id"))
+            hold = ledger.hold(held, {"mode": "loop"})
+        else:
+            source = GivenItems(items, key=key, limit=int(config["payload_limit"] or 0))
+            plan = plans.look(ledger, check_id(job, "a job id"), "", source, fresh=fresh)
+            if not accept_changes:
+                plans.refuse_doubt(plan)
+            held, hold = take(ledger, plan, settings, accept=accept_changes)
+        return OpenJob(ledger, held, hold, policy)
+    except BaseException:
+        ledger.close()
+        raise
+
+
+def take(
+    ledger: Ledger,
+    plan: plans.Plan,
+    settings: Settings,
+    *,
+    command: str = "",
+    accept: bool = False,
+    fresh: bool = False,
+) -> tuple[Job, Hold]:
+    """Hold the planned job and carry the plan out: nobody else can change its items meanwhile."""
+    if fresh or plan.existing is None:
+        ledger.archive(plan.id)
+    job = ledger.create(plan.id, max_retries=settings.policy.retries)
+    hold = ledger.hold(job, describe(settings))
+    try:
+        if plan.existing is None and job.info().total:
+            raise JobHeld(f"Job {plan.id} was started by another process at the same moment.", hint="Run it again.")
+        plans.carry_out(ledger, job, plan, max_retries=settings.policy.retries, command=command, accept=accept)
+    except BaseException:
+        ledger.release(hold, "failed")
+        raise
+    return job, hold
+
+
+def perform(
+    ledger: Ledger,
+    job: Job,
+    hold: Hold,
+    function: Callable[[Any], Any],
+    settings: Settings,
+    *,
+    display: Display,
+    shutdown: Shutdown,
+    output: Path | None = None,
+    feed: Feed | None = None,
+    sinks: Sequence[Sink] = (),
+) -> Ending:
+    """Work the job off under ``hold``, let go of it, and tell the sinks what was decided."""
+    outcome = "failed"
+    file: Output | None = None
+    try:
+        relay = Relay(SqlOutbox(ledger.database), sinks)
+        file = None if output is None else Output(job, output)
+        pool = Pool(ledger, job, hold, function, settings, display=display, shutdown=shutdown, output=file, feed=feed)
+        ending = pool.run()
+        outcome = ending.outcome
+    finally:
+        if file is not None:
+            file.close()
+        ledger.release(hold, outcome)
+    if sinks:
+        relay.drain(TELL_SECONDS)
+    return ending
+
+
+def configured_sinks(config: Config) -> list[Sink]:
+    return [WebhookSink(config.text("webhook"))] if config["webhook"] else []
+
+
+def describe(settings: Settings) -> dict[str, Any]:
+    """The settings as a run remembers them."""
+    return {
+        "workers": settings.workers,
+        "mode": settings.mode,
+        "retries": settings.policy.retries,
+        "retry_delay": settings.policy.base,
+        "timeout": settings.timeout,
+        "rate": settings.rate,
+        "max_failures": settings.max_failures,
+    }
+
+
+def check_settings(settings: Settings) -> None:
+    for name, value in (("timeout", settings.timeout), ("rate", settings.rate)):
+        if value is not None and not 0 < value < 10**9:
+            raise InvalidInput(f"{name} = {value!r} is not acceptable.", hint="Use a number above 0.")
+    if settings.max_failures is not None and settings.max_failures < 1:
+        raise InvalidInput(f"max_failures = {settings.max_failures!r} is not acceptable.", hint="Use 1 or more.")
+    policy = settings.policy
+    if policy.retries < 0 or not 0 <= policy.base < 10**9:
+        raise InvalidInput("retries and retry_delay must not be negative.")

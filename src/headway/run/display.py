@@ -1,0 +1,416 @@
+"""How a run shows itself while it works: two live lines on a terminal, plain lines in a log, NDJSON for programs.
+
+A display never stops the work: when its stream is gone (a closed terminal, a broken pipe) it falls silent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Protocol, TextIO
+from unicodedata import east_asian_width
+
+from headway.run.estimate import Estimator, Snapshot
+from headway.run.summary import interrupted, summary
+from headway.wording import duration, pace, printable, roughly
+
+__all__ = [
+    "Display",
+    "Estimator",
+    "Snapshot",
+    "bar",
+    "interrupted",
+    "open_display",
+    "shows_color",
+    "summary",
+]
+
+KINDS = ("auto", "bar", "plain", "json", "none")
+
+#: The live lines are drawn at most so often, seconds.
+REDRAW_SECONDS = 0.1
+#: A plain line comes after so many seconds *and* so many percent.
+PLAIN_SECONDS = 30.0
+PLAIN_PERCENT = 5.0
+#: NDJSON progress comes at most so often, seconds.
+JSON_SECONDS = 1.0
+#: A bar narrower than this says nothing; then it is left out.
+SHORTEST_BAR = 10
+LONGEST_BAR = 60
+
+_GREEN, _BLUE, _DIM, _RED, _YELLOW, _RESET = (
+    "\x1b[32m",
+    "\x1b[34m",
+    "\x1b[2m",
+    "\x1b[31m",
+    "\x1b[33m",
+    "\x1b[0m",
+)
+
+
+class Display(Protocol):
+    """What the loop of a run tells, ten times a second or when something happens."""
+
+    def begin(self, text: str) -> None:
+        """What this run is, once, before anything else."""
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Where the run is. Called often; the display decides when to draw or print."""
+
+    def say(self, text: str) -> None:
+        """A line of talk in between."""
+
+    def end(self, snapshot: Snapshot) -> None:
+        """The run is over; what is written next to the stream starts on a line of its own."""
+
+
+def open_display(
+    kind: str,
+    *,
+    stream: TextIO,
+    color: str = "auto",
+    environment: Mapping[str, str] = os.environ,
+    clock: Callable[[], float] = time.monotonic,
+    columns: Callable[[], int] | None = None,
+) -> Display:
+    """The display of that kind (`KINDS`); ``auto`` is the bar on a terminal that can draw one, else plain lines."""
+    if kind == "auto":
+        kind = "bar" if stream.isatty() and environment.get("TERM") != "dumb" else "plain"
+    writer = _Writer(stream)
+    match kind:
+        case "bar":
+            width = columns or (lambda: terminal_columns(stream, environment))
+            colored = shows_color(color, stream, environment)
+            return _Bar(writer, clock, width, colored=colored, ascii_only=not _is_unicode(stream))
+        case "plain":
+            return _Plain(writer, clock)
+        case "json":
+            return _Json(writer, clock)
+        case "none":
+            return _Silent()
+        case _:
+            raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
+
+
+def shows_color(choice: str, stream: TextIO, environment: Mapping[str, str]) -> bool:
+    """Whether to colour: the flag, then NO_COLOR, then FORCE_COLOR, then whether anybody would see it."""
+    if choice in ("always", "never"):
+        return choice == "always"
+    if environment.get("NO_COLOR"):
+        return False
+    if environment.get("FORCE_COLOR", "0") not in ("", "0"):
+        return True
+    return stream.isatty() and environment.get("TERM") != "dumb"
+
+
+def terminal_columns(stream: TextIO, environment: Mapping[str, str]) -> int:
+    if environment.get("COLUMNS", "").isdecimal() and int(environment["COLUMNS"]) > 0:
+        return int(environment["COLUMNS"])
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):  # not a terminal, or a stream without a descriptor
+        return 80
+
+
+def _is_unicode(stream: TextIO) -> bool:
+    return (getattr(stream, "encoding", None) or "").lower().replace("-", "") in ("utf8", "utf8sig")
+
+
+class _Writer:
+    """Writes until the stream is gone. What its encoding lacks is escaped, so that no name can break the display."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._encoding = getattr(stream, "encoding", None) or "utf-8"
+        self._gone = False
+
+    def write(self, text: str) -> None:
+        if self._gone:
+            return
+        try:
+            self._stream.write(text.encode(self._encoding, "backslashreplace").decode(self._encoding))
+            self._stream.flush()
+        except (OSError, ValueError):  # ValueError: the stream was closed
+            self._gone = True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the lines say
+
+
+def _state(snapshot: Snapshot, estimator: Estimator) -> str:
+    """The last field of the first line: when it will be through, or why that cannot be said."""
+    silence, forecast = estimator.stalled, estimator.forecast
+    if silence is not None:
+        return f"stalled {duration(int(silence))}"
+    if snapshot.running == 0 and snapshot.retrying > 0:
+        return "waiting to retry"
+    return f"~{roughly(forecast.seconds)} left" if forecast else ""
+
+
+def _position(snapshot: Snapshot) -> str:
+    return f"{snapshot.position:,}" + (f"/{snapshot.total:,}" if snapshot.total is not None else "")
+
+
+def _counts(snapshot: Snapshot) -> list[str]:
+    return [
+        f"kept {snapshot.kept:,}",
+        f"done {snapshot.done:,}",
+        f"running {snapshot.running:,}",
+        f"retrying {snapshot.retrying:,}",
+        f"dead {snapshot.dead:,}",
+    ]
+
+
+def _last_error(snapshot: Snapshot) -> str:
+    if not snapshot.last_error:
+        return ""
+    return f"last error: {printable(snapshot.last_error)} x{snapshot.last_error_count:,}"
+
+
+def bar(kept: float, done: float, width: int, *, ascii_only: bool = False, colored: bool = False) -> str:
+    """``width`` cells of which the shares ``kept`` and ``done`` (of 1) are filled, in two manners."""
+    full = min(1.0, kept + done) * width
+    old = min(int(min(1.0, kept) * width + 0.5), int(full))
+    new = int(full) - old
+    if ascii_only:
+        tip = ">" if new and full < width else ""
+        strokes = ("=" * old, "#" * (new - len(tip)) + tip, "." * (width - old - new))
+    else:
+        tip = "╸" if full - int(full) >= 0.5 else ""
+        strokes = ("─" * old, "━" * new + tip, " " * (width - old - new - len(tip)))
+    if not colored:
+        return "".join(strokes)
+    return f"{_BLUE}{strokes[0]}{_GREEN}{strokes[1]}{_RESET}{strokes[2]}"
+
+
+def cells(text: str) -> int:
+    """Columns the text takes on a terminal."""
+    return len(text) if text.isascii() else sum(2 if east_asian_width(char) in "WF" else 1 for char in text)
+
+
+def _clip(text: str, width: int) -> str:
+    while cells(text) > width:
+        text = text[:-1]
+    return text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The displays
+
+
+class _Bar:
+    """Two live lines. The cursor rests at the start of the first, so that clearing from there to the end of the screen
+    removes them whatever became of them when the terminal was resized."""
+
+    def __init__(
+        self,
+        writer: _Writer,
+        clock: Callable[[], float],
+        columns: Callable[[], int],
+        *,
+        colored: bool,
+        ascii_only: bool,
+    ) -> None:
+        self._write, self._clock, self._columns = writer.write, clock, columns
+        self._colored, self._ascii = colored, ascii_only
+        self._estimator = Estimator(clock)
+        self._drawn_at = float("-inf")
+        self._drawn = False
+
+    def begin(self, text: str) -> None:
+        self.say(text)
+
+    def show(self, snapshot: Snapshot) -> None:
+        self._estimator.update(snapshot)
+        if self._clock() - self._drawn_at >= REDRAW_SECONDS:
+            self._draw(snapshot)
+            self._write("\x1b[1A\r")
+
+    def say(self, text: str) -> None:
+        self._clear()
+        self._write(text + "\n")
+        self._drawn_at = float("-inf")  # the lines belong below the talk, at once
+
+    def end(self, snapshot: Snapshot) -> None:
+        self._estimator.update(snapshot)
+        self._draw(snapshot)
+        self._write("\n")
+        self._drawn = False
+
+    def _clear(self) -> None:
+        if self._drawn:
+            self._write("\r\x1b[J")
+        self._drawn = False
+
+    def _draw(self, snapshot: Snapshot) -> None:
+        # The last column stays free: writing into it makes some terminals wrap.
+        room = max(1, self._columns() - 1)
+        start = "\r\x1b[J" if self._drawn else ""
+        self._write(f"{start}{self._first_line(snapshot, room)}\n{self._second_line(snapshot, room)}")
+        self._drawn_at, self._drawn = self._clock(), True
+
+    def _first_line(self, snapshot: Snapshot, room: int) -> str:
+        rate, state = pace(self._estimator.rate), _state(snapshot, self._estimator)
+        fields = [_position(snapshot), rate or "-", state]
+        percent = snapshot.percent
+        if percent is None or snapshot.total is None:
+            return self._fit([f" {fields[0]} done", *fields[1:]], room)
+        head = f" {percent:5.1f}%" if percent < 100.0 else "  100%"
+        while fields and room - cells("   ".join(["", *fields])) - len(head) - 1 < SHORTEST_BAR:
+            fields.pop()
+        tail = "   ".join(["", *fields]) if fields else ""
+        width = min(LONGEST_BAR, room - len(head) - 1 - cells(tail))
+        if width < SHORTEST_BAR:
+            return _clip(head, room)
+        total = snapshot.total or 1
+        kept = snapshot.kept / total
+        done = snapshot.done / total if snapshot.total else 1.0
+        drawn = bar(kept, done, width, ascii_only=self._ascii, colored=self._colored)
+        return f"{head} {drawn}{tail}".rstrip()
+
+    def _second_line(self, snapshot: Snapshot, room: int) -> str:
+        between = " - " if self._ascii else " · "
+        fields = _counts(snapshot)
+        while len(fields) > 1 and cells(between.join(fields)) + 1 > room:
+            fields.pop()
+        line = _clip(" " + between.join(fields), room)
+        error = _last_error(snapshot)
+        padding = room - cells(line) - cells(error)
+        if not self._colored:
+            return line + (" " * min(padding, 9) + error if error and padding >= 2 else "")
+        painted = line
+        for word, paint, count in (("dead", _RED, snapshot.dead), ("retrying", _YELLOW, snapshot.retrying)):
+            if count:
+                painted = painted.replace(f"{word} {count:,}", f"{paint}{word} {count:,}{_RESET}")
+        return painted + (f"{' ' * min(padding, 9)}{_DIM}{error}{_RESET}" if error and padding >= 2 else "")
+
+    def _fit(self, fields: list[str], room: int) -> str:
+        fields = [field for field in fields if field]
+        while len(fields) > 1 and cells("   ".join(fields)) > room:
+            fields.pop()
+        return _clip("   ".join(fields), room)
+
+
+class _Plain:
+    """Lines for a log: no control characters, a time on each, few of them."""
+
+    def __init__(self, writer: _Writer, clock: Callable[[], float]) -> None:
+        self._write, self._clock = writer.write, clock
+        self._estimator = Estimator(clock)
+        self._printed_at = clock()
+        self._printed: Snapshot | None = None
+        self._stalled = False
+
+    def begin(self, text: str) -> None:
+        self.say(text)
+
+    def show(self, snapshot: Snapshot) -> None:
+        self._estimator.update(snapshot)
+        stalled = self._estimator.stalled is not None
+        self._printed = self._printed or snapshot
+        if stalled != self._stalled or (self._is_time() and self._has_moved(snapshot, self._printed)):
+            self._stalled = stalled
+            self._print(snapshot)
+
+    def say(self, text: str) -> None:
+        self._write(f"{_now()} {printable(text)}\n")
+
+    def end(self, snapshot: Snapshot) -> None:
+        self._estimator.update(snapshot)
+        self._print(snapshot)
+
+    def _is_time(self) -> bool:
+        return self._clock() - self._printed_at >= PLAIN_SECONDS
+
+    @staticmethod
+    def _has_moved(snapshot: Snapshot, printed: Snapshot) -> bool:
+        """By 5 %, or by anything at all where there is no percentage."""
+        if snapshot.percent is None or printed.percent is None:
+            return snapshot.position != printed.position
+        return snapshot.percent - printed.percent >= PLAIN_PERCENT
+
+    def _print(self, snapshot: Snapshot) -> None:
+        percent = f"{snapshot.percent:.1f}%" if snapshot.percent is not None else ""
+        fields = [percent, _position(snapshot), pace(self._estimator.rate), _state(snapshot, self._estimator)]
+        fields += [*_counts(snapshot), _last_error(snapshot)]
+        self._write(f"{_now()} {'  '.join(field for field in fields if field)}\n")
+        self._printed_at, self._printed = self._clock(), snapshot
+
+
+class _Json:
+    """NDJSON. The keys are documented in docs/cli.md and stay."""
+
+    def __init__(self, writer: _Writer, clock: Callable[[], float]) -> None:
+        self._write, self._clock = writer.write, clock
+        self._estimator = Estimator(clock)
+        self._printed_at = float("-inf")
+
+    def begin(self, text: str) -> None:
+        self._put("begin", message=text)
+
+    def show(self, snapshot: Snapshot) -> None:
+        self._estimator.update(snapshot)
+        if self._clock() - self._printed_at >= JSON_SECONDS:
+            self._printed_at = self._clock()
+            self._progress("progress", snapshot)
+
+    def say(self, text: str) -> None:
+        self._put("message", message=text)
+
+    def end(self, snapshot: Snapshot) -> None:
+        self._estimator.update(snapshot)
+        self._progress("end", snapshot)
+
+    def _progress(self, event: str, snapshot: Snapshot) -> None:
+        estimator = self._estimator
+        forecast, percent, rate, silence = (
+            estimator.forecast,
+            snapshot.percent,
+            estimator.rate,
+            estimator.stalled,
+        )
+        self._put(
+            event,
+            total=snapshot.total,
+            kept=snapshot.kept,
+            done=snapshot.done,
+            running=snapshot.running,
+            retrying=snapshot.retrying,
+            dead=snapshot.dead,
+            failures=snapshot.failures,
+            percent=None if percent is None else round(percent, 2),
+            rate=None if rate is None else round(rate, 3),
+            eta_seconds=round(forecast.seconds, 1) if forecast else None,
+            eta_low_seconds=round(forecast.low, 1) if forecast else None,
+            eta_high_seconds=round(forecast.high, 1) if forecast else None,
+            stalled_seconds=None if silence is None else round(silence, 1),
+            last_error=snapshot.last_error or None,
+            last_error_count=snapshot.last_error_count,
+        )
+
+    def _put(self, event: str, **facts: object) -> None:
+        self._write(json.dumps({"t": _now(), "event": event, **facts}) + "\n")
+
+
+class _Silent:
+    """Shows nothing at all."""
+
+    def begin(self, text: str) -> None:
+        pass
+
+    def show(self, snapshot: Snapshot) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def end(self, snapshot: Snapshot) -> None:
+        pass
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -1,0 +1,132 @@
+"""How fast a run is and when it will be through, said no more precisely than it is known."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import exp, sqrt
+
+#: No forecast before so many items have finished and so many seconds have passed.
+FORECAST_ITEMS = 30
+FORECAST_SECONDS = 15.0
+#: The past fades over so many seconds or so many finished items, whichever fades slower: a fast run is judged by its
+#: last half minute, a slow one by its last sixty items.
+FADE_SECONDS = 30.0
+FADE_ITEMS = 60.0
+#: Silence is called a stall after so many seconds, and before anything has finished after so many.
+STALL_SECONDS = 15.0
+FIRST_STALL_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A run at one moment."""
+
+    #: None while a stream of items is still open.
+    total: int | None
+    #: Done before this run, and by it.
+    kept: int
+    done: int
+    running: int
+    retrying: int
+    #: Dead letters of the job now, whichever run they are from.
+    dead: int
+    #: Failed runs of items in this run.
+    failures: int
+    #: The type of this run's most frequent error.
+    last_error: str = ""
+    last_error_count: int = 0
+
+    @property
+    def position(self) -> int:
+        """Items done, in whichever run."""
+        return self.kept + self.done
+
+    @property
+    def percent(self) -> float | None:
+        if self.total is None:
+            return None
+        return min(100.0, 100.0 * self.position / self.total) if self.total else 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Seconds until the run is through: the likely figure, and a range that holds four times out of five."""
+
+    seconds: float
+    low: float
+    high: float
+
+
+class Estimator:
+    """Rate and forecast from what *this* run has finished; items that were kept from before say nothing about speed."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = self._seen = self._moved = clock()
+        self._first: Snapshot | None = None
+        self._last: Snapshot | None = None
+        # Faded sums: finished items, runs of items and the seconds they took. Their quotients are the averages.
+        self._items = self._runs = self._seconds = 0.0
+        self._gap = 0.0
+
+    def update(self, snapshot: Snapshot) -> None:
+        now = self._clock()
+        if self._last is None:
+            # The first look: what it shows was finished since the estimator was made.
+            self._first = self._last = Snapshot(
+                snapshot.total, snapshot.kept, 0, 0, snapshot.retrying, snapshot.dead, 0
+            )
+        finished = self._finished(snapshot) - self._finished(self._last)
+        runs = snapshot.done + snapshot.failures - self._last.done - self._last.failures
+        passed = now - self._seen
+        fade = exp(-min(passed / FADE_SECONDS, max(finished, 0) / FADE_ITEMS))
+        self._items = self._items * fade + max(finished, 0)
+        self._runs = self._runs * fade + max(runs, 0)
+        self._seconds = self._seconds * fade + passed
+        if finished > 0:
+            silence = now - self._moved
+            self._gap = silence if self._gap == 0.0 else 0.8 * self._gap + 0.2 * silence
+            self._moved = now
+        self._seen, self._last = now, snapshot
+
+    @property
+    def rate(self) -> float | None:
+        """Finished items per second; None before the first one."""
+        return self._items / self._seconds if self._items and self._seconds > 0 else None
+
+    @property
+    def stalled(self) -> float | None:
+        """For how many seconds nothing has finished, once that is unusual. A pause before retries is no stall."""
+        if self._last is None or (self._last.running == 0 and self._last.retrying > 0) or self._left() == 0:
+            return None
+        silence = self._clock() - self._moved
+        limit = max(STALL_SECONDS, 3.0 * self._gap) if self._gap else FIRST_STALL_SECONDS
+        return silence if silence >= limit else None
+
+    @property
+    def forecast(self) -> Forecast | None:
+        last, left = self._last, self._left()
+        if last is None or left is None or self._finished(last) < FORECAST_ITEMS:
+            return None
+        if self._clock() - self._began < FORECAST_SECONDS or not self._items or self.stalled is not None:
+            return None
+        # An item takes more than one run when runs fail; one that waits for its retry has failed and will be slower.
+        runs_per_item = max(1.0, self._runs / self._items)
+        waiting = min(last.retrying, left)
+        runs_left = (left - waiting) * runs_per_item + waiting * (1.0 + runs_per_item)
+        seconds = runs_left * self._seconds / max(self._runs, self._items)
+        # Counts scatter by their square root; a little more for a pace that drifts.
+        spread = min(0.6, 0.08 + 1.2 * sqrt(1.0 / self._items + 1.0 / (left + 1)))
+        return Forecast(seconds, seconds * (1.0 - spread), seconds / (1.0 - spread))
+
+    def _left(self) -> int | None:
+        if self._last is None or self._last.total is None:
+            return None
+        return max(0, self._last.total - self._last.position - self._last.dead)
+
+    def _finished(self, snapshot: Snapshot) -> int:
+        """Items this run brought to an end, good or bad. A dead letter that is rescued counts once."""
+        assert self._first is not None
+        return snapshot.done + snapshot.dead - self._first.dead

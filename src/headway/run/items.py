@@ -1,0 +1,283 @@
+"""Where items come from: a file of JSON lines, CSV or plain lines; a pipe; any iterable of a program.
+
+A source can be read again and again and yields the same. Reading checks everything that can be wrong with an item, so
+that a bad line 90,000 is found before anything is written.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from headway.errors import InputChanged, InvalidInput
+from headway.ledger import Job, NewItem, canonical, fingerprint
+
+FORMATS = ("jsonl", "csv", "lines")
+_BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv"}
+
+#: Bytes one item's payload may have, unless the settings say otherwise.
+PAYLOAD_LIMIT = 262_144
+
+
+class Read(NamedTuple):
+    """An item as it was read."""
+
+    place: int  # line of the file, or position in the iterable; from 1
+    key: str | None
+    payload: str  # canonical JSON
+    fingerprint: int
+
+
+class Source(Protocol):
+    """Items that can be read again."""
+
+    @property
+    def name(self) -> str:
+        """What people call it: the file's path."""
+        ...
+
+    @property
+    def key(self) -> str | None:
+        """The field that names an item, if one does."""
+        ...
+
+    def place(self, number: int) -> str:
+        """How to say where an item stands: "line 17"."""
+        ...
+
+    def digest(self) -> str:
+        """The same for the same content, much quicker to get than the items."""
+        ...
+
+    def __iter__(self) -> Iterator[Read]: ...
+
+
+class FileItems:
+    """A file of items. Blank lines do not count."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        format: str | None = None,
+        key: str | None = None,
+        limit: int = PAYLOAD_LIMIT,
+        name: str | None = None,
+    ) -> None:
+        self.path, self.key, self._limit = path, key, limit
+        self.name = name or str(path)
+        self.format = format or _BY_SUFFIX.get(path.suffix.lower(), "lines")
+        if key is not None and self.format == "lines":
+            raise InvalidInput(
+                f"--key {key} needs items with fields, but {path} is read as plain lines.",
+                hint="Use JSON lines or CSV, or say --format jsonl.",
+            )
+        try:
+            if not path.is_file():
+                what = "is not a file" if path.exists() else "does not exist"
+                raise InvalidInput(f"The items file {path} {what}.", hint="Check the path after --items.")
+            with path.open("rb"):
+                pass
+        except OSError as error:
+            raise InvalidInput(f"The items file {path} cannot be read: {error.strerror}.") from error
+
+    def place(self, number: int) -> str:
+        return f"line {number:,}"
+
+    def digest(self) -> str:
+        with self.path.open("rb") as file:
+            digest = blake2b(f"{self.format}\0{self.key}\0".encode(), digest_size=16)
+            while block := file.read(1 << 20):
+                digest.update(block)
+        return digest.hexdigest()
+
+    def __iter__(self) -> Iterator[Read]:
+        if self.format == "csv":
+            yield from self._checked(self._csv())
+        else:
+            parse = parser(self.format)
+            yield from self._checked((number, parse(line, number, self.name)) for number, line in self._lines())
+
+    def _lines(self) -> Iterator[tuple[int, str]]:
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                text = decode(line, number, self.name).strip("\r\n" if self.format == "lines" else None)
+                if text.strip():
+                    yield number, text
+
+    def _csv(self) -> Iterator[tuple[int, Any]]:
+        with self.path.open("rb") as raw:
+            texts = (decode(line, number, self.name) for number, line in enumerate(raw, 1))
+            rows = csv.DictReader(texts, strict=True)
+            try:
+                for row in rows:
+                    if None in row or None in row.values():
+                        found = len([value for value in row.values() if value is not None])
+                        raise InvalidInput(
+                            f"{self.path}, line {rows.line_num:,}: {found} fields where the header has "
+                            f"{len(rows.fieldnames or ())}.",
+                            hint="Quote fields that contain commas or line breaks.",
+                        )
+                    yield rows.line_num, row
+            except csv.Error as error:
+                raise InvalidInput(f"{self.path}, line {rows.line_num:,}: not CSV: {error}.") from error
+
+    def _checked(self, values: Iterable[tuple[int, Any]]) -> Iterator[Read]:
+        count = 0
+        seen: set[int] = set()
+        for number, value in values:
+            count += 1
+            yield check(value, number, self.key, self._limit, seen, f"{self.path}, {self.place(number)}")
+        if count == 0:
+            raise InvalidInput(f"The items file {self.path} has no items.", hint="Check the path after --items.")
+
+
+class GivenItems:
+    """Items a program holds. They must be JSON: they are kept in the ledger, for resuming and for showing them."""
+
+    def __init__(self, items: Iterable[object], *, key: str | None = None, limit: int = PAYLOAD_LIMIT) -> None:
+        # An iterator can be read once only, and we read it again to find out what changed.
+        self._items = items if isinstance(items, list | tuple | range) else list(items)
+        self.key, self._limit = key, limit
+
+    @property
+    def name(self) -> str:
+        return ""
+
+    def place(self, number: int) -> str:
+        return f"item {number - 1:,}"
+
+    def digest(self) -> str:
+        digest = blake2b(f"given\0{self.key}\0".encode(), digest_size=16)
+        for read in self:
+            digest.update(read.payload.encode() + b"\n")
+        return digest.hexdigest()
+
+    def __iter__(self) -> Iterator[Read]:
+        seen: set[int] = set()
+        for number, value in enumerate(self._items, 1):
+            yield check(value, number, self.key, self._limit, seen, self.place(number))
+
+
+class PipedItems:
+    """Items that arrive on a pipe while the run goes on (`headway.run.pool.Feed`).
+
+    They are compared with what the job knows as they come: the same pipe may be given again to resume.
+    """
+
+    def __init__(
+        self, job: Job, descriptor: int, *, format: str | None, key: str | None, limit: int = PAYLOAD_LIMIT
+    ) -> None:
+        self._job, self._descriptor, self._key, self._limit = job, descriptor, key, limit
+        self._format = format
+        self._rest = b""
+        self._line = 0
+        self._idx = 0
+        self._seen: set[int] = set()
+        self._known = job.fingerprints()
+        self.ended = False
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def take(self) -> int:
+        data = os.read(self._descriptor, 1 << 20)
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop() if data else b""
+        new = []
+        for line in lines:
+            self._line += 1
+            text = decode(line, self._line, "standard input").strip()
+            if text:
+                new += self._compare(self._parse(text))
+        count = self._job.register(new) if new else 0
+        if not data:
+            self.ended = True
+            if self._idx == 0:
+                raise InvalidInput("There were no items on standard input.", hint="Pipe some in: ... | headway run ...")
+            self._job.seal(settle=False)
+        return count
+
+    def _parse(self, text: str) -> Read:
+        if self._format is None:
+            self._format = "jsonl" if text[0] in "{[" else "lines"
+        where = f"standard input, line {self._line:,}"
+        value = parser(self._format)(text, self._line, "standard input")
+        return check(value, self._line, self._key, self._limit, self._seen, where)
+
+    def _compare(self, read: Read) -> list[NewItem]:
+        idx, self._idx = self._idx, self._idx + 1
+        known = next(self._known, None)
+        if known is None:
+            return [NewItem(idx, read.payload, read.key, read.fingerprint)]
+        if known != (idx, read.key, read.fingerprint):
+            raise InputChanged(
+                f"Line {self._line:,} of standard input is not what it was when job {self._job.id} was started.",
+                hint="Pipe the same items in the same order, or start over with --fresh.",
+            )
+        return []
+
+
+def decode(line: bytes, number: int, name: str) -> str:
+    try:
+        return line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidInput(
+            f"{name}, line {number:,}: not UTF-8 (byte {error.start + 1} of the line).",
+            hint="Convert the file, for example: iconv -f latin1 -t utf-8 FILE > NEW",
+        ) from error
+
+
+def parser(format: str) -> Callable[[str, int, str], Any]:
+    return _parse_json if format == "jsonl" else _parse_line
+
+
+def _parse_line(text: str, number: int, name: str) -> str:  # noqa: ARG001 - the same shape as _parse_json
+    return text
+
+
+def _parse_json(text: str, number: int, name: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        where = f" (column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
+        raise InvalidInput(
+            f"{name}, line {number:,}: not JSON{where}: {error.msg if isinstance(error, json.JSONDecodeError) else error}.",
+            hint="Correct that line; every line must be one JSON value. For plain text say --format lines.",
+        ) from error
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"{word} is not a JSON number")
+
+
+def check(value: Any, number: int, key: str | None, limit: int, seen: set[int], where: str) -> Read:
+    """One item, canonical and within bounds, its key not seen before."""
+    try:
+        payload = canonical(value, "An item")
+    except InvalidInput as error:
+        raise InvalidInput(f"{where}: {error}", hint=error.hint) from error
+    if len(payload) > limit // 4 and len(payload.encode()) > limit:
+        raise InvalidInput(
+            f"{where}: the item has {len(payload.encode()):,} bytes; at most {limit:,} are allowed.",
+            hint="Keep large content in files and let the items name them, or raise payload_limit.",
+        )
+    name = None
+    if key is not None:
+        name = value.get(key) if isinstance(value, dict) else None
+        if isinstance(name, bool) or not isinstance(name, str | int) or not str(name).strip() or len(str(name)) > 512:
+            raise InvalidInput(
+                f"{where}: the item has no usable key: {key!r} is {name!r:.60}.",
+                hint="--key names a field that every item has, with a text or whole number of its own.",
+            )
+        name = str(name)
+        mark = fingerprint(name)
+        if mark in seen:
+            raise InvalidInput(f"{where}: the key {name!r} is there twice.", hint="Keys must differ from item to item.")
+        seen.add(mark)
+    return Read(number, name, payload, fingerprint(payload))

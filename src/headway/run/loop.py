@@ -1,0 +1,157 @@
+"""A job held by a program that keeps its own loop.
+
+with headway.open_job("ads-november", products) as job:
+    for item in job.remaining():
+        with item:
+            make_ad(item.payload)
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
+
+from headway.errors import HeadwayError, StaleClaim
+from headway.ledger import Done, Failed, Hold, Item, Job, Ledger, Progress, describe
+from headway.ledger.values import bounded_meta
+from headway.retry import RetryPolicy
+from headway.run.worker import GiveUp
+
+PAGE = 500
+
+
+class OpenItem:
+    """An item to be worked on inside ``with item:``. Leaving the block records it as done; an exception records it as
+    failed and is swallowed; KeyboardInterrupt and the like leave it as it was."""
+
+    def __init__(self, job: OpenJob, item: Item) -> None:
+        self._job = job
+        self._item = item
+        self._began = 0.0
+        #: Kept with the item when it is done; JSON, cut if it is long.
+        self.meta: object = None
+
+    @property
+    def index(self) -> int:
+        return self._item.idx
+
+    @property
+    def key(self) -> str | None:
+        return self._item.key
+
+    @property
+    def payload(self) -> Any:
+        return None if self._item.payload is None else json.loads(self._item.payload)
+
+    @property
+    def attempts(self) -> int:
+        """How often it has failed before."""
+        return self._item.attempts
+
+    def __enter__(self) -> Self:
+        self._began = time.monotonic()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        seconds = time.monotonic() - self._began
+        if error is None:
+            self._job.record(Done(self._item.idx, bounded_meta(self.meta), None, seconds))
+            return False
+        if not isinstance(error, Exception) or isinstance(error, HeadwayError):
+            return False  # not the item's fault
+        self._job.record(
+            Failed(
+                self._item.idx,
+                describe(error),
+                seconds=seconds,
+                seen=self._item.attempts,
+                retryable=not isinstance(error, GiveUp),
+            )
+        )
+        return True
+
+
+class OpenJob:
+    """The right to work on a job until it is closed. A thread prolongs the lease while the program works."""
+
+    def __init__(self, ledger: Ledger, job: Job, hold: Hold, policy: RetryPolicy) -> None:
+        self._ledger, self._job, self._hold, self._policy = ledger, job, hold, policy
+        self._stop = threading.Event()
+        self._lost: StaleClaim | None = None
+        self._closed = False
+        self._renewing = threading.Thread(target=self._renew, name="headway-renew", daemon=True)
+        self._renewing.start()
+
+    @property
+    def id(self) -> str:
+        return self._job.id
+
+    def progress(self) -> Progress:
+        return self._job.progress()
+
+    def remaining(self, *, wait: bool = True) -> Iterator[OpenItem]:
+        """Items that are neither done nor dead: first those never tried, then those that failed, each when its wait is
+        over. With ``wait=False`` the iteration ends instead of waiting."""
+        cursor, ready = -1, deque[Item]()
+        while True:
+            page = self._job.untouched(cursor, PAGE)
+            if not page:
+                break
+            cursor = page[-1].idx
+            yield from (OpenItem(self, item) for item in page)
+        while True:
+            due = self._job.due(PAGE, within=10**8)
+            ready.extend(item for item, left in due if left <= 0)
+            if not ready:
+                if not due or not wait:
+                    return
+                self._stop.wait(min(due[0][1], 1.0))
+                continue
+            while ready:
+                yield OpenItem(self, ready.popleft())
+
+    def record(self, outcome: Done | Failed) -> None:
+        if self._lost is not None:
+            raise self._lost
+        self._job.record([outcome], hold=self._hold, policy=self._policy)
+
+    def close(self, outcome: str = "interrupted") -> None:
+        """Let go of the job."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stop.set()
+        self._renewing.join()
+        try:
+            self._job.finish(self._hold)
+            finished = self._job.info().finished_at is not None
+            self._ledger.release(self._hold, "finished" if finished else outcome)
+        except StaleClaim:
+            pass  # taken over: it is not ours to release
+        finally:
+            self._ledger.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _renew(self) -> None:
+        while not self._stop.wait(self._hold.lease / 3):
+            try:
+                self._ledger.renew(self._hold)
+            except StaleClaim as error:
+                self._lost = error
+                return
+            except HeadwayError:
+                continue  # busy or away: the lease has time for two more tries

@@ -1,0 +1,55 @@
+"""Numbers, times and foreign text as people read them: the same words on the terminal, in pages and in logs."""
+
+from __future__ import annotations
+
+from math import ceil
+
+
+def roughly(seconds: float) -> str:
+    """A forecast in words as coarse as it deserves: ``18 min``, not ``17:53``."""
+    if seconds < 57.5:
+        return f"{max(5, 5 * round(seconds / 5))} s"
+    minutes = seconds / 60
+    if minutes < 19.5:
+        return f"{max(1, round(minutes))} min"
+    if minutes < 57.5:
+        return f"{5 * round(minutes / 5)} min"
+    if minutes < 352.5:
+        hours, rest = divmod(15 * round(minutes / 15), 60)
+        return f"{hours} h {rest} min" if rest else f"{hours} h"
+    hours = ceil(minutes / 60 - 0.5)
+    return f"{hours} h" if hours < 48 else f"{round(hours / 24)} days"
+
+
+def duration(seconds: float) -> str:
+    """A time that has passed, in two units at most: ``48 min 12 s``."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= size:
+            big, rest = divmod(whole, size)
+            small = rest // part
+            return f"{big} {unit} {small} {smaller}" if small else f"{big} {unit}"
+    return f"{whole} s"
+
+
+def pace(rate: float | None) -> str:
+    """``41.2/s``; slow work by the minute or the hour."""
+    if rate is None:
+        return ""
+    for factor, unit in ((1.0, "s"), (60.0, "min"), (3600.0, "h")):
+        if rate * factor >= 0.95 or unit == "h":
+            value = rate * factor
+            return f"{value:,.0f}/{unit}" if value >= 100 else f"{value:.1f}/{unit}"
+    raise AssertionError("the last unit takes everything")
+
+
+def printable(text: str) -> str:
+    """``text`` on one line and without control characters: what an error says must not move the cursor."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else " " for char in text)
+
+
+def cut(text: str, width: int) -> str:
+    """At most ``width`` characters; what was left out is said by dots."""
+    return text if len(text) <= width else text[: max(0, width - 3)] + "..."
