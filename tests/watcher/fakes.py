@@ -147,7 +147,7 @@ class FakeRedis:
         self._called("unlink")
         self.zsets.pop(key, None)
 
-    def jobs(self, job_ids: Sequence[str]) -> list[JobRecord]:
+    def jobs(self, job_ids: Sequence[str], *, running: bool) -> list[JobRecord]:
         self._called("jobs")
         self.asked.append(list(job_ids))
         return [self.records.get(job_id) or JobRecord(job_id, exists=False) for job_id in job_ids]

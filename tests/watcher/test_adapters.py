@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import json
+import re
 import socket
 import subprocess
 import sys
 import threading
+import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -15,6 +19,7 @@ import headway.watcher
 from headway.errors import ServerRefused, Unavailable
 from headway.watcher import adapters
 from headway.watcher.adapters import connect
+from headway.watcher.logic import Kind
 from tests.services.waiting import eventually
 from tests.watcher.scene import Scene
 
@@ -58,7 +63,7 @@ def test_a_message_that_is_half_here_is_waited_for_and_no_dead_link():
     assert confirmed is not None
     assert (confirmed.kind, confirmed.channel) == ("subscribed", "p")
     threading.Timer(0.3, server.pause.set).start()
-    message = link.get_message(0.01)
+    message = eventually(lambda: link.get_message(0.01))
     assert message is not None
     assert (message.kind, message.channel, message.name) == ("event", "c", "zadd")
 
@@ -110,7 +115,7 @@ def test_an_unknown_setting_is_none(scene: Scene):
 def test_a_result_of_a_type_we_do_not_know_counts_as_a_failure(scene: Scene):
     scene.redis.xadd("rq:results:j", {"type": "77"})
     scene.redis.xadd("rq:results:j", {"type": "1"})
-    (record,) = connect(scene.url).jobs(["j"])
+    (record,) = connect(scene.url).jobs(["j"], running=True)
     assert [one.outcome for one in record.results] == ["successful", "failed"]
     assert not record.exists
 
@@ -177,3 +182,37 @@ def test_there_is_one_watcher_without_modes_and_without_polling():
     assert "class NotificationWatcher" in source
     for word in ("FailureWatcher", "poll_interval", "fallback", "WATCHER_MODE", "compat"):
         assert word not in source
+
+
+@pytest.mark.req("S4-29")
+def test_make_check_demands_strict_types_and_every_statement_and_branch():
+    root = Path(__file__).parents[2]
+    recipe = subprocess.run(["make", "-n", "check"], cwd=root, capture_output=True, text=True, check=True).stdout
+    for step in ("ruff check .", "ruff format --check .", "bin/mypy", "pytest", "--cov"):
+        assert step in recipe
+    assert "coverage report --include='src/headway/watcher/*' --fail-under=100" in recipe
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]
+    assert settings["mypy"]["strict"] is True
+    assert settings["coverage"]["run"]["branch"] is True
+
+
+@pytest.mark.req("S4-30")
+def test_the_document_is_where_it_is_looked_for_and_names_every_setting():
+    text = (Path(__file__).parents[2] / "docs" / "keyspace_watcher.md").read_text()
+    for name in sorted(set(re.findall(r'"((?:RQ_|REDIS_|DIGITS_)\w+)"', (SOURCE / "runner.py").read_text()))):
+        assert f"`{name}`" in text
+
+
+@pytest.mark.req("S4-34")
+def test_the_schema_in_the_document_lists_the_fields_of_an_event(scene: Scene):
+    text = (Path(__file__).parents[2] / "docs" / "keyspace_watcher.md").read_text()
+    found = re.search(r"```json schema\n(.*?)```", text, re.DOTALL)
+    assert found
+    schema = json.loads(found.group(1))
+    with scene.watching():
+        scene.burst(1)
+        (event,) = scene.events.told(("burst-00000", "failed"))
+    assert set(event) == set(schema["properties"]) == set(schema["required"])
+    assert set(event["data"]) == set(schema["properties"]["data"]["properties"])
+    assert event["data"]["kind"] in schema["properties"]["data"]["properties"]["kind"]["enum"]
+    assert set(schema["properties"]["data"]["properties"]["kind"]["enum"]) == set(get_args(Kind))

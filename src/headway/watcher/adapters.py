@@ -209,16 +209,17 @@ class RedisAdapter(RedisProto, RedisHashes):
     def unlink(self, key: str) -> None:
         self._command("UNLINK", key)
 
-    def jobs(self, job_ids: Sequence[str]) -> list[JobRecord]:
+    def jobs(self, job_ids: Sequence[str], *, running: bool) -> list[JobRecord]:
         commands: list[tuple[Word, ...]] = []
         for job_id in job_ids:
             commands.append(("HMGET", Job.key_for(job_id), *_JOB_FIELDS))
             commands.append(("XREVRANGE", _results_key(job_id), "+", "-", "COUNT", _RESULTS))
-            commands.append(("ZRANGE", _executions_key(job_id), -1, -1))
-        replies = self._commands(commands)
+            if running:
+                commands.append(("ZRANGE", _executions_key(job_id), -1, -1))
+        replies, step = self._commands(commands), 3 if running else 2
         return [
-            _job(job_id, *replies[number : number + 3])
-            for job_id, number in zip(job_ids, range(0, len(replies), 3), strict=True)
+            _job(job_id, *replies[number : number + step])
+            for job_id, number in zip(job_ids, range(0, len(replies), step), strict=True)
         ]
 
     def executions(self, members: Sequence[str]) -> list[ExecutionRecord]:
@@ -367,11 +368,11 @@ def _members(reply: object) -> list[Member]:
     return [(_text(member), _number(score)) for member, score in zip(flat[0::2], flat[1::2], strict=True)]
 
 
-def _job(job_id: str, fields: object, results: object, executions: object) -> JobRecord:
+def _job(job_id: str, fields: object, results: object, executions: object = None) -> JobRecord:
     status, created_at, enqueued_at, started_at, ended_at, worker, data = (
         value if isinstance(value, bytes) else b"" for value in _items(fields)
     )
-    running = _items(executions)
+    running = [] if executions is None else _items(executions)
     return JobRecord(
         job_id=job_id,
         exists=bool(created_at),  # a late heartbeat may leave a hash with nothing but itself in it

@@ -109,7 +109,7 @@ class StartedView:
 
     def _tell(self, member: str, running: Running, kind: Literal["stuck", "lost"]) -> None:
         job_id, execution_id = split_member(member)
-        record, now = self._desk.redis.jobs([job_id])[0], self._desk.now()
+        record, now = self._desk.redis.jobs([job_id], running=True)[0], self._desk.now()
         if kind == "lost":
             report = loss(record, execution_id, running.created_at, now)
         else:
@@ -157,7 +157,7 @@ class Follower:
 
     def _resolve(self, follow: Follow) -> None:
         job_id, execution_id = split_member(follow.member)
-        record = self._desk.redis.jobs([job_id])[0]
+        record = self._desk.redis.jobs([job_id], running=True)[0]
         exists = self._desk.redis.executions([follow.member])[0].exists
         kind = outcome(record, execution_id, execution_exists=exists)
         reports: list[Report] = []

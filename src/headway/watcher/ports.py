@@ -138,8 +138,8 @@ class RedisProto(Protocol):
 
     def unlink(self, key: str) -> None: ...
 
-    def jobs(self, job_ids: Sequence[str]) -> list[JobRecord]:
-        """What is left of each job, in one round trip, in the order asked."""
+    def jobs(self, job_ids: Sequence[str], *, running: bool) -> list[JobRecord]:
+        """What is left of each job, in one round trip, in the order asked. What runs of it costs a command more."""
         ...
 
     def executions(self, members: Sequence[str]) -> list[ExecutionRecord]:

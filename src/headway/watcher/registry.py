@@ -177,7 +177,7 @@ class RegistryView:
         if not unknown:
             return
         looked_at = self._desk.now()
-        records = self._desk.redis.jobs([member for (member, _), _ in unknown])
+        records = self._desk.redis.jobs([member for (member, _), _ in unknown], running=self.name == "canceled")
         verdicts = [
             self._judge(self._desk, record, score, seen)
             for record, ((_, score), seen) in zip(records, unknown, strict=True)
