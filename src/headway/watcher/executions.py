@@ -51,7 +51,7 @@ class StartedView:
         self.running: dict[str, Running] = {}
         self.read_at: float | None = None
 
-    def hint(self, command: str) -> None:  # noqa: ARG002 - every command means the same here: look
+    def hint(self, command: str) -> None:
         # Somebody waits for an outcome: that an execution left may be it.
         settle = 0.0 if self._desk.follows else self._settle
         moment = self._desk.now() + settle
