@@ -185,3 +185,23 @@ def test_silent_changes_are_found_by_the_sweep(scene: Scene):
         scene.redis.zadd("elsewhere", {"burst-00000": 9e9})
         scene.redis.rename("elsewhere", "rq:failed:digits")
         scene.events.told((one[0], "failed"), ("burst-00000", "failed"))
+
+
+def test_a_failure_costs_four_commands_and_a_cancellation_five(scene: Scene):
+    queued = scene.enqueue("succeed")
+    with scene.watching():
+        monitor = Monitor(scene)
+        scene.burst(1)
+        scene.events.told(("burst-00000", "failed"))
+        assert [words[0] for words in monitor.of("ZRANGE", "HMGET", "XREVRANGE", "PUBLISH", "ZCARD", "TIME")] == [
+            "ZRANGE",
+            "HMGET",
+            "XREVRANGE",
+            "PUBLISH",
+        ]
+        monitor.commands.clear()
+        queued.cancel()
+        scene.events.told(("burst-00000", "failed"), (queued.id, "canceled"))
+        read = monitor.of("ZRANGE", "HMGET", "XREVRANGE", "PUBLISH", "ZCARD", "TIME")
+        mine = [words for words in read if words[-1] != "status"]  # RQ asks for that itself
+        assert len(mine) == 5

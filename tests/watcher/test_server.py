@@ -115,6 +115,38 @@ def test_a_link_that_is_dead_without_saying_so_ends_the_watcher(scene: Scene, mo
     assert "no answer to a ping" in str(error)
 
 
+@pytest.mark.req("S4-20")
+def test_a_link_whose_bytes_vanish_ends_the_watcher_and_the_next_one_catches_up(scene: Scene, tcp_proxy, monkeypatch):
+    monkeypatch.setattr(notify, "REPLY_S", 0.5)
+    proxy = tcp_proxy(scene.server.port)
+    watching = scene.start(redis_url=f"redis://127.0.0.1:{proxy.port}/0", ping_s=0.2)
+    proxy.black_hole()
+    scene.burst(1)
+    assert isinstance(watching.ended(), Unavailable)
+    assert scene.events.hear() == []
+    with scene.watching():
+        scene.events.told(("burst-00000", "failed"))
+
+
+def test_an_event_whose_publishing_was_not_confirmed_is_told_again_under_its_id(scene: Scene, tcp_proxy):
+    proxy = tcp_proxy(scene.server.port)
+    watching = scene.start(redis_url=f"redis://127.0.0.1:{proxy.port}/0")
+    proxy.drop_replies(to=b"PUBLISH")
+    scene.burst(1)
+    assert isinstance(watching.ended(), Unavailable)
+    with scene.watching():
+        scene.events.told(("burst-00000", "failed"), ("burst-00000", "failed"))
+    assert len({event["id"] for event in scene.events.all}) == 1
+
+
+def test_a_slow_link_is_only_slow(scene: Scene, tcp_proxy):
+    proxy = tcp_proxy(scene.server.port)
+    proxy.delay(0.05)
+    with scene.watching(redis_url=f"redis://127.0.0.1:{proxy.port}/0"):
+        ids = scene.burst(300)
+        scene.events.told(*[(job_id, "failed") for job_id in ids])
+
+
 def test_a_setting_lost_while_watching_is_found_by_the_sweep_which_tells_first_what_it_found(scene: Scene):
     watching = scene.start(sweep_s=0.2)
     scene.redis.config_set("notify-keyspace-events", "")
