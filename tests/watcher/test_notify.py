@@ -132,6 +132,21 @@ def test_a_job_removed_and_failed_again_with_the_same_score_is_told_again(score)
     ]
 
 
+def test_a_doubt_lasts_until_the_whole_registry_was_gone_through():
+    """New entries met on the way do not make those behind them certain."""
+    stand = Stand(page_size=2).open()
+    for number, job_id in enumerate("abcd"):
+        stand.redis.fail(job_id, f"{number + 1}-0", score=100 + number)
+    stand.redis.announce("F")
+    stand.pass_time(5)
+    stand.watcher.close()
+    stand.redis.clock[0] += 1000
+    stand.redis.fail("d", "9-0", score=103)  # put back within the same second, so with the same score
+    stand.redis.fail("new", "8-0", score=50)
+    stand.restart()
+    assert sorted(told(stand)) == [(job_id, "failed") for job_id in ("a", "b", "c", "d", "d", "new")]
+
+
 def test_an_old_entry_is_not_looked_up_again_when_another_is_removed():
     stand = Stand().open()
     stand.pass_time(1)
@@ -646,6 +661,7 @@ def test_a_probe_that_may_not_be_written_is_the_servers_refusal(monkeypatch):
         ({"channel": ""}, "no channel"),
         ({"stuck_job_timeout_s": 0}, "stuck_job_timeout_s"),
         ({"page_size": 0}, "page_size"),
+        ({"page_size": 10_001}, "page_size"),
         ({"sweep_s": -1}, "sweep_s"),
         ({"ping_s": float("nan")}, "ping_s"),
         ({"lost_grace_s": -1}, "lost_grace_s"),

@@ -73,6 +73,8 @@ class WatcherSettings:
         for name, number in numbers.items():
             if not 0 < number < 1e9:
                 raise InvalidInput(f"{name} is {number}; it has to be above 0.")
+        if self.page_size > 10_000:
+            raise InvalidInput(f"page_size is {self.page_size}; more than 10,000 at a time would not be a window.")
         if not 0 <= self.lost_grace_s < 1e9:
             raise InvalidInput(f"lost_grace_s is {self.lost_grace_s}; it has to be 0 or more.")
 

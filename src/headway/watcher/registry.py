@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from headway.watcher.logic import (
     ADDITIONS,
@@ -95,11 +96,13 @@ class RegistryView:
         self._removed = False
         self._live = 0
         self._newest = desk.store.newest(name)
-        # Whatever happened while no watcher ran happened without a hint.
-        self._doubt_since = desk.now()
+        #: Entries looked at between these two moments are doubtful.
+        self._doubt_from = inf
+        self._doubt_since = 0.0
         self._walked_at = 0.0
         self._walk_not_before = 0.0
         self.reported = 0
+        self._doubt()  # whatever happened while no watcher ran happened without a hint
 
     def hint(self, command: str) -> None:
         """Something happened to the key. A removal alone tells nobody anything; it is remembered for the next look."""
@@ -107,7 +110,7 @@ class RegistryView:
             self.pending = True
         else:
             self._removed = True
-            self._doubt_since = self._desk.now()
+            self._doubt()
 
     def diff(self) -> None:
         """Report what is new. What changes meanwhile hints again, so the next round sees it."""
@@ -117,6 +120,7 @@ class RegistryView:
         if len(first) < size:  # that was all of it
             self._report(first)
             self._live, self._removed, self.walk_at = len(first), False, None
+            self._doubt_from = inf
             return
         depth, page = 0, first
         while page and self._unknown(page):
@@ -141,6 +145,7 @@ class RegistryView:
                 break
         self._desk.store.prune(self.name, began - KEEP_S)
         self._live, self._walked_at = count, began
+        self._doubt_from = inf
         ended = self._desk.now()
         self._walk_not_before = ended + max(1.0, 10 * (ended - began))
 
@@ -153,6 +158,11 @@ class RegistryView:
             self.diff()
         elif self._removed or self._desk.redis.zcard(self._key) != self._live:
             self.walk()
+
+    def _doubt(self) -> None:
+        """From now on, until all of it was gone through."""
+        self._doubt_from = min(self._doubt_from, self._newest - DOUBT_S)
+        self._doubt_since = self._desk.now()
 
     def _window(self, number: int) -> list[Member]:
         size = self._desk.page_size
@@ -169,7 +179,7 @@ class RegistryView:
     def _needs_a_look(self, score: float, seen: Seen | None) -> bool:
         if seen is None or seen.score != score:
             return True
-        could_hide = score < 0 or seen.at >= self._newest - DOUBT_S
+        could_hide = score < 0 or seen.at >= self._doubt_from
         return could_hide and seen.at <= self._doubt_since
 
     def _report(self, page: Sequence[Member]) -> None:
