@@ -13,7 +13,10 @@ from headway.ledger.values import DETAIL_LIMIT
 @pytest.mark.parametrize(
     ("message", "cause"),
     [
-        ("GET https://store.internal/docs/inv-00421.pdf timed out", "GET https://store.internal/docs/{id}.pdf timed out"),
+        (
+            "GET https://store.internal/docs/inv-00421.pdf timed out",
+            "GET https://store.internal/docs/{id}.pdf timed out",
+        ),
         ("xref table not found at offset 81231", "xref table not found at offset {n}"),
         ("'page_count'", "'page_count'"),
         ("user 550e8400-e29b-41d4-a716-446655440000 is gone", "user {id} is gone"),

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from headway import ProgressManager
 from headway.errors import StaleClaim
@@ -149,6 +156,7 @@ class Machine(RuleBasedStateMachine):
         assert {idx for idx in self.failures if self.progress.is_done(idx)} == self.done
 
 
-TestProgressManagerMachine = Machine.TestCase
-TestProgressManagerMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
-TestProgressManagerMachine.pytestmark = [pytest.mark.req("S3-21", "S3-22", "S3-23"), pytest.mark.timeout(300)]
+@pytest.mark.timeout(300)
+@pytest.mark.req("S3-21", "S3-22", "S3-23")
+def test_the_ledger_equals_its_model_after_any_sequence_of_calls_and_crashes():
+    run_state_machine_as_test(Machine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))

@@ -150,7 +150,9 @@ def test_a_long_item_does_not_hold_back_short_ones_of_its_batch(database: str, l
             eventually(lambda: len(executed(log)) == 3999, timeout=20, message="the others waited for the long one")
         note(log, item)
 
-    result = headway.map(work, range(4000), job="ads", database=database, workers=2, progress="none", retries=0)
+    result = headway.map(
+        work, range(4000), job="ads", database=database, workers=2, progress="none", retries=0, last_pass=False
+    )
     assert result.done == 4000
     assert executed(log) == Counter(range(4000))
 
@@ -287,3 +289,22 @@ def test_the_public_names_are_these():
     ]  # fmt: skip
     for name in headway.__all__:
         assert getattr(headway, name) is not None
+
+
+def test_a_worker_that_dies_while_something_it_started_lives_on_is_noticed(database: str, tmp_path: Path):
+    """A grandchild that left the process group keeps our socket open: the stream of the dead worker does not end."""
+
+    def leaves_a_daemon(item: int) -> None:
+        if item == 1:
+            if os.fork() == 0:
+                os.setsid()
+                time.sleep(8)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    began = time.monotonic()
+    result = headway.map(
+        leaves_a_daemon, [0, 1, 2], job="ads", database=database, retries=0, last_pass=False, workers=1, progress="none"
+    )
+    assert (result.done, result.dead) == (2, 1)
+    assert time.monotonic() - began < 7

@@ -26,6 +26,7 @@ from headway.retry import RetryPolicy
 from headway.run import worker as worker_process
 from headway.run.display import Display, Snapshot
 from headway.run.output import Output
+from headway.run.talk import Talk
 from headway.run.wire import Slots, Wire
 from headway.telemetry import Log, metrics
 
@@ -125,6 +126,7 @@ class Pool:
         self._ledger, self._job, self._hold = ledger, job, hold
         self._function, self._settings = function, settings
         self._display, self._shutdown, self._output, self._feed = display, shutdown, output, feed
+        self._talk = Talk() if display.live and Talk.is_needed() else None
         self._workers: dict[int, _Worker] = {}
         self._selector = selectors.DefaultSelector()
         self._ready: deque[Item] = deque()
@@ -159,6 +161,8 @@ class Pool:
         self._selector.register(wake_out, selectors.EVENT_READ, None)
         if self._feed is not None and not self._feed.ended:
             self._selector.register(self._feed.fileno(), selectors.EVENT_READ, "feed")
+        if self._talk is not None:
+            self._selector.register(self._talk, selectors.EVENT_READ, "talk")
         try:
             self._loop(wake_out)
             self._commit()
@@ -168,6 +172,8 @@ class Pool:
                 self._completed = self._job.finish(self._hold) or self._completed
         finally:
             self._end_workers()
+            for line in self._talk.close() if self._talk is not None else ():
+                self._display.say(line)
             self._selector.close()
             wake_in.close()
             wake_out.close()
@@ -230,8 +236,15 @@ class Pool:
                 wake.recv(4096)
             elif key.data == "feed":
                 self._take_feed()
+            elif key.data == "talk":
+                self._relay_talk()
             else:
                 self._hear(key.data)
+
+    def _relay_talk(self) -> None:
+        assert self._talk is not None
+        for line in self._talk.lines():
+            self._display.say(line)
 
     # ---- where items come from -------------------------------------------------------------------------------------
 
@@ -363,6 +376,8 @@ class Pool:
                 sibling.wire.close()
             self._selector.close()
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            if self._talk is not None:
+                self._talk.enter_worker()
             mode, timeout = self._settings.mode, self._settings.timeout
             keep = self._output is not None
             worker_process.main(Wire(theirs), slots, self._function, mode=mode, timeout=timeout, keep=keep)
@@ -429,11 +444,13 @@ class Pool:
         for item in items:
             self._held.discard(item.idx)
 
-    def _bury(self, worker: _Worker) -> None:
-        """A worker's stream has ended: find out why, charge the item that killed it and nobody else."""
+    def _bury(self, worker: _Worker, status: int | None = None) -> None:
+        """A worker has ended: find out why, charge the item that killed it and nobody else."""
         self._selector.unregister(worker.wire.socket)
         del self._workers[worker.pid]
-        _, status = os.waitpid(worker.pid, 0)
+        if status is None:
+            worker.kill()  # its stream has ended, so it cannot report any more; it must not go on either
+            _, status = os.waitpid(worker.pid, 0)
         running = [(idx, began) for idx, began in worker.slots.running() if idx in worker.out]
         worker.wire.close()
         worker.slots.close()
@@ -475,6 +492,12 @@ class Pool:
     def _chores(self, now: float) -> None:
         to_note: list[tuple[int, str]] = []
         for worker in list(self._workers.values()):
+            # Its stream need not end with it: what the function started may have inherited our socket.
+            ended, status = os.waitpid(worker.pid, os.WNOHANG)
+            if ended:
+                self._drain(worker)
+                self._bury(worker, status)
+                continue
             running = [(idx, began) for idx, began in worker.slots.running() if idx in worker.out]
             longest = max((now - began for _, began in running), default=0.0)
             if longest > RECALL_SECONDS and len(worker.out) > len(running) and not worker.recalled:
@@ -504,8 +527,7 @@ class Pool:
         if not overdue:
             return
         worker.kill()
-        while self._drain(worker):
-            pass
+        self._drain(worker)
         for idx, began in overdue:
             item = worker.out.pop(idx, None)
             if item is not None:  # it did not report in the last moment
@@ -516,15 +538,14 @@ class Pool:
         self._return(worker.out.values())
         worker.out.clear()
 
-    def _drain(self, worker: _Worker) -> bool:
-        """Hear what a killed worker had still sent."""
-        try:
-            alive = worker.wire.receive()
-        except OSError:
-            alive = False
+    def _drain(self, worker: _Worker) -> None:
+        """Hear what a worker that is no more had still sent."""
+        worker.wire.socket.settimeout(0.2)  # all of it is here already; only the end of the stream may not come
+        with suppress(OSError):
+            while worker.wire.receive():
+                pass
         for frame in worker.wire.frames():
             self._take(worker, frame)
-        return alive
 
     def _tell(self, worker: _Worker, frame: str) -> None:
         with suppress(OSError):  # it has just died: the end of its stream tells us, and what it held comes back then
@@ -596,8 +617,7 @@ class Pool:
         """Kill what still runs. Its items are as if they had not been begun: no attempt is counted."""
         for worker in list(self._workers.values()):
             worker.kill()
-            while self._drain(worker):
-                pass
+            self._drain(worker)
         self._commit()
 
     def _end_workers(self) -> None:
