@@ -116,6 +116,21 @@ def test_a_failure_in_the_middle_of_a_large_registry_is_found_because_the_size_d
     assert told(stand)[9:] == [("middle", "failed")]
 
 
+@pytest.mark.req("S4-07")
+def test_a_failure_kept_for_ever_is_found_at_the_lowest_end_without_going_through_the_registry():
+    stand = Stand(page_size=2).open()
+    for number in range(20):
+        stand.redis.fail(f"j{number}", f"{number + 1}-0", score=100 * number)
+    stand.redis.announce("F")
+    stand.pass_time(20)
+    stand.redis.calls.clear()
+    stand.redis.fail("forever", "50-0", score=-1)
+    stand.redis.announce("F")
+    stand.watcher.tick()
+    assert told(stand)[20:] == [("forever", "failed")]
+    assert stand.redis.calls == ["zrevrangebyscore", "zrange", "jobs", "publish", "zcard"]
+
+
 @pytest.mark.parametrize("score", [-1.0, 9e9])
 def test_a_job_removed_and_failed_again_with_the_same_score_is_told_again(score):
     stand = Stand().open()

@@ -31,7 +31,7 @@ def watch(
     stream: str | None,
     store: str | None,
 ) -> int:
-    """Publish one event for every RQ job that fails, is canceled or gets stuck, as it happens.
+    """Publish an event for every RQ job that fails, is canceled or gets stuck.
 
     Redis has to announce changes of sorted sets (notify-keyspace-events Kz). The command ends with an error when
     it cannot watch or is cut off: run it under a supervisor that starts it again.
