@@ -54,7 +54,8 @@ class Listener:
 
         eventually(enough, timeout)
         assert sorted(self.kinds) == sorted(wanted)
-        return [next(e for e in self.all if (e["job"], e["data"]["kind"]) == one) for one in wanted]
+        by_name = {(event["job"], event["data"]["kind"]): event for event in self.all}
+        return [by_name[one] for one in wanted]
 
     @property
     def kinds(self) -> list[tuple[str, str]]:
@@ -90,7 +91,7 @@ class Watching:
 
     def ended(self) -> BaseException | None:
         """Its error, once it has ended by itself."""
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive()
         return self.error
 

@@ -108,6 +108,12 @@ def test_a_server_that_does_not_answer_in_time_is_unavailable(monkeypatch):
         connect(Canned(b"|never").url).time()
 
 
+def test_the_client_never_tries_again_by_itself():
+    kwargs = connect("redis://127.0.0.1:1/0")._client.get_connection_kwargs()  # type: ignore[attr-defined]  # redis-py's
+    assert kwargs["retry"]._retries == 0
+    assert kwargs["socket_timeout"] == kwargs["socket_connect_timeout"] == adapters.REPLY_S
+
+
 def test_an_unknown_setting_is_none(scene: Scene):
     assert connect(scene.url).config_get("no-such-setting") is None
 

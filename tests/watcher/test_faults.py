@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,25 @@ from tests.watcher.scene import CHANNEL, ROOT, Scene
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 
-def start(scene: Scene, **changes: str) -> subprocess.Popen[bytes]:
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def start(scene: Scene) -> Iterator[Start]:
+    """Starts the command; whatever still runs at the end is killed."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def begin(**changes: str) -> subprocess.Popen[bytes]:
+        started.append(_start(scene, **changes))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def _start(scene: Scene, **changes: str) -> subprocess.Popen[bytes]:
     environment = {
         "REDIS_URL": scene.url,
         "RQ__QUEUE": scene.name,
@@ -39,19 +58,21 @@ def start(scene: Scene, **changes: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize("store", ["sqlite:///watcher.db", "redis"])
-def test_a_watcher_killed_again_and_again_tells_everything_and_repeats_only_what_it_could_not_note(scene: Scene, store):
+def test_a_watcher_killed_again_and_again_tells_everything_and_repeats_only_what_it_could_not_note(
+    scene: Scene, start: Start, store
+):
     """Kill -9 at random moments while failures pour in. A kill may repeat the window it fell into, under the same ids."""
     kills, draw, ids = 40, random.Random(4), []
     for number in range(kills):
-        watcher = start(scene, RQ_WATCHER_STORE=store)
+        watcher = start(RQ_WATCHER_STORE=store)
         ids += scene.burst(100, prefix=f"round{number}")
         eventually(lambda: scene.redis.pubsub_numpat() == 3, 30)
         time.sleep(draw.uniform(0, 0.15))
         watcher.send_signal(signal.SIGKILL)
         watcher.wait()
         eventually(lambda: scene.redis.pubsub_numpat() == 0, 30)
-    watcher = start(scene, RQ_WATCHER_STORE=store)
-    eventually(lambda: {job for job, _ in scene.events.kinds if scene.events.hear()} >= set(ids), 60)
+    watcher = start(RQ_WATCHER_STORE=store)
+    eventually(lambda: {event["job"] for event in scene.events.hear()} >= set(ids), 60)
     watcher.terminate()
     assert watcher.wait(10) == 0
     told = Counter(event["id"] for event in scene.events.hear())
@@ -84,8 +105,8 @@ def test_a_link_cut_two_hundred_times_loses_nothing(scene: Scene):
         scene.events.told(*[(job_id, "failed") for job_id in ids], timeout=60)
 
 
-def test_ten_thousand_failures_at_once_are_each_told_once_within_bounded_memory(scene: Scene):
-    watcher = start(scene, RQ_WATCHER_PAGE_SIZE="200")
+def test_ten_thousand_failures_at_once_are_each_told_once_within_bounded_memory(scene: Scene, start: Start):
+    watcher = start(RQ_WATCHER_PAGE_SIZE="200")
     eventually(lambda: scene.redis.pubsub_numpat() == 3, 30)
     ids = scene.burst(10_000)
     scene.events.told(*[(job_id, "failed") for job_id in ids], timeout=120)

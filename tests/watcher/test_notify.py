@@ -432,6 +432,21 @@ def test_an_awaited_outcome_is_listened_for_and_no_longer_once_it_is_told():
     assert len(told(stand)) == 2
 
 
+def test_an_outcome_that_came_just_before_it_was_listened_for_is_told_all_the_same():
+    stand = Stand().open()
+    run(stand.redis, "a:x", since=-200)
+
+    def end_unheard() -> None:
+        stand.redis.on_publish = lambda: None
+        end(stand.redis, "a:x", "successful")
+        stand.link.inbox.clear()
+
+    stand.redis.on_publish = end_unheard
+    stand.redis.announce("W")
+    stand.pass_time(30)
+    assert told(stand) == [("a", "stuck"), ("a", "finished")]
+
+
 def test_a_heartbeat_of_an_awaited_job_is_no_reason_to_look():
     stand = stuck()
     before = stand.redis.calls.count("jobs")
