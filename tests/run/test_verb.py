@@ -686,3 +686,14 @@ def test_an_unreachable_server_is_exit_6(place: Path, headway_cli: Cli):
     assert done.returncode == 6, done.stderr
     assert "cannot be reached" in done.stderr
     assert "canary" not in done.stderr
+
+
+def test_a_password_in_the_address_is_neither_shown_nor_kept(place: Path, headway_cli: Cli, postgres_url: str):
+    head, _, rest = postgres_url.partition("://")
+    user, _, place_of_it = rest.rpartition("@")
+    address = f"{head}://{user.partition(':')[0] or 'postgres'}:canary-password@{place_of_it}"
+    done = headway_cli("run", "jobs:flaky", "-i", "items.jsonl", "-j", "ads", "--retries", "0", "--database", address)
+    assert done.returncode == 3, done.stderr
+    assert "canary" not in done.stderr
+    with Ledger.open(postgres_url) as ledger:
+        assert "canary" not in ledger.job("ads").info().command
