@@ -53,7 +53,7 @@ class Listener:
             return True
 
         eventually(enough, timeout)
-        assert sorted(self.kinds) == sorted(wanted)
+        assert sorted(self.kinds) == sorted(wanted), f"told were {self.kinds}"
         by_name = {(event["job"], event["data"]["kind"]): event for event in self.all}
         return [by_name[one] for one in wanted]
 

@@ -6,6 +6,7 @@ import base64
 import json
 import threading
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -270,6 +271,49 @@ def test_a_canceled_job_whose_worker_died_is_told_as_lost():
     end(stand.redis, "a:x", status="canceled")
     stand.pass_time(1)
     assert told(stand) == [("a", "canceled"), ("a", "lost")]
+
+
+def test_a_job_canceled_and_finished_before_anybody_looked_is_told_as_both():
+    stand = Stand().open()
+    run(stand.redis, "a:x")
+    end(stand.redis, "a:x", "successful", "finished")
+    stand.redis.zsets["C"]["a"] = NOW
+    stand.redis.announce("C")
+    stand.pass_time(1)
+    assert told(stand) == [("a", "canceled"), ("a", "finished")]
+
+
+def test_a_job_that_fails_while_its_outcome_is_looked_up_is_not_taken_for_lost(monkeypatch):
+    stand = Stand().open()
+    run(stand.redis, "a:x")
+    stand.redis.records["a"] = replace(stand.redis.records["a"], status="canceled")
+    stand.redis.zsets["C"]["a"] = NOW
+    jobs, executions = stand.redis.jobs, stand.redis.executions
+
+    def fail_now() -> None:
+        monkeypatch.undo()
+        end(stand.redis, "a:x", "failed", "failed")
+        stand.redis.zsets["F"]["a"] = 9e9
+
+    def jobs_and_then(job_ids: Sequence[str], *, running: bool) -> list[JobRecord]:
+        answer = jobs(job_ids, running=running)
+        fail_now()
+        return answer
+
+    def executions_and_then(members: Sequence[str]) -> list[ExecutionRecord]:
+        answer = executions(members)
+        fail_now()
+        return answer
+
+    def once_it_is_told() -> None:
+        stand.redis.on_publish = lambda: None
+        monkeypatch.setattr(stand.redis, "jobs", jobs_and_then)
+        monkeypatch.setattr(stand.redis, "executions", executions_and_then)
+
+    stand.redis.on_publish = once_it_is_told
+    stand.redis.announce("C")
+    stand.pass_time(2)
+    assert told(stand) == [("a", "canceled"), ("a", "failed")]
 
 
 # ---- stuck and lost --------------------------------------------------------------------------------------------------

@@ -157,8 +157,9 @@ class Follower:
 
     def _resolve(self, follow: Follow) -> None:
         job_id, execution_id = split_member(follow.member)
-        record = self._desk.redis.jobs([job_id], running=True)[0]
+        # In this order: RQ removes the execution and records its outcome at once, so one that is gone has a record.
         exists = self._desk.redis.executions([follow.member])[0].exists
+        record = self._desk.redis.jobs([job_id], running=True)[0]
         kind = outcome(record, execution_id, execution_exists=exists)
         reports: list[Report] = []
         if kind == "open":

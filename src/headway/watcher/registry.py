@@ -235,6 +235,8 @@ def _judge_failed_without_result(desk: Desk, record: JobRecord, score: float, se
 
 def judge_canceled(desk: Desk, record: JobRecord, score: float, seen: Seen | None) -> Verdict:
     """A cancellation is one per time the job was put into the queue. If it runs, its outcome is awaited."""
+    if record.status == "finished" and record.results and not record.running:
+        record = replace(record, running=record.results[0].execution_id)  # it ran, and finished before we looked
     identity = record.enqueued_at or record.created_at or f"score {score:.0f}"
     if seen is not None and (seen.seen == identity or (not record.exists and seen.score == score)):
         return Verdict(seen.seen)
