@@ -202,6 +202,20 @@ class Database:
     def now(self) -> float:
         return self._ask(Tx.now)
 
+    def own_connection(self) -> Any:
+        """A driver connection outside the pool, for one who listens on it; the caller closes it."""
+        with self.translated():
+            return self._open()
+
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        """The driver's errors become headway's, for work on `own_connection`."""
+        known: tuple[type[Exception], ...] = (*self._errors(), _Transient)
+        try:
+            yield
+        except known as error:
+            raise self._final(error) from error
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -309,6 +323,7 @@ class Database:
     @contextmanager
     def _reading(self, begin: Callable[[Any], None]) -> Iterator[Any]:
         connection = None
+        known: tuple[type[Exception], ...] = (*self._errors(), _Transient)
         try:
             connection = self._take()
             try:
@@ -321,14 +336,16 @@ class Database:
                 connection = self._take()
                 begin(connection)
             yield connection
-        except self._errors() as error:
-            explained = self._explained(error)
-            raise (explained.final if isinstance(explained, _Transient) else explained) from error
-        except _Transient as trouble:  # the connection could not even be opened
-            raise trouble.final from trouble.__cause__
+        except known as error:  # `_Transient` when the connection could not even be opened
+            raise self._final(error) from error
         finally:
             if connection is not None:
                 self._give(connection)
+
+    def _final(self, error: Exception) -> HeadwayError:
+        """What to raise for a driver's error that is not tried again."""
+        explained = error if isinstance(error, _Transient) else self._explained(error)
+        return explained.final if isinstance(explained, _Transient) else explained
 
     def _give(self, connection: Any) -> None:
         if self._broken(connection):
@@ -396,6 +413,7 @@ class SQLite(Database):
         self._synchronous = synchronous
         self._writing = threading.Lock()
         self.forking = False
+        self._hold: _sqlite_file.Hold | None = None
         _open_files.add(self)
         if path is None:
             self._one_at_a_time = threading.Lock()
@@ -426,8 +444,20 @@ class SQLite(Database):
         rows = self.all("PRAGMA integrity_check(3)")
         if rows != [("ok",)]:
             raise StoreCorrupt(f"The database {self.path} is damaged: {rows[0][0]}.")
+        if self._hold is not None:
+            _sqlite_file.check_identity(self._hold)
+
+    def check(self, *, writable: bool) -> None:
+        """Refuse a file that is not a headway database, or beside which lies the -wal of another one."""
         if self.path is not None:
-            _sqlite_file.check_identity(self.path)
+            self._hold = _sqlite_file.Hold(self.path)
+            _sqlite_file.check_header(self._hold, writable=writable)
+            _sqlite_file.check_identity(self._hold)
+
+    def close(self) -> None:
+        super().close()
+        if self._hold is not None:
+            self._hold.release()
 
     def size(self) -> int:
         if self.path is None:
@@ -643,6 +673,7 @@ class PostgreSQL(Database):
                 keepalives_idle=10,
                 keepalives_interval=5,
                 keepalives_count=2,
+                tcp_user_timeout=15_000,  # keepalives do not run while something sent is unacknowledged
                 options="-c search_path=headway,public -c idle_in_transaction_session_timeout=60000",
             )
             return connection
@@ -766,8 +797,10 @@ def connect(url: str, *, create: bool = True, stop: threading.Event | None = Non
         PostgreSQL(url, stop=stop) if _split(url).scheme != "sqlite" else _sqlite(url, create=create, stop=stop)
     )
     try:
-        if isinstance(database, PostgreSQL) and not create and not database.exists():
-            raise _missing(database.name)
+        if isinstance(database, SQLite):
+            database.check(writable=create)
+        elif isinstance(database, PostgreSQL) and not create and not database.exists():
+            raise _missing(f"There are no records of headway in {database.name}.")
         database.migrate()
     except BaseException:
         database.close()
@@ -787,10 +820,8 @@ def _sqlite(url: str, *, create: bool, stop: threading.Event | None) -> SQLite:
         return SQLite(None, synchronous=synchronous, stop=stop)
     if not _sqlite_file.exists(path):
         if not create:
-            raise _missing(str(path))
+            raise _missing(f"There is no database at {path}.")
         _create_when_possible(path, stop)
-    _sqlite_file.check_header(path, writable=create)
-    _sqlite_file.check_identity(path)
     return SQLite(path, synchronous=synchronous, stop=stop)
 
 
@@ -801,9 +832,9 @@ def _no_address(url: str) -> InvalidInput:
     )
 
 
-def _missing(name: str) -> NotFound:
+def _missing(what: str) -> NotFound:
     return NotFound(
-        f"There is no database at {name}.",
+        what,
         hint="Start a job first (headway run ...), or name the right one: --database sqlite:///FILE",
     )
 

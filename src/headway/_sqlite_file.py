@@ -7,9 +7,11 @@ import os
 import resource
 import sqlite3
 import stat
+import threading
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import ClassVar
 
 from headway.errors import (
     HeadwayError,
@@ -100,14 +102,55 @@ def exists(path: Path) -> bool:
     return True
 
 
-def check_header(path: Path, *, writable: bool) -> None:
+class Hold:
+    """The one descriptor by which this process looks into a database file, open for as long as it has the database open.
+
+    POSIX drops *every* lock a process has on a file when the process closes *any* descriptor of it, SQLite's locks
+    included. Another process that closes the database would then take itself for its last user and remove the -wal
+    file under us, and what we write after that would be lost. So all of this process shares one descriptor per file,
+    and it is closed after SQLite has closed its own.
+    """
+
+    _lock = threading.Lock()
+    _open: ClassVar[dict[tuple[int, int], tuple[int, int]]] = {}  # device and inode: descriptor, holds
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._released = False
+        try:
+            with self._lock:
+                status = path.stat()
+                if not stat.S_ISREG(
+                    status.st_mode
+                ):  # asked before opening: to open a pipe is to wait for its other end
+                    kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
+                    raise StoreForeign(f"{path} is {kind}, not a database.")
+                self._file = (status.st_dev, status.st_ino)
+                self._descriptor, holds = self._open.get(self._file) or (os.open(path, os.O_RDONLY | os.O_CLOEXEC), 0)
+                self._open[self._file] = (self._descriptor, holds + 1)
+        except OSError as error:
+            raise _meaning_of_os_error(error, path) from error
+
+    def read(self, offset: int, count: int) -> bytes:
+        return os.pread(self._descriptor, count, offset)
+
+    def release(self) -> None:
+        with self._lock:
+            if self._released:
+                return
+            self._released = True
+            descriptor, holds = self._open.pop(self._file)
+            if holds > 1:
+                self._open[self._file] = (descriptor, holds - 1)
+            else:
+                os.close(descriptor)
+
+
+def check_header(hold: Hold, *, writable: bool) -> None:
     """Refuse what is not a headway database by looking at its first bytes, before SQLite may change anything."""
+    path = hold.path
     try:
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode):  # asked before opening: to open a pipe is to wait for its other end
-            kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
-            raise StoreForeign(f"{path} is {kind}, not a database.")
-        header = path.open("rb").read(100)
+        header = hold.read(0, 100)
     except OSError as error:
         raise _meaning_of_os_error(error, path) from error
     if not header:
@@ -128,7 +171,7 @@ def check_header(path: Path, *, writable: bool) -> None:
                 os.chmod(name, 0o600)  # made by a reader while the database itself was read-only
 
 
-def check_identity(path: Path) -> None:
+def check_identity(hold: Hold) -> None:
     """Notice a ``-wal`` file that belongs to another database: SQLite would replay it without a word.
 
     It is looked at through a connection that may only read: one that may write would, on closing, copy the wrong
@@ -138,9 +181,10 @@ def check_identity(path: Path) -> None:
     same in the bare file as through SQLite, which looks into the ``-wal`` first. Every job row repeats the uuid,
     because each commit rewrites that page.
     """
+    path = hold.path
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)) as connection:
-            genuine = _is_genuine(path, connection)
+            genuine = _is_genuine(hold, connection)
     except (sqlite3.Error, UnicodeDecodeError) as error:
         raise meaning(error, path) from error
     except OSError as error:
@@ -152,7 +196,7 @@ def check_identity(path: Path) -> None:
         )
 
 
-def _is_genuine(path: Path, connection: sqlite3.Connection) -> bool:
+def _is_genuine(hold: Hold, connection: sqlite3.Connection) -> bool:
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema WHERE name IN ('meta', 'jobs')").fetchone()
     row = (
         tables == 2
@@ -161,13 +205,11 @@ def _is_genuine(path: Path, connection: sqlite3.Connection) -> bool:
         ).fetchone()
     )
     if not row or not isinstance(row[0], str) or not isinstance(row[1], int) or row[1] < 1:
-        raise StoreCorrupt(f"The database {path} has lost its identity.")
+        raise StoreCorrupt(f"The database {hold.path} has lost its identity.")
     uuid, rootpage = row
     (page_size,) = connection.execute("PRAGMA page_size").fetchone()
-    with path.open("rb") as file:
-        file.seek((rootpage - 1) * page_size)
-        if uuid.encode() not in file.read(page_size):
-            return False
+    if uuid.encode() not in hold.read((rootpage - 1) * page_size, page_size):
+        return False
     return connection.execute("SELECT 1 FROM jobs WHERE origin <> ? LIMIT 1", (uuid,)).fetchone() is None
 
 

@@ -11,15 +11,20 @@ from __future__ import annotations
 import json
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from headway._redis import EVENTS, EVENTS_QUARANTINE
 from headway._sql import Database, Tx
 from headway.errors import HeadwayError, InvalidInput, Unavailable
 from headway.retry import RetryPolicy
 from headway.telemetry import Log, metrics, redact
+
+if TYPE_CHECKING:
+    from redis import Redis
 
 log = Log("events")
 
@@ -125,6 +130,21 @@ class WebhookSink:
             raise Unavailable(f"The webhook {redact(self.url)} did not take the event: {said}") from trouble
 
 
+@dataclass(frozen=True, slots=True)
+class RedisChannelSink:
+    """PUBLISH of the envelope as JSON. A channel keeps nothing: it reaches whoever listens at that moment."""
+
+    client: Redis
+    channel: str = "job.completed"
+
+    @property
+    def name(self) -> str:
+        return f"channel {self.channel}"
+
+    def deliver(self, event: Event) -> None:
+        self.client.publish(self.channel, event.as_json())
+
+
 class Outbox(Protocol):
     """Where events wait. `waiting` gives each undelivered one with a handle for `delivered`."""
 
@@ -187,6 +207,117 @@ class SqlOutbox:
             ),
             operation="delivered",
         )
+
+
+class RedisOutbox:
+    """The stream ``smap:events``, to which scripts append in the step that decides. Each sink is a consumer group.
+
+    A sink that is new is told whatever the stream still holds. An entry is removed when every group has
+    acknowledged it; ``on_told`` hears of it just before. Several relays may serve one sink: what a relay took and
+    did not acknowledge for ``idle`` seconds is taken over by another.
+    """
+
+    def __init__(
+        self,
+        client: Redis,
+        *,
+        on_told: Callable[[Sequence[Event]], None] | None = None,
+        consumer: str | None = None,
+        idle: float = 30.0,
+    ) -> None:
+        self._client: Any = client  # redis-py types every reply as possibly awaitable
+        self._on_told = on_told
+        self._consumer = consumer or f"relay-{uuid.uuid4().hex[:12]}"
+        self._idle = int(idle * 1000)
+        self._key = EVENTS()
+
+    def subscribe(self, sink: str) -> None:
+        from redis.exceptions import ResponseError
+
+        try:
+            self._client.xgroup_create(self._key, sink, id="0", mkstream=True)
+        except ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):
+                raise
+
+    def waiting(self, sink: str, limit: int) -> list[tuple[str, Event]]:
+        from redis.exceptions import ResponseError
+
+        try:
+            return self._take(sink, limit)
+        except ResponseError as error:
+            if not str(error).startswith("NOGROUP"):
+                raise
+            self.subscribe(sink)  # the server lost the stream; what is announced again waits there from its start
+            return self._take(sink, limit)
+
+    def delivered(self, sink: str, handle: str) -> None:
+        self._client.xack(self._key, sink, handle)
+
+    def _take(self, sink: str, limit: int) -> list[tuple[str, Event]]:
+        self._client.xautoclaim(self._key, sink, self._consumer, self._idle, count=limit)
+        # First what was taken before and not acknowledged, then what is new: a sink is told in order.
+        entries = self._read(sink, "0", limit)
+        if len(entries) < limit:
+            entries += self._read(sink, ">", limit - len(entries))
+        if not entries:
+            self._trim()
+        found = []
+        for handle, fields in entries:
+            event = _from_entry(fields)
+            if event is None:
+                self._quarantine(sink, handle, fields)
+            else:
+                found.append((handle, event))
+        return found
+
+    def _read(self, sink: str, since: str, limit: int) -> list[tuple[str, Mapping[str, str]]]:
+        reply = self._client.xreadgroup(sink, self._consumer, {self._key: since}, count=limit)
+        return [(handle, fields or {}) for _, entries in reply or [] for handle, fields in entries]
+
+    def _quarantine(self, sink: str, handle: str, fields: Mapping[str, str]) -> None:
+        log.error("an entry of the stream is no event; it is put aside", key=self._key, reason=handle, sink=sink)
+        if fields:
+            self._client.xadd(EVENTS_QUARANTINE(), dict(fields), maxlen=1000, approximate=True)
+        self._client.xack(self._key, sink, handle)
+
+    def _trim(self) -> None:
+        """Remove what every sink has taken. An entry is one of those as long as no group still has it pending and
+        all groups have read past it."""
+        if not self._client.xlen(self._key):
+            return
+        bounds = []
+        for group in self._client.xinfo_groups(self._key):
+            pending = self._client.xpending(self._key, group["name"])
+            bounds.append(pending["min"] if pending["pending"] else _after(group["last-delivered-id"]))
+        oldest_wanted = min(bounds, key=_place)
+        told = self._client.xrange(self._key, max=f"({oldest_wanted}", count=1000)
+        if told and self._on_told is not None:
+            self._on_told([event for _, fields in told if (event := _from_entry(fields)) is not None])
+        if told:
+            self._client.xtrim(self._key, minid=_after(told[-1][0]), approximate=False)
+
+
+def _place(entry: str) -> tuple[int, int]:
+    milliseconds, _, number = entry.partition("-")
+    return int(milliseconds), int(number)
+
+
+def _after(entry: str) -> str:
+    milliseconds, number = _place(entry)
+    return f"{milliseconds}-{number + 1}"
+
+
+def _from_entry(fields: Mapping[str, str]) -> Event | None:
+    """The event of a stream entry, or None if it is none: anybody with access can append anything."""
+    try:
+        at = datetime.fromtimestamp(float(fields["at"]), UTC)
+        data = json.loads(fields["data"])
+        version = int(fields["version"])
+        known = Event(fields["id"], fields["type"], at, fields["source"], fields["job"], version, data)
+    except (KeyError, ValueError, OverflowError, OSError):
+        return None
+    return known if isinstance(data, dict) else None
 
 
 class Relay:

@@ -1,0 +1,29 @@
+-- count.lua: items of a project are through; count each one once and see whether the project is finished.
+-- include: finishline/project
+-- ARGV[4] "journal" when the counts are in the journal already, else ""
+-- ARGV[5...] one per item: "+" done or "-" failed, then "#number" | "$id" | "*how many" (no identity but the call's)
+-- returns also JOURNALED (a project with a journal wants its counts there first) and CORRUPT
+if missing then return { 'NOT_FOUND', 0, 0 } end
+if not read() then return { 'CORRUPT', 0, 0 } end
+local before = earlier()
+if before then return before end
+if book.journal and ARGV[4] == '' then return { 'JOURNALED', done, 0 } end
+
+local fresh, failed = 0, 0
+for i = 5, #ARGV do
+  local item = ARGV[i]
+  local kind, id, add = string.byte(item, 2), string.sub(item, 3), 0
+  if kind == 35 then -- #
+    add = 1 - redis.call('SETBIT', KEYS[3], id, 1)
+  elseif kind == 36 then -- $
+    add = redis.call('SADD', KEYS[4], id)
+  else
+    add = tonumber(id)
+  end
+  fresh = fresh + add
+  if string.byte(item, 1) == 45 then failed = failed + add end -- -
+end
+if fresh == 0 then return answer('DUPLICATE', 0) end
+done = redis.call('HINCRBY', KEYS[1], 'done', fresh)
+if failed > 0 then errors = redis.call('HINCRBY', KEYS[1], 'errors', failed) end
+return answer(finished() and 'COMPLETED' or 'COUNTED', fresh)

@@ -1,0 +1,307 @@
+"""Redis is away: what is tried again, what fails at once, what is said, and what goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from headway import _sql
+from headway.errors import NotFound, Refused, Unavailable
+from headway.finishline import FinishLine, Progress, Status
+from headway.finishline.link import Link
+from headway.retry import RetryPolicy
+from tests.finishline.conftest import OpenLine, events
+from tests.services.postgres import PostgresServer
+from tests.services.proxy import TcpProxy
+from tests.services.redis import RedisServer
+from tests.services.waiting import eventually
+
+AT_ONCE = RetryPolicy(retries=3, base=0.001, cap=0.001)
+
+
+def told(caplog: pytest.LogCaptureFixture, level: int) -> list[dict[str, Any]]:
+    return [getattr(record, "fields", {}) for record in caplog.records if record.levelno == level]
+
+
+@pytest.mark.req("S0-26", "S0-27", "S0-28")
+def test_a_count_is_tried_again_after_1_2_and_4_seconds_and_then_its_caller_gets_the_error(
+    open_line: OpenLine, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+):
+    line = open_line()
+    line.create("p", total=5)
+    redis_server.stop()
+    began = time.monotonic()
+    with pytest.raises(Unavailable, match="cannot be reached"):
+        line.item_done("p", 1)
+    assert 7.0 <= time.monotonic() - began < 15.0
+    tries = [record for record in caplog.records if "tried again" in record.message]
+    assert [record.__dict__["fields"]["seconds"] for record in tries] == [1.0, 2.0, 4.0]
+    gaps = [after.created - before.created for before, after in pairwise(tries)]
+    assert gaps == [pytest.approx(1.0, abs=0.8), pytest.approx(2.0, abs=0.8)]
+    for facts in [record.__dict__["fields"] for record in tries] + told(caplog, logging.ERROR):
+        assert facts["operation"] == "item_done"
+        assert facts["project_id"] == "p"
+    assert len(told(caplog, logging.ERROR)) == 1
+
+
+@pytest.mark.req("S0-28")
+def test_no_call_succeeds_silently_while_redis_is_away(open_line: OpenLine, redis_server: RedisServer):
+    line = open_line(retry=AT_ONCE)
+    line.create("p", total=5)
+    redis_server.stop()
+    calls: list[Callable[[], object]] = [
+        lambda: line.create("q"),
+        lambda: line.item_done("p", 1),
+        lambda: line.item_failed("p"),
+        lambda: line.items_done("p", [1, 2]),
+        lambda: line.set_total("p", 1),
+        lambda: line.set_status("p", "CRAWLING"),
+        lambda: line.finish_crawl("p"),
+        lambda: line.progress("p"),
+        lambda: line.touch("p"),
+        lambda: line.delete("p"),
+    ]
+    for call in calls:
+        with pytest.raises(Unavailable):
+            call()
+
+
+def test_a_frozen_server_is_given_up_within_fifteen_seconds_and_counts_once_when_it_thaws(
+    open_line: OpenLine, redis_server: RedisServer
+):
+    line = open_line(timeout=0.3, retry=RetryPolicy(retries=3, base=0.05))
+    line.create("p", total=5)
+    line.item_done("p", 0)
+    redis_server.sigstop()
+    with pytest.raises(Unavailable):
+        line.item_done("p", 1)
+    redis_server.sigcont()
+    # The frozen server finds all four tries in its sockets; whichever it applies, the item counts once.
+    assert eventually(lambda: line.item_done("p", 1)).done == 2
+    assert line.progress("p").done == 2
+
+
+def test_the_default_timeouts_and_waits_add_up_to_less_than_fifteen_seconds():
+    link = Link("redis://127.0.0.1:1/1")
+    timeout = link.client.connection_pool.connection_kwargs["socket_timeout"]
+    assert 4 * timeout + sum(link._policy.delays()) <= 15.0
+    link.close()
+
+
+@pytest.mark.req("S0-29", "S0-32")
+def test_during_an_outage_reads_fail_at_once_and_other_calls_of_the_process_go_on(
+    open_line: OpenLine, redis_server: RedisServer, redis_factory: Callable[..., RedisServer]
+):
+    line = open_line(retry=RetryPolicy(retries=3, base=0.3))
+    line.create("p", total=5)
+    elsewhere = open_line(url=redis_factory().url(1))
+    elsewhere.create("q", total=100)
+    redis_server.stop()
+    failed = threading.Event()
+
+    def count() -> None:
+        with pytest.raises(Unavailable):
+            line.item_done("p", 1)
+        failed.set()
+
+    waiting = threading.Thread(target=count)
+    waiting.start()
+    eventually(lambda: line._link.away)
+    answered, slowest = 0, 0.0
+    while not failed.is_set():
+        began = time.perf_counter()
+        with pytest.raises(Unavailable):
+            line.progress("p")
+        slowest = max(slowest, time.perf_counter() - began)
+        elsewhere.item_done("q")
+        answered += 1
+    waiting.join()
+    assert answered > 100
+    assert slowest < 1.0
+
+
+@pytest.mark.req("S0-30")
+def test_an_outage_that_lasts_is_one_critical_alert_and_the_next_outage_another(
+    open_line: OpenLine, redis_server: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headway.finishline.link.EXTENDED", 0.2)
+    alerts: list[str] = []
+    line = open_line("sqlite", alert=alerts.append, retry=AT_ONCE)
+    assert line.keeper is not None
+    line.create("p", total=5)
+    for outage in (1, 2):
+        redis_server.stop()
+        began = time.monotonic()
+        while time.monotonic() - began < 0.5:
+            assert line.keeper.tick() == 1.0
+        assert len(alerts) == len(told(caplog, logging.CRITICAL)) == outage
+        redis_server.start()
+        eventually(lambda: line.keeper is not None and line.keeper.tick() > 1.0)
+    assert "is away" in alerts[0]
+
+
+@pytest.mark.req("S0-31", "S0-32", "S0-33")
+@pytest.mark.parametrize("kind", ["postgres", "postgres-journal", "sqlite"])
+def test_a_project_created_during_an_outage_is_in_sql_and_appears_in_redis_when_it_is_back(
+    kind: str, open_line: OpenLine, redis_server: RedisServer
+):
+    line = open_line(kind, keeper=True, interval=0.2)
+    redis_server.stop()
+    created = line.create("p", total=3)
+    assert created == Progress(Status.INITIALIZING, 3, live=False)
+    assert line._record is not None
+    row = line._record.find("p")
+    assert row is not None
+    assert (row.status, row.total) == (Status.INITIALIZING, 3)
+    with pytest.raises(Unavailable):  # not NOT_FOUND, and not 0 %
+        line.progress("p")
+    redis_server.start()
+    state = redis_server.client(1)
+    # Nobody calls anything: the keeper notices.
+    eventually(lambda: state.exists("smap:proj:p"), 20)
+    assert state.hgetall("smap:proj:p") == {"status": "INITIALIZING", "total": "3", "done": "0", "errors": "0"}
+    eventually(lambda: not line._link.away)
+    assert line.items_done("p", [1, 2, 3]).completed
+
+
+@pytest.mark.req("S0-31")
+def test_while_sql_is_away_too_nothing_is_acknowledged_that_needs_it(
+    redis_server: RedisServer, postgres_factory: Callable[..., PostgresServer], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(_sql.PostgreSQL, "_policy", lambda self: AT_ONCE)
+    server = postgres_factory()
+    plain = FinishLine(redis_server.url(1), server.url(), keeper=False, retry=AT_ONCE)
+    exact = FinishLine(redis_server.url(1), server.url(), journal=True, keeper=False, retry=AT_ONCE)
+    plain.create("plain", total=2)
+    exact.create("exact", total=2)
+    server.stop()
+    assert plain.item_done("plain", 1).done == 1
+    assert plain.item_done("plain", 2).completed  # SQL learns it later
+    with pytest.raises(Unavailable):
+        plain.set_total("plain", 5)
+    with pytest.raises(Unavailable):
+        exact.item_done("exact", 1)
+    assert exact.progress("exact").done == 0
+    redis_server.stop()
+    with pytest.raises(Unavailable, match="PostgreSQL"):
+        plain.create("neither")
+    redis_server.start()
+    redis_server.client(1).flushall()
+    server.start()
+    assert plain.keeper is not None
+    assert plain._record is not None
+    eventually(lambda: plain.keeper is not None and plain.keeper.tick() > 1.0)
+    assert plain._record.find("neither") is None
+    assert exact.item_done("exact", 1).done == 1
+    plain.close()
+    exact.close()
+
+
+@pytest.mark.req("S0-33")
+def test_sql_learns_of_a_completion_it_missed(open_line: OpenLine, monkeypatch: pytest.MonkeyPatch):
+    line = open_line("sqlite")
+    assert line.keeper is not None
+    assert line._record is not None
+    line.create("p", total=1)
+    monkeypatch.setattr(line, "_note_completion", lambda project_id: None)  # as if we died right here
+    assert line.item_failed("p", 1).completed
+    line.keeper.tick()
+    row = line._record.find("p")
+    assert row is not None
+    assert (row.status, row.done, row.errors, row.completed_at is not None) == (Status.DONE, 1, 1, True)
+
+
+@pytest.mark.req("S0-04")
+def test_filling_the_cache_database_loses_no_state(
+    redis_factory: Callable[..., RedisServer], open_line: OpenLine, caplog: pytest.LogCaptureFixture
+):
+    server = redis_factory(maxmemory="4mb", maxmemory_policy="noeviction")
+    line = open_line(url=server.url(1))
+    for number in range(50):
+        line.create(f"p{number}", total=2)
+    from redis.exceptions import OutOfMemoryError
+
+    cache = server.client(0)
+
+    def fill() -> None:
+        for number in range(100_000):
+            cache.set(f"page{number}", "x" * 1000)
+
+    with pytest.raises(OutOfMemoryError):
+        fill()
+    # The cache is refused; the finish line goes on, and to the end.
+    for number in range(50):
+        line.item_done(f"p{number}", 1)
+        assert line.item_done(f"p{number}", "two").completed
+    assert len(events(server)) == 50
+    for policy in ("allkeys-lru", "volatile-lru"):
+        server.client().config_set("maxmemory-policy", policy)
+        with pytest.raises(Refused, match=policy):
+            open_line(url=server.url(1)).progress("p0")
+    open_line(url=server.url(1), allow_eviction=True).progress("p0")
+    assert len(told(caplog, logging.CRITICAL)) == 1
+
+
+def test_a_server_that_begins_to_evict_is_noticed_after_the_next_outage(open_line: OpenLine, redis_server: RedisServer):
+    line = open_line(retry=AT_ONCE)
+    line.create("p")
+    admin = redis_server.client()
+    admin.config_set("maxmemory", "100mb")
+    admin.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        line._link._failed(ConnectionError("cut"))
+        with pytest.raises(Refused):
+            line.item_done("p", 1)
+    finally:
+        admin.config_set("maxmemory-policy", "noeviction")
+        admin.config_set("maxmemory", "0")
+    assert line.item_done("p", 1).done == 1
+
+
+def test_a_wrong_password_is_an_error_at_once_and_is_not_shown(redis_factory: Callable[..., RedisServer]):
+    server = redis_factory()
+    server.client().config_set("requirepass", "right-one")
+    with FinishLine(f"redis://:wrong-one@127.0.0.1:{server.port}/1") as line:
+        began = time.monotonic()
+        with pytest.raises(Unavailable) as refusal:
+            line.item_done("p", 1)
+    assert time.monotonic() - began < 1.0
+    assert "wrong-one" not in str(refusal.value)
+
+
+def test_a_flapping_network_costs_time_and_nothing_else(
+    open_line: OpenLine, redis_server: RedisServer, tcp_proxy: Callable[[int], TcpProxy]
+):
+    proxy = tcp_proxy(redis_server.port)
+    line = open_line(url=f"redis://127.0.0.1:{proxy.port}/1", retry=RetryPolicy(retries=10, base=0.01, cap=0.05))
+    line.create("p", total=200)
+    stop = threading.Event()
+
+    def flap() -> None:
+        while not stop.wait(0.03):
+            proxy.refuse()
+            proxy.cut()
+            stop.wait(0.01)
+            proxy.pass_through()
+
+    flapping = threading.Thread(target=flap)
+    flapping.start()
+    try:
+        completed = sum(line.item_done("p", number if number % 3 else None).completed for number in range(200))
+    finally:
+        stop.set()
+        flapping.join()
+    assert (line._link.client.hget("smap:proj:p", "done"), completed) == ("200", 1)
+
+
+def test_counting_where_nothing_was_created_is_not_an_outage(open_line: OpenLine):
+    line = open_line(retry=AT_ONCE)
+    with pytest.raises(NotFound):
+        line.item_done("p", 1)
+    assert not line._link.away

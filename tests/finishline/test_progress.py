@@ -1,0 +1,246 @@
+"""Asking how far a project is: one command, never a guess, and for servers one round trip for all who ask."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+
+from headway import _sql
+from headway.errors import InvalidInput, StoreCorrupt, Unavailable
+from headway.events import CallableSink, Event
+from headway.finishline import AsyncProgress, Progress, Status
+from tests.finishline.conftest import OpenLine
+from tests.services.proxy import TcpProxy
+from tests.services.redis import RedisServer
+from tests.services.waiting import eventually
+
+
+def calls(server: RedisServer) -> dict[str, int]:
+    stats = server.client().info("commandstats")
+    return {name.removeprefix("cmdstat_"): facts["calls"] for name, facts in stats.items()}
+
+
+@pytest.mark.req("S0-19")
+def test_a_progress_query_is_one_hgetall(open_line: OpenLine, redis_server: RedisServer):
+    line = open_line()
+    line.create("p", total=4)
+    line.progress("p")
+    redis_server.client().config_resetstat()
+    line.progress("p")
+    handshakes = ("info", "select", "client", "hello", "config", "config|resetstat", "ping")
+    counted = {name: number for name, number in calls(redis_server).items() if name not in handshakes}
+    assert counted == {"hgetall": 1}
+
+
+@pytest.mark.req("S0-20", "S0-21")
+@pytest.mark.parametrize(
+    ("total", "done", "percent"),
+    [(0, 0, 0.0), (0, 5, 0.0), (4, 1, 25.0), (3, 1, 33.33), (8, 8, 100.0), (2, 3, 100.0), (10**15, 1, 0.0)],
+)
+def test_percent_is_done_of_total_and_never_beyond_100(total: int, done: int, percent: float):
+    told = Progress(Status.PROCESSING, total, done, 1).as_dict()
+    assert told["percent"] == percent
+    assert (told["total"], told["done"], told["errors"]) == (total, done, 1)
+
+
+@pytest.mark.req("S0-21")
+def test_the_answer_has_numbers_not_texts(open_line: OpenLine):
+    line = open_line()
+    line.create("p", total=4)
+    line.item_failed("p", 1)
+    told = line.progress("p").as_dict()
+    assert told == {
+        "status": "INITIALIZING", "total": 4, "done": 1, "errors": 1, "percent": 25.0, "live": True, "restored": None,
+    }  # fmt: skip
+    assert [type(told[name]) for name in ("total", "done", "errors")] == [int, int, int]
+
+
+@pytest.mark.req("S0-22", "S0-23")
+def test_an_unknown_and_an_expired_project_are_not_found_and_asking_creates_no_key(
+    open_line: OpenLine, redis_server: RedisServer
+):
+    line = open_line()
+    state = redis_server.client(1)
+    assert line.progress("nobody").as_dict()["status"] == "NOT_FOUND"
+    assert line.progress("nobody").percent == 0
+    line.create("p", total=1)
+    for name in state.scan_iter():
+        state.pexpire(name, 1)
+    eventually(lambda: line.progress("p").status is Status.NOT_FOUND)
+    assert state.keys() == []
+
+
+@pytest.mark.req("S0-22")
+def test_a_finished_project_is_answered_from_the_record_after_redis_let_it_go(
+    open_line: OpenLine, redis_server: RedisServer
+):
+    line = open_line("sqlite")
+    line.create("p", total=1)
+    line.item_failed("p", 1)
+    heard: list[Event] = []
+    relay = line.relay([CallableSink("listener", heard.append)])
+    relay.tick()
+    relay.tick()  # nothing is left to tell, so it is noted as told
+    assert [event.job for event in heard] == ["p"]
+    redis_server.client(1).flushdb()
+    progress = line.progress("p")
+    assert progress == Progress(Status.DONE, 1, 1, 1, live=False)
+    assert redis_server.client(1).keys("smap:proj:*") == []
+
+
+def test_more_done_than_the_total_is_said_once(open_line: OpenLine, caplog: pytest.LogCaptureFixture):
+    line = open_line()
+    line.create("p", total=1)
+    line.items_done("p", [1, 2, 3])
+    assert line.progress("p").percent == line.progress("p").percent == 100.0
+    assert caplog.text.count("more items are done than the total says") == 1
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The reader for servers
+
+
+@pytest.mark.req("S0-25")
+def test_a_thousand_tasks_that_ask_at_once_are_answered_by_few_round_trips(
+    open_line: OpenLine, redis_server: RedisServer
+):
+    line = open_line()
+    for number in range(200):
+        line.create(f"p{number}", total=number + 1)
+
+    async def ask() -> list[Progress]:
+        async with AsyncProgress(redis_server.url(1)) as reader:
+            await reader.progress("p0")
+            redis_server.client().config_resetstat()
+            return await asyncio.gather(*(reader.progress(f"p{number % 250}") for number in range(1000)))
+
+    answers = asyncio.run(ask())
+    assert [answer.total for answer in answers] == [
+        number % 250 + 1 if number % 250 < 200 else 0 for number in range(1000)
+    ]
+    assert {answer.status for answer in answers[200:250]} == {Status.NOT_FOUND}
+    assert calls(redis_server)["hgetall"] == 250  # each project once
+
+
+@pytest.mark.req("S0-24", "S0-25")
+def test_a_thousand_pollers_are_served_without_a_queue_building_up(open_line: OpenLine, redis_server: RedisServer):
+    """The figure itself (p99 below 10 ms) is bench/finishline.py's; here they ask every second."""
+    line = open_line()
+    for number in range(100):
+        line.create(f"p{number}", total=10)
+    waits: list[float] = []
+
+    async def client(reader: AsyncProgress, number: int) -> None:
+        await asyncio.sleep(number / 1000)
+        for _ in range(2):
+            began = time.perf_counter()
+            assert (await reader.progress(f"p{number % 100}")).total == 10
+            waits.append(time.perf_counter() - began)
+            await asyncio.sleep(max(0.0, 1 - (time.perf_counter() - began)))
+
+    async def crowd() -> None:
+        async with AsyncProgress(redis_server.url(1)) as reader, asyncio.TaskGroup() as tasks:
+            for number in range(1000):
+                tasks.create_task(client(reader, number))
+
+    asyncio.run(crowd())
+    assert len(waits) == 2000
+    assert sorted(waits)[1980] < 1.0
+
+
+def test_the_reader_answers_from_the_record_what_redis_does_not_have(
+    open_line: OpenLine, redis_server: RedisServer, database_url: str
+):
+    line = open_line("sqlite-journal")
+    line.create("p", total=2)
+    line.item_done("p", 1)
+    redis_server.client(1).flushdb()
+
+    async def ask() -> tuple[Progress, Progress]:
+        with _sql.connect(database_url) as database:
+            async with AsyncProgress(redis_server.url(1), database) as reader:
+                return await reader.progress("p"), await reader.progress("nobody")
+
+    known, unknown = asyncio.run(ask())
+    assert known == Progress(Status.INITIALIZING, 2, 1, 0, live=False)
+    assert unknown.status is Status.NOT_FOUND
+
+
+@pytest.mark.req("S0-29", "S0-32")
+def test_while_redis_is_away_the_reader_says_so_at_once_and_other_work_goes_on(redis_server: RedisServer):
+    async def ask() -> tuple[list[BaseException | Progress], float]:
+        async with AsyncProgress(redis_server.url(1)) as reader:
+            await reader.progress("p")
+            redis_server.stop()
+            with pytest.raises(Unavailable):
+                await reader.progress("p")
+            began = time.perf_counter()
+            answers = await asyncio.gather(*(reader.progress("p") for _ in range(100)), return_exceptions=True)
+            took = time.perf_counter() - began
+            await asyncio.to_thread(redis_server.start)
+            for _ in range(200):
+                try:
+                    assert (await reader.progress("p")).status is Status.NOT_FOUND
+                    break
+                except Unavailable:
+                    await asyncio.sleep(0.02)
+            else:
+                pytest.fail("it did not recover")
+            return answers, took
+
+    answers, took = asyncio.run(ask())
+    assert {type(answer) for answer in answers} == {Unavailable}
+    assert took < 1.0
+
+
+def test_one_damaged_project_does_not_spoil_the_answers_about_the_others(
+    open_line: OpenLine, redis_server: RedisServer
+):
+    line = open_line()
+    line.create("good", total=2)
+    redis_server.client(1).set("smap:proj:text", "x")
+    redis_server.client(1).hset("smap:proj:half", "status", "DONE")
+
+    async def ask() -> list[BaseException | Progress]:
+        async with AsyncProgress(redis_server.url(1)) as reader:
+            return await asyncio.gather(
+                *(reader.progress(name) for name in ("text", "good", "half")), return_exceptions=True
+            )
+
+    text, good, half = asyncio.run(ask())
+    assert isinstance(good, Progress)
+    assert good.total == 2
+    assert isinstance(text, StoreCorrupt)
+    assert isinstance(half, StoreCorrupt)
+
+
+def test_a_task_that_stops_waiting_takes_the_answer_from_nobody(
+    open_line: OpenLine, redis_server: RedisServer, tcp_proxy: Callable[[int], TcpProxy]
+):
+    line = open_line()
+    line.create("p", total=2)
+    proxy = tcp_proxy(redis_server.port)
+
+    async def ask() -> Progress:
+        async with AsyncProgress(f"redis://127.0.0.1:{proxy.port}/1") as reader:
+            await reader.progress("p")
+            proxy.delay(0.2)
+            first = asyncio.create_task(reader.progress("p"))
+            second = asyncio.create_task(reader.progress("p"))
+            await asyncio.sleep(0.05)
+            first.cancel()
+            return await second
+
+    assert asyncio.run(ask()).total == 2
+
+
+def test_the_reader_checks_ids_as_everybody_does(redis_server: RedisServer):
+    async def ask() -> None:
+        async with AsyncProgress(redis_server.url(1)) as reader:
+            await reader.progress("a:b")
+
+    with pytest.raises(InvalidInput):
+        asyncio.run(ask())

@@ -1,0 +1,250 @@
+"""The outbox stream and its relay: every sink is told at least once, with one id, whatever fails in between."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from headway.errors import Unavailable
+from headway.events import CallableSink, Event, LogSink, RedisChannelSink, RedisOutbox, Relay, Sink, WebhookSink
+from headway.finishline import FinishLine
+from tests.finishline.conftest import OpenLine, events
+from tests.services.redis import RedisServer
+from tests.services.waiting import eventually
+
+fork = multiprocessing.get_context("fork")
+
+
+def complete(line: FinishLine, *names: str) -> None:
+    for name in names:
+        line.create(name, total=1)
+        assert line.item_done(name, 1).completed
+
+
+@pytest.fixture
+def webhook() -> Iterator[tuple[str, list[dict[str, Any]], list[int]]]:
+    """(address, bodies received, codes to answer with before answering 204)"""
+    received: list[dict[str, Any]] = []
+    codes: list[int] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            assert self.headers["Headway-Event-Id"] == body["id"]
+            code = codes.pop(0) if codes else 204
+            if code == 204:
+                received.append(body)
+            self.send_response(code)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            return
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/hook", received, codes
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.req("S0-15")
+def test_a_completion_reaches_every_kind_of_sink(
+    open_line: OpenLine, redis_server: RedisServer, webhook: tuple[str, list[dict[str, Any]], list[int]],
+    caplog: pytest.LogCaptureFixture,
+):  # fmt: skip
+    address, received, _ = webhook
+    line = open_line()
+    listener = redis_server.client(1).pubsub(ignore_subscribe_messages=True)
+    listener.subscribe("job.completed")
+    assert eventually(lambda: redis_server.client(1).pubsub_numsub("job.completed")[0][1])
+    heard: list[Event] = []
+    sinks: list[Sink] = [CallableSink("call", heard.append), LogSink(), WebhookSink(address),
+             RedisChannelSink(line._link.client)]  # fmt: skip
+    relay = line.relay(sinks)
+    with caplog.at_level("INFO"):
+        complete(line, "p")
+        relay.tick()
+    [event] = heard
+    assert (event.type, event.job, event.data["done"]) == ("job.completed", "p", 1)
+    assert received == [json.loads(event.as_json())]
+    message: Any = eventually(lambda: listener.get_message(timeout=1))
+    assert json.loads(message["data"]) == received[0]
+    assert "event job.completed" in caplog.text
+    relay.tick()
+    assert events(redis_server) == []  # told to all, so removed
+    assert len(heard) == 1
+    listener.close()
+
+
+def test_a_relay_that_starts_late_tells_what_was_decided_before(open_line: OpenLine):
+    line = open_line()
+    complete(line, "a", "b")
+    heard: list[Event] = []
+    line.relay([CallableSink("late", heard.append)]).tick()
+    assert [event.job for event in heard] == ["a", "b"]
+
+
+def test_a_sink_that_is_down_waits_for_its_turn_and_keeps_nobody_waiting(
+    open_line: OpenLine, redis_server: RedisServer, webhook: tuple[str, list[dict[str, Any]], list[int]]
+):
+    address, received, codes = webhook
+    codes += [500, 503]
+    now = [0.0]
+    line = open_line()
+    heard: list[Event] = []
+    outbox = RedisOutbox(line._link.client)
+    relay = Relay(outbox, [WebhookSink(address), CallableSink("call", heard.append)], clock=lambda: now[0])
+    complete(line, "a", "b")
+    relay.tick()
+    assert [event.job for event in heard] == ["a", "b"]
+    assert received == []
+    for _ in range(3):
+        now[0] += 100
+        relay.tick()
+    assert [body["job"] for body in received] == ["a", "b"]
+    assert len(heard) == 2
+    now[0] += 100
+    relay.tick()
+    assert events(redis_server) == []
+
+
+def test_an_event_is_kept_until_every_sink_has_it(open_line: OpenLine, redis_server: RedisServer):
+    line = open_line()
+
+    def refuse(event: Event) -> None:
+        raise Unavailable("not now")
+
+    complete(line, "p")
+    heard: list[Event] = []
+    relay = line.relay([CallableSink("down", refuse), CallableSink("up", heard.append)])
+    for _ in range(3):
+        relay.tick()
+    assert len(heard) == 1
+    assert len(events(redis_server)) == 1
+
+
+def test_a_relay_killed_between_any_two_steps_is_followed_by_one_that_tells_again_with_the_same_id(
+    open_line: OpenLine, redis_server: RedisServer
+):
+    line = open_line()
+    complete(line, "p")
+    told: Any = fork.Queue()
+
+    def die_after(step: int) -> None:
+        """Steps: 0 taken and not yet delivered, 1 delivered and not yet acknowledged, 2 acknowledged."""
+        outbox = RedisOutbox(line._link.client, idle=0)
+        outbox.subscribe("listener")
+        for handle, event in outbox.waiting("listener", 10):
+            if step == 0:
+                os._exit(9)
+            told.put(event.id)
+            told.close()
+            told.join_thread()
+            if step == 1:
+                os._exit(9)
+            outbox.delivered("listener", handle)
+        os._exit(9)
+
+    heard: list[str] = []
+    for step in (0, 1):
+        process = fork.Process(target=die_after, args=(step,))
+        process.start()
+        if step == 1:
+            heard.append(told.get(timeout=10))
+        process.join(10)
+        assert process.exitcode == 9
+    successor = RedisOutbox(line._link.client, idle=0.05)
+    relay = Relay(successor, [CallableSink("listener", lambda event: heard.append(event.id))])
+    eventually(lambda: relay.tick() and len(heard) == 2)
+    assert heard[0] == heard[1]
+    relay.tick()
+    assert events(redis_server) == []
+
+
+def test_what_a_dead_relay_had_taken_is_taken_over(open_line: OpenLine):
+    line = open_line()
+    complete(line, "p")
+    dead = RedisOutbox(line._link.client, consumer="dead")
+    dead.subscribe("listener")
+    assert len(dead.waiting("listener", 10)) == 1
+    alive = RedisOutbox(line._link.client, consumer="alive", idle=0.05)
+    [(handle, event)] = eventually(lambda: alive.waiting("listener", 10))
+    assert event.job == "p"
+    alive.delivered("listener", handle)
+    assert alive.waiting("listener", 10) == []
+
+
+def test_two_relays_of_one_sink_share_the_work(open_line: OpenLine):
+    line = open_line()
+    complete(line, *(f"p{number}" for number in range(20)))
+    heard: list[str] = []
+    relays = [
+        Relay(RedisOutbox(line._link.client), [CallableSink("one", lambda event: heard.append(event.job))])
+        for _ in range(2)
+    ]
+    relays[0].tick(limit=5)
+    relays[1].tick(limit=5)
+    for relay in relays:
+        relay.tick(limit=50)
+    assert sorted(heard) == sorted(f"p{number}" for number in range(20))
+
+
+def test_after_a_wipe_the_relay_subscribes_again_and_goes_on(open_line: OpenLine, redis_server: RedisServer):
+    line = open_line()
+    heard: list[str] = []
+    relay = line.relay([CallableSink("listener", lambda event: heard.append(event.job))])
+    complete(line, "a")
+    relay.tick()
+    redis_server.client().flushall()
+    complete(line, "b")
+    relay.tick()
+    assert heard == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        {"x": "y"},
+        {"id": "1", "type": "t", "source": "s", "job": "j", "version": "1", "at": "never", "data": "{}"},
+        {"id": "1", "type": "t", "source": "s", "job": "j", "version": "1", "at": "1", "data": "[1]"},
+        {"id": "1", "type": "t", "source": "s", "job": "j", "version": "1", "at": "1", "data": "{"},
+        {"id": "1", "type": "t", "source": "s", "job": "j", "version": "1", "at": "1e400", "data": "{}"},
+    ],
+)
+def test_an_entry_that_is_no_event_is_put_aside_and_the_others_go_on(
+    garbage: dict[str, str], open_line: OpenLine, redis_server: RedisServer
+):
+    line = open_line()
+    state: Any = redis_server.client(1)
+    state.xadd("smap:events", garbage)
+    complete(line, "p")
+    heard: list[str] = []
+    relay = line.relay([CallableSink("listener", lambda event: heard.append(event.job))])
+    relay.tick()
+    relay.tick()
+    assert heard == ["p"]
+    assert [fields for _, fields in state.xrange("smap:events:quarantine")] == [garbage]
+    assert events(redis_server) == []
+
+
+def test_the_relay_as_a_loop_tells_soon_and_stops_when_asked(open_line: OpenLine):
+    line = open_line()
+    heard: list[Event] = []
+    relay = line.relay([CallableSink("listener", heard.append)], rest=0.02)
+    stop = threading.Event()
+    thread = threading.Thread(target=relay.run, args=(stop,))
+    thread.start()
+    complete(line, "p")
+    eventually(lambda: heard)
+    stop.set()
+    thread.join(5)
+    assert not thread.is_alive()

@@ -1,0 +1,45 @@
+"""A process of a fleet, run by the tests: counts items and writes down each one that was acknowledged.
+
+    python -m tests.finishline.worker STATE_URL PROJECT FIRST_ITEM [DATABASE]
+
+It prints "ready" before its first count and "refused" for a call made after the shutdown began.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from headway.errors import Stopping
+from headway.finishline import FinishLine
+from headway.lifecycle import Shutdown, on_signals
+
+
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+def main(url: str, project: str, first: str, database: str | None = None) -> int:
+    with on_signals(Shutdown()) as shutdown:
+        line = FinishLine(url, database, journal=database is not None, shutdown=shutdown)
+        line.progress(project)
+        say("ready")
+        number = int(first)
+        try:
+            while True:
+                line.item_done(project, number)
+                say("ack", number)
+                number += 1
+        except Stopping:
+            pass
+        try:
+            line.item_done(project, number)
+        except Stopping:
+            say("refused")
+        drained = line.close()
+        say("drained" if drained else "late")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
