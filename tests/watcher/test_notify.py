@@ -444,11 +444,11 @@ def test_what_is_said_of_an_execution_is_forgotten_a_day_after_it_left():
     stand.redis.announce("W")
     stand.pass_time(30)
     stand.redis.clock[0] += 200_000
-    stand.restart()
+    stand.pass_time(1)
     assert stand.store("digits@0").look("started", ["a:x"])  # it is still there
     end(stand.redis, "a:x", "successful")
     stand.redis.clock[0] += 200_000
-    stand.restart()
+    stand.pass_time(1)
     assert stand.store("digits@0").look("started", ["a:x"]) == {}
 
 

@@ -52,6 +52,7 @@ class StartedView:
         self.read_at: float | None = None
 
     def hint(self, command: str) -> None:
+        """Something happened to the key; whatever it was, it means *look*."""
         # Somebody waits for an outcome: that an execution left may be it.
         settle = 0.0 if self._desk.follows else self._settle
         moment = self._desk.now() + settle

@@ -133,6 +133,7 @@ class QueueWatch:
         self.failed.sweep()
         self.canceled.sweep()
         self.started.diff()
+        self.started.forget()
         self._follower.resolve(list(self.desk.follows))
         return self.failed.reported + self.canceled.reported > before
 

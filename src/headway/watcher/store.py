@@ -16,7 +16,6 @@ from headway.errors import StoreCorrupt
 from headway.watcher.ports import Change, RedisHashes
 
 Registry = Literal["failed", "canceled", "started"]
-REGISTRIES: tuple[Registry, ...] = ("failed", "canceled", "started")
 
 
 @dataclass(frozen=True, slots=True)
