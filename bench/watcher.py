@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -107,7 +108,7 @@ def latency(directory: Path, rounds: int, polled_rounds: int) -> dict[str, Any]:
                 watched.append(time.perf_counter() - began)
         registry = FailedJobRegistry(scene.name, connection=scene.raw)
         known = set(registry.get_job_ids(cleanup=False))
-        stop, found = threading.Event(), threading.Event()
+        stop, found, draw = threading.Event(), threading.Event(), random.Random(4)
 
         def poll() -> None:
             while not stop.wait(2.0):
@@ -120,7 +121,7 @@ def latency(directory: Path, rounds: int, polled_rounds: int) -> dict[str, Any]:
         thread.start()
         for number in range(polled_rounds):
             found.clear()
-            time.sleep(0.37)  # out of step with the poller
+            time.sleep(draw.uniform(0, 2))  # failures do not keep step with a poller
             began = time.perf_counter()
             scene.burst(1, prefix=f"p{number}")
             found.wait(10)
