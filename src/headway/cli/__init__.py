@@ -29,6 +29,7 @@ COMMANDS: dict[str, str] = {
     "retry": "headway.cli.dead:retry",
     "log": "headway.cli.items:log",
     "states": "headway.cli.states:group",
+    "watch": "headway.cli.watch:watch",
     "forget": "headway.cli.admin:forget",
     "purge": "headway.cli.admin:purge",
     "audit": "headway.cli.admin:audit",
