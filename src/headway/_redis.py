@@ -80,11 +80,12 @@ def key(pattern: str, kind: Kind, lifetime: str, holds: str) -> Key:
 
 
 _WEEK = "7 days after the last write"
+_LONGER = "2 hours longer"
 
 PROJECT = key("smap:proj:{project_id}", "hash", _WEEK, "`status`, `total`, `done`, `errors` of a project")
-PROJECT_BOOK = key("smap:proj:{project_id}:book", "hash", _WEEK, "epoch, version, winner; last call per caller")
-PROJECT_BITS = key("smap:proj:{project_id}:bits", "string", _WEEK, "bitmap of the item numbers counted")
-PROJECT_SEEN = key("smap:proj:{project_id}:seen", "set", _WEEK, "other item ids counted, long ones as a digest")
+PROJECT_BOOK = key("smap:proj:{project_id}:book", "hash", _LONGER, "epoch, version, winner; last call per caller")
+PROJECT_BITS = key("smap:proj:{project_id}:bits", "string", _LONGER, "bitmap of the item numbers counted")
+PROJECT_SEEN = key("smap:proj:{project_id}:seen", "set", _LONGER, "other item ids counted, long ones as a digest")
 PROJECT_RESTORE = key("smap:proj:{project_id}:restore", "string", "30 s", "who rebuilds the project just now")
 STAGED_BITS = key("smap:proj:{project_id}:bits:{token}", "string", "10 min", "bits of a project being rebuilt")
 STAGED_SEEN = key("smap:proj:{project_id}:seen:{token}", "set", "10 min", "ids of a project being rebuilt")
@@ -309,28 +310,43 @@ class Script:
         self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()  # the server's name for it
 
     def __call__(self, client: Redis, keys: Sequence[str], arguments: Sequence[Argument]) -> Reply:
-        """Run it once. Raises what redis-py raises; see `meaning`.
+        """Run it once on a connection of the client's pool. Raises what redis-py raises; see `meaning`."""
+        connection = borrow(client)
+        try:
+            return self.on(connection, keys, arguments)
+        finally:
+            client.connection_pool.release(connection)
 
-        It speaks on a pooled connection directly: the command layer costs as much as the round trip itself.
-        """
+    def on(self, connection: Any, keys: Sequence[str], arguments: Sequence[Argument]) -> Reply:
+        """Run it once on this connection, past the client's command layer, which costs as much as the round trip."""
         from redis.exceptions import NoScriptError, ResponseError
 
-        pool = client.connection_pool
-        connection: Any = pool.get_connection()  # redis-py's connections are untyped
         try:
             try:
-                connection.send_command("EVALSHA", self.sha, len(keys), *keys, *arguments)
+                connection.send_packed_command(_packed("EVALSHA", self.sha, len(keys), *keys, *arguments))
                 return connection.read_response()
             except NoScriptError:  # nothing was run
-                connection.send_command("EVAL", self.text, len(keys), *keys, *arguments)
+                connection.send_packed_command(_packed("EVAL", self.text, len(keys), *keys, *arguments))
                 return connection.read_response()
         except ResponseError:
             raise
         except BaseException:
             connection.disconnect()  # a reply still under way must not be read by the connection's next user
             raise
-        finally:
-            pool.release(connection)
+
+
+def borrow(client: Redis) -> Any:
+    """A connection of the client's pool, to be released there; redis-py leaves connections untyped."""
+    return client.connection_pool.get_connection()
+
+
+def _packed(*words: Argument) -> list[bytes]:
+    try:
+        from hiredis import pack_command
+    except ImportError:
+        raw = [word if isinstance(word, bytes) else str(word).encode() for word in words]
+        return [b"*%d\r\n" % len(raw), *(b"$%d\r\n%b\r\n" % (len(word), word) for word in raw)]
+    return [pack_command(words)]
 
 
 @lru_cache(maxsize=64)

@@ -18,6 +18,8 @@ F = TypeVar("F", bound=Callable[..., Any])  # click's decorators take and give a
 #: verb -> where it lives, in the order ``headway --help`` shows them.
 COMMANDS: dict[str, str] = {
     "run": "headway.cli.run:run",
+    "progress": "headway.cli.finishline:progress",
+    "project": "headway.cli.finishline:project",
 }
 
 

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from headway import _redis, _sql
 from headway.errors import InvalidInput, Refused, Unavailable
@@ -51,22 +52,55 @@ from headway.lifecycle import Budget, Shutdown
 from headway.retry import REDIS_OPERATION, RetryPolicy
 from headway.telemetry import Log
 
+if TYPE_CHECKING:
+    from redis import Redis
+
 __all__ = ["Answer", "AsyncProgress", "FinishLine", "Outcome", "Progress", "Status"]
 
 log = Log("finishline")
 
 ItemId = int | str
+
+#: Seconds after which an unused connection is looked at before it is used.
+_IDLE = 0.25
 T = TypeVar("T")
 
 
 class _Lane:
-    """One caller as the scripts know it. It makes one call at a time and numbers them."""
+    """One caller as the scripts know it. It makes one call at a time, numbers them, and keeps its connection."""
 
-    __slots__ = ("calls", "name")
+    __slots__ = ("calls", "connection", "name", "used")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.calls = 0
+        self.connection: Any = None
+        self.used = 0.0
+
+    def run(self, client: Redis, script: _redis.Script, keys: Sequence[str], arguments: Sequence[str | int]) -> Any:
+        connection = self.connection
+        if connection is None:
+            connection = self.connection = _redis.borrow(client)
+        elif time.monotonic() - self.used > _IDLE:
+            self._freshen()
+        try:
+            return script.on(connection, keys, arguments)
+        except _redis.failures() as error:
+            if _redis.is_transient(error):
+                self.connection = None
+                client.connection_pool.release(connection)
+            raise
+        finally:
+            self.used = time.monotonic()
+
+    def _freshen(self) -> None:
+        """A server that was restarted meanwhile has closed its end: see that before a call is risked on it."""
+        try:
+            stale = self.connection.can_read()
+        except _redis.failures():
+            stale = True
+        if stale:
+            self.connection.disconnect()
 
 
 class FinishLine:
@@ -375,8 +409,9 @@ class FinishLine:
         try:
             lane.calls += 1
             call = partial(
-                _redis.script(script),
+                lane.run,
                 self._link.client,
+                _redis.script(script),
                 _keys(project_id),
                 [TTL, lane.name, lane.calls, *arguments],
             )

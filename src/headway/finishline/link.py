@@ -45,7 +45,9 @@ class Link:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.url = url
-        self.client = _redis.connect(url, role="state", name=name, timeout=timeout, connect_timeout=timeout)
+        self.client = _redis.connect(
+            url, role="state", name=name, timeout=timeout, connect_timeout=timeout, max_connections=1024
+        )
         self.shutdown = shutdown or Shutdown()
         self._allow_eviction = allow_eviction
         self._durable = durable
