@@ -11,7 +11,7 @@ import pytest
 
 from headway.errors import InvalidInput, JobHeld, NotFound, StaleClaim
 from headway.events import SqlOutbox
-from headway.ledger import Done, Failed, Fault, Item, Job, Ledger, NewItem
+from headway.ledger import Done, Failed, Fault, Hold, Item, Job, Ledger, NewItem
 from headway.retry import RetryPolicy
 from tests.services.waiting import eventually
 
@@ -27,7 +27,9 @@ def fail(job: Job, idx: int, *, times: int = 1, fault: Fault = BOOM) -> None:
 
 def events(ledger: Ledger) -> list[tuple[str, dict[str, object]]]:
     outbox = SqlOutbox(ledger.database)
-    ledger.database.run(lambda tx: tx.execute("INSERT INTO sinks (name, since) VALUES ('test', 0) ON CONFLICT DO NOTHING"))
+    ledger.database.run(
+        lambda tx: tx.execute("INSERT INTO sinks (name, since) VALUES ('test', 0) ON CONFLICT DO NOTHING")
+    )
     return [(event.id, dict(event.data)) for _, event in outbox.waiting("test", 100)]
 
 
@@ -309,7 +311,7 @@ def test_whoever_lost_the_job_cannot_record_any_more(ledger: Ledger, job: Job):
     assert [run.outcome for run in job.runs()] == ["lost", None]
 
 
-def _hold_or_none(ledger: Ledger, job: Job) -> object:
+def _hold_or_none(ledger: Ledger, job: Job) -> Hold | None:
     try:
         return ledger.hold(job, {})
     except JobHeld:
@@ -358,7 +360,9 @@ def test_rows_made_inconsistent_by_a_foreign_hand_are_corrected_logged_and_audit
     assert (info.done, info.failed, info.dead) == (2, 0, 0)
     assert job.item(1).status == "done"
     assert job.item(8).status == "pending"
-    corrected = [json.loads(detail)["what"] for _, _, action, _, detail in ledger.audit_trail() if action == "corrected"]
+    corrected = [
+        json.loads(detail)["what"] for _, _, action, _, detail in ledger.audit_trail() if action == "corrected"
+    ]
     assert any("done and dead" in what for what in corrected)
     assert any("counters" in what for what in corrected)
     if database.engine == "sqlite":

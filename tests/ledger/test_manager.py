@@ -42,8 +42,8 @@ def progress(path: Path) -> Iterator[ProgressManager]:
 def row(path: Path, idx: int) -> tuple[str, str | None, int]:
     with closing(sqlite3.connect(path)) as connection:
         found = connection.execute("SELECT status, meta, attempts FROM progress WHERE idx = ?", (idx,)).fetchone()
-    assert found is not None
-    return found
+    status, meta, attempts = found
+    return status, meta, attempts
 
 
 @pytest.mark.req("S3-47")
@@ -51,7 +51,12 @@ def test_the_documents_names_and_defaults_are_kept():
     signature = inspect.signature(ProgressManager)
     assert list(signature.parameters)[:2] == ["db_path", "max_retries"]
     assert signature.parameters["max_retries"].default == 2
-    for verb, leading in {"is_done": ["idx"], "mark_done": ["idx", "meta"], "mark_failed": ["idx", "meta"], "stats": []}.items():
+    for verb, leading in {
+        "is_done": ["idx"],
+        "mark_done": ["idx", "meta"],
+        "mark_failed": ["idx", "meta"],
+        "stats": [],
+    }.items():
         assert list(inspect.signature(getattr(ProgressManager, verb)).parameters)[1 : len(leading) + 1] == leading
 
 
@@ -145,7 +150,7 @@ def test_resuming_is_an_option_and_is_said_in_the_log(path: Path, caplog: pytest
     with caplog.at_level("INFO", "headway"), ProgressManager(path):
         pass
     (said,) = [record for record in caplog.records if "resuming" in record.message]
-    assert said.fields == {"job": "progress", "total": 5, "done": 1, "failed": 1, "dead": 0}
+    assert vars(said)["fields"] == {"job": "progress", "total": 5, "done": 1, "failed": 1, "dead": 0}
     with ProgressManager(path, resume=False) as progress:
         assert progress.is_done(0) is False
         assert progress.job.info().total == 0
@@ -313,13 +318,16 @@ def _sizes_without_dbstat(path: Path, tmp_path: Path) -> dict[str, int]:
     return {
         "progress": bare,
         "idx_progress_updated": weigh(table + "CREATE INDEX u ON t (updated_at);") - bare,
-        "idx_progress_status": weigh(table + "CREATE INDEX s ON t (job, status, next_attempt_at) WHERE status <> 'done';") - bare,
+        "idx_progress_status": weigh(
+            table + "CREATE INDEX s ON t (job, status, next_attempt_at) WHERE status <> 'done';"
+        )
+        - bare,
     }
 
 
 @pytest.mark.req("S3-19")
 def test_long_meta_and_errors_are_cut_and_say_so(progress: ProgressManager):
-    progress.mark_done(0, {"html": "\N{LATIN SMALL LETTER E WITH ACUTE}\"" * 5_000})
+    progress.mark_done(0, {"html": '\N{LATIN SMALL LETTER E WITH ACUTE}"' * 5_000})
     meta = progress.job.item(0).meta or ""
     assert len(meta.encode()) <= META_LIMIT
     assert json.loads(meta)["truncated"] > 10_000
@@ -369,7 +377,7 @@ def test_threads_and_processes_together_lose_no_update(path: Path):
         for process in processes:
             process.start()
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda _: [progress.mark_failed(0, {"error": "x"}) for _ in range(25)], range(4)))
+            list(pool.map(lambda _: _fail(progress, 25), range(4)))
         for process in processes:
             process.join()
         assert progress.job.item(0).attempts == 200
@@ -377,8 +385,12 @@ def test_threads_and_processes_together_lose_no_update(path: Path):
 
 def _fail_often(path: Path, count: int) -> None:
     with ProgressManager(path, max_retries=1_000_000) as progress:
-        for _ in range(count):
-            progress.mark_failed(0, {"error": "x"})
+        _fail(progress, count)
+
+
+def _fail(progress: ProgressManager, count: int) -> None:
+    for _ in range(count):
+        progress.mark_failed(0, {"error": "x"})
 
 
 @pytest.mark.req("S3-42")
@@ -395,7 +407,8 @@ def test_secrets_in_errors_reach_neither_the_file_nor_the_summary(
                 progress.mark_failed(
                     0,
                     {
-                        "error": "GET https://bob:canary-in-url@shop/x failed: password=canary-by-name canary-from-the-environment",
+                        "error": "GET https://bob:canary-in-url@shop/x failed: "
+                        "password=canary-by-name canary-from-the-environment",
                         "password": "canary-as-field",
                         "nested": {"note": "Authorization: Bearer canary-bearer-token"},
                     },

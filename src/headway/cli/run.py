@@ -199,10 +199,13 @@ def _run_file(order: Order, source: Source) -> int:
     from headway.ledger import Ledger
     from headway.run import plan as plans
     from headway.run import take
+    from headway.run.output import refuse_foreign
 
     found, plan = _look(order, source)
     if not order.accept:
         plans.refuse_doubt(plan)
+    if order.output is not None:
+        refuse_foreign(order.output, found.job(plan.id) if found and plan.existing else None)
     ledger = found or Ledger.open(order.config.text("database"), stop=order.shutdown.abandon)
     with ledger:
         job, hold = take(ledger, plan, order.settings, command=_command(), accept=order.accept)

@@ -26,7 +26,7 @@ from headway.run import plan as plans
 from headway.run.display import Display, open_display
 from headway.run.items import GivenItems
 from headway.run.loop import OpenJob
-from headway.run.output import Output
+from headway.run.output import Output, refuse_foreign
 from headway.run.pool import Ending, Feed, Pool, Settings
 from headway.run.worker import GiveUp
 
@@ -112,6 +112,8 @@ def map(
         plan = plans.look(ledger, id, name, source, fresh=fresh)
         if not accept_changes:
             plans.refuse_doubt(plan)
+        if output is not None:
+            refuse_foreign(Path(output), ledger.job(id) if plan.existing else None)
         display = open_display(progress, stream=sys.stderr)
         held, hold = take(ledger, plan, settings, accept=accept_changes)
         ending = perform(

@@ -17,6 +17,21 @@ from headway.errors import InvalidInput, StorageError
 from headway.ledger import Job
 
 
+def refuse_foreign(path: Path, job: Job | None) -> None:
+    """A file with something in it that this job did not write is not touched."""
+    try:
+        filled = path.exists() and path.stat().st_size > 0
+        if not path.absolute().parent.is_dir():
+            raise InvalidInput(f"The directory of {path} does not exist.", hint="Make it, or name another --output.")
+    except OSError as error:
+        raise InvalidInput(f"The results cannot be written to {path}: {error.strerror}.") from error
+    sql = "SELECT 1 FROM outputs WHERE job = ? AND path = ?"
+    if filled and (job is None or job.database.one(sql, (job.no, str(path.resolve()))) is None):
+        raise InvalidInput(
+            f"{path} exists and was not written by this job.", hint="Move it away or name another --output."
+        )
+
+
 class Output:
     """``{"index": 17, "key": "inv-00421", "result": ...}`` per done item, in the order they were done."""
 
@@ -27,10 +42,6 @@ class Output:
         self._every = every
         self._written_at = time.monotonic()
         row = job.database.one("SELECT seq, size FROM outputs WHERE job = ? AND path = ?", (job.no, self._name))
-        if row is None and path.exists() and path.stat().st_size:
-            raise InvalidInput(
-                f"{path} exists and was not written by job {job.id}.", hint="Move it away or name another --output."
-            )
         self._seq, self._size = row or (0, 0)
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

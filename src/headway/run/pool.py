@@ -429,11 +429,13 @@ class Pool:
         for item in items:
             self._held.discard(item.idx)
 
-    def _bury(self, worker: _Worker) -> None:
-        """A worker's stream has ended: find out why, charge the item that killed it and nobody else."""
+    def _bury(self, worker: _Worker, status: int | None = None) -> None:
+        """A worker has ended: find out why, charge the item that killed it and nobody else."""
         self._selector.unregister(worker.wire.socket)
         del self._workers[worker.pid]
-        _, status = os.waitpid(worker.pid, 0)
+        if status is None:
+            worker.kill()  # its stream has ended, so it cannot report any more; it must not go on either
+            _, status = os.waitpid(worker.pid, 0)
         running = [(idx, began) for idx, began in worker.slots.running() if idx in worker.out]
         worker.wire.close()
         worker.slots.close()
@@ -475,6 +477,12 @@ class Pool:
     def _chores(self, now: float) -> None:
         to_note: list[tuple[int, str]] = []
         for worker in list(self._workers.values()):
+            # Its stream need not end with it: what the function started may have inherited our socket.
+            ended, status = os.waitpid(worker.pid, os.WNOHANG)
+            if ended:
+                self._drain(worker)
+                self._bury(worker, status)
+                continue
             running = [(idx, began) for idx, began in worker.slots.running() if idx in worker.out]
             longest = max((now - began for _, began in running), default=0.0)
             if longest > RECALL_SECONDS and len(worker.out) > len(running) and not worker.recalled:
@@ -504,8 +512,7 @@ class Pool:
         if not overdue:
             return
         worker.kill()
-        while self._drain(worker):
-            pass
+        self._drain(worker)
         for idx, began in overdue:
             item = worker.out.pop(idx, None)
             if item is not None:  # it did not report in the last moment
@@ -516,15 +523,14 @@ class Pool:
         self._return(worker.out.values())
         worker.out.clear()
 
-    def _drain(self, worker: _Worker) -> bool:
-        """Hear what a killed worker had still sent."""
-        try:
-            alive = worker.wire.receive()
-        except OSError:
-            alive = False
+    def _drain(self, worker: _Worker) -> None:
+        """Hear what a worker that is no more had still sent."""
+        worker.wire.socket.settimeout(0.2)  # all of it is here already; only the end of the stream may not come
+        with suppress(OSError):
+            while worker.wire.receive():
+                pass
         for frame in worker.wire.frames():
             self._take(worker, frame)
-        return alive
 
     def _tell(self, worker: _Worker, frame: str) -> None:
         with suppress(OSError):  # it has just died: the end of its stream tells us, and what it held comes back then
@@ -596,8 +602,7 @@ class Pool:
         """Kill what still runs. Its items are as if they had not been begun: no attempt is counted."""
         for worker in list(self._workers.values()):
             worker.kill()
-            while self._drain(worker):
-                pass
+            self._drain(worker)
         self._commit()
 
     def _end_workers(self) -> None:

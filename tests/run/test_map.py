@@ -1,0 +1,308 @@
+"""`headway.map` and `headway.open_job`: the same from a program."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headway
+from headway.errors import InputChanged, InvalidInput, JobHeld, NotFound, StaleClaim
+from headway.events import Event
+from headway.ledger import Job, Ledger
+from tests.services.waiting import eventually
+
+PRODUCTS = [{"n": n} for n in range(30)]
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'headway.db'}"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "executed"
+
+
+def note(log: Path, n: int) -> None:
+    with log.open("a") as file:
+        file.write(f"{n}\n")
+
+
+def executed(log: Path) -> Counter[int]:
+    return Counter(map(int, log.read_text().split())) if log.exists() else Counter()
+
+
+# ---- map ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["process", "thread"])
+def test_a_closure_is_mapped_over_items_and_the_result_counts(database: str, log: Path, mode: str):
+    result = headway.map(
+        lambda item: note(log, item["n"]), PRODUCTS, job="ads", database=database, mode=mode, workers=2, progress="none"
+    )
+    assert (result.total, result.done, result.dead, result.kept, result.outcome) == (30, 30, 0, 0, "finished")
+    assert executed(log) == Counter(range(30))
+
+
+def test_an_async_function_is_mapped_concurrently(database: str):
+    import asyncio
+
+    async def rest(item: dict[str, int]) -> None:
+        await asyncio.sleep(0.2)
+
+    began = time.monotonic()
+    result = headway.map(rest, PRODUCTS, job="ads", database=database, workers=30, progress="none")
+    assert result.done == 30
+    assert time.monotonic() - began < 4, "one after the other would take six seconds"
+
+
+def test_called_again_it_does_only_what_is_left(database: str, log: Path):
+    def work(item: dict[str, int]) -> None:
+        if item["n"] >= 20 and not log.with_name("second").exists():
+            raise RuntimeError("not yet")
+        note(log, item["n"])
+
+    options: dict[str, Any] = {"job": "ads", "database": database, "retries": 0, "last_pass": False, "progress": "none"}
+    first = headway.map(work, PRODUCTS, **options)
+    assert (first.done, first.dead, first.causes[0].dead) == (20, 10, 10)
+    assert sorted(letter.idx for letter in first.dead_letters()) == list(range(20, 30))
+    log.with_name("second").touch()
+    with Ledger.open(database) as ledger:
+        assert ledger.job("ads").retry_dead() == 10
+    second = headway.map(work, PRODUCTS, **options)
+    assert (second.done, second.kept, second.dead) == (30, 20, 0)
+    assert executed(log) == Counter(range(30))
+
+
+def test_on_complete_is_told_once_per_completion_with_one_event_id(database: str):
+    told: list[Event] = []
+    for _ in range(2):
+        headway.map(abs, [1, -2], job="ads", database=database, progress="none", on_complete=told.append)
+    assert [(event.type, event.job, event.data["done"]) for event in told] == [("job.completed", "ads", 2)]
+
+
+def test_changed_items_are_refused_unless_accepted(database: str):
+    headway.map(abs, [1, 2, 3], job="ads", database=database, progress="none")
+    with pytest.raises(InputChanged, match="1 changed"):
+        headway.map(abs, [1, 5, 3], job="ads", database=database, progress="none")
+    result = headway.map(abs, [1, 5, 3], job="ads", database=database, progress="none", accept_changes=True)
+    assert (result.total, result.done, result.kept) == (3, 3, 2)
+
+
+def test_results_go_to_a_file(database: str, tmp_path: Path):
+    headway.map(abs, [-3, 4], job="ads", database=database, output=tmp_path / "out.jsonl", progress="none", workers=1)
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").open()]
+    assert {line["index"]: line["result"] for line in lines} == {0: 3, 1: 4}
+
+
+@pytest.mark.parametrize(
+    ("function", "items", "options", "said"),
+    [
+        (abs, [object()], {}, "item 0: An item cannot be kept as JSON"),
+        ("no function", [1], {}, "is not a function"),
+        (lambda: None, [1], {}, "cannot be called with one item"),
+        (abs, [1], {"workers": 0}, "workers"),
+        (abs, [1], {"timeout": 0}, "timeout"),
+        (abs, [1], {"job": "a/b"}, "cannot be a job id"),
+        (abs, [1], {"retries": -1}, "negative"),
+        (abs, [{"a": 1}], {"key": "b"}, "no usable key"),
+        (abs, ["x" * 300_000], {}, "at most 262,144"),
+    ],
+)
+def test_bad_arguments_are_one_clear_error(
+    database: str, function: object, items: list[object], options: dict[str, Any], said: str
+):
+    with pytest.raises(InvalidInput, match=said):
+        headway.map(function, items, **{"job": "ads", "database": database, "progress": "none"} | options)  # type: ignore[arg-type]
+
+
+def test_an_empty_list_is_finished_at_once(database: str):
+    result = headway.map(abs, [], job="ads", database=database, progress="none")
+    assert (result.total, result.done, result.outcome) == (0, 0, "finished")
+
+
+def test_it_works_in_a_thread_of_a_program(database: str):
+    results: list[headway.Result] = []
+    thread = threading.Thread(
+        target=lambda: results.append(headway.map(abs, [1, 2], job="ads", database=database, progress="none"))
+    )
+    thread.start()
+    thread.join(30)
+    assert [result.done for result in results] == [2]
+
+
+def test_a_long_item_does_not_hold_back_short_ones_of_its_batch(database: str, log: Path):
+    """The worker that got the long item gives the others back; they do not wait for it."""
+
+    def work(item: int) -> None:
+        if item == 500:
+            eventually(lambda: len(executed(log)) == 3999, timeout=20, message="the others waited for the long one")
+        note(log, item)
+
+    result = headway.map(work, range(4000), job="ads", database=database, workers=2, progress="none", retries=0)
+    assert result.done == 4000
+    assert executed(log) == Counter(range(4000))
+
+
+def test_a_long_item_is_seen_as_running_from_outside(database: str, log: Path):
+    script = (
+        "import headway, sys, time\n"
+        f"headway.map(lambda item: time.sleep(30), [1, 2, 3], job='ads', database={database!r}, workers=2, progress='none')"
+    )
+    run = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        with Ledger.open(database) as ledger:
+            job = eventually(lambda: _job_or_none(ledger), timeout=20)
+            eventually(lambda: job.progress().running == 2, timeout=20)
+            assert [item.worker for item in job.items(status="processing")] == ["run 1 worker 1", "run 1 worker 2"]
+            assert job.info().status == "processing"
+            run.send_signal(signal.SIGINT)
+            run.send_signal(signal.SIGINT)
+    finally:
+        time.sleep(0.1)
+        run.send_signal(signal.SIGINT)
+        run.wait(20)
+
+
+def _job_or_none(ledger: Ledger) -> Job | None:
+    try:
+        return ledger.job("ads")
+    except NotFound:
+        return None
+
+
+def test_interrupting_a_program_raises_keyboard_interrupt_after_saving(database: str, log: Path):
+    script = (
+        "import headway, sys, time\n"
+        "def work(item):\n    open(sys.argv[1], 'a').write(f'{item}\\n'); time.sleep(0.02)\n"
+        "try:\n"
+        f"    headway.map(work, range(500), job='ads', database={database!r}, workers=2, progress='none')\n"
+        "except KeyboardInterrupt:\n    print('interrupted'); sys.exit(9)"
+    )
+    run = subprocess.Popen([sys.executable, "-c", script, str(log)], stdout=subprocess.PIPE, text=True)
+    eventually(lambda: len(executed(log)) > 5, timeout=20)
+    run.send_signal(signal.SIGINT)
+    out, _ = run.communicate(timeout=20)
+    assert (run.returncode, out.strip()) == (9, "interrupted")
+    with Ledger.open(database) as ledger:
+        assert ledger.job("ads").info().done == len(executed(log))
+
+
+# ---- open_job -------------------------------------------------------------------------------------------------------
+
+
+def test_a_program_may_keep_its_own_loop(database: str):
+    with headway.open_job("ads", PRODUCTS, database=database, retries=1, retry_delay=0.01) as job:
+        tries = Counter[int]()
+        for item in job.remaining():
+            with item:
+                tries[item.payload["n"]] += 1
+                item.meta = {"ad": item.index}
+                if item.payload["n"] == 7:
+                    raise ValueError("no price")
+                if item.payload["n"] == 8 and item.attempts == 0:
+                    raise ValueError("try again")
+        progress = job.progress()
+    assert (progress.done, progress.dead, progress.retrying) == (29, 1, 0)
+    assert (tries[7], tries[8], tries[9]) == (2, 2, 1)
+    with Ledger.open(database) as ledger:
+        kept = ledger.job("ads")
+        assert kept.info().status == "completed"
+        assert kept.item(9).meta == '{"ad":9}'
+        assert [run.outcome for run in kept.runs()] == ["finished"]
+
+
+def test_leaving_the_loop_early_keeps_what_was_done_and_it_is_continued_without_items(database: str):
+    with headway.open_job("ads", PRODUCTS, database=database) as job:
+        for item in job.remaining():
+            with item:
+                pass
+            if item.index == 9:
+                break
+    with headway.open_job("ads", database=database) as job:
+        left = [item.index for item in job.remaining()]
+    assert left == list(range(10, 30))
+
+
+def test_an_interrupt_inside_an_item_leaves_it_as_it_was(database: str):
+    def interrupted_loop() -> None:
+        with headway.open_job("ads", PRODUCTS, database=database) as job:
+            for item in job.remaining():
+                with item:
+                    raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_loop()
+    with Ledger.open(database) as ledger:
+        job = ledger.job("ads")
+        assert (job.info().done, job.info().failures, job.item(0).status) == (0, 0, "pending")
+        assert [run.outcome for run in job.runs()] == ["interrupted"]
+
+
+def test_a_job_that_is_open_elsewhere_is_refused(database: str):
+    with headway.open_job("ads", PRODUCTS, database=database):
+        with pytest.raises(JobHeld):
+            headway.open_job("ads", database=database)
+        with pytest.raises(JobHeld):
+            headway.map(abs, [1], job="ads", database=database, progress="none", accept_changes=True)
+
+
+def test_a_loop_that_lost_its_job_records_nothing_more(database: str):
+    with headway.open_job("ads", PRODUCTS, database=database) as job:
+        with Ledger.open(database) as ledger:  # as if this process had been stopped for a minute
+            ledger.database.run(
+                lambda tx: tx.execute(
+                    'UPDATE jobs SET lease_until = 0, holder = \'{"host": "x", "space": "", "pid": 1, "born": ""}\''
+                )
+            )
+            taken = ledger.hold(ledger.job("ads"), {})
+        item = next(job.remaining())
+        with pytest.raises(StaleClaim), item:
+            pass
+        with Ledger.open(database) as ledger:
+            assert ledger.job("ads").info().done == 0
+            ledger.renew(taken)
+
+
+def test_an_unknown_job_without_items_is_not_found_and_no_file_is_made(tmp_path: Path):
+    with pytest.raises(NotFound):
+        headway.open_job("ads", database=f"sqlite:///{tmp_path / 'none.db'}")
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_public_names_are_these():
+    assert sorted(headway.__all__) == [
+        "GiveUp", "HeadwayError", "Ledger", "ProgressManager", "Result", "__version__", "map", "open_job",
+    ]  # fmt: skip
+    for name in headway.__all__:
+        assert getattr(headway, name) is not None
+
+
+def test_a_worker_that_dies_while_something_it_started_lives_on_is_noticed(database: str, tmp_path: Path):
+    """A grandchild that left the process group keeps our socket open: the stream of the dead worker does not end."""
+
+    def leaves_a_daemon(item: int) -> None:
+        if item == 1:
+            if os.fork() == 0:
+                os.setsid()
+                time.sleep(8)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    began = time.monotonic()
+    result = headway.map(
+        leaves_a_daemon, [0, 1, 2], job="ads", database=database, retries=0, last_pass=False, workers=1, progress="none"
+    )
+    assert (result.done, result.dead) == (2, 1)
+    assert time.monotonic() - began < 7
