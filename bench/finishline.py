@@ -25,15 +25,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from headway import _redis, _sql
-from headway.finishline import AsyncProgress, FinishLine
-from tests.services.redis import RedisServer, installations
+from headway import _redis, _sql  # noqa: E402  # after the path above
+from headway.finishline import AsyncProgress, FinishLine  # noqa: E402
+from tests.services.redis import RedisServer, installations  # noqa: E402
 
 
 def rate(call: Callable[[int], object], count: int) -> float:
@@ -56,18 +57,24 @@ def single_and_batch(server: RedisServer, count: int, rounds: int) -> dict[str, 
     def note(name: str, value: float) -> None:
         rates.setdefault(name, []).append(value)
 
+    def numbered(first: int, number: int) -> None:
+        line.item_done("bench", first + number)
+
+    def named(turn: int, number: int) -> None:
+        line.item_done("bench", f"page-{turn}-{number}")
+
+    def batch(base: int, number: int) -> None:
+        line.items_done("bench", range(base + number * 100, base + number * 100 + 100))
+
     for turn in range(rounds):
         first = turn * count
         note("hincrby", rate(lambda _: client.hincrby("bare", "done", 1), count))
-        note("item_done number", rate(lambda number, first=first: line.item_done("bench", first + number), count))
-        note("item_done text", rate(lambda number, turn=turn: line.item_done("bench", f"page-{turn}-{number}"), count))
+        note("item_done number", rate(partial(numbered, first), count))
+        note("item_done text", rate(partial(named, turn), count))
         note("item_done no id", rate(lambda _: line.item_done("bench"), count))
         base = 10_000_000 + turn * count * 100
 
-        def batch(number: int, base: int = base) -> None:
-            line.items_done("bench", range(base + number * 100, base + number * 100 + 100))
-
-        note("items_done 100 (items)", 100 * rate(batch, max(20, count // 20)))
+        note("items_done 100 (items)", 100 * rate(partial(batch, base), max(10, count // 20)))
     line.close()
     client.close()
 
@@ -217,7 +224,7 @@ def main() -> None:
                 "quick": quick,
             }
             parts: dict[str, Callable[[], dict[str, Any]]] = {
-                "single_and_batch": lambda: single_and_batch(server, *((1000, 3) if quick else (4000, 7))),
+                "single_and_batch": lambda: single_and_batch(server, 200, 20 if quick else 100),
                 "memory": lambda: memory(server, 100_000 if quick else 1_000_000),
                 "journal": lambda: journal(server, directory, 100 if quick else 1000),
                 "rebuild": lambda: rebuild(server, directory, 20_000 if quick else 100_000),
