@@ -323,7 +323,7 @@ class FinishLine:
         self._stop_keeper.set()
         drained = self._link.drain(budget.left)
         if self._keeper_thread is not None and self._pid == os.getpid():
-            self._keeper_thread.join(budget.left)  # it uses the same pool, so the pool is closed after it
+            self._keeper_thread.join(max(0.5, budget.left))  # it uses the same pool, which is closed after it
         self._link.close()
         if self._owned is not None:
             self._owned.close()

@@ -159,6 +159,7 @@ class Link:
         self._closed = True
         with self._idle:
             drained = self._idle.wait_for(lambda: not self._busy, seconds)
+        self.halt.set()
         if not drained:
             log.error("operations were still under way when the time was up", operation="close", count=self._busy)
         return drained
