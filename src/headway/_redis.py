@@ -4,7 +4,7 @@ Nothing here tries again by itself. A command whose reply was lost may have been
 who knows its identity, may repeat it: redis-py's own retries are switched off in every client
 (``Retry(NoBackoff(), 0)``).
 
-Standalone servers and Sentinel only: Redis Cluster has no database 1.
+Standalone servers, or a master behind Sentinel by an address that follows it; Redis Cluster has no database 1.
 """
 
 from __future__ import annotations
@@ -202,7 +202,14 @@ def is_transient(error: BaseException) -> bool:
 
     away = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError, OSError)
     refused = (exceptions.AuthenticationError, exceptions.AuthorizationError)
-    return isinstance(error, away) and not isinstance(error, refused)
+    if isinstance(error, away):
+        return not isinstance(error, refused)
+    return _says(error, "READONLY", "MASTERDOWN", "NOREPLICAS", "LOADING")
+
+
+def _says(error: BaseException, *codes: str) -> bool:
+    """Whether the server answered one of these; up to 6.2 it wraps what happened inside a script in other words."""
+    return any(str(error).startswith(code) or f"-{code} " in str(error) for code in codes)
 
 
 def meaning(error: BaseException, where: str) -> HeadwayError:
@@ -220,7 +227,7 @@ def meaning(error: BaseException, where: str) -> HeadwayError:
             f"Redis at {place} refused us: {why}",
             hint="Check user and password in the address, and their ACL.",
         )
-    if isinstance(error, exceptions.OutOfMemoryError):
+    if isinstance(error, exceptions.OutOfMemoryError) or _says(error, "OOM"):
         return StoreFull(
             f"Redis at {place} has reached its maxmemory.",
             hint="Raise maxmemory, or move the cache to another server.",
@@ -278,7 +285,7 @@ def preflight(
     if found.cluster:
         raise Refused(
             f"{place} is a Redis Cluster, which has no database 1.",
-            hint="Use a standalone server or Sentinel.",
+            hint="Use a standalone server, or a master behind Sentinel.",
         )
     if found.evicts:
         what = f"Redis at {place} deletes keys when memory is short (maxmemory-policy {found.policy})"
@@ -319,20 +326,26 @@ class Script:
 
     def on(self, connection: Any, keys: Sequence[str], arguments: Sequence[Argument]) -> Reply:
         """Run it once on this connection, past the client's command layer, which costs as much as the round trip."""
-        from redis.exceptions import NoScriptError, ResponseError
-
+        missing, reply_error = _script_errors()
         try:
             try:
                 connection.send_packed_command(_packed("EVALSHA", self.sha, len(keys), *keys, *arguments))
                 return connection.read_response()
-            except NoScriptError:  # nothing was run
+            except missing:  # nothing was run
                 connection.send_packed_command(_packed("EVAL", self.text, len(keys), *keys, *arguments))
                 return connection.read_response()
-        except ResponseError:
+        except reply_error:
             raise
         except BaseException:
             connection.disconnect()  # a reply still under way must not be read by the connection's next user
             raise
+
+
+@lru_cache(maxsize=1)
+def _script_errors() -> tuple[type[Exception], type[Exception]]:
+    from redis.exceptions import NoScriptError, ResponseError
+
+    return NoScriptError, ResponseError
 
 
 def borrow(client: Redis) -> Any:
@@ -343,10 +356,10 @@ def borrow(client: Redis) -> Any:
 def _packed(*words: Argument) -> list[bytes]:
     try:
         from hiredis import pack_command
-    except ImportError:
+    except ImportError:  # the optional parser is missing: slower, and the same
         raw = [word if isinstance(word, bytes) else str(word).encode() for word in words]
         return [b"*%d\r\n" % len(raw), *(b"$%d\r\n%b\r\n" % (len(word), word) for word in raw)]
-    return [pack_command(words)]
+    return [pack_command(words)]  # type: ignore[arg-type]  # its stub says a tuple of one
 
 
 @lru_cache(maxsize=64)

@@ -20,6 +20,7 @@ from tests.finishline.conftest import OpenLine, events
 from tests.services.postgres import PostgresServer
 from tests.services.proxy import TcpProxy
 from tests.services.redis import RedisServer
+from tests.services.server import free_port
 from tests.services.waiting import eventually
 
 AT_ONCE = RetryPolicy(retries=3, base=0.001, cap=0.001)
@@ -305,3 +306,39 @@ def test_counting_where_nothing_was_created_is_not_an_outage(open_line: OpenLine
     with pytest.raises(NotFound):
         line.item_done("p", 1)
     assert not line._link.away
+
+
+def test_a_server_that_is_a_replica_for_a_moment_is_tried_again(
+    open_line: OpenLine, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+):
+    line = open_line(retry=RetryPolicy(retries=100, base=0.02, cap=0.05))
+    line.create("p", total=5)
+    line.item_done("p", 0)
+    admin = redis_server.client()
+    admin.replicaof("127.0.0.1", free_port())  # a master that never answers: it keeps its data and refuses writes
+    promotion = threading.Timer(0.3, admin.replicaof, ("NO", "ONE"))
+    promotion.start()
+    try:
+        assert line.item_done("p", 1).done == 2
+    finally:
+        promotion.join()
+    assert "READONLY" in str([record.__dict__["fields"] for record in caplog.records])
+
+
+@pytest.mark.faults
+def test_with_the_defaults_a_frozen_server_is_given_up_within_fifteen_seconds(
+    open_line: OpenLine, redis_server: RedisServer
+):
+    line = open_line()
+    line.create("p", total=5)
+    line.item_done("p", 0)
+    longest = 0.0
+    for item in range(1, 4):
+        redis_server.sigstop()
+        began = time.monotonic()
+        with pytest.raises(Unavailable):
+            line.item_done("p", item)
+        longest = max(longest, time.monotonic() - began)
+        redis_server.sigcont()
+        assert line.item_done("p", item).done == item + 1
+    assert longest <= 15.5

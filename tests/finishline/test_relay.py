@@ -248,3 +248,21 @@ def test_the_relay_as_a_loop_tells_soon_and_stops_when_asked(open_line: OpenLine
     stop.set()
     thread.join(5)
     assert not thread.is_alive()
+
+
+def test_a_relay_started_while_redis_is_away_tells_when_it_is_back(open_line: OpenLine, redis_server: RedisServer):
+    line = open_line()
+    heard: list[Event] = []
+    redis_server.stop()
+    relay = line.relay([CallableSink("listener", heard.append)], rest=0.02)
+    with pytest.raises(Unavailable):
+        relay.tick()
+    stop = threading.Event()
+    thread = threading.Thread(target=relay.run, args=(stop,))
+    thread.start()
+    redis_server.start()
+    complete(line, "p")
+    eventually(lambda: heard)
+    stop.set()
+    thread.join(5)
+    assert [event.job for event in heard] == ["p"]

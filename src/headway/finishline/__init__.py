@@ -88,6 +88,7 @@ class _Lane:
         except _redis.failures() as error:
             if _redis.is_transient(error):
                 self.connection = None
+                connection.disconnect()  # also from a master that became a replica and still answers
                 client.connection_pool.release(connection)
             raise
         finally:
