@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -316,6 +315,9 @@ class SQLite(Database):
             self._one_at_a_time = threading.Lock()
 
     def migrate(self) -> None:
+        if self.one("PRAGMA user_version") == (len(migrations("sqlite")),):
+            return  # looked at first: a reader need not wait for a writer, nor have the right to write
+
         def work(tx: Tx) -> None:
             row = tx.one("PRAGMA user_version")
             found = int(row[0]) if row else 0
@@ -590,23 +592,22 @@ def connect(url: str, *, create: bool = True, stop: threading.Event | None = Non
     parts = urlsplit(url)
     if parts.scheme in ("postgresql", "postgres"):
         database: Database = PostgreSQL(url, stop=stop)
+        if not create and database.one("SELECT 1 WHERE to_regclass('headway.meta') IS NOT NULL") is None:
+            raise NotFound(
+                f"There are no records of headway in {database.name}.",
+                hint="Start a job first (headway run ...), or name the right one: --database URL",
+            )
         database.migrate()
         return database
-    if parts.scheme != "sqlite" or parts.netloc:
-        raise InvalidInput(
-            f"{redact(url)!r} is not a database address.",
-            hint="Use sqlite:///file.db, sqlite:////absolute/file.db or postgresql://user@host/name",
-        )
     options = parse_qs(parts.query)
     synchronous = options.get("synchronous", ["full"])[-1].upper()
     if synchronous not in ("FULL", "NORMAL"):
         raise InvalidInput(f"synchronous={synchronous.lower()} is not known.", hint="Use full (default) or normal.")
-    location = unquote(parts.path[1:])
-    if location in ("", ":memory:"):
+    path = sqlite_path(url)
+    if path is None:
         memory = SQLite(None, synchronous=synchronous, stop=stop)
         memory.migrate()
         return memory
-    path = Path(location)
     sqlite = SQLite(path, synchronous=synchronous, stop=stop)
     if not path.exists():
         if not create:
@@ -619,6 +620,20 @@ def connect(url: str, *, create: bool = True, stop: threading.Event | None = Non
     _sqlite_file.check_identity(path, sqlite.all)
     sqlite.migrate()
     return sqlite
+
+
+def sqlite_path(url: str) -> Path | None:
+    """The file an address names; None for a database in memory or on a server."""
+    parts = urlsplit(url)
+    if parts.scheme in ("postgresql", "postgres"):
+        return None
+    if parts.scheme != "sqlite" or parts.netloc:
+        raise InvalidInput(
+            f"{redact(url)!r} is not a database address.",
+            hint="Use sqlite:///file.db, sqlite:////absolute/file.db or postgresql://user@host/name",
+        )
+    location = unquote(parts.path[1:])
+    return None if location in ("", ":memory:") else Path(location)
 
 
 def _create_when_possible(path: Path, stop: threading.Event | None) -> None:
@@ -648,10 +663,11 @@ def migrations(engine: Engine) -> list[tuple[int, list[str]]]:
     """
     other = "postgresql" if engine == "sqlite" else "sqlite"
     steps = []
-    files = sorted(entry.name for entry in resources.files("headway").joinpath("sql").iterdir())
+    folder = Path(__file__).with_name("sql")
+    files = sorted(entry.name for entry in folder.iterdir())
     for version, name in enumerate((name for name in files if name.endswith(".sql")), start=1):
         assert int(name[:4]) == version, f"{name}: migrations are numbered without gaps"
-        text = resources.files("headway").joinpath("sql", name).read_text()
+        text = folder.joinpath(name).read_text("utf-8")
         lines = (line for line in text.splitlines() if not line.rstrip().endswith(f"-- {other}"))
         statement, statements = "", []
         for line in lines:

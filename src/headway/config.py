@@ -11,9 +11,7 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,15 +164,23 @@ class Config:
 
 def _read_file(path: Path) -> tuple[dict[str, Setting], dict[str, dict[str, Setting]]]:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return {}, {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", hint=f"Correct {path} or move it away.") from error
+    import tomllib  # here, because most have no file and every command starts with this
+
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} cannot be read: {error}", hint=f"Correct {path} or move it away.") from error
     profiles = content.pop("profile", {}) if isinstance(content.get("profile"), dict) else {}
     for where, table in [("", content), *((f" [profile.{name}]", table) for name, table in profiles.items())]:
         for name in table:
             if name not in _BY_NAME and not (name == "profile" and not where):
+                import difflib
+
                 close = difflib.get_close_matches(name, _BY_NAME, 1)
                 hint = f"Did you mean {close[0]!r}?" if close else "See: headway config"
                 raise ConfigError(f"{path}{where}: there is no setting {name!r}.", hint=hint)

@@ -150,7 +150,9 @@ def test_a_long_item_does_not_hold_back_short_ones_of_its_batch(database: str, l
             eventually(lambda: len(executed(log)) == 3999, timeout=20, message="the others waited for the long one")
         note(log, item)
 
-    result = headway.map(work, range(4000), job="ads", database=database, workers=2, progress="none", retries=0)
+    result = headway.map(
+        work, range(4000), job="ads", database=database, workers=2, progress="none", retries=0, last_pass=False
+    )
     assert result.done == 4000
     assert executed(log) == Counter(range(4000))
 

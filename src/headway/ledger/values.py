@@ -266,10 +266,13 @@ def check_index(idx: object) -> int:
     return idx
 
 
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
 def canonical(value: object, what: str = "A payload") -> str:
     """``value`` as JSON text that is the same for equal values: keys sorted, no spaces, no NaN, no lone surrogates."""
     try:
-        text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        text = _ENCODER.encode(value)
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:  # UnicodeEncodeError is a ValueError
         raise InvalidInput(

@@ -243,7 +243,7 @@ def _parse_line(text: str, number: int, name: str) -> str:  # noqa: ARG001 - the
 
 def _parse_json(text: str, number: int, name: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         where = f" (column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
         raise InvalidInput(
@@ -254,6 +254,9 @@ def _parse_json(text: str, number: int, name: str) -> Any:
 
 def _refuse_constant(word: str) -> None:
     raise ValueError(f"{word} is not a JSON number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def check(value: Any, number: int, key: str | None, limit: int, seen: set[int], where: str) -> Read:

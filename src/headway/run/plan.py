@@ -83,9 +83,8 @@ def look(
     existing = None if fresh else _find(ledger, id)
     digest = source.digest()
     if existing is None or ledger is None:
-        keys = [read.key or str(position) for position, read in enumerate(source)]
-        return Plan(id, source, function, None, Changes(new=len(keys)), digest, tuple(keys[:3]))
-    keys = [read.key or str(position) for position, read in islice(enumerate(source), 3)]
+        count = sum(1 for _ in source)  # reads and so checks every item
+        return Plan(id, source, function, None, Changes(new=count), digest, _first_keys(source))
     if existing.sealed and existing.digest == digest:
         changes = Changes(kept=existing.done)
     elif source.key is not None and existing.keyed_by == source.key:
@@ -93,7 +92,11 @@ def look(
     else:
         changes = _compare_places(ledger.job(id), source, sealed=existing.sealed)
     changes.kept = existing.done
-    return Plan(id, source, function, existing, changes, digest, tuple(keys))
+    return Plan(id, source, function, existing, changes, digest, _first_keys(source))
+
+
+def _first_keys(source: Source) -> tuple[str, ...]:
+    return tuple(read.key or str(position) for position, read in islice(enumerate(source), 3))
 
 
 def refuse_doubt(plan: Plan) -> None:

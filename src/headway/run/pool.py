@@ -26,6 +26,7 @@ from headway.retry import RetryPolicy
 from headway.run import worker as worker_process
 from headway.run.display import Display, Snapshot
 from headway.run.output import Output
+from headway.run.talk import Talk
 from headway.run.wire import Slots, Wire
 from headway.telemetry import Log, metrics
 
@@ -125,6 +126,7 @@ class Pool:
         self._ledger, self._job, self._hold = ledger, job, hold
         self._function, self._settings = function, settings
         self._display, self._shutdown, self._output, self._feed = display, shutdown, output, feed
+        self._talk = Talk() if display.live and Talk.is_needed() else None
         self._workers: dict[int, _Worker] = {}
         self._selector = selectors.DefaultSelector()
         self._ready: deque[Item] = deque()
@@ -159,6 +161,8 @@ class Pool:
         self._selector.register(wake_out, selectors.EVENT_READ, None)
         if self._feed is not None and not self._feed.ended:
             self._selector.register(self._feed.fileno(), selectors.EVENT_READ, "feed")
+        if self._talk is not None:
+            self._selector.register(self._talk, selectors.EVENT_READ, "talk")
         try:
             self._loop(wake_out)
             self._commit()
@@ -168,6 +172,8 @@ class Pool:
                 self._completed = self._job.finish(self._hold) or self._completed
         finally:
             self._end_workers()
+            for line in self._talk.close() if self._talk is not None else ():
+                self._display.say(line)
             self._selector.close()
             wake_in.close()
             wake_out.close()
@@ -230,8 +236,15 @@ class Pool:
                 wake.recv(4096)
             elif key.data == "feed":
                 self._take_feed()
+            elif key.data == "talk":
+                self._relay_talk()
             else:
                 self._hear(key.data)
+
+    def _relay_talk(self) -> None:
+        assert self._talk is not None
+        for line in self._talk.lines():
+            self._display.say(line)
 
     # ---- where items come from -------------------------------------------------------------------------------------
 
@@ -363,6 +376,8 @@ class Pool:
                 sibling.wire.close()
             self._selector.close()
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            if self._talk is not None:
+                self._talk.enter_worker()
             mode, timeout = self._settings.mode, self._settings.timeout
             keep = self._output is not None
             worker_process.main(Wire(theirs), slots, self._function, mode=mode, timeout=timeout, keep=keep)
