@@ -28,6 +28,8 @@ COMMANDS: dict[str, str] = {
     "dead": "headway.cli.dead:dead",
     "retry": "headway.cli.dead:retry",
     "log": "headway.cli.items:log",
+    "progress": "headway.cli.finishline:progress",
+    "project": "headway.cli.finishline:project",
     "forget": "headway.cli.admin:forget",
     "purge": "headway.cli.admin:purge",
     "audit": "headway.cli.admin:audit",
@@ -47,8 +49,6 @@ EXIT_CODES: dict[int, str] = {
     6: "a server cannot be reached",
     130: "interrupted by Ctrl-C, state saved",
     143: "interrupted by SIGTERM, state saved",
-    "progress": "headway.cli.finishline:progress",
-    "project": "headway.cli.finishline:project",
 }
 
 
