@@ -325,27 +325,23 @@ class Script:
             client.connection_pool.release(connection)
 
     def on(self, connection: Any, keys: Sequence[str], arguments: Sequence[Argument]) -> Reply:
-        """Run it once on this connection, past the client's command layer, which costs as much as the round trip."""
-        missing, reply_error = _script_errors()
+        """Run it once on this connection, past the client's command layer, which costs as much as the round trip.
+
+        A connection that fails or is interrupted closes itself, so nobody reads a reply that came late.
+        """
         try:
-            try:
-                connection.send_packed_command(_packed("EVALSHA", self.sha, len(keys), *keys, *arguments))
-                return connection.read_response()
-            except missing:  # nothing was run
-                connection.send_packed_command(_packed("EVAL", self.text, len(keys), *keys, *arguments))
-                return connection.read_response()
-        except reply_error:
-            raise
-        except BaseException:
-            connection.disconnect()  # a reply still under way must not be read by the connection's next user
-            raise
+            connection.send_packed_command(_packed("EVALSHA", self.sha, len(keys), *keys, *arguments))
+            return connection.read_response()
+        except _no_script():  # nothing was run
+            connection.send_packed_command(_packed("EVAL", self.text, len(keys), *keys, *arguments))
+            return connection.read_response()
 
 
 @lru_cache(maxsize=1)
-def _script_errors() -> tuple[type[Exception], type[Exception]]:
-    from redis.exceptions import NoScriptError, ResponseError
+def _no_script() -> type[Exception]:
+    from redis.exceptions import NoScriptError
 
-    return NoScriptError, ResponseError
+    return NoScriptError
 
 
 def borrow(client: Redis) -> Any:

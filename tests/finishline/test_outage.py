@@ -99,11 +99,11 @@ def test_the_default_timeouts_and_waits_add_up_to_less_than_fifteen_seconds():
 def test_during_an_outage_reads_fail_at_once_and_other_calls_of_the_process_go_on(
     open_line: OpenLine, redis_server: RedisServer, redis_factory: Callable[..., RedisServer]
 ):
-    line = open_line(retry=RetryPolicy(retries=3, base=0.3))
+    line = open_line(timeout=0.4, retry=RetryPolicy(retries=3, base=0.4))
     line.create("p", total=5)
     elsewhere = open_line(url=redis_factory().url(1))
     elsewhere.create("q", total=100)
-    redis_server.stop()
+    redis_server.sigstop()  # connections open and nothing answers: each try costs its timeout
     failed = threading.Event()
 
     def count() -> None:
@@ -114,17 +114,15 @@ def test_during_an_outage_reads_fail_at_once_and_other_calls_of_the_process_go_o
     waiting = threading.Thread(target=count)
     waiting.start()
     eventually(lambda: line._link.away)
-    answered, slowest = 0, 0.0
+    answered = 0
     while not failed.is_set():
-        began = time.perf_counter()
         with pytest.raises(Unavailable):
             line.progress("p")
-        slowest = max(slowest, time.perf_counter() - began)
         elsewhere.item_done("q")
         answered += 1
     waiting.join()
-    assert answered > 100
-    assert slowest < 1.0
+    redis_server.sigcont()
+    assert answered > 40  # tried each time, it would be a dozen
 
 
 @pytest.mark.req("S0-30")

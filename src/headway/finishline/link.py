@@ -168,7 +168,6 @@ class Link:
         self._closed = True
         self.halt.set()
         self.client.close()
-        self.client.connection_pool.disconnect(inuse_connections=True)
 
     # ---- what is known of the server -----------------------------------------------------------------------
 
