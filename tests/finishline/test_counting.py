@@ -363,11 +363,13 @@ def test_a_status_that_is_not_an_operators_to_set_is_refused(bad: str, open_line
         line.set_status("p", bad)
 
 
-def test_an_empty_batch_is_refused(open_line: OpenLine):
+@pytest.mark.parametrize("count", [0, 10_001])
+def test_a_batch_of_none_or_of_too_many_is_refused(count: int, open_line: OpenLine):
     line = open_line()
     line.create("p")
-    with pytest.raises(InvalidInput):
-        line.items_done("p", [])
+    with pytest.raises(InvalidInput, match="in one call"):
+        line.items_done("p", range(count))
+    assert line.items_done("p", range(10_000)).counted == 10_000
 
 
 def test_numbers_are_one_identity_as_text_too_and_odd_ones_are_texts():

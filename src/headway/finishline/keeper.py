@@ -54,17 +54,23 @@ class Keeper:
         was_away = self._link.away
         if not self._link.probe():
             return 1.0
-        lock = _redis.KEEPER()
-        if not was_away and not self._link.client.set(lock, self._name, nx=True, px=int(self._interval * 900)):
-            return self._interval
+        try:
+            self._round(returned=was_away)
+        except _redis.failures() as error:
+            raise _redis.meaning(error, self._link.url) from error
+        return self._interval
+
+    def _round(self, *, returned: bool) -> None:
+        lock = int(self._interval * 900)  # milliseconds; it has ended when the holder comes back
+        if not returned and not self._link.client.set(_redis.KEEPER(), self._name, nx=True, px=lock):
+            return
         page: list[Row] = []
         for row in self._record.open():
             page.append(row)
             if len(page) == CHUNK:
-                self._look_after(page, returned=was_away)
+                self._look_after(page, returned=returned)
                 page = []
-        self._look_after(page, returned=was_away)
-        return self._interval
+        self._look_after(page, returned=returned)
 
     def run(self, stop: threading.Event) -> None:
         delay = 0.0
