@@ -131,7 +131,12 @@ def test_an_outage_that_lasts_is_one_critical_alert_and_the_next_outage_another(
 ):
     monkeypatch.setattr("headway.finishline.link.EXTENDED", 0.2)
     alerts: list[str] = []
-    line = open_line("sqlite", alert=alerts.append, retry=AT_ONCE)
+
+    def alert(message: str) -> None:
+        alerts.append(message)
+        raise RuntimeError("the pager is broken")
+
+    line = open_line("sqlite", alert=alert, retry=AT_ONCE)
     assert line.keeper is not None
     line.create("p", total=5)
     for outage in (1, 2):

@@ -74,10 +74,11 @@ def test_an_unknown_and_an_expired_project_are_not_found_and_asking_creates_no_k
 
 
 @pytest.mark.req("S0-22")
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 def test_a_finished_project_is_answered_from_the_record_after_redis_let_it_go(
-    open_line: OpenLine, redis_server: RedisServer
+    kind: str, open_line: OpenLine, redis_server: RedisServer
 ):
-    line = open_line("sqlite")
+    line = open_line(kind)
     line.create("p", total=1)
     line.item_failed("p", 1)
     heard: list[Event] = []

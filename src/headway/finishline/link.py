@@ -188,7 +188,10 @@ class Link:
             message = f"Redis at {redact(self.url)} is away since {lasted:.0f} s: progress is not tracked"
             log.critical(message, operation="outage", seconds=round(lasted, 1), error=redact(str(error)))
             if self._alert is not None:
-                self._alert(message)
+                try:
+                    self._alert(message)
+                except Exception as trouble:  # noqa: BLE001  # foreign code: the caller waits for Redis, not for it
+                    log.warning("the alert could not be given", operation="outage", error=redact(str(trouble)))
 
     def _returned(self) -> None:
         lasted = self._breaker.open_for or 0.0
