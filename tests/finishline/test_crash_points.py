@@ -67,7 +67,7 @@ CASES = [(kind, point) for kind, points in WORKER_POINTS.items() for point in po
 
 def killed(body: Callable[[], object]) -> None:
     """``body`` in a process of its own that does not survive it."""
-    process = fork.Process(target=body)
+    process = fork.Process(target=body, daemon=True)
     process.start()
     process.join(30)
     assert process.exitcode == -signal.SIGKILL

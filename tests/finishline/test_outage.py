@@ -304,6 +304,23 @@ def test_a_flapping_network_costs_time_and_nothing_else(
     assert (line._link.client.hget("smap:proj:p", "done"), completed) == ("200", 1)
 
 
+def test_a_slow_network_makes_calls_slow_and_nothing_else(
+    open_line: OpenLine,
+    redis_server: RedisServer,
+    tcp_proxy: Callable[[int], TcpProxy],
+    caplog: pytest.LogCaptureFixture,
+):
+    proxy = tcp_proxy(redis_server.port)
+    line = open_line(url=f"redis://127.0.0.1:{proxy.port}/1")
+    line.create("p", total=3)
+    proxy.delay(0.2)
+    line.item_done("p", 1)
+    proxy.throttle(7_000)  # 56 kbit/s
+    assert line.items_done("p", [2, 3]).completed
+    assert line.progress("p").done == 3
+    assert "tried again" not in caplog.text
+
+
 def test_counting_where_nothing_was_created_is_not_an_outage(open_line: OpenLine):
     line = open_line(retry=AT_ONCE)
     with pytest.raises(NotFound):

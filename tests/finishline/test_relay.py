@@ -156,7 +156,7 @@ def test_a_relay_killed_between_any_two_steps_is_followed_by_one_that_tells_agai
 
     heard: list[str] = []
     for step in (0, 1):
-        process = fork.Process(target=die_after, args=(step,))
+        process = fork.Process(target=die_after, args=(step,), daemon=True)
         process.start()
         if step == 1:
             heard.append(told.get(timeout=10))

@@ -144,7 +144,6 @@ class FinishLine:
         self._record = Record(database) if database is not None else None
         self._keeps = keeper and database is not None
         self._interval = interval
-        self._stop_keeper = threading.Event()
         self._over: set[str] = set()  # projects that were seen with more done than their total
         self._begin_process()
 
@@ -325,10 +324,12 @@ class FinishLine:
 
     def close(self, seconds: float = DRAIN_SECONDS) -> bool:
         """Accept nothing new, wait for what is under way, close the pools; whether all of it ended in time."""
+        if self._pid != os.getpid():
+            self._begin_process()
         budget = Budget(seconds)
         self._stop_keeper.set()
         drained = self._link.drain(budget.left)
-        if self._keeper_thread is not None and self._pid == os.getpid():
+        if self._keeper_thread is not None:
             self._keeper_thread.join(max(0.5, budget.left))  # it uses the same pool, which is closed after it
         self._link.close()
         if self._owned is not None:
@@ -350,6 +351,7 @@ class FinishLine:
         self._lanes: list[_Lane] = []
         self._lane_count = 0
         self._lane_lock = threading.Lock()
+        self._stop_keeper = threading.Event()
         self._keeper_thread: threading.Thread | None = None
         self.keeper: Keeper | None = None
         if self._database is not None and self._record is not None:

@@ -7,6 +7,7 @@ by counting the journal again, which counts by identity and so adds only what is
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import uuid
@@ -35,6 +36,11 @@ def project_keys(project_id: str) -> list[str]:
     """The keys every script of the finish line gets, in their order."""
     families = (_redis.PROJECT, _redis.PROJECT_BOOK, _redis.PROJECT_BITS, _redis.PROJECT_SEEN)
     return [*(family(project_id=project_id) for family in families), _redis.EVENTS()]
+
+
+#: Held during a round. A fork waits for it: a child must not inherit locks its parent's keeper holds just then.
+_at_work = threading.Lock()
+os.register_at_fork(before=_at_work.acquire, after_in_parent=_at_work.release, after_in_child=_at_work.release)
 
 
 class Keeper:
@@ -76,7 +82,8 @@ class Keeper:
         delay = 0.0
         while not stop.wait(delay):
             try:
-                delay = self.tick()
+                with _at_work:
+                    delay = self.tick()
             except Exception as error:  # noqa: BLE001  # whatever stopped this round must not stop the rounds to come
                 log.warning("a round of the keeper failed", operation="keeper", error=redact(str(error)))
                 delay = self._interval
