@@ -167,14 +167,14 @@ def test_an_empty_audit_trail_says_so(cli: Cli, ads: Path):
 
 @pytest.mark.req("S3-54")
 def test_config_shows_each_setting_and_where_it_comes_from(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "headway.toml").write_text("workers = 3\n[profile.production]\nretries = 9\n")
+    (tmp_path / "headway.toml").write_text("workers = 3\n[profiles.production]\nretries = 9\n")
     monkeypatch.setenv("HEADWAY_TIMEOUT", "2.5")
     monkeypatch.setenv("HEADWAY_PROFILE", "production")
     text = cli("config", "--show-origin", "-d", "sqlite:///other.db").out
     assert 'database = "sqlite:///other.db"    # command line' in text
     assert "timeout = 2.5    # HEADWAY_TIMEOUT" in text
     assert "workers = 3    # headway.toml" in text
-    assert "retries = 9    # headway.toml [profile.production]" in text
+    assert "retries = 9    # headway.toml [profiles.production]" in text
     assert 'mode = "process"    # default' in text
     document = cli("config", "--json").json
     assert document["schema"] == "headway.config/1"

@@ -30,6 +30,7 @@ COMMANDS: dict[str, str] = {
     "log": "headway.cli.items:log",
     "progress": "headway.cli.finishline:progress",
     "project": "headway.cli.finishline:project",
+    "states": "headway.cli.states:group",
     "forget": "headway.cli.admin:forget",
     "purge": "headway.cli.admin:purge",
     "audit": "headway.cli.admin:audit",

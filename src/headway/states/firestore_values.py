@@ -1,0 +1,117 @@
+"""Documents of Firestore and what they mean: fields as 001 names them, Python values to and from the API's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from headway.states.state import Key, State
+
+
+def fields(state: State, version: int) -> dict[str, Any]:
+    """A state document, without its time, which the service sets."""
+    document: dict[str, Any] = {
+        "taskID": state.task_id,
+        "tag": state.tag,
+        "status": state.status,
+        "message": state.message,
+        "version": version,
+        "eventID": state.event_id,
+        "schemaVersion": state.schema_version,
+    }
+    if state.payload is not None:
+        document["payload"] = state.payload
+    return document
+
+
+def state(job_id: str, document: Any) -> State:
+    """The state in a document. Fields we do not know are left alone: a newer writer may have added them."""
+    found = plain(document.fields)
+    return State(
+        job_id,
+        found["taskID"],
+        found["tag"],
+        found["status"],
+        found["message"],
+        found.get("timestamp"),
+        found["version"],
+        found.get("eventID", ""),
+        found.get("payload"),
+        found.get("schemaVersion", 1),
+    )
+
+
+def stamped(state: State, committed: Any) -> State:
+    """``state`` with the time its commit got; one that was stored before has its time already."""
+    if state.timestamp is not None:
+        return state
+    return replace(state, timestamp=_moment(committed.write_results[0].transform_results[0].timestamp_value))
+
+
+def key(name: str) -> Key:
+    """The key in a state document's name: ``.../0-ingest``."""
+    task_id, _, tag = name.rsplit("/", 1)[1].partition("-")
+    return (int(task_id), tag)
+
+
+def born(document: Any) -> str:
+    return _moment(document.create_time).isoformat()
+
+
+def write(
+    name: str, fields: Mapping[str, Any], *, server_time: str | None = None, only: Iterable[str] = ()
+) -> dict[str, Any]:
+    """A write of a whole document, or of ``only`` some of its fields; ``server_time`` is set to the commit's time."""
+    made: dict[str, Any] = {"update": {"name": name, **_map(fields)}}
+    if only:
+        made["update_mask"] = {"field_paths": list(only)}
+    if server_time is not None:
+        made["update_transforms"] = [{"field_path": server_time, "set_to_server_value": "REQUEST_TIME"}]
+    return made
+
+
+def _map(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {"fields": {name: _value(value) for name, value in fields.items()}}
+
+
+def _value(value: Any) -> dict[str, Any]:
+    if value is None:
+        return {"null_value": 0}
+    if isinstance(value, bool):
+        return {"boolean_value": value}
+    if isinstance(value, int):
+        return {"integer_value": value}
+    if isinstance(value, float):
+        return {"double_value": value}
+    if isinstance(value, str):
+        return {"string_value": value}
+    if isinstance(value, Mapping):
+        return {"map_value": _map(value)}
+    assert isinstance(value, Sequence), "the edge lets only JSON through"
+    return {"array_value": {"values": [_value(inner) for inner in value]}}
+
+
+def plain(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _plain(value) for name, value in fields.items()}
+
+
+def _plain(value: Any) -> Any:
+    kind = type(value).pb(value).WhichOneof("value_type")
+    match kind:
+        case "map_value":
+            return plain(value.map_value.fields)
+        case "array_value":
+            return [_plain(inner) for inner in value.array_value.values]
+        case "timestamp_value":
+            return _moment(value.timestamp_value)
+        case None | "null_value":
+            return None
+        case _:
+            return getattr(value, kind)
+
+
+def _moment(value: Any) -> datetime:
+    """The service's times have nanoseconds; ours have microseconds."""
+    return datetime.fromtimestamp(value.timestamp(), UTC)

@@ -1,0 +1,369 @@
+"""`Manager`: one task's voice in a job, and everybody's view of it.
+
+It writes only its own task's states. What it answers about the whole follows one rule: the lowest status wins, and a
+task that has not reported counts as 0.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+from headway.errors import HeadwayError, InvalidInput
+from headway.events import Json
+from headway.ids import check_id
+from headway.states.live import LiveStore
+from headway.states.state import (
+    BLACK,
+    ERROR,
+    FINISHED,
+    GREEN,
+    NOT_STARTED,
+    RED,
+    STARTED,
+    WARNING,
+    YELLOW,
+    State,
+    StatusClass,
+    check_num_tasks,
+    check_status,
+    check_task,
+    status_class,
+    storable,
+)
+from headway.states.store import Store
+from headway.states.subscription import DEPTH, Overflow, Subscription
+from headway.telemetry import Log, redact
+
+log = Log("states")
+
+#: Where an error or a warning keeps the progress it replaced, in its payload.
+LAST_STATUS = "last_status"
+
+
+class TaskFailed(HeadwayError):
+    """A task reported an error while others waited for it."""
+
+    exit_code = 3
+    hint = "See it: headway states JOB. It can be waited out: ignore_errors."
+
+
+class WaitTimeout(HeadwayError, TimeoutError):
+    """What was waited for did not come in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A job, or one of its tags, at a glance. ``state`` is the one that decides by the lowest-wins rule; because a
+    warning (-2) is lower than an error (-1), ``worst_error`` says separately whether anything really failed."""
+
+    state: State
+    counts: Mapping[StatusClass, int]
+    worst_error: State | None
+
+    @property
+    def finished(self) -> bool:
+        return self.state.status == FINISHED
+
+
+class Manager:
+    """Bound for life to the task ``task_index`` of the job ``job_id``.
+
+    ``expected_tags`` makes the view of a task or job strict: a task counts as not started as long as it has not
+    reported every one of them. Without it only what was reported counts.
+    """
+
+    def __init__(
+        self, job_id: str, task_index: int, num_tasks: int, store: Store, *, expected_tags: Iterable[str] = ()
+    ) -> None:
+        check_id(job_id, "a job id")
+        check_num_tasks(num_tasks)
+        check_task(task_index, num_tasks)
+        if (store.job_id, store.num_tasks) != (job_id, num_tasks):
+            raise InvalidInput(
+                f"The store keeps {store.job_id!r} with {store.num_tasks} tasks, not {job_id!r} with {num_tasks}.",
+                hint="Give the number that open_store returned: the one stored with the job is in force.",
+            )
+        self._job_id = job_id
+        self._task_index = task_index
+        self._num_tasks = num_tasks
+        self._store = store
+        self._expected_tags = tuple(check_id(tag, "a tag") for tag in expected_tags)
+        self._subscriptions: set[Subscription] = set()
+
+    @property
+    def job_id(self) -> str:
+        return self._job_id
+
+    @property
+    def task_index(self) -> int:
+        return self._task_index
+
+    @property
+    def num_tasks(self) -> int:
+        return self._num_tasks
+
+    # ---- writing ---------------------------------------------------------------------
+
+    def set_state(
+        self,
+        state: State | str,
+        *,
+        status: int | None = None,
+        message: str | None = None,
+        payload: Mapping[str, Json] | None = None,
+        event_id: str | None = None,
+    ) -> State:
+        """Report where this task is; gives the state as stored. ``state`` is a whole `State` or just its tag."""
+        return self._store.set_state(self._own(state, status, message, payload, event_id))
+
+    def set_started(
+        self,
+        state: State | str,
+        *,
+        message: str | None = None,
+        payload: Mapping[str, Json] | None = None,
+        event_id: str | None = None,
+    ) -> State:
+        """Status 1; the message is ``🟢 Started`` unless there is one."""
+        own = self._own(state, STARTED, message, payload, event_id)
+        return self._store.set_state(replace(own, message=own.message or f"{GREEN} Started"))
+
+    def set_finished(
+        self,
+        state: State | str,
+        *,
+        message: str | None = None,
+        payload: Mapping[str, Json] | None = None,
+        event_id: str | None = None,
+    ) -> State:
+        """Status 2147483647; the message is ``⚫ Finished`` unless there is one."""
+        own = self._own(state, FINISHED, message, payload, event_id)
+        return self._store.set_state(replace(own, message=own.message or f"{BLACK} Finished"))
+
+    def set_error(
+        self,
+        error: BaseException | str,
+        state: State | str,
+        *,
+        payload: Mapping[str, Json] | None = None,
+        event_id: str | None = None,
+    ) -> State:
+        """Status -1, or the exception's own negative ``status_code``; the message is ``🔴`` and the error, without
+        secrets. The progress it replaces is kept in the payload as ``last_status``."""
+        text = storable(f"{RED} {redact(str(error) or type(error).__name__)}")
+        return self._store.set_state(self._setback(self._own(state, _error_status(error), text, payload, event_id)))
+
+    def set_warning(
+        self,
+        warning: str,
+        state: State | str,
+        *,
+        payload: Mapping[str, Json] | None = None,
+        event_id: str | None = None,
+    ) -> State:
+        """Status -2; the message is ``🟡`` and the warning. The progress it replaces is kept as ``last_status``."""
+        text = storable(f"{YELLOW} {redact(warning)}")
+        return self._store.set_state(self._setback(self._own(state, WARNING, text, payload, event_id)))
+
+    def _own(
+        self,
+        state: State | str,
+        status: int | None,
+        message: str | None,
+        payload: Mapping[str, Json] | None,
+        event_id: str | None,
+    ) -> State:
+        if not isinstance(state, State):
+            state = State(self._job_id, self._task_index, state)
+        if state.job_id != self._job_id:
+            raise InvalidInput(f"This manager belongs to the job {self._job_id!r}, not {state.job_id!r}.")
+        if state.task_id != self._task_index or isinstance(state.task_id, bool):
+            raise InvalidInput(
+                f"This manager may write the states of task {self._task_index} only, not of task {state.task_id!r}.",
+                hint="Tasks tell each other things by their own states.",
+            )
+        return replace(
+            state,
+            status=state.status if status is None else status,
+            message=state.message if message is None else message,
+            payload=state.payload if payload is None else payload,
+            event_id=state.event_id if event_id is None else event_id,
+        )
+
+    def _setback(self, state: State) -> State:
+        """``state`` with the last positive status of its key in its payload, so that progress is not forgotten."""
+        check_id(state.tag, "a tag")
+        before = effective_status(self._store.get_state(state.task_id, state.tag))
+        if before <= 0 or LAST_STATUS in (state.payload or {}):
+            return state
+        return replace(state, payload={**(state.payload or {}), LAST_STATUS: before})
+
+    # ---- the view of the whole ---------------------------------------------------------------------
+
+    def get_state(self, *, task_id: int | None = None, tag: str | None = None) -> State:
+        """The lowest state of what is asked for: one key, one tag over all tasks, one task over its tags, or the job.
+
+        Of several that are equally low it is the one of the lowest task, then tag. What nobody reported has status 0,
+        version 0 and no time.
+        """
+        self._check_scope(task_id, tag)
+        if task_id is not None and tag is not None:
+            return self._store.get_state(task_id, tag)
+        return min(self._view(task_id, tag), key=_rank)
+
+    def summary(self, *, tag: str | None = None) -> Summary:
+        """Counts per class of status over the job or one tag, with the deciding state and the worst error."""
+        self._check_scope(None, tag)
+        view = self._view(None, tag)
+        errors = [state for state in view if status_class(state.status) == "error"]
+        counts: dict[StatusClass, int] = dict.fromkeys(("not_started", "running", "finished", "warning", "error"), 0)
+        counts |= Counter(status_class(state.status) for state in view)
+        return Summary(min(view, key=_rank), counts, min(errors, key=_rank, default=None))
+
+    def _view(self, task_id: int | None, tag: str | None) -> list[State]:
+        """The states within a scope, with one made up for each report that is missing."""
+        stored = self._store.list_all_states() if tag is None else self._store.list_states_for_tag(tag)
+        present = [state for state in stored if task_id in (None, state.task_id)]
+        tasks = range(self._num_tasks) if task_id is None else (task_id,)
+        if tag is not None or self._expected_tags:
+            known = {state.key for state in present}
+            wanted = (tag,) if tag is not None else self._expected_tags
+            missing = [(task, name) for task in tasks for name in wanted if (task, name) not in known]
+        else:
+            reported = {state.task_id for state in present}
+            missing = [(task, "") for task in tasks if task not in reported]
+        return present + [State(self._job_id, task, name) for task, name in missing]
+
+    def _check_scope(self, task_id: int | None, tag: str | None) -> None:
+        if task_id is not None:
+            check_task(task_id, self._num_tasks)
+        if tag is not None:
+            check_id(tag, "a tag")
+
+    def history(self, *, task_id: int, tag: str) -> list[State]:
+        """Every version of one key, oldest first, if the job was made with ``history=True``."""
+        self._check_scope(task_id, tag)
+        return self._live_store("history").history(task_id, tag)
+
+    # ---- following ---------------------------------------------------------------------
+
+    def subscribe(
+        self,
+        *,
+        task_id: int | None = None,
+        tag: str | None = None,
+        timeout: float | None = None,
+        depth: int = DEPTH,
+        overflow: Overflow = "latest",
+    ) -> Subscription:
+        """Follow what is asked for: the states that exist, oldest first, then one sentinel, then every change.
+
+        ``timeout`` is how long iteration waits for an event before it raises TimeoutError. ``depth`` events wait for a
+        reader that is busy; what happens beyond is ``overflow``: ``latest`` keeps the newest of each key, ``close``
+        ends the subscription with an error.
+        """
+        self._check_scope(task_id, tag)
+
+        def accepts(state: State) -> bool:
+            return task_id in (None, state.task_id) and tag in (None, state.tag)
+
+        subscription = self._store.subscribe(accepts=accepts, timeout=timeout, depth=depth, overflow=overflow)
+        self._subscriptions = {known for known in self._subscriptions if not known.closed} | {subscription}
+        return subscription
+
+    def wait_for(
+        self,
+        tag: str,
+        status: int = FINISHED,
+        *,
+        timeout: float | None = None,
+        ignore_errors: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Summary:
+        """A barrier: return when every task has reached ``status`` with ``tag``.
+
+        Raises `TaskFailed` as soon as one of them has reported an error (unless ``ignore_errors``: it may yet be
+        tried again), and `WaitTimeout` after ``timeout`` seconds. A task in a warning is as far as it was before.
+        """
+        check_status(status)
+        if status <= 0:
+            raise InvalidInput(f"Every task has reached status {status} from the start.", hint="Wait for one above 0.")
+        deadline = None if timeout is None else clock() + timeout
+        with self.subscribe(tag=tag, depth=self._num_tasks + DEPTH) as subscription:
+            reached: dict[int, int] = {}
+            while True:
+                left = None if deadline is None else max(0.0, deadline - clock())
+                try:
+                    event = subscription.get(left)
+                except TimeoutError:
+                    raise self._too_late(tag, status, timeout, reached) from None
+                if event.state is not None:
+                    state = event.state
+                    if not ignore_errors and status_class(state.status) == "error":
+                        raise TaskFailed(f"Task {state.task_id} reported an error for {tag!r}: {state.message}")
+                    reached[state.task_id] = effective_status(state)
+                if sum(far >= status for far in reached.values()) == self._num_tasks:
+                    return self.summary(tag=tag)
+
+    def _too_late(self, tag: str, status: int, timeout: float | None, reached: Mapping[int, int]) -> WaitTimeout:
+        behind = [task for task in range(self._num_tasks) if reached.get(task, NOT_STARTED) < status]
+        shown = ", ".join(map(str, behind[:10])) + (", ..." if len(behind) > 10 else "")
+        return WaitTimeout(
+            f"After {timeout:g} s {len(behind)} of {self._num_tasks} tasks have not reached {tag!r}: {shown}.",
+            hint=f"See where they are: headway states {self._job_id} --tag {tag}",
+        )
+
+    # ---- the job ---------------------------------------------------------------------
+
+    def mark_job_deleted(self) -> bool:
+        """Leave a tombstone on the job. Only task 0 does it; for the others it does nothing (False)."""
+        if self._task_index == 0:
+            self._live_store("mark_job_deleted").mark_job_deleted()
+        return self._task_index == 0
+
+    def delete_job(self) -> bool:
+        """Remove the job and its states. Only task 0 does it; for the others it does nothing (False)."""
+        if self._task_index == 0:
+            self._live_store("delete_job").delete_job()
+        return self._task_index == 0
+
+    def _live_store(self, operation: str) -> LiveStore:
+        if not isinstance(self._store, LiveStore):
+            raise InvalidInput(f"{operation} is not among what a {type(self._store).__name__} can do.")
+        return self._store
+
+    def close(self) -> None:
+        """End this manager's subscriptions and close the store, which ends those of the other managers on it too."""
+        for subscription in self._subscriptions:
+            subscription.close()
+        self._subscriptions = set()
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def effective_status(state: State) -> int:
+    """How far the task is: a warning or an error stands beside the progress it replaced, which its payload keeps."""
+    kept = (state.payload or {}).get(LAST_STATUS)
+    if state.status < 0 and isinstance(kept, int) and not isinstance(kept, bool):
+        return kept
+    return state.status
+
+
+def _rank(state: State) -> tuple[int, int, str]:
+    return (state.status, state.task_id, state.tag)
+
+
+def _error_status(error: BaseException | str) -> int:
+    code = getattr(error, "status_code", None)
+    if isinstance(code, int) and not isinstance(code, bool) and -(2**31) <= code < 0 and code != WARNING:
+        return code
+    return ERROR

@@ -1,0 +1,112 @@
+"""The stores under test, each as an address that nobody else uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from headway.retry import RetryPolicy
+from headway.states import LiveStore, Manager, State, StateEvent, Subscription, open_store
+from tests.services.waiting import eventually
+
+#: Every kind of store. The one in memory belongs to one process and one store.
+EVERY = ("memory", "sqlite", "postgresql", "redis", "firestore")
+#: Those that several stores, or processes, can open.
+SHARED = EVERY[1:]
+#: Those that keep versions apart between processes. The Firestore emulator from npm does not isolate transactions
+#: (tests/services/firestore.py), so what needs it cannot be shown there; the store relies on the service for it.
+ISOLATING = ("sqlite", "postgresql", "redis")
+#: Those reached over TCP, with a listener that can be cut off.
+NETWORKED = ("postgresql", "redis", "firestore")
+
+#: Like `headway.retry.LISTENER`, for tests that cannot wait for it.
+QUICK = RetryPolicy(retries=5, base=0.01, cap=0.05)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A store's address and how to open it."""
+
+    kind: str
+    url: str
+    opened: list[LiveStore]
+
+    def open(self, job_id: str = "job", num_tasks: int | None = 3, **options: object) -> LiveStore:
+        store, _ = open_store(self.url, job_id, num_tasks, **({"retry": QUICK} | options))  # type: ignore[arg-type]
+        self.opened.append(store)
+        return store
+
+    def manager(self, task_index: int = 0, num_tasks: int = 3, job_id: str = "job") -> Manager:
+        """A manager with a store of its own, as another process would have."""
+        return Manager(job_id, task_index, num_tasks, self.open(job_id, num_tasks))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "stores(kinds): the kinds of store this test is about, if not all")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`place` is every store, unless the test is marked `stores(...)` with those it is about."""
+    if "place" in metafunc.fixturenames:
+        mark = metafunc.definition.get_closest_marker("stores")
+        metafunc.parametrize("place", mark.args[0] if mark else EVERY, indirect=True)
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    kind = request.param
+    url = {
+        "memory": lambda: "sqlite:///:memory:",
+        "sqlite": lambda: f"sqlite:///{tmp_path / 'states.db'}",
+        "postgresql": lambda: request.getfixturevalue("postgres_url"),
+        "redis": lambda: request.getfixturevalue("redis_server").url(1),
+        "firestore": lambda: "firestore://" + request.getfixturevalue("firestore_emulator").new_project(),
+    }[kind]()
+    place = Place(kind, url, [])
+    yield place
+    for store in place.opened:
+        store.close()
+
+
+@pytest.fixture
+def store(place: Place) -> LiveStore:
+    return place.open()
+
+
+@pytest.fixture
+def managers(store: LiveStore) -> list[Manager]:
+    """One manager per task, on one store."""
+    return [Manager("job", task, 3, store) for task in range(3)]
+
+
+def take(subscription: Subscription, count: int, timeout: float = 60) -> list[StateEvent]:
+    return [subscription.get(timeout) for _ in range(count)]
+
+
+def replayed(subscription: Subscription) -> list[State]:
+    """What stands, up to and without the sentinel."""
+    states = []
+    while (event := subscription.get(60)).state is not None:
+        assert event.replay
+        states.append(event.state)
+    return states
+
+
+def live(subscription: Subscription, count: int = 1) -> list[State]:
+    """The next changes."""
+    events = take(subscription, count)
+    assert not any(event.replay for event in events)
+    return [event.state for event in events if event.state is not None]
+
+
+def sees(store: LiveStore, task_id: int, tag: str, version: int) -> State:
+    """The state of a key, once another store's write has arrived here."""
+
+    def arrived() -> State | None:
+        state = store.get_state(task_id, tag)
+        return state if state.version >= version else None
+
+    return eventually(arrived, 60)

@@ -1,0 +1,429 @@
+"""What every store does alike. Each test runs on each kind of store."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from headway import states
+from headway.errors import HeadwayError, InvalidInput, NotFound, Refused
+from headway.events import Json
+from headway.states import ERROR, FINISHED, STARTED, WARNING, LiveStore, Manager, State, Store
+from tests.services.waiting import eventually
+from tests.states.conftest import ISOLATING, SHARED, Place, live, replayed, sees, take
+
+# ---- one state --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.req("S1-08", "S1-10", "S1-19")
+def test_a_state_comes_back_as_it_was_written(store: LiveStore):
+    payload: dict[str, Json] = {
+        "rows": 12,
+        "ratio": 0.25,
+        "none": None,
+        "yes": True,
+        "nested": {"list": [1, "zwölf", {"a": -0.5}]},
+    }
+    sent = State("job", 1, "ingest.part-2", 17, "on it ✓", payload=payload, event_id="e-1", schema_version=3)
+
+    stored = store.set_state(sent)
+
+    assert replace(stored, timestamp=None, version=0) == sent
+    assert stored.version == 1
+    assert store.get_state(1, "ingest.part-2") == stored
+    assert isinstance(store, Store)
+
+
+@pytest.mark.req("S1-08", "S1-42")
+@pytest.mark.stores(SHARED)
+def test_a_state_comes_back_the_same_in_another_store(place: Place):
+    written = place.open().set_state(State("job", 0, "a", 5, "m", payload={"n": 2**60, "f": 1e-7, "t": "é\n"}))
+    assert place.open().get_state(0, "a") == written
+
+
+@pytest.mark.req("S1-09")
+def test_the_timestamp_is_the_stores_and_utc_whatever_the_client_says(store: LiveStore):
+    lie = datetime(2000, 1, 1, tzinfo=UTC)
+    before = datetime.now(UTC)
+    stored = store.set_state(State("job", 0, "a", timestamp=lie))
+    assert stored.timestamp is not None
+    assert stored.timestamp.utcoffset() == timedelta(0)
+    assert abs(stored.timestamp - before) < timedelta(minutes=1)
+    assert store.get_state(0, "a").timestamp == stored.timestamp
+
+
+@pytest.mark.req("S1-50")
+def test_versions_grow_by_one_per_key_and_a_clients_version_is_ignored(store: LiveStore):
+    versions = [store.set_state(State("job", 0, "a", version=77)).version for _ in range(3)]
+    assert versions == [1, 2, 3]
+    assert store.set_state(State("job", 0, "b")).version == 1
+    assert store.set_state(State("job", 1, "a")).version == 1
+
+
+@pytest.mark.req("S1-54")
+def test_writing_again_with_the_stored_event_id_changes_nothing(store: LiveStore):
+    first = store.set_state(State("job", 0, "a", 5, "once", event_id="e-1"))
+    assert store.set_state(State("job", 0, "a", 6, "twice", event_id="e-1")) == first
+    assert store.get_state(0, "a") == first
+    assert store.set_state(State("job", 0, "a", 6, event_id="e-2")).version == 2
+
+
+@pytest.mark.req("S1-54")
+def test_a_write_without_an_event_id_gets_one_of_its_own(store: LiveStore):
+    ids = {store.set_state(State("job", 0, "a")).event_id for _ in range(3)}
+    assert len(ids) == 3
+    assert "" not in ids
+
+
+@pytest.mark.req("S1-08")
+def test_a_payload_that_is_changed_after_the_write_does_not_change_the_state(store: LiveStore):
+    payload: dict[str, object] = {"n": 1, "inner": {"x": 1}}
+    store.set_state(State("job", 0, "a", payload=payload))  # type: ignore[arg-type]
+    payload["n"], payload["inner"]["x"] = 2, 2  # type: ignore[index]
+    assert store.get_state(0, "a").payload == {"n": 1, "inner": {"x": 1}}
+
+
+@pytest.mark.req("S1-19", "S1-24")
+def test_what_nobody_reported_is_status_0_and_is_in_no_list(store: LiveStore):
+    assert store.get_state(2, "never") == State("job", 2, "never", 0)
+    assert store.list_all_states() == []
+    assert store.list_states_for_tag("never") == []
+
+
+@pytest.mark.req("S1-10")
+def test_lists_hold_what_exists(store: LiveStore):
+    for task, tag in [(0, "a"), (1, "a"), (1, "b")]:
+        store.set_state(State("job", task, tag))
+    assert {state.key for state in store.list_all_states()} == {(0, "a"), (1, "a"), (1, "b")}
+    assert {state.key for state in store.list_states_for_tag("a")} == {(0, "a"), (1, "a")}
+
+
+@pytest.mark.req("S1-14", "S1-15", "S1-16", "S1-17")
+def test_the_convenience_calls_store_exactly_these_statuses_and_code_points(managers: list[Manager], store: LiveStore):
+    manager = managers[0]
+    error = manager.set_error(RuntimeError("connection timeout"), "a")
+    assert (error.status, error.message) == (ERROR, "\U0001f534 connection timeout")
+    started = manager.set_started("a")
+    assert (started.status, started.message) == (STARTED, "\U0001f7e2 Started")
+    warning = manager.set_warning("retrying", "a")
+    assert (warning.status, warning.message) == (WARNING, "\U0001f7e1 retrying")
+    finished = manager.set_finished("a")
+    assert (finished.status, finished.message) == (2147483647, "⚫ Finished")
+    assert store.get_state(0, "a") == finished
+    assert finished.version == 4
+
+
+@pytest.mark.req("S1-15", "S1-16")
+def test_a_message_of_ones_own_is_left_alone(managers: list[Manager]):
+    assert managers[0].set_started("a", message="Beginning").message == "Beginning"
+    assert managers[0].set_finished(State("job", 0, "a", message="Done")).message == "Done"
+
+
+# ---- jobs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.req("S1-35", "S1-01")
+@pytest.mark.stores(SHARED)
+def test_the_number_of_tasks_a_job_was_made_with_wins(place: Place):
+    store, num_tasks = states.open_store(place.url, "job", 5)
+    store.close()
+    store, again = states.open_store(place.url, "job", 9)
+    place.opened.append(store)
+    assert (num_tasks, again, store.num_tasks) == (5, 5, 5)
+    with pytest.raises(InvalidInput, match="5 tasks"):
+        Manager("job", 0, 9, store)
+
+
+@pytest.mark.req("S1-34")
+@pytest.mark.stores(ISOLATING)
+def test_of_twenty_who_make_a_job_at_once_one_makes_it(place: Place):
+    place.open("other")  # the schema is there
+    barrier, numbers = threading.Barrier(20), set()
+
+    def make(num_tasks: int) -> None:
+        barrier.wait()
+        store, decided = states.open_store(place.url, "job", num_tasks)
+        numbers.add(decided)
+        store.close()
+
+    threads = [threading.Thread(target=make, args=(number,)) for number in range(1, 21)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(numbers) == 1
+
+
+@pytest.mark.stores(SHARED)
+def test_a_monitor_opens_a_job_without_knowing_its_tasks_and_makes_none(place: Place):
+    place.open("job", 4)
+    assert place.open("job", None).num_tasks == 4
+    with pytest.raises(NotFound, match="no job 'other'"):
+        place.open("other", None)
+    assert [record.job_id for record in states.list_jobs(place.url)] == ["job"]
+
+
+@pytest.mark.stores(SHARED)
+def test_jobs_do_not_see_each_other(place: Place):
+    one, other = place.open("one"), place.open("one-2")
+    one.set_state(State("one", 0, "a"))
+    assert other.list_all_states() == []
+    assert place.open("one-2").list_all_states() == []
+
+
+@pytest.mark.req("S1-61")
+@pytest.mark.stores(SHARED)
+def test_deleting_a_job_removes_it_with_its_states(place: Place):
+    store = place.open(history=True)
+    for task in range(3):
+        store.set_state(State("job", task, "a"))
+    states.delete_job(place.url, "job")
+    assert states.list_jobs(place.url) == []
+    eventually(lambda: store.list_all_states() == [], 60)
+    with pytest.raises(NotFound):
+        states.delete_job(place.url, "job")
+    again = place.open(history=True)
+    assert again.list_all_states() == []
+    assert again.history(0, "a") == []
+
+
+@pytest.mark.req("S1-61")
+@pytest.mark.stores(SHARED)
+def test_a_tombstone_stops_writers_and_newcomers_but_not_readers(place: Place):
+    store = place.open()
+    store.set_state(State("job", 0, "a", 7))
+    states.mark_job_deleted(place.url, "job")
+    with pytest.raises(Refused, match="marked as deleted"):
+        store.set_state(State("job", 0, "a", 8))
+    with pytest.raises(Refused, match="marked as deleted"):
+        place.open()
+    assert place.open(num_tasks=None).get_state(0, "a").status == 7
+    assert [record.deleted for record in states.list_jobs(place.url)] == [True]
+
+
+@pytest.mark.stores(SHARED)
+def test_writing_to_a_job_that_was_deleted_says_so(place: Place):
+    store = place.open()
+    states.delete_job(place.url, "job")
+    with pytest.raises(NotFound, match="no job 'job'"):
+        store.set_state(State("job", 0, "a"))
+
+
+@pytest.mark.req("S1-06")
+@pytest.mark.stores(SHARED)
+def test_only_task_0_changes_the_job_and_the_others_are_not_told_off(place: Place):
+    first, second = place.manager(0), place.manager(1)
+    assert second.mark_job_deleted() is False
+    assert second.delete_job() is False
+    assert [record.deleted for record in states.list_jobs(place.url)] == [False]
+    assert first.mark_job_deleted() is True
+    assert [record.deleted for record in states.list_jobs(place.url)] == [True]
+    assert first.delete_job() is True
+    assert states.list_jobs(place.url) == []
+
+
+@pytest.mark.req("S1-62")
+@pytest.mark.stores(SHARED)
+def test_finished_jobs_go_when_they_are_old_enough_and_others_stay(place: Place):
+    for job_id, report in [("done", FINISHED), ("running", 5), ("failed", ERROR), ("marked", 1)]:
+        store = place.open(job_id, 2)
+        for task in range(2):
+            store.set_state(State(job_id, task, "a", report))
+    place.open("half", 2).set_state(State("half", 0, "a", FINISHED))
+    states.mark_job_deleted(place.url, "marked")
+    assert states.purge(place.url, older_than=3600) == ["marked"]
+    later = datetime.now(UTC) + timedelta(hours=2)
+    assert states.purge(place.url, older_than=3600, now=later) == ["done"]
+    assert sorted(record.job_id for record in states.list_jobs(place.url)) == ["failed", "half", "running"]
+
+
+def test_history_keeps_every_version_when_the_job_was_made_with_it(place: Place):
+    manager = Manager("job", 1, 3, place.open(history=True))
+    for number in range(1, 8):
+        manager.set_state("a", status=number)
+        manager.set_state("b", status=number)
+    kept = manager.history(task_id=1, tag="a")
+    assert [(state.version, state.status) for state in kept] == [(number, number) for number in range(1, 8)]
+
+
+def test_without_history_asking_for_it_is_refused(managers: list[Manager]):
+    with pytest.raises(InvalidInput, match="keeps no history"):
+        managers[0].history(task_id=0, tag="a")
+
+
+# ---- subscriptions ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.req("S1-23", "S1-24", "S1-25", "S1-26", "S1-27", "S1-11")
+def test_what_stands_comes_first_oldest_first_then_one_sentinel_then_what_happens(managers: list[Manager]):
+    keys = [(task, tag) for task in range(2) for tag in ("a", "b", "c")]
+    random.Random(7).shuffle(keys)
+    for task, tag in keys:
+        managers[task].set_started(tag)
+    managers[keys[0][0]].set_finished(keys[0][1])  # the first to be written becomes the newest
+
+    with managers[2].subscribe() as subscription:
+        events = take(subscription, 6)
+        assert all(event.replay for event in events)
+        times = [event.state.timestamp for event in events if event.state and event.state.timestamp]
+        assert times == sorted(times)
+        assert {event.state.key for event in events if event.state} == set(keys)
+        assert all(event.state.task_id != 2 for event in events if event.state)
+        sentinel = subscription.get(60)
+        assert sentinel.replay_complete
+        assert sentinel.state is None
+        assert not sentinel.replay
+        written = [managers[2].set_state("live", status=number) for number in range(1, 6)]
+        assert live(subscription, 5) == written
+
+
+@pytest.mark.req("S1-26")
+def test_an_empty_job_still_has_its_sentinel(managers: list[Manager]):
+    with managers[0].subscribe() as subscription:
+        assert subscription.get(60) == states.REPLAY_COMPLETE
+        with pytest.raises(TimeoutError):
+            subscription.get(0.05)
+
+
+@pytest.mark.req("S1-18", "S1-30", "S1-31", "S1-32", "S1-33")
+def test_each_scope_sees_its_own_keys_and_no_others(managers: list[Manager]):
+    def write_everything() -> None:
+        for manager in managers:
+            for tag in ("a", "b"):
+                manager.set_started(tag)
+
+    write_everything()
+    everything = {(task, tag) for task in range(3) for tag in ("a", "b")}
+    scopes = {
+        (1, "a"): {(1, "a")},
+        (None, "a"): {(0, "a"), (1, "a"), (2, "a")},
+        (1, None): {(1, "a"), (1, "b")},
+        (None, None): everything,
+    }
+    subscriptions = {scope: managers[0].subscribe(task_id=scope[0], tag=scope[1]) for scope in scopes}
+    for scope, expected in scopes.items():
+        assert {state.key for state in replayed(subscriptions[scope])} == expected
+    write_everything()
+    for scope, expected in scopes.items():
+        assert {state.key for state in live(subscriptions[scope], len(expected))} == expected
+        with pytest.raises(TimeoutError):
+            subscriptions[scope].get(0.02)
+        subscriptions[scope].close()
+
+
+@pytest.mark.req("S1-42", "S1-33")
+@pytest.mark.stores(SHARED)
+def test_a_subscriber_hears_what_another_store_writes_in_order(place: Place):
+    here, there = place.manager(0), place.manager(1)
+    with here.subscribe() as subscription:
+        assert replayed(subscription) == []
+        written = [there.set_state("a", status=number, payload={"n": number}) for number in range(1, 21)]
+        heard: list[State] = []
+        while not heard or heard[-1].version < 20:
+            heard += live(subscription)
+        versions = [state.version for state in heard]
+        assert versions == sorted(set(versions))
+        assert heard[-1] == written[-1]
+        assert sees(here._store, 1, "a", 20) == written[-1]  # type: ignore[arg-type]
+
+
+@pytest.mark.req("S1-33")
+@pytest.mark.stores(ISOLATING)
+def test_while_it_is_connected_and_keeps_up_a_subscriber_hears_every_single_change(place: Place):
+    here, there = place.manager(0), place.manager(1)
+    with here.subscribe() as subscription:
+        replayed(subscription)
+        for number in range(1, 201):
+            there.set_state("a", status=number)
+        assert [state.version for state in live(subscription, 200)] == list(range(1, 201))
+
+
+@pytest.mark.req("S1-40")
+@pytest.mark.stores(SHARED)
+def test_a_job_that_was_deleted_and_made_again_is_heard_from_version_1(place: Place):
+    watcher = place.manager(0)
+    with watcher.subscribe(tag="a") as subscription:
+        replayed(subscription)
+        writer = place.open()
+        for _ in range(3):
+            writer.set_state(State("job", 1, "a"))
+        assert live(subscription, 3)[-1].version == 3
+        states.delete_job(place.url, "job")
+        eventually(lambda: watcher.get_state(task_id=1, tag="a").version == 0, 60)
+        place.open().set_state(State("job", 1, "a", 9))
+        again = live(subscription)[0]
+        assert (again.version, again.status) == (1, 9)
+
+
+@pytest.mark.req("S1-43", "S1-44")
+def test_a_hundred_subscribers_are_served_by_one_listener(managers: list[Manager], store: LiveStore):
+    subscriptions = [managers[0].subscribe(tag="a")]
+    before = threading.active_count()
+    subscriptions += [managers[0].subscribe(tag="a") for _ in range(99)]
+    assert threading.active_count() == before
+    written = managers[1].set_started("a")
+    for subscription in subscriptions:
+        assert subscription.get(60).replay_complete
+        assert live(subscription) == [written]
+        subscription.close()
+    assert store._subscriptions == []
+
+
+@pytest.mark.req("S1-13")
+def test_closing_ends_every_subscription_and_thread_and_may_be_repeated(place: Place):
+    before = set(threading.enumerate())
+    store = place.open()
+    one, two = Manager("job", 0, 3, store), Manager("job", 1, 3, store)
+    subscriptions = [one.subscribe(), two.subscribe(tag="a")]
+    for subscription in subscriptions:
+        replayed(subscription)
+    reader = threading.Thread(target=lambda: list(subscriptions[1]))
+    reader.start()
+    one.close()
+    one.close()
+    reader.join(20)
+    assert not reader.is_alive()
+    assert list(subscriptions[0]) == []
+    eventually(lambda: not (set(threading.enumerate()) - before), 20, "no thread is left")
+    with pytest.raises(HeadwayError, match="was closed"):
+        two.set_started("a")
+
+
+@pytest.mark.req("S1-52", "S1-49")
+def test_writers_and_readers_in_many_threads_leave_the_cache_at_the_last_version(managers: list[Manager]):
+    rounds, stop, seen = 15, threading.Event(), []
+
+    def write(manager: Manager, tag: str) -> None:
+        for number in range(1, rounds + 1):
+            manager.set_state(tag, status=number)
+
+    def read() -> None:
+        highest: dict[tuple[int, str], int] = {}
+        while not stop.is_set():
+            for state in managers[0]._store.list_all_states():
+                assert state.version >= highest.get(state.key, 0)
+                highest[state.key] = state.version
+        seen.append(highest)
+
+    writers = [threading.Thread(target=write, args=(m, tag)) for m in managers for tag in ("a", "b")]
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    subscription = managers[0].subscribe()
+    for thread in [*writers, *readers]:
+        thread.start()
+    for thread in writers:
+        thread.join(60)
+    stop.set()
+    for thread in readers:
+        thread.join(60)
+    last: dict[tuple[int, str], int] = {}
+    while sorted(last.values()) != [rounds] * 6:
+        event = subscription.get(60)
+        if event.state is not None:
+            assert event.state.version > last.get(event.state.key, 0)
+            last[event.state.key] = event.state.version
+    assert all(state.version == rounds for state in managers[0]._store.list_all_states())
+    assert len(seen) == 2

@@ -1,0 +1,334 @@
+"""Stores that go away: what a reader sees, what a writer is told, and that nothing is heard twice or missed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import pytest
+
+from headway import states
+from headway.errors import NotFound, Unavailable
+from headway.retry import LISTENER, RetryPolicy
+from headway.states import LiveStore, Manager, State, Subscription
+from headway.telemetry import metrics
+from tests.services.postgres import PostgresServer
+from tests.services.proxy import TcpProxy
+from tests.services.redis import RedisServer
+from tests.services.waiting import eventually
+from tests.states.conftest import NETWORKED, QUICK, Place, live, replayed, sees
+
+PERSISTENT = RetryPolicy(retries=10_000, base=0.005, cap=0.05)
+
+
+class Line:
+    """A store behind a proxy, and the same one reached directly."""
+
+    def __init__(self, place: Place, proxy: TcpProxy, address: Callable[[int], str], monkeypatch: Any) -> None:
+        self.place, self.proxy = place, proxy
+        self._address, self._monkeypatch = address, monkeypatch
+
+    def open(self, **options: Any) -> LiveStore:
+        """Through the proxy."""
+        if self.place.kind == "firestore":
+            self._monkeypatch.setenv("FIRESTORE_EMULATOR_HOST", f"127.0.0.1:{self.proxy.port}")
+            url = self.place.url
+        else:
+            url = self._address(self.proxy.port)
+        store, _ = states.open_store(url, "job", 3, **({"retry": QUICK} | options))
+        self.place.opened.append(store)
+        return store
+
+    def direct(self) -> LiveStore:
+        if self.place.kind == "firestore":
+            self._monkeypatch.setenv("FIRESTORE_EMULATOR_HOST", self._address(0))
+        return self.place.open()
+
+
+@pytest.fixture
+def line(place: Place, tcp_proxy: Callable[[int], TcpProxy], monkeypatch: pytest.MonkeyPatch) -> Line:
+    if place.kind == "firestore":
+        import os
+
+        host = os.environ["FIRESTORE_EMULATOR_HOST"]
+        return Line(place, tcp_proxy(int(host.split(":")[1])), lambda _: host, monkeypatch)
+    parts = urlsplit(place.url)
+    assert parts.port
+
+    def address(port: int) -> str:
+        return urlunsplit(parts._replace(netloc=parts.netloc.replace(str(parts.port), str(port))))
+
+    return Line(place, tcp_proxy(parts.port), address, monkeypatch)
+
+
+def cut_off(line: Line) -> None:
+    line.proxy.refuse()
+    line.proxy.cut()
+
+
+def drain(subscription: Subscription, key: tuple[int, str], version: int) -> list[int]:
+    """The versions of ``key`` a reader hears, up to ``version``."""
+    heard: list[int] = []
+    while not heard or heard[-1] < version:
+        event = subscription.get(60)
+        if event.state is not None and event.state.key == key:
+            heard.append(event.state.version)
+    return heard
+
+
+@pytest.mark.req("S1-46", "S1-51")
+@pytest.mark.stores(NETWORKED)
+def test_what_was_written_while_it_was_cut_off_is_heard_after_the_reconnect_once(line: Line):
+    far, near = line.open(retry=PERSISTENT), line.direct()
+    near.set_state(State("job", 1, "a"))
+    subscription = far.subscribe()
+    sees(far, 1, "a", 1)
+    cut_off(line)
+    eventually(lambda: not far.fresh, 60)
+    for _ in range(3):
+        near.set_state(State("job", 1, "a"))
+    line.proxy.pass_through()
+    near.set_state(State("job", 1, "b"))
+    heard = drain(subscription, (1, "a"), 4)
+    assert heard[0] == 1
+    assert heard == sorted(set(heard))
+    assert sees(far, 1, "b", 1).version == 1
+    eventually(lambda: far.fresh, 60)
+
+
+@pytest.mark.req("S1-46", "S1-40")
+@pytest.mark.stores(NETWORKED)
+def test_a_job_deleted_and_made_again_while_it_was_cut_off_is_heard_from_version_1(line: Line):
+    far, near = line.open(retry=PERSISTENT), line.direct()
+    for _ in range(5):
+        near.set_state(State("job", 1, "a"))
+    near.set_state(State("job", 1, "gone"))
+    subscription = far.subscribe()
+    drain(subscription, (1, "a"), 5)
+    sees(far, 1, "gone", 1)
+    cut_off(line)
+    eventually(lambda: not far.fresh, 60)
+    near.delete_job()
+    line.direct().set_state(State("job", 1, "a", 42))
+    line.proxy.pass_through()
+    while (event := subscription.get(60)).state is None or event.state.status != 42:
+        continue
+    assert event.state.version == 1
+    eventually(lambda: far.get_state(1, "gone").version == 0, 60)
+
+
+def disconnect_often(line: Line, times: int) -> None:
+    far, near = line.open(retry=PERSISTENT), line.direct()
+    watched = far.subscribe()
+    others = [Manager("job", 0, 3, far).subscribe(task_id=1), far.subscribe(depth=4)]
+    before = metrics.value("headway_states_listener_reconnects", store=line.place.kind)
+    heard = [0]
+    for number in range(times):
+        near.set_state(State("job", 1, "a", number))
+        line.proxy.cut()
+        last = near.set_state(State("job", 1, "a", number)).version
+        heard += drain(watched, (1, "a"), last)  # it is connected again
+    assert last == 2 * times
+    assert heard == sorted(set(heard)), "no version twice"
+    for subscription in others:
+        versions = drain(subscription, (1, "a"), last)
+        assert versions == sorted(set(versions))
+        assert subscription.waiting == 0
+    assert far.get_state(1, "a").version == last
+    assert metrics.value("headway_states_listener_reconnects", store=line.place.kind) - before >= times / 2
+
+
+@pytest.mark.req("S1-46", "S1-51")
+@pytest.mark.stores(NETWORKED)
+def test_hundreds_of_disconnects_leave_every_subscriber_at_the_last_version_with_no_duplicate(line: Line):
+    disconnect_often(line, {"redis": 200, "postgresql": 50, "firestore": 20}[line.place.kind])
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
+@pytest.mark.stores(NETWORKED)
+def test_a_thousand_disconnects_leave_every_subscriber_at_the_last_version_with_no_duplicate(line: Line):
+    disconnect_often(line, 1_000)
+
+
+@pytest.mark.req("S1-45", "S1-47", "S1-48")
+@pytest.mark.stores(NETWORKED)
+def test_cut_off_for_good_it_waits_longer_each_time_then_says_so_and_closes_every_subscription(
+    line: Line, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.WARNING, "headway.states")
+    store = line.open(retry=RetryPolicy(retries=5, base=0.05, cap=0.3))
+    subscriptions = [store.subscribe(), Manager("job", 0, 3, store).subscribe(tag="a")]
+    cut_off(line)
+    for subscription in subscriptions:
+        with pytest.raises(Unavailable, match=r"cannot be listened to") as caught:
+            list(subscription)
+        assert str(caught.value).startswith("\U0001f534 ")
+        assert subscription.closed
+    said: list[Any] = [record for record in caplog.records if record.name == "headway.states"]
+    waits = [record.fields["seconds"] for record in said if record.levelno == logging.WARNING]
+    assert waits == [0.05, 0.1, 0.2, 0.3, 0.3]
+    assert all(record.getMessage().startswith("\U0001f7e1 ") for record in said[:-1])
+    assert said[-1].levelno == logging.CRITICAL
+    assert said[-1].getMessage().startswith("\U0001f534 ")
+    assert said[-1].fields["jobID"] == "job"
+
+
+@pytest.mark.req("S1-45")
+def test_the_listeners_own_policy_is_1_s_doubled_at_most_60_s_five_times():
+    assert list(LISTENER.delays()) == [1, 2, 4, 8, 16]
+    assert (LISTENER.cap, LISTENER.retries) == (60, 5)
+    assert [LISTENER.delay(failures) for failures in (6, 7, 8, 100)] == [32, 60, 60, 60]
+    import inspect
+
+    assert inspect.signature(states.open_store).parameters["retry"].default is LISTENER
+
+
+@pytest.mark.req("S1-47")
+@pytest.mark.stores(NETWORKED)
+def test_after_giving_up_it_never_answers_from_the_stale_cache_and_a_new_subscription_brings_it_back(line: Line):
+    far, near = line.open(retry=RetryPolicy(retries=1, base=0.01)), line.direct()
+    near.set_state(State("job", 1, "a", 1))
+    sees(far, 1, "a", 1)
+    subscription = far.subscribe()
+    cut_off(line)
+    with pytest.raises(Unavailable):
+        list(subscription)
+    with pytest.raises(Unavailable):
+        far.get_state(1, "a")
+    with pytest.raises(Unavailable):
+        far.subscribe()
+    near.set_state(State("job", 1, "a", 2))
+    line.proxy.pass_through()
+
+    def read_through() -> State | None:
+        with suppress(Unavailable):  # gRPC rests a moment between two connections
+            return far.get_state(1, "a")
+        return None
+
+    assert eventually(read_through, 60).status == 2
+    assert not far.fresh
+    with far.subscribe() as again:
+        assert [state.status for state in replayed(again)] == [2]
+        assert far.fresh
+        near.set_state(State("job", 1, "a", 3))
+        assert live(again)[0].status == 3
+
+
+@pytest.mark.req("S1-53")
+@pytest.mark.stores(("redis", "firestore"))  # PostgreSQL is tried again by headway._sql, which has its own tests
+def test_a_write_is_tried_again_and_a_lasting_failure_is_an_error_with_the_red_sign(
+    line: Line, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.WARNING, "headway.states")
+    store = line.open(retry=PERSISTENT)
+    store._backend.write_policy = RetryPolicy(retries=2, base=0.05)
+    cut_off(line)
+    with pytest.raises(Unavailable) as caught:
+        store.set_state(State("job", 0, "a", event_id="e-1"))
+    assert str(caught.value).startswith("\U0001f534 ")
+    retried = [record for record in caplog.records if "written again" in record.getMessage()]
+    assert len(retried) == 2
+    errors: list[Any] = [
+        record for record in caplog.records if (record.name, record.levelno) == ("headway.states", logging.ERROR)
+    ]
+    assert errors[0].getMessage() == "\U0001f534 failed to write state"
+    assert {name: errors[0].fields[name] for name in ("jobID", "taskID", "tag", "eventID")} == {
+        "jobID": "job",
+        "taskID": 0,
+        "tag": "a",
+        "eventID": "e-1",
+    }
+    assert errors[0].fields["error"]
+    store._backend.write_policy = RetryPolicy(retries=50, base=0.05, cap=0.1)
+    threading.Timer(0.3, line.proxy.pass_through).start()
+    assert store.set_state(State("job", 0, "a", event_id="e-1")).version == 1
+
+
+@pytest.mark.req("S1-53", "S1-54", "S1-50")
+@pytest.mark.stores(("postgresql", "redis"))
+def test_a_write_whose_answer_was_lost_is_stored_once(line: Line):
+    store = line.open(retry=PERSISTENT)
+    if line.place.kind == "redis":
+        store._backend.write_policy = RetryPolicy(retries=20, base=0.001, cap=0.01)
+    written = {"redis": b"EVALSHA", "postgresql": b"COMMIT"}[line.place.kind]
+    line.proxy.drop_replies(every=4, to=written)
+    versions = [store.set_state(State("job", 0, "a", number)).version for number in range(30)]
+    assert versions == list(range(1, 31))
+
+
+@pytest.mark.stores(NETWORKED)
+def test_a_connection_that_is_open_but_dead_is_noticed_without_an_error_from_below(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+):
+    module = {"redis": "redis", "postgresql": "sql", "firestore": "firestore"}[line.place.kind]
+    quick = {"redis": {"HEARTBEAT_MS": 100, "SILENCE": 0.5}, "sql": {"HEARTBEAT": 0.1, "PING_SECONDS": 0.3}}
+    for name, value in quick.get(module, {"HEARTBEAT": 0.1, "PROBE_SECONDS": 0.5}).items():
+        monkeypatch.setattr(f"headway.states.{module}.{name}", value)
+    store = line.open(retry=PERSISTENT)
+    store.list_all_states()
+    assert store.fresh
+    line.proxy.black_hole()
+    eventually(lambda: not store.fresh, 9)
+    line.proxy.pass_through()
+    eventually(lambda: store.fresh, 30)
+
+
+@pytest.mark.stores(("redis",))
+def test_a_redis_that_was_wiped_has_lost_the_job_and_says_so(place: Place, redis_server: RedisServer):
+    store = place.open()
+    store.set_state(State("job", 0, "a"))
+    with redis_server.client() as client:
+        client.flushall()
+    with pytest.raises(NotFound, match="no job 'job'"):
+        store.set_state(State("job", 0, "a"))
+    eventually(lambda: store.list_all_states() == [], 60)
+
+
+@pytest.mark.stores(("postgresql",))
+def test_postgresql_may_be_restarted_under_a_subscriber_and_a_writer(place: Place, postgres_server: PostgresServer):
+    store = place.open(retry=PERSISTENT)
+    subscription = store.subscribe()
+    store.set_state(State("job", 0, "a"))
+    assert drain(subscription, (0, "a"), 1) == [1]
+    postgres_server.restart(immediate=True)
+    store.set_state(State("job", 0, "a"))
+    assert drain(subscription, (0, "a"), 2) == [2]
+
+
+@pytest.mark.stores(("sqlite", "redis"))
+def test_a_subscriber_that_raises_one_that_is_slow_and_one_that_is_cancelled_harm_nobody(place: Place):
+    store, writer = place.open(), place.open()
+    good, slow, cancelled = store.subscribe(), store.subscribe(depth=4), store.subscribe()
+
+    def raising() -> None:
+        with store.subscribe() as subscription:
+            for event in subscription:
+                if event.state is not None:
+                    raise ValueError("not my day")
+
+    raised = threading.Event()
+    reader = threading.Thread(target=lambda: suppressed(raising, ValueError, raised))
+    reader.start()
+    for number in range(300):
+        writer.set_state(State("job", 1, "a", number))
+        if number == 100:
+            cancelled.close()
+    assert drain(good, (1, "a"), 300) == list(range(1, 301))
+    late = drain(slow, (1, "a"), 300)
+    assert late[:4] == [1, 2, 3, 4]
+    assert late[-1] == 300
+    assert list(cancelled) == []
+    assert raised.wait(20)
+    reader.join()
+    assert len(store._subscriptions) == 2
+
+
+def suppressed(work: Callable[[], None], error: type[Exception], done: threading.Event) -> None:
+    with pytest.raises(error):
+        work()
+    done.set()

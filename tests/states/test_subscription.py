@@ -1,0 +1,217 @@
+"""One reader, without a store: order, duplicates, limits, and how it ends."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.errors import InvalidInput, Unavailable
+from headway.states import State, StateEvent, Subscription, SubscriptionClosed
+from headway.telemetry import metrics
+from tests.states.conftest import live, replayed, take
+
+NOON = datetime(2026, 11, 15, 12, tzinfo=UTC)
+
+
+def state(version: int, tag: str = "a", task: int = 0, seconds: float = 0) -> State:
+    return State("job", task, tag, version=version, timestamp=NOON + timedelta(seconds=seconds))
+
+
+def started(*standing: State, **options: object) -> Subscription:
+    subscription = Subscription(**options)  # type: ignore[arg-type]
+    subscription.start(standing)
+    return subscription
+
+
+@pytest.fixture
+def tiny_switch_interval() -> Iterator[None]:
+    """Threads take turns as often as the interpreter can: a race that exists is likely to show."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.req("S1-11", "S1-25", "S1-26")
+def test_an_event_says_whether_it_is_replay_sentinel_or_news():
+    subscription = started(state(4))
+    subscription.offer(state(5))
+    assert take(subscription, 3) == [
+        StateEvent(state(4), replay=True),
+        StateEvent(None, replay=False),
+        StateEvent(state(5), replay=False),
+    ]
+
+
+@pytest.mark.req("S1-23")
+def test_replay_goes_by_time_and_states_of_one_commit_by_task_and_tag():
+    standing = [state(1, "b", 1), state(1, "a", 1), state(9, "z", 0, -1), state(1, "b", 0), state(2, "c", 2, 1)]
+    keys = [found.key for found in replayed(started(*standing))]
+    assert keys == [(0, "z"), (0, "b"), (1, "a"), (1, "b"), (2, "c")]
+
+
+@pytest.mark.req("S1-51")
+def test_only_a_version_that_grew_is_told():
+    subscription = started(state(4))
+    for version in (4, 3, 5, 5, 4, 7, 6):
+        subscription.offer(state(version))
+    subscription.offer(state(1, "b"))
+    assert [found.version for found in replayed(subscription)] == [4]
+    assert [(found.tag, found.version) for found in live(subscription, 3)] == [("a", 5), ("a", 7), ("b", 1)]
+    assert subscription.waiting == 0
+
+
+@pytest.mark.req("S1-51")
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 9)), max_size=60), st.integers(0, 60))
+def test_however_often_and_in_whatever_order_it_is_told_a_reader_sees_growing_versions_up_to_the_last(
+    offers: list[tuple[str, int]], split: int
+):
+    subscription = Subscription(depth=4)
+    standing: dict[str, State] = {}
+    for tag, version in offers[:split]:
+        standing[tag] = max(standing.get(tag, state(0, tag)), state(version, tag), key=lambda found: found.version)
+    subscription.start(standing.values())
+    for tag, version in offers[split:]:
+        subscription.offer(state(version, tag))
+    subscription.end()
+    seen: dict[str, int] = {}
+    for event in subscription:
+        if event.state is not None:
+            assert event.state.version > seen.get(event.state.tag, 0)
+            seen[event.state.tag] = event.state.version
+    assert seen == {
+        tag: max(version for name, version in offers if name == tag) for tag in {name for name, _ in offers}
+    }
+
+
+def test_what_was_offered_before_the_start_is_news_and_not_told_twice():
+    subscription = Subscription()
+    subscription.offer(state(5))
+    subscription.start([state(5), state(2, "b")])
+    assert [found.key for found in replayed(subscription)] == [(0, "b")]
+    assert [found.version for found in live(subscription)] == [5]
+
+
+def test_a_key_that_was_removed_begins_again_at_version_1():
+    subscription = started(state(7))
+    replayed(subscription)
+    subscription.forget((0, "a"))
+    subscription.offer(state(1))
+    assert live(subscription) == [state(1)]
+
+
+@pytest.mark.req("S1-29")
+def test_four_events_wait_for_a_reader_who_is_not_there_and_less_cannot_be_asked_for():
+    subscription = started(depth=4, overflow="close")
+    for version in range(1, 5):
+        subscription.offer(state(version))
+    replayed(subscription)
+    assert [found.version for found in live(subscription, 4)] == [1, 2, 3, 4]
+    with pytest.raises(InvalidInput, match="at least 4"):
+        Subscription(depth=3)
+    with pytest.raises(InvalidInput, match="not known"):
+        Subscription(overflow="drop")  # type: ignore[arg-type]
+
+
+def test_a_reader_too_far_behind_gets_the_newest_of_each_key_and_the_rest_is_counted():
+    skipped = metrics.value("headway_states_skipped")
+    subscription = started(depth=4)
+    for version in range(1, 101):
+        subscription.offer(state(version))
+        subscription.offer(state(version, "b"))
+    assert subscription.waiting <= 1 + 4 + 2
+    replayed(subscription)
+    told = [(found.tag, found.version) for found in live(subscription, 6)]
+    assert told == [("a", 1), ("b", 1), ("a", 2), ("b", 2), ("a", 100), ("b", 100)]
+    assert metrics.value("headway_states_skipped") - skipped == 2 * 97
+    subscription.offer(state(101))
+    assert live(subscription) == [state(101)]
+
+
+def test_a_reader_may_ask_to_be_closed_with_an_error_instead():
+    subscription = started(depth=4, overflow="close")
+    for version in range(1, 7):
+        subscription.offer(state(version))
+    replayed(subscription)
+    assert len(live(subscription, 4)) == 4
+    with pytest.raises(Unavailable, match="too slow"):
+        next(subscription)
+    assert subscription.closed
+
+
+@pytest.mark.req("S1-28")
+def test_closing_drops_what_waits_and_counts_it():
+    dropped = metrics.value("headway_states_dropped")
+    subscription = started(state(1), state(1, "b"), depth=4)
+    for version in range(2, 12):
+        subscription.offer(state(version))
+    subscription.get(1)
+    subscription.close()
+    subscription.close()
+    assert list(subscription) == []
+    assert subscription.waiting == 0
+    assert metrics.value("headway_states_dropped") - dropped == 1 + 4 + 1
+    with pytest.raises(SubscriptionClosed):
+        subscription.get(1)
+    subscription.offer(state(99))
+    assert subscription.waiting == 0
+
+
+@pytest.mark.req("S1-28")
+def test_closing_from_another_thread_ends_a_reader_who_waits():
+    with started() as subscription:
+        replayed(subscription)
+        reader = threading.Thread(target=list, args=(subscription,))
+        reader.start()
+        subscription.close()
+        reader.join(20)
+        assert not reader.is_alive()
+
+
+def test_iteration_with_a_time_limit_says_that_nothing_came():
+    subscription = started(timeout=0.02)
+    assert next(subscription).replay_complete
+    with pytest.raises(TimeoutError, match=r"0\.02 s"):
+        next(subscription)
+    subscription.offer(state(1))
+    assert next(subscription).state == state(1)
+
+
+def test_ended_with_an_error_it_gives_what_waits_and_then_the_error():
+    subscription = started(state(1))
+    subscription.offer(state(2))
+    subscription.end(Unavailable("gone"))
+    assert len(take(subscription, 3)) == 3
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="gone"):
+            next(subscription)
+
+
+@pytest.mark.req("S1-52")
+@pytest.mark.usefixtures("tiny_switch_interval")
+def test_offers_from_many_threads_reach_a_reader_once_each_and_in_order():
+    subscription = started(depth=100_000)
+    tags = [f"t{number}" for number in range(6)]
+
+    def offer(tag: str) -> None:
+        for version in range(1, 201):
+            subscription.offer(state(version, tag))
+            subscription.offer(state(version, tag))
+
+    threads = [threading.Thread(target=offer, args=(tag,)) for tag in tags]
+    for thread in threads:
+        thread.start()
+    assert subscription.get(20).replay_complete
+    told: dict[str, list[int]] = {tag: [] for tag in tags}
+    for _ in range(200 * len(tags)):
+        (found,) = live(subscription)
+        told[found.tag].append(found.version)
+    for thread in threads:
+        thread.join()
+    assert all(versions == list(range(1, 201)) for versions in told.values())
