@@ -5,8 +5,8 @@
 
 One thread per store listens, whatever the number of subscribers; a store that only writes has none. It connects, *then*
 lists, then applies changes; at every reconnect it does the same again, so what happened in between is never missed, and
-versions keep it from being told twice. While the listener is not connected the cache is stale: reads then go to the backend, or fail; they never
-answer from a cache that nobody keeps.
+versions keep it from being told twice. While the listener is not connected the cache is stale: reads then go to the
+backend, or fail; they never answer from a cache that nobody keeps.
 """
 
 from __future__ import annotations
