@@ -8,16 +8,19 @@ leaves the outcome unknown; repeating is right only because everything we write 
 
 from __future__ import annotations
 
+import os
+import re
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
-from importlib import resources
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+from weakref import WeakSet
 
 from headway import _sqlite_file
 from headway.errors import (
@@ -49,6 +52,9 @@ T = TypeVar("T")
 
 #: How long a writer waits for another process's transaction before it gives up.
 LOCK_SECONDS = 30.0
+
+#: Rows that `Tx.insert` puts into one statement; more bring nothing.
+ROWS_TOGETHER = 50
 
 #: The database's own clock, seconds since 1970, as an expression of each engine.
 NOW: dict[Engine, str] = {
@@ -90,6 +96,20 @@ class Tx:
         """Run one statement for every row; how many rows were touched in all."""
         return self._executemany(sql, rows).rowcount
 
+    def insert(self, sql: str, rows: Sequence[Sequence[Value]]) -> int:
+        """Run an INSERT, written for one row, for all of them; how many rows were touched in all.
+
+        Many rows share a statement: on SQLite every statement that a constraint may abort first saves the pages it is
+        going to change, which costs more than the row itself.
+        """
+        many, count, together = _for_many(sql), 0, len(rows) - len(rows) % ROWS_TOGETHER
+        for start in range(0, together, ROWS_TOGETHER):
+            values = list(chain.from_iterable(rows[start : start + ROWS_TOGETHER]))
+            count += self._execute(many, values).rowcount
+        if together < len(rows):
+            count += self._executemany(sql, rows[together:]).rowcount
+        return count
+
     def one(self, sql: str, parameters: Sequence[Value] = ()) -> Row | None:
         return self._execute(sql, parameters).fetchone()
 
@@ -101,6 +121,13 @@ class Tx:
         row = self.one(f"SELECT {NOW[self.engine]}")
         assert row is not None
         return float(row[0])
+
+
+@lru_cache(maxsize=64)
+def _for_many(sql: str) -> str:
+    """``INSERT … VALUES (?, ?) …`` with its row repeated."""
+    head, row, tail = re.split(r"(?<=VALUES )(\([^)]*\))", sql, maxsplit=1)
+    return head + ", ".join([row] * ROWS_TOGETHER) + tail
 
 
 def marks(count: int) -> str:
@@ -126,6 +153,7 @@ class Database:
         self._idle: list[Any] = []  # driver connections; each engine's subclass knows which
         self._guard = ForkGuard(f"The connection to {name}")
         self._inherited: list[Any] = []
+        self._connections = 0  # open ones, idle or in use
         self._closed = False
 
     # ---- the verbs -------------------------------------------------------------------------------------------------
@@ -136,7 +164,7 @@ class Database:
         while True:
             try:
                 began = time.perf_counter()
-                result = self._once(work)
+                result = self._once(work, operation)
                 metrics.observe("headway_sql_seconds", time.perf_counter() - began, operation=operation)
                 return result
             except _Transient as trouble:
@@ -158,8 +186,7 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Tx]:
         """Several reads of one consistent moment."""
-        with self._reading() as connection:
-            self._begin_read(connection)
+        with self._reading(self._begin_read) as connection:
             try:
                 yield self._tx(connection)
             finally:
@@ -167,16 +194,13 @@ class Database:
 
     def one(self, sql: str, parameters: Sequence[Value] = ()) -> Row | None:
         """One row by one statement."""
-        with self._reading() as connection:
-            return self._tx(connection).one(sql, parameters)
+        return self._ask(lambda tx: tx.one(sql, parameters))
 
     def all(self, sql: str, parameters: Sequence[Value] = ()) -> list[Row]:
-        with self._reading() as connection:
-            return self._tx(connection).all(sql, parameters)
+        return self._ask(lambda tx: tx.all(sql, parameters))
 
     def now(self) -> float:
-        with self._reading() as connection:
-            return self._tx(connection).now()
+        return self._ask(Tx.now)
 
     def own_connection(self) -> Any:
         """A driver connection outside the pool, for one who listens on it; the caller closes it."""
@@ -198,7 +222,7 @@ class Database:
             idle, self._idle = self._idle, []
         if not self._guard.crossed:
             for connection in idle:
-                connection.close()
+                self._drop(connection)
 
     def __enter__(self) -> Self:
         return self
@@ -213,7 +237,7 @@ class Database:
         raise AssertionError("each engine has its own")
 
     def verify(self) -> None:
-        """Raise `StoreCorrupt` if the engine finds damage (SQLite: quick_check)."""
+        """Raise `StoreCorrupt` if the engine finds damage (SQLite: integrity_check)."""
 
     def size(self) -> int:
         """Bytes on disk, with the log of pending writes."""
@@ -225,17 +249,20 @@ class Database:
     def _tx(self, connection: Any) -> Tx:
         raise AssertionError("each engine has its own")
 
-    def _once(self, work: Callable[[Tx], T]) -> T:
+    def _once(self, work: Callable[[Tx], T], operation: str) -> T:
         connection = self._take()
         try:
             self._begin(connection)
+            log.debug("transaction begun", operation=operation)
             try:
                 result = work(self._tx(connection))
                 self._commit(connection)
-                return result
             except BaseException:
                 self._rollback(connection)
+                log.debug("transaction rolled back", operation=operation)
                 raise
+            log.debug("transaction committed", operation=operation)
+            return result
         except self._errors() as error:
             raise self._explained(error) from error
         finally:
@@ -269,12 +296,45 @@ class Database:
 
     # ---- the pool --------------------------------------------------------------------------------------------------
 
+    def _ask(self, question: Callable[[Tx], T]) -> T:
+        """A read by one statement. Reading changes nothing, so one over a connection that broke while it lay idle
+        (the server was restarted) is asked again over a new one."""
+        began = time.perf_counter()
+        try:
+            try:
+                return self._ask_once(question)
+            except _Transient as trouble:
+                log.warning("the query is tried again", operation="query", error=str(trouble.final))
+            return self._ask_once(question)
+        except _Transient as trouble:
+            raise trouble.final from trouble.__cause__
+        finally:
+            metrics.observe("headway_sql_seconds", time.perf_counter() - began, operation="query")
+
+    def _ask_once(self, question: Callable[[Tx], T]) -> T:
+        connection = self._take()
+        try:
+            return question(self._tx(connection))
+        except self._errors() as error:
+            raise self._explained(error) from error
+        finally:
+            self._give(connection)
+
     @contextmanager
-    def _reading(self) -> Iterator[Any]:
+    def _reading(self, begin: Callable[[Any], None]) -> Iterator[Any]:
         connection = None
         known: tuple[type[Exception], ...] = (*self._errors(), _Transient)
         try:
             connection = self._take()
+            try:
+                begin(connection)
+            except self._errors() as error:
+                if not isinstance(self._explained(error), _Transient):
+                    raise
+                self._give(connection)  # as in _ask: nothing was read yet
+                connection = None
+                connection = self._take()
+                begin(connection)
             yield connection
         except known as error:  # `_Transient` when the connection could not even be opened
             raise self._final(error) from error
@@ -288,22 +348,45 @@ class Database:
         return explained.final if isinstance(explained, _Transient) else explained
 
     def _give(self, connection: Any) -> None:
-        if self._closed or self._broken(connection):
-            connection.close()
+        if self._broken(connection):
+            # What broke this one (the server went away) broke the idle ones too: each would cost a try of its own.
+            idle, self._idle = self._idle, []
+            for one in (connection, *idle):
+                self._drop(one)
+        elif self._closed:
+            self._drop(connection)
         else:
             self._idle.append(connection)  # atomic; the last one used is the next one taken
+
+    def _drop(self, connection: Any) -> None:
+        connection.close()
+        self._count_connections(-1)
+
+    def _count_connections(self, change: int) -> None:
+        with self._lock:
+            self._connections += change
+            metrics.gauge("headway_sql_connections", self._connections, engine=self.engine)
 
     def _take(self) -> Any:
         if self._closed:
             raise HeadwayError(f"{self.name} was closed.")
-        if self._guard.crossed:
-            with self._lock:
-                self._inherited, self._idle = self._idle, []
-                self._guard = ForkGuard(f"The connection to {self.name}")
+        self._leave_inheritance()
         try:
             return self._idle.pop()
         except IndexError:
-            return self._open()
+            self._count_connections(+1)  # before it is open: a fork in between must not overlook it
+            try:
+                return self._open()
+            except BaseException:
+                self._count_connections(-1)
+                raise
+
+    def _leave_inheritance(self) -> None:
+        """In a forked child: begin with nothing. Locks too: a thread of the parent may have held them."""
+        if self._guard.crossed:
+            self._lock = threading.Lock()
+            self._inherited, self._idle, self._connections = self._idle, [], 0
+            self._guard = ForkGuard(f"The connection to {self.name}")
 
 
 class _Transient(Exception):
@@ -329,16 +412,27 @@ class SQLite(Database):
         self.path = path
         self._synchronous = synchronous
         self._writing = threading.Lock()
+        self.forking = False
         self._hold: _sqlite_file.Hold | None = None
+        _open_files.add(self)
         if path is None:
             self._one_at_a_time = threading.Lock()
 
     def migrate(self) -> None:
-        def work(tx: Tx) -> None:
+        steps = migrations("sqlite")
+
+        def found_version(tx: Tx) -> int:
             row = tx.one("PRAGMA user_version")
-            found = int(row[0]) if row else 0
-            steps = migrations("sqlite")
-            _refuse_newer(self.name, found, steps)
+            assert row is not None
+            _refuse_newer(self.name, row[0], steps)
+            return int(row[0])
+
+        # First without the lock of a writer: a reader of a database in use, or of one it may not write, needs none.
+        if self._ask(found_version) == len(steps):
+            return
+
+        def work(tx: Tx) -> None:
+            found = found_version(tx)
             for version, statements in steps[found:]:
                 for statement in statements:
                     tx.execute(statement)
@@ -347,18 +441,18 @@ class SQLite(Database):
         self.run(work, operation="migrate")
 
     def verify(self) -> None:
-        rows = self.all("PRAGMA quick_check(3)")
+        rows = self.all("PRAGMA integrity_check(3)")
         if rows != [("ok",)]:
             raise StoreCorrupt(f"The database {self.path} is damaged: {rows[0][0]}.")
         if self._hold is not None:
-            _sqlite_file.check_identity(self._hold, self.all)
+            _sqlite_file.check_identity(self._hold)
 
     def check(self, *, writable: bool) -> None:
         """Refuse a file that is not a headway database, or beside which lies the -wal of another one."""
-        assert self.path is not None
-        self._hold = _sqlite_file.Hold(self.path)
-        _sqlite_file.check_header(self._hold, writable=writable)
-        _sqlite_file.check_identity(self._hold, self.all)
+        if self.path is not None:
+            self._hold = _sqlite_file.Hold(self.path)
+            _sqlite_file.check_header(self._hold, writable=writable)
+            _sqlite_file.check_identity(self._hold)
 
     def close(self) -> None:
         super().close()
@@ -368,10 +462,14 @@ class SQLite(Database):
     def size(self) -> int:
         if self.path is None:
             row = self.one("SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()")
-            return int(row[0]) if row else 0
-        return _sqlite_file.size(self.path)
+            size = int(row[0]) if row else 0
+        else:
+            size = _sqlite_file.size(self.path)
+        metrics.gauge("headway_sql_bytes", size, engine=self.engine)
+        return size
 
     def _open(self) -> sqlite3.Connection:
+        connection = None
         try:
             connection = sqlite3.connect(
                 self.path or ":memory:",
@@ -388,13 +486,18 @@ class SQLite(Database):
             connection.execute("PRAGMA foreign_keys = ON")
             connection.execute("PRAGMA cache_size = -2048")
             return connection
-        except sqlite3.DatabaseError as error:
-            raise self._meaning(error) from error
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            if connection is not None:
+                connection.close()
+            raise self._explained(error) from error
 
     def _take(self) -> Any:
         if self.path is None:
             self._one_at_a_time.acquire()  # an in-memory database *is* its one connection
         try:
+            self._leave_inheritance()
+            while self.forking:
+                time.sleep(0.001)  # for 2 s at the most: see close_before_fork
             return super()._take()
         except BaseException:
             if self.path is None:
@@ -408,11 +511,14 @@ class SQLite(Database):
 
     def one(self, sql: str, parameters: Sequence[Value] = ()) -> Row | None:
         # Written out: asking whether an item is done takes 10 microseconds, and two context managers as much again.
-        connection = self._take()
+        try:
+            connection = self._take()
+        except _Transient as trouble:
+            raise trouble.final from trouble.__cause__
         try:
             row: Row | None = connection.execute(sql, parameters).fetchone()
             return row
-        except sqlite3.Error as error:
+        except self._errors() as error:
             raise self._meaning(error) from error
         finally:
             self._give(connection)
@@ -420,12 +526,38 @@ class SQLite(Database):
     def _tx(self, connection: sqlite3.Connection) -> Tx:
         return Tx("sqlite", connection.execute, connection.executemany)
 
-    def _once(self, work: Callable[[Tx], T]) -> T:
+    def _once(self, work: Callable[[Tx], T], operation: str) -> T:
+        self._leave_inheritance()
         with self._writing:
-            return super()._once(work)
+            return super()._once(work, operation)
+
+    def _leave_inheritance(self) -> None:
+        if self._guard.crossed:
+            if self.path is None or self._connections:
+                self._guard.check()  # its one connection, or one that was in use, belongs to the parent: see below
+            self._writing = threading.Lock()  # a thread of the parent may hold the other one
+            self.forking = False
+        super()._leave_inheritance()
+
+    def close_before_fork(self) -> None:
+        """Close what lies idle, giving other threads a moment to finish.
+
+        SQLite keeps one book of locks per process and file. A child would inherit the book and not the locks: its new
+        connections would think themselves protected while the parent, on closing, deletes the ``-wal`` they write to.
+        So nothing open may cross a fork; where something does, the child refuses to use the database.
+        """
+        deadline = time.monotonic() + 2.0
+        self.forking = True
+        while self.path is not None and self._connections and time.monotonic() < deadline:
+            while self._idle:
+                with suppress(IndexError):  # another thread was quicker to take it
+                    self._drop(self._idle.pop())
+            if self._connections:
+                time.sleep(0.001)
 
     def _begin(self, connection: sqlite3.Connection) -> None:
-        deadline = time.monotonic() + LOCK_SECONDS
+        # This try's share of the whole wait; `run` says in the log that it tries again.
+        deadline = time.monotonic() + LOCK_SECONDS / (STORE.retries + 1)
         while True:
             try:
                 connection.execute("BEGIN IMMEDIATE")
@@ -446,17 +578,34 @@ class SQLite(Database):
             connection.execute("ROLLBACK")
 
     def _errors(self) -> tuple[type[Exception], ...]:
-        return (sqlite3.Error,)
+        return (sqlite3.Error, UnicodeDecodeError, *_UNACCEPTABLE)
 
     def _explained(self, error: Exception) -> HeadwayError | _Transient:
-        assert isinstance(error, sqlite3.Error)
         return _Transient(self._meaning(error)) if _is_busy(error) else self._meaning(error)
 
-    def _meaning(self, error: sqlite3.Error) -> HeadwayError:
-        return _sqlite_file.meaning(error, self.path)
+    def _meaning(self, error: Exception) -> HeadwayError:
+        if isinstance(error, sqlite3.Error | UnicodeDecodeError):
+            return _sqlite_file.meaning(error, self.path)
+        return _unacceptable(error)
 
 
-def _is_busy(error: sqlite3.Error) -> bool:
+_open_files: WeakSet[SQLite] = WeakSet()
+
+
+def _before_fork() -> None:
+    for database in list(_open_files):
+        database.close_before_fork()
+
+
+def _after_fork() -> None:
+    for database in list(_open_files):
+        database.forking = False
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork)
+
+
+def _is_busy(error: Exception) -> bool:
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     return code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
@@ -500,12 +649,18 @@ class PostgreSQL(Database):
 
         self.run(work, operation="migrate")
 
+    def exists(self) -> bool:
+        """Whether a headway was here before."""
+        return self.one("SELECT 1 FROM pg_tables WHERE schemaname = 'headway' AND tablename = 'meta'") is not None
+
     def size(self) -> int:
         row = self.one(
             "SELECT coalesce(sum(pg_total_relation_size(c.oid)), 0)::bigint FROM pg_class c "
             "JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = 'headway' AND c.relkind = 'r'"
         )
-        return int(row[0]) if row else 0
+        size = int(row[0]) if row else 0
+        metrics.gauge("headway_sql_bytes", size, engine=self.engine)
+        return size
 
     def _open(self) -> Connection[Row]:
         psycopg = _psycopg()
@@ -529,6 +684,11 @@ class PostgreSQL(Database):
                     hint="Check user, password and database name in --database.",
                 ) from error
             raise _Transient(self._away(error)) from error
+        except psycopg.Error as error:
+            raise InvalidInput(
+                f"{self.name!r} is not a database address: {redact(str(error)).strip()}.",
+                hint="Use postgresql://user@host:5432/name",
+            ) from error
 
     def _away(self, error: Exception) -> Unavailable:
         return Unavailable(
@@ -540,7 +700,8 @@ class PostgreSQL(Database):
         cursor = connection.cursor()
 
         def execute(sql: str, parameters: Sequence[Value]) -> Cursor:
-            return cursor.execute(_percent(sql), parameters or None)
+            # Without parameters psycopg takes the text as it is: nothing in it may be doubled then.
+            return cursor.execute(_percent(sql), parameters) if parameters else cursor.execute(sql)
 
         def executemany(sql: str, rows: Iterable[Sequence[Value]]) -> Cursor:
             cursor.executemany(_percent(sql), rows)
@@ -575,7 +736,7 @@ class PostgreSQL(Database):
 
     def _errors(self) -> tuple[type[Exception], ...]:
         error: type[Exception] = _psycopg().Error
-        return (error,)
+        return (error, *_UNACCEPTABLE)
 
     def _explained(self, error: Exception) -> HeadwayError | _Transient:
         psycopg = _psycopg()
@@ -588,12 +749,26 @@ class PostgreSQL(Database):
                 return StoreReadOnly(f"PostgreSQL at {self.name} does not let us write: {said}.")
             case errors.SerializationFailure() | errors.DeadlockDetected() | errors.LockNotAvailable():
                 return _Transient(StorageError(f"PostgreSQL at {self.name} was too busy: {said}"))
+            case OverflowError() | UnicodeEncodeError():
+                return _unacceptable(error)
+            case psycopg.DataError():
+                return InvalidInput(f"A value cannot be kept in {self.name}: {said}")
             case psycopg.IntegrityError():
                 return StorageError(f"A constraint of {self.name} was violated: {said}")
             case psycopg.OperationalError() | psycopg.InterfaceError():
                 return _Transient(self._away(error))
             case _:
                 return StorageError(f"PostgreSQL at {self.name} failed: {said}")
+
+
+#: What a driver raises for a value no database can hold: a number beyond 64 bits, half a character.
+_UNACCEPTABLE = (OverflowError, UnicodeEncodeError)
+
+
+def _unacceptable(error: Exception) -> InvalidInput:
+    return InvalidInput(
+        f"A value cannot be kept in a database: {error}.", hint="Use 64-bit numbers and whole characters."
+    )
 
 
 def _psycopg() -> Any:
@@ -618,41 +793,73 @@ def connect(url: str, *, create: bool = True, stop: threading.Event | None = Non
 
     With ``create`` the database is made or brought to this schema version; without it a missing one is `NotFound`.
     """
-    parts = urlsplit(url)
-    if parts.scheme in ("postgresql", "postgres"):
-        database: Database = PostgreSQL(url, stop=stop)
+    database: Database = (
+        PostgreSQL(url, stop=stop) if _split(url).scheme != "sqlite" else _sqlite(url, create=create, stop=stop)
+    )
+    try:
+        if isinstance(database, SQLite):
+            database.check(writable=create)
+        elif isinstance(database, PostgreSQL) and not create and not database.exists():
+            raise _missing(f"There are no records of headway in {database.name}.")
         database.migrate()
-        return database
-    if parts.scheme != "sqlite" or parts.netloc:
-        raise InvalidInput(
-            f"{redact(url)!r} is not a database address.",
-            hint="Use sqlite:///file.db, sqlite:////absolute/file.db or postgresql://user@host/name",
-        )
-    options = parse_qs(parts.query)
-    synchronous = options.get("synchronous", ["full"])[-1].upper()
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def _sqlite(url: str, *, create: bool, stop: threading.Event | None) -> SQLite:
+    options = parse_qs(_split(url).query, keep_blank_values=True)
+    synchronous = options.pop("synchronous", ["full"])[-1].upper()
     if synchronous not in ("FULL", "NORMAL"):
         raise InvalidInput(f"synchronous={synchronous.lower()} is not known.", hint="Use full (default) or normal.")
-    location = unquote(parts.path[1:])
-    if location in ("", ":memory:"):
-        memory = SQLite(None, synchronous=synchronous, stop=stop)
-        memory.migrate()
-        return memory
-    path = Path(location)
-    sqlite = SQLite(path, synchronous=synchronous, stop=stop)
-    if not path.exists():
+    if options:
+        raise InvalidInput(f"{next(iter(options))!r} is no option of a SQLite database.", hint="There is: synchronous.")
+    path = sqlite_path(url)
+    if path is None:
+        return SQLite(None, synchronous=synchronous, stop=stop)
+    if not _sqlite_file.exists(path):
         if not create:
-            raise NotFound(
-                f"There is no database at {path}.",
-                hint="Start a job first (headway run ...), or name the right one: --database sqlite:///FILE",
-            )
+            raise _missing(f"There is no database at {path}.")
         _create_when_possible(path, stop)
+    return SQLite(path, synchronous=synchronous, stop=stop)
+
+
+def _no_address(url: str) -> InvalidInput:
+    return InvalidInput(
+        f"{redact(url)!r} is not a database address.",
+        hint="Use sqlite:///file.db, sqlite:////absolute/file.db or postgresql://user@host/name",
+    )
+
+
+def _missing(what: str) -> NotFound:
+    return NotFound(
+        what,
+        hint="Start a job first (headway run ...), or name the right one: --database sqlite:///FILE",
+    )
+
+
+def sqlite_path(url: str) -> Path | None:
+    """The file an address names; None for a database in memory or on a server."""
+    parts = _split(url)
+    location = unquote(parts.path[1:])
+    if parts.scheme != "sqlite" or location == ":memory:":
+        return None
+    if not location or "\0" in location:  # an empty name would be a database that is gone with the process
+        raise _no_address(url)
+    return Path(location)
+
+
+def _split(url: str) -> SplitResult:
     try:
-        sqlite.check(writable=create)
-        sqlite.migrate()
-    except BaseException:
-        sqlite.close()
-        raise
-    return sqlite
+        parts = urlsplit(url, allow_fragments=False)  # a file's name may have a #
+        if "," not in parts.netloc:  # PostgreSQL takes several hosts
+            _ = parts.port
+    except ValueError as error:
+        raise _no_address(url) from error
+    if parts.scheme not in ("postgresql", "postgres") and (parts.scheme != "sqlite" or parts.netloc):
+        raise _no_address(url)
+    return parts
 
 
 def _create_when_possible(path: Path, stop: threading.Event | None) -> None:
@@ -678,14 +885,15 @@ def _create_when_possible(path: Path, stop: threading.Event | None) -> None:
 def migrations(engine: Engine) -> list[tuple[int, list[str]]]:
     """(version, statements) of every ``sql/NNNN_name.sql``, in order, for one engine.
 
-    A line that ends in ``-- sqlite`` or ``-- postgresql`` is for that engine alone; that is all the difference there is.
+    A line that ends in ``-- sqlite`` or ``-- postgresql`` is for that engine alone; no other difference exists.
     """
     other = "postgresql" if engine == "sqlite" else "sqlite"
     steps = []
-    files = sorted(entry.name for entry in resources.files("headway").joinpath("sql").iterdir())
+    folder = Path(__file__).with_name("sql")
+    files = sorted(entry.name for entry in folder.iterdir())
     for version, name in enumerate((name for name in files if name.endswith(".sql")), start=1):
         assert int(name[:4]) == version, f"{name}: migrations are numbered without gaps"
-        text = resources.files("headway").joinpath("sql", name).read_text()
+        text = folder.joinpath(name).read_text("utf-8")
         lines = (line for line in text.splitlines() if not line.rstrip().endswith(f"-- {other}"))
         statement, statements = "", []
         for line in lines:

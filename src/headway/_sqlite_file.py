@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import sqlite3
 import stat
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from headway.errors import (
     HeadwayError,
@@ -36,7 +37,7 @@ def create(path: Path, migrations: Sequence[tuple[int, list[str]]]) -> None:
     It is built under another name and linked into place, so that a crash in between leaves no half-made file that
     would later look like a lost database. Raises FileExistsError if somebody else was quicker.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
+    draft = path.with_name(f".{path.name}.{os.urandom(4).hex()}.new")
     try:
         draft.unlink(missing_ok=True)
         os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
@@ -77,7 +78,9 @@ def _place(draft: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
-        os.rename(draft, path)  # a file system without hard links
+        if path.exists():  # a file system without hard links has no better way to ask
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+        os.rename(draft, path)
 
 
 def _fsync(path: Path) -> None:
@@ -86,6 +89,17 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def exists(path: Path) -> bool:
+    """Whether something has this name; a directory we may not look into is an error, not a *no*."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise _meaning_of_os_error(error, path) from error
+    return True
 
 
 class Hold:
@@ -105,7 +119,12 @@ class Hold:
         self._released = False
         try:
             with self._lock:
-                status = os.stat(path)
+                status = path.stat()
+                if not stat.S_ISREG(
+                    status.st_mode
+                ):  # asked before opening: to open a pipe is to wait for its other end
+                    kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
+                    raise StoreForeign(f"{path} is {kind}, not a database.")
                 self._file = (status.st_dev, status.st_ino)
                 self._descriptor, holds = self._open.get(self._file) or (os.open(path, os.O_RDONLY | os.O_CLOEXEC), 0)
                 self._open[self._file] = (self._descriptor, holds + 1)
@@ -132,9 +151,6 @@ def check_header(hold: Hold, *, writable: bool) -> None:
     path = hold.path
     try:
         header = hold.read(0, 100)
-        mode = stat.S_IMODE(os.stat(path).st_mode)
-    except IsADirectoryError as error:
-        raise StoreForeign(f"{path} is a directory, not a database.") from error
     except OSError as error:
         raise _meaning_of_os_error(error, path) from error
     if not header:
@@ -145,35 +161,56 @@ def check_header(hold: Hold, *, writable: bool) -> None:
         raise StoreForeign(f"{path} is a SQLite database of another program.")
     if writable and not os.access(path, os.W_OK):
         raise StoreReadOnly(f"The database {path} may not be written.")
-    if mode & 0o077:
-        with suppress(OSError):  # not the owner: then it is the owner's business
-            os.chmod(path, 0o600)
-            log.warning("others could read the database; its mode is now 0600", path=str(path))
+    for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
+        with suppress(OSError):  # it is not there, or not ours: then it is its owner's business
+            mode = stat.S_IMODE(name.stat().st_mode)
+            if mode & 0o077:
+                os.chmod(name, 0o600)
+                log.warning("others could read the database; its mode is now 0600", path=str(name))
+            elif writable and not mode & 0o200:
+                os.chmod(name, 0o600)  # made by a reader while the database itself was read-only
 
 
-def check_identity(hold: Hold, read: Callable[[str], list[Any]]) -> None:
+def check_identity(hold: Hold) -> None:
     """Notice a ``-wal`` file that belongs to another database: SQLite would replay it without a word.
+
+    It is looked at through a connection that may only read: one that may write would, on closing, copy the wrong
+    ``-wal`` into the database and be the end of it.
 
     The database's uuid is written when the file is made and never again, so the page that holds it must say the
     same in the bare file as through SQLite, which looks into the ``-wal`` first. Every job row repeats the uuid,
     because each commit rewrites that page.
     """
     path = hold.path
-    row = read(
-        "SELECT value, (SELECT rootpage FROM sqlite_schema WHERE name = 'meta') FROM meta WHERE name = 'database'"
-    )
-    if not row:
-        raise StoreCorrupt(f"The database {path} has lost its identity.")
-    uuid, rootpage = row[0]
-    page_size = read("PRAGMA page_size")[0][0]
-    genuine = uuid.encode() in hold.read((rootpage - 1) * page_size, page_size)
-    if not genuine or read(
-        "SELECT 1 FROM jobs WHERE origin <> (SELECT value FROM meta WHERE name = 'database') LIMIT 1"
-    ):
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)) as connection:
+            genuine = _is_genuine(hold, connection)
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        raise meaning(error, path) from error
+    except OSError as error:
+        raise _meaning_of_os_error(error, path) from error
+    if not genuine:
         raise StoreCorrupt(
             f"The file {path}-wal belongs to another database than {path}.",
             hint=f"Put the right -wal file back beside {path}, or move the wrong one away. Nothing was written.",
         )
+
+
+def _is_genuine(hold: Hold, connection: sqlite3.Connection) -> bool:
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema WHERE name IN ('meta', 'jobs')").fetchone()
+    row = (
+        tables == 2
+        and connection.execute(
+            "SELECT value, (SELECT rootpage FROM sqlite_schema WHERE name = 'meta') FROM meta WHERE name = 'database'"
+        ).fetchone()
+    )
+    if not row or not isinstance(row[0], str) or not isinstance(row[1], int) or row[1] < 1:
+        raise StoreCorrupt(f"The database {hold.path} has lost its identity.")
+    uuid, rootpage = row
+    (page_size,) = connection.execute("PRAGMA page_size").fetchone()
+    if uuid.encode() not in hold.read((rootpage - 1) * page_size, page_size):
+        return False
+    return connection.execute("SELECT 1 FROM jobs WHERE origin <> ? LIMIT 1", (uuid,)).fetchone() is None
 
 
 def size(path: Path) -> int:
@@ -185,10 +222,13 @@ def size(path: Path) -> int:
     return total
 
 
-def meaning(error: sqlite3.Error, path: Path | None) -> HeadwayError:
+def meaning(error: sqlite3.Error | UnicodeDecodeError, path: Path | None) -> HeadwayError:
     """What an error of SQLite means to the person who runs us."""
     code = getattr(error, "sqlite_errorcode", None)
     where = f"The database {path}" if path else "The in-memory database"
+    # The second is how Python tells of an error whose own text quotes a damaged schema.
+    if code is None and ("decode to UTF-8" in str(error) or isinstance(error, UnicodeDecodeError)):
+        return StoreCorrupt(f"{where} is damaged: a text in it is not UTF-8.")
     if code is None:
         return StorageError(f"{where} cannot be used: {error}.")
     match code & 0xFF:
@@ -205,8 +245,8 @@ def meaning(error: sqlite3.Error, path: Path | None) -> HeadwayError:
             )
         case sqlite3.SQLITE_IOERR:
             return (
-                StoreFull(f"{where} could not be written: {error}.")
-                if _disk_is_full(path)
+                StoreFull(f"{where} cannot grow: no space is left, or files may not get larger (ulimit -f).")
+                if _no_room(path)
                 else StorageError(
                     f"{where} could not be read or written: {error}.", hint="Check the disk and its messages (dmesg)."
                 )
@@ -217,14 +257,17 @@ def meaning(error: sqlite3.Error, path: Path | None) -> HeadwayError:
             return StorageError(f"{where} failed: {error}.")
 
 
-def _disk_is_full(path: Path | None) -> bool:
+def _no_room(path: Path | None) -> bool:
+    """Whether a write failed for want of space; SQLite calls only some of these cases by their name."""
     if path is None:
         return False
     try:
         room = os.statvfs(path.parent)
-    except OSError:
+        largest = max(name.stat().st_size for name in (path, Path(f"{path}-wal")) if name.exists())
+    except (OSError, ValueError):
         return False
-    return room.f_bavail * room.f_frsize < 64 * 1024
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return room.f_bavail * room.f_frsize < 64 * 1024 or largest + 64 * 1024 > limit != resource.RLIM_INFINITY
 
 
 def _meaning_of_os_error(error: OSError, path: Path) -> HeadwayError:

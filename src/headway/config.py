@@ -3,7 +3,7 @@
     database = "sqlite:///ads.db"
     profile  = "production"
 
-    [profile.production]
+    [profiles.production]
     database = "postgresql://headway@db/headway"
 
 `Config` remembers where each value came from, so that ``headway config --show-origin`` can say it.
@@ -11,15 +11,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from headway.errors import ConfigError
-from headway.telemetry import redact
+from headway.telemetry import forget_secrets, redact
 
 Setting = str | int | float | bool | None
 
@@ -43,34 +41,38 @@ def _text(text: str) -> str:
 
 def _whole(minimum: int) -> Callable[[str], int]:
     def read(text: str) -> int:
-        number = int(text)
+        try:
+            number = int(text)
+        except ValueError:
+            number = minimum - 1
         if number < minimum:
-            raise ValueError(f"at least {minimum}")
+            raise ValueError(f"a whole number of at least {minimum} is needed")
         return number
 
     return read
 
 
-def _seconds(text: str) -> float | None:
-    if text.lower() in ("", "none", "off"):
-        return None
-    number = float(text)
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
     if not 0 < number < 10**9:
-        raise ValueError("a number of seconds above 0")
+        raise ValueError("a number above 0 is needed")
     return number
 
 
 def _one_of(*words: str) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text.lower() not in words:
-            raise ValueError("one of " + ", ".join(words))
+            raise ValueError(f"one of {', '.join(words)} is needed")
         return text.lower()
 
     return read
 
 
 def _optional(read: Callable[[str], Setting]) -> Callable[[str], Setting]:
-    return lambda text: None if text == "" else read(text)
+    return lambda text: None if text.lower() in ("", "none", "off") else read(text)
 
 
 #: Every setting there is. A part adds its own here, so that one list answers "what can I set?".
@@ -80,12 +82,12 @@ OPTIONS: tuple[Option, ...] = (
     Option("workers", None, _optional(_whole(1)), "how many items run at once (default: one per core)"),
     Option("mode", "process", _one_of("process", "thread", "async"), "how items run"),
     Option("retries", 2, _whole(0), "further tries of an item that failed"),
-    Option("retry_delay", 1.0, _seconds, "seconds before the first further try; doubled for each one after it"),
-    Option("timeout", None, _seconds, "seconds an item may take"),
-    Option("rate", None, _seconds, "items started per second, at most"),
+    Option("retry_delay", 1.0, _positive, "seconds before the first further try; doubled for each one after it"),
+    Option("timeout", None, _optional(_positive), "seconds an item may take"),
+    Option("rate", None, _optional(_positive), "items started per second, at most"),
     Option("max_failures", None, _optional(_whole(1)), "stop when so many items died in this run"),
     Option("payload_limit", 262_144, _whole(1), "bytes one item's payload may have"),
-    Option("retention_days", 30.0, _seconds, "how long finished jobs are kept by headway purge"),
+    Option("retention_days", 30.0, _positive, "how long finished jobs are kept by headway purge"),
     Option("webhook", None, _optional(_text), "address that is told when a job finished"),
     Option("progress", "auto", _one_of("auto", "bar", "plain", "json", "none"), "how a run shows itself"),
     Option("color", "auto", _one_of("auto", "always", "never"), "colours on the terminal"),
@@ -133,20 +135,20 @@ class Config:
     def reload(self) -> dict[str, Setting]:
         """Read environment and file again; the settings whose value changed. A bad file changes nothing and raises."""
         before, after = self._found, self._read()
+        forget_secrets()
         self._found = after
         return {name: found.value for name, found in after.items() if found.value != before[name].value}
 
     def _read(self) -> dict[str, Found]:
         environment = os.environ if self._environment is None else self._environment
         base, profiles = _read_file(self._path)
-        profile = environment.get(PREFIX + "PROFILE") or base.pop("profile", None)
-        base.pop("profile", None)
+        profile = environment.get(PREFIX + "PROFILE") or base.get("profile")
         chosen: dict[str, Setting] = {}
         if profile is not None:
-            if profile not in profiles:
+            if not isinstance(profile, str) or profile not in profiles:
                 known = ", ".join(sorted(profiles)) or "none"
                 raise ConfigError(f"There is no profile {profile!r} in {self._path} (it has: {known}).")
-            chosen = profiles[str(profile)]
+            chosen = profiles[profile]
         found: dict[str, Found] = {}
         for option in OPTIONS:
             name, variable = option.name, PREFIX + option.name.upper()
@@ -155,7 +157,7 @@ class Config:
             elif variable in environment:
                 found[name] = Found(_value(option, environment[variable], variable), variable)
             elif name in chosen:
-                where = f"{self._path} [profile.{profile}]"
+                where = f"{self._path} [profiles.{profile}]"
                 found[name] = Found(_value(option, chosen[name], where), where)
             elif name in base:
                 found[name] = Found(_value(option, base[name], str(self._path)), str(self._path))
@@ -166,24 +168,44 @@ class Config:
 
 def _read_file(path: Path) -> tuple[dict[str, Setting], dict[str, dict[str, Setting]]]:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return {}, {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", hint=f"Correct {path} or move it away.") from error
-    profiles = content.pop("profile", {}) if isinstance(content.get("profile"), dict) else {}
-    for where, table in [("", content), *((f" [profile.{name}]", table) for name, table in profiles.items())]:
+    import tomllib  # here, because most have no file and every command starts with this
+
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} cannot be read: {error}", hint=f"Correct {path} or move it away.") from error
+    profiles = content.pop("profiles", {})
+    if not isinstance(profiles, dict) or not all(isinstance(table, dict) for table in profiles.values()):
+        raise ConfigError(
+            f"{path}: 'profiles' is not a table of tables.", hint="Write [profiles.NAME] above its settings."
+        )
+    for where, table in [("", content), *((f" [profiles.{name}]", table) for name, table in profiles.items())]:
         for name in table:
             if name not in _BY_NAME and not (name == "profile" and not where):
+                import difflib
+
                 close = difflib.get_close_matches(name, _BY_NAME, 1)
                 hint = f"Did you mean {close[0]!r}?" if close else "See: headway config"
                 raise ConfigError(f"{path}{where}: there is no setting {name!r}.", hint=hint)
     return content, profiles
 
 
+def _check_type(option: Option, raw: object) -> None:
+    if option.read is _text and not isinstance(raw, str):
+        raise ValueError("a text is needed, in quotes")
+    if not isinstance(raw, str | int | float):  # TOML has lists, tables and dates too
+        raise ValueError("a single value is needed")  # noqa: TRY004 - told as any other bad value
+
+
 def _value(option: Option, raw: Setting, where: str) -> Setting:
     """A value from the file or the environment, checked; numbers in TOML need no quotes."""
     try:
+        _check_type(option, raw)
         return option.read(str(raw) if not isinstance(raw, bool) else str(raw).lower())
     except ValueError as error:
         shown = redact(str(raw))

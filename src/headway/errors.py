@@ -62,7 +62,10 @@ class MissingExtra(UsageError):
             f"{what} needs the optional part '{extra}', which is not installed.",
             hint=f"Install it: pip install 'headway[{extra}]'",
         )
-        self.extra = extra
+        self.extra, self.what = extra, what
+
+    def __reduce__(self) -> tuple[type[MissingExtra], tuple[str, str]]:
+        return type(self), (self.extra, self.what)  # it is made of other words than its message
 
 
 class NotFound(HeadwayError):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from headway._redis import EVENTS, EVENTS_QUARANTINE
 from headway._sql import Database, Tx
-from headway.errors import InvalidInput, Unavailable
+from headway.errors import HeadwayError, InvalidInput, Unavailable
 from headway.retry import RetryPolicy
 from headway.telemetry import Log, metrics, redact
 
@@ -90,7 +90,7 @@ class LogSink:
     name: str = "log"
 
     def deliver(self, event: Event) -> None:
-        log.info(f"event {event.type}", eventID=event.id, job=event.job, version=event.version)
+        log.info("event", event=event.type, eventID=event.id, job=event.job, version=event.version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +109,25 @@ class WebhookSink:
         return f"webhook {redact(self.url)}"
 
     def deliver(self, event: Event) -> None:
+        from http.client import HTTPException
         from urllib import error, request
 
+        class NoRedirect(request.HTTPRedirectHandler):
+            """A redirected POST would go on as a GET without the event, and a login page's 200 count as taken."""
+
+            def redirect_request(self, *_: object) -> None:
+                return None
+
         headers = {"Content-Type": "application/json", "Headway-Event-Id": event.id, "User-Agent": "headway"}
-        call = request.Request(  # noqa: S310 - http and https only, see __post_init__
-            self.url, data=event.as_json().encode(), headers=headers, method="POST"
-        )
+        body = event.as_json().encode()
+        call = request.Request(self.url, data=body, headers=headers, method="POST")  # noqa: S310 - http(s), checked
         try:
-            with request.urlopen(call, timeout=self.timeout):  # noqa: S310 - as above; raises unless 2xx
-                return
-        except (error.URLError, TimeoutError, OSError) as trouble:
-            raise Unavailable(f"The webhook {redact(self.url)} did not take the event: {trouble}") from trouble
+            request.build_opener(NoRedirect).open(call, timeout=self.timeout).close()  # raises for anything but 2xx
+        except (error.URLError, HTTPException, TimeoutError, OSError) as trouble:
+            said = redact(str(trouble))
+            if isinstance(trouble, error.HTTPError):
+                trouble.close()
+            raise Unavailable(f"The webhook {redact(self.url)} did not take the event: {said}") from trouble
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +173,19 @@ class SqlOutbox:
         self._database = database
 
     def subscribe(self, sink: str) -> None:
-        self._database.run(
-            lambda tx: tx.execute(
+        def work(tx: Tx) -> None:
+            if tx.one("SELECT 1 FROM sinks WHERE name = ?", (sink,)) is not None:
+                return
+            if tx.engine == "postgresql":
+                # An event of a transaction still open may have a lower seq than one that is committed: wait for it.
+                tx.execute("LOCK TABLE outbox IN SHARE MODE")
+            tx.execute(
                 "INSERT INTO sinks (name, since) SELECT ?, coalesce(max(seq), 0) FROM outbox WHERE true "
                 "ON CONFLICT (name) DO NOTHING",
                 (sink,),
-            ),
-            operation="subscribe",
-        )
+            )
+
+        self._database.run(work, operation="subscribe")
 
     def waiting(self, sink: str, limit: int) -> list[tuple[str, Event]]:
         rows = self._database.all(
@@ -324,16 +337,28 @@ class Relay:
         self._clock = clock
         self._failures: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
-        for sink in self._sinks:
-            outbox.subscribe(sink.name)
+        names = [sink.name for sink in self._sinks]
+        for name in names:
+            if names.count(name) > 1:
+                raise InvalidInput(f"Two sinks are called {name!r}.", hint="Deliveries are noted by name: use two.")
+            outbox.subscribe(name)
 
     def tick(self, *, limit: int = 100) -> float:
         delays = [self._serve(sink, limit) for sink in self._sinks]
         return min(delays, default=self._rest)
 
     def run(self, stop: threading.Event) -> None:
+        failures = 0
         while not stop.is_set():
-            stop.wait(self.tick())
+            try:
+                delay, failures = self.tick(), 0
+            except (
+                HeadwayError
+            ) as error:  # the outbox itself is out of reach: that passes, and the events are safe in it
+                failures += 1
+                delay = BACKOFF.delay(failures)
+                log.warning("waiting events cannot be read; it is tried again", attempt=failures, error=str(error))
+            stop.wait(delay)
 
     def drain(self, seconds: float) -> bool:
         """Deliver all that waits, trying for at most ``seconds``; whether nothing is left."""
@@ -356,7 +381,7 @@ class Relay:
         for handle, event in waiting:
             try:
                 sink.deliver(event)
-            except Exception as error:  # noqa: BLE001 - a sink is foreign code: whatever it raises must not stop the others
+            except Exception as error:  # noqa: BLE001 - a sink is foreign code: the others go on whatever it raises
                 failures = self._failures[sink.name] = self._failures.get(sink.name, 0) + 1
                 delay = BACKOFF.delay(failures)
                 self._not_before[sink.name] = self._clock() + delay

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from types import FrameType
 
 from headway.errors import HeadwayError, Stopping
@@ -20,19 +22,30 @@ class Shutdown:
         self.stop = threading.Event()
         self.abandon = threading.Event()
         self.signum: int | None = None
+        self._requests = count()
         self._wakers: list[Callable[[], None]] = []
 
     def request(self, signum: int = signal.SIGTERM) -> None:
-        if self.stop.is_set():
-            self.abandon.set()
-        else:
-            self.signum = signum
-            self.stop.set()
+        self._announce(self._decide(signum))
+
+    def request_from_handler(self, signum: int) -> None:
+        """`request` for a signal handler, which interrupts the main thread anywhere: also inside `Event.wait` with
+        the event's lock in hand, where setting the event would wait for itself. So another thread sets it."""
+        _thread.start_new_thread(self._announce, (self._decide(signum),))
+
+    def _decide(self, signum: int) -> threading.Event:
+        if next(self._requests):  # atomic: of two signals at once one is the second
+            return self.abandon
+        self.signum = signum
+        return self.stop
+
+    def _announce(self, event: threading.Event) -> None:
+        event.set()
         for wake in self._wakers:
             wake()
 
     def on_request(self, wake: Callable[[], None]) -> None:
-        """Call ``wake`` at each request; it runs inside a signal handler, so it may only set or write something."""
+        """Call ``wake`` at each request, in any thread and at any moment, so it may only set or write something."""
         self._wakers.append(wake)
 
     @property
@@ -54,15 +67,16 @@ def on_signals(shutdown: Shutdown) -> Iterator[Shutdown]:
         yield shutdown
         return
 
-    def handle(signum: int, _frame: FrameType | None) -> None:
-        shutdown.request(signum)
+    def handle(signum: int, _: FrameType | None) -> None:
+        shutdown.request_from_handler(signum)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield shutdown
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # None: it was not Python that had installed it, so Python cannot put it back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class Budget:

@@ -95,7 +95,8 @@ class Log:
 class LineFormatter(logging.Formatter):
     """``2026-11-15T14:02:11Z WARNING ledger: item failed  job=ads idx=17`` or the same as one JSON object.
 
-    Values are JSON-encoded in both forms: a line break inside an error cannot forge a second log line.
+    Values are JSON-encoded in both forms: a line break inside an error cannot forge a second log line, and what a
+    terminal would obey (escape codes, reversed text) is shown instead.
     """
 
     def __init__(self, *, as_json: bool) -> None:
@@ -112,9 +113,17 @@ class LineFormatter(logging.Formatter):
             clean.setdefault("error", redact(f"{type(record.exc_info[1]).__name__}: {record.exc_info[1]}"))
         if self._as_json:
             line = {"t": when, "level": record.levelname, "logger": name, "message": message, **clean}
-            return json.dumps(line, ensure_ascii=False)
-        facts = "".join(f" {key}={json.dumps(value, ensure_ascii=False)}" for key, value in clean.items())
-        return f"{when} {record.levelname} {name}: {json.dumps(message, ensure_ascii=False)[1:-1]}{facts}"
+            return _encoded(line)
+        facts = "".join(f" {key}={_encoded(value)}" for key, value in clean.items())
+        return f"{when} {record.levelname} {name}: {_encoded(message)[1:-1]}{facts}"
+
+
+#: What JSON leaves as it is although a terminal obeys it, a line splitter splits at it, or UTF-8 cannot write it.
+_UNPRINTABLE = re.compile(r"[\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def _encoded(value: object) -> str:
+    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(value, ensure_ascii=False))
 
 
 def configure(*, level: str = "INFO", as_json: bool = False, stream: IO[str] | None = None) -> None:
@@ -132,17 +141,26 @@ def configure(*, level: str = "INFO", as_json: bool = False, stream: IO[str] | N
 # Redaction
 
 _SENSITIVE = (
-    r"(?:pass(?:word|wd|phrase)?|pwd|secret|token|api[-_]?key|access[-_]?key|private[-_]?key|credentials?|auth)"
+    r"(?:pass(?:words?|wd|phrase)?|pwd|secrets?|token|credentials?|auth|signature"
+    r"|(?:api|access|private|secret|client|master|signing|encryption|account)[-_]?key)"
 )
+# No pattern begins with a repetition, and what comes from outside is repeated once: the time grows with the text, not
+# with its square, so that an error of a megabyte cannot hold up a run.
 _PATTERNS = (
-    # scheme://user:password@host
-    (re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s:/@]*):[^\s/@]+@", re.IGNORECASE), r"\1:***@"),
+    # scheme://user:password@host; a password may hold anything but spaces and quotes, a port is none
+    (re.compile(r"""(://[^\s:/@'"]{0,256}):(?!\d{1,5}(?![^\s/?#,'"]))[^\s'"]{1,512}@""", re.IGNORECASE), r"\1:***@"),
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL), "***"),
     (re.compile(r"\b(bearer|basic)\s+[A-Za-z0-9+/=._~-]{6,}", re.IGNORECASE), r"\1 ***"),
-    # password=..., "api_key": "...", X-Auth-Token: ...
+    (
+        re.compile(r"""(\b(?:proxy-)?authorization\\*['"]?\s*[:=]\s*\\*['"]?\w{1,32}\s)\s*[^\s'"\\]+""", re.IGNORECASE),
+        r"\1***",
+    ),
+    (re.compile(r"""(\b(?:set-)?cookie\\*['"]?\s*[:=]\s*\\*['"]?)[^\r\n'"\\]+""", re.IGNORECASE), r"\1***"),
+    # password=..., "api_key": "...", X-Auth-Token: ..., also as JSON inside JSON
     (
         re.compile(
-            rf"""(\b[\w-]*{_SENSITIVE}\b['"]?\s*[:=]\s*)(?!(?:bearer|basic)\b)("[^"]*"|'[^']*'|[^\s,;&)}}\]]+)""",
+            rf"""({_SENSITIVE}\b\\*['"]?\s*[:=]\s*)(?!(?:bearer|basic)\b)"""
+            r"""(\\*"[^"]*"|\\*'[^']*'|[^\s,;&)}\]]+)""",
             re.IGNORECASE,
         ),
         r"\1***",
@@ -155,9 +173,12 @@ _PATTERNS = (
         ),
         "***",
     ),
-    (re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"), "***"),
+    (re.compile(r"\bAIza[\w-]{30,64}"), "***"),
+    (re.compile(r"\beyJ[\w-]{8,512}\.[\w-]{8,8192}\.[\w-]{0,4096}"), "***"),
 )
-_SECRET_VARIABLE = re.compile(_SENSITIVE + r"|_KEY$", re.IGNORECASE)
+# Nothing but a digit or a separator may follow: an author, a passenger and a count of tokens are no secrets.
+_SECRET_VARIABLE = re.compile(rf"{_SENSITIVE}(?![a-z])|[_-]key$", re.IGNORECASE)
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def _secret_values(environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -170,14 +191,14 @@ def _secret_values(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 def names_a_secret(name: str) -> bool:
     """Whether what goes by this name is not to be shown: ``password``, ``API_TOKEN``, ``ENCRYPTION_KEY``."""
-    return _SECRET_VARIABLE.search(name) is not None
+    return _SECRET_VARIABLE.search(_CAMEL.sub("_", name)) is not None
 
 
 _known_secrets: tuple[str, ...] | None = None
 
 
 def redact(text: str) -> str:
-    """``text`` without passwords, tokens and keys: by shape, by name, and by the value of secret environment variables."""
+    """``text`` without passwords, tokens and keys: by shape, by name, and by the value of secret variables."""
     global _known_secrets
     if _known_secrets is None:
         _known_secrets = _secret_values(os.environ)
@@ -253,7 +274,10 @@ class Metrics:
     def observe(self, name: str, value: float, **labels: str) -> None:
         key = (name, _labels(labels))
         with self._lock:
-            self._histograms.setdefault(key, Histogram()).observe(value)
+            histogram = self._histograms.get(key)
+            if histogram is None:
+                histogram = self._histograms[key] = Histogram()
+            histogram.observe(value)
         self._tell(name, "histogram", value, labels)
 
     @contextmanager
@@ -291,6 +315,9 @@ class Metrics:
             ]
         return rows
 
+    def renew_lock(self) -> None:
+        self._lock = threading.Lock()
+
     def _tell(self, name: str, kind: str, value: float, labels: Mapping[str, str]) -> None:
         for sink in self._sinks:
             sink.measured(name, kind, value, labels)
@@ -298,6 +325,8 @@ class Metrics:
 
 #: The metrics of this process.
 metrics = Metrics()
+# Another thread may have been counting at the moment of the fork; in the child nobody would ever let go of its lock.
+os.register_at_fork(after_in_child=metrics.renew_lock)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import ceil
+from typing import TextIO
 
 
 def roughly(seconds: float) -> str:
@@ -45,6 +47,11 @@ def pace(rate: float | None) -> str:
     raise AssertionError("the last unit takes everything")
 
 
+def plural(count: int, noun: str) -> str:
+    """``1 item``, ``2,000 items``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def printable(text: str) -> str:
     """``text`` on one line and without control characters: what an error says must not move the cursor."""
     return text if text.isprintable() else "".join(char if char.isprintable() else " " for char in text)
@@ -53,3 +60,14 @@ def printable(text: str) -> str:
 def cut(text: str, width: int) -> str:
     """At most ``width`` characters; what was left out is said by dots."""
     return text if len(text) <= width else text[: max(0, width - 3)] + "..."
+
+
+def shows_color(choice: str, stream: TextIO, environment: Mapping[str, str]) -> bool:
+    """Whether to colour: the flag, then NO_COLOR, then FORCE_COLOR, then whether anybody would see it."""
+    if choice in ("always", "never"):
+        return choice == "always"
+    if environment.get("NO_COLOR"):
+        return False
+    if environment.get("FORCE_COLOR", "0") not in ("", "0"):
+        return True
+    return stream.isatty() and environment.get("TERM") != "dumb"

@@ -121,7 +121,7 @@ def test_clients_killed_at_any_moment_never_leave_an_error_without_its_item(
 @pytest.mark.req("S0-11", "S0-14", "S0-16")
 @pytest.mark.parametrize("kind", ["redis", "sqlite-journal"])
 @pytest.mark.parametrize("named", [True, False], ids=["item ids", "no ids"])
-def test_replies_lost_after_the_server_applied_the_call_leave_every_count_exact(  # noqa: PLR0917  # fixtures
+def test_replies_lost_after_the_server_applied_the_call_leave_every_count_exact(  # fixtures
     kind: str,
     named: bool,
     open_line: OpenLine,

@@ -281,6 +281,15 @@ def test_a_renewed_claim_does_not_lapse(job: Job):
     assert not {item.idx for item in others} & {item.idx for item in items}
 
 
+@pytest.mark.parametrize("text", ["", "a\0b", "\ud800", "x" * 513])
+def test_a_key_or_a_workers_name_that_an_engine_could_not_keep_is_refused_by_all(job: Job, text: str):
+    with pytest.raises(InvalidInput, match="cannot be a worker's name"):
+        job.claim(text)
+    with pytest.raises(InvalidInput, match="cannot be an item's key"):
+        job.register([NewItem(100, "1", text)])
+    assert job.info().total == 10
+
+
 @pytest.mark.parametrize(("limit", "lease"), [(0, 1.0), (-1, 1.0), (1, 0.0), (1, -5.0)])
 def test_a_senseless_claim_is_refused(job: Job, limit: int, lease: float):
     with pytest.raises(InvalidInput):

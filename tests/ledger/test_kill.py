@@ -70,8 +70,8 @@ def campaign(url: str, acknowledged: Path, *, kills: int, items: int, longest: f
         while job.info().finished_at is None and time.monotonic() < deadline:
             pid, _ = os.waitpid(survivor, os.WNOHANG)
             if pid:  # it found nothing to claim while an earlier lease still held
-                time.sleep(0.05)
                 survivor = spawn(url, acknowledged)
+            time.sleep(0.05)
         os.waitpid(survivor, 0)
         check(ledger, job, acknowledged, items, f"seed {seed}")
 

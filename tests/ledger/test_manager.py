@@ -222,14 +222,10 @@ def test_the_manager_never_waits_a_failed_item_is_available_at_once(progress: Pr
 def test_a_thousand_updates_are_one_transaction(progress: ProgressManager, path: Path):
     progress.register(range(1000))
     commits = _commits(path)
-    times = []
-    for round_ in range(5):
-        began = time.perf_counter()
-        progress.mark_many([(idx, {"round": round_}) for idx in range(round_ * 200, round_ * 200 + 200)] * 5)
-        times.append(time.perf_counter() - began)
+    assert progress.mark_many([(idx, META) for idx in range(1000)]) == 1000
+    assert progress.mark_many([(idx, META) for idx in range(1000)]) == 0
     assert progress.job.info().done == 1000
-    assert _commits(path) - commits == 5
-    assert statistics.median(times) < 0.1
+    assert _commits(path) - commits == 2
 
 
 def _commits(path: Path) -> int:
@@ -423,7 +419,7 @@ def test_secrets_in_errors_reach_neither_the_file_nor_the_summary(
         assert b"canary" not in file.read_bytes()
 
 
-@pytest.mark.parametrize("idx", [-1, True, 1.0, "1", None, 2**63])
+@pytest.mark.parametrize("idx", [-1, True, 1.0, "1", None, 2**63, pytest.param(10**5000, id="huge")])
 @pytest.mark.req("S3-41")
 def test_an_index_that_is_none_is_refused_and_nothing_is_written(progress: ProgressManager, idx: object):
     for verb in (progress.is_done, progress.mark_done, progress.mark_failed):

@@ -96,6 +96,10 @@ def test_dead_letters_of_earlier_runs_are_neither_finished_by_this_run_nor_left_
     assert forecast.seconds == pytest.approx(30, rel=0.05)
 
 
+def test_dead_letters_of_earlier_runs_do_not_make_up_for_items_not_yet_finished():
+    assert Bench(replace(START, dead=200)).go(20, per_second=1).estimator.forecast is None
+
+
 def test_an_unknown_total_has_a_rate_and_no_forecast():
     bench = Bench(replace(START, total=None)).go(60, per_second=5)
     assert bench.estimator.rate == pytest.approx(5, rel=0.05)

@@ -308,3 +308,16 @@ def test_a_worker_that_dies_while_something_it_started_lives_on_is_noticed(datab
     )
     assert (result.done, result.dead) == (2, 1)
     assert time.monotonic() - began < 7
+
+
+@pytest.mark.parametrize("mode", ["process", "thread"])
+def test_large_items_and_large_results_do_not_make_both_ends_wait_for_each_other(
+    database: str, tmp_path: Path, mode: str
+):
+    items = [f"{n}:" + "x" * 200_000 for n in range(120)]
+    result = headway.map(
+        lambda item: item * 2, items, job="ads", database=database, mode=mode, workers=2, progress="none",
+        output=tmp_path / "out.jsonl",
+    )  # fmt: skip
+    assert result.done == 120
+    assert sum(1 for _ in (tmp_path / "out.jsonl").open()) == 120

@@ -12,13 +12,42 @@ import click
 
 from headway import __version__
 from headway.errors import HeadwayError
+from headway.wording import shows_color
 
 F = TypeVar("F", bound=Callable[..., Any])  # click's decorators take and give any function
 
 #: verb -> where it lives, in the order ``headway --help`` shows them.
 COMMANDS: dict[str, str] = {
     "run": "headway.cli.run:run",
+    "jobs": "headway.cli.jobs:jobs",
+    "show": "headway.cli.jobs:show",
+    "status": "headway.cli.jobs:status",
+    "runs": "headway.cli.jobs:runs",
+    "items": "headway.cli.items:items",
+    "item": "headway.cli.items:item",
+    "dead": "headway.cli.dead:dead",
+    "retry": "headway.cli.dead:retry",
+    "log": "headway.cli.items:log",
     "states": "headway.cli.states:group",
+    "forget": "headway.cli.admin:forget",
+    "purge": "headway.cli.admin:purge",
+    "audit": "headway.cli.admin:audit",
+    "doctor": "headway.cli.doctor:doctor",
+    "config": "headway.cli.admin:config",
+    "completion": "headway.cli.completion:completion",
+}
+
+#: What the command ends with; there are no others.
+EXIT_CODES: dict[int, str] = {
+    0: "everything is done",
+    1: "headway failed: a bug, or the storage",
+    2: "usage or configuration: nothing was changed",
+    3: "finished, and some items are dead",
+    4: "stopped by --max-failures",
+    5: "refused: another process runs the job, or its items or function have changed",
+    6: "a server cannot be reached",
+    130: "interrupted by Ctrl-C, state saved",
+    143: "interrupted by SIGTERM, state saved",
 }
 
 
@@ -75,7 +104,10 @@ def say(text: str = "") -> None:
 
 def fail(error: HeadwayError) -> int:
     """Show an error in its three parts: what happened and why, then what to do."""
-    say(click.style("Error: ", fg="red", bold=True) + str(error))
+    colored = shows_color(os.environ.get("HEADWAY_COLOR", "auto"), sys.stderr, os.environ)
+    click.echo(
+        (click.style("Error: ", fg="red", bold=True) if colored else "Error: ") + str(error), err=True, color=colored
+    )
     if error.hint:
         say(f"  {error.hint}")
     return error.exit_code
@@ -83,12 +115,12 @@ def fail(error: HeadwayError) -> int:
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """The entry point: every outcome becomes one of the documented exit codes."""
-    sys.exit(run(arguments))
+    sys.exit(invoke(arguments))
 
 
-def run(arguments: list[str] | None = None) -> int:
-    if os.environ.get("TERM") == "dumb":
-        os.environ.setdefault("NO_COLOR", "1")
+def invoke(arguments: list[str] | None = None) -> int:
+    if os.environ.get("_HEADWAY_COMPLETE") == "powershell_complete":
+        import_module("headway.cli.completion")  # click knows the other shells by itself
     try:
         result = headway.main(args=arguments, prog_name="headway", standalone_mode=False)
         return result if isinstance(result, int) else 0
@@ -102,9 +134,5 @@ def run(arguments: list[str] | None = None) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except BrokenPipeError:
-        # The reader of our output went away (| head): not an error, and nothing more can be said to it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except KeyboardInterrupt:
         return 130

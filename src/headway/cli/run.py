@@ -17,6 +17,7 @@ import click
 
 from headway.cli import database_option, say
 from headway.errors import InvalidInput
+from headway.telemetry import redact
 
 if TYPE_CHECKING:
     from headway.config import Config
@@ -269,7 +270,7 @@ def _conclude(order: Order, job: Job, ending: Ending) -> int:
         click.echo(json.dumps({"schema": "headway.run/1", **facts}))
     options = ""
     if order.config.origin("database") == "command line":
-        options = f"--database {shlex.quote(order.config.text('database'))}"
+        options = f"--database {shlex.quote(redact(order.config.text('database')))}"
     if ending.outcome == "finished":
         causes = [cause for cause in job.causes() if cause.dead]
         retries = max(0, ending.failures - ending.died)
@@ -311,8 +312,8 @@ def _clock(moment: datetime) -> str:
 
 
 def _command() -> str:
-    """What to type to continue."""
-    return shlex.join(["headway", *(word for word in sys.argv[1:] if word not in _ONCE)])
+    """What to type to continue; it is kept and shown, so a password in it is not."""
+    return redact(shlex.join(["headway", *(word for word in sys.argv[1:] if word not in _ONCE)]))
 
 
 def _is_a_file(descriptor: int) -> bool:

@@ -5,31 +5,38 @@
        └── Hold: who runs it
 
 `ProgressManager` is the ledger for one job of one SQLite file, in the shape of its source document.
+Names are loaded when they are first used: listing jobs need not load what records them.
 """
 
-from headway.ledger.fault import describe, normalise
-from headway.ledger.holding import Hold
-from headway.ledger.job import Job
-from headway.ledger.manager import ProgressManager
-from headway.ledger.records import Ledger
-from headway.ledger.values import (
-    Attempt,
-    Cause,
-    DeadLetter,
-    Done,
-    Failed,
-    Fault,
-    Item,
-    ItemInfo,
-    JobInfo,
-    NewItem,
-    Outcome,
-    Progress,
-    Recorded,
-    Run,
-    canonical,
-    fingerprint,
-)
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headway.ledger.fault import describe, normalise
+    from headway.ledger.holding import Hold
+    from headway.ledger.job import Job
+    from headway.ledger.manager import ProgressManager
+    from headway.ledger.records import Ledger
+    from headway.ledger.values import (
+        Attempt,
+        Cause,
+        DeadLetter,
+        Done,
+        Failed,
+        Fault,
+        Item,
+        ItemInfo,
+        JobInfo,
+        NewItem,
+        Outcome,
+        Progress,
+        Recorded,
+        Run,
+        canonical,
+        fingerprint,
+    )
 
 __all__ = [
     "Attempt",
@@ -55,3 +62,25 @@ __all__ = [
     "fingerprint",
     "normalise",
 ]
+
+_HOMES = {
+    name: module
+    for module, names in {
+        "fault": "describe normalise",
+        "holding": "Hold",
+        "job": "Job",
+        "manager": "ProgressManager",
+        "records": "Ledger",
+        "values": "Attempt Cause DeadLetter Done Failed Fault Item ItemInfo JobInfo NewItem Outcome Progress "
+        "Recorded Run canonical fingerprint",
+    }.items()
+    for name in names.split()
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = found  # the next time it is an ordinary name
+    return found

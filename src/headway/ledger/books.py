@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
-from headway._sql import NOW, Tx, marks
+from headway._sql import NOW, Engine, Tx, marks
 from headway.errors import NotFound, StaleClaim
 from headway.events import Event, append
 from headway.ledger.fault import normalise
@@ -20,6 +20,11 @@ from headway.retry import RetryPolicy
 from headway.telemetry import Log
 
 log = Log("ledger")
+
+#: Items looked up by one statement; SQLite as some systems build it allows 32,766 parameters.
+PAGE = 1000
+
+ENGINES: tuple[Engine, ...] = ("sqlite", "postgresql")
 
 _COLUMNS = (
     "id, origin, version, generation, sealed, finished_at, max_retries, total, done, failed, dead, failures, frontier, token, "
@@ -30,10 +35,32 @@ _OPEN = {
     "sqlite": f"SELECT {_COLUMNS}, {NOW['sqlite']} FROM jobs WHERE no = ?",
     "postgresql": f"SELECT {_COLUMNS}, {NOW['postgresql']} FROM jobs WHERE no = ? FOR UPDATE",
 }
-_PRIOR = (
-    "SELECT i.idx, i.key, p.status, p.attempts, p.token, p.lease_until, d.idx FROM input_products i "
-    "LEFT JOIN progress p ON p.job = i.job AND p.idx = i.idx "
-    "LEFT JOIN dead_letters d ON d.job = i.job AND d.idx = i.idx WHERE i.job = ? AND i.idx IN "
+
+
+def _near(table: str) -> dict[Engine, str]:
+    """A batch's items lie near each other. PostgreSQL must be told: without statistics, which a table that was just
+    filled has none of, it reads the whole job for every batch."""
+    return {"sqlite": "", "postgresql": f" AND {table}.idx BETWEEN ? AND ?"}
+
+
+_PRIOR = {
+    engine: "SELECT i.idx, i.key, p.status, p.attempts, p.token, p.lease_until, d.idx FROM input_products i "
+    f"LEFT JOIN progress p ON p.job = i.job AND p.idx = i.idx{_near('p')[engine]} "
+    f"LEFT JOIN dead_letters d ON d.job = i.job AND d.idx = i.idx{_near('d')[engine]} "
+    f"WHERE i.job = ?{_near('i')[engine]} AND i.idx IN "
+    for engine in ENGINES
+}
+_UNTOUCHED = {
+    engine: "SELECT count(*) FROM input_products i WHERE NOT EXISTS "
+    f"(SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx{_near('p')[engine]}) "
+    f"AND i.job = ?{_near('i')[engine]} AND i.idx IN "
+    for engine in ENGINES
+}
+_PUT_ITEM = "INSERT INTO input_products (job, idx) VALUES (?, ?) ON CONFLICT (job, idx) DO NOTHING"
+_PUT_ONE_DONE = (
+    "INSERT INTO progress (job, idx, status, meta, updated_at, seconds, worker) "
+    "SELECT job, idx, 'done', ?, ?, ?, ? FROM input_products WHERE job = ? AND idx = ? "
+    "ON CONFLICT (job, idx) DO NOTHING"
 )
 _PUT_DONE = (
     "INSERT INTO progress (job, idx, status, meta, updated_at, seconds, worker) VALUES (?, ?, 'done', ?, ?, ?, ?) "
@@ -81,13 +108,18 @@ class Books:
     # ---- outcomes --------------------------------------------------------------------------------------------------
 
     def write(self, outcomes: Sequence[Outcome], policy: RetryPolicy, *, register: bool = False) -> Recorded:
+        successes = _plain_successes(outcomes)
+        if successes and self._all_untouched([success.idx for success in successes]):
+            # Nearly every batch of a run: nothing there to be compared with.
+            self._succeed(successes)
+            return Recorded(len(successes), 0, 0, 0, False, {}, (), self.failed, ())
+        return self._compare_and_write(outcomes, policy, register=register)
+
+    def _compare_and_write(self, outcomes: Sequence[Outcome], policy: RetryPolicy, *, register: bool) -> Recorded:
         indices = [outcome.idx for outcome in outcomes]
         prior = self._prior(indices)
         if register and len(prior) < len(indices):
-            self.total += self.tx.executemany(
-                "INSERT INTO input_products (job, idx) VALUES (?, ?) ON CONFLICT (job, idx) DO NOTHING",
-                [(self.no, idx) for idx in indices],
-            )
+            self.total += self.tx.insert(_PUT_ITEM, [(self.no, idx) for idx in indices])
             prior = self._prior(indices)
         done: list[Done] = []
         repeated, stale, due, died = 0, [], {}, []
@@ -128,14 +160,30 @@ class Books:
             self._succeed(done)
         return Recorded(len(done), len(due), len(died), repeated, False, due, died, self.failed, stale)
 
+    def _all_untouched(self, indices: list[int]) -> bool:
+        """Whether these are different items, all registered, and nobody has tried one of them."""
+        for page in _pages(indices):
+            row = self.tx.one(f"{_UNTOUCHED[self.tx.engine]}({marks(len(page))})", self._bounds(page, before=1))
+            assert row is not None
+            if row[0] < len(page):
+                return False
+        return len(set(indices)) == len(indices)
+
     def _prior(
         self, indices: list[int]
     ) -> dict[int, tuple[str | None, str | None, int, int | None, float | None, bool]]:
-        rows = self.tx.all(f"{_PRIOR}({marks(len(indices))})", (self.no, *indices))
-        return {
-            idx: (key, status, attempts or 0, token, lease_until, dead is not None)
-            for idx, key, status, attempts, token, lease_until, dead in rows
-        }
+        found = {}
+        for page in _pages(indices):
+            for idx, key, status, attempts, token, lease_until, dead in self.tx.all(
+                f"{_PRIOR[self.tx.engine]}({marks(len(page))})", self._bounds(page, before=2)
+            ):
+                found[idx] = (key, status, attempts or 0, token, lease_until, dead is not None)
+        return found
+
+    def _bounds(self, page: list[int], *, before: int) -> list[int]:
+        """The parameters of a lookup that asks ``before`` other tables before it names the job; see `_near`."""
+        near = [min(page), max(page)] if self.tx.engine == "postgresql" else []
+        return [*near * before, self.no, *near, *page]
 
     def _leave(self, status: str | None, dead: bool) -> None:
         """The item leaves the place it is counted under; pending is what remains of the total."""
@@ -146,10 +194,10 @@ class Books:
 
     def _succeed(self, outcomes: list[Done]) -> None:
         no, now = self.no, self.now
-        self.tx.executemany(_PUT_DONE, [(no, o.idx, o.meta, now, o.seconds, o.worker) for o in outcomes])
+        self.tx.insert(_PUT_DONE, [(no, o.idx, o.meta, now, o.seconds, o.worker) for o in outcomes])
         results = [(no, o.idx, o.result) for o in outcomes if o.result is not None]
         if results:
-            self.tx.executemany(
+            self.tx.insert(
                 "INSERT INTO results (job, idx, result) VALUES (?, ?, ?) "
                 "ON CONFLICT (job, idx) DO UPDATE SET result = excluded.result",
                 results,
@@ -270,24 +318,34 @@ class Books:
         return before != (self.total, self.done, self.failed, self.dead)
 
 
-def put_one_done(tx: Tx, job: int, outcome: Done) -> bool:
+def _pages(indices: list[int]) -> Iterator[list[int]]:
+    return (indices[start : start + PAGE] for start in range(0, len(indices), PAGE))
+
+
+def _plain_successes(outcomes: Sequence[Outcome]) -> list[Done]:
+    """The same outcomes, if all of them are successes and none shows a claim's token."""
+    successes = [outcome for outcome in outcomes if isinstance(outcome, Done) and outcome.token is None]
+    return successes if len(successes) == len(outcomes) else []
+
+
+def put_one_done(tx: Tx, job: int, outcome: Done, *, register: bool = False) -> bool:
     """The commonest record of all in two statements: an item nobody has tried is done, and that finishes nothing.
 
     False if it is not that simple; then nothing counts and the transaction must be rolled back.
     """
     now = time.time()
-    fresh = tx.execute(
-        "INSERT INTO progress (job, idx, status, meta, updated_at, seconds, worker) "
-        "SELECT job, idx, 'done', ?, ?, ?, ? FROM input_products WHERE job = ? AND idx = ? "
-        "ON CONFLICT (job, idx) DO NOTHING",
-        (outcome.meta, now, outcome.seconds, outcome.worker, job, outcome.idx),
-    )
+    row = (outcome.meta, now, outcome.seconds, outcome.worker, job, outcome.idx)
+    fresh, new = tx.execute(_PUT_ONE_DONE, row), 0
+    if not fresh and register:
+        new = tx.execute(_PUT_ITEM, (job, outcome.idx))
+        fresh = tx.execute(_PUT_ONE_DONE, row) if new else 0
     return (
         fresh == 1
         and tx.execute(
-            "UPDATE jobs SET version = version + 1, done = done + 1, minute_done = minute_done + 1, updated_at = ? "
-            "WHERE no = ? AND minute = ? AND finished_at IS NULL AND (sealed = 0 OR done + dead + 1 < total)",
-            (now, job, int(now // 60)),
+            "UPDATE jobs SET version = version + 1, total = total + ?, done = done + 1, minute_done = minute_done + 1, "
+            "updated_at = ? WHERE no = ? AND minute = ? AND finished_at IS NULL "
+            "AND (sealed = 0 OR done + dead + 1 < total + ?)",
+            (new, now, job, int(now // 60), new),
         )
         == 1
     )

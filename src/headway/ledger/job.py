@@ -12,7 +12,7 @@ from headway.errors import InvalidInput
 from headway.ledger.books import Books, audit, put_one_done
 from headway.ledger.holding import Hold
 from headway.ledger.report import Reports
-from headway.ledger.values import Done, Failed, Fault, Item, NewItem, Outcome, Recorded, check_index
+from headway.ledger.values import Done, Failed, Fault, Item, NewItem, Outcome, Recorded, check_index, check_text
 from headway.retry import ITEM, RetryPolicy
 from headway.telemetry import Log
 
@@ -24,6 +24,10 @@ CHUNK = 5000
 LOST = Fault("ProcessLost", "the process that worked on this item was killed or lost its lease")
 
 _ONE_DONE = Recorded(done=1, failed=0, dead=0, repeated=0, completed=False, due={}, died=(), waiting=0, stale=())
+
+
+def _checked_key(key: str | None) -> str | None:
+    return None if key is None else check_text(key, "an item's key")
 
 
 class _NotThatSimple(Exception):
@@ -41,7 +45,9 @@ class Job(Reports):
     def register(self, items: Iterable[NewItem]) -> int:
         """Make items known; how many are new. An index that is known already is left as it is."""
         new = 0
-        rows = ((self.no, check_index(item.idx), item.key, item.payload, item.fingerprint) for item in items)
+        rows = (
+            (self.no, check_index(item.idx), _checked_key(item.key), item.payload, item.fingerprint) for item in items
+        )
         while chunk := list(islice(rows, CHUNK)):
             new += self._database.run(partial(self._insert, rows=chunk), operation="register")
         if new:
@@ -50,7 +56,7 @@ class Job(Reports):
 
     def _insert(self, tx: Tx, rows: list[NewRow]) -> int:
         books = Books(tx, self.no)
-        new = tx.executemany(
+        new = tx.insert(
             "INSERT INTO input_products (job, idx, key, payload, fingerprint) VALUES (?, ?, ?, ?, ?) "
             "ON CONFLICT (job, idx) DO NOTHING",
             rows,
@@ -150,6 +156,7 @@ class Job(Reports):
         cannot record any more once the item was given to somebody else. A lapsed claim costs the item an attempt."""
         if limit < 1 or not 0 < lease < 10**9:
             raise InvalidInput("A claim needs a limit of at least 1 and a lease above 0 seconds.")
+        check_text(worker, "a worker's name")
 
         def work(tx: Tx) -> list[Item]:
             books = Books(tx, self.no)
@@ -261,8 +268,7 @@ class Job(Reports):
         ``token``). With ``settle`` the call that records the last item also finishes the job and decides its event.
         With ``register`` an unknown index is registered on the way.
         """
-
-        if len(outcomes) == 1 and hold is None and self._put_one_done(outcomes[0]):
+        if len(outcomes) == 1 and hold is None and self._put_one_done(outcomes[0], register=register):
             return _ONE_DONE
 
         def work(tx: Tx) -> Recorded:
@@ -272,12 +278,16 @@ class Job(Reports):
 
         return self._database.run(work, operation="record")
 
-    def _put_one_done(self, outcome: Outcome) -> bool:
+    def _put_one_done(self, outcome: Outcome, *, register: bool) -> bool:
+        # Only where the transaction has the write lock from its start: on PostgreSQL, writing an item before the job's
+        # row is taken would wait for somebody who took them in the other order.
+        if self._database.engine != "sqlite":
+            return False
         if not isinstance(outcome, Done) or outcome.result is not None or outcome.token is not None:
             return False
 
         def work(tx: Tx) -> None:
-            if not put_one_done(tx, self.no, outcome):
+            if not put_one_done(tx, self.no, outcome, register=register):
                 raise _NotThatSimple
 
         try:

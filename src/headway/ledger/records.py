@@ -15,7 +15,7 @@ from headway.ledger import holding
 from headway.ledger.books import Books, audit
 from headway.ledger.holding import Hold
 from headway.ledger.job import CHUNK, Job
-from headway.ledger.report import find_jobs
+from headway.ledger.report import all_jobs
 from headway.ledger.values import JobInfo
 from headway.telemetry import Log
 
@@ -74,7 +74,7 @@ class Ledger:
 
     def jobs(self, *, archived: bool = False) -> list[JobInfo]:
         """All jobs, the one that changed last first."""
-        return find_jobs(self.database, "" if archived else "WHERE archived = 0 ORDER BY updated_at DESC")
+        return all_jobs(self.database, archived=archived)
 
     def describe(
         self, job: Job, *, function: str, source: str, command: str, keyed_by: str | None, max_retries: int
@@ -117,7 +117,7 @@ class Ledger:
             stamp = datetime.fromtimestamp(now, UTC).strftime("%Y%m%dT%H%M%S")
             aside = f"{id[:100]}.{stamp}.{row[0]}"
             tx.execute("UPDATE jobs SET id = ?, archived = 1, updated_at = ? WHERE no = ?", (aside, now, row[0]))
-            audit(tx, now, actor or _user(), "reset", id, {"archived_as": aside})
+            audit(tx, now, actor or current_user(), "reset", id, {"archived_as": aside})
             return aside
 
         return self.database.run(work, operation="archive")
@@ -130,7 +130,7 @@ class Ledger:
             _refuse_held(tx, job.no, id)
             books = Books(tx, job.no)
             tx.execute("UPDATE jobs SET archived = 1, sealed = 0 WHERE no = ?", (job.no,))
-            audit(tx, books.now, actor or _user(), action, id, {"total": books.total, "done": books.done})
+            audit(tx, books.now, actor or current_user(), action, id, {"total": books.total, "done": books.done})
             return int(books.total)
 
         total = self.database.run(begin, operation=action)
@@ -169,7 +169,9 @@ class Ledger:
 
     def note(self, action: str, job: str, detail: dict[str, object], *, actor: str | None = None) -> None:
         """Add a line to the audit trail."""
-        self.database.run(lambda tx: audit(tx, tx.now(), actor or _user(), action, job, detail), operation="audit")
+        self.database.run(
+            lambda tx: audit(tx, tx.now(), actor or current_user(), action, job, detail), operation="audit"
+        )
 
     def audit_trail(self, job: str | None = None) -> Iterator[tuple[float, str, str, str, str]]:
         """(when, who, what, job, detail as JSON), oldest first."""
@@ -187,7 +189,8 @@ def _refuse_held(tx: Tx, no: int, id: str) -> None:
         )
 
 
-def _user() -> str:
+def current_user() -> str:
+    """Who is at the keyboard, for the audit trail."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a user id without a name, as in many containers

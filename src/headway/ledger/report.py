@@ -63,6 +63,11 @@ def find_jobs(database: Database, where: str = "", parameters: Sequence[Value] =
         return [job_info(row, now) for row in tx.all(f"{_JOB} {where}", parameters)]
 
 
+def all_jobs(database: Database, *, archived: bool = False) -> list[JobInfo]:
+    """All jobs, the one that changed last first."""
+    return find_jobs(database, f"{'' if archived else 'WHERE archived = 0 '}ORDER BY updated_at DESC")
+
+
 class Reports:
     """The questions about one job."""
 

@@ -262,8 +262,25 @@ def maybe_utc(seconds: float | None) -> datetime | None:
 def check_index(idx: object) -> int:
     """An index is a whole number from 0; True is not one."""
     if type(idx) is not int or not 0 <= idx <= MAX_INDEX:
-        raise InvalidInput(f"{idx!r:.60} is not an item's index.", hint="Use a whole number from 0 to 2**63 - 1.")
+        # A number of thousands of digits cannot even be shown: Python refuses to write it out.
+        shown = "A number that large" if type(idx) is int and idx > MAX_INDEX else f"{idx!r:.60}"
+        raise InvalidInput(f"{shown} is not an item's index.", hint="Use a whole number from 0 to 2**63 - 1.")
     return idx
+
+
+def check_text(text: object, what: str) -> str:
+    """A short text both engines can keep: a key, a worker's name."""
+    if not isinstance(text, str) or not 0 < len(text) <= 512 or "\0" in text or not _is_unicode(text):
+        raise InvalidInput(f"{text!r:.60} cannot be {what}.", hint="Use 1 to 512 characters without NUL.")
+    return text
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a character
+        return False
+    return True
 
 
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)

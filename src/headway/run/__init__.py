@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.config import Config
-from headway.errors import InvalidInput, JobHeld, Stopping
+from headway.errors import HeadwayError, InvalidInput, JobHeld, Stopping
 from headway.events import CallableSink, Event, Relay, Sink, SqlOutbox, WebhookSink
 from headway.ids import check_id
 from headway.ledger import Cause, DeadLetter, Hold, Job, Ledger
@@ -29,8 +29,11 @@ from headway.run.loop import OpenJob
 from headway.run.output import Output, refuse_foreign
 from headway.run.pool import Ending, Feed, Pool, Settings
 from headway.run.worker import GiveUp
+from headway.telemetry import Log
 
 __all__ = ["Ending", "GiveUp", "OpenJob", "Result", "Settings", "map", "open_job", "perform"]
+
+log = Log("run")
 
 #: How long the end of a run waits for sinks to take its event; what they do not take then waits in the outbox.
 TELL_SECONDS = 5.0
@@ -216,10 +219,20 @@ def perform(
     finally:
         if file is not None:
             file.close()
-        ledger.release(hold, outcome)
+        _release(ledger, hold, outcome)
     if sinks:
         relay.drain(TELL_SECONDS)
     return ending
+
+
+def _release(ledger: Ledger, hold: Hold, outcome: str) -> None:
+    try:
+        ledger.release(hold, outcome)
+    except HeadwayError as error:
+        if outcome != "failed":
+            raise
+        # What ended the run is the error to tell; the lease ends by itself.
+        log.warning("the job could not be released", error=str(error))
 
 
 def configured_sinks(config: Config) -> list[Sink]:

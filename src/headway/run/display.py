@@ -10,21 +10,21 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Protocol, TextIO
+from typing import ClassVar, Protocol, TextIO
 from unicodedata import east_asian_width
 
 from headway.run.estimate import Estimator, Snapshot
 from headway.run.summary import interrupted, summary
-from headway.wording import duration, pace, printable, roughly
+from headway.wording import duration, pace, printable, roughly, shows_color
 
 __all__ = [
+    "PROGRESS_KEYS",
     "Display",
     "Estimator",
     "Snapshot",
     "bar",
     "interrupted",
     "open_display",
-    "shows_color",
     "summary",
 ]
 
@@ -37,6 +37,24 @@ PLAIN_SECONDS = 30.0
 PLAIN_PERCENT = 5.0
 #: NDJSON progress comes at most so often, seconds.
 JSON_SECONDS = 1.0
+#: What a progress line of NDJSON says. These keys stay; more may come.
+PROGRESS_KEYS = {
+    "total": "items of the job; null while a stream of them is still open",
+    "kept": "items done before this run",
+    "done": "items done by this run",
+    "running": "items being worked on",
+    "retrying": "items that failed and wait for another try",
+    "dead": "items of the job that failed for good",
+    "failures": "failed runs of items in this run",
+    "percent": "of the job that is done; null without a total",
+    "rate": "items finished per second, in this run; null before the first",
+    "eta_seconds": "seconds left, the likely figure; null while it cannot be said",
+    "eta_low_seconds": "the lower end of its range",
+    "eta_high_seconds": "the upper end of its range",
+    "stalled_seconds": "for how long nothing has finished, once that is unusual; else null",
+    "last_error": "type of the most frequent error of this run; null if there is none",
+    "last_error_count": "how often it came",
+}
 #: A bar narrower than this says nothing; then it is left out.
 SHORTEST_BAR = 10
 LONGEST_BAR = 60
@@ -53,6 +71,9 @@ _GREEN, _BLUE, _DIM, _RED, _YELLOW, _RESET = (
 
 class Display(Protocol):
     """What the loop of a run tells, ten times a second or when something happens."""
+
+    #: Whether it redraws lines of a terminal, so that nobody else may write there.
+    live: ClassVar[bool]
 
     def begin(self, text: str) -> None:
         """What this run is, once, before anything else."""
@@ -93,17 +114,6 @@ def open_display(
             return _Silent()
         case _:
             raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
-
-
-def shows_color(choice: str, stream: TextIO, environment: Mapping[str, str]) -> bool:
-    """Whether to colour: the flag, then NO_COLOR, then FORCE_COLOR, then whether anybody would see it."""
-    if choice in ("always", "never"):
-        return choice == "always"
-    if environment.get("NO_COLOR"):
-        return False
-    if environment.get("FORCE_COLOR", "0") not in ("", "0"):
-        return True
-    return stream.isatty() and environment.get("TERM") != "dumb"
 
 
 def terminal_columns(stream: TextIO, environment: Mapping[str, str]) -> int:
@@ -149,6 +159,11 @@ def _state(snapshot: Snapshot, estimator: Estimator) -> str:
     if snapshot.running == 0 and snapshot.retrying > 0:
         return "waiting to retry"
     return f"~{roughly(forecast.seconds)} left" if forecast else ""
+
+
+def _tenths(percent: float) -> float:
+    """Rounded, but 100.0 % is only what is complete."""
+    return percent if percent >= 100.0 else min(99.9, round(percent, 1))
 
 
 def _position(snapshot: Snapshot) -> str:
@@ -206,6 +221,8 @@ class _Bar:
     """Two live lines. The cursor rests at the start of the first, so that clearing from there to the end of the screen
     removes them whatever became of them when the terminal was resized."""
 
+    live: ClassVar[bool] = True
+
     def __init__(
         self,
         writer: _Writer,
@@ -219,7 +236,7 @@ class _Bar:
         self._colored, self._ascii = colored, ascii_only
         self._estimator = Estimator(clock)
         self._drawn_at = float("-inf")
-        self._drawn = False
+        self._drawn = self._ended = False
 
     def begin(self, text: str) -> None:
         self.say(text)
@@ -227,8 +244,7 @@ class _Bar:
     def show(self, snapshot: Snapshot) -> None:
         self._estimator.update(snapshot)
         if self._clock() - self._drawn_at >= REDRAW_SECONDS:
-            self._draw(snapshot)
-            self._write("\x1b[1A\r")
+            self._draw(snapshot, after="\x1b[1A\r")
 
     def say(self, text: str) -> None:
         self._clear()
@@ -237,8 +253,8 @@ class _Bar:
 
     def end(self, snapshot: Snapshot) -> None:
         self._estimator.update(snapshot)
-        self._draw(snapshot)
-        self._write("\n")
+        self._ended = True
+        self._draw(snapshot, after="\n")
         self._drawn = False
 
     def _clear(self) -> None:
@@ -246,20 +262,21 @@ class _Bar:
             self._write("\r\x1b[J")
         self._drawn = False
 
-    def _draw(self, snapshot: Snapshot) -> None:
+    def _draw(self, snapshot: Snapshot, *, after: str) -> None:
         # The last column stays free: writing into it makes some terminals wrap.
         room = max(1, self._columns() - 1)
         start = "\r\x1b[J" if self._drawn else ""
-        self._write(f"{start}{self._first_line(snapshot, room)}\n{self._second_line(snapshot, room)}")
+        # In one write, so that nothing is seen half drawn.
+        self._write(f"{start}{self._first_line(snapshot, room)}\n{self._second_line(snapshot, room)}{after}")
         self._drawn_at, self._drawn = self._clock(), True
 
     def _first_line(self, snapshot: Snapshot, room: int) -> str:
-        rate, state = pace(self._estimator.rate), _state(snapshot, self._estimator)
-        fields = [_position(snapshot), rate or "-", state]
+        state = "" if self._ended else _state(snapshot, self._estimator)
+        fields = [_position(snapshot), pace(self._estimator.rate) or "-", *([state] if state else [])]
         percent = snapshot.percent
         if percent is None or snapshot.total is None:
             return self._fit([f" {fields[0]} done", *fields[1:]], room)
-        head = f" {percent:5.1f}%" if percent < 100.0 else "  100%"
+        head = f"{_tenths(percent):5.1f}%"
         while fields and room - cells("   ".join(["", *fields])) - len(head) - 1 < SHORTEST_BAR:
             fields.pop()
         tail = "   ".join(["", *fields]) if fields else ""
@@ -298,6 +315,8 @@ class _Bar:
 class _Plain:
     """Lines for a log: no control characters, a time on each, few of them."""
 
+    live: ClassVar[bool] = False
+
     def __init__(self, writer: _Writer, clock: Callable[[], float]) -> None:
         self._write, self._clock = writer.write, clock
         self._estimator = Estimator(clock)
@@ -321,7 +340,7 @@ class _Plain:
 
     def end(self, snapshot: Snapshot) -> None:
         self._estimator.update(snapshot)
-        self._print(snapshot)
+        self._print(snapshot, ended=True)
 
     def _is_time(self) -> bool:
         return self._clock() - self._printed_at >= PLAIN_SECONDS
@@ -333,16 +352,19 @@ class _Plain:
             return snapshot.position != printed.position
         return snapshot.percent - printed.percent >= PLAIN_PERCENT
 
-    def _print(self, snapshot: Snapshot) -> None:
-        percent = f"{snapshot.percent:.1f}%" if snapshot.percent is not None else ""
-        fields = [percent, _position(snapshot), pace(self._estimator.rate), _state(snapshot, self._estimator)]
+    def _print(self, snapshot: Snapshot, *, ended: bool = False) -> None:
+        percent = f"{_tenths(snapshot.percent):.1f}%" if snapshot.percent is not None else ""
+        state = "" if ended else _state(snapshot, self._estimator)
+        fields = [percent, _position(snapshot), pace(self._estimator.rate), state]
         fields += [*_counts(snapshot), _last_error(snapshot)]
         self._write(f"{_now()} {'  '.join(field for field in fields if field)}\n")
         self._printed_at, self._printed = self._clock(), snapshot
 
 
 class _Json:
-    """NDJSON. The keys are documented in docs/cli.md and stay."""
+    """NDJSON with `PROGRESS_KEYS`."""
+
+    live: ClassVar[bool] = False
 
     def __init__(self, writer: _Writer, clock: Callable[[], float]) -> None:
         self._write, self._clock = writer.write, clock
@@ -398,6 +420,8 @@ class _Json:
 
 class _Silent:
     """Shows nothing at all."""
+
+    live: ClassVar[bool] = False
 
     def begin(self, text: str) -> None:
         pass

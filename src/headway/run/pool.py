@@ -1,19 +1,17 @@
 """The parent of a run: one process that owns the ledger, hands items to workers and commits what they report in groups.
 
-`Pool.run` is a single-threaded loop, so nothing here needs a lock and forking a replacement worker is safe. An item is
-always in exactly one place: untouched or waiting in the ledger, ``ready`` here, or ``out`` with one worker. If all of
-this is killed, the ledger alone says what is left to do.
+`Pool.run` is a single-threaded loop, so nothing here needs a lock and forking a replacement worker is safe. If all of
+it is killed, the ledger alone says what is left to do.
 """
 
 from __future__ import annotations
 
-import os
 import selectors
 import signal
 import socket
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,10 +21,11 @@ from headway.ledger import Done, Failed, Fault, Hold, Item, Job, Ledger, Outcome
 from headway.ledger.values import Miss
 from headway.lifecycle import Budget, Shutdown
 from headway.retry import RetryPolicy
-from headway.run import worker as worker_process
+from headway.run.crew import Crew, Worker
 from headway.run.display import Display, Snapshot
 from headway.run.output import Output
-from headway.run.wire import Slots, Wire
+from headway.run.stock import Stock
+from headway.run.talk import Talk
 from headway.telemetry import Log, metrics
 
 log = Log("run")
@@ -34,13 +33,13 @@ log = Log("run")
 #: A batch is meant to keep a worker busy for about this long: short items share a round trip, long ones travel alone.
 BATCH_SECONDS = 0.05
 BATCH_MOST = 1000
+BATCH_BYTES = 2**20
 #: A worker that is busy with one item for this long gives the others it holds back.
 RECALL_SECONDS = 0.5
 #: An item that runs this long is written down as running, so that others see it and a killed run leaves a trace.
 NOTE_SECONDS = 1.0
 COMMIT_SECONDS = 0.02
 COMMIT_MOST = 4000
-READ_AHEAD = 4000
 #: After SIGTERM (not Ctrl-C) items in progress get this long before they are abandoned.
 TERM_SECONDS = 4.0
 #: Workers that die one after the other without having begun an item.
@@ -90,24 +89,6 @@ class Ending:
     seconds: float
 
 
-class _Worker:
-    """One worker process as its parent sees it."""
-
-    def __init__(self, pid: int, wire: Wire, slots: Slots, name: str, *, alone: bool) -> None:
-        self.pid, self.wire, self.slots, self.name = pid, wire, slots, name
-        #: Runs suspects, one at a time, to find the item that kills its process.
-        self.alone = alone
-        self.out: dict[int, Item] = {}
-        self.began = False
-        self.recalled = False
-        self.stopping = False
-
-    def kill(self) -> None:
-        """End it and everything it started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-
-
 class Pool:
     def __init__(
         self,
@@ -122,24 +103,22 @@ class Pool:
         output: Output | None = None,
         feed: Feed | None = None,
     ) -> None:
-        self._ledger, self._job, self._hold = ledger, job, hold
-        self._function, self._settings = function, settings
+        self._ledger, self._job, self._hold, self._settings = ledger, job, hold, settings
         self._display, self._shutdown, self._output, self._feed = display, shutdown, output, feed
-        self._workers: dict[int, _Worker] = {}
+        self._talk = Talk() if display.live and Talk.is_needed() else None
         self._selector = selectors.DefaultSelector()
-        self._ready: deque[Item] = deque()
-        self._suspects: deque[Item] = deque()
-        self._held: set[int] = set()  # everything that is ready, suspect or out
+        self._stock = Stock(job)
+        self._crew = Crew(
+            self._selector, function,
+            mode=settings.mode, size=settings.workers, mark=hold.mark, timeout=settings.timeout,
+            keep=output is not None, talk=self._talk,
+        )  # fmt: skip
         self._inbox: list[Outcome] = []
         self._noted: set[int] = set()
-        self._cursor = -1
-        self._untouched_left = True
         self._stillborn = 0
-        self._names = 0
         self._item_seconds: float | None = None
         self._allowance = 0.0
         self._allowance_at = time.monotonic()
-        self._next_due: float | None = 0.0  # monotonic; None: nothing waits for another try
         self._passing = False  # the pass over dead letters at the end
         self._stop_reason: str | None = None
         info = job.info()
@@ -159,15 +138,20 @@ class Pool:
         self._selector.register(wake_out, selectors.EVENT_READ, None)
         if self._feed is not None and not self._feed.ended:
             self._selector.register(self._feed.fileno(), selectors.EVENT_READ, "feed")
+        if self._talk is not None:
+            self._selector.register(self._talk, selectors.EVENT_READ, "talk")
         try:
             self._loop(wake_out)
             self._commit()
             if self._output is not None:
                 self._output.write()
+            self._job.give_back(sorted(self._noted), self._hold)
             if self._stop_reason is None:
-                self._completed = self._job.finish(self._hold) or self._completed
+                self._completed = self._job.finish(self._hold)
         finally:
-            self._end_workers()
+            self._crew.close()
+            for line in self._talk.close() if self._talk is not None else ():
+                self._display.say(line)
             self._selector.close()
             wake_in.close()
             wake_out.close()
@@ -199,11 +183,11 @@ class Pool:
                 self._commit()
                 commit_at = time.monotonic() + COMMIT_SECONDS
             if self._stop_reason is None:
-                self._refill(now)
+                self._stock.refill(now)
                 self._dispatch(now)
                 if self._is_through():
                     return
-            elif not any(worker.out for worker in self._workers.values()):
+            elif self._crew.idle:
                 return
             if now >= chores_at:
                 chores_at = now + 0.1
@@ -218,102 +202,95 @@ class Pool:
         until = now + 0.1
         if commit_at is not None:
             until = min(until, commit_at)
-        if self._next_due is not None and not self._ready:
-            until = min(until, self._next_due)
-        if self._settings.rate and self._ready:
+        if self._stock.next_due is not None and not self._stock.ready:
+            until = min(until, self._stock.next_due)
+        if self._settings.rate and self._stock.ready:
             until = min(until, now + 1 / self._settings.rate)
         return max(0.0, until - now)
 
     def _listen(self, wake: socket.socket, patience: float) -> None:
-        for key, _ in self._selector.select(patience):
+        for key, events in self._selector.select(patience):
             if key.data is None:
                 wake.recv(4096)
             elif key.data == "feed":
                 self._take_feed()
+            elif key.data == "talk":
+                self._relay_talk()
             else:
-                self._hear(key.data)
+                self._attend(key.data, events)
 
-    # ---- where items come from -------------------------------------------------------------------------------------
-
-    def _refill(self, now: float) -> None:
-        if self._next_due is not None and now >= self._next_due and len(self._ready) < READ_AHEAD // 2:
-            self._take_due(now)
-        if self._untouched_left and len(self._ready) < READ_AHEAD // 2:
-            page = self._job.untouched(self._cursor, READ_AHEAD)
-            self._untouched_left = len(page) == READ_AHEAD
-            if page:
-                self._cursor = page[-1].idx
-                self._hold_items(page)
-        if self._settings.last_pass and self._is_idle() and not self._waiting():
-            self._commit()  # what died last must be in the ledger to be found
-            if not self._waiting():
-                self._hold_items(self._job.last_pass(READ_AHEAD))
-                self._passing = bool(self._ready)
-
-    def _take_due(self, now: float) -> None:
-        """Fetch items whose wait is over, and learn when the next one's is."""
-        most = READ_AHEAD + len(self._held)
-        rows = self._job.due(most, within=10**8)
-        self._next_due = now if len(rows) == most else None
-        for item, left in rows:
-            if item.idx in self._held:
-                continue
-            if left > 0:
-                self._next_due = now + left
-                return
-            self._hold_items([item])
-
-    def _hold_items(self, items: Sequence[Item]) -> None:
-        self._ready.extend(items)
-        self._held.update(item.idx for item in items)
+    def _attend(self, worker: Worker, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            with suppress(OSError):  # the end of its stream says the rest
+                worker.wire.push()
+            self._crew.watch(worker)
+        if events & selectors.EVENT_READ:
+            alive = worker.wire.receive()
+            for frame in worker.wire.frames():
+                self._take(worker, frame)
+            if not alive:
+                self._bury(worker)
 
     def _take_feed(self) -> None:
         assert self._feed is not None
         self._total += self._feed.take()
-        self._untouched_left = True
+        self._stock.more_arrived()
         if self._feed.ended:
             self._selector.unregister(self._feed.fileno())
 
-    def _waiting(self) -> bool:
-        """Whether the ledger still has something that will come to us by itself."""
-        open_feed = self._feed is not None and not self._feed.ended
-        return open_feed or self._untouched_left or self._next_due is not None
-
-    def _is_idle(self) -> bool:
-        return not self._ready and not self._suspects and not self._held
+    def _relay_talk(self) -> None:
+        assert self._talk is not None
+        for line in self._talk.lines():
+            self._display.say(line)
 
     def _is_through(self) -> bool:
-        return self._is_idle() and not self._waiting() and not self._inbox
+        """Whether nothing is left to do: the last thing is the pass over dead letters."""
+        if not self._stock.empty or self._inbox or self._feed_is_open():
+            return False
+        if self._settings.last_pass and self._stock.take_last_pass():
+            self._passing = True
+            return False
+        return True
+
+    def _feed_is_open(self) -> bool:
+        return self._feed is not None and not self._feed.ended
 
     # ---- handing out -----------------------------------------------------------------------------------------------
 
     def _dispatch(self, now: float) -> None:
-        if self._suspects:
-            self._examine()
-        if not self._ready:
+        stock = self._stock
+        if stock.suspects:
+            examiner = self._crew.examiner()
+            if not examiner.out:
+                self._crew.give(examiner, [stock.suspects.popleft()])
+        if not stock.ready:
             return
         batch = self._batch_size()
-        common = [worker for worker in self._workers.values() if not worker.alone]
-        wanted = min(self._processes(), len(self._ready) + sum(len(worker.out) for worker in common))
-        for _ in range(wanted - len(common)):
-            self._start_worker(alone=False)
         # Those with least to do first, so that the last items of a job are spread over all of them.
-        for worker in sorted(self._workers.values(), key=lambda each: len(each.out)):
-            if worker.alone or worker.stopping:
+        for worker in sorted(self._crew.common(len(stock.held)), key=lambda each: len(each.out)):
+            if worker.stopping or worker.wire.pending:
                 continue
             slots = worker.slots.count
             room = slots * (2 * batch if batch > 1 else 1) - len(worker.out)
             if room >= slots * batch / 2:
-                fair = -(-len(self._ready) // len(self._workers))
-                count = self._allowed(min(room, slots * batch, max(slots, fair)), now)
-                if count:
-                    self._send(worker, [self._ready.popleft() for _ in range(count)])
-            if not self._ready:
+                fair = -(-len(stock.ready) // self._crew.processes)
+                count = self._allowed(min(room, slots * batch, max(slots, fair), len(stock.ready)), now)
+                self._give(worker, count)
+            if not stock.ready:
                 return
+
+    def _give(self, worker: Worker, count: int) -> None:
+        """Send up to ``count`` items, fewer if they are large."""
+        items: list[Item] = []
+        size = 0
+        while len(items) < count and size < BATCH_BYTES:
+            items.append(self._stock.ready.popleft())
+            size += len(items[-1].payload or "")
+        if items:
+            self._crew.give(worker, items)
 
     def _allowed(self, count: int, now: float) -> int:
         """At most ``count``, fewer if the rate says so."""
-        count = min(count, len(self._ready))
         rate = self._settings.rate
         if rate is None:
             return count
@@ -329,77 +306,30 @@ class Pool:
             return 1
         return max(1, min(BATCH_MOST, int(BATCH_SECONDS / max(self._item_seconds, 1e-5))))
 
-    def _send(self, worker: _Worker, items: list[Item]) -> None:
-        for item in items:
-            worker.out[item.idx] = item
-        work = ",".join(f"[{item.idx},{item.attempts},{item.payload or 'null'}]" for item in items)
-        self._tell(worker, f'{{"work":[{work}]}}')
+    # ---- what workers say ------------------------------------------------------------------------------------------
 
-    # ---- workers ---------------------------------------------------------------------------------------------------
-
-    def _processes(self) -> int:
-        return self._settings.workers if self._settings.mode == "process" else 1
-
-    def _start_worker(self, *, alone: bool) -> _Worker:
-        count = 1 if alone or self._settings.mode == "process" else self._settings.workers
-        ours, theirs = socket.socketpair()
-        slots = Slots(count)
-        self._names += 1
-        pid = os.fork()
-        if pid == 0:
-            self._be_worker(ours, theirs, slots)
-        theirs.close()
-        worker = _Worker(pid, Wire(ours), slots, f"{self._hold.mark} worker {self._names}", alone=alone)
-        self._workers[pid] = worker
-        self._selector.register(ours, selectors.EVENT_READ, worker)
-        return worker
-
-    def _be_worker(self, ours: socket.socket, theirs: socket.socket, slots: Slots) -> None:
-        """In the child. Every other end of ours must be closed here, or siblings would not notice our death."""
-        try:
-            os.setpgid(0, 0)
-            ours.close()
-            for sibling in self._workers.values():
-                sibling.wire.close()
-            self._selector.close()
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            mode, timeout = self._settings.mode, self._settings.timeout
-            keep = self._output is not None
-            worker_process.main(Wire(theirs), slots, self._function, mode=mode, timeout=timeout, keep=keep)
-        finally:
-            os._exit(70)
-
-    def _hear(self, worker: _Worker) -> None:
-        try:
-            alive = worker.wire.receive()
-        except OSError:
-            alive = False
-        for frame in worker.wire.frames():
-            self._take(worker, frame)
-        if not alive:
-            self._bury(worker)
-
-    def _take(self, worker: _Worker, frame: Any) -> None:
+    def _take(self, worker: Worker, frame: Any) -> None:
         if "back" in frame:
-            self._take_back(worker, frame["back"])
+            worker.recalled = False
+            self._stock.put_back(worker.out.pop(idx) for idx in frame["back"] if idx in worker.out)
+            if self._stop_reason is not None:
+                self._stock.let_go()
             return
         worker.began, self._stillborn = True, 0
-        name = worker.name
-        seconds = 0.0
+        name, seconds = worker.name, 0.0
         for idx, took, result in frame["done"]:
             if worker.out.pop(idx, None) is not None:
                 self._inbox.append(Done(idx, None, result, took, name))
                 seconds += took
         for idx, attempts, took, kind, message, where, detail, retryable in frame["failed"]:
-            if worker.out.pop(idx, None) is None:
-                continue
-            fault = Fault(kind, message, where, detail)
-            self._fail(idx, attempts, fault, "failed", took, name, retryable=bool(retryable))
-            seconds += took
+            if worker.out.pop(idx, None) is not None:
+                self._fail(
+                    idx, attempts, Fault(kind, message, where, detail), "failed", took, name, retryable=retryable
+                )
+                seconds += took
         count = len(frame["done"]) + len(frame["failed"])
         if count:
-            average = seconds / count
-            known = self._item_seconds
+            average, known = seconds / count, self._item_seconds
             self._item_seconds = average if known is None else 0.7 * known + 0.3 * average
 
     def _fail(
@@ -418,83 +348,50 @@ class Pool:
             Failed(idx, fault, outcome, None, seconds, name, seen=attempts, retryable=retryable and not self._passing)
         )
 
-    def _take_back(self, worker: _Worker, indices: list[int]) -> None:
-        worker.recalled = False
-        items = [worker.out.pop(idx) for idx in indices if idx in worker.out]
-        self._ready.extendleft(reversed(items))
-        if self._stop_reason is not None:
-            self._let_go(items)
-
-    def _let_go(self, items: Sequence[Item]) -> None:
-        for item in items:
-            self._held.discard(item.idx)
-
-    def _bury(self, worker: _Worker, status: int | None = None) -> None:
+    def _bury(self, worker: Worker, status: int | None = None) -> None:
         """A worker has ended: find out why, charge the item that killed it and nobody else."""
-        self._selector.unregister(worker.wire.socket)
-        del self._workers[worker.pid]
-        if status is None:
-            worker.kill()  # its stream has ended, so it cannot report any more; it must not go on either
-            _, status = os.waitpid(worker.pid, 0)
-        running = [(idx, began) for idx, began in worker.slots.running() if idx in worker.out]
-        worker.wire.close()
+        how = self._crew.remove(worker, status)
+        running = worker.running()
         worker.slots.close()
-        if worker.stopping and not running:
-            self._return(worker.out.values())
-            return
-        how = _how_it_died(status)
-        log.warning("a worker died", worker=worker.name, reason=how, count=len(running))
-        metrics.count("headway_worker_deaths")
+        if running or not worker.stopping:
+            log.warning("a worker died", worker=worker.name, reason=how, count=len(running))
+            metrics.count("headway_worker_deaths")
         if len(running) == 1:
-            idx = running[0][0]
+            ((idx, began),) = running
             item = worker.out.pop(idx)
             fault = Fault("WorkerDied", f"the worker process {how} while it ran this item")
-            self._fail(idx, item.attempts, fault, "failed", time.monotonic() - running[0][1], worker.name)
+            self._fail(idx, item.attempts, fault, "failed", time.monotonic() - began, worker.name)
         elif running:
             # Several items ran in it and one of them is to blame: each runs again, alone, at no cost to the others.
-            self._suspects.extend(worker.out.pop(idx) for idx, _ in running)
-        elif not worker.began:
+            self._stock.suspects.extend(worker.out.pop(idx) for idx, _ in running)
+        elif not worker.began and not worker.stopping:
             self._stillborn += 1
             if self._stillborn >= STILLBORN_MOST:
                 raise HeadwayError(
                     f"{self._stillborn} workers in a row {how} before they began an item.",
                     hint="Run the function once by hand in a fresh process to see why.",
                 )
-        self._return(worker.out.values())
-
-    def _return(self, items: Iterable[Item]) -> None:
-        self._ready.extendleft(reversed(list(items)))
-
-    def _examine(self) -> None:
-        """Run one suspect by itself."""
-        alone = [worker for worker in self._workers.values() if worker.alone]
-        worker = alone[0] if alone else self._start_worker(alone=True)
-        if not worker.out and self._suspects:
-            self._send(worker, [self._suspects.popleft()])
+        self._stock.put_back(worker.out.values())
 
     # ---- chores, ten times a second --------------------------------------------------------------------------------
 
     def _chores(self, now: float) -> None:
+        for worker, status in self._crew.dead():
+            for frame in worker.last_frames():
+                self._take(worker, frame)
+            self._bury(worker, status)
         to_note: list[tuple[int, str]] = []
-        for worker in list(self._workers.values()):
-            # Its stream need not end with it: what the function started may have inherited our socket.
-            ended, status = os.waitpid(worker.pid, os.WNOHANG)
-            if ended:
-                self._drain(worker)
-                self._bury(worker, status)
-                continue
-            running = [(idx, began) for idx, began in worker.slots.running() if idx in worker.out]
+        for worker in self._crew:
+            running = worker.running()
             longest = max((now - began for _, began in running), default=0.0)
-            if longest > RECALL_SECONDS and len(worker.out) > len(running) and not worker.recalled:
-                worker.recalled = True
-                self._tell(worker, '{"recall":true}')
+            if longest > RECALL_SECONDS and len(worker.out) > len(running):
+                self._crew.recall(worker)
             self._end_overdue(worker, running, now)
-            for idx, began in running:
-                if now - began > NOTE_SECONDS and idx not in self._noted:
-                    to_note.append((idx, worker.name))
-            if worker.alone and not worker.out and not self._suspects and not worker.stopping:
-                worker.stopping = True
-                self._tell(worker, '{"stop":true}')
+            to_note += [
+                (idx, worker.name) for idx, began in running if now - began > NOTE_SECONDS and idx not in self._noted
+            ]
+            if worker.alone and not worker.out and not self._stock.suspects:
+                self._crew.dismiss(worker)
         if to_note:
             self._noted.update(idx for idx, _ in to_note)
             self._job.note_running(self._hold, to_note)
@@ -502,7 +399,7 @@ class Pool:
             self._output.write_sometimes()
         self._display.show(self._snapshot())
 
-    def _end_overdue(self, worker: _Worker, running: list[tuple[int, float]], now: float) -> None:
+    def _end_overdue(self, worker: Worker, running: list[tuple[int, float]], now: float) -> None:
         limit = self._settings.timeout
         if limit is None:
             return
@@ -512,29 +409,17 @@ class Pool:
         if not overdue:
             return
         worker.kill()
-        self._drain(worker)
+        worker.stopping = True
+        for frame in worker.last_frames():
+            self._take(worker, frame)
         for idx, began in overdue:
             item = worker.out.pop(idx, None)
             if item is not None:  # it did not report in the last moment
                 fault = Fault(TIMED_OUT, f"no result within {self._settings.timeout:g} s")
                 self._fail(idx, item.attempts, fault, "timeout", now - began, worker.name)
         # What else ran in that process did nothing wrong: it runs again and is charged nothing.
-        worker.stopping = True
-        self._return(worker.out.values())
+        self._stock.put_back(worker.out.values())
         worker.out.clear()
-
-    def _drain(self, worker: _Worker) -> None:
-        """Hear what a worker that is no more had still sent."""
-        worker.wire.socket.settimeout(0.2)  # all of it is here already; only the end of the stream may not come
-        with suppress(OSError):
-            while worker.wire.receive():
-                pass
-        for frame in worker.wire.frames():
-            self._take(worker, frame)
-
-    def _tell(self, worker: _Worker, frame: str) -> None:
-        with suppress(OSError):  # it has just died: the end of its stream tells us, and what it held comes back then
-            worker.wire.send(frame)
 
     # ---- recording -------------------------------------------------------------------------------------------------
 
@@ -543,12 +428,12 @@ class Pool:
             return
         outcomes, self._inbox = self._inbox, []
         recorded = self._job.record(outcomes, hold=self._hold, policy=self._settings.policy, settle=False)
-        now = time.monotonic()
         for outcome in outcomes:
-            self._held.discard(outcome.idx)
+            self._stock.settled(outcome.idx)
             self._noted.discard(outcome.idx)
         self._done += recorded.done
         self._failures += recorded.failed + recorded.dead
+        self._failed = recorded.waiting
         if self._passing:
             self._rescued += recorded.done
             self._dead -= recorded.done
@@ -556,9 +441,8 @@ class Pool:
             self._died += recorded.dead
             self._dead += recorded.dead
         if recorded.due:
-            soonest = now + min(recorded.due.values()) - self._ledger.database.now()
-            self._next_due = soonest if self._next_due is None else min(self._next_due, soonest)
-        self._failed = recorded.waiting
+            left = min(recorded.due.values()) - self._ledger.database.now()
+            self._stock.due_at(time.monotonic() + left)
         most = self._settings.max_failures
         if most is not None and self._died >= most and self._stop_reason is None:
             self._stop_reason = "stopped"
@@ -566,12 +450,11 @@ class Pool:
 
     def _snapshot(self) -> Snapshot:
         most = self._causes.most_common(1)
-        open_feed = self._feed is not None and not self._feed.ended
         return Snapshot(
-            total=None if open_feed else self._total,
+            total=None if self._feed_is_open() else self._total,
             kept=self._kept,
             done=self._done,
-            running=sum(len(worker.slots.running()) for worker in self._workers.values()),
+            running=self._crew.busy,
             retrying=self._failed,
             dead=self._dead,
             failures=self._failures,
@@ -583,10 +466,8 @@ class Pool:
 
     def _begin_stop(self) -> Budget:
         self._stop_reason = "interrupted"
+        busy = self._crew.busy
         self._recall_all()
-        self._let_go(self._ready)
-        self._ready.clear()
-        busy = sum(len(worker.slots.running()) for worker in self._workers.values())
         if self._shutdown.signum == signal.SIGINT:
             self._display.say(f"Stopping: finishing {_items(busy)} (Ctrl-C again to abandon them) ...")
             return Budget(10**9)
@@ -594,36 +475,17 @@ class Pool:
         return Budget(TERM_SECONDS)
 
     def _recall_all(self) -> None:
-        for worker in self._workers.values():
-            worker.recalled = True
-            self._tell(worker, '{"recall":true}')
+        self._stock.let_go()
+        for worker in self._crew:
+            self._crew.recall(worker)
 
     def _abandon(self) -> None:
         """Kill what still runs. Its items are as if they had not been begun: no attempt is counted."""
-        for worker in list(self._workers.values()):
+        for worker in self._crew:
             worker.kill()
-            self._drain(worker)
+            for frame in worker.last_frames():
+                self._take(worker, frame)
         self._commit()
-
-    def _end_workers(self) -> None:
-        """Let every worker go, by force if it holds something, and leave nothing noted as running."""
-        for worker in self._workers.values():
-            if worker.out:
-                worker.kill()
-            else:
-                self._tell(worker, '{"stop":true}')
-        deadline = Budget(2.0)
-        for worker in self._workers.values():
-            while not os.waitpid(worker.pid, os.WNOHANG)[0]:
-                if deadline.spent:
-                    worker.kill()
-                    os.waitpid(worker.pid, 0)
-                    break
-                time.sleep(0.002)
-            worker.wire.close()
-            worker.slots.close()
-        self._workers.clear()
-        self._job.give_back(sorted(self._noted), self._hold)
 
 
 def _poke(wake: socket.socket) -> None:
@@ -633,11 +495,3 @@ def _poke(wake: socket.socket) -> None:
 
 def _items(count: int) -> str:
     return "1 item" if count == 1 else f"{count:,} items"
-
-
-def _how_it_died(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        name = signal.Signals(number).name
-        return f"was killed by {name}" + (" (out of memory?)" if number == signal.SIGKILL else "")
-    return f"ended by itself with code {os.WEXITSTATUS(status)}"

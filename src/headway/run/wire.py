@@ -27,36 +27,60 @@ _SLOT = struct.Struct("<qd")
 
 
 class Wire:
-    """One end of the socket."""
+    """One end of the socket. A worker's blocks; the parent's never does: what a worker does not take yet waits here, so
+    that two ends which both have much to say cannot wait for each other."""
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, *, blocking: bool) -> None:
         self.socket = end
-        self._buffer = bytearray()
+        self._incoming = bytearray()
+        self._outgoing = bytearray()
+        end.setblocking(blocking)
 
     def fileno(self) -> int:
         return self.socket.fileno()
 
     def send(self, frame: str) -> None:
+        """Send a frame, as far as it goes; `push` sends the rest."""
         data = frame.encode()
-        self.socket.sendall(_LENGTH.pack(len(data)) + data)
+        self._outgoing += _LENGTH.pack(len(data)) + data
+        self.push()
+
+    def push(self) -> None:
+        """Go on sending what waits."""
+        try:
+            while self._outgoing:
+                sent = self.socket.send(self._outgoing)
+                del self._outgoing[:sent]
+        except BlockingIOError:
+            pass
+
+    @property
+    def pending(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._outgoing)
 
     def receive(self) -> bool:
         """Take what has arrived; False at the end of the stream."""
-        data = self.socket.recv(1 << 20)
-        self._buffer += data
+        try:
+            data = self.socket.recv(1 << 20)
+        except BlockingIOError:
+            return True
+        except OSError:  # reset: the other end died with our words unread
+            return False
+        self._incoming += data
         return bool(data)
 
     def frames(self) -> Iterator[Any]:
         """The frames that are complete."""
-        start, size = 0, len(self._buffer)
-        while size - start >= 4:
-            (length,) = _LENGTH.unpack_from(self._buffer, start)
-            end = start + 4 + length
+        start, size = 0, len(self._incoming)
+        while size - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._incoming, start)
+            end = start + _LENGTH.size + length
             if end > size:
                 break
-            yield json.loads(self._buffer[start + 4 : end])
+            yield json.loads(self._incoming[start + _LENGTH.size : end])
             start = end
-        del self._buffer[:start]
+        del self._incoming[:start]
 
     def close(self) -> None:
         self.socket.close()

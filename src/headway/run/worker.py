@@ -192,7 +192,6 @@ class Worker:
                 self._wire.send(json.dumps({"done": done, "failed": failed}))
 
     def _listen(self) -> None:
-        self._wire.socket.settimeout(None)
         try:
             while self._await_frame():
                 for frame in self._wire.frames():

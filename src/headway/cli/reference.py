@@ -1,0 +1,83 @@
+"""Writes docs/cli.md: ``python -m headway.cli.reference > docs/cli.md``. What it says is what the commands say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+
+from headway.cli import COMMANDS, EXIT_CODES, headway
+from headway.run.display import PROGRESS_KEYS
+
+WIDTH = 100
+
+_HEAD = """\
+# Command line
+
+<!-- Written by `python -m headway.cli.reference`; change the commands, not this page. -->
+
+Data goes to stdout, talk to stderr. Every command that reads has `--json`: one document whose `schema` names its keys and
+their version (`headway.jobs/1`); within a version keys are added, never changed. Questions are asked only when stdin is a
+terminal; elsewhere a command that would ask refuses and names the flag (`--yes`).
+
+Colours follow `--color`, then `NO_COLOR`, then `FORCE_COLOR`, then whether stderr is a terminal. `FORCE_COLOR` colours
+only: it never makes a log file live. `COLUMNS` sets the width.
+"""
+
+_PROGRESS = """\
+## How a run shows itself
+
+`--progress auto` is `bar` on a terminal (unless `TERM=dumb`) and `plain` elsewhere.
+
+| kind | shows |
+|---|---|
+| `bar` | two live lines; a narrow terminal drops fields from the right; what was kept from earlier runs is drawn thinner |
+| `plain` | a line with a UTC time after 30 s and 5 %, whichever is later, and at every change of state; no control characters |
+| `json` | NDJSON on stderr, at most one `progress` a second |
+| `none` | nothing; errors and the summary are still printed |
+
+The rate counts this run only. A forecast needs 30 finished items and 15 seconds; its range holds at least four times out
+of five in the simulated runs of the test suite, and it cannot foresee a change of the work itself.
+
+Each line of `--progress json` has `t` (UTC, ISO 8601) and `event`: `begin` and `message` with a `message`, `progress` and
+`end` with:
+
+| key | is |
+|---|---|
+"""
+
+
+def pages() -> Iterator[str]:
+    yield _HEAD
+    yield "## Exit codes\n\n| code | means |\n|---|---|\n" + "".join(
+        f"| {code} | {meaning} |\n" for code, meaning in EXIT_CODES.items()
+    )
+    yield _PROGRESS + "".join(f"| `{key}` | {meaning} |\n" for key, meaning in PROGRESS_KEYS.items())
+    yield "## Commands\n"
+    top = _context(headway, "headway")
+    yield _page(headway, top)
+    for name in COMMANDS:
+        command = headway.get_command(top, name)
+        assert command is not None
+        yield from _pages_of(command, _context(command, name, top))
+
+
+def _pages_of(command: click.Command, context: click.Context) -> Iterator[str]:
+    yield _page(command, context)
+    if isinstance(command, click.Group):
+        for name, inner in command.commands.items():
+            yield from _pages_of(inner, _context(inner, name, context))
+
+
+def _context(command: click.Command, name: str, parent: click.Context | None = None) -> click.Context:
+    # The width is fixed: the page must not depend on the terminal it was written on.
+    settings = {**command.context_settings, "terminal_width": WIDTH, "max_content_width": WIDTH}
+    return click.Context(command, info_name=name, parent=parent, **settings)
+
+
+def _page(command: click.Command, context: click.Context) -> str:
+    return f"### `{context.command_path}`\n\n```text\n{command.get_help(context)}\n```\n"
+
+
+if __name__ == "__main__":
+    print("\n".join(pages()), end="")

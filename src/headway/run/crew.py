@@ -1,0 +1,208 @@
+"""The worker processes of a run, as their parent sees them."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from headway.ledger import Item
+from headway.lifecycle import Budget
+from headway.run import worker as worker_process
+from headway.run.talk import Talk
+from headway.run.wire import Slots, Wire
+
+RECALL = '{"recall":true}'
+STOP = '{"stop":true}'
+
+
+class Worker:
+    """One of them."""
+
+    def __init__(self, pid: int, wire: Wire, slots: Slots, name: str, *, alone: bool) -> None:
+        self.pid, self.wire, self.slots, self.name = pid, wire, slots, name
+        #: Runs suspects, one at a time, to find the item that kills its process.
+        self.alone = alone
+        #: What it has been given and has not reported.
+        self.out: dict[int, Item] = {}
+        self.began = False
+        self.recalled = False
+        self.stopping = False
+
+    def running(self) -> list[tuple[int, float]]:
+        """(idx, since when by the monotonic clock) of what it runs right now and has not reported."""
+        return [(idx, began) for idx, began in self.slots.running() if idx in self.out]
+
+    def kill(self) -> None:
+        """End it and everything it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def last_frames(self) -> Iterator[Any]:
+        """What it had still sent, once it is no more. Only the end of the stream may not come: see `Crew.dead`."""
+        deadline = Budget(0.2)
+        self.wire.socket.settimeout(0.2)
+        with suppress(TimeoutError):
+            while self.wire.receive() and not deadline.spent:
+                pass
+        yield from self.wire.frames()
+
+
+class Crew:
+    """All of them: started by fork, talked to through sockets of the caller's selector."""
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        function: Callable[..., object],
+        *,
+        mode: str,
+        size: int,
+        mark: str,
+        timeout: float | None,
+        keep: bool,
+        talk: Talk | None,
+    ) -> None:
+        self._selector = selector
+        self._function, self._mode, self._timeout, self._keep, self._talk = function, mode, timeout, keep, talk
+        self._mark = mark
+        self._started = 0
+        self._members: dict[int, Worker] = {}
+        #: Processes, and how many items each of them runs at once.
+        self.processes, self._slots = (size, 1) if mode == "process" else (1, size)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(list(self._members.values()))
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    @property
+    def busy(self) -> int:
+        """How many items run right now."""
+        return sum(len(worker.slots.running()) for worker in self)
+
+    @property
+    def idle(self) -> bool:
+        """Nobody has anything."""
+        return not any(worker.out for worker in self)
+
+    def common(self, wanted: int) -> list[Worker]:
+        """Those that take any item, at least ``wanted`` of them (as far as that is allowed)."""
+        found = [worker for worker in self if not worker.alone]
+        found += [self._start(alone=False) for _ in range(min(wanted, self.processes) - len(found))]
+        return found
+
+    def examiner(self) -> Worker:
+        """The one that runs suspects."""
+        return next((worker for worker in self if worker.alone), None) or self._start(alone=True)
+
+    def give(self, worker: Worker, items: Iterable[Item]) -> None:
+        work = []
+        for item in items:
+            worker.out[item.idx] = item
+            work.append(f"[{item.idx},{item.attempts},{item.payload or 'null'}]")
+        self.tell(worker, f'{{"work":[{",".join(work)}]}}')
+
+    def tell(self, worker: Worker, frame: str) -> None:
+        with suppress(OSError):  # it has just died: the end of its stream tells us, and what it held comes back then
+            worker.wire.send(frame)
+        self.watch(worker)
+
+    def watch(self, worker: Worker) -> None:
+        """Look out for room in its socket as long as something waits to be sent."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.wire.pending else 0)
+        self._selector.modify(worker.wire, events, worker)
+
+    def recall(self, worker: Worker) -> None:
+        """Ask for what it has not begun."""
+        if not worker.recalled:
+            worker.recalled = True
+            self.tell(worker, RECALL)
+
+    def dismiss(self, worker: Worker) -> None:
+        """Let it end when it has done what it has."""
+        if not worker.stopping:
+            worker.stopping = True
+            self.tell(worker, STOP)
+
+    def dead(self) -> list[tuple[Worker, int]]:
+        """Workers that have ended, with their status. Their streams need not have: what the function started may have
+        inherited our socket."""
+        ended = []
+        for worker in self:
+            pid, status = os.waitpid(worker.pid, os.WNOHANG)
+            if pid:
+                ended.append((worker, status))
+        return ended
+
+    def remove(self, worker: Worker, status: int | None = None) -> str:
+        """Take leave of one whose process or stream has ended; how it died."""
+        if status is None:
+            worker.kill()  # it cannot report any more, so it must not go on either
+            _, status = os.waitpid(worker.pid, 0)
+        self._selector.unregister(worker.wire)
+        del self._members[worker.pid]
+        worker.wire.close()
+        return _how_it_died(status)
+
+    def close(self) -> None:
+        """Let all of them go, by force whoever holds something."""
+        deadline = Budget(2.0)
+        for worker in self:
+            if worker.out:
+                worker.kill()
+            else:
+                self.dismiss(worker)
+        for worker in self:
+            while not os.waitpid(worker.pid, os.WNOHANG)[0]:
+                if deadline.spent:
+                    worker.kill()
+                    os.waitpid(worker.pid, 0)
+                    break
+                time.sleep(0.002)
+            worker.wire.close()
+            worker.slots.close()
+        self._members.clear()
+
+    def _start(self, *, alone: bool) -> Worker:
+        ours, theirs = socket.socketpair()
+        slots = Slots(1 if alone else self._slots)
+        self._started += 1
+        pid = os.fork()
+        if pid == 0:
+            self._become_worker(ours, theirs, slots)
+        theirs.close()
+        name = f"{self._mark} worker {self._started}"
+        worker = self._members[pid] = Worker(pid, Wire(ours, blocking=False), slots, name, alone=alone)
+        self._selector.register(worker.wire, selectors.EVENT_READ, worker)
+        return worker
+
+    def _become_worker(self, ours: socket.socket, theirs: socket.socket, slots: Slots) -> NoReturn:
+        """In the child. Every other end of ours must be closed here, or siblings would not notice our death."""
+        try:
+            os.setpgid(0, 0)
+            ours.close()
+            for sibling in self:
+                sibling.wire.close()
+            self._selector.close()
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            if self._talk is not None:
+                self._talk.enter_worker()
+            wire = Wire(theirs, blocking=True)
+            worker_process.main(wire, slots, self._function, mode=self._mode, timeout=self._timeout, keep=self._keep)
+        finally:
+            os._exit(70)
+
+
+def _how_it_died(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        name = signal.Signals(number).name
+        return f"was killed by {name}" + (" (out of memory?)" if number == signal.SIGKILL else "")
+    return f"ended by itself with code {os.WEXITSTATUS(status)}"
