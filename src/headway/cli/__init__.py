@@ -28,6 +28,8 @@ COMMANDS: dict[str, str] = {
     "dead": "headway.cli.dead:dead",
     "retry": "headway.cli.dead:retry",
     "log": "headway.cli.items:log",
+    "progress": "headway.cli.finishline:progress",
+    "project": "headway.cli.finishline:project",
     "states": "headway.cli.states:group",
     "watch": "headway.cli.watch:watch",
     "forget": "headway.cli.admin:forget",
