@@ -46,7 +46,7 @@ def start(directory: str, *command: str, **environment: str) -> subprocess.Popen
     )
 
 
-def wait(what: str, check: object, seconds: float = 30) -> None:
+def wait(what: str, check: object, seconds: float = 90) -> None:
     assert callable(check)
     deadline = time.monotonic() + seconds
     while not check():
@@ -91,7 +91,7 @@ def main() -> None:
         send_stop_job_command(redis, regret.id)
 
         told: dict[str, str] = {}
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while set(told) != set(EXPECTED) and time.monotonic() < deadline:
             message = events.get_message(timeout=1)
             if message is not None:

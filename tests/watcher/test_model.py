@@ -93,5 +93,5 @@ class RegistryEdits(RuleBasedStateMachine):
 
 @pytest.mark.req("S4-19")
 def test_nothing_is_told_twice_and_nothing_is_missed_whatever_was_not_announced():
-    RegistryEdits.TestCase.settings = settings(stateful_step_count=30)
+    RegistryEdits.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
     RegistryEdits.TestCase("runTest").runTest()

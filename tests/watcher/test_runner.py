@@ -182,6 +182,6 @@ def test_without_a_redis_it_ends_with_exit_code_6_and_no_secret_in_its_message(t
 
 def test_the_example_runs_and_its_events_are_those_it_expects():
     example = Path(__file__).parents[2] / "examples" / "training" / "run.py"
-    done = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("digits.train.failed.v1") == 5

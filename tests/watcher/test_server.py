@@ -143,7 +143,7 @@ def test_a_slow_link_is_only_slow(scene: Scene, tcp_proxy):
     proxy = tcp_proxy(scene.server.port)
     proxy.delay(0.05)
     with scene.watching(redis_url=f"redis://127.0.0.1:{proxy.port}/0"):
-        ids = scene.burst(300)
+        ids = scene.burst(100)
         scene.events.told(*[(job_id, "failed") for job_id in ids])
 
 
