@@ -4,7 +4,7 @@ Nothing here tries again by itself. A command whose reply was lost may have been
 who knows its identity, may repeat it: redis-py's own retries are switched off in every client
 (``Retry(NoBackoff(), 0)``).
 
-Standalone servers and Sentinel only: Redis Cluster has no database 1.
+Standalone servers, or a master behind Sentinel by an address that follows it; Redis Cluster has no database 1.
 """
 
 from __future__ import annotations
@@ -80,11 +80,12 @@ def key(pattern: str, kind: Kind, lifetime: str, holds: str) -> Key:
 
 
 _WEEK = "7 days after the last write"
+_LONGER = "2 hours longer"
 
 PROJECT = key("smap:proj:{project_id}", "hash", _WEEK, "`status`, `total`, `done`, `errors` of a project")
-PROJECT_BOOK = key("smap:proj:{project_id}:book", "hash", _WEEK, "epoch, version, winner; last call per caller")
-PROJECT_BITS = key("smap:proj:{project_id}:bits", "string", _WEEK, "bitmap of the item numbers counted")
-PROJECT_SEEN = key("smap:proj:{project_id}:seen", "set", _WEEK, "other item ids counted, long ones as a digest")
+PROJECT_BOOK = key("smap:proj:{project_id}:book", "hash", _LONGER, "epoch, version, winner; last call per caller")
+PROJECT_BITS = key("smap:proj:{project_id}:bits", "string", _LONGER, "bitmap of the item numbers counted")
+PROJECT_SEEN = key("smap:proj:{project_id}:seen", "set", _LONGER, "other item ids counted, long ones as a digest")
 PROJECT_RESTORE = key("smap:proj:{project_id}:restore", "string", "30 s", "who rebuilds the project just now")
 STAGED_BITS = key("smap:proj:{project_id}:bits:{token}", "string", "10 min", "bits of a project being rebuilt")
 STAGED_SEEN = key("smap:proj:{project_id}:seen:{token}", "set", "10 min", "ids of a project being rebuilt")
@@ -209,7 +210,14 @@ def is_transient(error: BaseException) -> bool:
 
     away = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError, OSError)
     refused = (exceptions.AuthenticationError, exceptions.AuthorizationError)
-    return isinstance(error, away) and not isinstance(error, refused)
+    if isinstance(error, away):
+        return not isinstance(error, refused)
+    return _says(error, "READONLY", "MASTERDOWN", "NOREPLICAS", "LOADING")
+
+
+def _says(error: BaseException, *codes: str) -> bool:
+    """Whether the server answered one of these; up to 6.2 it wraps what happened inside a script in other words."""
+    return any(str(error).startswith(code) or f"-{code} " in str(error) for code in codes)
 
 
 def meaning(error: BaseException, where: str) -> HeadwayError:
@@ -227,7 +235,7 @@ def meaning(error: BaseException, where: str) -> HeadwayError:
             f"Redis at {place} refused us: {why}",
             hint="Check user and password in the address, and their ACL.",
         )
-    if isinstance(error, exceptions.OutOfMemoryError):
+    if isinstance(error, exceptions.OutOfMemoryError) or _says(error, "OOM"):
         return StoreFull(
             f"Redis at {place} has reached its maxmemory.",
             hint="Raise maxmemory, or move the cache to another server.",
@@ -285,7 +293,7 @@ def preflight(
     if found.cluster:
         raise Refused(
             f"{place} is a Redis Cluster, which has no database 1.",
-            hint="Use a standalone server or Sentinel.",
+            hint="Use a standalone server, or a master behind Sentinel.",
         )
     if found.evicts:
         what = f"Redis at {place} deletes keys when memory is short (maxmemory-policy {found.policy})"
@@ -317,28 +325,45 @@ class Script:
         self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()  # the server's name for it
 
     def __call__(self, client: Redis, keys: Sequence[str], arguments: Sequence[Argument]) -> Reply:
-        """Run it once. Raises what redis-py raises; see `meaning`.
-
-        It speaks on a pooled connection directly: the command layer costs as much as the round trip itself.
-        """
-        from redis.exceptions import NoScriptError, ResponseError
-
-        pool = client.connection_pool
-        connection: Any = pool.get_connection()  # redis-py's connections are untyped
+        """Run it once on a connection of the client's pool. Raises what redis-py raises; see `meaning`."""
+        connection = borrow(client)
         try:
-            try:
-                connection.send_command("EVALSHA", self.sha, len(keys), *keys, *arguments)
-                return connection.read_response()
-            except NoScriptError:  # nothing was run
-                connection.send_command("EVAL", self.text, len(keys), *keys, *arguments)
-                return connection.read_response()
-        except ResponseError:
-            raise
-        except BaseException:
-            connection.disconnect()  # a reply still under way must not be read by the connection's next user
-            raise
+            return self.on(connection, keys, arguments)
         finally:
-            pool.release(connection)
+            client.connection_pool.release(connection)
+
+    def on(self, connection: Any, keys: Sequence[str], arguments: Sequence[Argument]) -> Reply:
+        """Run it once on this connection, past the client's command layer, which costs as much as the round trip.
+
+        A connection that fails or is interrupted closes itself, so nobody reads a reply that came late.
+        """
+        try:
+            connection.send_packed_command(_packed("EVALSHA", self.sha, len(keys), *keys, *arguments))
+            return connection.read_response()
+        except _no_script():  # nothing was run
+            connection.send_packed_command(_packed("EVAL", self.text, len(keys), *keys, *arguments))
+            return connection.read_response()
+
+
+@lru_cache(maxsize=1)
+def _no_script() -> type[Exception]:
+    from redis.exceptions import NoScriptError
+
+    return NoScriptError
+
+
+def borrow(client: Redis) -> Any:
+    """A connection of the client's pool, to be released there; redis-py leaves connections untyped."""
+    return client.connection_pool.get_connection()
+
+
+def _packed(*words: Argument) -> list[bytes]:
+    try:
+        from hiredis import pack_command
+    except ImportError:  # the optional parser is missing: slower, and the same
+        raw = [word if isinstance(word, bytes) else str(word).encode() for word in words]
+        return [b"*%d\r\n" % len(raw), *(b"$%d\r\n%b\r\n" % (len(word), word) for word in raw)]
+    return [pack_command(words)]  # type: ignore[arg-type]  # its stub says a tuple of one
 
 
 @lru_cache(maxsize=64)

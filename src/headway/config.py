@@ -78,6 +78,7 @@ def _optional(read: Callable[[str], Setting]) -> Callable[[str], Setting]:
 #: Every setting there is. A part adds its own here, so that one list answers "what can I set?".
 OPTIONS: tuple[Option, ...] = (
     Option("database", "sqlite:///headway.db", _text, "where the records are kept"),
+    Option("state", "redis://localhost:6379/1", _text, "Redis with the state of projects"),
     Option("states", None, _optional(_text), "where the states of tasks are kept (default: the database)"),
     Option("workers", None, _optional(_whole(1)), "how many items run at once (default: one per core)"),
     Option("mode", "process", _one_of("process", "thread", "async"), "how items run"),

@@ -12,12 +12,13 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
-from headway._redis import EVENTS, EVENTS_QUARANTINE
+from headway._redis import EVENTS, EVENTS_QUARANTINE, failures, meaning
 from headway._sql import Database, Tx
 from headway.errors import HeadwayError, InvalidInput, Unavailable
 from headway.retry import RetryPolicy
@@ -232,6 +233,38 @@ class RedisOutbox:
         self._key = EVENTS()
 
     def subscribe(self, sink: str) -> None:
+        try:
+            with self._translated():
+                self._subscribe(sink)
+        except Unavailable as error:
+            # `waiting` does it when the server is back; until then nothing can be decided there either.
+            log.warning("the sink is subscribed when Redis is back", sink=sink, error=str(error))
+
+    def waiting(self, sink: str, limit: int) -> list[tuple[str, Event]]:
+        from redis.exceptions import ResponseError
+
+        with self._translated():
+            try:
+                return self._take(sink, limit)
+            except ResponseError as error:
+                if not str(error).startswith("NOGROUP"):
+                    raise
+                self._subscribe(sink)  # the server lost the stream; what is announced again waits from its start
+                return self._take(sink, limit)
+
+    def delivered(self, sink: str, handle: str) -> None:
+        with self._translated():
+            self._client.xack(self._key, sink, handle)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except failures() as error:
+            place = self._client.connection_pool.connection_kwargs
+            raise meaning(error, f"{place.get('host', place.get('path'))}:{place.get('port', '')}") from error
+
+    def _subscribe(self, sink: str) -> None:
         from redis.exceptions import ResponseError
 
         try:
@@ -239,20 +272,6 @@ class RedisOutbox:
         except ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
                 raise
-
-    def waiting(self, sink: str, limit: int) -> list[tuple[str, Event]]:
-        from redis.exceptions import ResponseError
-
-        try:
-            return self._take(sink, limit)
-        except ResponseError as error:
-            if not str(error).startswith("NOGROUP"):
-                raise
-            self.subscribe(sink)  # the server lost the stream; what is announced again waits there from its start
-            return self._take(sink, limit)
-
-    def delivered(self, sink: str, handle: str) -> None:
-        self._client.xack(self._key, sink, handle)
 
     def _take(self, sink: str, limit: int) -> list[tuple[str, Event]]:
         self._client.xautoclaim(self._key, sink, self._consumer, self._idle, count=limit)

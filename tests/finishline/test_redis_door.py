@@ -119,6 +119,9 @@ def test_errors_are_translated_without_the_password():
     assert not _redis.is_transient(wrong)
     assert isinstance(_redis.meaning(redis.exceptions.OutOfMemoryError("OOM"), where), StoreFull)
     assert type(_redis.meaning(redis.exceptions.ResponseError("WRONGTYPE"), where)) is StorageError
+    inside = "Error running script (call to f_1): @user_script:12: -%s command not allowed"
+    assert isinstance(_redis.meaning(redis.exceptions.ResponseError(inside % "OOM"), where), StoreFull)
+    assert _redis.is_transient(redis.exceptions.ResponseError(inside % "READONLY"))
 
 
 def test_a_script_is_taught_again_to_a_server_that_forgot_it(redis_server: RedisServer):

@@ -156,7 +156,7 @@ def test_a_relay_killed_between_any_two_steps_is_followed_by_one_that_tells_agai
 
     heard: list[str] = []
     for step in (0, 1):
-        process = fork.Process(target=die_after, args=(step,))
+        process = fork.Process(target=die_after, args=(step,), daemon=True)
         process.start()
         if step == 1:
             heard.append(told.get(timeout=10))
@@ -248,3 +248,21 @@ def test_the_relay_as_a_loop_tells_soon_and_stops_when_asked(open_line: OpenLine
     stop.set()
     thread.join(5)
     assert not thread.is_alive()
+
+
+def test_a_relay_started_while_redis_is_away_tells_when_it_is_back(open_line: OpenLine, redis_server: RedisServer):
+    line = open_line()
+    heard: list[Event] = []
+    redis_server.stop()
+    relay = line.relay([CallableSink("listener", heard.append)], rest=0.02)
+    with pytest.raises(Unavailable):
+        relay.tick()
+    stop = threading.Event()
+    thread = threading.Thread(target=relay.run, args=(stop,))
+    thread.start()
+    redis_server.start()
+    complete(line, "p")
+    eventually(lambda: heard)
+    stop.set()
+    thread.join(5)
+    assert [event.job for event in heard] == ["p"]

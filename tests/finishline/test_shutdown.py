@@ -138,7 +138,7 @@ def test_a_wait_between_tries_is_interrupted_by_the_shutdown_of_its_own_process(
     began = time.monotonic()
     shutdown.request()
     thread.join(5)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 4.0  # not 7
     assert len(outcome) == 1
     assert line.close()
 

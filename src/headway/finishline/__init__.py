@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from headway import _redis, _sql
 from headway.errors import InvalidInput, Refused, Unavailable
@@ -51,6 +52,9 @@ from headway.lifecycle import Budget, Shutdown
 from headway.retry import REDIS_OPERATION, RetryPolicy
 from headway.telemetry import Log
 
+if TYPE_CHECKING:
+    from redis import Redis
+
 __all__ = ["Answer", "AsyncProgress", "FinishLine", "Outcome", "Progress", "Status"]
 
 log = Log("finishline")
@@ -58,15 +62,48 @@ log = Log("finishline")
 ItemId = int | str
 T = TypeVar("T")
 
+#: Items of one call: Redis does nothing else while it counts them (about 20 ms).
+BATCH_LIMIT = 10_000
+#: Seconds after which an unused connection is looked at before it is used.
+_IDLE = 0.25
+
 
 class _Lane:
-    """One caller as the scripts know it. It makes one call at a time and numbers them."""
+    """One caller as the scripts know it. It makes one call at a time, numbers them, and keeps its connection."""
 
-    __slots__ = ("calls", "name")
+    __slots__ = ("calls", "connection", "name", "used")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.calls = 0
+        self.connection: Any = None
+        self.used = 0.0
+
+    def run(self, client: Redis, script: _redis.Script, keys: Sequence[str], arguments: Sequence[str | int]) -> Any:
+        connection = self.connection
+        if connection is None:
+            connection = self.connection = _redis.borrow(client)
+        elif time.monotonic() - self.used > _IDLE:
+            self._freshen()
+        try:
+            return script.on(connection, keys, arguments)
+        except _redis.failures() as error:
+            if _redis.is_transient(error):
+                self.connection = None
+                connection.disconnect()  # also from a master that became a replica and still answers
+                client.connection_pool.release(connection)
+            raise
+        finally:
+            self.used = time.monotonic()
+
+    def _freshen(self) -> None:
+        """A server that was restarted meanwhile has closed its end: see that before a call is risked on it."""
+        try:
+            stale = self.connection.can_read()
+        except _redis.failures():
+            stale = True
+        if stale:
+            self.connection.disconnect()
 
 
 class FinishLine:
@@ -107,7 +144,6 @@ class FinishLine:
         self._record = Record(database) if database is not None else None
         self._keeps = keeper and database is not None
         self._interval = interval
-        self._stop_keeper = threading.Event()
         self._over: set[str] = set()  # projects that were seen with more done than their total
         self._begin_process()
 
@@ -213,8 +249,10 @@ class FinishLine:
         many: bool = False,
     ) -> Answer:
         check_id(project_id, "a project id")
-        if many and not item_ids:
-            raise InvalidInput("There is no item to count.")
+        if many and not 1 <= len(item_ids) <= BATCH_LIMIT:
+            raise InvalidInput(
+                f"{len(item_ids)} items cannot be counted in one call.", hint=f"Give 1 to {BATCH_LIMIT:,} at a time."
+            )
         items = [identity(item_id) for item_id in item_ids]
         self._enter()
         try:
@@ -228,9 +266,10 @@ class FinishLine:
             verdicts, fresh = self._journal.write(project_id, dict.fromkeys(items, (sign == "-", reason)))
             signed = [("-" if failed else "+") + item for item, failed in verdicts.items()]
             answer = self._send(operation, "finishline/count", project_id, ["journal", *signed])
-            if fresh and answer.outcome is Outcome.DUPLICATE:
-                # Somebody rebuilt the project from the journal between our commit and this: it counted there.
-                return replace(answer, outcome=Outcome.COUNTED, counted=fresh)
+            if fresh and not answer.counted:
+                # The project was rebuilt from the journal between our commit and this: our items counted there.
+                outcome = Outcome.COUNTED if answer.outcome is Outcome.DUPLICATE else answer.outcome
+                return replace(answer, outcome=outcome, counted=fresh)
             return answer
         finally:
             self._link.leave()
@@ -285,11 +324,13 @@ class FinishLine:
 
     def close(self, seconds: float = DRAIN_SECONDS) -> bool:
         """Accept nothing new, wait for what is under way, close the pools; whether all of it ended in time."""
+        if self._pid != os.getpid():
+            self._begin_process()
         budget = Budget(seconds)
         self._stop_keeper.set()
         drained = self._link.drain(budget.left)
-        if self._keeper_thread is not None and self._pid == os.getpid():
-            self._keeper_thread.join(budget.left)  # it uses the same pool, so the pool is closed after it
+        if self._keeper_thread is not None:
+            self._keeper_thread.join(max(0.5, budget.left))  # it uses the same pool, which is closed after it
         self._link.close()
         if self._owned is not None:
             self._owned.close()
@@ -310,6 +351,7 @@ class FinishLine:
         self._lanes: list[_Lane] = []
         self._lane_count = 0
         self._lane_lock = threading.Lock()
+        self._stop_keeper = threading.Event()
         self._keeper_thread: threading.Thread | None = None
         self.keeper: Keeper | None = None
         if self._database is not None and self._record is not None:
@@ -375,8 +417,9 @@ class FinishLine:
         try:
             lane.calls += 1
             call = partial(
-                _redis.script(script),
+                lane.run,
                 self._link.client,
+                _redis.script(script),
                 _keys(project_id),
                 [TTL, lane.name, lane.calls, *arguments],
             )

@@ -7,6 +7,7 @@ by counting the journal again, which counts by identity and so adds only what is
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import uuid
@@ -37,6 +38,11 @@ def project_keys(project_id: str) -> list[str]:
     return [*(family(project_id=project_id) for family in families), _redis.EVENTS()]
 
 
+#: Held during a round. A fork waits for it: a child must not inherit locks its parent's keeper holds just then.
+_at_work = threading.Lock()
+os.register_at_fork(before=_at_work.acquire, after_in_parent=_at_work.release, after_in_child=_at_work.release)
+
+
 class Keeper:
     """One round is `tick`. Every process of a fleet may run it: a short lock in Redis lets one of them do it."""
 
@@ -54,23 +60,30 @@ class Keeper:
         was_away = self._link.away
         if not self._link.probe():
             return 1.0
-        lock = _redis.KEEPER()
-        if not was_away and not self._link.client.set(lock, self._name, nx=True, px=int(self._interval * 900)):
-            return self._interval
+        try:
+            self._round(returned=was_away)
+        except _redis.failures() as error:
+            raise _redis.meaning(error, self._link.url) from error
+        return self._interval
+
+    def _round(self, *, returned: bool) -> None:
+        lock = int(self._interval * 900)  # milliseconds; it has ended when the holder comes back
+        if not returned and not self._link.client.set(_redis.KEEPER(), self._name, nx=True, px=lock):
+            return
         page: list[Row] = []
         for row in self._record.open():
             page.append(row)
             if len(page) == CHUNK:
-                self._look_after(page, returned=was_away)
+                self._look_after(page, returned=returned)
                 page = []
-        self._look_after(page, returned=was_away)
-        return self._interval
+        self._look_after(page, returned=returned)
 
     def run(self, stop: threading.Event) -> None:
         delay = 0.0
         while not stop.wait(delay):
             try:
-                delay = self.tick()
+                with _at_work:
+                    delay = self.tick()
             except Exception as error:  # noqa: BLE001  # whatever stopped this round must not stop the rounds to come
                 log.warning("a round of the keeper failed", operation="keeper", error=redact(str(error)))
                 delay = self._interval

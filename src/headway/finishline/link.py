@@ -45,7 +45,9 @@ class Link:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.url = url
-        self.client = _redis.connect(url, role="state", name=name, timeout=timeout, connect_timeout=timeout)
+        self.client = _redis.connect(
+            url, role="state", name=name, timeout=timeout, connect_timeout=timeout, max_connections=1024
+        )
         self.shutdown = shutdown or Shutdown()
         self._allow_eviction = allow_eviction
         self._durable = durable
@@ -157,6 +159,7 @@ class Link:
         self._closed = True
         with self._idle:
             drained = self._idle.wait_for(lambda: not self._busy, seconds)
+        self.halt.set()
         if not drained:
             log.error("operations were still under way when the time was up", operation="close", count=self._busy)
         return drained
@@ -165,7 +168,6 @@ class Link:
         self._closed = True
         self.halt.set()
         self.client.close()
-        self.client.connection_pool.disconnect(inuse_connections=True)
 
     # ---- what is known of the server -----------------------------------------------------------------------
 
@@ -186,7 +188,10 @@ class Link:
             message = f"Redis at {redact(self.url)} is away since {lasted:.0f} s: progress is not tracked"
             log.critical(message, operation="outage", seconds=round(lasted, 1), error=redact(str(error)))
             if self._alert is not None:
-                self._alert(message)
+                try:
+                    self._alert(message)
+                except Exception as trouble:  # noqa: BLE001  # foreign code: the caller waits for Redis, not for it
+                    log.warning("the alert could not be given", operation="outage", error=redact(str(trouble)))
 
     def _returned(self) -> None:
         lasted = self._breaker.open_for or 0.0

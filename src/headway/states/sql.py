@@ -23,7 +23,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 from uuid import uuid4
 
-from headway._sql import Database, Row, SQLite, Tx, Value, connect
+from headway._sql import Database, Row, Tx, Value, connect
+from headway._sqlite import SQLite
 from headway.errors import Unavailable
 from headway.retry import RetryPolicy
 from headway.states.state import State, decoded, encoded, moment

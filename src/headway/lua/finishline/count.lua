@@ -10,20 +10,24 @@ if before then return before end
 if book.journal and ARGV[4] == '' then return { 'JOURNALED', done, 0 } end
 
 local fresh, failed = 0, 0
+local numbers, texts = string.find(book.kinds, 'b', 1, true), string.find(book.kinds, 's', 1, true)
 for i = 5, #ARGV do
   local item = ARGV[i]
   local kind, id, add = string.byte(item, 2), string.sub(item, 3), 0
   if kind == 35 then -- #
     add = 1 - redis.call('SETBIT', KEYS[3], id, 1)
+    numbers = true
   elseif kind == 36 then -- $
     add = redis.call('SADD', KEYS[4], id)
+    texts = true
   else
     add = tonumber(id)
   end
   fresh = fresh + add
   if string.byte(item, 1) == 45 then failed = failed + add end -- -
 end
-if fresh == 0 then return answer('DUPLICATE', 0) end
+local kinds = (numbers and 'b' or '') .. (texts and 's' or '')
+if fresh == 0 then return answer('DUPLICATE', 0, kinds) end
 done = redis.call('HINCRBY', KEYS[1], 'done', fresh)
 if failed > 0 then errors = redis.call('HINCRBY', KEYS[1], 'errors', failed) end
-return answer(finished() and 'COMPLETED' or 'COUNTED', fresh)
+return answer(finished() and 'COMPLETED' or 'COUNTED', fresh, kinds)

@@ -9,5 +9,5 @@ redis.call('HSET', KEYS[1], 'status', 'INITIALIZING', 'total', ARGV[5], 'done', 
 redis.call('EXPIRE', KEYS[1], ARGV[1])
 redis.call('HSET', KEYS[2], 'epoch', ARGV[4], 'version', ARGV[6])
 if ARGV[7] ~= '' then redis.call('HSET', KEYS[2], 'journal', 1) end
-redis.call('EXPIRE', KEYS[2], ARGV[1])
+keep()
 return { 'CREATED', 0, 0 }

@@ -22,13 +22,21 @@ if ARGV[11] ~= '' and redis.call('BITCOUNT', KEYS[6]) + redis.call('SCARD', KEYS
   return { 'AGAIN', 0, 0 }
 end
 redis.call('DEL', KEYS[2], KEYS[3], KEYS[4])
-if redis.call('EXISTS', KEYS[6]) == 1 then redis.call('RENAME', KEYS[6], KEYS[3]) end
-if redis.call('EXISTS', KEYS[7]) == 1 then redis.call('RENAME', KEYS[7], KEYS[4]) end
+local kinds = ''
+if redis.call('EXISTS', KEYS[6]) == 1 then
+  redis.call('RENAME', KEYS[6], KEYS[3])
+  kinds = 'b'
+end
+if redis.call('EXISTS', KEYS[7]) == 1 then
+  redis.call('RENAME', KEYS[7], KEYS[4])
+  kinds = kinds .. 's'
+end
 redis.call('HSET', KEYS[1], 'status', ARGV[4], 'total', ARGV[5], 'done', ARGV[6], 'errors', ARGV[7])
 if ARGV[13] ~= '' then redis.call('HSET', KEYS[1], 'restored', ARGV[13]) end
 redis.call('EXPIRE', KEYS[1], ARGV[1])
 redis.call('HSET', KEYS[2], 'epoch', ARGV[8], 'version', ARGV[9])
 if ARGV[10] ~= '' then redis.call('HSET', KEYS[2], 'crawled', 1) end
 if ARGV[11] ~= '' then redis.call('HSET', KEYS[2], 'journal', 1) end
+keep()
 read()
-return answer(finished(ARGV[12] ~= '') and 'COMPLETED' or 'RESTORED', 0)
+return answer(finished(ARGV[12] ~= '') and 'COMPLETED' or 'RESTORED', 0, kinds)

@@ -1,6 +1,6 @@
 -- project.lua: what the changes of a project have in common. Included, never run by itself.
 -- KEYS[1] smap:proj:{id}        hash    status total done errors
--- KEYS[2] smap:proj:{id}:book   hash    epoch, version, crawled, journal; per caller "call outcome done fresh"
+-- KEYS[2] smap:proj:{id}:book   hash    epoch, version, crawled, journal, kinds; per caller "call outcome done fresh"
 -- KEYS[3] smap:proj:{id}:bits   string  bitmap of item numbers counted
 -- KEYS[4] smap:proj:{id}:seen   set     other item ids counted
 -- KEYS[5] smap:events           stream  outbox
@@ -16,9 +16,10 @@ local book = {}
 
 local function read()
   local state = redis.call('HMGET', KEYS[1], 'status', 'total', 'done', 'errors')
-  local notes = redis.call('HMGET', KEYS[2], ARGV[2], 'version', 'crawled', 'journal', 'epoch')
+  local notes = redis.call('HMGET', KEYS[2], ARGV[2], 'version', 'crawled', 'journal', 'epoch', 'kinds')
   status, total, done, errors = state[1], tonumber(state[2]), tonumber(state[3]), tonumber(state[4])
-  book = { note = notes[1], version = tonumber(notes[2] or 0), crawled = notes[3], journal = notes[4], epoch = notes[5] }
+  book = { note = notes[1], version = tonumber(notes[2] or 0), crawled = notes[3], journal = notes[4],
+    epoch = notes[5], kinds = notes[6] or '' }
   return status and total and done and errors
 end
 
@@ -31,11 +32,24 @@ local function earlier()
   return { outcome, tonumber(then_done), tonumber(fresh) }
 end
 
-local function answer(outcome, fresh)
-  redis.call('HSET', KEYS[2], ARGV[2], ARGV[3] .. ' ' .. outcome .. ' ' .. string.format('%.0f', done) .. ' ' .. fresh)
-  redis.call('EXPIRE', KEYS[2], ARGV[1])
-  redis.call('EXPIRE', KEYS[3], ARGV[1])
-  redis.call('EXPIRE', KEYS[4], ARGV[1])
+-- Companions outlive the hash by two hours, so that it is never without its identities, and are refreshed when one
+-- of the two has passed or when the call began a new one.
+local function keep()
+  local longer = ARGV[1] + 7200
+  redis.call('EXPIRE', KEYS[2], longer)
+  redis.call('EXPIRE', KEYS[3], longer)
+  redis.call('EXPIRE', KEYS[4], longer)
+end
+
+local function answer(outcome, fresh, kinds)
+  local note = ARGV[3] .. ' ' .. outcome .. ' ' .. string.format('%.0f', done) .. ' ' .. fresh
+  if kinds and kinds ~= book.kinds then
+    redis.call('HSET', KEYS[2], ARGV[2], note, 'kinds', kinds)
+    keep()
+  else
+    redis.call('HSET', KEYS[2], ARGV[2], note)
+    if redis.call('TTL', KEYS[2]) < ARGV[1] + 3600 then keep() end
+  end
   return { outcome, done, fresh }
 end
 

@@ -1,0 +1,87 @@
+"""Every key is listed once, documented, and of the type and lifetime that the list says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from headway import _redis
+from headway.events import CallableSink
+from headway.finishline import keeper
+from tests.finishline.conftest import OpenLine
+from tests.services.redis import RedisServer
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_about_redis_lists_every_key_with_its_type_and_lifetime():
+    page = (ROOT / "docs" / "redis.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(smap:[^`]+|headway:[^`]+)` \| (\w+) \| ([^|]+) \|", page, re.MULTILINE)
+    listed = {(pattern, kind, lifetime.strip()) for pattern, kind, lifetime in rows}
+    assert listed == {(key.pattern, key.kind, key.lifetime) for key in _redis.KEYS}
+    assert len({key.pattern for key in _redis.KEYS}) == len(_redis.KEYS)
+
+
+def test_whatever_the_finish_line_writes_is_in_the_list(open_line: OpenLine, redis_server: RedisServer):
+    state: Any = redis_server.client(1)
+    seen: dict[str, str] = {}
+
+    def look() -> None:
+        seen.update({name: state.type(name) for name in state.scan_iter()})
+
+    line = open_line("sqlite-journal")
+    assert line.keeper is not None
+    relay = line.relay([CallableSink("listener", lambda event: None)])
+    line.create("p", total=3)
+    line.items_done("p", [1, "a"])
+    line.keeper.tick()
+    state.xadd("smap:events", {"not": "an event"})
+    relay.tick()
+    look()
+    state.flushall()
+    install = line.keeper.install
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        look()
+        return install(*arguments, **options)
+
+    line.keeper.install = watched  # type: ignore[method-assign]  # to look while the lock is held
+    stage = line.keeper._stage
+
+    def staged(*arguments: Any) -> tuple[int, int]:
+        counted = stage(*arguments)
+        look()
+        return counted
+
+    line.keeper._stage = staged  # type: ignore[method-assign, assignment]  # to look before they are in place
+    line.progress("p")
+    look()
+    families: dict[str, str] = {}
+    for name, kind in seen.items():
+        [key] = [key for key in _redis.KEYS if key.matches(name)]
+        assert key.kind == kind, name
+        families[key.pattern] = name
+    ours = {key.pattern for key in _redis.KEYS if key.pattern.startswith("smap:") and key.kind != "channel"}
+    assert families.keys() == ours
+    assert keeper.TTL == 604_800
+
+
+def test_a_key_matches_its_own_family_only():
+    assert _redis.PROJECT.matches("smap:proj:p.1-x")
+    assert not _redis.PROJECT.matches("smap:proj:p:book")
+    assert _redis.STAGED_BITS.matches("smap:proj:p:bits:0a1b")
+    assert not _redis.PROJECT_BITS.matches("smap:proj:p:bits:0a1b")
+
+
+def test_every_script_has_a_header_and_gets_all_its_keys_by_name():
+    folder = ROOT / "src" / "headway" / "lua" / "finishline"
+    scripts = sorted(folder.glob("*.lua"))
+    assert len(scripts) >= 6
+    for path in scripts:
+        text = path.read_text("utf-8")
+        assert text.startswith(f"-- {path.name}: "), path
+        assert re.search(r"^-- .*\breturns\b", text, re.MULTILINE), path
+        code = re.sub(r"--.*", "", text)
+        for call in re.findall(r"redis\.call\(\s*'(\w+)',\s*([^,)]+)", code):
+            assert call[1].startswith("KEYS["), (path, call)
