@@ -427,3 +427,58 @@ def test_writers_and_readers_in_many_threads_leave_the_cache_at_the_last_version
             last[event.state.key] = event.state.version
     assert all(state.version == rounds for state in managers[0]._store.list_all_states())
     assert len(seen) == 2
+
+
+# ---- a listener that was held up ----------------------------------------------------------------------------------
+
+
+def hold_up(store: LiveStore, writer: LiveStore) -> None:
+    """Make the listener of ``store`` stand still after its next look; the caller holds the store's lock meanwhile."""
+
+    def position() -> int:
+        return int(getattr(store._listener, "_cursor", 0) or getattr(store._listener, "_change", 0))
+
+    before = position()
+    writer.set_state(State("job", 0, "held"))
+    eventually(lambda: position() > before, 60)
+
+
+@pytest.mark.req("S1-46")
+@pytest.mark.stores(ISOLATING)
+def test_a_listener_behind_the_end_of_the_log_lists_again_and_misses_nothing(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headway.states.sql.LOG_KEPT", 4)
+    monkeypatch.setattr("headway.states.sql.CUT_EVERY", 1)
+    monkeypatch.setattr("headway.states.redis.LOG_KEPT", 4)
+    store, writer = place.open(), place.open()
+    with store.subscribe() as subscription:
+        replayed(subscription)
+        with store._lock:
+            hold_up(store, writer)
+            writer.set_state(State("job", 1, "early", 7))
+            for number in range(300):  # Redis cuts its stream by the hundred
+                writer.set_state(State("job", 2, "a", number))
+        last: dict[tuple[int, str], int] = {}
+        while last.get((2, "a"), 0) < 300 or (1, "early") not in last:
+            (state,) = live(subscription)
+            assert state.version > last.get(state.key, 0)
+            last[state.key] = state.version
+    assert store.get_state(1, "early").status == 7
+
+
+@pytest.mark.req("S1-40", "S1-46")
+@pytest.mark.stores(ISOLATING)
+def test_a_job_deleted_and_made_again_between_two_looks_is_heard_from_version_1(place: Place):
+    store, writer = place.open(), place.open()
+    for _ in range(3):
+        writer.set_state(State("job", 1, "a"))
+    with store.subscribe(accepts=lambda state: state.tag == "a") as subscription:
+        assert [state.version for state in replayed(subscription)] == [3]
+        with store._lock:
+            hold_up(store, writer)
+            states.delete_job(place.url, "job")
+            place.open().set_state(State("job", 1, "a", 42))
+        (again,) = live(subscription)
+        assert (again.version, again.status) == (1, 42)
+        assert store.get_state(0, "held").version == 0

@@ -41,7 +41,7 @@ BATCH = 512
 HEARTBEAT, PING_SECONDS = 3.0, 4.0
 
 #: Between two looks at a SQLite file: while it changes, and after a second without a change.
-BUSY_SECONDS, IDLE_SECONDS = 0.004, 0.02
+BUSY_SECONDS, IDLE_SECONDS = 0.004, 0.03
 
 _NOW = {
     "sqlite": "(julianday('now') - 2440587.5) * 86400.0",
