@@ -78,7 +78,7 @@ def test_a_completion_reaches_every_kind_of_sink(
     assert received == [json.loads(event.as_json())]
     message: Any = eventually(lambda: listener.get_message(timeout=1))
     assert json.loads(message["data"]) == received[0]
-    assert "event job.completed" in caplog.text
+    assert [event.id] == [line for record in caplog.records if (line := record.__dict__["fields"].get("eventID"))]
     relay.tick()
     assert events(redis_server) == []  # told to all, so removed
     assert len(heard) == 1
