@@ -5,7 +5,7 @@ BIN := .venv/bin
 SETUP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check trace bench faults docs clean
+.PHONY: help setup run test check trace bench faults compat docs clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,7 +29,9 @@ check: $(SETUP)  ## what CI runs: lint, types, import contracts, test, trace, do
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(MAKE) --no-print-directory test trace docs
+	$(MAKE) --no-print-directory test
+	$(BIN)/coverage report --include='src/headway/watcher/*' --fail-under=100
+	$(MAKE) --no-print-directory trace docs
 
 trace: $(SETUP)  ## compare docs/requirements.md with the marks in the tests
 	$(BIN)/python tools/trace.py
@@ -45,6 +47,9 @@ bench: $(SETUP)  ## run bench/*.py one after another into bench/results/
 
 faults: $(SETUP)  ## run the long campaigns of kills, cuts and corruption
 	$(BIN)/pytest -m 'faults or slow' --timeout=3600
+
+compat: $(SETUP)  ## run the watcher's real suite on the oldest and newest RQ and redis-py supported
+	$(BIN)/python tools/compat.py
 
 docs: $(SETUP)  ## check links, run the examples in the docs, compare the generated pages
 	$(BIN)/python tools/docs.py

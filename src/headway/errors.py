@@ -11,6 +11,7 @@
     │   ├── InputChanged        the items are not those of the earlier run
     │   └── StaleClaim          the lease lapsed and somebody else has the work
     ├── Unavailable             a server cannot be reached (exit 6)
+    ├── ServerRefused           a server answered, and said no (exit 1)
     ├── Stopping                a shutdown interrupted a wait (exit 143)
     └── StorageError            the store cannot be used as it is (exit 1)
         ├── StoreCorrupt        damaged, truncated or foreign pages
@@ -100,6 +101,10 @@ class Unavailable(HeadwayError):
     """A server cannot be reached, so the answer is unknown (which is not the same as zero)."""
 
     exit_code = 6
+
+
+class ServerRefused(HeadwayError):
+    """A server understood a command and refused it: no right to it, no memory left, a wrong kind of key."""
 
 
 class Stopping(HeadwayError):

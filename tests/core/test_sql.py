@@ -14,8 +14,10 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from headway import _sql
-from headway._sql import Database, PostgreSQL, SQLite, Tx, connect, migrations
+from headway import _postgresql, _sql, _sqlite
+from headway._postgresql import PostgreSQL
+from headway._sql import Database, Tx, connect, migrations
+from headway._sqlite import SQLite
 from headway.errors import (
     HeadwayError,
     InvalidInput,
@@ -143,7 +145,7 @@ connection.execute("COMMIT")
 def test_a_write_waits_while_another_process_holds_the_lock_and_tells_its_tries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(_sql, "LOCK_SECONDS", 120.0 / 20)  # a try gives up after 1 s
+    monkeypatch.setattr(_sqlite, "LOCK_SECONDS", 120.0 / 20)  # a try gives up after 1 s
     path = tmp_path / "a.db"
     with connect(sqlite_url(path)) as database:
         other = python(LOCK, path)
@@ -164,7 +166,7 @@ def test_a_write_waits_while_another_process_holds_the_lock_and_tells_its_tries(
 def test_a_lock_that_is_never_let_go_is_an_error_with_the_path_and_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(_sql, "LOCK_SECONDS", 1.0)
+    monkeypatch.setattr(_sqlite, "LOCK_SECONDS", 1.0)
     path = tmp_path / "a.db"
     with connect(sqlite_url(path)) as database:
         other = python(LOCK, path)
@@ -584,15 +586,21 @@ def postgres_schema(url: str) -> list[tuple[object, ...]]:
         return [*columns, *indexes.fetchall(), *constraints.fetchall(), *version]
 
 
+def know(monkeypatch: pytest.MonkeyPatch, steps: list[tuple[int, list[str]]]) -> None:
+    """Be a headway of another age, that knows these steps and no others."""
+    for module in (_sql, _sqlite, _postgresql):
+        monkeypatch.setattr(module, "migrations", lambda engine: steps)
+
+
 def test_a_file_made_at_once_has_the_schema_of_one_migrated_step_by_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     steps = migrations("sqlite")
     connect(sqlite_url(tmp_path / "made.db")).close()
-    monkeypatch.setattr(_sql, "migrations", lambda engine: steps[:1])
+    know(monkeypatch, steps[:1])
     connect(sqlite_url(tmp_path / "migrated.db")).close()
     for version in range(1, len(steps) + 1):
-        monkeypatch.setattr(_sql, "migrations", lambda engine, version=version: steps[:version])
+        know(monkeypatch, steps[:version])
         connect(sqlite_url(tmp_path / "migrated.db")).close()
     assert sqlite_schema(tmp_path / "migrated.db") == sqlite_schema(tmp_path / "made.db")
 
@@ -604,7 +612,7 @@ def test_postgresql_migrated_step_by_step_has_the_schema_of_one_made_at_once(
     connect(postgres_url).close()
     other = postgres_server.create_database()
     for version in range(1, len(steps) + 1):
-        monkeypatch.setattr(_sql, "migrations", lambda engine, version=version: steps[:version])
+        know(monkeypatch, steps[:version])
         connect(postgres_server.url(other)).close()
     assert postgres_schema(postgres_server.url(other)) == postgres_schema(postgres_url)
     postgres_server.drop_database(other)
@@ -616,7 +624,7 @@ def test_a_migration_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pyt
     connect(sqlite_url(path)).close()
     before = sqlite_schema(path)
     bad = [*steps, (len(steps) + 1, ["CREATE TABLE fine (a)", "CREATE TABLE jobs (again)"])]
-    monkeypatch.setattr(_sql, "migrations", lambda engine: bad)
+    know(monkeypatch, bad)
     with pytest.raises(StorageError, match="already exists"):
         connect(sqlite_url(path))
     assert sqlite_schema(path) == before

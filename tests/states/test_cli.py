@@ -53,7 +53,7 @@ def test_json_has_stable_keys_and_scopes_narrow_it(managers: list[Manager], head
     managers[1].set_started("export")
     answer = json.loads(headway_cli("states", "nightly", "--json").stdout)
     assert answer.keys() == {"schema", "job", "num_tasks", "state", "counts", "worst_error", "states"}
-    assert (answer["schema"], answer["num_tasks"], answer["worst_error"]) == (1, 2, None)
+    assert (answer["schema"], answer["num_tasks"], answer["worst_error"]) == ("headway.states/1", 2, None)
     assert answer["states"][0].keys() == {
         "job_id", "task_id", "tag", "status", "message", "timestamp", "version", "event_id", "payload",
         "schema_version",

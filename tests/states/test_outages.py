@@ -220,7 +220,7 @@ def test_after_giving_up_it_never_answers_from_the_stale_cache_and_a_new_subscri
 
 
 @pytest.mark.req("S1-53")
-@pytest.mark.stores(("redis", "firestore"))  # PostgreSQL is tried again by headway._sql, which has its own tests
+@pytest.mark.stores(NETWORKED)
 def test_a_write_is_tried_again_and_a_lasting_failure_is_an_error_with_the_red_sign(
     line: Line, caplog: pytest.LogCaptureFixture
 ):
@@ -253,12 +253,37 @@ def test_a_write_is_tried_again_and_a_lasting_failure_is_an_error_with_the_red_s
 @pytest.mark.stores(("postgresql", "redis"))
 def test_a_write_whose_answer_was_lost_is_stored_once(line: Line):
     store = line.open(retry=PERSISTENT)
-    if line.place.kind == "redis":
-        store._backend.write_policy = RetryPolicy(retries=20, base=0.001, cap=0.01)
-    written = {"redis": b"EVALSHA", "postgresql": b"COMMIT"}[line.place.kind]
+    store._backend.write_policy = RetryPolicy(retries=20, base=0.001, cap=0.01)
+    written = {"redis": b"EVALSHA", "postgresql": b"headway_states_"}[line.place.kind]
     line.proxy.drop_replies(every=4, to=written)
     versions = [store.set_state(State("job", 0, "a", number)).version for number in range(30)]
     assert versions == list(range(1, 31))
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
+@pytest.mark.stores(("postgresql", "redis"))
+def test_of_ten_thousand_writes_a_thousand_lose_their_answer_and_each_is_stored_once(line: Line):
+    store = line.open(retry=PERSISTENT)
+    store._backend.write_policy = RetryPolicy(retries=20, base=0.001, cap=0.01)
+    line.proxy.drop_replies(every=10, to={"redis": b"EVALSHA", "postgresql": b"headway_states_"}[line.place.kind])
+    versions = [store.set_state(State("job", 0, "a", number)).version for number in range(10_000)]
+    assert versions == list(range(1, 10_001))
+
+
+@pytest.mark.stores(NETWORKED)
+def test_a_slow_line_makes_it_slower_and_nothing_else(line: Line):
+    far, near = line.open(retry=PERSISTENT), line.direct()
+    reconnects = metrics.value("headway_states_listener_reconnects", store=line.place.kind)
+    with far.subscribe() as subscription:
+        replayed(subscription)
+        line.proxy.delay(0.2)
+        for number in range(1, 4):
+            near.set_state(State("job", 1, "a", number))
+        assert drain(subscription, (1, "a"), 3)[-1] == 3
+        assert far.set_state(State("job", 0, "a")).version == 1
+        assert far.fresh
+    assert metrics.value("headway_states_listener_reconnects", store=line.place.kind) == reconnects
 
 
 @pytest.mark.stores(NETWORKED)
@@ -332,3 +357,23 @@ def suppressed(work: Callable[[], None], error: type[Exception], done: threading
     with pytest.raises(error):
         work()
     done.set()
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+@pytest.mark.stores(("redis",))
+def test_ten_thousand_subscribers_of_one_process_all_end_at_the_last_version_on_one_connection(
+    place: Place, redis_server: RedisServer
+):
+    store, writer = place.open(), place.open()
+    with redis_server.client() as client:
+        subscriptions = [store.subscribe(depth=8) for _ in range(10_000)]
+        connections = len(client.client_list())
+    stuck = subscriptions.pop()  # never reads
+    for number in range(100):
+        writer.set_state(State("job", 1, "a", number))
+    for subscription in subscriptions:
+        heard = drain(subscription, (1, "a"), 100)
+        assert heard == sorted(set(heard))
+    assert stuck.waiting <= 1 + 8 + 1
+    assert connections <= 6

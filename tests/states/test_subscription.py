@@ -90,6 +90,15 @@ def test_however_often_and_in_whatever_order_it_is_told_a_reader_sees_growing_ve
     }
 
 
+@pytest.mark.req("S1-51", "S1-27")
+def test_a_clock_that_jumps_back_changes_nothing_order_is_by_version():
+    subscription = started(state(4, seconds=3600))
+    subscription.offer(state(5, seconds=0))
+    subscription.offer(state(6, seconds=-86_400 * 8))
+    replayed(subscription)
+    assert [found.version for found in live(subscription, 2)] == [5, 6]
+
+
 def test_what_was_offered_before_the_start_is_news_and_not_told_twice():
     subscription = Subscription()
     subscription.offer(state(5))

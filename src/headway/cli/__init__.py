@@ -31,6 +31,7 @@ COMMANDS: dict[str, str] = {
     "progress": "headway.cli.finishline:progress",
     "project": "headway.cli.finishline:project",
     "states": "headway.cli.states:group",
+    "watch": "headway.cli.watch:watch",
     "forget": "headway.cli.admin:forget",
     "purge": "headway.cli.admin:purge",
     "audit": "headway.cli.admin:audit",

@@ -14,9 +14,6 @@ from headway.config import Config
 from headway.errors import InvalidInput
 from headway.states import FINISHED, STARTED, Manager, State, Subscription
 
-#: Said in every JSON answer; grows when a key changes its meaning.
-SCHEMA = 1
-
 WORDS = {"not-started": 0, "started": STARTED, "finished": FINISHED}
 
 
@@ -79,7 +76,7 @@ def show(job: str, task: int | None, tag: str | None, follow: bool, store: str |
     if as_json:
         _print_json(
             {
-                "schema": SCHEMA,
+                "schema": "headway.states/1",
                 "job": job,
                 "num_tasks": manager.num_tasks,
                 "state": decided.as_dict(),
@@ -152,7 +149,7 @@ def jobs(store: str | None, as_json: bool) -> None:
             }
             for record in found
         ]
-        _print_json({"schema": SCHEMA, "jobs": rows})
+        _print_json({"schema": "headway.states.jobs/1", "jobs": rows})
         return
     for record in found:
         made = "" if record.created_at is None else f"{record.created_at:%Y-%m-%dT%H:%M:%SZ}"

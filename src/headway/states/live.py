@@ -5,8 +5,8 @@
 
 One thread per store listens, whatever the number of subscribers; a store that only writes has none. It connects, *then*
 lists, then applies changes; at every reconnect it does the same again, so what happened in between is never missed, and
-versions keep it from being told twice. While the listener is not connected the cache is stale: reads then go to the backend, or fail; they never
-answer from a cache that nobody keeps.
+versions keep it from being told twice. While the listener is not connected the cache is stale: reads then go to the
+backend, or fail; they never answer from a cache that nobody keeps.
 """
 
 from __future__ import annotations
@@ -246,16 +246,20 @@ class LiveStore:
         if self._guard.crossed or self._stop.is_set():
             return
         self._stop.set()
-        listener, thread = self._listener, self._thread
-        if listener is not None:
-            listener.wake()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(SILENCE_SECONDS)
+        self._await_listener()
         with self._lock:
             ending, self._subscriptions = self._subscriptions, []
         for subscription in ending:
             subscription.end()
         self._backend.close()
+
+    def _await_listener(self) -> None:
+        thread = self._thread
+        deadline = self._clock() + SILENCE_SECONDS
+        while thread is not None and thread.is_alive() and self._clock() < deadline:
+            if (listener := self._listener) is not None:
+                listener.wake()  # again and again: it may have been about to wait when it was woken
+            thread.join(0.02)
 
     # ---- the listener ---------------------------------------------------------------------
 

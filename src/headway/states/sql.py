@@ -23,7 +23,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 from uuid import uuid4
 
-from headway._sql import Database, Row, SQLite, Tx, Value, connect
+from headway._sql import Database, Row, Tx, Value, connect
+from headway._sqlite import SQLite
 from headway.errors import Unavailable
 from headway.retry import RetryPolicy
 from headway.states.state import State, decoded, encoded, moment
@@ -76,14 +77,15 @@ SELECT logged.version, logged.timestamp, job.change, job.history, pg_notify(?, '
 class SqlStates:
     """A `Backend` over one database."""
 
-    # The database tries again by itself, so a write that failed has been tried for long enough.
-    write_policy = RetryPolicy(retries=0)
     listens_at_once = False
 
     def __init__(self, url: str, *, create: bool = True) -> None:
         self._stop = threading.Event()
         self._database = connect(url, create=create, stop=self._stop)
         self.kind: str = self._database.engine
+        # SQLite's own transactions are tried again below; a restart of PostgreSQL takes seconds.
+        postgresql = RetryPolicy(retries=7, base=0.1, cap=4.0, jitter=0.2)
+        self.write_policy = postgresql if self.kind == "postgresql" else RetryPolicy(retries=0)
         self._now = _NOW[self._database.engine]
         self._local_bells: list[_Bell] = []  # rung by our own writes; PostgreSQL's notification rings by itself
 
@@ -108,8 +110,9 @@ class SqlStates:
         return map(_record, self._database.all(f"{_JOBS} ORDER BY created_at, id"))
 
     def write(self, state: State) -> State:
-        work = self._write_in_postgresql(state) if self.kind == "postgresql" else self._write_in_sqlite(state)
-        stored = self._database.run(work, operation="set_state")
+        if self.kind == "postgresql":
+            return self._write_in_postgresql(state)
+        stored = self._database.run(self._write_in_sqlite(state), operation="set_state")
         for bell in self._local_bells:
             bell.ring()
         return stored
@@ -137,19 +140,18 @@ class SqlStates:
 
         return work
 
-    def _write_in_postgresql(self, state: State) -> Callable[[Tx], State]:
+    def _write_in_postgresql(self, state: State) -> State:
+        """One statement is one transaction, committed when its answer comes: a third of the round trips."""
         values = _values(state)
         parameters = (*values, state.job_id, state.job_id, state.job_id, *values, _channel(state.job_id))
-
-        def work(tx: Tx) -> State:
-            row = tx.one(_POSTGRES_WRITE, parameters)
-            if row is None:
+        row = self._database.one(_POSTGRES_WRITE, parameters)
+        if row is None:
+            with self._database.read() as tx:
                 return _stored_or_refused(tx, state)
-            version, timestamp, change, history, _ = row
-            _cut(tx, state.job_id, change, history)
-            return replace(state, version=version, timestamp=moment(timestamp))
-
-        return work
+        version, timestamp, change, history, _ = row
+        if change % CUT_EVERY == 0:
+            self._database.run(lambda tx: _cut(tx, state.job_id, change, history), operation="cut")
+        return replace(state, version=version, timestamp=moment(timestamp))
 
     def read_all(self, job_id: str) -> Snapshot:
         return self.read_at(job_id)[0]

@@ -1,0 +1,244 @@
+"""SQLite, through the standard library."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+from headway import _sqlite_file
+from headway._database import (
+    UNACCEPTABLE,
+    Database,
+    Engine,
+    Row,
+    Transient,
+    Tx,
+    Value,
+    migrations,
+    refuse_newer,
+    unacceptable,
+)
+from headway.errors import HeadwayError, StoreCorrupt
+from headway.retry import STORE, pause
+from headway.telemetry import metrics
+
+T = TypeVar("T")
+
+#: How long a writer waits for another process's transaction before it gives up.
+LOCK_SECONDS = 30.0
+
+
+class SQLite(Database):
+    """WAL, synchronous=FULL, BEGIN IMMEDIATE. Writers of this process queue on a lock, so that they do not starve
+    each other in SQLite's own busy wait; other processes are waited for up to `LOCK_SECONDS`, interruptibly."""
+
+    engine: Engine = "sqlite"
+
+    def __init__(self, path: Path | None, *, synchronous: str, stop: threading.Event | None) -> None:
+        super().__init__(f"sqlite:///{path}" if path else "sqlite:///:memory:", stop=stop)
+        self.path = path
+        self._synchronous = synchronous
+        self._writing = threading.Lock()
+        self.forking = False
+        self._hold: _sqlite_file.Hold | None = None
+        _open_files.add(self)
+        if path is None:
+            self._one_at_a_time = threading.Lock()
+
+    def migrate(self) -> None:
+        steps = migrations("sqlite")
+
+        def found_version(tx: Tx) -> int:
+            row = tx.one("PRAGMA user_version")
+            assert row is not None
+            refuse_newer(self.name, row[0], steps)
+            return int(row[0])
+
+        # First without the lock of a writer: a reader of a database in use, or of one it may not write, needs none.
+        if self._ask(found_version) == len(steps):
+            return
+
+        def work(tx: Tx) -> None:
+            found = found_version(tx)
+            for version, statements in steps[found:]:
+                for statement in statements:
+                    tx.execute(statement)
+                tx.execute(f"PRAGMA user_version = {version}")
+
+        self.run(work, operation="migrate")
+
+    def verify(self) -> None:
+        rows = self.all("PRAGMA integrity_check(3)")
+        if rows != [("ok",)]:
+            raise StoreCorrupt(f"The database {self.path} is damaged: {rows[0][0]}.")
+        if self._hold is not None:
+            _sqlite_file.check_identity(self._hold)
+
+    def check(self, *, writable: bool) -> None:
+        """Refuse a file that is not a headway database, or beside which lies the -wal of another one."""
+        if self.path is not None:
+            self._hold = _sqlite_file.Hold(self.path)
+            _sqlite_file.check_header(self._hold, writable=writable)
+            _sqlite_file.check_identity(self._hold)
+
+    def close(self) -> None:
+        super().close()
+        if self._hold is not None:
+            self._hold.release()
+
+    def size(self) -> int:
+        if self.path is None:
+            row = self.one("SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()")
+            size = int(row[0]) if row else 0
+        else:
+            size = _sqlite_file.size(self.path)
+        metrics.gauge("headway_sql_bytes", size, engine=self.engine)
+        return size
+
+    def _open(self) -> sqlite3.Connection:
+        connection = None
+        try:
+            connection = sqlite3.connect(
+                self.path or ":memory:",
+                isolation_level=None,
+                timeout=0.25,
+                check_same_thread=False,
+                cached_statements=256,
+            )
+            if self.path is not None:
+                # Set on every connection: the journal mode is kept in the file, the others are not.
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute(f"PRAGMA synchronous = {self._synchronous}")
+                connection.execute("PRAGMA journal_size_limit = 8388608")
+            connection.execute("PRAGMA foreign_keys = ON")
+            connection.execute("PRAGMA cache_size = -2048")
+            return connection
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            if connection is not None:
+                connection.close()
+            raise self._explained(error) from error
+
+    def _take(self) -> Any:
+        if self.path is None:
+            self._one_at_a_time.acquire()  # an in-memory database *is* its one connection
+        try:
+            self._leave_inheritance()
+            while self.forking:
+                time.sleep(0.001)  # for 2 s at the most: see close_before_fork
+            return super()._take()
+        except BaseException:
+            if self.path is None:
+                self._one_at_a_time.release()
+            raise
+
+    def _give(self, connection: Any) -> None:
+        super()._give(connection)
+        if self.path is None:
+            self._one_at_a_time.release()
+
+    def one(self, sql: str, parameters: Sequence[Value] = ()) -> Row | None:
+        # Written out: asking whether an item is done takes 10 microseconds, and two context managers as much again.
+        try:
+            connection = self._take()
+        except Transient as trouble:
+            raise trouble.final from trouble.__cause__
+        try:
+            row: Row | None = connection.execute(sql, parameters).fetchone()
+            return row
+        except self._errors() as error:
+            raise self._meaning(error) from error
+        finally:
+            self._give(connection)
+
+    def _tx(self, connection: sqlite3.Connection) -> Tx:
+        return Tx("sqlite", connection.execute, connection.executemany)
+
+    def _once(self, work: Callable[[Tx], T], operation: str) -> T:
+        self._leave_inheritance()
+        with self._writing:
+            return super()._once(work, operation)
+
+    def _leave_inheritance(self) -> None:
+        if self._guard.crossed:
+            if self.path is None or self._connections:
+                self._guard.check()  # its one connection, or one that was in use, belongs to the parent: see below
+            self._writing = threading.Lock()  # a thread of the parent may hold the other one
+            self.forking = False
+        super()._leave_inheritance()
+
+    def close_before_fork(self) -> None:
+        """Close what lies idle, giving other threads a moment to finish.
+
+        SQLite keeps one book of locks per process and file. A child would inherit the book and not the locks: its new
+        connections would think themselves protected while the parent, on closing, deletes the ``-wal`` they write to.
+        So nothing open may cross a fork; where something does, the child refuses to use the database.
+        """
+        deadline = time.monotonic() + 2.0
+        self.forking = True
+        while self.path is not None and self._connections and time.monotonic() < deadline:
+            while self._idle:
+                with suppress(IndexError):  # another thread was quicker to take it
+                    self._drop(self._idle.pop())
+            if self._connections:
+                time.sleep(0.001)
+
+    def _begin(self, connection: sqlite3.Connection) -> None:
+        # This try's share of the whole wait; `run` says in the log that it tries again.
+        deadline = time.monotonic() + LOCK_SECONDS / (STORE.retries + 1)
+        while True:
+            try:
+                connection.execute("BEGIN IMMEDIATE")
+                return
+            except sqlite3.OperationalError as error:
+                if not _is_busy(error) or time.monotonic() > deadline:
+                    raise
+            pause(0.001, self.stop)
+
+    def _begin_read(self, connection: sqlite3.Connection) -> None:
+        connection.execute("BEGIN")
+
+    def _commit(self, connection: sqlite3.Connection) -> None:
+        connection.execute("COMMIT")
+
+    def _rollback(self, connection: sqlite3.Connection) -> None:
+        if connection.in_transaction:  # SQLITE_FULL and the like have already rolled back by themselves
+            connection.execute("ROLLBACK")
+
+    def _errors(self) -> tuple[type[Exception], ...]:
+        return (sqlite3.Error, UnicodeDecodeError, *UNACCEPTABLE)
+
+    def _explained(self, error: Exception) -> HeadwayError | Transient:
+        return Transient(self._meaning(error)) if _is_busy(error) else self._meaning(error)
+
+    def _meaning(self, error: Exception) -> HeadwayError:
+        if isinstance(error, sqlite3.Error | UnicodeDecodeError):
+            return _sqlite_file.meaning(error, self.path)
+        return unacceptable(error)
+
+
+_open_files: WeakSet[SQLite] = WeakSet()
+
+
+def _before_fork() -> None:
+    for database in list(_open_files):
+        database.close_before_fork()
+
+
+def _after_fork() -> None:
+    for database in list(_open_files):
+        database.forking = False
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork)
+
+
+def _is_busy(error: Exception) -> bool:
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)

@@ -1,0 +1,340 @@
+"""What a registry, a job's record and a message mean. Pure functions: no connection, no clock."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+
+from headway.events import Json
+from headway.telemetry import redact
+from headway.watcher.ports import JobRecord, ResultRecord
+
+#: failed: its code raised, or RQ ended it at its timeout. killed: the process that ran it died (a signal, memory).
+#: lost: the worker is gone, its lease on the execution lapsed. stuck: runs longer than it may. canceled and stopped:
+#: somebody asked for it. The other two are later outcomes of a job that was reported canceled, stuck or lost.
+Kind = Literal["failed", "killed", "lost", "stuck", "canceled", "stopped", "finished", "retried", "gone"]
+
+#: user: a person asked for it. system: nobody did.
+ErrorKind = Literal["user", "system"]
+
+CANCELED_MESSAGE = "Job canceled"
+
+#: Commands that only add to a sorted set or change a score; whatever else happens to a registry may have removed.
+ADDITIONS = frozenset({"zadd", "zincr"})
+
+#: RQ ends a job itself at its timeout; only after this many seconds more is it stuck.
+TIMEOUT_GRACE_S = 5.0
+
+_MESSAGE_LIMIT = 500
+_EXCEPTION_TAIL = 8_192
+_EXCEPTION_LIMIT = 16 * 1024 * 1024
+_PAYLOAD_LIMIT = 1024 * 1024
+_FRAME = re.compile(r'^ +File ".*", line \d+')
+_ERROR_TYPE = re.compile(r"^([A-Za-z_][\w.]*)(?::|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One fact about a job, ready to be told."""
+
+    job_id: str
+    kind: Kind
+    error_kind: ErrorKind
+    message: str
+    #: What makes it this fact and no other: with the job it is the event's id.
+    identity: str
+    at: datetime
+    error_type: str = ""
+    execution_id: str = ""
+    worker: str = ""
+    enqueued_at: str = ""
+    started_at: str = ""
+    ended_at: str = ""
+    #: It was asked to end while it ran, so it may still end otherwise.
+    running: bool = False
+    #: Id of the earlier event about the same execution.
+    follows: str = ""
+    payload: bytes = b""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings of the server
+
+
+def notifies(flags: str) -> bool:
+    """Whether ``notify-keyspace-events`` tells changes of sorted sets by key. The server reorders the letters, so
+    they are a set: K, and z or everything (A)."""
+    return "K" in flags and ("z" in flags or "A" in flags)
+
+
+def channel(db: int, key: str) -> str:
+    return f"__keyspace@{db}__:{key}"
+
+
+def pattern(db: int, key: str) -> str:
+    """The pattern that matches this key's channel and no other: a queue may be called ``q[1]`` or ``jobs*``."""
+    return re.sub(r"([\\*?\[\]^-])", r"\\\1", channel(db, key))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What happened to a job
+
+
+def result_order(result_id: str) -> tuple[int, int]:
+    """A stream id as a pair that compares; (0, 0) for what is none."""
+    milliseconds, _, number = result_id.partition("-")
+    return (int(milliseconds), int(number)) if milliseconds.isdigit() and number.isdigit() else (0, 0)
+
+
+def fresh_failures(record: JobRecord, seen: str | None, baseline: float) -> list[ResultRecord]:
+    """The failed executions that were not reported yet, oldest first.
+
+    Of a job met for the first time those since ``baseline`` (when the watcher first ran, seconds) count, and its
+    newest in any case: it is why the job is in the registry.
+    """
+    failed = [result for result in record.results if result.outcome == "failed"]
+    if seen is None:
+        first = (int(baseline * 1000), 0)
+        fresh = [result for result in failed if result_order(result.id) >= first] or failed[:1]
+    else:
+        fresh = [result for result in failed if result_order(result.id) > result_order(seen)]
+    return fresh[::-1]
+
+
+def failure(record: JobRecord, result: ResultRecord) -> Report:
+    text = exception_text(result.exception)
+    kind, error_kind = _kind(text, stopped=record.status == "stopped" and result is record.results[0])
+    error_type, message = summary(text)
+    return Report(
+        job_id=record.job_id,
+        kind=kind,
+        error_kind=error_kind,
+        message=message or "Job failed",
+        identity=result.execution_id or result.id,
+        at=datetime.fromtimestamp(result_order(result.id)[0] / 1000, UTC),
+        error_type=error_type,
+        execution_id=result.execution_id,
+        worker=result.worker,
+        enqueued_at=record.enqueued_at,
+        # The job's own times are those of its latest execution, the result's those of the one it is about.
+        started_at=result.started_at,
+        ended_at=result.ended_at,
+        payload=record.payload,
+    )
+
+
+def failure_without_result(record: JobRecord, identity: str, now: float) -> Report:
+    """A job in the failed registry of which RQ kept no result (``failure_ttl=0``, or deleted meanwhile)."""
+    return Report(
+        job_id=record.job_id,
+        kind="stopped" if record.status == "stopped" else "failed",
+        error_kind="user" if record.status == "stopped" else "system",
+        message="Job failed; RQ kept no result of it" if record.exists else "Job failed; its record is gone",
+        identity=identity,
+        at=datetime.fromtimestamp(now, UTC),
+        worker=record.worker,
+        enqueued_at=record.enqueued_at,
+        started_at=record.started_at,
+        ended_at=record.ended_at,
+        payload=record.payload,
+    )
+
+
+def cancellation(record: JobRecord, identity: str, score: float, now: float) -> Report:
+    return Report(
+        job_id=record.job_id,
+        kind="canceled",
+        error_kind="user",
+        message=CANCELED_MESSAGE,
+        identity=identity,
+        # RQ scores a cancellation by its time; a registry filled by other means may hold anything.
+        at=datetime.fromtimestamp(score if 0 < score < now + 86_400 else now, UTC),
+        execution_id=record.running,
+        worker=record.worker if record.running else "",
+        enqueued_at=record.enqueued_at,
+        started_at=record.started_at,
+        running=bool(record.running),
+        payload=record.payload,
+    )
+
+
+def overrun(record: JobRecord, execution_id: str, created_at: float, limit: float, now: float) -> Report:
+    """It runs longer than it may and is still in the started registry."""
+    message = f"Job has been running for {now - created_at:.0f} s, more than the {limit:.0f} s it may take"
+    return _unfinished(record, "stuck", message, execution_id=execution_id, created_at=created_at, now=now)
+
+
+def loss(record: JobRecord, execution_id: str, created_at: float, now: float) -> Report:
+    """The lease on the execution lapsed: no worker has given a sign of life for it."""
+    message = "Worker lost: the lease on the execution lapsed without a heartbeat"
+    return _unfinished(record, "lost", message, execution_id=execution_id, created_at=created_at, now=now)
+
+
+def _unfinished(
+    record: JobRecord, kind: Kind, message: str, *, execution_id: str, created_at: float, now: float
+) -> Report:
+    return Report(
+        job_id=record.job_id,
+        kind=kind,
+        error_kind="system",
+        message=message,
+        identity=execution_id,
+        at=datetime.fromtimestamp(now, UTC),
+        execution_id=execution_id,
+        worker=record.worker,
+        enqueued_at=record.enqueued_at,
+        started_at=moment(created_at),
+        running=kind == "stuck",
+        payload=record.payload,
+    )
+
+
+def sequel(record: JobRecord, execution_id: str, kind: Kind, *, earlier: str, event: str, now: float) -> Report:
+    """What became of an execution that was told of as ``earlier`` by ``event``."""
+    words = {
+        "finished": "Job finished",
+        "retried": "Job was put back for another try",
+        "gone": "Job ended and left no record",
+        "lost": "Worker lost",
+    }
+    return Report(
+        job_id=record.job_id,
+        kind=kind,
+        error_kind="user" if earlier == "canceled" else "system",
+        message=f"{words[kind]} after it was reported {earlier}",
+        identity=execution_id,
+        at=datetime.fromtimestamp(now, UTC),
+        execution_id=execution_id,
+        worker=record.worker,
+        enqueued_at=record.enqueued_at,
+        started_at=record.started_at,
+        ended_at=record.ended_at if kind == "finished" else "",
+        follows=event,
+        payload=record.payload,
+    )
+
+
+def moment(seconds: float) -> str:
+    """A time as RQ writes it into a job."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def _kind(text: str, *, stopped: bool) -> tuple[Kind, ErrorKind]:
+    if stopped or text.startswith("Job stopped by user"):
+        return "stopped", "user"
+    if abandoned(text):
+        return "lost", "system"
+    if text.startswith("Work-horse terminated unexpectedly"):
+        return "killed", "system"
+    return "failed", "system"
+
+
+def abandoned(text: str) -> bool:
+    """Whether RQ's own clean-up wrote this: it found the lease lapsed, and knows no execution."""
+    return text.startswith("Moved to ") and "due to AbandonedJobError" in text
+
+
+def outcome(
+    record: JobRecord, execution_id: str, *, execution_exists: bool
+) -> Literal["open", "told", "finished", "retried", "gone", "lost"]:
+    """What became of an execution that was reported canceled, stuck or lost.
+
+    ``open``: not decided yet. ``told``: a registry tells it. ``lost``: it ended without leaving a word.
+    """
+    for result in record.results:
+        if result.execution_id == execution_id:
+            answers: Mapping[str, Literal["finished", "told", "retried"]] = {
+                "successful": "finished",
+                "failed": "told",
+                "retried": "retried",
+            }
+            return answers[result.outcome]
+    if not record.exists:
+        return "gone"
+    if record.status in ("failed", "stopped"):
+        return "told"
+    if record.status == "canceled":
+        return "open" if execution_exists else "lost"
+    if record.status == "started" and record.running in ("", execution_id):
+        return "open"  # it runs, or its lease lapsed and nobody cleaned up yet
+    return "finished" if record.status == "finished" else "retried"
+
+
+def stuck_after(stuck_timeout: float, job_timeout: float) -> float:
+    """Seconds a job may run before it is called stuck: never less than RQ itself allows it."""
+    return max(stuck_timeout, job_timeout + TIMEOUT_GRACE_S) if job_timeout > 0 else stuck_timeout
+
+
+def split_member(member: str) -> tuple[str, str]:
+    """``job_id:execution_id`` of the started registry."""
+    job_id, _, execution_id = member.rpartition(":")
+    return (job_id, execution_id) if job_id else (execution_id, "")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading what RQ stored
+
+
+def exception_text(stored: bytes) -> str:
+    """The end of the stored exception, which is where a traceback says what it is about.
+
+    A stream that swells beyond reason or is damaged yields what was readable.
+    """
+    inflate = zlib.decompressobj()
+    tail, total = b"", 0
+    try:
+        data = base64.b64decode(stored)
+        while data and total < _EXCEPTION_LIMIT:
+            piece = inflate.decompress(data, 65_536)
+            total += len(piece)
+            tail = (tail + piece)[-_EXCEPTION_TAIL:]
+            data = inflate.unconsumed_tail
+    except (binascii.Error, zlib.error):
+        pass
+    return tail.decode("utf-8", "replace")
+
+
+def summary(text: str) -> tuple[str, str]:
+    """(type, one redacted line) of a traceback or of a sentence RQ wrote itself."""
+    lines = text.rstrip().splitlines()
+    frames = [number for number, line in enumerate(lines) if _FRAME.match(line)]
+    if frames:
+        rest = lines[frames[-1] + 1 :]
+        while rest and rest[0].startswith("    "):
+            rest = rest[1:]
+        lines = rest
+    line = " ".join(" ".join(lines).split())
+    found = _ERROR_TYPE.match(line) if frames else None
+    return (found.group(1) if found else ""), redact(line)[:_MESSAGE_LIMIT]
+
+
+def payload_fields(payload: bytes, names: Iterable[str]) -> dict[str, Json]:
+    """The named keyword arguments of a job whose program serialises with JSON.
+
+    RQ's default is pickle, which can run anything when it is read: such a payload is left closed.
+    """
+    wanted = tuple(names)
+    if not wanted or not payload:
+        return {}
+    inflate = zlib.decompressobj()
+    try:
+        call: object = json.loads(inflate.decompress(payload, _PAYLOAD_LIMIT))
+    except (zlib.error, ValueError, RecursionError):
+        return {}
+    # RQ stores [function, instance, args, kwargs].
+    arguments = call[3] if isinstance(call, list) and len(call) == 4 else None
+    if not isinstance(arguments, dict):
+        return {}
+    given: Mapping[str, object] = arguments
+    return {name: value for name in wanted if isinstance(value := given.get(name), str | int | float | bool)}
+
+
+def oldest_first(reports: Sequence[Report]) -> list[Report]:
+    return sorted(reports, key=lambda report: report.at)

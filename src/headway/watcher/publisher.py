@@ -1,0 +1,86 @@
+"""Tells a report to the world: one event on a channel, and a durable copy in a stream when one is named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from headway.events import Event, Json
+from headway.telemetry import Log, metrics
+from headway.watcher.logic import Report, oldest_first, payload_fields
+from headway.watcher.ports import RedisProto
+
+log = Log("watcher")
+
+SOURCE = "headway.watcher"
+
+#: Kinds that are no failure but what became of a job reported before: they have an event name of their own, so that
+#: whoever counts failures by name stays right.
+OUTCOMES = frozenset({"finished", "retried", "gone"})
+
+
+@dataclass(frozen=True, slots=True)
+class EventForm:
+    """What events are called, and what they carry besides the facts."""
+
+    failed: str = "digits.train.failed.v1"
+    outcome: str = "digits.train.outcome.v1"
+    #: The same in every event: an environment, a region.
+    fields: Mapping[str, Json] = field(default_factory=dict)
+    #: Keyword arguments of the job to repeat in the event, when the program serialises with JSON.
+    payload_fields: Sequence[str] = ()
+
+
+class Publisher:
+    """Publishes to ``channel``, and before that to ``stream`` if it has a name (trimmed to about its length)."""
+
+    def __init__(
+        self, redis: RedisProto, form: EventForm, channel: str, *, stream: str = "", stream_length: int = 100_000
+    ) -> None:
+        self._redis = redis
+        self._form = form
+        self._channel = channel
+        self._stream = stream
+        self._stream_length = stream_length
+
+    def publish(self, queue: str, reports: Sequence[Report]) -> None:
+        """All of them in one round trip, oldest first. Raises when the server did not take them."""
+        ordered = oldest_first(reports)
+        events = [self.event(queue, report) for report in ordered]
+        bodies = [event.as_json() for event in events]
+        self._redis.publish(self._channel, self._stream, self._stream_length, bodies)
+        for event, report in zip(events, ordered, strict=True):
+            metrics.count("headway_watcher_events", queue=queue, kind=report.kind)
+            log.info("reported", event=report.kind, queue=queue, job=report.job_id, eventID=event.id)
+
+    def event(self, queue: str, report: Report) -> Event:
+        return Event(
+            id=event_id(queue, report),
+            type=self._form.outcome if report.kind in OUTCOMES else self._form.failed,
+            at=report.at,
+            source=SOURCE,
+            job=report.job_id,
+            version=1,
+            data={
+                **self._form.fields,
+                **payload_fields(report.payload, self._form.payload_fields),
+                "queue": queue,
+                "job_id": report.job_id,
+                "kind": report.kind,
+                "error_kind": report.error_kind,
+                "message": report.message,
+                "error_type": report.error_type or None,
+                "execution_id": report.execution_id or None,
+                "worker": report.worker or None,
+                "enqueued_at": report.enqueued_at or None,
+                "started_at": report.started_at or None,
+                "ended_at": report.ended_at or None,
+                "running": report.running,
+                "follows": report.follows or None,
+            },
+        )
+
+
+def event_id(queue: str, report: Report) -> str:
+    """Fixed by the fact itself: whoever sees it twice, because the watcher died before it took note, can tell."""
+    return f"{queue}:{report.job_id}:{report.identity}:{report.kind}"

@@ -1,0 +1,123 @@
+"""The process: settings from the environment, one watcher, and an exit code a supervisor understands."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NoReturn
+
+from headway import telemetry
+from headway._sql import connect
+from headway.config import Config
+from headway.errors import ConfigError, HeadwayError
+from headway.events import Json
+from headway.lifecycle import Shutdown, on_signals
+from headway.telemetry import redact
+from headway.watcher.notify import NotificationWatcher, OpenStore, WatcherSettings
+from headway.watcher.ports import WatcherPorts
+from headway.watcher.publisher import EventForm
+from headway.watcher.store import RedisProcessedStore, SqlProcessedStore
+
+REQUIRED = ("REDIS_URL", "RQ__QUEUE", "DIGITS_EVENTS_CHANNEL", "RQ_WATCHER_STUCK_TIMEOUT_SECONDS")
+
+
+def script() -> NoReturn:
+    """The command ``rq_keyspace_watcher``."""
+    sys.exit(main(os.environ))
+
+
+def main(environment: Mapping[str, str], ports: WatcherPorts | None = None, shutdown: Shutdown | None = None) -> int:
+    """Watch until SIGTERM or SIGINT (0), or until something is wrong: then one message, and that error's exit code."""
+    try:
+        config = Config(environment=environment)
+        telemetry.configure(level="INFO", as_json=config.text("log_format") == "json")
+        watch(environment, config, ports or _default_ports(), shutdown or Shutdown())
+    except HeadwayError as error:
+        telemetry.Log("watcher").error(str(error), reason=error.hint)
+        return error.exit_code
+    return 0
+
+
+def watch(environment: Mapping[str, str], config: Config, ports: WatcherPorts, shutdown: Shutdown) -> None:
+    settings = settings_from(environment)
+    with (
+        on_signals(shutdown),
+        _stores(
+            environment.get("RQ_WATCHER_STORE") or config.text("database"), settings.redis_url, ports
+        ) as open_store,
+    ):
+        NotificationWatcher(settings, ports, open_store).run(shutdown.stop)
+
+
+def settings_from(environment: Mapping[str, str]) -> WatcherSettings:
+    """The four that must be set, and the others that may be."""
+    missing = [name for name in REQUIRED if not environment.get(name)]
+    if missing:
+        raise ConfigError(
+            f"The watcher needs {', '.join(missing)} in its environment.",
+            hint="For example REDIS_URL=redis://host:6379/0 RQ__QUEUE=digits DIGITS_EVENTS_CHANNEL=digits:events "
+            "RQ_WATCHER_STUCK_TIMEOUT_SECONDS=3600",
+        )
+
+    def number(name: str, default: float) -> float:
+        text = environment.get(name)
+        try:
+            return default if not text else float(text)
+        except ValueError as error:
+            raise ConfigError(f"{name} is {redact(text or '')!r}; it has to be a number.") from error
+
+    default = WatcherSettings("redis://", ("-",), "-", 1.0)
+    return WatcherSettings(
+        redis_url=environment["REDIS_URL"],
+        queues=_list(environment["RQ__QUEUE"]),
+        channel=environment["DIGITS_EVENTS_CHANNEL"],
+        stuck_job_timeout_s=number("RQ_WATCHER_STUCK_TIMEOUT_SECONDS", 0.0),
+        form=EventForm(
+            failed=environment.get("RQ_WATCHER_EVENT") or default.form.failed,
+            outcome=environment.get("RQ_WATCHER_OUTCOME_EVENT") or default.form.outcome,
+            fields=_fields(environment.get("RQ_WATCHER_FIELDS") or "{}"),
+            payload_fields=_list(environment.get("RQ_WATCHER_PAYLOAD_FIELDS") or ""),
+        ),
+        stream=environment.get("RQ_WATCHER_STREAM") or "",
+        stream_length=int(number("RQ_WATCHER_STREAM_LENGTH", default.stream_length)),
+        page_size=int(number("RQ_WATCHER_PAGE_SIZE", default.page_size)),
+        sweep_s=number("RQ_WATCHER_SWEEP_SECONDS", default.sweep_s),
+        ping_s=number("RQ_WATCHER_PING_SECONDS", default.ping_s),
+        lost_grace_s=number("RQ_WATCHER_LOST_GRACE_SECONDS", default.lost_grace_s),
+    )
+
+
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _fields(text: str) -> dict[str, Json]:
+    try:
+        parsed: object = json.loads(text)
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ConfigError(
+            "RQ_WATCHER_FIELDS has to be a JSON object.", hint='For example {"environment": "production"}'
+        )
+    return {str(name): value for name, value in parsed.items()}
+
+
+@contextmanager
+def _stores(url: str, redis_url: str, ports: WatcherPorts) -> Iterator[OpenStore]:
+    """Where reports are remembered: a database, or the watched Redis itself when ``url`` is the word redis."""
+    if url == "redis":
+        hashes = ports.hashes(redis_url)
+        yield lambda queue: RedisProcessedStore(hashes, queue)
+    else:
+        with connect(url) as database:
+            yield lambda queue: SqlProcessedStore(database, queue)
+
+
+def _default_ports() -> WatcherPorts:
+    from headway.watcher.adapters import default_ports
+
+    return default_ports()

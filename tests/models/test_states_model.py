@@ -1,0 +1,30 @@
+"""What each idea of a subscription is for: without it the explorer finds a way to go wrong, with all of them none."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.models.explorer import explore
+from tests.models.states import Variant, model
+
+WRONG = [
+    (Variant(subscribe_first=False), 0, "the last version was missed"),
+    (Variant(dedupe=False), 0, "a version was told twice"),
+    (Variant(relist=False), 1, "the last version was missed"),
+]
+
+
+@pytest.mark.req("S1-23", "S1-46", "S1-51")
+@pytest.mark.parametrize(("variant", "drops", "problem"), WRONG)
+def test_without_one_of_the_ideas_a_version_is_missed_or_told_twice(variant: Variant, drops: int, problem: str):
+    verdict = explore(model(variant, drops=drops))
+    assert verdict.problem == problem
+    assert len(verdict.trace) <= 7
+
+
+@pytest.mark.req("S1-23", "S1-46", "S1-51")
+@pytest.mark.parametrize("drops", [0, 1, 2, 3])
+def test_subscribing_first_listing_at_every_connect_and_deduping_by_version_always_ends_at_the_last(drops: int):
+    verdict = explore(model(Variant(), drops=drops))
+    assert verdict.problem is None, " -> ".join(verdict.trace)
+    assert verdict.states > 10

@@ -1,0 +1,207 @@
+"""Many at once, restarts in between, and what all that costs."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import replace
+
+import pytest
+from redis.exceptions import RedisError
+
+from headway.watcher import NotificationWatcher, notify
+from headway.watcher.adapters import default_ports
+from tests.services.waiting import eventually
+from tests.watcher.scene import Scene
+
+
+class Monitor:
+    """Every command the server runs from now on, as (client address, words)."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._monitor = scene.server.client().monitor()
+        self.commands: list[list[str]] = []
+        self._monitor.__enter__()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        try:
+            for entry in self._monitor.listen():
+                self.commands.append(entry["command"].split())
+        except (RedisError, ValueError, OSError):
+            return  # nothing came for a while, or the server was stopped
+
+    def of(self, *names: str) -> list[list[str]]:
+        return [words for words in self.commands if words[0].upper() in names]
+
+
+@pytest.mark.req("S4-07", "S4-18", "S4-23")
+def test_a_thousand_failures_at_once_are_each_told_once_in_windows_of_bounded_size(scene: Scene):
+    with scene.watching(page_size=50):
+        monitor = Monitor(scene)
+        ids = scene.burst(1_000)
+        scene.events.told(*[(job_id, "failed") for job_id in ids], timeout=60)
+    registry = [words for words in monitor.of("ZRANGE") if words[1] == "rq:failed:digits"]
+    assert registry
+    for words in registry:
+        if "LIMIT" in words:
+            assert words[words.index("LIMIT") + 2] == "50"
+        else:
+            assert int(words[3]) - int(words[2]) == 49
+    assert not monitor.of("KEYS", "SCAN", "ZSCAN", "SMEMBERS", "HGETALL", "ZRANGEBYSCORE")
+    assert len(monitor.of("PUBLISH")) == 1_000
+
+
+@pytest.mark.req("S4-19")
+def test_a_restart_repeats_nothing_and_tells_what_happened_meanwhile(scene: Scene):
+    with scene.watching(page_size=50):
+        before = scene.burst(120, prefix="before")
+        scene.events.told(*[(job_id, "failed") for job_id in before])
+    while_down = scene.burst(70, prefix="down")
+    everything = [(job_id, "failed") for job_id in before + while_down]
+    for _ in range(2):
+        with scene.watching(page_size=50):
+            scene.events.told(*everything)
+
+
+@pytest.mark.req("S4-19")
+def test_a_restart_with_the_record_in_redis_repeats_nothing(scene: Scene):
+    scene.worker()
+    with scene.watching(store=scene.redis_store):
+        job, flag = scene.hang()
+        job.cancel()
+        scene.events.told((job.id, "canceled"))
+    flag.touch()
+    eventually(lambda: job.get_status() == "finished")
+    for _ in range(2):
+        with scene.watching(store=scene.redis_store):
+            scene.events.told((job.id, "canceled"), (job.id, "finished"))
+
+
+def test_a_job_that_failed_twice_while_nobody_watched_is_told_twice(scene: Scene):
+    with scene.watching():
+        pass  # from now on everything counts
+    scene.worker()
+    job = scene.enqueue("fail")
+    eventually(lambda: job.get_status() == "failed")
+    scene.queue.failed_job_registry.requeue(job.id)
+    eventually(lambda: len(job.results()) == 2)
+    with scene.watching():
+        scene.events.told((job.id, "failed"), (job.id, "failed"))
+
+
+def test_of_what_failed_before_the_first_start_the_last_failure_of_each_job_is_told(scene: Scene):
+    scene.worker()
+    job = scene.enqueue("fail")
+    eventually(lambda: job.get_status() == "failed")
+    scene.queue.failed_job_registry.requeue(job.id)
+    eventually(lambda: len(job.results()) == 2)
+    with scene.watching():
+        scene.events.told((job.id, "failed"))
+
+
+def test_failures_of_any_lifetime_are_found_wherever_their_score_puts_them(scene: Scene):
+    """The newest failure is not always the one with the highest score."""
+    with scene.watching(page_size=20):
+        ids = []
+        for number, ttl in enumerate([None, -1, 7200, None, -1]):
+            ids += scene.burst(25, failure_ttl=ttl, prefix=f"part{number}")
+            scene.events.told(*[(job_id, "failed") for job_id in ids])
+
+
+def test_removals_from_a_large_registry_are_noticed_without_telling_anything_again(scene: Scene):
+    with scene.watching(page_size=20):
+        ids = scene.burst(100)
+        scene.events.told(*[(job_id, "failed") for job_id in ids])
+        for job_id in ids[10:40]:
+            scene.queue.failed_job_registry.remove(job_id)
+        more = scene.burst(1, failure_ttl=3600, prefix="middle")
+        scene.events.told(*[(job_id, "failed") for job_id in ids + more])
+
+
+@pytest.mark.req("S4-11", "S4-22")
+def test_a_started_job_is_asked_after_only_when_its_time_is_up(scene: Scene):
+    scene.worker()
+    with scene.watching(stuck_job_timeout_s=2.0):
+        monitor = Monitor(scene)
+        job, _ = scene.hang(job_timeout=-1)
+        eventually(lambda: monitor.of("PUBLISH"), 20)
+    asked = monitor.of("ZRANK", "ZSCORE")
+    assert [words[0] for words in asked] == ["ZRANK"]
+    assert asked[0][2].startswith(f"{job.id}:")
+    scene.events.told((job.id, "stuck"))
+
+
+def test_a_restart_does_not_give_a_running_job_more_time(scene: Scene):
+    scene.worker()
+    job, _ = scene.hang(job_timeout=-1)
+    (execution,) = job.get_executions()
+    with scene.watching() as watching:
+        (running,) = watching.watcher.started["digits"].running.values()
+        assert running.created_at == execution.created_at.timestamp()
+
+
+@pytest.mark.req("S4-21", "S4-22", "S4-24")
+def test_an_idle_watcher_costs_at_most_three_commands_a_minute(scene: Scene, monkeypatch):
+    """Half an hour of it, with time made by hand; the server counts."""
+    monkeypatch.setattr(notify, "WAIT_S", 0.002)
+    scene.burst(5)
+    seconds = itertools.count()
+    now = [float(next(seconds))]
+    ports = replace(default_ports(), clock=lambda: now[0])
+    watcher = NotificationWatcher(scene.settings(), ports, scene.open_store)
+    watcher.open()
+    before = sum(scene.commands().values())
+    for second in range(1800):
+        now[0] += 1
+        watcher.tick()
+        while watcher._pinged_at is not None:
+            watcher.tick()
+        if second == 300:
+            first_minutes = sum(scene.commands().values()) - before
+    after = scene.commands()
+    watcher.close()
+    asked_by_the_test = 2  # INFO
+    assert first_minutes <= 5 * 3
+    assert sum(after.values()) - before - asked_by_the_test <= 30 * 3
+    assert after["PING"] >= 50  # it did watch its link
+    polling_a_day = 3 * 24 * 3600 / 2
+    assert (sum(after.values()) - before) * 48 < polling_a_day / 25
+
+
+@pytest.mark.req("S4-22")
+def test_the_sweep_comes_as_often_as_it_is_told_to(scene: Scene):
+    with scene.watching(sweep_s=0.05):
+        seen = scene.commands().get("ZRANGE", 0)
+        eventually(lambda: scene.commands()["ZRANGE"] > seen + 9)
+
+
+def test_silent_changes_are_found_by_the_sweep(scene: Scene):
+    """DEL and RENAME are not announced under Kz."""
+    with scene.watching(sweep_s=0.2):
+        one = scene.burst(1, prefix="one")
+        scene.events.told((one[0], "failed"))
+        scene.redis.delete("rq:failed:digits")
+        scene.redis.zadd("elsewhere", {"burst-00000": 9e9})
+        scene.redis.rename("elsewhere", "rq:failed:digits")
+        scene.events.told((one[0], "failed"), ("burst-00000", "failed"))
+
+
+def test_a_failure_costs_four_commands_and_a_cancellation_five(scene: Scene):
+    queued = scene.enqueue("succeed")
+    with scene.watching():
+        monitor = Monitor(scene)
+        scene.burst(1)
+        scene.events.told(("burst-00000", "failed"))
+        assert [words[0] for words in monitor.of("ZRANGE", "HMGET", "XREVRANGE", "PUBLISH", "ZCARD", "TIME")] == [
+            "ZRANGE",
+            "HMGET",
+            "XREVRANGE",
+            "PUBLISH",
+        ]
+        monitor.commands.clear()
+        queued.cancel()
+        scene.events.told(("burst-00000", "failed"), (queued.id, "canceled"))
+        read = monitor.of("ZRANGE", "HMGET", "XREVRANGE", "PUBLISH", "ZCARD", "TIME")
+        mine = [words for words in read if words[-1] != "status"]  # RQ asks for that itself
+        assert len(mine) == 5

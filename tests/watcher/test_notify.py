@@ -1,0 +1,746 @@
+"""`NotificationWatcher` on fakes: orders of events and failures that have to be just so."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from headway.errors import ConfigError, InvalidInput, ServerRefused, Unavailable
+from headway.watcher import notify
+from headway.watcher.logic import pattern
+from headway.watcher.notify import preflight, probe
+from headway.watcher.ports import ExecutionRecord, JobRecord, Message, ResultRecord
+from tests.watcher.fakes import FakePubSub, FakeRedis, Stand, settings
+
+NOW = 1_000_000.0
+
+
+def told(stand: Stand) -> list[tuple[str, str]]:
+    events: list[dict[str, Any]] = [json.loads(body) for body in stand.redis.published]
+    return [(event["job"], event["data"]["kind"]) for event in events]
+
+
+def run(redis: FakeRedis, member: str, *, since: float = 0.0, lease: float = 1e6, timeout: float = 0.0) -> None:
+    """An execution under way, with its job."""
+    job_id, execution_id = member.split(":")
+    redis.zsets["W"][member] = NOW + lease
+    redis.runs[member] = ExecutionRecord(exists=True, created_at=NOW + since, worker="w", timeout=timeout)
+    redis.records[job_id] = JobRecord(job_id, exists=True, status="started", created_at="then", running=execution_id)
+
+
+def end(redis: FakeRedis, member: str, outcome: Any = None, status: str = "finished") -> None:
+    """It ends, and its registry of executions says so."""
+    job_id, execution_id = member.split(":")
+    redis.zsets["W"].pop(member, None)
+    redis.runs.pop(member, None)
+    results = (ResultRecord("1-0", outcome, execution_id, "w", "", "", b""),) if outcome else ()
+    redis.records[job_id] = replace(redis.records[job_id], status=status, running="", results=results)
+    redis.announce(f"X:{job_id}", "zrem")
+
+
+# ---- publishing and dedupe -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.req("S4-25")
+def test_an_announced_failure_is_published_once_however_often_it_is_announced():
+    stand = Stand().open()
+    stand.redis.fail("a", "1-0")
+    for _ in range(5):
+        stand.redis.announce("F")
+        stand.watcher.tick()
+    assert told(stand) == [("a", "failed")]
+
+
+@pytest.mark.req("S4-25")
+def test_a_flood_of_announcements_means_one_look():
+    stand = Stand().open()
+    stand.redis.fail("a", "1-0")
+    for _ in range(500):
+        stand.redis.announce("F")
+    stand.watcher.tick()
+    assert stand.redis.calls == ["zrevrangebyscore", "jobs", "publish"]
+
+
+def test_a_flood_without_an_end_does_not_keep_it_from_looking(monkeypatch):
+    monkeypatch.setattr(notify, "BATCH", 10)
+    stand = Stand().open()
+    stand.redis.fail("a", "1-0")
+    for _ in range(25):
+        stand.redis.announce("F")
+    stand.watcher.tick()
+    assert told(stand) == [("a", "failed")]
+    assert len(stand.link.inbox) == 15
+
+
+def test_it_dies_between_publishing_and_noting_it_then_the_event_comes_again_with_the_same_id():
+    stand = Stand().open()
+    stand.redis.fail("a", "1-0")
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    stand.redis.on_publish = die
+    stand.redis.announce("F")
+    with pytest.raises(KeyboardInterrupt):
+        stand.watcher.tick()
+    stand.redis.on_publish = lambda: None
+    stand.restart()
+    first, second = (json.loads(body) for body in stand.redis.published)
+    assert first["id"] == second["id"] == "digits:a:e-1-0:failed"
+
+
+def test_events_of_one_look_come_in_the_order_in_which_they_happened():
+    stand = Stand(page_size=2).open()
+    for number, job_id in enumerate("dbeac"):
+        stand.redis.fail(job_id, f"{number + 1}000-0", score=100 + number)
+    stand.redis.announce("F")
+    stand.watcher.tick()
+    assert [job for job, _ in told(stand)] == list("dbeac")
+
+
+def test_a_failure_in_the_middle_of_a_large_registry_is_found_because_the_size_does_not_add_up():
+    stand = Stand(page_size=2).open()
+    for number in range(9):
+        stand.redis.fail(f"j{number}", f"{number + 1}-0", score=100 * number)
+    stand.redis.announce("F")
+    stand.pass_time(20)
+    stand.redis.fail("middle", "50-0", score=450)
+    stand.redis.announce("F")
+    stand.pass_time(20)
+    assert told(stand)[9:] == [("middle", "failed")]
+
+
+@pytest.mark.req("S4-07")
+def test_a_failure_kept_for_ever_is_found_at_the_lowest_end_without_going_through_the_registry():
+    stand = Stand(page_size=2).open()
+    for number in range(20):
+        stand.redis.fail(f"j{number}", f"{number + 1}-0", score=100 * number)
+    stand.redis.announce("F")
+    stand.pass_time(20)
+    stand.redis.calls.clear()
+    stand.redis.fail("forever", "50-0", score=-1)
+    stand.redis.announce("F")
+    stand.watcher.tick()
+    assert told(stand)[20:] == [("forever", "failed")]
+    assert stand.redis.calls == ["zrevrangebyscore", "zrange", "jobs", "publish", "zcard"]
+
+
+@pytest.mark.parametrize("score", [-1.0, 9e9])
+def test_a_job_removed_and_failed_again_with_the_same_score_is_told_again(score):
+    stand = Stand().open()
+    stand.redis.fail("a", "1-0", score=score)
+    stand.redis.announce("F")
+    stand.watcher.tick()
+    stand.redis.fail("a", "2-0", score=score)
+    stand.redis.announce("F", "zrem")
+    stand.redis.announce("F")
+    stand.watcher.tick()
+    assert [json.loads(body)["id"] for body in stand.redis.published] == [
+        "digits:a:e-1-0:failed",
+        "digits:a:e-2-0:failed",
+    ]
+
+
+def test_a_doubt_lasts_until_the_whole_registry_was_gone_through():
+    """New entries met on the way do not make those behind them certain."""
+    stand = Stand(page_size=2).open()
+    for number, job_id in enumerate("abcd"):
+        stand.redis.fail(job_id, f"{number + 1}-0", score=100 + number)
+    stand.redis.announce("F")
+    stand.pass_time(5)
+    stand.watcher.close()
+    stand.redis.clock[0] += 1000
+    stand.redis.fail("d", "9-0", score=103)  # put back within the same second, so with the same score
+    stand.redis.fail("new", "8-0", score=50)
+    stand.restart()
+    assert sorted(told(stand)) == [(job_id, "failed") for job_id in ("a", "b", "c", "d", "d", "new")]
+
+
+def test_an_old_entry_is_not_looked_up_again_when_another_is_removed():
+    stand = Stand().open()
+    stand.pass_time(1)
+    stand.redis.fail("old", "1-0")
+    stand.redis.announce("F")
+    stand.pass_time(20)
+    stand.redis.fail("new", "2-0")
+    stand.redis.announce("F")
+    stand.watcher.tick()
+    stand.redis.announce("F", "zrem")
+    stand.redis.announce("F")
+    stand.watcher.tick()
+    assert stand.redis.asked == [["old"], ["new"], ["new"]]
+
+
+def test_a_removal_alone_costs_nothing():
+    stand = Stand().open()
+    stand.redis.announce("F", "zremrangebyscore")
+    stand.watcher.tick()
+    assert stand.redis.calls == []
+
+
+def test_a_large_registry_in_turmoil_is_not_walked_over_and_over():
+    stand = Stand(page_size=2).open()
+    for number in range(10):
+        stand.redis.fail(f"j{number}", f"{number + 1}-0", score=number)
+    for _ in range(50):
+        stand.redis.announce("F", "zrem")
+        stand.redis.announce("F")
+        stand.watcher.tick()
+    assert stand.redis.calls.count("zrange") < 60 + 3 * 6  # 50 times the lowest window, and a few walks
+    stand.pass_time(5)
+    assert len(told(stand)) == 10
+
+
+def test_a_job_without_a_result_is_told_by_what_is_left_of_it_once():
+    stand = Stand().open()
+    redis = stand.redis
+    redis.records["a"] = JobRecord("a", exists=True, status="stopped", created_at="then", ended_at="at noon")
+    redis.zsets["F"] = {"a": 1.0, "b": 2.0}
+    for score in (1.0, 5.0):
+        redis.zsets["F"]["a"] = score
+        redis.announce("F")
+        stand.watcher.tick()
+    assert told(stand) == [("b", "failed"), ("a", "stopped")] or told(stand) == [("a", "stopped"), ("b", "failed")]
+    redis.zsets["F"]["b"] = 7.0  # nothing is left to compare but the score
+    redis.announce("F")
+    stand.watcher.tick()
+    assert told(stand)[2:] == [("b", "failed")]
+
+
+def test_a_doubtful_entry_with_nothing_new_is_not_told_again():
+    stand = Stand().open()
+    stand.redis.fail("a", "1-0", score=-1)
+    stand.redis.zsets["F"]["b"] = -1
+    stand.redis.zsets["C"]["c"] = 5.0
+    stand.redis.announce("F")
+    stand.redis.announce("C")
+    stand.watcher.tick()
+    for key in "FC":
+        stand.redis.announce(key, "zrem")
+        stand.redis.announce(key)
+    stand.watcher.tick()
+    stand.redis.zsets["F"]["a"] = -2
+    stand.redis.announce("F")
+    stand.watcher.tick()
+    assert sorted(told(stand)) == [("a", "failed"), ("b", "failed"), ("c", "canceled")]
+
+
+# ---- cancellations ---------------------------------------------------------------------------------------------------
+
+
+def test_a_job_canceled_put_back_and_canceled_again_is_told_again():
+    stand = Stand().open()
+    for enqueued in ("first", "second"):
+        stand.redis.records["a"] = JobRecord(
+            "a", exists=True, created_at="then", enqueued_at=enqueued, status="canceled"
+        )
+        stand.redis.zsets["C"]["a"] = NOW
+        stand.redis.announce("C", "zrem")
+        stand.redis.announce("C")
+        stand.watcher.tick()
+    assert told(stand) == [("a", "canceled")] * 2
+
+
+def test_a_job_canceled_while_it_was_stuck_names_the_earlier_event():
+    stand = Stand().open()
+    run(stand.redis, "a:x", since=-200)
+    stand.redis.announce("W")
+    stand.pass_time(30)
+    stand.redis.records["a"] = replace(stand.redis.records["a"], status="canceled", enqueued_at="then")
+    stand.redis.zsets["C"]["a"] = NOW
+    stand.redis.announce("C")
+    stand.watcher.tick()
+    stuck, canceled = (json.loads(body) for body in stand.redis.published)
+    assert canceled["data"]["follows"] == stuck["id"]
+
+
+def test_a_canceled_job_whose_worker_died_is_told_as_lost():
+    stand = Stand().open()
+    run(stand.redis, "a:x")
+    stand.redis.records["a"] = replace(stand.redis.records["a"], status="canceled")
+    stand.redis.zsets["C"]["a"] = NOW
+    stand.redis.announce("C")
+    stand.watcher.tick()
+    end(stand.redis, "a:x", status="canceled")
+    stand.pass_time(1)
+    assert told(stand) == [("a", "canceled"), ("a", "lost")]
+
+
+def test_a_job_canceled_and_finished_before_anybody_looked_is_told_as_both():
+    stand = Stand().open()
+    run(stand.redis, "a:x")
+    end(stand.redis, "a:x", "successful", "finished")
+    stand.redis.zsets["C"]["a"] = NOW
+    stand.redis.announce("C")
+    stand.pass_time(1)
+    assert told(stand) == [("a", "canceled"), ("a", "finished")]
+
+
+def test_a_job_that_fails_while_its_outcome_is_looked_up_is_not_taken_for_lost(monkeypatch):
+    stand = Stand().open()
+    run(stand.redis, "a:x")
+    stand.redis.records["a"] = replace(stand.redis.records["a"], status="canceled")
+    stand.redis.zsets["C"]["a"] = NOW
+    jobs, executions = stand.redis.jobs, stand.redis.executions
+
+    def fail_now() -> None:
+        monkeypatch.undo()
+        end(stand.redis, "a:x", "failed", "failed")
+        stand.redis.zsets["F"]["a"] = 9e9
+
+    def jobs_and_then(job_ids: Sequence[str], *, running: bool) -> list[JobRecord]:
+        answer = jobs(job_ids, running=running)
+        fail_now()
+        return answer
+
+    def executions_and_then(members: Sequence[str]) -> list[ExecutionRecord]:
+        answer = executions(members)
+        fail_now()
+        return answer
+
+    def once_it_is_told() -> None:
+        stand.redis.on_publish = lambda: None
+        monkeypatch.setattr(stand.redis, "jobs", jobs_and_then)
+        monkeypatch.setattr(stand.redis, "executions", executions_and_then)
+
+    stand.redis.on_publish = once_it_is_told
+    stand.redis.announce("C")
+    stand.pass_time(2)
+    assert told(stand) == [("a", "canceled"), ("a", "failed")]
+
+
+# ---- stuck and lost --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.req("S4-11", "S4-25")
+def test_a_job_past_its_time_that_is_still_there_is_told_as_stuck_once():
+    stand = Stand().open()
+    run(stand.redis, "a:x")
+    stand.redis.announce("W")
+    stand.pass_time(90)
+    assert told(stand) == []
+    stand.pass_time(20)
+    assert told(stand) == [("a", "stuck")]
+    stand.pass_time(200)
+    stand.restart()
+    stand.pass_time(200)
+    assert told(stand) == [("a", "stuck")]
+
+
+@pytest.mark.req("S4-10", "S4-25")
+def test_a_job_that_left_in_time_is_forgotten():
+    stand = Stand().open()
+    run(stand.redis, "a:x")
+    stand.redis.announce("W")
+    stand.pass_time(20)
+    assert list(stand.watcher.started["digits"].running) == ["a:x"]
+    del stand.redis.zsets["W"]["a:x"]
+    stand.redis.announce("W", "zrem")
+    stand.pass_time(20)
+    assert stand.watcher.started["digits"].running == {}
+    stand.pass_time(200)
+    assert told(stand) == []
+
+
+@pytest.mark.req("S4-11")
+def test_a_job_that_left_unannounced_is_found_missing_when_its_time_is_up():
+    stand = Stand().open()
+    run(stand.redis, "a:x")
+    stand.redis.announce("W")
+    stand.pass_time(20)
+    del stand.redis.zsets["W"]["a:x"]
+    stand.pass_time(100)
+    assert stand.redis.calls.count("zrank") == 1
+    assert stand.watcher.started["digits"].running == {}
+    assert told(stand) == []
+
+
+def test_heartbeats_move_the_lease_and_not_the_start():
+    stand = Stand(stuck_job_timeout_s=1000.0).open()
+    run(stand.redis, "a:x", lease=60)
+    stand.redis.announce("W")
+    for beat in range(1, 10):
+        stand.pass_time(30)
+        stand.redis.zsets["W"]["a:x"] = NOW + 30 * beat + 90
+    (running,) = stand.watcher.started["digits"].running.values()
+    assert running.created_at == NOW
+    assert told(stand) == []
+    assert stand.redis.calls.count("zscore") < 10  # it is asked after once per lease, not once per heartbeat
+
+
+def test_a_lapsed_lease_is_told_as_lost_once_and_never_as_stuck():
+    stand = Stand().open()
+    run(stand.redis, "a:x", lease=60)
+    stand.redis.announce("W")
+    stand.pass_time(70)
+    assert told(stand) == [("a", "lost")]
+    stand.pass_time(200)
+    stand.restart()
+    stand.pass_time(200)
+    assert told(stand) == [("a", "lost")]
+
+
+def test_the_lease_may_be_given_more_time():
+    stand = Stand(lost_grace_s=15.0).open()
+    run(stand.redis, "a:x", lease=60)
+    stand.redis.announce("W")
+    stand.pass_time(70)
+    assert told(stand) == []
+    stand.pass_time(10)
+    assert told(stand) == [("a", "lost")]
+
+
+def test_a_lapsed_lease_whose_entry_is_gone_is_nothing_to_tell():
+    stand = Stand().open()
+    run(stand.redis, "a:x", lease=60)
+    stand.redis.announce("W")
+    stand.pass_time(20)
+    del stand.redis.zsets["W"]["a:x"]
+    stand.pass_time(60)
+    assert stand.watcher.started["digits"].running == {}
+    assert told(stand) == []
+
+
+def test_a_stuck_job_whose_worker_dies_is_told_as_lost_with_the_earlier_event_named():
+    stand = Stand().open()
+    run(stand.redis, "a:x", since=-100, lease=60)
+    stand.redis.announce("W")
+    stand.pass_time(70)
+    stuck, lost = (json.loads(body) for body in stand.redis.published)
+    assert [event["data"]["kind"] for event in (stuck, lost)] == ["stuck", "lost"]
+    assert lost["data"]["follows"] == stuck["id"]
+
+
+def test_an_execution_without_a_record_counts_from_when_it_was_first_seen():
+    stand = Stand().open()
+    run(stand.redis, "a:x", since=-1000)
+    del stand.redis.runs["a:x"]
+    stand.redis.announce("W")
+    stand.pass_time(90)
+    assert told(stand) == []
+    stand.pass_time(60)
+    assert told(stand) == [("a", "stuck")]
+
+
+def test_a_started_registry_larger_than_a_window_is_read_to_its_end():
+    stand = Stand(page_size=2).open()
+    for number in range(4):
+        run(stand.redis, f"j{number}:x")
+    stand.redis.announce("W")
+    stand.pass_time(20)
+    assert len(stand.watcher.started["digits"].running) == 4
+
+
+def test_what_is_said_of_an_execution_is_forgotten_a_day_after_it_left():
+    stand = Stand().open()
+    run(stand.redis, "a:x", since=-200)
+    stand.redis.announce("W")
+    stand.pass_time(30)
+    stand.redis.clock[0] += 200_000
+    stand.pass_time(1)
+    assert stand.store("digits@0").look("started", ["a:x"])  # it is still there
+    end(stand.redis, "a:x", "successful")
+    stand.redis.clock[0] += 200_000
+    stand.pass_time(1)
+    assert stand.store("digits@0").look("started", ["a:x"]) == {}
+
+
+# ---- outcomes --------------------------------------------------------------------------------------------------------
+
+
+def stuck() -> Stand:
+    stand = Stand().open()
+    run(stand.redis, "a:x", since=-200)
+    stand.redis.announce("W")
+    stand.pass_time(30)
+    assert told(stand) == [("a", "stuck")]
+    return stand
+
+
+def test_an_awaited_outcome_is_listened_for_and_no_longer_once_it_is_told():
+    stand = stuck()
+    assert stand.link.patterns == [pattern(0, key) for key in ("F", "C", "W", "X:a")]
+    end(stand.redis, "a:x", "successful")
+    stand.pass_time(1)
+    assert told(stand)[1:] == [("a", "finished")]
+    assert stand.link.patterns == [pattern(0, key) for key in ("F", "C", "W")]
+    stand.redis.announce("X:a", "zrem")  # still under way when we unsubscribed
+    stand.pass_time(1)
+    assert len(told(stand)) == 2
+
+
+def test_an_outcome_that_came_just_before_it_was_listened_for_is_told_all_the_same():
+    stand = Stand().open()
+    run(stand.redis, "a:x", since=-200)
+
+    def end_unheard() -> None:
+        stand.redis.on_publish = lambda: None
+        end(stand.redis, "a:x", "successful")
+        stand.link.inbox.clear()
+
+    stand.redis.on_publish = end_unheard
+    stand.redis.announce("W")
+    stand.pass_time(30)
+    assert told(stand) == [("a", "stuck"), ("a", "finished")]
+
+
+def test_a_heartbeat_of_an_awaited_job_is_no_reason_to_look():
+    stand = stuck()
+    before = stand.redis.calls.count("jobs")
+    stand.redis.announce("X:a", "zadd")
+    stand.pass_time(2)
+    assert stand.redis.calls.count("jobs") == before
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "kind"),
+    [
+        ("successful", "finished", "finished"),
+        (None, "finished", "finished"),
+        ("retried", "queued", "retried"),
+        (None, "queued", "retried"),
+        (None, "scheduled", "retried"),
+    ],
+)
+def test_however_an_awaited_job_ends_it_is_told(outcome, status, kind):
+    stand = stuck()
+    end(stand.redis, "a:x", outcome, status)
+    stand.pass_time(1)
+    assert told(stand)[1:] == [("a", kind)]
+
+
+def test_an_awaited_job_that_fails_is_told_by_the_failed_registry_even_if_that_is_announced_later():
+    stand = stuck()
+    end(stand.redis, "a:x", "failed", "failed")
+    stand.redis.zsets["F"]["a"] = 9e9
+    stand.pass_time(1)
+    stand.redis.announce("F")
+    stand.pass_time(1)
+    earlier, failed = (json.loads(body) for body in stand.redis.published)
+    assert failed["data"]["kind"] == "failed"
+    assert failed["data"]["follows"] == earlier["id"]
+
+
+def test_a_stuck_job_that_rq_gives_up_is_told_as_lost_with_the_earlier_event_named():
+    stand = stuck()
+    text = "Moved to FailedJobRegistry, due to AbandonedJobError, at noon"
+    exception = base64.b64encode(zlib.compress(text.encode()))
+    result = ResultRecord("5-0", "failed", "", "", "", "", exception)
+    stand.redis.records["a"] = replace(stand.redis.records["a"], status="failed", running="", results=(result,))
+    del stand.redis.zsets["W"]["a:x"]
+    stand.redis.zsets["F"]["a"] = 9e9
+    stand.redis.announce("W", "zremrangebyscore")
+    stand.redis.announce("F")
+    stand.pass_time(1)
+    earlier, lost = (json.loads(body) for body in stand.redis.published)
+    assert lost["data"]["kind"] == "lost"
+    assert lost["data"]["follows"] == earlier["id"]
+
+
+def test_an_outcome_that_came_while_nobody_watched_is_told_at_the_start():
+    stand = stuck()
+    stand.watcher.close()
+    end(stand.redis, "a:x", "successful")
+    stand.restart()
+    assert told(stand)[1:] == [("a", "finished")]
+
+
+def test_an_outcome_nobody_announced_is_found_by_the_sweep():
+    stand = stuck()
+    end(stand.redis, "a:x", "successful")
+    stand.link.inbox.clear()
+    stand.pass_time(700)
+    assert told(stand)[1:] == [("a", "finished")]
+
+
+def test_a_lost_job_that_is_canceled_afterwards_was_lost_once():
+    stand = Stand().open()
+    run(stand.redis, "a:x", lease=60)
+    stand.redis.announce("W")
+    stand.pass_time(70)
+    end(stand.redis, "a:x", status="canceled")
+    stand.pass_time(1)
+    assert told(stand) == [("a", "lost")]
+    assert stand.store("digits@0").follows() == []
+
+
+# ---- the sweep -------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_of_a_large_registry_costs_one_command_unless_its_size_changed():
+    stand = Stand(page_size=2).open()
+    for number in range(5):
+        stand.redis.fail(f"j{number}", f"{number + 1}-0", score=number)
+    stand.redis.announce("F")
+    stand.pass_time(10)
+    stand.redis.calls.clear()
+    stand.pass_time(600)
+    assert stand.redis.calls == ["zcard", "zrevrangebyscore", "zrevrangebyscore"]  # failed, canceled, started
+    stand.redis.fail("middle", "9-0", score=2.5)
+    stand.pass_time(600)
+    assert told(stand)[5:] == [("middle", "failed")]
+
+
+def test_once_a_day_what_left_its_registry_a_day_ago_is_forgotten():
+    stand = Stand().open()
+    stand.redis.fail("a", "1-0")
+    stand.redis.fail("b", "2-0")
+    stand.redis.announce("F")
+    stand.pass_time(1)
+    del stand.redis.zsets["F"]["a"]
+    for _ in range(3):
+        stand.redis.clock[0] += 90_000
+        stand.pass_time(1)
+    assert list(stand.store("digits@0").look("failed", ["a", "b"])) == ["b"]
+    assert len(told(stand)) == 2
+
+
+# ---- the link --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.req("S4-20", "S4-27")
+def test_an_error_of_the_link_is_raised():
+    stand = Stand().open()
+    stand.link.inbox.append(Unavailable("cut"))
+    with pytest.raises(Unavailable, match="cut"):
+        stand.watcher.tick()
+
+
+@pytest.mark.req("S4-27")
+def test_an_error_of_a_command_is_raised():
+    stand = Stand().open()
+    stand.redis.announce("F")
+    stand.redis.error = ServerRefused("OOM")
+    with pytest.raises(ServerRefused, match="OOM"):
+        stand.watcher.tick()
+
+
+@pytest.mark.req("S4-20")
+def test_a_subscription_confirmed_a_second_time_means_that_the_link_was_made_anew():
+    stand = Stand().open()
+    stand.link.inbox.append(Message("subscribed", pattern(0, "F")))
+    with pytest.raises(Unavailable, match="mended behind our back"):
+        stand.watcher.tick()
+
+
+@pytest.mark.req("S4-12")
+def test_a_subscription_that_is_not_confirmed_is_an_error(monkeypatch):
+    stand = Stand()
+    silent = FakePubSub()
+    silent.confirms = False
+    monkeypatch.setattr(stand.redis, "pubsub", lambda: silent)
+    with pytest.raises(Unavailable, match="did not confirm"):
+        stand.watcher.open()
+
+
+def test_a_quiet_link_is_pinged_twice_a_minute_and_a_busy_one_not():
+    stand = Stand().open()
+    pings: list[float] = []
+    ping = stand.link.ping
+
+    def counted() -> None:
+        pings.append(stand.redis.clock[0])
+        ping()
+
+    stand.link.ping = counted  # type: ignore[method-assign]
+    stand.pass_time(300)
+    assert 9 <= len(pings) <= 10
+    pings.clear()
+    for _ in range(30):
+        stand.redis.announce("nobody's")
+        stand.pass_time(10)
+    assert pings == []
+
+
+def test_an_unanswered_ping_is_an_error():
+    stand = Stand().open()
+    stand.link.answers = False
+    with pytest.raises(Unavailable, match="no answer to a ping"):
+        stand.pass_time(40)
+
+
+def test_run_ends_when_it_is_told_to_and_closes_what_it_opened():
+    stand = Stand()
+    stop = threading.Event()
+    stand.redis.on_publish = stop.set
+    stand.redis.fail("a", "1-0")
+    stand.watcher.run(stop)
+    assert stand.link.closed
+    assert stand.redis.closed
+    assert told(stand) == [("a", "failed")]
+
+
+def test_closing_it_before_it_was_opened_is_fine():
+    stand = Stand()
+    stand.watcher.close()
+    assert stand.redis.closed
+
+
+# ---- before listening ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.req("S4-14", "S4-25")
+def test_wrong_flags_are_refused_before_anything_else_is_asked():
+    stand = Stand(FakeRedis(flags="E"))
+    with pytest.raises(ConfigError):
+        stand.watcher.open()
+    assert stand.redis.calls == ["time", "config_get"]
+    assert stand.redis.links == []
+
+
+def test_a_server_that_knows_no_such_setting_is_probed():
+    redis = FakeRedis(flags=None)
+    stand = Stand(redis)
+    zadd = redis.zadd
+
+    def announced(key: str, member: str, score: float) -> None:
+        zadd(key, member, score)
+        redis.announce(key)
+
+    redis.zadd = announced  # type: ignore[method-assign]  # a server that announces
+    stand.watcher.open()
+    assert "unlink" in redis.calls
+
+
+def test_a_probe_that_is_not_announced_leaves_nothing_behind():
+    redis = FakeRedis(flags=None)
+    assert not probe(redis, lambda: redis.clock[0])
+    assert redis.links[0].closed
+    assert list(redis.zsets) == ["F", "W", "C"]
+
+
+def test_a_probe_that_may_not_be_written_is_the_servers_refusal(monkeypatch):
+    redis = FakeRedis(flags=None)
+
+    def refused(key: str, member: str, score: float) -> None:
+        raise ServerRefused("NOPERM")
+
+    monkeypatch.setattr(redis, "zadd", refused)
+    with pytest.raises(ServerRefused, match="NOPERM"):
+        preflight(redis, lambda: redis.clock[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"queues": ()}, "no queue"),
+        ({"queues": ("",)}, "no queue"),
+        ({"channel": ""}, "no channel"),
+        ({"stuck_job_timeout_s": 0}, "stuck_job_timeout_s"),
+        ({"page_size": 0}, "page_size"),
+        ({"page_size": 10_001}, "page_size"),
+        ({"sweep_s": -1}, "sweep_s"),
+        ({"ping_s": float("nan")}, "ping_s"),
+        ({"lost_grace_s": -1}, "lost_grace_s"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(changes, match):
+    with pytest.raises(InvalidInput, match=match):
+        settings(**changes)

@@ -1,0 +1,177 @@
+"""The whole on a real Redis with real RQ workers."""
+
+from __future__ import annotations
+
+import pytest
+from rq import Retry
+from rq.command import send_stop_job_command
+
+from tests.services.waiting import eventually
+from tests.watcher.scene import Scene
+
+
+@pytest.mark.req("S4-04", "S4-08")
+def test_a_job_that_raises_is_told_once_with_its_exception(scene: Scene):
+    scene.worker()
+    with scene.watching():
+        job = scene.enqueue("fail", "no digits here")
+        (event,) = scene.events.told((job.id, "failed"))
+    assert event["type"] == "digits.train.failed.v1"
+    assert event["data"]["error_kind"] == "system"
+    assert event["data"]["message"] == "tests.watcher.work.Boom: no digits here"
+    assert event["data"]["error_type"] == "tests.watcher.work.Boom"
+    assert event["data"]["execution_id"]
+    assert event["data"]["queue"] == "digits"
+
+
+@pytest.mark.req("S4-08")
+def test_a_job_with_retries_left_is_told_only_when_it_has_failed_for_good(scene: Scene):
+    scene.worker()
+    with scene.watching():
+        job = scene.enqueue("fail", retry=Retry(max=2))
+        scene.events.told((job.id, "failed"))
+        job.refresh()
+    assert job.retries_left == 0
+    assert scene.events.hear() == scene.events.all[:1]
+
+
+@pytest.mark.req("S4-05", "S4-09")
+def test_canceling_a_queued_job_is_told_as_somebodys_wish(scene: Scene):
+    with scene.watching():
+        job = scene.enqueue("succeed")
+        job.cancel()
+        (event,) = scene.events.told((job.id, "canceled"))
+    assert event["data"]["error_kind"] == "user"
+    assert event["data"]["message"] == "Job canceled"
+    assert event["data"]["running"] is False
+
+
+@pytest.mark.parametrize(("then", "kind", "type"), [("succeed", "finished", "outcome"), ("fail", "failed", "failed")])
+def test_canceling_a_running_job_is_told_and_so_is_how_it_ended_after_all(scene: Scene, then, kind, type):
+    scene.worker()
+    with scene.watching():
+        job, flag = scene.hang(then=then)
+        job.cancel()
+        (canceled,) = scene.events.told((job.id, "canceled"))
+        assert canceled["data"]["running"] is True
+        flag.touch()
+        canceled, ended = scene.events.told((job.id, "canceled"), (job.id, kind))
+    assert ended["type"] == f"digits.train.{type}.v1"
+    assert ended["data"]["follows"] == canceled["id"]
+    assert ended["data"]["execution_id"] == canceled["data"]["execution_id"]
+
+
+def test_a_stopped_job_is_told_as_somebodys_wish(scene: Scene):
+    scene.worker()
+    with scene.watching():
+        job, _ = scene.hang()
+        send_stop_job_command(scene.raw, job.id)
+        (event,) = scene.events.told((job.id, "stopped"))
+    assert event["data"]["error_kind"] == "user"
+
+
+@pytest.mark.req("S4-11")
+def test_a_hung_job_is_told_as_stuck_and_later_as_finished(scene: Scene):
+    scene.worker()
+    with scene.watching(stuck_job_timeout_s=1.0):
+        job, flag = scene.hang(job_timeout=-1)
+        (stuck,) = scene.events.told((job.id, "stuck"))
+        flag.touch()
+        stuck, finished = scene.events.told((job.id, "stuck"), (job.id, "finished"))
+    assert stuck["data"]["error_kind"] == "system"
+    assert finished["data"]["follows"] == stuck["id"]
+
+
+def test_a_stuck_job_that_fails_later_is_told_as_failed_with_the_earlier_event_named(scene: Scene):
+    scene.worker()
+    with scene.watching(stuck_job_timeout_s=1.0):
+        job, flag = scene.hang(job_timeout=-1, then="fail")
+        scene.events.told((job.id, "stuck"))
+        flag.touch()
+        stuck, failed = scene.events.told((job.id, "stuck"), (job.id, "failed"))
+    assert failed["data"]["follows"] == stuck["id"]
+
+
+def test_a_stuck_job_that_ends_without_a_trace_is_told_as_gone(scene: Scene):
+    scene.worker()
+    with scene.watching(stuck_job_timeout_s=1.0):
+        job, flag = scene.hang(job_timeout=-1, result_ttl=0)
+        scene.events.told((job.id, "stuck"))
+        flag.touch()
+        scene.events.told((job.id, "stuck"), (job.id, "gone"))
+
+
+def test_a_job_that_may_run_longer_than_the_stuck_timeout_is_left_to_its_own_timeout(scene: Scene):
+    scene.worker()
+    with scene.watching(stuck_job_timeout_s=0.5):
+        job, _ = scene.hang(job_timeout=2)
+        (event,) = scene.events.told((job.id, "failed"))
+    assert "JobTimeoutException" in event["data"]["error_type"]
+
+
+def test_a_killed_work_horse_is_told_as_killed(scene: Scene):
+    scene.worker()
+    with scene.watching():
+        job = scene.enqueue("die")
+        (event,) = scene.events.told((job.id, "killed"))
+    assert event["data"]["error_kind"] == "system"
+    assert "signal 9" in event["data"]["message"]
+
+
+def test_a_killed_worker_is_told_as_lost_when_its_lease_lapses_and_not_again_when_rq_finds_out(scene: Scene):
+    worker = scene.worker(lease=2)
+    with scene.watching(stuck_job_timeout_s=4.0):  # such a watcher reads the started registry every second
+        job, _ = scene.hang()
+        scene.kill_group(worker)
+        (lost,) = scene.events.told((job.id, "lost"))
+        scene.queue.started_job_registry.cleanup()
+        eventually(lambda: scene.redis.zcard("rq:failed:digits") == 1)
+        other = scene.enqueue("succeed")
+        other.cancel()  # once this is told, the clean-up has been seen too
+        scene.events.told((job.id, "lost"), (other.id, "canceled"))
+    assert lost["data"]["error_kind"] == "system"
+    assert lost["data"]["execution_id"]
+
+
+def test_a_lost_job_that_rq_puts_back_is_told_as_retried(scene: Scene):
+    worker = scene.worker(lease=2)
+    with scene.watching(stuck_job_timeout_s=4.0):  # such a watcher reads the started registry every second
+        job, _ = scene.hang(retry=Retry(max=1))
+        scene.kill_group(worker)
+        scene.events.told((job.id, "lost"))
+        scene.queue.started_job_registry.cleanup()
+        scene.events.told((job.id, "lost"), (job.id, "retried"))
+
+
+def test_a_worker_lost_while_nobody_watched_is_told_as_lost(scene: Scene):
+    worker = scene.worker(lease=1)
+    job, _ = scene.hang()
+    scene.kill_group(worker)
+
+    def cleaned() -> bool:
+        scene.queue.started_job_registry.cleanup()
+        return bool(scene.redis.zcard("rq:failed:digits"))
+
+    eventually(cleaned)
+    with scene.watching():
+        scene.events.told((job.id, "lost"))
+
+
+@pytest.mark.parametrize("failure_ttl", [None, -1])
+def test_a_job_that_is_requeued_and_fails_again_is_told_again(scene: Scene, failure_ttl):
+    scene.worker()
+    with scene.watching():
+        job = scene.enqueue("fail", failure_ttl=failure_ttl)
+        for times in range(1, 4):
+            scene.events.told(*[(job.id, "failed")] * times)
+            scene.queue.failed_job_registry.requeue(job.id)
+        scene.events.told(*[(job.id, "failed")] * 4)
+    assert len({event["id"] for event in scene.events.all}) == 4
+
+
+def test_a_job_whose_failure_is_kept_for_no_time_is_told_with_what_is_left(scene: Scene):
+    scene.worker()
+    with scene.watching():
+        job = scene.enqueue("fail", failure_ttl=0)
+        (event,) = scene.events.told((job.id, "failed"))
+    assert event["data"]["message"] == "Job failed; its record is gone"

@@ -1,0 +1,203 @@
+"""The server's side: its settings, its rights, its link."""
+
+from __future__ import annotations
+
+import pytest
+
+from headway.errors import ConfigError, ServerRefused, Unavailable
+from headway.watcher import notify
+from headway.watcher.adapters import connect
+from headway.watcher.notify import preflight
+from tests.services.waiting import eventually
+from tests.watcher.scene import Scene
+
+SUFFICIENT = ["Kz", "AK", "KEA", "g$lshztdxeK", "KzE"]
+INSUFFICIENT = ["", "K", "z", "Ez", "E", "KE", "K$", "KEx", "Kg", "EA"]
+
+
+@pytest.mark.req("S4-13", "S4-26")
+@pytest.mark.parametrize("flags", SUFFICIENT)
+def test_flags_that_announce_sorted_sets_by_key_are_accepted_however_they_are_spelled(scene: Scene, flags):
+    scene.redis.config_set("notify-keyspace-events", flags)
+    preflight(connect(scene.url))
+
+
+@pytest.mark.req("S4-13", "S4-26")
+@pytest.mark.parametrize("flags", INSUFFICIENT)
+def test_flags_that_do_not_are_refused_with_what_to_set(scene: Scene, flags):
+    scene.redis.config_set("notify-keyspace-events", flags)
+    with pytest.raises(ConfigError, match="does not announce") as caught:
+        preflight(connect(scene.url))
+    assert "notify-keyspace-events Kz" in caught.value.hint
+
+
+@pytest.mark.parametrize("flags", ["Kz", "AK", "K", "Ez", ""])
+def test_a_probe_agrees_with_the_flags_where_config_is_denied(scene: Scene, monkeypatch, flags):
+    monkeypatch.setattr(notify, "PROBE_S", 0.3)
+    scene.redis.config_set("notify-keyspace-events", flags)
+    scene.redis.execute_command("ACL", "SETUSER", "operator", "on", ">word", "~*", "&*", "+@all", "-config")
+    redis = connect(scene.url.replace("redis://", "redis://operator:word@"))
+    if flags in SUFFICIENT:
+        preflight(redis)
+    else:
+        with pytest.raises(ConfigError, match="A probe was not announced"):
+            preflight(redis)
+    assert scene.redis.keys("headway:probe:*") == []
+
+
+@pytest.mark.req("S4-14")
+def test_a_wrong_setting_is_found_before_anything_is_listened_to_or_told(scene: Scene):
+    scene.redis.config_set("notify-keyspace-events", "")
+    scene.burst(1)
+    with pytest.raises(ConfigError), scene.watching():
+        pass
+    assert scene.events.hear() == []
+    assert scene.commands().get("PSUBSCRIBE", 0) == 0
+
+
+@pytest.mark.req("S4-33")
+@pytest.mark.parametrize("flags", ["zK", "AK"])
+def test_the_servers_setting_is_never_changed(scene: Scene, flags):
+    scene.redis.config_set("notify-keyspace-events", flags)
+    with scene.watching():
+        pass
+    assert scene.redis.config_get("notify-keyspace-events")["notify-keyspace-events"] == flags
+    assert scene.commands().get("CONFIG|SET", 1) == 1
+
+
+@pytest.mark.req("S4-12")
+def test_without_the_right_to_subscribe_it_ends_with_the_servers_reason(scene: Scene):
+    scene.redis.execute_command("ACL", "SETUSER", "operator", "on", ">word", "~*", "resetchannels", "+@all")
+    url = scene.url.replace("redis://", "redis://operator:word@")
+    with (
+        pytest.raises(ServerRefused, match=r"PSUBSCRIBE.*(NOPERM|permissions)") as caught,
+        scene.watching(redis_url=url),
+    ):
+        pass
+    assert "word" not in str(caught.value)
+
+
+@pytest.mark.req("S4-12")
+def test_without_a_server_it_ends_with_a_clear_error(scene: Scene):
+    scene.server.stop()
+    with pytest.raises(Unavailable, match="cannot be reached"), scene.watching():
+        pass
+
+
+def test_an_address_that_is_none_is_refused():
+    with pytest.raises(Unavailable, match="not the address of a Redis"):
+        connect("http://localhost")
+
+
+@pytest.mark.req("S4-03")
+def test_three_registries_of_the_queue_are_listened_to(scene: Scene):
+    with scene.watching():
+        assert scene.redis.pubsub_numpat() == 3
+
+
+@pytest.mark.req("S4-20")
+def test_a_cut_link_ends_the_watcher(scene: Scene):
+    watching = scene.start()
+    (link,) = [c for c in scene.redis.client_list() if c["name"] == "headway-watcher" and c["psub"] != "0"]
+    scene.redis.client_kill_filter(_id=link["id"])
+    error = watching.ended()
+    assert isinstance(error, Unavailable)
+    assert "cannot be reached" in str(error)
+
+
+@pytest.mark.req("S4-20")
+def test_a_link_that_is_dead_without_saying_so_ends_the_watcher(scene: Scene, monkeypatch):
+    monkeypatch.setattr(notify, "REPLY_S", 0.5)
+    watching = scene.start(ping_s=0.2)
+    scene.server.sigstop()
+    error = watching.ended()
+    assert isinstance(error, Unavailable)
+    assert "no answer to a ping" in str(error)
+
+
+@pytest.mark.req("S4-20")
+def test_a_link_whose_bytes_vanish_ends_the_watcher_and_the_next_one_catches_up(scene: Scene, tcp_proxy, monkeypatch):
+    monkeypatch.setattr(notify, "REPLY_S", 0.5)
+    proxy = tcp_proxy(scene.server.port)
+    watching = scene.start(redis_url=f"redis://127.0.0.1:{proxy.port}/0", ping_s=0.2)
+    proxy.black_hole()
+    scene.burst(1)
+    assert isinstance(watching.ended(), Unavailable)
+    assert scene.events.hear() == []
+    with scene.watching():
+        scene.events.told(("burst-00000", "failed"))
+
+
+def test_an_event_whose_publishing_was_not_confirmed_is_told_again_under_its_id(scene: Scene, tcp_proxy):
+    proxy = tcp_proxy(scene.server.port)
+    watching = scene.start(redis_url=f"redis://127.0.0.1:{proxy.port}/0")
+    proxy.drop_replies(to=b"PUBLISH")
+    scene.burst(1)
+    assert isinstance(watching.ended(), Unavailable)
+    with scene.watching():
+        scene.events.told(("burst-00000", "failed"), ("burst-00000", "failed"))
+    assert len({event["id"] for event in scene.events.all}) == 1
+
+
+def test_a_slow_link_is_only_slow(scene: Scene, tcp_proxy):
+    proxy = tcp_proxy(scene.server.port)
+    proxy.delay(0.05)
+    with scene.watching(redis_url=f"redis://127.0.0.1:{proxy.port}/0"):
+        ids = scene.burst(300)
+        scene.events.told(*[(job_id, "failed") for job_id in ids])
+
+
+def test_a_setting_lost_while_watching_is_found_by_the_sweep_which_tells_first_what_it_found(scene: Scene):
+    watching = scene.start(sweep_s=0.2)
+    scene.redis.config_set("notify-keyspace-events", "")
+    scene.burst(1)
+    assert isinstance(watching.ended(), ConfigError)
+    scene.events.told(("burst-00000", "failed"))
+
+
+@pytest.mark.req("S4-32")
+def test_another_database_than_0_has_another_prefix(scene: Scene, tmp_path):
+    other = Scene(scene.server, tmp_path, db=1)
+    with other.watching():
+        scene.burst(1, prefix="elsewhere")
+        other.burst(1)
+        other.events.told(("burst-00000", "failed"))
+
+
+@pytest.mark.req("S4-35")
+@pytest.mark.parametrize(("name", "neighbour"), [("q[1]", "q1"), ("jobs*", "jobs-of-others"), ("a", "b")])
+def test_a_queue_is_never_mistaken_for_another(scene: Scene, tmp_path, name, neighbour):
+    other = Scene(scene.server, tmp_path, queue=neighbour)
+    scene = Scene(scene.server, tmp_path, queue=name)
+    with scene.watching():
+        before = scene.commands()
+        other.burst(1, prefix="other")
+        scene.burst(1)
+        scene.events.told(("burst-00000", "failed"))
+        assert scene.commands()["PUBLISH"] == before.get("PUBLISH", 0) + 1
+
+
+def test_one_watcher_can_watch_several_queues(scene: Scene, tmp_path):
+    other = Scene(scene.server, tmp_path, queue="letters")
+    with scene.watching(queues=("digits", "letters")) as watching:
+        scene.burst(1, prefix="d")
+        other.burst(1, prefix="l")
+        events = scene.events.told(("d-00000", "failed"), ("l-00000", "failed"))
+        assert set(watching.watcher.started) == {"digits", "letters"}
+    assert [event["data"]["queue"] for event in events] == ["digits", "letters"]
+
+
+@pytest.mark.req("S4-06", "S4-10")
+def test_what_runs_is_known_while_it_runs_and_forgotten_when_it_ends(scene: Scene):
+    scene.worker()
+    with scene.watching(stuck_job_timeout_s=2.0) as watching:
+        started = watching.watcher.started["digits"]
+        job, flag = scene.hang()
+        eventually(lambda: [member.split(":")[0] for member in started.running] == [job.id])
+        (running,) = started.running.values()
+        created = running.created_at
+        eventually(lambda: scene.commands().get("ZADD", 0) >= 5, message="heartbeats")
+        assert [running.created_at for running in started.running.values()] == [created]
+        flag.touch()
+        eventually(lambda: not started.running)
+    assert scene.events.hear() == []

@@ -1,0 +1,94 @@
+"""One contract over every store of what was reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import inf
+
+import pytest
+
+from headway._sql import connect
+from headway.errors import StoreCorrupt
+from headway.watcher import ProcessedStore, RedisProcessedStore, SqlProcessedStore
+from headway.watcher.adapters import connect as connect_redis
+from headway.watcher.store import Follow, Seen
+
+Open = Callable[[str], ProcessedStore]
+
+
+@pytest.fixture(params=["sqlite", "postgresql", "redis"])
+def open_store(request: pytest.FixtureRequest, tmp_path) -> Iterator[Open]:
+    """Opens the same store again and again, as restarts do."""
+    if request.param == "redis":
+        url = request.getfixturevalue("redis_server").url()
+        yield lambda queue: RedisProcessedStore(connect_redis(url), queue)
+    else:
+        sqlite = f"sqlite:///{tmp_path}/watcher.db"
+        url = sqlite if request.param == "sqlite" else request.getfixturevalue("postgres_url")
+        yield lambda queue: SqlProcessedStore(connect(url), queue)
+
+
+@pytest.mark.req("S4-19")
+def test_what_was_marked_is_found_again_after_a_restart(open_store: Open):
+    rows = [Seen("a", 5.0, "1-0", 100.0), Seen("b", -1.0, "2-0", 101.5), Seen("c:x", inf, "stuck", 99.0)]
+    open_store("q@0").mark("failed", rows, [], [])
+    store = open_store("q@0")
+    assert store.look("failed", ["b", "c:x", "a", "unknown"]) == {row.member: row for row in rows}
+    assert store.newest("failed") == 101.5
+
+
+def test_marking_again_replaces(open_store: Open):
+    store = open_store("q@0")
+    for seen in ("1-0", "2-0"):
+        store.mark("failed", [Seen("a", 5.0, seen, 100.0)], [], [])
+    assert store.look("failed", ["a"])["a"].seen == "2-0"
+
+
+def test_queues_and_registries_are_apart(open_store: Open):
+    open_store("q@0").mark("failed", [Seen("a", 5.0, "1-0", 100.0)], [Follow("a:x", "stuck", "e")], [])
+    assert open_store("q@0").look("canceled", ["a"]) == {}
+    assert open_store("q@1").look("failed", ["a"]) == {}
+    assert open_store("q@1").follows() == []
+    assert open_store("q@0").newest("canceled") == 0
+
+
+def test_the_first_start_is_remembered(open_store: Open):
+    assert open_store("q@0").baseline(100.25) == 100.25
+    assert open_store("q@0").baseline(200.0) == 100.25
+
+
+def test_what_is_awaited_is_kept_until_it_is_not(open_store: Open):
+    store = open_store("q@0")
+    store.mark("started", [], [Follow("b:y", "lost", "e2"), Follow("a:x", "stuck", "e1")], [])
+    store.mark("canceled", [], [Follow("a:x", "canceled", "e3")], [])
+    assert open_store("q@0").follows() == [Follow("a:x", "canceled", "e3"), Follow("b:y", "lost", "e2")]
+    store.mark("started", [], [], ["a:x", "unknown"])
+    assert open_store("q@0").follows() == [Follow("b:y", "lost", "e2")]
+
+
+def test_only_what_was_not_found_for_long_is_forgotten(open_store: Open):
+    store = open_store("q@0")
+    store.mark("failed", [Seen(member, 5.0, "1-0", 100.0) for member in "abc"], [], [])
+    store.mark("canceled", [Seen("a", 5.0, "1-0", 100.0)], [], [])
+    store.found("failed", ["b", "unknown"], 200.0)
+    assert store.prune("failed", 150.0) == 2
+    assert store.prune("failed", 150.0) == 0
+    assert set(store.look("failed", ["a", "b", "c", "unknown"])) == {"b"}
+    assert set(store.look("canceled", ["a"])) == {"a"}
+    assert store.newest("failed") == 100.0
+
+
+def test_a_damaged_record_in_redis_is_not_taken_for_nothing(redis_server):
+    store = RedisProcessedStore(connect_redis(redis_server.url()), "q@0")
+    client = redis_server.client()
+    client.hset("headway:watcher:{q@0}:failed", "a", '["high", 1]')
+    client.hset("headway:watcher:{q@0}:followed", "a:x", "[1]")
+    with pytest.raises(StoreCorrupt, match="record of a"):
+        store.look("failed", ["a"])
+    with pytest.raises(StoreCorrupt, match="followed"):
+        store.follows()
+
+
+def test_nothing_to_change_is_no_command(redis_server):
+    RedisProcessedStore(connect_redis(redis_server.url()), "q@0").mark("failed", [], [], [])
+    assert redis_server.client().keys("*") == []
