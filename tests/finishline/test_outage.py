@@ -283,7 +283,7 @@ def test_a_flapping_network_costs_time_and_nothing_else(
     open_line: OpenLine, redis_server: RedisServer, tcp_proxy: Callable[[int], TcpProxy]
 ):
     proxy = tcp_proxy(redis_server.port)
-    line = open_line(url=f"redis://127.0.0.1:{proxy.port}/1", retry=RetryPolicy(retries=10, base=0.01, cap=0.05))
+    line = open_line(url=f"redis://127.0.0.1:{proxy.port}/1", retry=RetryPolicy(retries=500, base=0.01, cap=0.05))
     line.create("p", total=200)
     stop = threading.Event()
 

@@ -18,7 +18,7 @@ from tests.finishline.conftest import OpenLine, events
 from tests.services.proxy import TcpProxy
 from tests.services.redis import RedisServer
 
-AT_ONCE = RetryPolicy(retries=5, base=0.002, cap=0.01)
+AT_ONCE = RetryPolicy(retries=20, base=0.002, cap=0.01)
 
 fork = multiprocessing.get_context("fork")
 

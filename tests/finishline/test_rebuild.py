@@ -19,7 +19,7 @@ from tests.finishline.conftest import OpenLine, events
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
 
-QUICK = RetryPolicy(retries=40, base=0.02, cap=0.1)
+QUICK = RetryPolicy(retries=300, base=0.02, cap=0.1)
 
 journals = pytest.mark.parametrize("kind", ["sqlite-journal", "postgres-journal"])
 
