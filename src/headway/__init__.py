@@ -9,6 +9,9 @@
             with item:
                 make_ad(item.payload)
 
+`FinishLine` counts in Redis what many programs do; `headway.states` has the states of a job's partitions;
+`headway.watcher` tells of RQ's failures.
+
 Names are loaded when they are first used, so that ``import headway`` costs next to nothing.
 """
 
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headway.errors import HeadwayError as HeadwayError
+    from headway.finishline import FinishLine as FinishLine
     from headway.ledger import Ledger as Ledger
     from headway.ledger import ProgressManager as ProgressManager
     from headway.run import GiveUp as GiveUp
@@ -30,6 +34,7 @@ __version__ = "0.1.0"
 #: name -> the module it comes from.
 _PLACES = {
     "HeadwayError": "headway.errors",
+    "FinishLine": "headway.finishline",
     "Ledger": "headway.ledger",
     "ProgressManager": "headway.ledger",
     "GiveUp": "headway.run",
