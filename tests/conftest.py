@@ -36,6 +36,9 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 @pytest.hookimpl(tryfirst=True)  # before pytest settles where tmp_path lies
 def pytest_configure(config: pytest.Config) -> None:
     """One directory for servers and tmp_path, made by the process the workers belong to."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell starts what runs in the background so, and every process a test starts would inherit it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
         config.stash[RUN] = run = RunDirectory()
         config.option.basetemp = config.option.basetemp or str(run.path / "tmp")

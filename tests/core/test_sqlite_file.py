@@ -47,7 +47,7 @@ def make(path: Path, *, items: int = 40) -> Path:
 def killed(path: Path) -> Path:
     """The same, left by a process that was killed: its last writes are in the -wal."""
     code = "import os, sys; from pathlib import Path; from tests.core.test_sqlite_file import make, write; "
-    code += "make(Path(sys.argv[1])); write(Path(sys.argv[1])); os._exit(0)"
+    code += "make(Path(sys.argv[1])); kept = write(Path(sys.argv[1])); os._exit(0)"
     subprocess.run([sys.executable, "-c", code, path], check=True)
     assert Path(f"{path}-wal").stat().st_size > 0
     return path

@@ -17,6 +17,7 @@ from headway.retry import RetryPolicy
 from tests.finishline.conftest import OpenLine, events
 from tests.services.proxy import TcpProxy
 from tests.services.redis import RedisServer
+from tests.services.waiting import eventually
 
 AT_ONCE = RetryPolicy(retries=20, base=0.002, cap=0.01)
 
@@ -153,13 +154,19 @@ def test_clients_killed_at_any_moment_never_leave_an_error_without_its_item(
     for _ in range(20):
         process = fork.Process(target=work, args=(0,), daemon=True)
         process.start()
-        process.join(rng.uniform(0.005, 0.04))
+        _wait_for_a_count(state)
+        process.join(rng.uniform(0.0, 0.03))
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         counts = state.hgetall("smap:proj:p")
         assert counts["done"] == counts["errors"]
-    assert int(counts["done"]) > 0
+
+
+def _wait_for_a_count(state: Any) -> None:
+    """A kill tells something only once its victim is at work."""
+    before = int(state.hget("smap:proj:p", "done"))
+    eventually(lambda: int(state.hget("smap:proj:p", "done")) > before, timeout=20)
 
 
 @pytest.mark.req("S0-11", "S0-14", "S0-16")
