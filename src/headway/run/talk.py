@@ -44,7 +44,8 @@ class Talk:
             os.dup2(self._writing, descriptor)
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
-                stream.reconfigure(line_buffering=True)
+                # Not write-through, as PYTHONUNBUFFERED makes it: two workers' words would mix within a line.
+                stream.reconfigure(line_buffering=True, write_through=False)
 
     def close(self) -> list[str]:
         """The last lines, the unfinished one included."""

@@ -142,6 +142,8 @@ class LiveStore:
                 self._cache[stored.key] = stored
             if stored.version > self._heard.get(stored.key, 0):
                 self._under_way[stored.key] = (stored.version, self._clock())
+            elif before is None or stored.version > before:  # the listener was quicker than the answer to the write
+                metrics.observe("headway_states_live_seconds", 0.0, store=self._backend.kind)
         if before is not None and stored.version > before + 1:
             log.warning(
                 "🟡 somebody else writes the states of this task too",
