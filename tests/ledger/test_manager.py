@@ -22,7 +22,7 @@ import pytest
 
 from headway import ProgressManager
 from headway.errors import InvalidInput, StaleClaim
-from headway.ledger.values import META_LIMIT
+from headway.ledger.content import META_LIMIT
 from tests.services.waiting import eventually
 
 META = {"ad": "x" * 80}

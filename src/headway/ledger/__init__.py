@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headway.ledger.content import canonical, fingerprint
     from headway.ledger.fault import describe, normalise
     from headway.ledger.holding import Hold
     from headway.ledger.job import Job
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
         Progress,
         Recorded,
         Run,
-        canonical,
-        fingerprint,
     )
 
 __all__ = [
@@ -66,13 +65,14 @@ __all__ = [
 _HOMES = {
     name: module
     for module, names in {
+        "content": "canonical fingerprint",
         "fault": "describe normalise",
         "holding": "Hold",
         "job": "Job",
         "manager": "ProgressManager",
         "records": "Ledger",
         "values": "Attempt Cause DeadLetter Done Failed Fault Item ItemInfo JobInfo NewItem Outcome Progress "
-        "Recorded Run canonical fingerprint",
+        "Recorded Run",
     }.items()
     for name in names.split()
 }

@@ -25,6 +25,7 @@ from urllib.parse import quote
 
 from headway.config import Config
 from headway.errors import InvalidInput, StaleClaim
+from headway.ledger.content import bounded_meta, canonical, fingerprint
 from headway.ledger.fault import bounded_error, describe
 from headway.ledger.job import Job
 from headway.ledger.records import Ledger
@@ -37,10 +38,7 @@ from headway.ledger.values import (
     Item,
     NewItem,
     Outcome,
-    bounded_meta,
-    canonical,
     check_index,
-    fingerprint,
 )
 from headway.retry import RetryPolicy
 from headway.telemetry import Log, metrics, names_a_secret, redact

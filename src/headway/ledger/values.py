@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
 from headway.errors import InvalidInput
 
-#: Bytes of JSON kept as an item's meta, and characters of an error's text: an entry stays below 1 KB.
-META_LIMIT = 600
+#: Characters of an error's text; with an item's bounded meta, an entry stays below 1 KB.
 ERROR_LIMIT = 300
 #: Characters of a traceback kept with a failed run.
 DETAIL_LIMIT = 4000
@@ -281,39 +278,3 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:  # half a character
         return False
     return True
-
-
-_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-
-
-def canonical(value: object, what: str = "A payload") -> str:
-    """``value`` as JSON text that is the same for equal values: keys sorted, no spaces, no NaN, no lone surrogates."""
-    try:
-        text = _ENCODER.encode(value)
-        text.encode()
-    except (TypeError, ValueError, RecursionError) as error:  # UnicodeEncodeError is a ValueError
-        raise InvalidInput(
-            f"{what} cannot be kept as JSON: {error}.", hint="Use dicts, lists, strings and numbers."
-        ) from error
-    if "\\u0000" in text:
-        raise InvalidInput(f"{what} contains a NUL character, which PostgreSQL cannot keep.", hint="Remove it.")
-    return text
-
-
-def fingerprint(text: str) -> int:
-    """63 bits of the content's hash: a changed item is noticed, and the number fits both engines."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-
-def bounded_meta(meta: object) -> str | None:
-    """Meta as JSON of at most `META_LIMIT` bytes; what is longer is cut and says so."""
-    if meta is None:
-        return None
-    text = canonical(meta, "Meta")
-    size = len(text.encode())
-    if size <= META_LIMIT:
-        return text
-    cut = text.encode()[: META_LIMIT - 80].decode(errors="ignore")
-    while len((short := canonical({"truncated": size, "text": cut})).encode()) > META_LIMIT:
-        cut = cut[: len(cut) * 9 // 10]  # quotes inside the text grow when they are escaped
-    return short

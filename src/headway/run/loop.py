@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from headway.errors import HeadwayError, StaleClaim
 from headway.ledger import Done, Failed, Hold, Item, Job, Ledger, Progress, describe
-from headway.ledger.values import bounded_meta
+from headway.ledger.content import bounded_meta
 from headway.retry import RetryPolicy
 from headway.run.worker import GiveUp
 
