@@ -72,11 +72,14 @@ def test_every_printed_line_stays_above_the_bar(tmp_path: Path):
     assert bar[0] > max(number for number, line in enumerate(lines) if line.startswith(("out", "err")))
 
 
-def test_output_into_a_pipe_is_left_to_the_function(tmp_path: Path):
-    (tmp_path / "loud.py").write_text("def shout(item):\n    print(item)\n    return item\n")
+def test_output_into_a_pipe_is_left_to_the_function_and_none_of_it_is_lost(tmp_path: Path):
+    (tmp_path / "loud.py").write_text(
+        "def shout(item):\n    print(item)\n    print('end of', item, end=' ')\n    return item\n"
+    )
     (tmp_path / "items.txt").write_text("a\nb\n")
     done = subprocess.run(
         [sys.executable, "-m", "headway", "run", "loud:shout", "-i", "items.txt", "-w", "1"],
         cwd=tmp_path, capture_output=True, text=True, check=True,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
     )  # fmt: skip
-    assert done.stdout.split() == ["a", "b"]
+    assert done.stdout.split() == ["a", "end", "of", "a", "b", "end", "of", "b"]

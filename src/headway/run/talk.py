@@ -7,7 +7,6 @@ above the bar. Output that goes to a file or another program is left alone: it d
 from __future__ import annotations
 
 import os
-import sys
 
 
 class Talk:
@@ -39,13 +38,9 @@ class Talk:
         return [line.decode(errors="replace") for line in lines]
 
     def enter_worker(self) -> None:
-        """In the worker: print into the pipe from now on, line by line."""
+        """In the worker: print into the pipe from now on."""
         for descriptor in _terminals():
             os.dup2(self._writing, descriptor)
-        for stream in (sys.stdout, sys.stderr):
-            if hasattr(stream, "reconfigure"):
-                # Not write-through, as PYTHONUNBUFFERED makes it: two workers' words would mix within a line.
-                stream.reconfigure(line_buffering=True, write_through=False)
 
     def close(self) -> list[str]:
         """The last lines, the unfinished one included."""

@@ -7,10 +7,12 @@ socket ends, and the worker takes itself and whatever it started down with it.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -45,6 +47,7 @@ def main(wire: Wire, slots: Slots, function: Function, *, mode: str, timeout: fl
         # The parent decides when we end. A handler, not SIG_IGN: what the function starts must not inherit that.
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(-1)
+    _print_line_by_line()
     worker = Worker(wire, slots, function, keep=keep)
     try:
         if mode == "async":
@@ -57,7 +60,20 @@ def main(wire: Wire, slots: Slots, function: Function, *, mode: str, timeout: fl
     except (BrokenPipeError, ConnectionResetError):
         pass  # the parent is gone; there is nobody to tell
     finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # a line that was begun and not ended; nobody may be there to read it
+                stream.flush()
         os._exit(0)
+
+
+def _print_line_by_line() -> None:
+    """A worker may be killed, and ends without Python's finalisers: what the function printed must not wait in a buffer.
+
+    Not write-through, as PYTHONUNBUFFERED makes it: the words of two workers would mix within a line.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 class Worker:
