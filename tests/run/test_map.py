@@ -169,11 +169,8 @@ def test_a_long_item_is_seen_as_running_from_outside(database: str, log: Path):
             eventually(lambda: job.progress().running == 2, timeout=20)
             assert [item.worker for item in job.items(status="processing")] == ["run 1 worker 1", "run 1 worker 2"]
             assert job.info().status == "processing"
-            run.send_signal(signal.SIGINT)
-            run.send_signal(signal.SIGINT)
     finally:
-        time.sleep(0.1)
-        run.send_signal(signal.SIGINT)
+        run.kill()
         run.wait(20)
 
 

@@ -110,6 +110,7 @@ def test_postgres_gives_every_test_an_empty_database(postgres_url, value):
     with psycopg.connect(postgres_url) as connection:
         connection.execute("CREATE TABLE only_mine (value int)")
         connection.execute("INSERT INTO only_mine VALUES (%s)", (value,))
+        assert connection.execute("SELECT value FROM only_mine").fetchall() == [(value,)]
 
 
 @pytest.mark.parametrize("immediate", [False, True])

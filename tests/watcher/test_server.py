@@ -19,7 +19,9 @@ INSUFFICIENT = ["", "K", "z", "Ez", "E", "KE", "K$", "KEx", "Kg", "EA"]
 @pytest.mark.parametrize("flags", SUFFICIENT)
 def test_flags_that_announce_sorted_sets_by_key_are_accepted_however_they_are_spelled(scene: Scene, flags):
     scene.redis.config_set("notify-keyspace-events", flags)
+    before = scene.redis.config_get("notify-keyspace-events")
     preflight(connect(scene.url))
+    assert scene.redis.config_get("notify-keyspace-events") == before, "the server's setting is not ours to change"
 
 
 @pytest.mark.req("S4-13", "S4-26")
