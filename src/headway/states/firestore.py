@@ -329,7 +329,10 @@ class FirestoreListener:
             self._listening.set()
             gone = set() if self._standing is None else self._told - self._standing
             self._standing = None
-            return self._removed(gone)
+            if gone:
+                # Removed, it seems. But a CURRENT may come between a reset and what is told after it: the listing decides.
+                self._told -= gone
+                raise Relist
         return []
 
 
