@@ -10,7 +10,7 @@ import pytest
 
 from headway._sql import Database, Tx
 from headway.errors import InvalidInput
-from headway.ledger import Done, Failed, Fault, Job, Ledger, NewItem, ProgressManager, canonical
+from headway.ledger import Done, Failed, Failure, Job, Ledger, NewItem, ProgressManager, canonical
 from headway.ledger.manager import JOB
 from tests.core.databases import everywhere, sqlite_url
 
@@ -78,8 +78,8 @@ def busy_job(tmp_path: Path) -> Iterator[Job]:
         job.register(NewItem(n, "{}", f"key-{n}") for n in range(2000))
         job.record([Done(n) for n in range(1000)])
         for _ in range(3):
-            job.record([Failed(n, Fault("ValueError", "no")) for n in range(1000, 1050)])
-        job.record([Failed(n, Fault("ValueError", "no")) for n in range(1050, 1100)])
+            job.record([Failed(n, Failure("ValueError", "no")) for n in range(1000, 1050)])
+        job.record([Failed(n, Failure("ValueError", "no")) for n in range(1050, 1100)])
         ledger.database.run(lambda tx: tx.execute("ANALYZE"))
         yield job
 
@@ -125,7 +125,7 @@ def test_no_query_of_daily_work_reads_a_whole_table(busy_job: Job, monkeypatch: 
     busy_job.renew([claimed])
     busy_job.record([Done(claimed.idx, token=claimed.token)])
     busy_job.record([Done(1500), Done(1501, result="1")])
-    busy_job.record([Failed(1502, Fault("KeyError", "sku"))])
+    busy_job.record([Failed(1502, Failure("KeyError", "sku"))])
     busy_job.give_back([claimed.idx])
     assert busy_job.is_done(5)
     assert busy_job.untouched(-1, 10)
@@ -180,7 +180,7 @@ def test_hostile_text_is_kept_as_text_and_nothing_is_executed(url: str):
         assert [json.loads(item.payload or "")["text"] for item in claimed.values()] == HOSTILE
         assert [item.key for item in claimed.values()] == HOSTILE
         for idx, item in claimed.items():
-            job.record([Failed(idx, Fault(HOSTILE[idx][:40], HOSTILE[idx], HOSTILE[0]), token=item.token)])
+            job.record([Failed(idx, Failure(HOSTILE[idx][:40], HOSTILE[idx], HOSTILE[0]), token=item.token)])
         job.record([Done(n, canonical({"text": text}), canonical(text), worker=text) for n, text in enumerate(HOSTILE)])
         found = {item.idx: item for item in job.items()}
         for idx, text in enumerate(HOSTILE):

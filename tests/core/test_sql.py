@@ -14,10 +14,10 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from headway import _postgresql, _sql, _sqlite
-from headway._postgresql import PostgreSQL
-from headway._sql import Database, Tx, connect, migrations
-from headway._sqlite import SQLite
+from headway import _sql
+from headway._sql import Database, Tx, connect, migrations, postgresql, sqlite
+from headway._sql.postgresql import PostgreSQL
+from headway._sql.sqlite import SQLite
 from headway.errors import (
     HeadwayError,
     InvalidInput,
@@ -145,7 +145,7 @@ connection.execute("COMMIT")
 def test_a_write_waits_while_another_process_holds_the_lock_and_tells_its_tries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(_sqlite, "LOCK_SECONDS", 120.0 / 20)  # a try gives up after 1 s
+    monkeypatch.setattr(sqlite, "LOCK_SECONDS", 120.0 / 20)  # a try gives up after 1 s
     path = tmp_path / "a.db"
     with connect(sqlite_url(path)) as database:
         other = python(LOCK, path)
@@ -166,7 +166,7 @@ def test_a_write_waits_while_another_process_holds_the_lock_and_tells_its_tries(
 def test_a_lock_that_is_never_let_go_is_an_error_with_the_path_and_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(_sqlite, "LOCK_SECONDS", 1.0)
+    monkeypatch.setattr(sqlite, "LOCK_SECONDS", 1.0)
     path = tmp_path / "a.db"
     with connect(sqlite_url(path)) as database:
         other = python(LOCK, path)
@@ -589,7 +589,7 @@ def postgres_schema(url: str) -> list[tuple[object, ...]]:
 
 def know(monkeypatch: pytest.MonkeyPatch, steps: list[tuple[int, list[str]]]) -> None:
     """Be a headway of another age, that knows these steps and no others."""
-    for module in (_sql, _sqlite, _postgresql):
+    for module in (_sql, sqlite, postgresql):
         monkeypatch.setattr(module, "migrations", lambda engine: steps)
 
 

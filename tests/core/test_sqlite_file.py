@@ -24,7 +24,7 @@ from headway.errors import (
     StoreForeign,
     StoreReadOnly,
 )
-from headway.ledger import Done, Failed, Fault, Ledger, NewItem, canonical, fingerprint
+from headway.ledger import Done, Failed, Failure, Ledger, NewItem, canonical, fingerprint
 from tests.core.databases import digest, exit_code, forked, sqlite_url
 
 PAGE = 4096
@@ -39,7 +39,7 @@ def make(path: Path, *, items: int = 40) -> Path:
         job.seal()
         job.record([Done(n, canonical({"ad": f"meta {n} " * 5})) for n in range(items // 2)])
         job.record(
-            [Failed(n, Fault("ValueError", f"broken {n}", "jobs.py:make")) for n in range(items // 2, items * 3 // 4)]
+            [Failed(n, Failure("ValueError", f"broken {n}", "jobs.py:make")) for n in range(items // 2, items * 3 // 4)]
         )
     return path
 

@@ -75,7 +75,7 @@ def test_a_key_matches_its_own_family_only():
 
 
 def test_every_script_has_a_header_and_gets_all_its_keys_by_name():
-    folder = ROOT / "src" / "headway" / "lua" / "finishline"
+    folder = ROOT / "src" / "headway" / "_redis" / "lua" / "finishline"
     scripts = sorted(folder.glob("*.lua"))
     assert len(scripts) >= 6
     for path in scripts:

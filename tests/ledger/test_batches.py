@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from headway.errors import NotFound
-from headway.ledger import Done, Failed, Fault, Job, Ledger, NewItem
+from headway.ledger import Done, Failed, Failure, Job, Ledger, NewItem
 from headway.retry import RetryPolicy
 
 AT_ONCE = RetryPolicy(0, base=0.0)
-BOOM = Fault("ValueError", "boom")
+BOOM = Failure("ValueError", "boom")
 
 
 @pytest.fixture

@@ -11,18 +11,18 @@ import pytest
 
 from headway.errors import InvalidInput, JobHeld, NotFound, StaleClaim
 from headway.events import SqlOutbox
-from headway.ledger import Done, Failed, Fault, Hold, Item, Job, Ledger, NewItem
+from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, NewItem
 from headway.retry import RetryPolicy
 from tests.services.waiting import eventually
 
-BOOM = Fault("ValueError", "no price for product 17", "ads.py:make_ad", "Traceback ...")
+BOOM = Failure("ValueError", "no price for product 17", "ads.py:make_ad", "Traceback ...")
 NOW = RetryPolicy(2, base=0.0)
 LATER = RetryPolicy(2, base=1000.0, cap=1000.0)
 
 
-def fail(job: Job, idx: int, *, times: int = 1, fault: Fault = BOOM) -> None:
+def fail(job: Job, idx: int, *, times: int = 1, failure: Failure = BOOM) -> None:
     for _ in range(times):
-        job.record([Failed(idx, fault)], policy=NOW)
+        job.record([Failed(idx, failure)], policy=NOW)
 
 
 def events(ledger: Ledger) -> list[tuple[str, dict[str, object]]]:
@@ -132,7 +132,7 @@ def test_a_batch_with_an_unknown_item_records_nothing(job: Job):
 @pytest.mark.req("S3-04")
 def test_history_has_every_run_fail_fail_done(job: Job):
     job.record([Failed(2, BOOM, seconds=0.5, worker="w1")], policy=NOW)
-    fail(job, 2, fault=Fault("KeyError", "'price'"))
+    fail(job, 2, failure=Failure("KeyError", "'price'"))
     job.record([Done(2, seconds=0.25, worker="w2")])
     past = job.history(2)
     assert [(run.no, run.outcome) for run in past] == [(1, "failed"), (2, "failed"), (3, "done")]
@@ -385,8 +385,13 @@ def test_rows_made_inconsistent_by_a_foreign_hand_are_corrected_logged_and_audit
 @pytest.mark.req("S3-09", "S3-10")
 def test_like_failures_are_one_cause_with_counts_and_an_example(job: Job):
     for idx in range(3):
-        fail(job, idx, times=3, fault=Fault("HTTPError", f"GET /docs/inv-0{idx}.pdf gave {500 + idx}", "ads.py:fetch"))
-    fail(job, 5, times=1, fault=Fault("KeyError", "'price'", "ads.py:make"))
+        fail(
+            job,
+            idx,
+            times=3,
+            failure=Failure("HTTPError", f"GET /docs/inv-0{idx}.pdf gave {500 + idx}", "ads.py:fetch"),
+        )
+    fail(job, 5, times=1, failure=Failure("KeyError", "'price'", "ads.py:make"))
     first, second = job.causes()
     assert (first.type, first.message, first.count, first.dead, first.example) == (
         "HTTPError", "GET /docs/{id}.pdf gave {n}", 9, 3, 0,
@@ -399,7 +404,7 @@ def test_like_failures_are_one_cause_with_counts_and_an_example(job: Job):
 @pytest.mark.req("S3-43")
 def test_retrying_one_cause_moves_exactly_those_items_and_is_audited(ledger: Ledger, job: Job):
     for idx in range(4):
-        fail(job, idx, times=3, fault=Fault("A" if idx < 3 else "B", "x"))
+        fail(job, idx, times=3, failure=Failure("A" if idx < 3 else "B", "x"))
     (cause,) = [cause.no for cause in job.causes() if cause.type == "A"]
     assert job.retry_dead(cause=cause, actor="ada", reason="fixed upstream") == 3
     assert [letter.idx for letter in job.dead_letters()] == [3]

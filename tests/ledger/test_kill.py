@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from headway.ledger import Done, Failed, Fault, Job, Ledger, NewItem
+from headway.ledger import Done, Failed, Failure, Job, Ledger, NewItem
 from headway.retry import RetryPolicy
 
-BOOM = Fault("ValueError", "boom")
+BOOM = Failure("ValueError", "boom")
 AT_ONCE = RetryPolicy(0, base=0.0)
 CHILDREN = 3
 

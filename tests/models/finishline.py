@@ -4,7 +4,7 @@ The variants leave out one idea each (see docs/finishline.md); the tests show wh
 steps are those of the code: *count* and *crawled* are the scripts, *deliver* and *acknowledge* the relay.
 
 Two items are worked off. A worker that was killed or whose call failed is started again and reports its item again
-(redelivery). Each `Fault` spends one of a small budget.
+(redelivery). Each `Failure` spends one of a small budget.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ def test_another_writer_of_the_same_task_is_noticed(place: Place, caplog: pytest
 
 @pytest.mark.stores(("sqlite",))
 def test_a_process_that_closes_a_sqlite_file_does_not_take_the_log_of_the_others_away(place: Place, spawn: Spawn):
-    """Closing any descriptor of a file drops all of a process's locks on it: see `headway._sqlite_file.Hold`."""
+    """Closing any descriptor of a file drops all of a process's locks on it: see `headway._sql.sqlite_file.Hold`."""
     store = place.open()
     store.set_state(State("job", 0, "a", 1))
     place.open().close()  # a second store of this process must not drop the locks of the first either

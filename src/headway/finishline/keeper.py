@@ -63,7 +63,7 @@ class Keeper:
         try:
             self._round(returned=was_away)
         except _redis.failures() as error:
-            raise _redis.meaning(error, self._link.url) from error
+            raise _redis.translate(error, self._link.url) from error
         return self._interval
 
     def _round(self, *, returned: bool) -> None:

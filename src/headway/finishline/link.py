@@ -201,7 +201,7 @@ class Link:
         log.warning("Redis is back", operation="outage", seconds=round(lasted, 1))
 
     def _meaning(self, operation: str, project_id: str, error: BaseException) -> HeadwayError:
-        trouble = _redis.meaning(error, self.url)
+        trouble = _redis.translate(error, self.url)
         metrics.count("headway_redis_failures", operation=operation)
         log.error("the operation failed", operation=operation, project_id=project_id, error=str(trouble))
         return trouble

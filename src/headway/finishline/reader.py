@@ -111,7 +111,7 @@ class AsyncProgress:
                 pipeline.hgetall(_redis.PROJECT(project_id=name))
             replies: list[Mapping[str, str] | Exception] = await pipeline.execute(raise_on_error=False)
         except _redis.failures() as error:
-            trouble = _redis.meaning(error, self._url)
+            trouble = _redis.translate(error, self._url)
             if _redis.is_transient(error):
                 self._breaker.failed()
             log.warning("progress cannot be read", operation="progress", count=len(names), error=str(trouble))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headway.ledger.content import canonical, fingerprint
-    from headway.ledger.fault import describe, normalise
+    from headway.ledger.failure import describe, normalise
     from headway.ledger.holding import Hold
     from headway.ledger.job import Job
     from headway.ledger.manager import ProgressManager
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         DeadLetter,
         Done,
         Failed,
-        Fault,
+        Failure,
         Item,
         ItemInfo,
         JobInfo,
@@ -43,7 +43,7 @@ __all__ = [
     "DeadLetter",
     "Done",
     "Failed",
-    "Fault",
+    "Failure",
     "Hold",
     "Item",
     "ItemInfo",
@@ -66,12 +66,12 @@ _HOMES = {
     name: module
     for module, names in {
         "content": "canonical fingerprint",
-        "fault": "describe normalise",
+        "failure": "describe normalise",
         "holding": "Hold",
         "job": "Job",
         "manager": "ProgressManager",
         "records": "Ledger",
-        "values": "Attempt Cause DeadLetter Done Failed Fault Item ItemInfo JobInfo NewItem Outcome Progress "
+        "values": "Attempt Cause DeadLetter Done Failed Failure Item ItemInfo JobInfo NewItem Outcome Progress "
         "Recorded Run",
     }.items()
     for name in names.split()

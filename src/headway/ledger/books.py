@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from headway._sql import NOW, Engine, Tx, marks
 from headway.errors import NotFound, StaleClaim
 from headway.events import Event, append
-from headway.ledger.fault import normalise
-from headway.ledger.values import Done, Failed, Fault, Outcome, Recorded
+from headway.ledger.failure import normalise
+from headway.ledger.values import Done, Failed, Failure, Outcome, Recorded
 from headway.retry import RetryPolicy
 from headway.telemetry import Log
 
@@ -212,14 +212,14 @@ class Books:
         audit(self.tx, self.now, "headway", "rescued", self.id, {"idx": idx})
 
     def _fail(self, outcome: Failed, name: str | None, attempts: int, at: float | None, *, was_dead: bool) -> None:
-        no, now, fault = self.no, self.now, outcome.fault
-        cause = self._cause(fault, name)
+        no, now, failure = self.no, self.now, outcome.failure
+        cause = self._cause(failure, name)
         self.tx.execute(
             _PUT_FAILED, (no, outcome.idx, outcome.meta, attempts, now, outcome.seconds, outcome.worker, at)
         )
         self.tx.execute(
             _PUT_ATTEMPT,
-            (no, outcome.idx, outcome.outcome, fault.text, fault.detail, cause, outcome.worker, now, outcome.seconds,
+            (no, outcome.idx, outcome.outcome, failure.text, failure.detail, cause, outcome.worker, now, outcome.seconds,
              no, outcome.idx),
         )  # fmt: skip
         self.failures += 1
@@ -227,18 +227,18 @@ class Books:
         self.minute_seconds += outcome.seconds or 0.0
         if at is None:
             # An item that was dead before has just had its pass at the end.
-            self.tx.execute(_PUT_DEAD, (no, outcome.idx, outcome.meta, fault.text, now, cause, int(was_dead)))
+            self.tx.execute(_PUT_DEAD, (no, outcome.idx, outcome.meta, failure.text, now, cause, int(was_dead)))
             self.dead += 1
             self.minute_dead += not was_dead
         else:
             self.failed += 1
         log.info(
             "item failed" if at is not None else "item is dead",
-            job=self.id, idx=outcome.idx, attempt=attempts, error=fault.text, cause=cause,
+            job=self.id, idx=outcome.idx, attempt=attempts, error=failure.text, cause=cause,
         )  # fmt: skip
 
-    def _cause(self, fault: Fault, name: str | None) -> int:
-        key = (self.no, fault.type, normalise(fault.message, name), fault.frame)
+    def _cause(self, failure: Failure, name: str | None) -> int:
+        key = (self.no, failure.type, normalise(failure.message, name), failure.frame)
         row = self.tx.one(
             "UPDATE causes SET count = count + 1, last_seen = ? "
             "WHERE job = ? AND type = ? AND message = ? AND frame = ? RETURNING no",

@@ -12,7 +12,7 @@ from typing import Any
 from headway._sql import Database, Tx
 from headway.errors import JobHeld, NotFound
 from headway.ledger.books import Books, audit
-from headway.ledger.values import Failed, Fault
+from headway.ledger.values import Failed, Failure
 from headway.retry import ITEM
 from headway.telemetry import Log
 
@@ -24,7 +24,7 @@ LEASE = 25.0
 #: Claims that `Job.note_running` wrote begin with this; they end with the hold.
 NOTED = "run "
 
-RUN_LOST = Fault("RunLost", "the whole run was killed while it worked on this item")
+RUN_LOST = Failure("RunLost", "the whole run was killed while it worked on this item")
 
 
 @dataclass(frozen=True, slots=True)

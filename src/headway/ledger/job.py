@@ -12,7 +12,7 @@ from headway.errors import InvalidInput
 from headway.ledger.books import Books, audit, put_one_done
 from headway.ledger.holding import Hold
 from headway.ledger.report import Reports
-from headway.ledger.values import Done, Failed, Fault, Item, NewItem, Outcome, Recorded, check_index, check_text
+from headway.ledger.values import Done, Failed, Failure, Item, NewItem, Outcome, Recorded, check_index, check_text
 from headway.retry import ITEM, RetryPolicy
 from headway.telemetry import Log
 
@@ -21,7 +21,7 @@ log = Log("ledger")
 #: Rows written by one transaction when there are many: bounds the size of SQLite's write-ahead log.
 CHUNK = 5000
 
-LOST = Fault("ProcessLost", "the process that worked on this item was killed or lost its lease")
+LOST = Failure("ProcessLost", "the process that worked on this item was killed or lost its lease")
 
 _ONE_DONE = Recorded(done=1, failed=0, dead=0, repeated=0, completed=False, due={}, died=(), waiting=0, stale=())
 

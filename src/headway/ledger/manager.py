@@ -26,7 +26,7 @@ from urllib.parse import quote
 from headway.config import Config
 from headway.errors import InvalidInput, StaleClaim
 from headway.ledger.content import bounded_meta, canonical, fingerprint
-from headway.ledger.fault import bounded_error, describe
+from headway.ledger.failure import bounded_error, describe
 from headway.ledger.job import Job
 from headway.ledger.records import Ledger
 from headway.ledger.report import PAGE
@@ -34,7 +34,7 @@ from headway.ledger.values import (
     DeadLetter,
     Done,
     Failed,
-    Fault,
+    Failure,
     Item,
     NewItem,
     Outcome,
@@ -216,12 +216,12 @@ def _failure(idx: int, meta: Meta | None, token: int | None) -> Failed:
     meta = _dict(meta)
     error = meta.get("error")
     if isinstance(error, BaseException):
-        fault = describe(error)
+        failure = describe(error)
     else:
         canonical(error, "An error")
-        fault = Fault("", bounded_error(str(error)) if error else "Unknown error")
-    kept = _clean({**meta, "error": fault.text})
-    return Failed(idx, fault, meta=bounded_meta(kept), token=token)
+        failure = Failure("", bounded_error(str(error)) if error else "Unknown error")
+    kept = _clean({**meta, "error": failure.text})
+    return Failed(idx, failure, meta=bounded_meta(kept), token=token)
 
 
 def _clean(value: Any) -> Any:

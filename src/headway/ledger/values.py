@@ -49,8 +49,8 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """An error as far as it is remembered, already redacted and bounded; see `headway.ledger.fault`."""
+class Failure:
+    """An error as far as it is remembered, already redacted and bounded; see `headway.ledger.failure`."""
 
     type: str
     message: str
@@ -77,7 +77,7 @@ class Failed(NamedTuple):
     """A run of an item that did not. Unless ``retryable``, it is dead at once."""
 
     idx: int
-    fault: Fault
+    failure: Failure
     outcome: Miss = "failed"
     meta: str | None = None
     seconds: float | None = None

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headway.errors import HeadwayError
-from headway.ledger import Done, Failed, Fault, Hold, Item, Job, Ledger, Outcome
+from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, Outcome
 from headway.ledger.values import Miss
 from headway.lifecycle import Budget, Shutdown
 from headway.retry import RetryPolicy
@@ -324,7 +324,7 @@ class Pool:
         for idx, attempts, took, kind, message, where, detail, retryable in frame["failed"]:
             if worker.out.pop(idx, None) is not None:
                 self._fail(
-                    idx, attempts, Fault(kind, message, where, detail), "failed", took, name, retryable=retryable
+                    idx, attempts, Failure(kind, message, where, detail), "failed", took, name, retryable=retryable
                 )
                 seconds += took
         count = len(frame["done"]) + len(frame["failed"])
@@ -336,16 +336,16 @@ class Pool:
         self,
         idx: int,
         attempts: int,
-        fault: Fault,
+        failure: Failure,
         outcome: Miss,
         seconds: float | None,
         name: str,
         *,
         retryable: bool = True,
     ) -> None:
-        self._causes[fault.type] += 1
+        self._causes[failure.type] += 1
         self._inbox.append(
-            Failed(idx, fault, outcome, None, seconds, name, seen=attempts, retryable=retryable and not self._passing)
+            Failed(idx, failure, outcome, None, seconds, name, seen=attempts, retryable=retryable and not self._passing)
         )
 
     def _bury(self, worker: Worker, status: int | None = None) -> None:
@@ -359,8 +359,8 @@ class Pool:
         if len(running) == 1:
             ((idx, began),) = running
             item = worker.out.pop(idx)
-            fault = Fault("WorkerDied", f"the worker process {how} while it ran this item")
-            self._fail(idx, item.attempts, fault, "failed", time.monotonic() - began, worker.name)
+            failure = Failure("WorkerDied", f"the worker process {how} while it ran this item")
+            self._fail(idx, item.attempts, failure, "failed", time.monotonic() - began, worker.name)
         elif running:
             # Several items ran in it and one of them is to blame: each runs again, alone, at no cost to the others.
             self._stock.suspects.extend(worker.out.pop(idx) for idx, _ in running)
@@ -415,8 +415,8 @@ class Pool:
         for idx, began in overdue:
             item = worker.out.pop(idx, None)
             if item is not None:  # it did not report in the last moment
-                fault = Fault(TIMED_OUT, f"no result within {self._settings.timeout:g} s")
-                self._fail(idx, item.attempts, fault, "timeout", now - began, worker.name)
+                failure = Failure(TIMED_OUT, f"no result within {self._settings.timeout:g} s")
+                self._fail(idx, item.attempts, failure, "timeout", now - began, worker.name)
         # What else ran in that process did nothing wrong: it runs again and is charged nothing.
         self._stock.put_back(worker.out.values())
         worker.out.clear()

@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from headway.errors import HeadwayError
-from headway.ledger import Fault, describe
+from headway.ledger import Failure, describe
 from headway.run.wire import Slots, Wire
 
 #: Results wait at most this long for company before they are reported.
@@ -189,10 +189,12 @@ class Worker:
             self.flush()
 
     def _report_failure(self, idx: int, attempts: int, began: float, error: Exception) -> None:
-        fault: Fault = describe(error)
+        failure: Failure = describe(error)
         retryable = not isinstance(error, GiveUp | ResultNotJson)
         seconds = time.monotonic() - began
-        self._failed.append((idx, attempts, seconds, fault.type, fault.message, fault.frame, fault.detail, retryable))
+        self._failed.append(
+            (idx, attempts, seconds, failure.type, failure.message, failure.frame, failure.detail, retryable)
+        )
         if time.monotonic() - self._flushed_at > FLUSH_SECONDS:
             self.flush()
 

@@ -55,7 +55,7 @@ class RedisStates:
         except HeadwayError:
             raise
         except _redis.failures() as error:
-            raise _redis.meaning(error, self._url) from error
+            raise _redis.translate(error, self._url) from error
 
     def _run(self, name: str, keys: list[str], *arguments: str | int) -> Any:
         with self._translated():
@@ -63,7 +63,7 @@ class RedisStates:
 
     def register(self, job_id: str, num_tasks: int, *, history: bool) -> JobRecord:
         keys = [_redis.STATE_JOB(job_id=job_id), _redis.STATE_JOBS()]
-        flat = self._run("states_register", keys, job_id, num_tasks, uuid4().hex, int(history))
+        flat = self._run("states/register", keys, job_id, num_tasks, uuid4().hex, int(history))
         return _record(job_id, dict(zip(flat[::2], flat[1::2], strict=True)))
 
     def find(self, job_id: str) -> JobRecord | None:
@@ -81,7 +81,7 @@ class RedisStates:
     def write(self, state: State) -> State:
         keys = _keys(state.job_id)
         field, body = f"{state.task_id}-{state.tag}", _body(state)
-        word, *stored = self._run("states_write", keys, field, state.event_id, body, LOG_KEPT)
+        word, *stored = self._run("states/write", keys, field, state.event_id, body, LOG_KEPT)
         if word == "NOT_FOUND":
             raise no_such_job(state.job_id)
         if word == "DELETED":
@@ -116,11 +116,11 @@ class RedisStates:
         return [state for state in states if state.key == (task_id, tag)]
 
     def mark_deleted(self, job_id: str) -> None:
-        if self._run("states_mark_deleted", [_redis.STATE_JOB(job_id=job_id)]) == "NOT_FOUND":
+        if self._run("states/mark_deleted", [_redis.STATE_JOB(job_id=job_id)]) == "NOT_FOUND":
             raise no_such_job(job_id)
 
     def delete(self, job_id: str) -> bool:
-        return int(self._run("states_delete", [*_keys(job_id), _redis.STATE_JOBS()], job_id)) > 0
+        return int(self._run("states/delete", [*_keys(job_id), _redis.STATE_JOBS()], job_id)) > 0
 
     def listen(self, job_id: str) -> RedisListener:
         return RedisListener(self, self._url, job_id)
@@ -152,7 +152,7 @@ class RedisListener:
         except BaseException as error:
             self._client.close()
             if isinstance(error, _redis.failures()):
-                raise _redis.meaning(error, url) from error
+                raise _redis.translate(error, url) from error
             raise
 
     def _ask(self, *command: str | int) -> Any:
@@ -169,7 +169,7 @@ class RedisListener:
         try:
             reply = self._ask("XREAD", "COUNT", BATCH, "BLOCK", HEARTBEAT_MS, "STREAMS", stream, self._position)
         except _redis.failures() as error:
-            raise _redis.meaning(error, self._url) from error
+            raise _redis.translate(error, self._url) from error
         if reply is None:
             # A stream that was deleted wakes nobody, so silence is the time to ask.
             if self._states.incarnation(self._job_id) != self._incarnation:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from headway._sql import Database, Row, Tx, Value, connect
-from headway._sqlite import SQLite
+from headway._sql.sqlite import SQLite
 from headway.errors import Unavailable
 from headway.retry import RetryPolicy
 from headway.states.state import State, decoded, encoded, moment

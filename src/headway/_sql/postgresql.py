@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from headway._database import (
+from headway._sql.database import (
     UNACCEPTABLE,
     Cursor,
     Database,

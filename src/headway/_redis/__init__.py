@@ -220,7 +220,7 @@ def _says(error: BaseException, *codes: str) -> bool:
     return any(str(error).startswith(code) or f"-{code} " in str(error) for code in codes)
 
 
-def meaning(error: BaseException, where: str) -> HeadwayError:
+def translate(error: BaseException, where: str) -> HeadwayError:
     """A client's error in our words. ``where`` is the address; it is shown without its password."""
     from redis import exceptions
 
@@ -325,7 +325,7 @@ class Script:
         self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()  # the server's name for it
 
     def __call__(self, client: Redis, keys: Sequence[str], arguments: Sequence[Argument]) -> Reply:
-        """Run it once on a connection of the client's pool. Raises what redis-py raises; see `meaning`."""
+        """Run it once on a connection of the client's pool. Raises what redis-py raises; see `translate`."""
         connection = borrow(client)
         try:
             return self.on(connection, keys, arguments)
@@ -368,12 +368,12 @@ def _packed(*words: Argument) -> list[bytes]:
 
 @lru_cache(maxsize=64)
 def script(name: str) -> Script:
-    """``lua/NAME.lua``, with the files it includes (``-- include: other``) put before it."""
+    """``lua/OWNER/NAME.lua``, with the files it includes (``-- include: other``) put before it."""
     return Script(name, _source(name))
 
 
 def _source(name: str) -> str:
-    file = resources.files("headway").joinpath("lua", *f"{name}.lua".split("/"))
+    file = resources.files("headway._redis").joinpath("lua", *f"{name}.lua".split("/"))
     text = file.read_text(encoding="utf-8")
     included = re.findall(r"^-- include: (\S+)$", text, re.MULTILINE)
     return "".join(_source(other) for other in included) + text

@@ -1,7 +1,7 @@
 """The records: one small door to SQLite and PostgreSQL.
 
-`connect` takes an address and gives a `Database`; everything else about it is in ``_database.py``, what differs between
-the engines in ``_sqlite.py`` and ``_postgresql.py``.
+`connect` takes an address and gives a `Database`; everything else about it is in ``database.py``, what differs between
+the engines in ``sqlite.py`` and ``postgresql.py``.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import threading
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
-from headway import _sqlite_file
-from headway._database import NOW, Database, Engine, Row, Tx, Value, marks, migrations
-from headway._sqlite import SQLite
+from headway._sql import sqlite_file
+from headway._sql.database import NOW, Database, Engine, Row, Tx, Value, marks, migrations
+from headway._sql.sqlite import SQLite
 from headway.errors import InvalidInput, NotFound, StorageError
 from headway.retry import STORE, pause
 from headway.telemetry import Log, redact
@@ -40,7 +40,7 @@ def connect(url: str, *, create: bool = True, stop: threading.Event | None = Non
 
 
 def _postgresql(url: str, stop: threading.Event | None) -> Database:
-    from headway._postgresql import PostgreSQL
+    from headway._sql.postgresql import PostgreSQL
 
     return PostgreSQL(url, stop=stop)
 
@@ -55,7 +55,7 @@ def _sqlite(url: str, *, create: bool, stop: threading.Event | None) -> Database
     path = sqlite_path(url)
     if path is None:
         return SQLite(None, synchronous=synchronous, stop=stop)
-    if not _sqlite_file.exists(path):
+    if not sqlite_file.exists(path):
         if not create:
             raise _missing(f"There is no database at {path}.")
         _create_when_possible(path, stop)
@@ -104,7 +104,7 @@ def _create_when_possible(path: Path, stop: threading.Event | None) -> None:
     failures = 0
     while True:
         try:
-            _sqlite_file.create(path, migrations("sqlite"))
+            sqlite_file.create(path, migrations("sqlite"))
             return
         except FileNotFoundError as error:
             failures += 1

@@ -110,17 +110,17 @@ def test_missing_persistence_is_said_unless_the_truth_is_elsewhere(
 
 def test_errors_are_translated_without_the_password():
     where = "redis://:hunter22@h/1"
-    away = _redis.meaning(redis.exceptions.ConnectionError("refused"), where)
+    away = _redis.translate(redis.exceptions.ConnectionError("refused"), where)
     assert isinstance(away, Unavailable)
     assert "hunter22" not in str(away)
-    assert isinstance(_redis.meaning(redis.exceptions.TimeoutError(), where), Unavailable)
+    assert isinstance(_redis.translate(redis.exceptions.TimeoutError(), where), Unavailable)
     wrong = redis.exceptions.AuthenticationError("WRONGPASS")
-    assert isinstance(_redis.meaning(wrong, where), Unavailable)
+    assert isinstance(_redis.translate(wrong, where), Unavailable)
     assert not _redis.is_transient(wrong)
-    assert isinstance(_redis.meaning(redis.exceptions.OutOfMemoryError("OOM"), where), StoreFull)
-    assert type(_redis.meaning(redis.exceptions.ResponseError("WRONGTYPE"), where)) is StorageError
+    assert isinstance(_redis.translate(redis.exceptions.OutOfMemoryError("OOM"), where), StoreFull)
+    assert type(_redis.translate(redis.exceptions.ResponseError("WRONGTYPE"), where)) is StorageError
     inside = "Error running script (call to f_1): @user_script:12: -%s command not allowed"
-    assert isinstance(_redis.meaning(redis.exceptions.ResponseError(inside % "OOM"), where), StoreFull)
+    assert isinstance(_redis.translate(redis.exceptions.ResponseError(inside % "OOM"), where), StoreFull)
     assert _redis.is_transient(redis.exceptions.ResponseError(inside % "READONLY"))
 
 

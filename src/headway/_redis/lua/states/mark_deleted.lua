@@ -1,4 +1,4 @@
--- states_mark_deleted.lua: leave a tombstone on a job.
+-- states/mark_deleted.lua: leave a tombstone on a job.
 -- KEYS[1] headway:states:{id}   hash
 -- returns "MARKED" | "NOT_FOUND"
 if redis.call('EXISTS', KEYS[1]) == 0 then return 'NOT_FOUND' end

@@ -1,4 +1,4 @@
--- states_delete.lua: remove a job with its states and log.
+-- states/delete.lua: remove a job with its states and log.
 -- KEYS[1] headway:states:{id}   KEYS[2] headway:states:{id}:states   KEYS[3] headway:states:{id}:log
 -- KEYS[4] headway:states        set of the ids of all jobs
 -- ARGV[1] job id

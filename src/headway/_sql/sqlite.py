@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from headway import _sqlite_file
-from headway._database import (
+from headway._sql import sqlite_file
+from headway._sql.database import (
     UNACCEPTABLE,
     Database,
     Engine,
@@ -47,7 +47,7 @@ class SQLite(Database):
         self._synchronous = synchronous
         self._writing = threading.Lock()
         self.forking = False
-        self._hold: _sqlite_file.Hold | None = None
+        self._hold: sqlite_file.Hold | None = None
         _open_files.add(self)
         if path is None:
             self._one_at_a_time = threading.Lock()
@@ -79,14 +79,14 @@ class SQLite(Database):
         if rows != [("ok",)]:
             raise StoreCorrupt(f"The database {self.path} is damaged: {rows[0][0]}.")
         if self._hold is not None:
-            _sqlite_file.check_identity(self._hold)
+            sqlite_file.check_identity(self._hold)
 
     def check(self, *, writable: bool) -> None:
         """Refuse a file that is not a headway database, or beside which lies the -wal of another one."""
         if self.path is not None:
-            self._hold = _sqlite_file.Hold(self.path)
-            _sqlite_file.check_header(self._hold, writable=writable)
-            _sqlite_file.check_identity(self._hold)
+            self._hold = sqlite_file.Hold(self.path)
+            sqlite_file.check_header(self._hold, writable=writable)
+            sqlite_file.check_identity(self._hold)
 
     def close(self) -> None:
         super().close()
@@ -98,7 +98,7 @@ class SQLite(Database):
             row = self.one("SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()")
             size = int(row[0]) if row else 0
         else:
-            size = _sqlite_file.size(self.path)
+            size = sqlite_file.size(self.path)
         metrics.gauge("headway_sql_bytes", size, engine=self.engine)
         return size
 
@@ -219,7 +219,7 @@ class SQLite(Database):
 
     def _meaning(self, error: Exception) -> HeadwayError:
         if isinstance(error, sqlite3.Error | UnicodeDecodeError):
-            return _sqlite_file.meaning(error, self.path)
+            return sqlite_file.translate(error, self.path)
         return unacceptable(error)
 
 

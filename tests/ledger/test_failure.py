@@ -46,20 +46,20 @@ def test_an_exception_is_described_by_type_message_own_frame_and_traceback():
 
     with pytest.raises(ValueError, match="Expecting") as caught:
         make_ad()
-    fault = describe(caught.value)
-    assert fault.type == "JSONDecodeError"
-    assert fault.message.startswith("Expecting property name")
-    assert fault.frame == "test_fault.py:make_ad", "the innermost frame of the user's code, not the library's"
-    assert "json/decoder.py" in (fault.detail or "")
+    failure = describe(caught.value)
+    assert failure.type == "JSONDecodeError"
+    assert failure.message.startswith("Expecting property name")
+    assert failure.frame == "test_failure.py:make_ad", "the innermost frame of the user's code, not the library's"
+    assert "json/decoder.py" in (failure.detail or "")
 
 
 @pytest.mark.req("S3-42")
 def test_secrets_are_out_of_message_and_traceback():
     with pytest.raises(RuntimeError) as caught:
         raise RuntimeError("login failed for password=canary-one at postgresql://u:canary-two@db/x")
-    fault = describe(caught.value)
-    assert "canary" not in fault.message + (fault.detail or "")
-    assert "login failed" in fault.message
+    failure = describe(caught.value)
+    assert "canary" not in failure.message + (failure.detail or "")
+    assert "login failed" in failure.message
 
 
 def test_an_exception_that_cannot_be_shown_is_still_a_fault():
@@ -78,12 +78,12 @@ def test_a_long_traceback_is_bounded_and_keeps_its_end():
 
     with pytest.raises(ValueError, match="x") as caught:
         deep(50)
-    fault = describe(caught.value)
-    assert len(fault.detail or "") <= DETAIL_LIMIT + 10
-    assert len(fault.message) < 400
+    failure = describe(caught.value)
+    assert len(failure.detail or "") <= DETAIL_LIMIT + 10
+    assert len(failure.message) < 400
 
 
 def test_text_no_store_could_keep_is_made_storable():
-    fault = describe(ValueError("lone \ud800 and nul \0"))
-    fault.message.encode()
-    assert "\0" not in fault.message
+    failure = describe(ValueError("lone \ud800 and nul \0"))
+    failure.message.encode()
+    assert "\0" not in failure.message

@@ -394,13 +394,13 @@ def unacceptable(error: Exception) -> InvalidInput:
 
 @lru_cache(maxsize=2)
 def migrations(engine: Engine) -> list[tuple[int, list[str]]]:
-    """(version, statements) of every ``sql/NNNN_name.sql``, in order, for one engine.
+    """(version, statements) of every ``migrations/NNNN_name.sql``, in order, for one engine.
 
     A line that ends in ``-- sqlite`` or ``-- postgresql`` is for that engine alone; no other difference exists.
     """
     other = "postgresql" if engine == "sqlite" else "sqlite"
     steps = []
-    folder = Path(__file__).with_name("sql")
+    folder = Path(__file__).with_name("migrations")
     files = sorted(entry.name for entry in folder.iterdir())
     for version, name in enumerate((name for name in files if name.endswith(".sql")), start=1):
         assert int(name[:4]) == version, f"{name}: migrations are numbered without gaps"

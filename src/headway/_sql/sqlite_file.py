@@ -63,7 +63,7 @@ def create(path: Path, migrations: Sequence[tuple[int, list[str]]]) -> None:
     except OSError as error:
         raise _meaning_of_os_error(error, path) from error
     except sqlite3.Error as error:
-        raise meaning(error, path) from error
+        raise translate(error, path) from error
     finally:
         for leftover in (draft, Path(f"{draft}-journal"), Path(f"{draft}-wal"), Path(f"{draft}-shm")):
             with suppress(OSError):
@@ -186,7 +186,7 @@ def check_identity(hold: Hold) -> None:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)) as connection:
             genuine = _is_genuine(hold, connection)
     except (sqlite3.Error, UnicodeDecodeError) as error:
-        raise meaning(error, path) from error
+        raise translate(error, path) from error
     except OSError as error:
         raise _meaning_of_os_error(error, path) from error
     if not genuine:
@@ -222,7 +222,7 @@ def size(path: Path) -> int:
     return total
 
 
-def meaning(error: sqlite3.Error | UnicodeDecodeError, path: Path | None) -> HeadwayError:
+def translate(error: sqlite3.Error | UnicodeDecodeError, path: Path | None) -> HeadwayError:
     """What an error of SQLite means to the person who runs us."""
     code = getattr(error, "sqlite_errorcode", None)
     where = f"The database {path}" if path else "The in-memory database"

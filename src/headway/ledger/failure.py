@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from headway.ledger.values import DETAIL_LIMIT, ERROR_LIMIT, Fault
+from headway.ledger.values import DETAIL_LIMIT, ERROR_LIMIT, Failure
 from headway.telemetry import redact
 
 _LIBRARIES = tuple(
@@ -41,7 +41,7 @@ def normalise(message: str, name: str | None = None) -> str:
     return line[:200]
 
 
-def describe(error: BaseException) -> Fault:
+def describe(error: BaseException) -> Failure:
     """An exception, redacted and bounded."""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
@@ -49,7 +49,7 @@ def describe(error: BaseException) -> Fault:
         message = str(error)
     except Exception:  # noqa: BLE001 - a broken __str__ must not hide the failure itself
         message = "(its message cannot be shown)"
-    return Fault(
+    return Failure(
         type=name.rpartition(".")[2][:80],
         message=bounded_error(message),
         frame=_own_frame(error.__traceback__)[:120],

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
-from headway._redis import EVENTS, EVENTS_QUARANTINE, failures, meaning
+from headway._redis import EVENTS, EVENTS_QUARANTINE, failures, translate
 from headway._sql import Database, Tx
 from headway.errors import HeadwayError, InvalidInput, Unavailable
 from headway.retry import RetryPolicy
@@ -262,7 +262,7 @@ class RedisOutbox:
             yield
         except failures() as error:
             place = self._client.connection_pool.connection_kwargs
-            raise meaning(error, f"{place.get('host', place.get('path'))}:{place.get('port', '')}") from error
+            raise translate(error, f"{place.get('host', place.get('path'))}:{place.get('port', '')}") from error
 
     def _subscribe(self, sink: str) -> None:
         from redis.exceptions import ResponseError
