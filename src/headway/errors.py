@@ -7,7 +7,8 @@
     │   └── MissingExtra        an optional dependency is not installed
     ├── NotFound                no such job, item, project or cause (exit 2)
     ├── Refused                 it would harm recorded work (exit 5)
-    │   ├── JobHeld             another process is running this job
+    │   ├── Held                somebody else has the lease
+    │   │   └── JobHeld         another process is running this job
     │   ├── InputChanged        the items are not those of the earlier run
     │   └── StaleClaim          the lease lapsed and somebody else has the work
     ├── Unavailable             a server cannot be reached (exit 6)
@@ -81,7 +82,11 @@ class Refused(HeadwayError):
     exit_code = 5
 
 
-class JobHeld(Refused):
+class Held(Refused):
+    """Somebody else has the lease."""
+
+
+class JobHeld(Held):
     """Another process is running this job."""
 
     hint = "See who: headway show JOB. It is freed by itself within 30 s of that process's death."

@@ -93,6 +93,8 @@ KEEPER = key("smap:keeper", "string", "4.5 s", "who compares Redis with the SQL 
 EVENTS = key("smap:events", "stream", "an entry goes when it was told", "events on their way to the sinks")
 EVENTS_QUARANTINE = key("smap:events:quarantine", "stream", "about 1,000 entries", "entries that are no events")
 
+LEASE_TOKEN = key("headway:lease:token", "string", "for ever", "counter: the token of the lease acquired last")
+
 _UNTIL_DELETED = "until the job is deleted"
 STATE_JOBS = key("headway:states", "set", "for ever", "ids of the jobs whose states are here")
 STATE_JOB = key("headway:states:{job_id}", "hash", _UNTIL_DELETED, "`num_tasks`, `created_at`, `deleted`, ... of a job")

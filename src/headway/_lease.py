@@ -1,0 +1,236 @@
+"""Leases: the right to do something alone, for a while.
+
+A lease has an *owner*, a *token* that grows with every change of hands, and an end. Whoever does something under a
+lease shows its token where the result is recorded; once somebody else has the lease, that token is refused (the fence).
+The end is measured by the store's clock. On the owner's own machine the kernel's monotonic clock decides instead, which
+nobody can set; and an owner that is seen to be dead there is replaced at once.
+
+`SqlLeases` keeps leases in columns of rows (``holder``, ``token``, ``lease_until``), `RedisLeases` in keys that expire.
+Acquiring again with the same `Owner` gives the first answer: an owner is made for one acquisition, so a call that is
+repeated because its answer was lost takes nothing from anybody.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import uuid
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway import _redis
+from headway._sql import Tx, Value
+from headway.errors import Held, NotFound, StaleClaim
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """One acquisition by one process, described so that its death can be seen from the same machine."""
+
+    host: str
+    machine: str  # this boot of this kernel, with its clock
+    space: str  # of process ids: two containers may each have a process 7
+    pid: int
+    started: str  # a reused pid is another process
+    claim: str  # differs with every acquisition
+
+    @classmethod
+    def current(cls) -> Owner:
+        host, machine, space = _here(os.getpid())
+        return cls(host, machine, space, os.getpid(), _started(os.getpid()), uuid.uuid4().hex[:16])
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the process can be *seen* to be gone: only one of this machine; others are waited for."""
+        _, _, space = _here(os.getpid())
+        return bool(self.space) and self.space == space and _started(self.pid) != self.started
+
+    @property
+    def shares_our_clock(self) -> bool:
+        return bool(self.machine) and self.machine == _here(os.getpid())[1]
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def write_owner(owner: Owner, seconds: float | None = None) -> str:
+    """As JSON; with ``seconds`` also the end of the lease by the machine's monotonic clock."""
+    known: dict[str, Any] = {name: getattr(owner, name) for name in Owner.__slots__}
+    if seconds is not None:
+        known["until"] = round(time.monotonic() + seconds, 3)
+    return json.dumps(known, separators=(",", ":"))
+
+
+def read_owner(text: str | None) -> tuple[Owner, float | None] | None:
+    """The owner and, if written, the monotonic end of its lease; None for a text that is no owner's."""
+    try:
+        known = json.loads(text or "")
+        until = known.get("until")
+        owner = Owner(**{name: known[name] for name in Owner.__slots__})
+        return owner, None if until is None else float(until)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A lease that was acquired. ``key`` is the row's or the key's name."""
+
+    key: Value
+    token: int
+    owner: Owner
+    seconds: float
+    lapsed: bool = False  # somebody had it before and did not give it back
+
+
+class SqlLeases:
+    """The leases in one table. Its rows have ``holder``, ``token`` and ``lease_until``; ``key`` names the row.
+
+    Every call works inside the caller's transaction, so that what is done under the lease is fenced by the same commit.
+    """
+
+    def __init__(self, table: str = "leases", key: str = "name") -> None:
+        self._table, self._key = table, key
+
+    def acquire(self, tx: Tx, key: Value, owner: Owner, seconds: float) -> Lease:
+        """Take the lease, or raise `Held` and say who has it. A row of the table ``leases`` is made when it is not there."""
+        if self._table == "leases":
+            tx.execute("INSERT INTO leases (name) VALUES (?) ON CONFLICT (name) DO NOTHING", (key,))
+        holder, token, until = self._row(tx, key)
+        found = read_owner(holder)
+        if found is not None and found[0].claim == owner.claim:
+            self._write(tx, key, owner, token, seconds)  # the same acquisition again: its first answer was lost
+            return Lease(key, token, owner, seconds)
+        if holder is not None and found is not None and not _is_over(found, until, tx):
+            raise _held(found[0])
+        if holder is not None and found is None and until is not None and until > tx.now():
+            raise _held(None)  # written by a headway whose owners look otherwise: wait until it ends by itself
+        self._write(tx, key, owner, token + 1, seconds)
+        return Lease(key, token + 1, owner, seconds, lapsed=holder is not None)
+
+    def holder(self, tx: Tx, key: Value) -> Owner | None:
+        """Who has the lease now; None when nobody has."""
+        holder, _, until = self._row(tx, key)
+        found = read_owner(holder)
+        return None if found is None or _is_over(found, until, tx) else found[0]
+
+    def renew(self, tx: Tx, lease: Lease) -> None:
+        """Prolong it from now, or raise `StaleClaim` because somebody else has it. One that lapsed and that nobody took
+        is still its owner's."""
+        self.check(tx, lease)
+        self._write(tx, lease.key, lease.owner, lease.token, lease.seconds)
+
+    def check(self, tx: Tx, lease: Lease) -> None:
+        """The fence: raise `StaleClaim` unless the lease is still this owner's."""
+        holder, token, _ = self._row(tx, lease.key)
+        if token != lease.token or holder is None:
+            raise StaleClaim("The lease lapsed and somebody else took it; nothing was recorded.")
+
+    def release(self, tx: Tx, lease: Lease) -> bool:
+        """Give it back; False when it was not this owner's any more, and then nothing changes."""
+        return (
+            tx.execute(
+                f"UPDATE {self._table} SET holder = NULL, lease_until = NULL WHERE {self._key} = ? AND token = ? "
+                "AND holder IS NOT NULL",
+                (lease.key, lease.token),
+            )
+            == 1
+        )
+
+    def _row(self, tx: Tx, key: Value) -> tuple[str | None, int, float | None]:
+        locked = " FOR UPDATE" if tx.engine == "postgresql" else ""  # SQLite: the transaction has the write lock
+        row = tx.one(
+            f"SELECT holder, token, lease_until FROM {self._table} WHERE {self._key} = ?{locked}",
+            (key,),
+        )
+        if row is None:
+            raise NotFound("What was to be leased is not there any more.")
+        return row[0], int(row[1]), row[2]
+
+    def _write(self, tx: Tx, key: Value, owner: Owner, token: int, seconds: float) -> None:
+        tx.execute(
+            f"UPDATE {self._table} SET holder = ?, token = ?, lease_until = ? WHERE {self._key} = ?",
+            (write_owner(owner, seconds), token, tx.now() + seconds, key),
+        )
+
+
+def _held(owner: Owner | None) -> Held:
+    return Held(
+        f"{owner or 'another process'} has it", hint="It is free again when that process ends or gives it back."
+    )
+
+
+def _is_over(found: tuple[Owner, float | None], until: float | None, tx: Tx) -> bool:
+    """Whether a lease has ended. Where the owner's clock is ours, a wall clock that was set does not matter."""
+    owner, monotonic_end = found
+    if owner.is_dead:
+        return True
+    if owner.shares_our_clock and monotonic_end is not None:
+        return time.monotonic() > monotonic_end
+    return until is None or until <= tx.now()
+
+
+class RedisLeases:
+    """Leases as keys of Redis that expire by the server's clock. Raises what `headway._redis` raises."""
+
+    def __init__(self, client: Redis) -> None:
+        self._client = client
+
+    def acquire(self, key: str, owner: Owner, seconds: float) -> Lease:
+        """Take the lease, or raise `Held` and say who has it."""
+        text, dead = write_owner(owner), ""
+        while True:
+            word, found = _redis.script("lease/acquire")(
+                self._client, [key, _redis.LEASE_TOKEN()], [text, _milliseconds(seconds), dead]
+            )
+            if word == "ACQUIRED":
+                return Lease(key, int(found), owner, seconds, lapsed=bool(dead))
+            known = read_owner(str(found).partition(" ")[2])
+            if dead or known is None or not known[0].is_dead:
+                raise _held(known[0] if known else None)
+            dead = str(found)  # replaced only if it is still this one
+
+    def renew(self, lease: Lease) -> None:
+        """Prolong it from now, or raise `StaleClaim`: it ended, and may be somebody else's."""
+        arguments = (_value(lease), _milliseconds(lease.seconds))
+        if _redis.script("lease/renew")(self._client, [str(lease.key)], arguments) != "RENEWED":
+            raise StaleClaim("The lease lapsed; somebody else may have it.")
+
+    def release(self, lease: Lease) -> bool:
+        """Give it back; False when it was not this owner's any more, and then nothing changes."""
+        return bool(_redis.script("lease/release")(self._client, [str(lease.key)], [_value(lease)]) == "RELEASED")
+
+
+def _value(lease: Lease) -> str:
+    return f"{lease.token} {write_owner(lease.owner)}"
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, int(seconds * 1000))
+
+
+@lru_cache(maxsize=1)
+def _here(_pid: int) -> tuple[str, str, str]:
+    """Host name, machine and space of process ids; by pid, because a fork may enter another namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        machine = f"{boot} {os.readlink('/proc/self/ns/time')}"
+        return socket.gethostname(), machine, f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux: every owner is waited for
+        return socket.gethostname(), "", ""
+
+
+def _started(pid: int) -> str:
+    """When the process began, as the kernel counts; empty if there is none (any more)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state[0] in "ZX" else state[19]

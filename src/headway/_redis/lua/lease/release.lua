@@ -1,0 +1,9 @@
+-- lease/release.lua: give a lease back; only its owner can.
+-- KEYS[1] the lease   string  "token owner"
+-- ARGV[1] the value it must have
+-- returns "RELEASED" | "LOST"
+if redis.call('GET', KEYS[1]) == ARGV[1] then
+  redis.call('DEL', KEYS[1])
+  return 'RELEASED'
+end
+return 'LOST'

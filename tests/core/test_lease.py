@@ -1,0 +1,163 @@
+"""Leases: one owner, a token that grows, an end nobody's clock can move, release by the owner alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headway import _lease
+from headway._lease import Lease, Owner, RedisLeases, SqlLeases, read_owner, write_owner
+from headway._sql import Database, connect
+from headway.errors import Held, StaleClaim
+from tests.services.redis import RedisServer
+from tests.services.waiting import eventually
+
+
+class Store:
+    """The same words over both forms."""
+
+    def __init__(self, database: Database | None, leases: RedisLeases | None) -> None:
+        self._database, self._redis, self._sql = database, leases, SqlLeases()
+
+    def acquire(self, owner: Owner, seconds: float = 30.0) -> Lease:
+        if self._redis is not None:
+            return self._redis.acquire("headway:test:lease", owner, seconds)
+        assert self._database is not None
+        return self._database.run(lambda tx: self._sql.acquire(tx, "x", owner, seconds))
+
+    def renew(self, lease: Lease) -> None:
+        if self._redis is not None:
+            self._redis.renew(lease)
+        else:
+            assert self._database is not None
+            self._database.run(lambda tx: self._sql.renew(tx, lease))
+
+    def release(self, lease: Lease) -> bool:
+        if self._redis is not None:
+            return self._redis.release(lease)
+        assert self._database is not None
+        return self._database.run(lambda tx: self._sql.release(tx, lease))
+
+
+@pytest.fixture(params=["file", "memory", "postgresql", "redis"])
+def store(request: pytest.FixtureRequest, tmp_path: Path):
+    if request.param == "redis":
+        server: RedisServer = request.getfixturevalue("redis_server")
+        client = server.client(1)
+        yield Store(None, RedisLeases(client))
+        client.close()
+        return
+    url = {"file": f"sqlite:///{tmp_path}/l.db", "memory": "sqlite:///:memory:"}.get(request.param)
+    with connect(url or request.getfixturevalue("postgres_url")) as database:
+        yield Store(database, None)
+
+
+def test_two_owners_exclude_each_other_until_the_first_gives_it_back(store: Store):
+    mine = store.acquire(Owner.current())
+    with pytest.raises(Held, match=f"process {os.getpid()} on "):
+        store.acquire(Owner.current())
+    assert store.release(mine)
+    theirs = store.acquire(Owner.current())
+    assert theirs.token > mine.token
+
+
+def test_an_acquisition_that_is_repeated_gets_the_first_answer(store: Store):
+    owner = Owner.current()
+    assert store.acquire(owner).token == store.acquire(owner).token
+
+
+def test_a_stale_owner_can_neither_renew_nor_release(store: Store):
+    mine = store.acquire(Owner.current())
+    store.release(mine)
+    theirs = store.acquire(Owner.current())
+    with pytest.raises(StaleClaim):
+        store.renew(mine)
+    assert not store.release(mine)
+    with pytest.raises(Held):
+        store.acquire(Owner.current())
+    store.renew(theirs)
+
+
+def test_a_lease_that_is_not_renewed_ends(store: Store):
+    mine = store.acquire(Owner.current(), 0.2)
+    taken = eventually(lambda: _try(store), timeout=5.0)
+    assert taken.token > mine.token
+    assert not store.release(mine)
+
+
+def test_renewing_moves_the_end(store: Store):
+    mine = store.acquire(Owner.current(), 0.3)
+    store.renew(replace(mine, seconds=60.0))
+    with pytest.raises(AssertionError, match="not within"):
+        eventually(lambda: _try(store), timeout=0.8)
+    assert store.release(mine)
+
+
+def test_an_owner_that_is_dead_on_this_machine_is_replaced_at_once(store: Store):
+    program = "import os; from headway._lease import *; print(write_owner(Owner.current()))"
+    text = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    found = read_owner(text)
+    assert found is not None
+    dead = store.acquire(found[0], 3600.0)
+    assert store.acquire(Owner.current()).token > dead.token
+
+
+def test_an_owner_whose_pid_was_given_to_another_process_is_dead():
+    us = Owner.current()
+    assert not us.is_dead
+    assert replace(us, started="1").is_dead
+    assert not replace(us, started="1", space="another machine").is_dead, "a process elsewhere cannot be seen"
+
+
+def test_a_stopped_owner_is_not_dead():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        child.send_signal(signal.SIGSTOP)
+        stopped = replace(Owner.current(), pid=child.pid, started=_lease._started(child.pid))
+        assert not stopped.is_dead
+        child.kill()
+        child.wait()
+        assert stopped.is_dead
+
+
+@pytest.mark.parametrize("hours", [-1, 8 * 24])
+def test_a_wall_clock_that_is_set_moves_no_lease_on_the_owners_machine(tmp_path: Path, hours: int):
+    with connect(f"sqlite:///{tmp_path}/l.db") as database:
+        leases = SqlLeases()
+        mine = database.run(lambda tx: leases.acquire(tx, "x", Owner.current(), 60.0))
+        database.run(lambda tx: tx.execute("UPDATE leases SET lease_until = lease_until - ?", (hours * 3600,)))
+        with pytest.raises(Held):
+            database.run(lambda tx: leases.acquire(tx, "x", Owner.current(), 60.0))
+        database.run(lambda tx: leases.check(tx, mine))
+
+
+def test_an_owner_elsewhere_is_judged_by_the_databases_clock(tmp_path: Path):
+    with connect(f"sqlite:///{tmp_path}/l.db") as database:
+        leases, elsewhere = SqlLeases(), replace(Owner.current(), machine="m", space="s", host="other")
+        database.run(lambda tx: leases.acquire(tx, "x", elsewhere, 60.0))
+        with pytest.raises(Held, match="on other"):
+            database.run(lambda tx: leases.acquire(tx, "x", Owner.current(), 60.0))
+        database.run(lambda tx: tx.execute("UPDATE leases SET lease_until = lease_until - 61"))
+        assert database.run(lambda tx: leases.acquire(tx, "x", Owner.current(), 60.0)).lapsed
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", "[]", "null", '{"pid": 1}', "no json"])
+def test_a_text_that_is_no_owners_is_recognised(text: str | None):
+    assert read_owner(text) is None
+
+
+def test_an_owner_is_read_as_it_was_written():
+    us = Owner.current()
+    assert read_owner(write_owner(us)) == (us, None)
+
+
+def _try(store: Store) -> Lease | None:
+    try:
+        return store.acquire(Owner.current())
+    except Held:
+        return None
