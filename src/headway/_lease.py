@@ -108,7 +108,7 @@ class SqlLeases:
         if found is not None and found[0].claim == owner.claim:
             self._write(tx, key, owner, token, seconds)  # the same acquisition again: its first answer was lost
             return Lease(key, token, owner, seconds)
-        if holder is not None and found is not None and not _is_over(found, until, tx):
+        if holder is not None and found is not None and not is_over(found, until, tx.now()):
             raise _held(found[0])
         if holder is not None and found is None and until is not None and until > tx.now():
             raise _held(None)  # written by a headway whose owners look otherwise: wait until it ends by itself
@@ -119,7 +119,7 @@ class SqlLeases:
         """Who has the lease now; None when nobody has."""
         holder, _, until = self._row(tx, key)
         found = read_owner(holder)
-        return None if found is None or _is_over(found, until, tx) else found[0]
+        return None if found is None or is_over(found, until, tx.now()) else found[0]
 
     def renew(self, tx: Tx, lease: Lease) -> None:
         """Prolong it from now, or raise `StaleClaim` because somebody else has it. One that lapsed and that nobody took
@@ -167,14 +167,14 @@ def _held(owner: Owner | None) -> Held:
     )
 
 
-def _is_over(found: tuple[Owner, float | None], until: float | None, tx: Tx) -> bool:
+def is_over(found: tuple[Owner, float | None], until: float | None, now: float) -> bool:
     """Whether a lease has ended. Where the owner's clock is ours, a wall clock that was set does not matter."""
     owner, monotonic_end = found
     if owner.is_dead:
         return True
     if owner.shares_our_clock and monotonic_end is not None:
         return time.monotonic() > monotonic_end
-    return until is None or until <= tx.now()
+    return until is None or until <= now
 
 
 class RedisLeases:

@@ -1,0 +1,107 @@
+"""How a payload is kept: as JSON, or encrypted and bound to its task.
+
+With keys, the text is Fernet's (AES and HMAC): altered, truncated, or moved to another task it is refused. The first key
+writes, all of them read, so a key is rotated by putting the new one first. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from headway.errors import InvalidInput, MissingExtra, StorageError
+
+#: Bytes of a payload as JSON.
+PAYLOAD_LIMIT = 262_144
+
+
+class Codec(Protocol):
+    """Turns a payload's JSON into what is stored, and back. ``task_id`` is what it is bound to."""
+
+    def encode(self, task_id: str, text: str) -> str: ...
+
+    def decode(self, task_id: str, stored: str) -> str: ...
+
+
+class PlainCodec:
+    """JSON as it is: for a database that is trusted with it."""
+
+    def encode(self, task_id: str, text: str) -> str:
+        return text
+
+    def decode(self, task_id: str, stored: str) -> str:
+        if stored.startswith("fernet:"):
+            raise StorageError(
+                f"The payload of task {task_id} is encrypted and there is no key.",
+                hint="Give the keys it was written with: HEADWAY_QUEUE_KEYS",
+            )
+        return stored
+
+
+class FernetCodec:
+    """See the module. ``keys`` are Fernet keys (``Fernet.generate_key()``), the newest first."""
+
+    def __init__(self, keys: Sequence[str | bytes]) -> None:
+        try:
+            from cryptography.fernet import Fernet, MultiFernet
+        except ImportError as error:
+            raise MissingExtra("crypto", "Encryption of payloads") from error
+        try:
+            self._fernet = MultiFernet([Fernet(key) for key in keys])
+        except (ValueError, TypeError):
+            # The key itself is never shown, nor the library's error, which may show it.
+            raise InvalidInput(
+                "A key for payloads is not a Fernet key.",
+                hint='Make one: python -c "from cryptography.fernet import Fernet; print(Fernet.generate_key().decode())"',
+            ) from None
+
+    def encode(self, task_id: str, text: str) -> str:
+        return "fernet:" + self._fernet.encrypt(f"{task_id}\n{text}".encode()).decode("ascii")
+
+    def decode(self, task_id: str, stored: str) -> str:
+        from cryptography.fernet import InvalidToken
+
+        if not stored.startswith("fernet:"):
+            raise _refused(task_id, "is not encrypted although keys are set")
+        try:
+            owner, _, text = self._fernet.decrypt(stored.removeprefix("fernet:")).decode().partition("\n")
+        except (InvalidToken, UnicodeDecodeError):
+            raise _refused(task_id, "was altered, or written with a key that is not given") from None
+        if owner != task_id:
+            raise _refused(task_id, "belongs to another task")
+        return text
+
+
+def _refused(task_id: str, why: str) -> StorageError:
+    return StorageError(
+        f"The payload of task {task_id} {why}.",
+        hint="It is not run. Check HEADWAY_QUEUE_KEYS, and who writes to the store.",
+    )
+
+
+def write_payload(payload: Any, *, limit: int = PAYLOAD_LIMIT) -> str:
+    """The payload as JSON text, or one clear error."""
+    try:
+        text = json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":"), sort_keys=True)
+        size = len(text.encode())
+    except RecursionError:
+        raise InvalidInput("The payload is nested too deeply, or contains itself.") from None
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(
+            f"The payload is not JSON: {error}.",
+            hint="Use dicts with text keys, lists, texts, numbers, booleans, None.",
+        ) from None
+    if size > limit:
+        raise InvalidInput(
+            f"The payload has {size:,} bytes; at most {limit:,} are taken.",
+            hint="Put large data into a file or an object store and give its address.",
+        )
+    if "\\u0000" in text:
+        raise InvalidInput("The payload holds the character U+0000, which PostgreSQL cannot keep.")
+    return text
+
+
+def fingerprint(kind: str, text: str) -> str:
+    return hashlib.sha256(f"{kind}\n{text}".encode()).hexdigest()[:32]

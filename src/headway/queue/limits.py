@@ -1,0 +1,118 @@
+"""How many may run at once, and how many may start per second: looked at in the transaction that claims.
+
+Limits live in SQL and change while workers run. Where there are some, claims wait for each other on the limits' rows:
+otherwise two workers could each see the last free place. Where there are none, nothing is locked.
+"""
+
+from __future__ import annotations
+
+from headway._sql import Tx, Value, marks
+from headway.errors import InvalidInput
+from headway.queue.values import PRIORITIES
+
+SCOPES = ("queue", "user", "partition", "kind")
+_COLUMN = {"queue": "queue", "user": "user_id", "partition": "party", "kind": "kind"}
+
+
+class Limits:
+    """The limits as they are in one transaction, with what already runs."""
+
+    def __init__(self, tx: Tx, now: float) -> None:
+        self._tx, self._now = tx, now
+        locked = " FOR UPDATE" if tx.engine == "postgresql" else ""
+        rows = tx.all(f"SELECT scope, key, concurrency, rate FROM task_limits ORDER BY scope, key{locked}")
+        self._most = {(scope, key): most for scope, key, most, _ in rows if most is not None}
+        self._rate = {(scope, key): rate for scope, key, _, rate in rows if rate is not None}
+        self._running: dict[tuple[str, str], int] = {}
+        self._allowance: dict[tuple[str, str], float] = {}
+        self._full: set[tuple[str, str]] = set()
+        if self._most:
+            for queue, user, party, kind, count in tx.all(
+                "SELECT queue, user_id, party, kind, count(*) FROM tasks WHERE status = 'RUNNING' "
+                "GROUP BY queue, user_id, party, kind"
+            ):
+                for name in _names(queue, user, party, kind):
+                    self._running[name] = self._running.get(name, 0) + int(count)
+            self._full = {name for name in self._running if self._is_full(name)}
+            self._full |= {name for name, most in self._most.items() if most == 0 and name[1] != "*"}
+
+    def barred(self) -> tuple[list[str], list[Value]]:
+        """Conditions that leave out what cannot run now, so that ten thousand tasks of a full user are not looked at."""
+        where: list[str] = []
+        values: list[Value] = []
+        for scope in SCOPES:
+            keys = sorted(key for found, key in self._full if found == scope)
+            if keys:
+                where.append(f"coalesce({_COLUMN[scope]}, '') NOT IN ({marks(len(keys))})")
+                values += keys
+        return where, values
+
+    def admits(self, queue: str, user: str | None, party: str, kind: str) -> bool:
+        """Whether one more may run; if so it counts from now on."""
+        names = _names(queue, user, party, kind)
+        if any(name in self._full for name in names):
+            return False
+        rated = [(name, rate) for name in names if (rate := self._limit(self._rate, name)) is not None]
+        short = [name for name, rate in rated if self._allowed(name, rate) < 1.0]
+        if short:
+            self._full.update(short)
+            return False
+        for name, _ in rated:
+            self._allowance[name] -= 1.0
+        for name in names:
+            if self._most:
+                self._running[name] = self._running.get(name, 0) + 1
+                if self._is_full(name):
+                    self._full.add(name)
+        return True
+
+    def close(self) -> None:
+        """Write down what is left of each allowance."""
+        for (scope, key), allowance in sorted(self._allowance.items()):
+            self._tx.execute(
+                "INSERT INTO task_rates (scope, key, allowance, at) VALUES (?, ?, ?, ?) "
+                "ON CONFLICT (scope, key) DO UPDATE SET allowance = excluded.allowance, at = excluded.at",
+                (scope, key, allowance, self._now),
+            )
+
+    def _is_full(self, name: tuple[str, str]) -> bool:
+        most = self._limit(self._most, name)
+        return most is not None and self._running.get(name, 0) >= most
+
+    def _limit(self, limits: dict[tuple[str, str], float], name: tuple[str, str]) -> float | None:
+        scope, key = name
+        return limits.get((scope, key), limits.get((scope, "*")))
+
+    def _allowed(self, name: tuple[str, str], rate: float) -> float:
+        """What was saved up since the last claim, at most one second's worth (and at least one task)."""
+        if name not in self._allowance:
+            row = self._tx.one("SELECT allowance, at FROM task_rates WHERE scope = ? AND key = ?", name)
+            most = max(1.0, rate)
+            saved = most if row is None else min(most, row[0] + max(0.0, self._now - row[1]) * rate)
+            self._allowance[name] = saved
+        return self._allowance[name]
+
+
+def _names(queue: str, user: str | None, party: str, kind: str) -> list[tuple[str, str]]:
+    names = [("queue", queue), ("partition", party), ("kind", kind)]
+    return names if user is None else [*names, ("user", user)]
+
+
+def set_limit(tx: Tx, scope: str, key: str, *, concurrency: int | None, rate: float | None) -> None:
+    """Set a limit, effective from the next claim on; with neither figure it is removed."""
+    if scope not in SCOPES:
+        raise InvalidInput(f"{scope!r} cannot be limited.", hint=f"Use one of {', '.join(SCOPES)}.")
+    if scope == "queue" and key not in (*PRIORITIES, "*"):
+        raise InvalidInput(f"There is no queue {key!r}.", hint=f"Use one of {', '.join(PRIORITIES)}, or *.")
+    if concurrency is not None and (type(concurrency) is not int or not 0 <= concurrency <= 1_000_000):
+        raise InvalidInput(f"{concurrency!r} is no number of tasks.", hint="Use a whole number from 0.")
+    if rate is not None and not 0 < rate < 10**6:
+        raise InvalidInput(f"{rate!r} is no rate.", hint="Use tasks per second, above 0.")
+    if concurrency is None and rate is None:
+        tx.execute("DELETE FROM task_limits WHERE scope = ? AND key = ?", (scope, key))
+        return
+    tx.execute(
+        "INSERT INTO task_limits (scope, key, concurrency, rate) VALUES (?, ?, ?, ?) "
+        "ON CONFLICT (scope, key) DO UPDATE SET concurrency = excluded.concurrency, rate = excluded.rate",
+        (scope, key, concurrency, rate),
+    )

@@ -1,0 +1,413 @@
+"""The rows of tasks: submitting, reading, cancelling, pausing. The rows are the truth; RQ only carries their ids.
+
+Every function works inside the caller's transaction, and every change appends its event there: the event exists exactly
+if the change does. Handing out and settling is in `headway.queue.claims`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from headway._sql import Row, Tx, Value, marks
+from headway.errors import InvalidInput, NotFound
+from headway.events import Event, append
+from headway.queue.values import (
+    PRIORITIES,
+    NewTask,
+    Priority,
+    QueueInfo,
+    Status,
+    Task,
+    TaskConflict,
+    UserBusy,
+    moment,
+)
+
+#: Rows put in by one statement.
+ROWS_TOGETHER = 100
+
+_COLUMNS = (
+    "id, kind, queue, status, version, user_id, role, attempts, retries, percent, message, error, worker, "
+    "created_at, updated_at, run_at, started_at, ended_at, cancel_by"
+)
+_INSERT = (
+    "INSERT INTO tasks (id, kind, queue, place, turn, party, status, ready, user_id, slot, role, payload, fingerprint, "
+    "retries, retry_delay, timeout, run_at, created_at, updated_at) VALUES "
+)
+_ROW = "(?, ?, ?, ?, ?, ?, 'QUEUED', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_LOCKED = {"sqlite": "", "postgresql": " FOR UPDATE"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Submitting
+
+
+def submit(tx: Tx, tasks: Sequence[NewTask], *, per_user: int | None) -> list[Task]:
+    """Put tasks in, all of them or none. A task that is there already with the same content is returned as it is.
+
+    Raises `UserBusy` when a user would have more than ``per_user`` active ones, `TaskConflict` when an id is taken by
+    another content.
+    """
+    now = tx.now()
+    placed = _Placing(tx, tasks)
+    found: dict[str, Task] = {}
+    new: set[str] = set()
+    left = list({task.id: task for task in tasks}.values())
+    if len(left) < len(tasks):
+        raise InvalidInput("Two tasks of one call have the same id.", hint="Give each its own, or none.")
+    while left:
+        # A place that somebody takes meanwhile is a conflict: then look again. Each round places a task or raises.
+        slots = _free_slots(tx, left, per_user)
+        inserted = _insert(tx, [task for task in left if task.id in slots], slots, placed, now)
+        new |= inserted
+        left = [task for task in left if task.id not in inserted]
+        known = _by_ids(tx, [task.id for task in left])
+        for task in left:
+            if task.id in known:
+                found[task.id] = _same(task, *known[task.id])
+            elif task.id not in slots:
+                raise _user_busy(tx, task, per_user)
+        left = [task for task in left if task.id not in found]
+    added = {task.id: task for task in read(tx, new)}
+    for one in added.values():
+        tell(tx, one, now)
+    count_minutes(tx, now, submitted=added.values())
+    return [added.get(task.id) or found[task.id] for task in tasks]
+
+
+class _Placing:
+    """Whose turn it is. A party's tasks stand one behind the other; a party that comes new joins the current round, so
+    that one user's ten thousand tasks do not go before another's first."""
+
+    def __init__(self, tx: Tx, tasks: Sequence[NewTask]) -> None:
+        self._next: dict[tuple[Priority, str], int] = {}
+        for priority in {task.priority for task in tasks}:
+            parties = sorted({task.party for task in tasks if task.priority is priority})
+            head = tx.one(
+                "SELECT turn FROM tasks WHERE status = 'QUEUED' AND ready = 1 AND place = ? ORDER BY place, turn, no LIMIT 1",
+                (priority.place,),
+            )
+            current = int(head[0]) if head else 0
+            last: dict[str, int] = {}
+            for page in pages(parties):
+                rows = tx.all(
+                    "SELECT party, max(turn) FROM tasks WHERE status = 'QUEUED' AND queue = ? "
+                    f"AND party IN ({marks(len(page))}) GROUP BY party",
+                    (priority.value, *page),
+                )
+                last |= {party: int(turn) for party, turn in rows}
+            for party in parties:
+                self._next[priority, party] = max(current, last.get(party, current - 1) + 1)
+
+    def turn(self, task: NewTask) -> int:
+        turn = self._next[task.priority, task.party]
+        self._next[task.priority, task.party] = turn + 1
+        return turn
+
+
+def _free_slots(tx: Tx, tasks: Sequence[NewTask], per_user: int | None) -> dict[str, int | None]:
+    """Which of the user's places each task may take; a task that gets none is not in it."""
+    if per_user is None:
+        return dict.fromkeys((task.id for task in tasks), None)
+    users = sorted({task.user_id for task in tasks if task.user_id is not None})
+    taken: dict[str, set[int]] = {user: set() for user in users}
+    for page in pages(users):
+        for user, slot in tx.all(
+            f"SELECT user_id, slot FROM tasks WHERE user_id IN ({marks(len(page))}) AND status IN ('QUEUED', 'RUNNING') "
+            "AND slot IS NOT NULL",
+            page,
+        ):
+            taken[user].add(slot)
+    slots: dict[str, int | None] = {}
+    for task in tasks:
+        if task.user_id is None:
+            slots[task.id] = None
+            continue
+        free = next((slot for slot in range(per_user) if slot not in taken[task.user_id]), None)
+        if free is not None:
+            taken[task.user_id].add(free)
+            slots[task.id] = free
+    return slots
+
+
+def _insert(tx: Tx, tasks: Sequence[NewTask], slots: dict[str, int | None], placed: _Placing, now: float) -> set[str]:
+    inserted: set[str] = set()
+    for start in range(0, len(tasks), ROWS_TOGETHER):
+        page = tasks[start : start + ROWS_TOGETHER]
+        values: list[Value] = []
+        for task in page:
+            values += (
+                task.id, task.kind, task.priority.value, task.priority.place, placed.turn(task), task.party,
+                int(task.delay <= 0), task.user_id, slots[task.id], task.role, task.payload, task.fingerprint,
+                task.retries, task.retry_delay, task.timeout, now + max(0.0, task.delay), now, now,
+            )  # fmt: skip
+        rows = tx.all(f"{_INSERT}{', '.join([_ROW] * len(page))} ON CONFLICT DO NOTHING RETURNING id", values)
+        inserted.update(id for (id,) in rows)
+    return inserted
+
+
+def _same(task: NewTask, known: Task, fingerprint: str) -> Task:
+    if fingerprint != task.fingerprint:
+        raise TaskConflict(f"Task {task.id} exists already and is another one.")
+    return known
+
+
+def _user_busy(tx: Tx, task: NewTask, per_user: int | None) -> UserBusy:
+    row = tx.one(
+        "SELECT id, status FROM tasks WHERE user_id = ? AND status IN ('QUEUED', 'RUNNING') ORDER BY no LIMIT 1",
+        (task.user_id,),
+    )
+    id, status = row or ("", "")
+    many = "an active task" if per_user == 1 else f"{per_user} active tasks"
+    return UserBusy(f"User {task.user_id} has {many} already: {id} is {status}.", task_id=id)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def task_of(row: Row) -> Task:
+    (id, kind, queue, status, version, user_id, role, attempts, retries, percent, message, error, worker,
+     created_at, updated_at, run_at, started_at, ended_at, cancel_by) = row  # fmt: skip
+    return Task(
+        id=id, kind=kind, priority=Priority(queue), status=Status(status), version=version, user_id=user_id, role=role,
+        attempts=attempts, retries=retries, percent=percent, message=message, error=error, worker=worker,
+        created_at=moment(created_at), updated_at=moment(updated_at), run_at=moment(run_at),
+        started_at=None if started_at is None else moment(started_at),
+        ended_at=None if ended_at is None else moment(ended_at),
+        cancelling=cancel_by is not None and not Status(status).is_final,
+    )  # fmt: skip
+
+
+def read(tx: Tx, ids: Iterable[str]) -> list[Task]:
+    """These tasks, as far as they are there, in the order in which they came."""
+    found: list[Row] = []
+    for page in pages(sorted(ids)):
+        found += tx.all(f"SELECT {_COLUMNS}, no FROM tasks WHERE id IN ({marks(len(page))})", page)
+    return [task_of(row[:-1]) for row in sorted(found, key=lambda row: int(row[-1]))]
+
+
+def get(tx: Tx, id: str, *, user_id: str | None = None) -> Task:
+    """One task. With ``user_id`` another user's task is as missing as one that never was."""
+    row = tx.one(f"SELECT {_COLUMNS} FROM tasks WHERE id = ?", (id,))
+    task = task_of(row) if row is not None else None
+    if task is None or (user_id is not None and task.user_id != user_id):
+        raise NotFound(f"There is no task {id}.", hint="List them: headway tasks")
+    return task
+
+
+def _by_ids(tx: Tx, ids: Sequence[str]) -> dict[str, tuple[Task, str]]:
+    found = {}
+    for page in pages(ids):
+        for row in tx.all(f"SELECT {_COLUMNS}, fingerprint FROM tasks WHERE id IN ({marks(len(page))})", page):
+            found[row[0]] = (task_of(row[:-1]), str(row[-1]))
+    return found
+
+
+def listing(
+    tx: Tx,
+    *,
+    status: Status | None = None,
+    queue: Priority | None = None,
+    kind: str | None = None,
+    user_id: str | None = None,
+    before: str | None = None,
+    limit: int = 50,
+) -> list[Task]:
+    """The newest tasks that match, older than the task ``before`` (the last one of the page before this one)."""
+    where, values = ["true"], list[Value]()
+    for column, wanted in (("status", status), ("queue", queue), ("kind", kind), ("user_id", user_id)):
+        if wanted is not None:
+            where.append(f"{column} = ?")
+            values.append(str(wanted))
+    if before is not None:
+        where.append("no < (SELECT no FROM tasks WHERE id = ?)")
+        values.append(before)
+    rows = tx.all(
+        f"SELECT {_COLUMNS} FROM tasks WHERE {' AND '.join(where)} ORDER BY no DESC LIMIT ?", (*values, limit)
+    )
+    return [task_of(row) for row in rows]
+
+
+def queue_infos(tx: Tx, *, minutes: int = 60) -> list[QueueInfo]:
+    """The four queues in the order of service; what ended is counted over the last ``minutes``."""
+    now = tx.now()
+    waiting = {
+        (queue, ready): (count, oldest)
+        for queue, ready, count, oldest in tx.all(
+            "SELECT queue, ready, count(*), min(created_at) FROM tasks WHERE status = 'QUEUED' GROUP BY queue, ready"
+        )
+    }
+    running: dict[str, int] = dict(tx.all("SELECT queue, count(*) FROM tasks WHERE status = 'RUNNING' GROUP BY queue"))
+    ended = {
+        queue: counts
+        for queue, *counts in tx.all(
+            "SELECT queue, sum(completed), sum(failed), sum(cancelled) FROM task_minutes WHERE minute > ? GROUP BY queue",
+            (int(now // 60) - minutes,),
+        )
+    }
+    paused = {
+        name: facts for name, *facts in tx.all("SELECT name, paused, paused_by, paused_until, reason FROM task_queues")
+    }
+    infos = []
+    for priority in PRIORITIES:
+        count, oldest = waiting.get((priority.value, 1), (0, None))
+        is_paused, by, until, reason = paused.get(priority.value, (0, None, None, ""))
+        stands = bool(is_paused) and (until is None or until > now)
+        completed, failed, cancelled = (int(n or 0) for n in ended.get(priority.value, (0, 0, 0)))
+        infos.append(
+            QueueInfo(
+                priority=priority, waiting=int(count), delayed=int(waiting.get((priority.value, 0), (0, None))[0]),
+                running=int(running.get(priority.value, 0)),
+                oldest_wait=None if oldest is None else max(0.0, now - oldest),
+                paused=stands, paused_by=by if stands else None, reason=reason if stands else "",
+                paused_until=moment(until) if stands and until is not None else None,
+                completed=completed, failed=failed, cancelled=cancelled,
+            )
+        )  # fmt: skip
+    return infos
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cancelling, retrying, pausing
+
+
+def cancel(tx: Tx, id: str, *, by: str, user_id: str | None = None) -> Task:
+    """Cancel a task that waits at once; ask the worker of one that runs. One that has ended stays as it is."""
+    row = tx.one(f"SELECT no, status, user_id FROM tasks WHERE id = ?{_LOCKED[tx.engine]}", (id,))
+    if row is None or (user_id is not None and row[2] != user_id):
+        return get(tx, id, user_id=user_id)  # says that there is none
+    no, status, _ = row
+    now = tx.now()
+    if status == Status.QUEUED:
+        tx.execute(
+            "UPDATE tasks SET status = 'CANCELLED', version = version + 1, cancel_by = ?, ended_at = ?, updated_at = ?, "
+            "message = ? WHERE no = ?",
+            (by, now, now, f"cancelled by {by}", no),
+        )
+        task = get(tx, id)
+        tell(tx, task, now)
+        count_minutes(tx, now, cancelled=[task])
+        return task
+    if status == Status.RUNNING:
+        tx.execute(
+            "UPDATE tasks SET version = version + 1, cancel_by = coalesce(cancel_by, ?), updated_at = ? WHERE no = ?",
+            (by, now, no),
+        )
+    return get(tx, id)
+
+
+def retry(tx: Tx, id: str, *, per_user: int | None) -> Task:
+    """Give a failed or cancelled task another life, with no attempt counted. The user's place must be free."""
+    row = tx.one(f"SELECT no, status, user_id, kind, queue FROM tasks WHERE id = ?{_LOCKED[tx.engine]}", (id,))
+    if row is None:
+        return get(tx, id)
+    no, status, user_id, kind, queue = row
+    if status not in (Status.FAILED, Status.CANCELLED):
+        raise InvalidInput(
+            f"Task {id} is {status}.", hint="Only a task that failed or was cancelled can be tried again."
+        )
+    now = tx.now()
+    again = NewTask(id, kind, Priority(queue), "", "", user_id=user_id)
+    slots = _free_slots(tx, [again], per_user)
+    if id not in slots:
+        raise _user_busy(tx, again, per_user)
+    tx.execute(
+        "UPDATE tasks SET status = 'QUEUED', ready = 1, version = version + 1, attempts = 0, slot = ?, cancel_by = NULL, "
+        "error = NULL, percent = 0, message = '', run_at = ?, updated_at = ?, ended_at = NULL, hinted_at = NULL WHERE no = ?",
+        (slots[id], now, now, no),
+    )
+    task = get(tx, id)
+    tell(tx, task, now)
+    return task
+
+
+def pause(tx: Tx, queue: Priority, *, reason: str, by: str, until: datetime | None) -> None:
+    tx.execute(
+        "UPDATE task_queues SET paused = 1, paused_by = ?, paused_at = ?, paused_until = ?, reason = ? WHERE name = ?",
+        (by, tx.now(), None if until is None else until.timestamp(), reason, queue.value),
+    )
+
+
+def resume(tx: Tx, queue: Priority) -> bool:
+    """Whether it had been paused."""
+    return (
+        tx.execute(
+            "UPDATE task_queues SET paused = 0, paused_by = NULL, paused_until = NULL, reason = '' "
+            "WHERE name = ? AND paused = 1",
+            (queue.value,),
+        )
+        == 1
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Events and counts
+
+
+def tell(tx: Tx, task: Task, now: float) -> None:
+    """The event of a change of status. Its id is the task's version, so a change has one event however often it is told."""
+    data: dict[str, Any] = {
+        "kind": task.kind,
+        "status": task.status.value,
+        "queue": task.priority.value,
+        "user_id": task.user_id,
+        "attempts": task.attempts,
+        "error": task.error,
+    }
+    append(
+        tx,
+        Event(
+            id=f"{task.id}-{task.version}",
+            type=f"task.{task.status.value.lower()}",
+            at=datetime.fromtimestamp(now, UTC),
+            source="headway.queue",
+            job=task.id,
+            version=task.version,
+            data=data,
+        ),
+    )
+
+
+def count_minutes(
+    tx: Tx,
+    now: float,
+    *,
+    submitted: Iterable[Task] = (),
+    completed: Iterable[Task] = (),
+    failed: Iterable[Task] = (),
+    cancelled: Iterable[Task] = (),
+    failures: Iterable[Task] = (),
+    wait_seconds: float = 0.0,
+    run_seconds: float = 0.0,
+) -> None:
+    """Add to the current minute, in this process's share: two writers rarely wait for each other's row."""
+    sums: dict[tuple[str, str], list[int]] = {}
+    for place, tasks in enumerate((submitted, completed, failed, cancelled, failures)):
+        for task in tasks:
+            sums.setdefault((task.priority.value, task.kind), [0] * 5)[place] += 1
+    share = os.getpid() % 16
+    for (queue, kind), counts in sorted(sums.items()):
+        tx.execute(
+            "INSERT INTO task_minutes (minute, queue, kind, share, submitted, completed, failed, cancelled, failures, "
+            "wait_seconds, run_seconds) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
+            "ON CONFLICT (minute, queue, kind, share) DO UPDATE SET submitted = task_minutes.submitted + excluded.submitted, "
+            "completed = task_minutes.completed + excluded.completed, failed = task_minutes.failed + excluded.failed, "
+            "cancelled = task_minutes.cancelled + excluded.cancelled, failures = task_minutes.failures + excluded.failures, "
+            "wait_seconds = task_minutes.wait_seconds + excluded.wait_seconds, "
+            "run_seconds = task_minutes.run_seconds + excluded.run_seconds",
+            (int(now // 60), queue, kind, share, *counts, wait_seconds, run_seconds),
+        )
+        wait_seconds = run_seconds = 0.0  # of the whole call: counted once
+
+
+def pages(values: Sequence[str], size: int = 500) -> Iterable[Sequence[str]]:
+    return (values[start : start + size] for start in range(0, len(values), size))
+
+
+def as_json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -1,0 +1,199 @@
+"""What goes into the queue and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+from headway.errors import Refused
+
+
+class Priority(StrEnum):
+    """The queues, in the order in which they are served: strictly, the next one only while those before it are empty."""
+
+    URGENT = "urgent"  # maintenance, and whoever may ask for it
+    HIGH = "high"  # what an administrator submits unless they say otherwise
+    NORMAL = "normal"  # what a user submits
+    LOW = "low"  # whoever asks for it
+
+    @property
+    def place(self) -> int:
+        return _PLACES[self]
+
+
+PRIORITIES: tuple[Priority, ...] = tuple(Priority)
+_PLACES = {priority: place for place, priority in enumerate(PRIORITIES)}
+
+
+class Status(StrEnum):
+    """Where a task is."""
+
+    QUEUED = "QUEUED"  # by submit; by a worker or the sweeper when a run did not succeed and a try is left
+    RUNNING = "RUNNING"  # by the worker that claimed it
+    COMPLETED = "COMPLETED"  # by the worker whose handler returned
+    FAILED = "FAILED"  # by the worker or the sweeper, when no try is left
+    CANCELLED = "CANCELLED"  # by cancel for one that waited, by the worker for one that ran
+
+    @property
+    def is_final(self) -> bool:
+        return self in FINAL
+
+
+ACTIVE = (Status.QUEUED, Status.RUNNING)
+FINAL = (Status.COMPLETED, Status.FAILED, Status.CANCELLED)
+
+
+class UserBusy(Refused):
+    """The user has as many active tasks as one user may have. ``task_id`` is one of them."""
+
+    hint = "Wait until it has ended, or cancel it."
+
+    def __init__(self, message: str, *, task_id: str = "", hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.task_id = task_id
+
+
+class TaskConflict(Refused):
+    """There is another task with this id."""
+
+    hint = "An id names one task for ever: use another id, or the same kind and payload."
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A task as it was when it was read. ``version`` grows with every change of it."""
+
+    id: str
+    kind: str
+    priority: Priority
+    status: Status
+    version: int
+    user_id: str | None
+    role: str
+    attempts: int
+    retries: int
+    percent: float
+    message: str
+    error: str | None
+    worker: str | None
+    created_at: datetime
+    updated_at: datetime
+    run_at: datetime
+    started_at: datetime | None
+    ended_at: datetime | None
+    cancelling: bool
+
+    @property
+    def is_final(self) -> bool:
+        return self.status.is_final
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "kind": self.kind,
+            "queue": self.priority.value,
+            "status": self.status.value,
+            "version": self.version,
+            "user_id": self.user_id,
+            "role": self.role,
+            "attempts": self.attempts,
+            "retries": self.retries,
+            "percent": self.percent,
+            "message": self.message,
+            "error": self.error,
+            "worker": self.worker,
+            "created_at": _stamp(self.created_at),
+            "updated_at": _stamp(self.updated_at),
+            "run_at": _stamp(self.run_at),
+            "started_at": _stamp(self.started_at),
+            "ended_at": _stamp(self.ended_at),
+            "cancelling": self.cancelling,
+        }
+
+
+def _stamp(at: datetime | None) -> str | None:
+    return None if at is None else at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def moment(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class NewTask:
+    """A task to submit, checked; ``payload`` as the codec wrote it."""
+
+    id: str
+    kind: str
+    priority: Priority
+    payload: str
+    fingerprint: str
+    user_id: str | None = None
+    role: str = "user"
+    partition: str | None = None
+    retries: int = 3
+    retry_delay: float = 2.0
+    timeout: float | None = None
+    delay: float = 0.0
+
+    @property
+    def party(self) -> str:
+        """Who it takes turns with: tasks of one partition, or of one user, wait for each other; others do not."""
+        return self.partition if self.partition is not None else self.user_id or ""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A task that a worker may run. ``token`` fences: once the lease lapsed and another has it, this one is refused."""
+
+    no: int
+    id: str
+    kind: str
+    priority: Priority
+    token: int
+    version: int
+    payload: str
+    attempts: int
+    retries: int
+    retry_delay: float
+    timeout: float | None
+    user_id: str | None
+    role: str
+    waited: float
+
+
+@dataclass(frozen=True, slots=True)
+class QueueInfo:
+    """One queue: what waits, what runs, whether it is paused and why."""
+
+    priority: Priority
+    waiting: int
+    delayed: int
+    running: int
+    oldest_wait: float | None
+    paused: bool
+    paused_by: str | None
+    paused_until: datetime | None
+    reason: str
+    completed: int
+    failed: int
+    cancelled: int
+
+    def as_json(self) -> Mapping[str, Any]:
+        return {
+            "queue": self.priority.value,
+            "waiting": self.waiting,
+            "delayed": self.delayed,
+            "running": self.running,
+            "oldest_wait": self.oldest_wait,
+            "paused": self.paused,
+            "paused_by": self.paused_by,
+            "paused_until": _stamp(self.paused_until),
+            "reason": self.reason,
+            "completed": self.completed,
+            "failed": self.failed,
+            "cancelled": self.cancelled,
+        }
