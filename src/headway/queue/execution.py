@@ -1,0 +1,336 @@
+"""Running one task: in a process of its own, or in the worker's.
+
+In a process of its own (``isolation="fork"``) a handler may leak, hang, crash or be killed: the worker sees it and goes on.
+The child has no database and no Redis; it tells its worker through a pipe what it has to say, and reads from a shared
+byte whether it is to stop. In the worker's process (``"none"``) a task costs no fork, and a handler that ends the process
+takes the worker with it.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import select
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NoReturn
+
+from headway.ledger.failure import describe
+from headway.ledger.values import Failure
+from headway.queue.codec import PAYLOAD_LIMIT
+from headway.queue.values import Claim
+
+#: What a handler may return, in bytes of JSON.
+RESULT_LIMIT = PAYLOAD_LIMIT
+_MESSAGE_LIMIT = 500
+#: A process that has said how it ended gets this long to be gone.
+EXIT_SECONDS = 2.0
+
+Context = Callable[[], AbstractContextManager[Any]]
+Report = Callable[[float, str], None]
+
+
+class TaskCancelled(BaseException):
+    """Raised in a handler that was asked to stop and went on. Not an Exception: ``except Exception`` lets it through."""
+
+
+class TaskTimeout(BaseException):
+    """Raised in a handler that ran longer than its timeout."""
+
+
+class GiveUp(Exception):
+    """Raised by a handler: this task will not succeed however often it is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a run ended: with a result, or with a failure."""
+
+    result: str | None = None
+    failure: Failure | None = None
+    outcome: str = "failed"
+    retryable: bool = True
+
+
+class RunningTask:
+    """What a handler gets: who asked for what, a way to say how far it is, and whether it should stop."""
+
+    __slots__ = ("_cancelled", "_report", "attempts", "id", "kind", "role", "user_id")
+
+    def __init__(self, claim: Claim, report: Report, cancelled: Callable[[], bool]) -> None:
+        self.id, self.kind, self.user_id, self.role = claim.id, claim.kind, claim.user_id, claim.role
+        self.attempts = claim.attempts
+        self._report, self._cancelled = report, cancelled
+
+    def progress(self, percent: float, message: str = "") -> None:
+        """Say how far it is, 0 to 100, and what it does. Cheap: only the newest is written, a few times a second."""
+        number = float(percent)
+        if not 0.0 <= number <= 100.0:
+            raise ValueError(f"progress goes from 0 to 100, not {number}")
+        self._report(number, str(message)[:_MESSAGE_LIMIT])
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether somebody asked for this task to be cancelled: return or raise soon, or be ended."""
+        return self._cancelled()
+
+
+def perform(task: RunningTask, function: Callable[..., Any], text: str, context: Context | None) -> Ended:
+    """Call the handler; whatever it raises is how the run ended."""
+    try:
+        with (context or nullcontext)():
+            value = function(task, json.loads(text))
+        return Ended(result=_result(value))
+    except GiveUp as error:
+        return Ended(failure=describe(error), retryable=False)
+    except TaskTimeout as error:
+        return Ended(failure=Failure("TimedOut", str(error)), outcome="timeout")
+    except TaskCancelled:
+        return Ended(failure=Failure("TaskCancelled", "the handler was ended because the task was cancelled"))
+    except _ResultRefused as error:
+        return Ended(failure=Failure("ResultRefused", str(error)), retryable=False)
+    except BaseException as error:  # noqa: BLE001 - also SystemExit, KeyboardInterrupt and foreign ones: it is this run's
+        return Ended(failure=describe(error))
+
+
+class _ResultRefused(Exception):
+    pass
+
+
+def _result(value: Any) -> str | None:
+    if value is None:
+        return None
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        size = len(text.encode())
+    except Exception as error:  # an object may raise anything while it is encoded
+        raise _ResultRefused(f"the handler returned {type(value).__name__}, which is not JSON") from error
+    if size > RESULT_LIMIT or "\\u0000" in text:
+        raise _ResultRefused(f"the handler returned {size:,} bytes; at most {RESULT_LIMIT:,} are kept, without U+0000")
+    return text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In a process of its own
+
+
+class Horse:
+    """The process that runs one task, as its worker sees it. It leads a process group, so that all it started ends too."""
+
+    def __init__(self, claim: Claim, function: Callable[..., Any], text: str, context: Context | None) -> None:
+        self.claim = claim
+        self.began = time.monotonic()
+        self.progress: tuple[float, str] | None = None
+        self.ended: Ended | None = None
+        self._flag = mmap.mmap(-1, 1)  # shared with the child: 1 means stop
+        self._reading, writing = os.pipe()
+        self._buffer = bytearray()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()  # or the child would print it a second time
+        self.pid = os.fork()
+        if self.pid == 0:
+            _be_the_horse(claim, function, text, context, writing, self._reading, self._flag)
+        os.close(writing)
+        os.set_blocking(self._reading, False)
+        with suppress(OSError):  # the child does the same; whoever comes first
+            os.setpgid(self.pid, self.pid)
+
+    def fileno(self) -> int:
+        return self._reading
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def ask_to_stop(self) -> None:
+        self._flag[0] = 1
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def rss(self) -> int:
+        """Bytes of memory it has in use; 0 when it is gone."""
+        try:
+            with open(f"/proc/{self.pid}/statm", encoding="ascii") as file:
+                return int(file.read().split()[1]) * mmap.PAGESIZE
+        except (OSError, ValueError, IndexError):
+            return 0
+
+    def wait(self, seconds: float) -> bool:
+        """Read what it says for up to ``seconds``; whether it has ended."""
+        poll = select.poll()
+        poll.register(self._reading, select.POLLIN | select.POLLHUP)
+        if not poll.poll(max(0.0, seconds) * 1000):
+            return False
+        # Whatever it started may keep the pipe open: its own word that it ended is enough.
+        if self._receive() and self.ended is None:
+            return False
+        self._reap()
+        return True
+
+    def _receive(self) -> bool:
+        """Take what lies in the pipe; False when it has ended."""
+        while True:
+            try:
+                part = os.read(self._reading, 65536)
+            except BlockingIOError:
+                return True
+            if not part:
+                return False
+            self._buffer += part
+            self._parse()
+
+    def _parse(self) -> None:
+        while len(self._buffer) >= 4:
+            (size,) = struct.unpack_from(">I", self._buffer)
+            if len(self._buffer) < 4 + size:
+                return
+            try:
+                message = json.loads(self._buffer[4 : 4 + size])
+            except ValueError:
+                message = {}  # the handler wrote into our pipe: what it says is not heard
+            del self._buffer[: 4 + size]
+            if "progress" in message:
+                self.progress = (message["progress"][0], message["progress"][1])
+            elif "ended" in message:
+                result, failure, outcome, retryable = message["ended"]
+                self.ended = Ended(result, None if failure is None else Failure(*failure), outcome, retryable)
+
+    def _reap(self) -> None:
+        os.close(self._reading)
+        self._flag.close()
+        deadline = time.monotonic() + EXIT_SECONDS
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        while not pid and time.monotonic() < deadline:
+            time.sleep(0.001)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+        self.kill()  # it closed the pipe and does not end, or it left processes behind
+        if not pid:
+            _, status = os.waitpid(self.pid, 0)
+        if self.ended is None:
+            how = (
+                f"was killed by {_signal_name(os.WTERMSIG(status))}"
+                if os.WIFSIGNALED(status)
+                else f"exited with status {os.WEXITSTATUS(status)}"
+            )
+            self.ended = Ended(failure=Failure("ProcessDied", f"the task's process {how} without a result"))
+
+    def abandon(self) -> None:
+        """End it without a result."""
+        self.kill()
+        while not self.wait(1.0):
+            self.kill()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _be_the_horse(
+    claim: Claim,
+    function: Callable[..., Any],
+    text: str,
+    context: Context | None,
+    writing: int,
+    reading: int,
+    flag: mmap.mmap,
+) -> NoReturn:
+    """The child. It never returns into the worker's code, whatever the handler does."""
+    status = 1
+    try:
+        with suppress(OSError):
+            os.setpgid(0, 0)
+        os.close(reading)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        lock = threading.Lock()
+
+        def send(message: dict[str, Any]) -> None:
+            raw = json.dumps(message).encode()
+            with lock:
+                _write_all(writing, struct.pack(">I", len(raw)) + raw)
+
+        last = [0.0]
+
+        def report(percent: float, said: str) -> None:
+            # A handler may say it in a tight loop: ten times a second is enough for anybody who looks.
+            now = time.monotonic()
+            if now - last[0] >= 0.1 or percent >= 100.0:
+                last[0] = now
+                send({"progress": [percent, said]})
+
+        task = RunningTask(claim, report, lambda: flag[0] != 0)
+        ended = perform(task, function, text, context)
+        failure = ended.failure
+        send(
+            {
+                "ended": [
+                    ended.result,
+                    None if failure is None else [failure.type, failure.message, failure.frame, failure.detail],
+                    ended.outcome,
+                    ended.retryable,
+                ]
+            }
+        )
+        status = 0
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(BaseException):
+                stream.flush()
+        os._exit(status)
+
+
+def _write_all(descriptor: int, raw: bytes) -> None:
+    view = memoryview(raw)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the worker's process
+
+
+class Interrupts:
+    """Lets another thread end what the main thread runs: by a signal whose handler raises there.
+
+    Only between `armed` and its end does the handler raise; a signal that comes too late does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._wanted: BaseException | None = None
+        self._armed = False
+        self._thread = threading.main_thread().ident
+        signal.signal(signal.SIGUSR1, self._handle)
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        self._wanted, self._armed = None, True
+        try:
+            yield
+        finally:
+            self._armed = False
+
+    def raise_in_handler(self, error: BaseException) -> None:
+        self._wanted = error
+        assert self._thread is not None
+        if self._armed:
+            signal.pthread_kill(self._thread, signal.SIGUSR1)
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        if self._armed and self._wanted is not None:
+            wanted, self._wanted = self._wanted, None
+            raise wanted

@@ -1,0 +1,165 @@
+"""The sweeper: finds what nobody else will. One is active in a whole deployment, under a lease.
+
+It ends runs whose worker died, lets tasks run whose wait is over, gives RQ the ids it does not know (any more), marks
+workers that are gone, and deletes what is older than it is to be kept. Everything it does, it decides by the rows alone, so
+two sweepers would do no harm; the lease only spares the work.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from headway._lease import Lease, Owner, SqlLeases, read_owner
+from headway._sql import Tx
+from headway.errors import HeadwayError, Held, StaleClaim
+from headway.queue import claims
+from headway.queue.taskqueue import TaskQueue
+from headway.queue.values import Priority
+from headway.retry import RetryPolicy
+from headway.telemetry import Log, metrics
+
+log = Log("queue")
+
+#: Seconds between two rounds.
+INTERVAL = 2.0
+LEASE = 8.0
+#: Seconds after which a worker that said nothing is taken for lost.
+WORKER_SECONDS = 20.0
+#: Workers that ended are shown for a day.
+WORKER_KEPT = 86_400.0
+_BATCH = 500
+_AWAY = RetryPolicy(retries=0, base=1.0, cap=30.0, jitter=0.2)
+
+
+class Hints(Protocol):
+    """Who tells workers that there is something to claim."""
+
+    def push(self, tasks: Sequence[tuple[str, Priority]]) -> bool:
+        """Pass these ids on, in this order; False when that is not possible now."""
+        ...
+
+    def lost_after(self) -> float:
+        """Seconds after which a hint that led to no claim is given again."""
+        ...
+
+
+class Sweeper:
+    """See the module. `tick` is one round."""
+
+    def __init__(
+        self,
+        queue: TaskQueue,
+        *,
+        hints: Hints | None = None,
+        retention: float = 30 * 86_400.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._queue, self._hints, self._retention = queue, hints, retention
+        self._clock = clock
+        self._leases = SqlLeases()
+        self._lease: Lease | None = None
+        self._purged_at = clock()
+
+    def run(self, stop: threading.Event) -> None:
+        failures, delay = 0, 0.0
+        while not stop.wait(delay):
+            try:
+                delay, failures = self.tick(), 0
+            except HeadwayError as error:
+                failures += 1
+                delay = _AWAY.delay(failures)
+                log.warning("a round of the sweeper failed; it is tried again", attempt=failures, error=str(error))
+        self.release()
+
+    def tick(self) -> float:
+        """One round, if this is the active sweeper; seconds until the next."""
+        if not self._acquire():
+            return INTERVAL
+        ended = self._queue.database.run(lambda tx: claims.lapsed(tx, limit=_BATCH), operation="queue.sweep")
+        for task in ended:
+            log.warning("the worker of a task is gone", taskID=task.id, worker=task.worker, new=task.status.value)
+        self._queue.database.run(lambda tx: claims.promote(tx, tx.now()), operation="queue.promote")
+        hinted = self._hint()
+        self._queue.database.run(_mark_lost_workers, operation="queue.workers")
+        if self._clock() - self._purged_at > 60.0:
+            self._purged_at = self._clock()
+            self.purge()
+        self._measure()
+        return 0.0 if len(ended) == _BATCH or hinted == _BATCH else INTERVAL
+
+    def release(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            try:
+                self._queue.database.run(lambda tx: self._leases.release(tx, lease), operation="queue.sweeper")
+            except HeadwayError as error:  # it lapses by itself
+                log.warning("the sweeper's lease could not be given back", error=str(error))
+
+    def purge(self) -> int:
+        """Delete tasks that ended longer ago than they are kept, in steps; how many."""
+        gone = 0
+        while True:
+            count = self._queue.database.run(
+                lambda tx: tx.execute(
+                    "DELETE FROM tasks WHERE no IN (SELECT no FROM tasks WHERE ended_at IS NOT NULL AND ended_at < ? "
+                    "AND status IN ('COMPLETED', 'FAILED', 'CANCELLED') ORDER BY ended_at LIMIT ?)",
+                    (tx.now() - self._retention, _BATCH),
+                ),
+                operation="queue.purge",
+            )
+            gone += count
+            if count < _BATCH:
+                return gone
+
+    def _acquire(self) -> bool:
+        try:
+            if self._lease is not None:
+                lease = self._lease
+                self._queue.database.run(lambda tx: self._leases.renew(tx, lease), operation="queue.sweeper")
+                return True
+            owner = Owner.current()
+            self._lease = self._queue.database.run(
+                lambda tx: self._leases.acquire(tx, "queue.sweeper", owner, LEASE), operation="queue.sweeper"
+            )
+        except StaleClaim:
+            self._lease = None  # somebody else sweeps now
+            return False
+        except Held:
+            return False
+        log.info("this is the active sweeper")
+        return True
+
+    def _hint(self) -> int:
+        if self._hints is None:
+            return 0
+        hints, limit = self._hints, _BATCH
+        waiting = self._queue.database.run(
+            lambda tx: claims.unhinted(tx, older_than=hints.lost_after(), limit=limit), operation="queue.unhinted"
+        )
+        if not waiting or not hints.push(waiting):
+            return 0
+        ids = [id for id, _ in waiting]
+        self._queue.database.run(lambda tx: claims.hinted(tx, ids), operation="queue.hinted")
+        return len(waiting)
+
+    def _measure(self) -> None:
+        for info in self._queue.stats():
+            metrics.gauge("headway_tasks_waiting", info.waiting, queue=info.priority.value)
+            metrics.gauge("headway_tasks_running", info.running, queue=info.priority.value)
+            metrics.gauge("headway_tasks_oldest_seconds", info.oldest_wait or 0.0, queue=info.priority.value)
+
+
+def _mark_lost_workers(tx: Tx) -> None:
+    now = tx.now()
+    for name, owner, seen_at in tx.all("SELECT name, owner, seen_at FROM task_workers WHERE ended_at IS NULL"):
+        found = read_owner(owner)
+        if (found is not None and found[0].is_dead) or now - seen_at > WORKER_SECONDS:
+            tx.execute(
+                "UPDATE task_workers SET state = 'lost', ended_at = ? WHERE name = ? AND seen_at = ?",
+                (now, name, seen_at),
+            )
+            log.warning("a worker is lost", worker=name)
+    tx.execute("DELETE FROM task_workers WHERE ended_at < ?", (now - WORKER_KEPT,))

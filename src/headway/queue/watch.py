@@ -1,0 +1,153 @@
+"""Looking after what runs: when its lease is renewed, and when it must end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+from headway.ledger.values import Failure
+from headway.queue.claims import LEASE
+from headway.queue.execution import Ended, Interrupts, TaskCancelled, TaskTimeout
+from headway.queue.values import PRIORITIES, Claim, Priority
+
+#: Bytes of memory the process of a task may use.
+MEMORY_LIMIT = 500 * 2**20
+#: Seconds a handler that is asked to stop gets before it is ended.
+CANCEL_GRACE = 5.0
+#: How often a running task is looked after.
+PULSE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a worker works; read anew before each claim, so that it may change while the worker runs."""
+
+    queues: Sequence[Priority] = PRIORITIES
+    batch: int = 10
+    lease: float = LEASE
+    memory_limit: int = MEMORY_LIMIT
+    cancel_grace: float = CANCEL_GRACE
+    drain: float = 30.0
+    rest: float = 0.2
+
+
+class Keeping(Protocol):
+    """What a worker does for a claim that runs."""
+
+    @property
+    def settings(self) -> Settings: ...
+
+    def note_progress(self, claim: Claim, percent: float, message: str) -> bool: ...
+
+    def renew(self, running: Sequence[Claim]) -> tuple[bool, bool]: ...
+
+
+class Watch:
+    """When a run must be looked after, and when it must end."""
+
+    def __init__(self, claim: Claim, settings: Settings) -> None:
+        self._claim, self._settings = claim, settings
+        self._renew_at = time.monotonic() + 1.0  # the first one soon: it also tells who the worker is busy with
+        self._cancelling_since: float | None = None
+
+    @property
+    def renewal_due(self) -> bool:
+        now = time.monotonic()
+        if now < self._renew_at:
+            return False
+        # Often enough for the lease, and to hear within a second or two of a cancellation.
+        self._renew_at = now + min(self._settings.lease / 3, 1.5)
+        return True
+
+    @property
+    def cancelling(self) -> bool:
+        return self._cancelling_since is not None
+
+    @cancelling.setter
+    def cancelling(self, wanted: bool) -> None:
+        if wanted and self._cancelling_since is None:
+            self._cancelling_since = time.monotonic()
+
+    def verdict(self, seconds: float, rss: int) -> Ended | None:
+        """Why the run must end now; None while it may go on."""
+        limit, settings = self._claim.timeout, self._settings
+        if limit is not None and seconds > limit:
+            return Ended(failure=Failure("TimedOut", f"no result within {limit:g} s"), outcome="timeout")
+        if rss > settings.memory_limit:
+            most = settings.memory_limit // 2**20
+            failure = Failure("MemoryLimit", f"the task's process used more than {most} MB")
+            return Ended(failure=failure, outcome="memory")
+        if self._cancelling_since is not None and time.monotonic() - self._cancelling_since > settings.cancel_grace:
+            return Ended(failure=Failure("TaskCancelled", "the task was cancelled and its handler did not end"))
+        return None
+
+
+class Pulse:
+    """The thread beside handlers that run in the worker's process."""
+
+    def __init__(self, worker: Keeping, interrupts: Interrupts) -> None:
+        self._worker, self._interrupts = worker, interrupts
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._current: tuple[Claim, Watch, float] | None = None
+        self._progress: tuple[float, str] | None = None
+        self.cancelling = False
+        self.lost: set[int] = set()
+        self._thread = threading.Thread(target=self._run, name="headway-pulse", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def begin(self, claim: Claim) -> None:
+        with self._lock:
+            self._current = (claim, Watch(claim, self._worker.settings), time.monotonic())
+            self.cancelling, self._progress = False, None
+
+    def end(self) -> None:
+        with self._lock:
+            self._current = None
+
+    def report(self, percent: float, message: str) -> None:
+        self._progress = (percent, message)
+
+    def is_cancelled(self) -> bool:
+        return self.cancelling
+
+    def _run(self) -> None:
+        while not self._over.wait(PULSE):
+            with self._lock:
+                current = self._current
+            if current is not None:
+                self._look_after(*current)
+
+    def _look_after(self, claim: Claim, watch: Watch, began: float) -> None:
+        worker = self._worker
+        said, self._progress = self._progress, None
+        if said is not None:
+            watch.cancelling |= worker.note_progress(claim, *said)
+        if watch.renewal_due:
+            lost, cancelling = worker.renew([claim])
+            watch.cancelling |= cancelling
+            if lost:
+                self.lost.add(claim.no)
+                self._end(claim, TaskCancelled("the lease lapsed"))
+                return
+        if watch.cancelling:
+            self.cancelling = True
+        verdict = watch.verdict(time.monotonic() - began, 0)
+        if verdict is not None and verdict.failure is not None:
+            kind = TaskTimeout if verdict.outcome == "timeout" else TaskCancelled
+            self._end(claim, kind(verdict.failure.message))
+
+    def _end(self, claim: Claim, error: BaseException) -> None:
+        with self._lock:
+            if self._current is not None and self._current[0].no == claim.no:
+                self._interrupts.raise_in_handler(error)

@@ -1,0 +1,338 @@
+"""A worker: claims tasks, runs them, records what became of each, and says that it is alive.
+
+It is single-threaded while it forks. A second thread runs only while handlers run in this process, to renew leases and to
+end what takes too long. Whatever the worker holds when it dies is found by the sweeper, because its owner is dead or its
+lease lapses.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from headway import __version__
+from headway._lease import Owner, write_owner
+from headway._sql import Tx
+from headway.errors import HeadwayError, StaleClaim, StorageError
+from headway.ledger.values import Failure
+from headway.lifecycle import Budget, Shutdown
+from headway.queue import claims
+from headway.queue.claims import Claimant
+from headway.queue.execution import (
+    Context,
+    Ended,
+    Horse,
+    Interrupts,
+    RunningTask,
+    TaskCancelled,
+    TaskTimeout,
+    perform,
+)
+from headway.queue.taskqueue import Handler, TaskQueue
+from headway.queue.values import Claim, Priority, Task
+from headway.queue.watch import PULSE, Pulse, Settings, Watch
+from headway.retry import RetryPolicy
+from headway.telemetry import Log, metrics
+
+log = Log("queue")
+
+_AWAY = RetryPolicy(retries=0, base=0.5, cap=15.0, jitter=0.2)
+
+
+class Source(Protocol):
+    """Where tasks come from."""
+
+    def claim(self, who: Claimant, queues: Sequence[Priority], limit: int) -> list[Claim]: ...
+
+    def wait(self, seconds: float, stop: threading.Event) -> None:
+        """Until something may be there to claim, ``stop`` is set, or the time is over."""
+        ...
+
+
+class DatabaseSource:
+    """Tasks straight from their rows: the mode without Redis."""
+
+    def __init__(self, queue: TaskQueue) -> None:
+        self._queue = queue
+
+    def claim(self, who: Claimant, queues: Sequence[Priority], limit: int) -> list[Claim]:
+        return self._queue.database.run(
+            lambda tx: claims.claim(tx, who, queues=queues, limit=limit), operation="queue.claim"
+        )
+
+    def wait(self, seconds: float, stop: threading.Event) -> None:
+        stop.wait(seconds)
+
+
+class Worker:
+    """See the module. `tick` claims and works off one batch; it returns how long to rest."""
+
+    def __init__(
+        self,
+        queue: TaskQueue,
+        *,
+        source: Source | None = None,
+        settings: Settings | None = None,
+        name: str | None = None,
+        shutdown: Shutdown | None = None,
+        context: Context | None = None,
+    ) -> None:
+        self._queue = queue
+        self._source = source or DatabaseSource(queue)
+        self.settings = settings or Settings()
+        self.name = name or f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
+        self._shutdown = shutdown or Shutdown()
+        self._context = context
+        self._owner = Owner.current()
+        self._held: deque[Claim] = deque()  # claimed and not begun
+        self._ended: list[tuple[Claim, Ended, float]] = []  # run and not recorded
+        self._interrupts: Interrupts | None = None
+        self._completed = self._failed = 0
+        self._wanted: str | None = None
+        self._failures = 0
+
+    # ---- the loop ----------------------------------------------------------------------------------------------------
+
+    def run(self, *, burst: bool = False) -> None:
+        """Work until a shutdown is asked for; with ``burst`` until nothing is left."""
+        self._say_alive("idle")
+        try:
+            while not self._stopping():
+                try:
+                    rest = self.tick()
+                    self._failures = 0
+                except HeadwayError as error:  # the store is away: tasks are safe in it, and so is what is claimed
+                    self._failures += 1
+                    rest = _AWAY.delay(self._failures)
+                    log.warning("the store cannot be used; it is tried again", worker=self.name, error=str(error))
+                    self._shutdown.stop.wait(rest)
+                    continue
+                if rest and burst and not self._held and not self._ended:
+                    return
+                if rest:
+                    self._say_alive("idle")
+                    self._source.wait(rest, self._shutdown.stop)
+        finally:
+            self._leave()
+
+    def tick(self) -> float:
+        """One batch: claim, run, record. Seconds to rest when there was nothing."""
+        self._record()
+        if not self._held and not self._stopping():
+            who = Claimant(self.name, self._owner, sorted(self._queue.handlers), self.settings.lease)
+            self._held.extend(self._source.claim(who, self.settings.queues, self._batch()))
+        if not self._held:
+            return self.settings.rest
+        while self._held and not self._stopping():
+            handler = self._queue.handlers[self._held[0].kind]
+            if handler.isolation == "fork":
+                self._run_forked(self._held.popleft(), handler)
+            else:
+                self._run_here()
+        self._record()
+        return 0.0
+
+    def _batch(self) -> int:
+        """One at a time where a task takes a process: the others would only wait for it, and somebody else be idle."""
+        forks = any(handler.isolation == "fork" for handler in self._queue.handlers.values())
+        return 1 if forks else self.settings.batch
+
+    def _stopping(self) -> bool:
+        return self._shutdown.stop.is_set() or self._wanted is not None
+
+    # ---- a process per task ------------------------------------------------------------------------------------------
+
+    def _run_forked(self, claim: Claim, handler: Handler) -> None:
+        text = self._payload(claim)
+        if text is None:
+            return
+        horse = Horse(claim, handler.function, text, self._context)
+        watch = Watch(claim, self.settings)
+        grace: Budget | None = None
+        said: tuple[float, str] | None = None
+        verdict: Ended | None = None
+        while not horse.wait(PULSE):
+            if self._shutdown.stop.is_set() and grace is None:
+                grace = Budget(self.settings.drain)
+            if self._shutdown.abandon.is_set() or (grace is not None and grace.spent):
+                horse.abandon()
+                if horse.ended is None or horse.ended.failure is not None:
+                    self._give_back([claim])
+                    return
+                break
+            if horse.progress is not None and horse.progress != said:
+                said = horse.progress
+                watch.cancelling |= self.note_progress(claim, *said)
+            if watch.renewal_due:
+                lost, cancelling = self.renew([claim])
+                if lost:
+                    horse.abandon()
+                    return
+                watch.cancelling |= cancelling
+            verdict = watch.verdict(horse.seconds, horse.rss())
+            if watch.cancelling:
+                horse.ask_to_stop()
+            if verdict is not None:
+                horse.abandon()
+                break
+        ended = horse.ended
+        assert ended is not None
+        if verdict is not None and ended.failure is not None:
+            ended = verdict  # we ended it: that is the reason, not the signal it died of
+        self._ended.append((claim, ended, horse.seconds))
+        self._record(cancelling=watch.cancelling)
+
+    # ---- in this process ---------------------------------------------------------------------------------------------
+
+    def _run_here(self) -> None:
+        """Work off what can run in this process, with a thread that looks after the claims."""
+        if self._interrupts is None:
+            self._interrupts = Interrupts()
+        with Pulse(self, self._interrupts) as pulse:
+            while self._held and not self._stopping():
+                claim = self._held[0]
+                handler = self._queue.handlers[claim.kind]
+                if handler.isolation == "fork":
+                    return
+                self._held.popleft()
+                text = self._payload(claim)
+                if text is None:
+                    continue
+                began = time.monotonic()
+                task = RunningTask(claim, pulse.report, pulse.is_cancelled)
+                pulse.begin(claim)
+                try:
+                    with self._interrupts.armed():
+                        ended = perform(task, handler.function, text, self._context)
+                except (TaskCancelled, TaskTimeout) as late:  # it came between the handler's end and ours
+                    ended = Ended(failure=Failure(type(late).__name__, str(late)), outcome="timeout")
+                finally:
+                    pulse.end()
+                if claim.no not in pulse.lost:
+                    self._ended.append((claim, ended, time.monotonic() - began))
+                if len(self._ended) >= self.settings.batch or pulse.cancelling:
+                    self._record(cancelling=pulse.cancelling)
+
+    # ---- recording ---------------------------------------------------------------------------------------------------
+
+    def _payload(self, claim: Claim) -> str | None:
+        """The payload, or None: then the task has failed, because nobody knows what it was."""
+        try:
+            return self._queue.payload(claim.id, claim.payload)
+        except StorageError as error:
+            log.critical("security: a payload was refused", taskID=claim.id, error=str(error))
+            refused = Ended(failure=Failure("PayloadRefused", str(error)), retryable=False)
+            self._ended.append((claim, refused, 0.0))
+            self._record()
+            return None
+
+    def _record(self, *, cancelling: bool = False) -> None:
+        """Write down what ended, in one transaction; what is somebody else's by now is dropped."""
+        if not self._ended:
+            return
+
+        def work(tx: Tx) -> list[Task | None]:
+            return [self._settle(tx, claim, ended, seconds) for claim, ended, seconds in self._ended]
+
+        settled = self._queue.database.run(work, operation="queue.settle")
+        for task, (_, ended, seconds) in zip(settled, self._ended, strict=True):
+            if task is not None:
+                self._completed += ended.failure is None
+                self._failed += ended.failure is not None
+                metrics.observe("headway_task_seconds", seconds, kind=task.kind, status=task.status.value)
+        self._ended.clear()
+
+    def _settle(self, tx: Tx, claim: Claim, ended: Ended, seconds: float) -> Task | None:
+        try:
+            if ended.failure is None:
+                return claims.complete(tx, claim, ended.result, seconds)
+            return claims.fail(
+                tx, claim, ended.failure, outcome=ended.outcome, retryable=ended.retryable, seconds=seconds
+            )
+        except StaleClaim as error:
+            log.warning("a result came too late and is dropped", taskID=claim.id, worker=self.name, error=str(error))
+            return None
+
+    def note_progress(self, claim: Claim, percent: float, message: str) -> bool:
+        """Whether the task is to be cancelled. A store that is away costs the note, not the task."""
+        try:
+            return self._queue.database.run(
+                lambda tx: claims.progress(tx, claim, percent, message), operation="queue.progress"
+            )
+        except HeadwayError as error:
+            log.warning("progress could not be noted", taskID=claim.id, error=str(error))
+            return False
+
+    def renew(self, running: Sequence[Claim]) -> tuple[bool, bool]:
+        """(whether what runs is somebody else's by now, whether it is to be cancelled); what waits is renewed too."""
+        tokens = {claim.no: claim.token for claim in (*running, *list(self._held))}
+        who = Claimant(self.name, self._owner, (), self.settings.lease)
+        try:
+            lost, cancelling = self._queue.database.run(
+                lambda tx: claims.renew(tx, who, tokens), operation="queue.renew"
+            )
+        except HeadwayError as error:
+            log.warning("the lease could not be renewed", worker=self.name, error=str(error))
+            return False, False
+        self._say_alive("busy", running[0].id if running else None)
+        numbers = {claim.no for claim in running}
+        return bool(lost & numbers), bool(cancelling & numbers)
+
+    def _give_back(self, returned: Sequence[Claim]) -> None:
+        def work(tx: Tx) -> None:
+            for claim in returned:
+                claims.give_back(tx, claim)
+
+        self._queue.database.run(work, operation="queue.give_back")
+
+    # ---- being seen --------------------------------------------------------------------------------------------------
+
+    def _say_alive(self, state: str, task: str | None = None) -> None:
+        def work(tx: Tx) -> str | None:
+            now = tx.now()
+            row = tx.one(
+                "INSERT INTO task_workers (name, owner, host, pid, queues, version, state, task, completed, failed, rss, "
+                "started_at, seen_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
+                "state = excluded.state, task = excluded.task, completed = excluded.completed, failed = excluded.failed, "
+                "rss = excluded.rss, seen_at = excluded.seen_at, queues = excluded.queues RETURNING wanted",
+                (self.name, write_owner(self._owner), self._owner.host, os.getpid(),
+                 ",".join(queue.value for queue in self.settings.queues), __version__, state, task, self._completed,
+                 self._failed, _rss(), now, now),
+            )  # fmt: skip
+            return row[0] if row else None
+
+        try:
+            self._wanted = self._queue.database.run(work, operation="queue.alive") or self._wanted
+        except HeadwayError as error:
+            log.warning("the worker cannot say that it is alive", worker=self.name, error=str(error))
+
+    def _leave(self) -> None:
+        """Give back what was not begun, and say that this worker has ended."""
+        try:
+            self._record()
+            self._give_back(list(self._held))
+            self._held.clear()
+            self._queue.database.run(
+                lambda tx: tx.execute(
+                    "UPDATE task_workers SET state = 'ended', task = NULL, ended_at = ?, completed = ?, failed = ? "
+                    "WHERE name = ?",
+                    (tx.now(), self._completed, self._failed, self.name),
+                ),
+                operation="queue.leave",
+            )
+        except HeadwayError as error:  # the sweeper finds what is left: our owner is dead
+            log.warning("the worker could not say that it ended", worker=self.name, error=str(error))
+
+
+def _rss() -> int | None:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,120 @@
+"""An application with handlers of every kind, as a worker's process imports it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from headway.lifecycle import Shutdown, on_signals
+from headway.queue.execution import GiveUp
+from headway.queue.taskqueue import TaskQueue
+from headway.queue.watch import Settings
+from headway.queue.worker import Worker
+
+
+def build(url: str, **options) -> TaskQueue:
+    queue = TaskQueue(url, **{"per_user": None, **options})
+    for isolation in ("fork", "none"):
+
+        def register(name: str, function, isolation=isolation, **more) -> None:
+            queue.handler(f"{name}.{isolation}", isolation=isolation, **{"retries": 0, **more})(function)
+
+        register("echo", lambda task, payload: payload)
+        register("log", log)
+        register("sleep", lambda task, payload: time.sleep(payload), timeout=60.0, retries=3, retry_delay=0.05)
+        register("quick", lambda task, payload: time.sleep(payload), timeout=1.0)
+        register("patient", patient)
+        register("raise", odd)
+        register("progress", told)
+    queue.handler("exit.fork", retries=0)(lambda task, payload: os._exit(payload))
+    queue.handler("kill.fork", retries=0)(lambda task, payload: os.kill(os.getpid(), signal.SIGKILL))
+    queue.handler("close.fork", retries=0)(lambda task, payload: os.closerange(3, 256))
+    queue.handler("hog.fork", retries=0)(hog)
+    queue.handler("orphan.fork", retries=0)(orphan)
+    return queue
+
+
+def log(task, payload) -> None:
+    """Leaves a line for every execution, as the truth about what ran."""
+    with open(payload["file"], "a", encoding="utf-8") as file:
+        file.write(f"{task.id}\n")
+    time.sleep(payload.get("seconds", 0.0))
+
+
+def patient(task, payload) -> str:
+    """Ends itself when it is asked to."""
+    Path(payload).touch()
+    while not task.cancelled:
+        time.sleep(0.01)
+    return "ended itself"
+
+
+class Hostile(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Foreign(BaseException):
+    pass
+
+
+def odd(task, payload):
+    match payload:
+        case "give-up":
+            raise GiveUp("never")
+        case "exit":
+            sys.exit(3)
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "generator-exit":
+            raise GeneratorExit
+        case "foreign":
+            raise Foreign("foreign")
+        case "hostile":
+            raise Hostile
+        case "result":
+            return {1, 2}
+        case "nan":
+            return float("nan")
+        case "large":
+            return "x" * 300_000
+    raise ValueError(payload)
+
+
+def told(task, payload) -> str:
+    for percent in range(0, 101, 10):
+        task.progress(percent, f"step {percent}")
+        time.sleep(payload)
+    return "told"
+
+
+def hog(task, payload) -> None:
+    kept = []
+    while True:
+        kept.append(bytearray(10 * 2**20))
+        time.sleep(0.02)
+
+
+def orphan(task, payload) -> str:
+    """Leaves a process behind that holds every descriptor."""
+    if os.fork() == 0:
+        time.sleep(600)
+        os._exit(0)
+    return "left one behind"
+
+
+def main() -> None:
+    url, name = sys.argv[1], sys.argv[2]
+    shutdown = Shutdown()
+    settings = Settings(drain=float(sys.argv[3]) if len(sys.argv) > 3 else 5.0, cancel_grace=1.0)
+    with on_signals(shutdown), build(url) as queue:
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        Worker(queue, name=name, shutdown=shutdown, settings=settings).run()
+
+
+if __name__ == "__main__":
+    main()

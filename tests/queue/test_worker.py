@@ -1,0 +1,299 @@
+"""Workers: every kind of handler costs only itself, and whatever is killed, nothing is lost or recorded twice."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from headway.queue.sweeper import Sweeper
+from headway.queue.taskqueue import TaskQueue
+from headway.queue.values import Status, Task
+from headway.queue.watch import Settings
+from headway.queue.worker import Worker
+from tests.queue import app
+from tests.services.waiting import eventually
+
+ISOLATIONS = ("fork", "none")
+
+
+@pytest.fixture
+def queue(database_url: str) -> Iterator[TaskQueue]:
+    with app.build(database_url) as made:
+        yield made
+
+
+@pytest.fixture
+def spawn(database_url: str) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(name: str, *more: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.queue.app", database_url, name, *more], stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def drain(queue: TaskQueue, **settings) -> None:
+    """Work off all that waits, in this process."""
+    Worker(queue, settings=Settings(**settings)).run(burst=True)
+
+
+def ended(queue: TaskQueue, id: str) -> Task | None:
+    task = queue.get(id)
+    return task if task.is_final else None
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_a_handler_gets_its_task_and_payload_and_its_result_is_kept(queue: TaskQueue, isolation: str):
+    task = queue.submit(f"echo.{isolation}", {"n": [1, "ü"]})
+    drain(queue)
+    assert queue.get(task.id).status is Status.COMPLETED
+    [[result]] = queue.database.all("SELECT result FROM tasks")
+    assert result == '{"n":[1,"ü"]}'
+
+
+@pytest.mark.req("S2-34", "S2-62")
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize(
+    ("payload", "error"),
+    [
+        ("give-up", "GiveUp: never"),
+        ("exit", "SystemExit"),
+        ("interrupt", "KeyboardInterrupt"),
+        ("generator-exit", "GeneratorExit"),
+        ("foreign", "Foreign: foreign"),
+        ("hostile", "Hostile"),
+        ("result", "ResultRefused: the handler returned set, which is not JSON"),
+        ("nan", "ResultRefused"),
+        ("large", "ResultRefused: the handler returned 300,002 bytes"),
+        ("password=canary", "ValueError: password="),
+    ],
+)
+def test_whatever_a_handler_raises_costs_its_own_task_only(queue: TaskQueue, isolation: str, payload: str, error: str):
+    odd = queue.submit(f"raise.{isolation}", payload)
+    fine = queue.submit(f"echo.{isolation}", 1)
+    drain(queue)
+    failed = queue.get(odd.id)
+    assert failed.status is Status.FAILED
+    assert (failed.error or "").startswith(error)
+    assert "canary" not in (failed.error or "")
+    assert queue.get(fine.id).status is Status.COMPLETED
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "error"),
+    [
+        ("exit.fork", 7, "exited with status 7"),
+        ("exit.fork", 0, "exited with status 0"),
+        ("kill.fork", None, "was killed by SIGKILL"),
+        ("close.fork", None, "without a result"),
+    ],
+)
+def test_a_process_that_ends_without_a_word_is_charged_with_what_happened(
+    queue: TaskQueue, kind: str, payload: object, error: str
+):
+    task = queue.submit(kind, payload)
+    fine = queue.submit("echo.fork", 1)
+    drain(queue)
+    assert error in (queue.get(task.id).error or "")
+    assert queue.get(fine.id).status is Status.COMPLETED
+
+
+def test_a_process_left_behind_by_a_handler_holds_up_nothing_and_is_ended(queue: TaskQueue):
+    before = _children()
+    task = queue.submit("orphan.fork")
+    drain(queue)
+    assert queue.get(task.id).status is Status.COMPLETED
+    eventually(lambda: _children() <= before)
+
+
+def _children() -> set[str]:
+    found = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+    return {line.split()[0] for line in found.splitlines() if "tests.queue" in line and str(os.getpid()) not in line}
+
+
+@pytest.mark.req("S2-48")
+def test_a_task_that_uses_too_much_memory_is_ended_with_its_cause(queue: TaskQueue):
+    task = queue.submit("hog.fork")
+    drain(queue, memory_limit=200 * 2**20)
+    failed = queue.get(task.id)
+    assert (failed.status, failed.error) == (
+        Status.FAILED,
+        "MemoryLimit: the task's process used more than 200 MB",
+    )
+    [[outcome]] = queue.database.all("SELECT outcome FROM task_attempts")
+    assert outcome == "memory"
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_a_task_that_takes_too_long_is_ended(queue: TaskQueue, isolation: str):
+    task = queue.submit(f"quick.{isolation}", 600)
+    fine = queue.submit(f"echo.{isolation}", 1)
+    drain(queue)
+    failed = queue.get(task.id)
+    assert (failed.status, failed.error) == (Status.FAILED, "TimedOut: no result within 1 s")
+    assert queue.get(fine.id).status is Status.COMPLETED
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_a_cancelled_task_is_told_and_one_that_goes_on_is_ended(
+    queue: TaskQueue, isolation: str, tmp_path: Path, spawn: Callable[..., subprocess.Popen[str]]
+):
+    spawn("w1")
+    polite = queue.submit(f"patient.{isolation}", str(tmp_path / "began"))
+    eventually((tmp_path / "began").exists)
+    queue.cancel(polite.id, by="anna")
+    assert eventually(lambda: ended(queue, polite.id), 30).status is Status.COMPLETED, "it ended itself"
+    deaf = queue.submit(f"sleep.{isolation}", 50)
+    eventually(lambda: queue.get(deaf.id).status is Status.RUNNING)
+    queue.cancel(deaf.id, by="anna")
+    assert eventually(lambda: ended(queue, deaf.id), 30).status is Status.CANCELLED
+    fine = queue.submit(f"echo.{isolation}", 1)
+    assert eventually(lambda: ended(queue, fine.id), 30).status is Status.COMPLETED
+
+
+@pytest.mark.req("S2-25")
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_progress_is_written_down_while_it_runs(
+    queue: TaskQueue, isolation: str, spawn: Callable[..., subprocess.Popen[str]]
+):
+    spawn("w1")
+    task = queue.submit(f"progress.{isolation}", 0.3)
+    seen = eventually(lambda: found if 0 < (found := queue.get(task.id)).percent < 100 else None, 30)
+    assert seen.message == f"step {seen.percent:.0f}"
+    done = eventually(lambda: ended(queue, task.id), 30)
+    assert (done.status, done.percent) == (Status.COMPLETED, 100)
+
+
+@pytest.mark.req("S2-15")
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_a_shutdown_finishes_what_runs_and_gives_back_what_takes_longer_than_it_may(
+    queue: TaskQueue, isolation: str, spawn: Callable[..., subprocess.Popen[str]], tmp_path: Path
+):
+    short = queue.submit(f"sleep.{isolation}", 1.0)
+    worker = spawn("w1", "20")
+    eventually(lambda: queue.get(short.id).status is Status.RUNNING)
+    worker.terminate()
+    assert worker.wait(30) == 0
+    assert queue.get(short.id).status is Status.COMPLETED
+    if isolation == "none":
+        return  # a handler in the worker's own process is ended by whoever started the worker: see the supervisor
+    long = queue.submit(f"sleep.{isolation}", 55)
+    worker = spawn("w2", "0.2")
+    eventually(lambda: queue.get(long.id).status is Status.RUNNING)
+    worker.terminate()
+    assert worker.wait(30) == 0
+    task = queue.get(long.id)
+    assert (task.status, task.attempts) == (Status.QUEUED, 0)
+
+
+@pytest.mark.req("S2-31")
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_kill_9_of_workers_loses_no_task_and_records_none_twice(
+    queue: TaskQueue, isolation: str, spawn: Callable[..., subprocess.Popen[str]], tmp_path: Path
+):
+    kills, count = 8, 60
+    truth = tmp_path / "ran"
+    queue.submit_many(
+        [{"kind": f"log.{isolation}", "payload": {"file": str(truth), "seconds": 0.02}} for _ in range(count)]
+    )
+    queue.database.run(lambda tx: tx.execute("UPDATE tasks SET retries = 100, retry_delay = 0.01"))
+    stop, sweeper = threading.Event(), Sweeper(queue)
+    thread = threading.Thread(target=sweeper.run, args=(stop,))
+    thread.start()
+    try:
+        chance = random.Random(7)
+        for n in range(kills):
+            worker = spawn(f"w{n}")
+            _await_progress(queue, truth)
+            threading.Event().wait(chance.random() * 0.05)
+            worker.send_signal(signal.SIGKILL)
+            worker.wait()
+        spawn("last")
+        eventually(lambda: not _active(queue), 60)
+    finally:
+        stop.set()
+        thread.join()
+    assert Counter(status for (status,) in queue.database.all("SELECT status FROM tasks")) == {"COMPLETED": count}
+    [[completions]] = queue.database.all("SELECT count(*) FROM outbox WHERE type = 'task.completed'")
+    assert completions == count
+    ran = Counter(truth.read_text().split())
+    assert len(ran) == count
+    assert sum(ran.values()) <= count + kills * 10, "executed again only what a killed worker held"
+
+
+def _await_progress(queue: TaskQueue, truth: Path) -> None:
+    size = _size(truth)
+    eventually(lambda: _size(truth) > size or not _active(queue), 30)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _active(queue: TaskQueue) -> int:
+    row = queue.database.one("SELECT count(*) FROM tasks WHERE status IN ('QUEUED', 'RUNNING')")
+    assert row is not None
+    return int(row[0])
+
+
+def test_a_worker_that_is_stopped_past_its_lease_records_nothing(
+    queue: TaskQueue, spawn: Callable[..., subprocess.Popen[str]]
+):
+    task = queue.submit("sleep.fork", 0.5)
+    worker = spawn("paused")
+    eventually(lambda: queue.get(task.id).status is Status.RUNNING)
+    worker.send_signal(signal.SIGSTOP)
+    sweeper = Sweeper(queue)
+    queue.database.run(  # its lease ends now instead of in some seconds
+        lambda tx: tx.execute("UPDATE tasks SET lease_until = 0, holder = replace(holder, '\"until\":', '\"until\":-')")
+    )
+    eventually(lambda: [sweeper.tick(), queue.get(task.id).status is Status.QUEUED][1])
+    finished = eventually(lambda: [drain(queue), ended(queue, task.id)][1])
+    assert finished is not None
+    worker.send_signal(signal.SIGCONT)
+    other = queue.submit("echo.fork", 1)
+    eventually(lambda: ended(queue, other.id), 30)
+    assert queue.get(task.id) == finished, "the late result changed nothing"
+
+
+def test_one_of_two_sweepers_is_active(queue: TaskQueue):
+    first, second = Sweeper(queue), Sweeper(queue)
+    first.tick()
+    second.tick()
+    holder = queue.database.one("SELECT token FROM leases WHERE name = 'queue.sweeper'")
+    first.release()
+    second.tick()
+    after = queue.database.one("SELECT token FROM leases WHERE name = 'queue.sweeper'")
+    assert holder is not None
+    assert after is not None
+    assert (holder[0], after[0]) == (1, 2)
+
+
+@pytest.mark.req("S2-60")
+def test_what_ended_longer_ago_than_it_is_kept_is_deleted(queue: TaskQueue):
+    old = queue.submit("echo.none", 1)
+    drain(queue)
+    waiting = queue.submit("echo.none", 2)
+    queue.database.run(lambda tx: tx.execute("UPDATE tasks SET ended_at = ended_at - 1000"))
+    assert Sweeper(queue, retention=999).purge() == 1
+    assert [task.id for task in queue.list()] == [waiting.id]
+    assert old.id != waiting.id
