@@ -10,6 +10,7 @@ from pathlib import Path
 
 from headway.lifecycle import Shutdown, on_signals
 from headway.queue.execution import GiveUp
+from headway.queue.rq import RqSource
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.watch import Settings
 from headway.queue.worker import Worker
@@ -107,13 +108,14 @@ def orphan(task, payload) -> str:
 
 
 def main() -> None:
-    url, name = sys.argv[1], sys.argv[2]
+    url, name, drain, redis = (*sys.argv[1:], "", "", "")[:4]
     shutdown = Shutdown()
-    settings = Settings(drain=float(sys.argv[3]) if len(sys.argv) > 3 else 5.0, cancel_grace=1.0)
-    with on_signals(shutdown), build(url) as queue:
+    settings = Settings(drain=float(drain or 5.0), cancel_grace=1.0)
+    with on_signals(shutdown), build(url, redis=redis or None) as queue:
         sys.stdout.write("ready\n")
         sys.stdout.flush()
-        Worker(queue, name=name, shutdown=shutdown, settings=settings).run()
+        source = RqSource(queue, redis, name=name) if redis else None
+        Worker(queue, name=name, shutdown=shutdown, settings=settings, source=source).run()
 
 
 if __name__ == "__main__":

@@ -56,6 +56,11 @@ def drain(queue: TaskQueue, **settings) -> None:
     Worker(queue, settings=Settings(**settings)).run(burst=True)
 
 
+def drained(queue: TaskQueue, id: str) -> Task | None:
+    drain(queue)
+    return ended(queue, id)
+
+
 def ended(queue: TaskQueue, id: str) -> Task | None:
     task = queue.get(id)
     return task if task.is_final else None
@@ -267,8 +272,7 @@ def test_a_worker_that_is_stopped_past_its_lease_records_nothing(
         lambda tx: tx.execute("UPDATE tasks SET lease_until = 0, holder = replace(holder, '\"until\":', '\"until\":-')")
     )
     eventually(lambda: [sweeper.tick(), queue.get(task.id).status is Status.QUEUED][1])
-    finished = eventually(lambda: [drain(queue), ended(queue, task.id)][1])
-    assert finished is not None
+    finished = eventually(lambda: drained(queue, task.id))
     worker.send_signal(signal.SIGCONT)
     other = queue.submit("echo.fork", 1)
     eventually(lambda: ended(queue, other.id), 30)

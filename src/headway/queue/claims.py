@@ -7,7 +7,7 @@ for its next try, or it has FAILED. Who ran it and died without a word is found 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headway._lease import Owner, is_over, read_owner, write_owner
@@ -17,7 +17,7 @@ from headway.ledger.failure import normalise
 from headway.ledger.values import Failure
 from headway.queue.limits import Limits
 from headway.queue.records import _COLUMNS, count_minutes, pages, task_of, tell
-from headway.queue.values import Claim, Priority, Status, Task
+from headway.queue.values import PRIORITIES, Claim, Priority, Status, Task
 from headway.retry import RetryPolicy
 from headway.telemetry import Log
 
@@ -54,10 +54,12 @@ def claim(
     queues: Sequence[Priority],
     limit: int = 1,
     ids: Sequence[str] | None = None,
+    unhinted: bool = False,
 ) -> list[Claim]:
     """Take up to ``limit`` tasks that may run now: the first queue's first, in each queue by turns.
 
-    With ``ids`` only these, as far as they still wait. A queue that is paused gives nothing, from this moment on.
+    With ``ids`` only these, as far as they still wait; with ``unhinted`` only those that RQ was not told of. A queue that
+    is paused gives nothing, from this moment on.
     """
     now = tx.now()
     promote(tx, now)
@@ -67,7 +69,7 @@ def claim(
     limits = Limits(tx, now)
     rows: list[Row] = []
     while len(rows) < limit:
-        numbers = _pick(tx, who, open_queues, limit - len(rows), ids, limits)
+        numbers = _pick(tx, who, open_queues, limit - len(rows), ids, limits, unhinted=unhinted)
         if not numbers:
             break
         rows += _take(tx, who, numbers, now)
@@ -80,7 +82,14 @@ def claim(
 
 
 def _pick(
-    tx: Tx, who: Claimant, places: Sequence[int], count: int, ids: Sequence[str] | None, limits: Limits
+    tx: Tx,
+    who: Claimant,
+    places: Sequence[int],
+    count: int,
+    ids: Sequence[str] | None,
+    limits: Limits,
+    *,
+    unhinted: bool,
 ) -> list[int]:
     """Rows that may run, locked. Under limits some of those looked at may not: then the caller asks for more."""
     where = [f"place IN ({marks(len(places))})", f"kind IN ({marks(len(who.kinds))})"]
@@ -88,6 +97,8 @@ def _pick(
     if ids is not None:
         where.append(f"id IN ({marks(len(ids))})")
         values += ids
+    if unhinted:
+        where.append("hinted_at IS NULL")
     barred, barred_values = limits.barred()
     where += barred
     values += barred_values
@@ -307,19 +318,48 @@ def _stale(claim: Claim) -> StaleClaim:
 # Hints: which ids RQ should know
 
 
-def unhinted(tx: Tx, *, older_than: float, limit: int) -> list[tuple[str, Priority]]:
-    """Tasks that wait and of which RQ was not told, or told so long ago that the hint may be lost; in order of service."""
+def unhinted(tx: Tx, *, limit: int) -> list[tuple[str, Priority]]:
+    """Tasks that may run and of which RQ was not told, in the order of service; none of a paused queue."""
+    now = tx.now()
+    open_queues = [queue.place for queue in PRIORITIES if queue not in paused(tx, now)]
+    barred, values = Limits(tx, now).barred()
+    where = "".join(f" AND {condition}" for condition in barred)
     rows = tx.all(
-        "SELECT id, queue FROM tasks WHERE status = 'QUEUED' AND ready = 1 AND (hinted_at IS NULL OR hinted_at < ?) "
-        "ORDER BY place, turn, no LIMIT ?",
+        "SELECT id, queue FROM tasks WHERE status = 'QUEUED' AND ready = 1 AND hinted_at IS NULL "
+        f"AND place IN ({marks(len(open_queues))}){where} ORDER BY place, turn, no LIMIT ?",
+        (*open_queues, *values, limit),
+    )
+    return [(id, Priority(queue)) for id, queue in rows]
+
+
+def doubtful(tx: Tx, *, older_than: float, limit: int) -> list[tuple[str, Priority]]:
+    """Tasks whose hint is so old that it may be lost."""
+    rows = tx.all(
+        "SELECT id, queue FROM tasks WHERE status = 'QUEUED' AND hinted_at IS NOT NULL AND hinted_at < ? "
+        "ORDER BY hinted_at LIMIT ?",
         (tx.now() - older_than, limit),
     )
     return [(id, Priority(queue)) for id, queue in rows]
 
 
 def hinted(tx: Tx, ids: Sequence[str]) -> None:
+    """RQ was told of these just now."""
     now = tx.now()
     for page in pages(ids):
         tx.execute(
             f"UPDATE tasks SET hinted_at = ? WHERE id IN ({marks(len(page))}) AND status = 'QUEUED'", (now, *page)
         )
+
+
+def unhint(tx: Tx, ids: Iterable[str]) -> None:
+    """RQ does not know of these (any more)."""
+    for page in pages(sorted(ids)):
+        tx.execute(f"UPDATE tasks SET hinted_at = NULL WHERE id IN ({marks(len(page))}) AND status = 'QUEUED'", page)
+
+
+def known(tx: Tx, ids: Sequence[str]) -> tuple[set[str], set[str]]:
+    """(those of ``ids`` that are tasks, those of them that wait)."""
+    found: dict[str, str] = {}
+    for page in pages(ids):
+        found |= dict(tx.all(f"SELECT id, status FROM tasks WHERE id IN ({marks(len(page))})", page))
+    return set(found), {id for id, status in found.items() if status == Status.QUEUED}

@@ -36,9 +36,9 @@ _COLUMNS = (
 )
 _INSERT = (
     "INSERT INTO tasks (id, kind, queue, place, turn, party, status, ready, user_id, slot, role, payload, fingerprint, "
-    "retries, retry_delay, timeout, run_at, created_at, updated_at) VALUES "
+    "retries, retry_delay, timeout, run_at, created_at, updated_at, hinted_at) VALUES "
 )
-_ROW = "(?, ?, ?, ?, ?, ?, 'QUEUED', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_ROW = "(?, ?, ?, ?, ?, ?, 'QUEUED', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _LOCKED = {"sqlite": "", "postgresql": " FOR UPDATE"}
 
 
@@ -46,8 +46,11 @@ _LOCKED = {"sqlite": "", "postgresql": " FOR UPDATE"}
 # Submitting
 
 
-def submit(tx: Tx, tasks: Sequence[NewTask], *, per_user: int | None) -> list[Task]:
+def submit(tx: Tx, tasks: Sequence[NewTask], *, per_user: int | None, hinting: bool = False) -> list[Task]:
     """Put tasks in, all of them or none. A task that is there already with the same content is returned as it is.
+
+    ``hinting``: the caller is about to tell RQ of them. It is written down beforehand, because a second commit would
+    double the cost of a submission; should the caller die in between, the sweeper looks for the hint and gives it.
 
     Raises `UserBusy` when a user would have more than ``per_user`` active ones, `TaskConflict` when an id is taken by
     another content.
@@ -62,7 +65,7 @@ def submit(tx: Tx, tasks: Sequence[NewTask], *, per_user: int | None) -> list[Ta
     while left:
         # A place that somebody takes meanwhile is a conflict: then look again. Each round places a task or raises.
         slots = _free_slots(tx, left, per_user)
-        inserted = _insert(tx, [task for task in left if task.id in slots], slots, placed, now)
+        inserted = _insert(tx, [task for task in left if task.id in slots], slots, placed, now, hinting=hinting)
         new |= inserted
         left = [task for task in left if task.id not in inserted]
         known = _by_ids(tx, [task.id for task in left])
@@ -76,6 +79,8 @@ def submit(tx: Tx, tasks: Sequence[NewTask], *, per_user: int | None) -> list[Ta
     for one in added.values():
         tell(tx, one, now)
     count_minutes(tx, now, submitted=added.values())
+    if added and not hinting:
+        wake(tx)
     return [added.get(task.id) or found[task.id] for task in tasks]
 
 
@@ -134,7 +139,9 @@ def _free_slots(tx: Tx, tasks: Sequence[NewTask], per_user: int | None) -> dict[
     return slots
 
 
-def _insert(tx: Tx, tasks: Sequence[NewTask], slots: dict[str, int | None], placed: _Placing, now: float) -> set[str]:
+def _insert(
+    tx: Tx, tasks: Sequence[NewTask], slots: dict[str, int | None], placed: _Placing, now: float, *, hinting: bool
+) -> set[str]:
     inserted: set[str] = set()
     for start in range(0, len(tasks), ROWS_TOGETHER):
         page = tasks[start : start + ROWS_TOGETHER]
@@ -144,6 +151,7 @@ def _insert(tx: Tx, tasks: Sequence[NewTask], slots: dict[str, int | None], plac
                 task.id, task.kind, task.priority.value, task.priority.place, placed.turn(task), task.party,
                 int(task.delay <= 0), task.user_id, slots[task.id], task.role, task.payload, task.fingerprint,
                 task.retries, task.retry_delay, task.timeout, now + max(0.0, task.delay), now, now,
+                now if hinting and task.delay <= 0 else None,
             )  # fmt: skip
         rows = tx.all(f"{_INSERT}{', '.join([_ROW] * len(page))} ON CONFLICT DO NOTHING RETURNING id", values)
         inserted.update(id for (id,) in rows)
@@ -371,6 +379,12 @@ def tell(tx: Tx, task: Task, now: float) -> None:
             data=data,
         ),
     )
+
+
+def wake(tx: Tx) -> None:
+    """Tell workers that listen to the database that there may be something to claim; they look for themselves."""
+    if tx.engine == "postgresql":
+        tx.one("SELECT pg_notify('headway_tasks', '')")
 
 
 def count_minutes(

@@ -28,6 +28,8 @@ INTERVAL = 2.0
 LEASE = 8.0
 #: Seconds after which a worker that said nothing is taken for lost.
 WORKER_SECONDS = 20.0
+#: Seconds after which a hint that led to no claim is looked for in RQ.
+HINT_SECONDS = 10.0
 #: Workers that ended are shown for a day.
 WORKER_KEPT = 86_400.0
 _BATCH = 500
@@ -37,12 +39,12 @@ _AWAY = RetryPolicy(retries=0, base=1.0, cap=30.0, jitter=0.2)
 class Hints(Protocol):
     """Who tells workers that there is something to claim."""
 
-    def push(self, tasks: Sequence[tuple[str, Priority]]) -> bool:
-        """Pass these ids on, in this order; False when that is not possible now."""
+    def push(self, tasks: Sequence[tuple[str, Priority]]) -> list[str]:
+        """Pass ids on, in this order; those that were."""
         ...
 
-    def lost_after(self) -> float:
-        """Seconds after which a hint that led to no claim is given again."""
+    def missing(self, tasks: Sequence[tuple[str, Priority]]) -> list[tuple[str, Priority]]:
+        """Those that were passed on and are lost."""
         ...
 
 
@@ -133,17 +135,23 @@ class Sweeper:
         return True
 
     def _hint(self) -> int:
+        """Tell RQ of tasks it does not know: those never told of, and those whose hint was lost on the way."""
         if self._hints is None:
             return 0
-        hints, limit = self._hints, _BATCH
-        waiting = self._queue.database.run(
-            lambda tx: claims.unhinted(tx, older_than=hints.lost_after(), limit=limit), operation="queue.unhinted"
+        hints, database = self._hints, self._queue.database
+        old = database.run(
+            lambda tx: claims.doubtful(tx, older_than=HINT_SECONDS, limit=_BATCH), operation="queue.doubtful"
         )
-        if not waiting or not hints.push(waiting):
-            return 0
-        ids = [id for id, _ in waiting]
-        self._queue.database.run(lambda tx: claims.hinted(tx, ids), operation="queue.hinted")
-        return len(waiting)
+        if old:
+            lost = {task_id for task_id, _ in hints.missing(old)}
+            standing = [task_id for task_id, _ in old if task_id not in lost]
+            database.run(lambda tx: claims.hinted(tx, standing), operation="queue.hinted")  # looked at again later
+            database.run(lambda tx: claims.unhint(tx, lost), operation="queue.unhint")
+        waiting = database.run(lambda tx: claims.unhinted(tx, limit=_BATCH), operation="queue.unhinted")
+        done = hints.push(waiting)
+        if done:
+            database.run(lambda tx: claims.hinted(tx, done), operation="queue.hinted")
+        return len(done)
 
     def _measure(self) -> None:
         for info in self._queue.stats():

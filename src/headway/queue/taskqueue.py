@@ -17,20 +17,26 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from headway._sql import Database, Tx, connect
 from headway.errors import InvalidInput
 from headway.ids import check_id
-from headway.queue import limits, records
+from headway.queue import claims, limits, records
 from headway.queue.codec import PAYLOAD_LIMIT, Codec, FernetCodec, PlainCodec, fingerprint, write_payload
 from headway.queue.values import NewTask, Priority, QueueInfo, Status, Task
 from headway.retry import TASK
 from headway.telemetry import Log
 
+if TYPE_CHECKING:
+    from headway.queue.rq import RqHints
+
 log = Log("queue")
 
 Isolation = Literal["fork", "none"]
+#: rq and hybrid: workers hear of tasks through RQ, and from the rows where RQ does not know them. database: no Redis at
+#: all. auto: rq where a Redis is named.
+Mode = Literal["auto", "rq", "database", "hybrid"]
 HandlerFunction = Callable[[Any, Any], Any]  # (the running task, its payload) -> a result that is JSON
 F = TypeVar("F", bound=HandlerFunction)
 
@@ -68,8 +74,10 @@ class TaskQueue:
     def __init__(
         self,
         database: str | Database = "sqlite:///headway.db",
-        *,
+        redis: str | None = None,
+        mode: Mode = "auto",
         per_user: int | None = 1,
+        *,
         keys: Sequence[str | bytes] = (),
         codec: Codec | None = None,
         new_id: Callable[[], str] | None = None,
@@ -78,6 +86,14 @@ class TaskQueue:
     ) -> None:
         if per_user is not None and (type(per_user) is not int or not 1 <= per_user <= 10_000):
             raise InvalidInput(f"per_user={per_user!r} is no number of tasks.", hint="Use 1 to 10,000, or None.")
+        if mode not in ("auto", "rq", "database", "hybrid"):
+            raise InvalidInput(f"mode={mode!r} is not known.", hint="Use auto, rq, database or hybrid.")
+        if mode in ("rq", "hybrid") and redis is None:
+            raise InvalidInput(
+                f"The mode {mode} needs a Redis.", hint="Give one: TaskQueue(redis='redis://localhost:6379/0')"
+            )
+        self.redis_url = None if mode == "database" else redis
+        self._hints: RqHints | None = None
         self._url = database if isinstance(database, str) else None
         self._opened = database if isinstance(database, Database) else None
         self._opening = threading.Lock()
@@ -154,9 +170,19 @@ class TaskQueue:
     def _submit(self, tasks: Sequence[NewTask]) -> Sequence[Task]:
         if not tasks:
             return []
-        return self.database.run(
-            lambda tx: records.submit(tx, tasks, per_user=self._per_user), operation="queue.submit"
+        hints = self.hints
+        accepted = self.database.run(
+            lambda tx: records.submit(tx, tasks, per_user=self._per_user, hinting=hints is not None),
+            operation="queue.submit",
         )
+        if hints is not None:
+            # It is accepted: whatever happens to the hint, the task is not lost.
+            new = [(task.id, task.priority) for task in accepted if task.version == 1]
+            told = set(hints.push(new))
+            untold = [task_id for task_id, _ in new if task_id not in told]
+            if untold:
+                self._run(lambda tx: claims.unhint(tx, untold), "unhint")
+        return accepted
 
     def _new(
         self,
@@ -277,6 +303,17 @@ class TaskQueue:
     # ---- the database ------------------------------------------------------------------------------------------------
 
     @property
+    def hints(self) -> RqHints | None:
+        """Who tells RQ of tasks; None in database mode."""
+        if self._hints is None and self.redis_url is not None:
+            from headway.queue.rq import RqHints
+
+            with self._opening:
+                if self._hints is None:
+                    self._hints = RqHints(self.redis_url)
+        return self._hints
+
+    @property
     def database(self) -> Database:
         if self._opened is None:
             with self._opening:
@@ -290,6 +327,9 @@ class TaskQueue:
         return self._codec.decode(id, stored)
 
     def close(self) -> None:
+        if self._hints is not None:
+            self._hints.close()
+            self._hints = None
         if self._opened is not None and self._url is not None:
             self._opened.close()
             self._opened = None

@@ -31,7 +31,7 @@ class Settings:
     memory_limit: int = MEMORY_LIMIT
     cancel_grace: float = CANCEL_GRACE
     drain: float = 30.0
-    rest: float = 0.2
+    rest: float = 1.0
 
 
 class Keeping(Protocol):

@@ -24,6 +24,7 @@ from headway.ledger.values import Failure
 from headway.lifecycle import Budget, Shutdown
 from headway.queue import claims
 from headway.queue.claims import Claimant
+from headway.queue.database import DatabaseSource
 from headway.queue.execution import (
     Context,
     Ended,
@@ -42,6 +43,8 @@ from headway.telemetry import Log, metrics
 
 log = Log("queue")
 
+#: An idle worker says so often that it is alive, and hears what an operator wants of it.
+ALIVE_SECONDS = 3.0
 _AWAY = RetryPolicy(retries=0, base=0.5, cap=15.0, jitter=0.2)
 
 
@@ -54,20 +57,11 @@ class Source(Protocol):
         """Until something may be there to claim, ``stop`` is set, or the time is over."""
         ...
 
+    def settled(self, tasks: Sequence[Task]) -> None:
+        """These tasks of the worker have ended, or wait again."""
+        ...
 
-class DatabaseSource:
-    """Tasks straight from their rows: the mode without Redis."""
-
-    def __init__(self, queue: TaskQueue) -> None:
-        self._queue = queue
-
-    def claim(self, who: Claimant, queues: Sequence[Priority], limit: int) -> list[Claim]:
-        return self._queue.database.run(
-            lambda tx: claims.claim(tx, who, queues=queues, limit=limit), operation="queue.claim"
-        )
-
-    def wait(self, seconds: float, stop: threading.Event) -> None:
-        stop.wait(seconds)
+    def close(self) -> None: ...
 
 
 class Worker:
@@ -95,6 +89,8 @@ class Worker:
         self._interrupts: Interrupts | None = None
         self._completed = self._failed = 0
         self._wanted: str | None = None
+        self._said: tuple[str, str | None] | None = None
+        self._said_at = 0.0
         self._failures = 0
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
@@ -120,6 +116,7 @@ class Worker:
                     self._source.wait(rest, self._shutdown.stop)
         finally:
             self._leave()
+            self._source.close()
 
     def tick(self) -> float:
         """One batch: claim, run, record. Seconds to rest when there was nothing."""
@@ -247,6 +244,7 @@ class Worker:
                 self._failed += ended.failure is not None
                 metrics.observe("headway_task_seconds", seconds, kind=task.kind, status=task.status.value)
         self._ended.clear()
+        self._source.settled([task for task in settled if task is not None])
 
     def _settle(self, tx: Tx, claim: Claim, ended: Ended, seconds: float) -> Task | None:
         try:
@@ -285,15 +283,20 @@ class Worker:
         return bool(lost & numbers), bool(cancelling & numbers)
 
     def _give_back(self, returned: Sequence[Claim]) -> None:
-        def work(tx: Tx) -> None:
-            for claim in returned:
-                claims.give_back(tx, claim)
+        def work(tx: Tx) -> list[Task | None]:
+            return [claims.give_back(tx, claim) for claim in returned]
 
-        self._queue.database.run(work, operation="queue.give_back")
+        back = self._queue.database.run(work, operation="queue.give_back")
+        self._source.settled([task for task in back if task is not None])
 
     # ---- being seen --------------------------------------------------------------------------------------------------
 
     def _say_alive(self, state: str, task: str | None = None) -> None:
+        """At once when something changed, else every few seconds: an idle worker writes next to nothing."""
+        if (state, task) == self._said and time.monotonic() - self._said_at < ALIVE_SECONDS:
+            return
+        self._said, self._said_at = (state, task), time.monotonic()
+
         def work(tx: Tx) -> str | None:
             now = tx.now()
             row = tx.one(

@@ -1,0 +1,357 @@
+"""RQ carries the ids of tasks, so that workers hear of them at once and RQ's own tools see what goes on.
+
+A hint in RQ is a job with the task's id, a fixed description and no argument but the id; what it says is never executed and
+never deserialised here. A worker that pops an id claims the *row* of that id: an id that has no row is nobody's task, is put
+into RQ's registry of failed jobs and said in the log as a security event; an id whose row does not wait any more (a
+second hint, a replay) is dropped. Redis may be wiped, replaced or rolled back at any moment: the sweeper gives the hints of
+waiting rows again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from rq import Queue as RqQueue
+from rq import SimpleWorker
+from rq.executions import Execution
+from rq.job import Job as RqJob
+from rq.job import JobStatus
+from rq.registry import FailedJobRegistry
+from rq.results import Result
+from rq.serializers import JSONSerializer
+
+from headway import _redis
+from headway.errors import HeadwayError
+from headway.queue import claims
+from headway.queue.claims import Claimant
+from headway.queue.taskqueue import TaskQueue
+from headway.queue.values import PRIORITIES, Claim, Priority, Status, Task
+from headway.retry import CircuitBreaker
+from headway.telemetry import Log, metrics, redact
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+log = Log("queue")
+
+#: What RQ's tools show for a task: nothing of its payload.
+DESCRIPTION = "headway task"
+#: The function a hint names. Only a worker that is not ours would call it.
+FUNCTION = "headway.queue.rq.not_by_this_worker"
+#: Seconds a submission waits for Redis; then the sweeper gives the hint.
+SUBMIT_TIMEOUT = 0.25
+#: Hints that wait in one queue at the most; more tasks wait in SQL alone.
+WINDOW = 10_000
+#: Seconds after which a hint without a claim is looked for.
+LOST_AFTER = 30.0
+_FAILED_SECONDS = 7 * 86_400
+_IDLE_LOOK = 1.0
+
+
+def not_by_this_worker(task_id: str) -> None:
+    """What a hint calls. A worker of RQ itself must not run it: it knows nothing of the row."""
+    raise HeadwayError(
+        f"Task {task_id} is run by headway's own worker.", hint="Start one: headway worker --app MODULE:QUEUE"
+    )
+
+
+class RqHints:
+    """Tells RQ of tasks. While Redis is away it says so at once, and the rows wait in SQL."""
+
+    def __init__(self, url: str, *, timeout: float = SUBMIT_TIMEOUT, window: int = WINDOW) -> None:
+        self._url, self._window = url, window
+        self._client = _redis.connect(
+            url, role="queue", name="hints", timeout=timeout, connect_timeout=timeout, decode=False
+        )
+        self._breaker = CircuitBreaker(threshold=1, cooldown=1.0)
+
+    def push(self, tasks: Sequence[tuple[str, Priority]]) -> list[str]:
+        """Put ids into their queues, in this order; those that RQ has now. The others wait for the sweeper."""
+        if not tasks or not self._breaker.allow():
+            return []
+        try:
+            done = self._push(tasks)
+        except _redis.failures() as error:
+            if self._breaker.failed():
+                log.warning("Redis is away: tasks wait in the database", error=redact(str(error)))
+            metrics.gauge("headway_queue_redis_away", 1)
+            return []
+        if self._breaker.succeeded():
+            log.warning("Redis is back: tasks go to RQ again")
+            metrics.gauge("headway_queue_redis_away", 0)
+        return done
+
+    def _push(self, tasks: Sequence[tuple[str, Priority]]) -> list[str]:
+        pipeline = self._client.pipeline(transaction=False)
+        names = sorted({priority.value for _, priority in tasks})
+        for name in names:
+            pipeline.llen(_list_key(name))
+        room = {name: self._window - length for name, length in zip(names, pipeline.execute(), strict=True)}
+        pipeline = self._client.pipeline(transaction=True)
+        done = []
+        for task_id, priority in tasks:
+            if room[priority.value] <= 0:
+                continue
+            room[priority.value] -= 1
+            job = self.job(task_id, priority)
+            job.status = JobStatus.QUEUED  # type: ignore[attr-defined]  # written by set_status alone in some releases
+            mapping = {**job.to_dict(include_meta=False, include_result=False), "status": JobStatus.QUEUED.value}
+            pipeline.sadd(RqQueue.redis_queues_keys, _list_key(priority.value))
+            pipeline.hset(RqJob.key_for(task_id), mapping=mapping)
+            pipeline.rpush(_list_key(priority.value), task_id)
+            done.append(task_id)
+        pipeline.execute()
+        return done
+
+    def missing(self, tasks: Sequence[tuple[str, Priority]]) -> list[tuple[str, Priority]]:
+        """Those of ``tasks`` that stand in no queue of RQ: their hint was popped and came to nothing, or was lost."""
+        standing: set[str] = set()
+        for name in sorted({priority.value for _, priority in tasks}):
+            found: Any = self._client.lrange(_list_key(name), 0, -1)
+            standing.update(raw.decode("utf-8", "replace") for raw in found)
+        return [(task_id, priority) for task_id, priority in tasks if task_id not in standing]
+
+    def remove(self, task_id: str, priority: Priority) -> None:
+        """A task was cancelled: its hint is of no use any more. One that stays does no harm."""
+        with suppress(*_redis.failures()):
+            pipeline = self._client.pipeline(transaction=True)
+            pipeline.lrem(_list_key(priority.value), 1, task_id)
+            pipeline.delete(RqJob.key_for(task_id))
+            pipeline.execute()
+
+    def job(self, task_id: str, priority: Priority) -> RqJob:
+        return _job(self._client, task_id, priority)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _job(client: Redis, task_id: str, priority: Priority) -> RqJob:
+    return RqJob.create(
+        FUNCTION,
+        args=(task_id,),
+        id=task_id,
+        connection=client,
+        origin=priority.value,
+        description=DESCRIPTION,
+        serializer=JSONSerializer,
+        result_ttl=0,
+        failure_ttl=_FAILED_SECONDS,
+        timeout=-1,
+    )
+
+
+def _list_key(name: str) -> str:
+    return RqQueue.redis_queue_namespace_prefix + name
+
+
+class RqSource:
+    """Tasks by the hints of RQ; while Redis is away, and for rows without a hint, straight from the rows."""
+
+    def __init__(
+        self, queue: TaskQueue, url: str, *, name: str, queues: Sequence[Priority] = PRIORITIES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._queue = queue
+        # Its own client: RQ changes the pool of whoever makes a worker, and a wait in BLPOP needs a longer timeout.
+        self._client = _redis.connect(url, role="queue", name="worker", timeout=5.0, decode=False)
+        self._breaker = CircuitBreaker(threshold=1, cooldown=1.0)
+        self._name, self._queues, self._clock = name, queues, clock
+        self._popped: list[tuple[str, Priority]] = []
+        self._looked_at = 0.0
+        self._paused: tuple[float, frozenset[Priority]] = (0.0, frozenset())
+        self._seen: SimpleWorker | None = None
+        self._seen_at = 0.0
+        self._executions: dict[str, tuple[RqJob, Execution]] = {}
+
+    # ---- what a worker asks ------------------------------------------------------------------------------------------
+
+    def claim(self, who: Claimant, queues: Sequence[Priority], limit: int) -> list[Claim]:
+        hinted = self._take_hints(queues, limit)
+        if hinted is None:
+            return self._claim_rows(who, queues, limit)  # Redis is away: as if there were none
+        claimed: list[Claim] = []
+        if hinted:
+            claimed = self._claim_hinted(who, queues, hinted)
+        if not claimed and self._clock() - self._looked_at > _IDLE_LOOK:
+            # Rows that RQ was not told of (an overflow, a limit that is free again) are not left to the sweeper alone.
+            self._looked_at = self._clock()
+            claimed = self._claim_rows(who, queues, limit, unhinted=True)
+        if claimed:
+            self._show_started(claimed)
+        return claimed
+
+    def wait(self, seconds: float, stop: threading.Event) -> None:
+        if stop.is_set() or not self._breaker.allow():
+            stop.wait(min(seconds, 0.5))
+            return
+        names = [_list_key(queue.value) for queue in self._queues if queue not in self._paused_now()]
+        if not names:
+            stop.wait(seconds)
+            return
+        try:
+            self._show_alive()
+            found: Any = self._client.blpop(names, timeout=max(0.05, min(seconds, 1.0)))
+        except _redis.failures() as error:
+            self._failed(error)
+            stop.wait(min(seconds, 0.5))
+            return
+        self._breaker.succeeded()
+        if found:
+            self._popped.append(_hint(found))
+
+    def settled(self, tasks: Iterable[Task]) -> None:
+        """Show RQ's tools how tasks ended. What is not shown because Redis is away, its own cleanup removes."""
+        if not self._breaker.allow():
+            return
+        try:
+            pipeline = self._client.pipeline(transaction=True)
+            for task in tasks:
+                job, execution = self._executions.pop(task.id, (None, None))
+                if job is None or execution is None:
+                    continue
+                execution.delete(job=job, pipeline=pipeline)
+                if task.status is Status.FAILED:
+                    job.set_status(JobStatus.FAILED, pipeline=pipeline)
+                    registry = FailedJobRegistry(
+                        task.priority.value, connection=self._client, serializer=JSONSerializer
+                    )
+                    registry.add(job, ttl=_FAILED_SECONDS, exc_string=task.error or "", pipeline=pipeline)
+                    Result.create_failure(
+                        job, _FAILED_SECONDS, task.error or "", worker_name=self._name, pipeline=pipeline
+                    )
+                elif task.status is not Status.QUEUED:
+                    pipeline.delete(RqJob.key_for(task.id))
+            if self._seen is not None:
+                pipeline.hset(self._seen.key, "state", "idle")
+                pipeline.hdel(self._seen.key, "current_job")
+            pipeline.execute()
+        except _redis.failures() as error:
+            self._failed(error)
+
+    def close(self) -> None:
+        if self._seen is not None:
+            with suppress(*_redis.failures()):
+                self._seen.register_death()  # type: ignore[no-untyped-call]  # RQ leaves it untyped
+        self._client.close()
+
+    # ---- hints -------------------------------------------------------------------------------------------------------
+
+    def _take_hints(self, queues: Sequence[Priority], limit: int) -> list[tuple[str, Priority]] | None:
+        """Up to ``limit`` ids, the first queue's first; None while Redis is away."""
+        hinted, self._popped = self._popped, []
+        if len(hinted) >= limit or not self._breaker.allow():
+            return hinted or None
+        paused = self._paused_now()
+        try:
+            for queue in queues:
+                if queue in paused:
+                    continue
+                found: Any = self._client.lpop(_list_key(queue.value), limit - len(hinted))
+                hinted += [(raw.decode("utf-8", "replace"), queue) for raw in found or ()]
+                if len(hinted) >= limit:
+                    break
+        except _redis.failures() as error:
+            self._failed(error)
+            return hinted or None
+        self._breaker.succeeded()
+        return hinted
+
+    def _claim_hinted(
+        self, who: Claimant, queues: Sequence[Priority], hinted: Sequence[tuple[str, Priority]]
+    ) -> list[Claim]:
+        ids = [task_id for task_id, _ in hinted]
+
+        def work(tx: Any) -> tuple[list[Claim], set[str], set[str]]:
+            claimed = claims.claim(tx, who, queues=queues, limit=len(ids), ids=ids)
+            taken = {claim.id for claim in claimed}
+            rest = [task_id for task_id in ids if task_id not in taken]
+            known, waiting = claims.known(tx, rest)
+            claims.unhint(tx, waiting)  # paused, or over a limit: the sweeper tells RQ again when it may run
+            return claimed, known, waiting
+
+        try:
+            claimed, known, _ = self._queue.database.run(work, operation="queue.claim")
+        except HeadwayError:
+            self._popped = [*hinted, *self._popped]  # asked again when the database is back
+            raise
+        taken = {claim.id for claim in claimed}
+        for task_id, queue in hinted:
+            if task_id not in taken and task_id not in known:
+                self._refuse(task_id, queue)
+        return claimed
+
+    def _claim_rows(
+        self, who: Claimant, queues: Sequence[Priority], limit: int, *, unhinted: bool = False
+    ) -> list[Claim]:
+        return self._queue.database.run(
+            lambda tx: claims.claim(tx, who, queues=queues, limit=limit, unhinted=unhinted), operation="queue.claim"
+        )
+
+    def _paused_now(self) -> frozenset[Priority]:
+        """Which queues are paused, as of a second ago at the most; the claim itself looks again."""
+        at, known = self._paused
+        if self._clock() - at > _IDLE_LOOK:
+            with self._queue.database.read() as tx:
+                known = frozenset(claims.paused(tx, tx.now()))
+            self._paused = (self._clock(), known)
+        return known
+
+    def _refuse(self, task_id: str, queue: Priority) -> None:
+        """An id that is no task's: somebody else put it there. It is not looked into, let alone run."""
+        shown = task_id if len(task_id) <= 60 else task_id[:57] + "..."
+        log.critical("security: a job in RQ is no task of ours; it was not run", key=shown, queue=queue.value)
+        metrics.count("headway_queue_refused")
+        with suppress(*_redis.failures()):
+            pipeline = self._client.pipeline(transaction=True)
+            pipeline.hset(RqJob.key_for(task_id), mapping={"status": JobStatus.FAILED.value})
+            pipeline.expire(RqJob.key_for(task_id), _FAILED_SECONDS)
+            pipeline.zadd(
+                FailedJobRegistry(queue.value, connection=self._client).key, {task_id: time.time() + _FAILED_SECONDS}
+            )
+            pipeline.execute()
+
+    def _failed(self, error: BaseException) -> None:
+        if self._breaker.failed():
+            log.warning("Redis is away: tasks are taken from the database", worker=self._name, error=redact(str(error)))
+
+    # ---- what RQ's tools see -----------------------------------------------------------------------------------------
+
+    def _show_alive(self) -> None:
+        if self._seen is None:
+            queues = [RqQueue(queue.value, connection=self._client) for queue in self._queues]
+            self._seen = SimpleWorker(
+                queues, name=self._name, connection=self._client, serializer=JSONSerializer, worker_ttl=60
+            )
+            self._seen.register_birth()  # type: ignore[no-untyped-call]  # RQ leaves it untyped
+            self._seen_at = self._clock()
+        elif self._clock() - self._seen_at > 15.0:
+            self._seen.heartbeat(120)
+            self._seen_at = self._clock()
+
+    def _show_started(self, claimed: Sequence[Claim]) -> None:
+        if not self._breaker.allow():
+            return
+        try:
+            self._show_alive()
+            pipeline = self._client.pipeline(transaction=True)
+            for claim in claimed:
+                job = _job(self._client, claim.id, claim.priority)
+                job.prepare_for_execution(self._name, pipeline=pipeline)
+                pipeline.hset(RqJob.key_for(claim.id), mapping=job.to_dict(include_meta=False, include_result=False))
+                execution = Execution.create(job, ttl=90, pipeline=pipeline)
+                self._executions[claim.id] = (job, execution)
+            if self._seen is not None:
+                pipeline.hset(self._seen.key, mapping={"state": "busy", "current_job": claimed[0].id})
+            pipeline.execute()
+        except _redis.failures() as error:
+            self._failed(error)
+
+
+def _hint(found: Sequence[bytes]) -> tuple[str, Priority]:
+    key, raw = found
+    return raw.decode("utf-8", "replace"), Priority(key.decode().removeprefix(RqQueue.redis_queue_namespace_prefix))

@@ -1,0 +1,285 @@
+"""RQ carries ids only: wiped, forged, replayed or away, it can neither lose a task nor have anything executed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from rq import Queue as RqQueue
+from rq import Worker as RqWorker
+from rq.job import Job as RqJob
+from rq.registry import FailedJobRegistry, StartedJobRegistry
+from rq.results import Result
+from rq.serializers import JSONSerializer
+
+from headway.queue.rq import RqSource
+from headway.queue.sweeper import Sweeper
+from headway.queue.taskqueue import TaskQueue
+from headway.queue.values import Status, Task, UserBusy
+from headway.queue.watch import Settings
+from headway.queue.worker import Worker
+from tests.queue import app
+from tests.queue.test_worker import ended
+from tests.services.redis import RedisServer
+from tests.services.waiting import eventually
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> str:
+    return f"redis://127.0.0.1:{redis_server.port}/0"
+
+
+@pytest.fixture
+def queue(database_url: str, redis_url: str) -> Iterator[TaskQueue]:
+    with app.build(database_url, redis=redis_url) as made:
+        yield made
+
+
+@pytest.fixture
+def spawn(database_url: str, redis_url: str) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(name: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.queue.app", database_url, name, "5", redis_url],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def raw_client(server: RedisServer) -> Any:
+    """RQ's classes want bytes."""
+    return redis.Redis(port=server.port)
+
+
+def drain(queue: TaskQueue) -> None:
+    assert queue.redis_url is not None
+    source = RqSource(queue, queue.redis_url, name="drainer")
+    Worker(queue, source=source, settings=Settings(rest=0.05)).run(burst=True)
+
+
+def drained(queue: TaskQueue, id: str) -> Task | None:
+    drain(queue)
+    return ended(queue, id)
+
+
+@pytest.mark.req("S2-01", "S2-02", "S2-06")
+def test_a_task_is_hinted_in_the_queue_of_its_priority_without_its_payload(queue: TaskQueue, redis_server: RedisServer):
+    tasks = {
+        priority: queue.submit("echo.none", {"secret": "canary"}, role="admin", priority=priority)
+        for priority in ("urgent", "high", "normal", "low")
+    }
+    client = redis_server.client(0)
+    assert client.smembers("rq:queues") == {f"rq:queue:{priority}" for priority in tasks}
+    for priority, task in tasks.items():
+        assert client.lrange(f"rq:queue:{priority}", 0, -1) == [task.id]
+        assert client.hget(f"rq:job:{task.id}", "description") == "headway task"
+    raw = raw_client(redis_server)
+    dump = b"".join(raw.dump(key) or b"" for key in raw.scan_iter())
+    unpacked = b"".join(zlib.decompress(raw.hget(f"rq:job:{task.id}", "data") or b"") for task in tasks.values())
+    assert b"canary" not in dump + unpacked
+
+
+@pytest.mark.req("S2-05", "S2-07")
+def test_a_worker_serves_the_queues_in_order_and_rqs_tools_see_it(
+    queue: TaskQueue, redis_server: RedisServer, spawn: Callable[..., subprocess.Popen[str]], tmp_path: Path
+):
+    truth = tmp_path / "ran"
+    ids = [
+        queue.submit("log.fork", {"file": str(truth)}, role="admin", priority=priority).id
+        for priority in ("low", "normal", "high", "urgent")
+    ]
+    spawn("w-1")
+    eventually(lambda: all(ended(queue, id) for id in ids), 30)
+    assert truth.read_text().split() == ids[::-1]
+    client = raw_client(redis_server)
+    [seen] = RqWorker.all(connection=client)
+    assert (seen.name, seen.queue_names()) == ("w-1", ["urgent", "high", "normal", "low"])
+    assert not client.keys("rq:job:*"), "what is over leaves nothing"
+    assert not client.keys("rq:execution*")
+
+
+def test_a_running_task_is_in_rqs_registry_of_started_jobs(
+    queue: TaskQueue, redis_server: RedisServer, spawn: Callable[..., subprocess.Popen[str]], tmp_path: Path
+):
+    spawn("w-1")
+    task = queue.submit("patient.fork", str(tmp_path / "began"))
+    eventually((tmp_path / "began").exists, 30)
+    registry = StartedJobRegistry("normal", connection=raw_client(redis_server))
+    assert eventually(lambda: registry.get_job_ids(cleanup=False)) == [task.id]
+    queue.cancel(task.id, by="anna")
+    eventually(lambda: ended(queue, task.id), 30)
+    eventually(lambda: not registry.get_job_ids(cleanup=False))
+
+
+def test_a_task_that_failed_for_good_is_in_rqs_registry_of_failed_jobs_sanitised(
+    queue: TaskQueue, redis_server: RedisServer
+):
+    task = queue.submit("raise.none", "password=canary")
+    drain(queue)
+    client = raw_client(redis_server)
+    registry = FailedJobRegistry("normal", connection=client)
+    assert registry.get_job_ids(cleanup=False) == [task.id]
+    [result] = Result.all(RqJob.fetch(task.id, connection=client, serializer=JSONSerializer))
+    assert (result.exc_string or "").startswith("ValueError: password=")
+    assert "canary" not in str(client.hgetall(f"rq:job:{task.id}")) + str(result.exc_string)
+
+
+@pytest.mark.parametrize("forgery", ["pickle", "shell", "swapped", "callback", "replay", "garbage"])
+def test_a_forged_job_is_never_executed(
+    queue: TaskQueue, redis_server: RedisServer, forgery: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    canary = tmp_path / "canary"
+    client = raw_client(redis_server)
+    rq_queue = RqQueue("normal", connection=client)
+
+    class Bomb:
+        def __reduce__(self):
+            return os.system, (f"touch {canary}",)
+
+    mine = queue.submit("echo.none", 1)
+    match forgery:
+        case "pickle":
+            job = RqJob.create("os.getpid", connection=client, id="forged", origin="normal")
+            client.hset(job.key, mapping={**job.to_dict(), "data": zlib.compress(pickle.dumps(Bomb()))})
+            client.rpush("rq:queue:normal", "forged")
+        case "shell":
+            rq_queue.enqueue("os.system", f"touch {canary}", job_id="forged")
+        case "swapped":
+            client.hset(f"rq:job:{mine.id}", "data", zlib.compress(pickle.dumps(Bomb())))
+        case "callback":
+            client.hset(f"rq:job:{mine.id}", "success_callback_name", "os.system")
+        case "replay":
+            drain(queue)
+            client.rpush("rq:queue:normal", mine.id)
+        case "garbage":
+            client.rpush("rq:queue:normal", b"\xff\xfe" * 1000)
+    fine = queue.submit("echo.none", 2)
+    with caplog.at_level(logging.CRITICAL, "headway"):
+        eventually(lambda: drained(queue, fine.id))
+    assert not canary.exists()
+    assert queue.get(mine.id).status is Status.COMPLETED
+    [[completions]] = queue.database.all(
+        "SELECT count(*) FROM outbox WHERE job = ? AND type = 'task.completed'", (mine.id,)
+    )
+    assert completions == 1
+    refused = [record for record in caplog.records if "security" in record.message]
+    assert bool(refused) == (forgery in ("pickle", "shell", "garbage"))
+
+
+@pytest.mark.req("S2-33")
+def test_a_wiped_redis_costs_no_task(queue: TaskQueue, redis_server: RedisServer):
+    ids = [queue.submit("echo.none", n).id for n in range(5)]
+    redis_server.client(0).flushall()
+    sweeper = Sweeper(queue, hints=queue.hints)
+    queue.database.run(lambda tx: tx.execute("UPDATE tasks SET hinted_at = hinted_at - 60"))
+    sweeper.tick()
+    assert redis_server.client(0).lrange("rq:queue:normal", 0, -1) == ids, "told again, in order"
+    queue.database.run(lambda tx: tx.execute("UPDATE tasks SET hinted_at = hinted_at - 60"))
+    sweeper.tick()
+    assert redis_server.client(0).llen("rq:queue:normal") == 5, "a hint that stands is not doubled"
+    drain(queue)
+    assert all(queue.get(id).status is Status.COMPLETED for id in ids)
+
+
+@pytest.mark.req("S2-04", "S2-20", "S2-32", "S2-33")
+def test_while_redis_is_away_tasks_are_accepted_and_run_from_the_database(
+    database_url: str, redis_factory: Callable[..., RedisServer]
+):
+    server = redis_factory()
+    with app.build(database_url, redis=f"redis://127.0.0.1:{server.port}/0", per_user=1) as queue:
+        queue.submit("echo.none", 1, user_id="anna")
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(UserBusy):
+                queue.submit("echo.none", 2, user_id="anna")
+            away = [queue.submit("echo.none", n, user_id=f"u{n}") for n in range(3)]
+            drain(queue)
+            assert all(ended(queue, task.id) for task in away)
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        back = queue.submit("echo.none", 4, user_id="bert")
+        sweeper = Sweeper(queue, hints=queue.hints)
+        eventually(lambda: sweeper.tick() >= 0 and drained(queue, back.id), 30)
+
+
+@pytest.mark.req("S2-41")
+def test_a_paused_queue_keeps_its_tasks_and_gives_them_in_order_when_it_is_resumed(
+    queue: TaskQueue, redis_server: RedisServer
+):
+    ids = [queue.submit("echo.none", n).id for n in range(4)]
+    queue.pause("normal", reason="upgrade", by="root")
+    urgent = queue.submit("echo.none", role="admin")
+    drain(queue)
+    assert queue.get(urgent.id).status is Status.COMPLETED
+    assert all(queue.get(id).status is Status.QUEUED for id in ids)
+    queue.resume("normal")
+    Sweeper(queue, hints=queue.hints).tick()
+    drain(queue)
+    order = [id for (id,) in queue.database.all("SELECT id FROM tasks WHERE queue = 'normal' ORDER BY started_at")]
+    assert order == ids
+
+
+@pytest.mark.req("S2-14", "S2-16", "S2-31")
+def test_kill_9_right_after_the_pop_and_in_the_middle_loses_nothing(
+    queue: TaskQueue, redis_server: RedisServer, spawn: Callable[..., subprocess.Popen[str]], tmp_path: Path
+):
+    count, kills = 60, 8
+    truth = tmp_path / "ran"
+    queue.submit_many([{"kind": "log.fork", "payload": {"file": str(truth), "seconds": 0.02}} for _ in range(count)])
+    queue.database.run(lambda tx: tx.execute("UPDATE tasks SET retries = 100, retry_delay = 0.01"))
+    client = redis_server.client(0)
+    stop, sweeper = threading.Event(), Sweeper(queue, hints=queue.hints)
+    thread = threading.Thread(target=sweeper.run, args=(stop,))
+    thread.start()
+    try:
+        for n in range(kills):
+            length = client.llen("rq:queue:normal")
+            worker = spawn(f"w{n}")
+            # As soon as a hint is popped: often before its row is claimed.
+            _await_pop(queue, client, length)
+            worker.kill()
+            worker.wait()
+            lost = client.lpop("rq:queue:normal")  # and a pop that nobody survives
+            assert lost is None or isinstance(lost, str)
+        spawn("last")
+        eventually(lambda: not _active(queue), 90)
+    finally:
+        stop.set()
+        thread.join()
+    assert Counter(status for (status,) in queue.database.all("SELECT status FROM tasks")) == {"COMPLETED": count}
+    [[completions]] = queue.database.all("SELECT count(*) FROM outbox WHERE type = 'task.completed'")
+    assert completions == count
+    assert len(set(truth.read_text().split())) == count
+
+
+def _await_pop(queue: TaskQueue, client: Any, length: int) -> None:
+    eventually(lambda: client.llen("rq:queue:normal") < length or not _active(queue), 30)
+
+
+def _active(queue: TaskQueue) -> int:
+    row = queue.database.one("SELECT count(*) FROM tasks WHERE status IN ('QUEUED', 'RUNNING')")
+    assert row is not None
+    return int(row[0])
