@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 from headway.ledger.failure import describe
 from headway.ledger.values import Failure
 from headway.queue.codec import PAYLOAD_LIMIT
+from headway.queue.taskqueue import Context
 from headway.queue.values import Claim
 
 #: What a handler may return, in bytes of JSON.
@@ -34,7 +35,6 @@ _MESSAGE_LIMIT = 500
 #: A process that has said how it ended gets this long to be gone.
 EXIT_SECONDS = 2.0
 
-Context = Callable[[], AbstractContextManager[Any]]
 Report = Callable[[float, str], None]
 
 
@@ -44,6 +44,10 @@ class TaskCancelled(BaseException):
 
 class TaskTimeout(BaseException):
     """Raised in a handler that ran longer than its timeout."""
+
+
+class TaskStopped(BaseException):
+    """Raised in a handler that still ran when its worker had to end: the task goes back into its queue."""
 
 
 class GiveUp(Exception):
@@ -91,6 +95,8 @@ def perform(task: RunningTask, function: Callable[..., Any], text: str, context:
         return Ended(result=_result(value))
     except GiveUp as error:
         return Ended(failure=describe(error), retryable=False)
+    except TaskStopped:
+        raise
     except TaskTimeout as error:
         return Ended(failure=Failure("TimedOut", str(error)), outcome="timeout")
     except TaskCancelled:

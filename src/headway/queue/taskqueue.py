@@ -15,6 +15,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
@@ -37,6 +38,7 @@ Isolation = Literal["fork", "none"]
 #: rq and hybrid: workers hear of tasks through RQ, and from the rows where RQ does not know them. database: no Redis at
 #: all. auto: rq where a Redis is named.
 Mode = Literal["auto", "rq", "database", "hybrid"]
+Context = Callable[[], AbstractContextManager[Any]]
 HandlerFunction = Callable[[Any, Any], Any]  # (the running task, its payload) -> a result that is JSON
 F = TypeVar("F", bound=HandlerFunction)
 
@@ -83,7 +85,10 @@ class TaskQueue:
         new_id: Callable[[], str] | None = None,
         roles: Mapping[str, Role] = ROLES,
         payload_limit: int = PAYLOAD_LIMIT,
+        context: Context | None = None,
     ) -> None:
+        """``context`` makes a context manager that is entered around every handler, in the process that runs it: an
+        application context, a database session."""
         if per_user is not None and (type(per_user) is not int or not 1 <= per_user <= 10_000):
             raise InvalidInput(f"per_user={per_user!r} is no number of tasks.", hint="Use 1 to 10,000, or None.")
         if mode not in ("auto", "rq", "database", "hybrid"):
@@ -102,6 +107,7 @@ class TaskQueue:
         self._new_id = new_id or _secure_id
         self._roles = roles
         self._payload_limit = payload_limit
+        self.context = context
         self.handlers: dict[str, Handler] = {}
 
     # ---- handlers ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Protocol, Self
 
 from headway.ledger.values import Failure
 from headway.queue.claims import LEASE
-from headway.queue.execution import Ended, Interrupts, TaskCancelled, TaskTimeout
+from headway.queue.execution import Ended, Interrupts, TaskCancelled, TaskStopped, TaskTimeout
 from headway.queue.values import PRIORITIES, Claim, Priority
 
 #: Bytes of memory the process of a task may use.
@@ -39,6 +39,11 @@ class Keeping(Protocol):
 
     @property
     def settings(self) -> Settings: ...
+
+    @property
+    def must_end(self) -> bool:
+        """A shutdown was asked for and its time is over."""
+        ...
 
     def note_progress(self, claim: Claim, percent: float, message: str) -> bool: ...
 
@@ -130,6 +135,9 @@ class Pulse:
 
     def _look_after(self, claim: Claim, watch: Watch, began: float) -> None:
         worker = self._worker
+        if worker.must_end:
+            self._end(claim, TaskStopped())
+            return
         said, self._progress = self._progress, None
         if said is not None:
             watch.cancelling |= worker.note_progress(claim, *said)

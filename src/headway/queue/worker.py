@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from headway import __version__
@@ -26,16 +26,16 @@ from headway.queue import claims
 from headway.queue.claims import Claimant
 from headway.queue.database import DatabaseSource
 from headway.queue.execution import (
-    Context,
     Ended,
     Horse,
     Interrupts,
     RunningTask,
     TaskCancelled,
+    TaskStopped,
     TaskTimeout,
     perform,
 )
-from headway.queue.taskqueue import Handler, TaskQueue
+from headway.queue.taskqueue import Context, Handler, TaskQueue
 from headway.queue.values import Claim, Priority, Task
 from headway.queue.watch import PULSE, Pulse, Settings, Watch
 from headway.retry import RetryPolicy
@@ -76,13 +76,17 @@ class Worker:
         name: str | None = None,
         shutdown: Shutdown | None = None,
         context: Context | None = None,
+        orphaned: Callable[[], bool] = lambda: False,
     ) -> None:
+        """``context`` is entered around every handler, in the process that runs it. ``orphaned`` says that whoever started
+        this worker is gone: then it ends as if it had been asked to."""
         self._queue = queue
         self._source = source or DatabaseSource(queue)
         self.settings = settings or Settings()
         self.name = name or f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
         self._shutdown = shutdown or Shutdown()
         self._context = context
+        self._orphaned = orphaned
         self._owner = Owner.current()
         self._held: deque[Claim] = deque()  # claimed and not begun
         self._ended: list[tuple[Claim, Ended, float]] = []  # run and not recorded
@@ -92,6 +96,7 @@ class Worker:
         self._said: tuple[str, str | None] | None = None
         self._said_at = 0.0
         self._failures = 0
+        self._drain: Budget | None = None
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
@@ -99,7 +104,7 @@ class Worker:
         """Work until a shutdown is asked for; with ``burst`` until nothing is left."""
         self._say_alive("idle")
         try:
-            while not self._stopping():
+            while not self._stopping() and not self._orphaned():
                 try:
                     rest = self.tick()
                     self._failures = 0
@@ -143,6 +148,15 @@ class Worker:
     def _stopping(self) -> bool:
         return self._shutdown.stop.is_set() or self._wanted is not None
 
+    @property
+    def must_end(self) -> bool:
+        """What runs has had its time to finish: since the shutdown was asked for, or since an operator said stop."""
+        if not self._stopping():
+            return False
+        if self._drain is None:
+            self._drain = Budget(0.0 if self._wanted == "stop" else self.settings.drain)
+        return self._shutdown.abandon.is_set() or self._drain.spent
+
     # ---- a process per task ------------------------------------------------------------------------------------------
 
     def _run_forked(self, claim: Claim, handler: Handler) -> None:
@@ -151,13 +165,10 @@ class Worker:
             return
         horse = Horse(claim, handler.function, text, self._context)
         watch = Watch(claim, self.settings)
-        grace: Budget | None = None
         said: tuple[float, str] | None = None
         verdict: Ended | None = None
         while not horse.wait(PULSE):
-            if self._shutdown.stop.is_set() and grace is None:
-                grace = Budget(self.settings.drain)
-            if self._shutdown.abandon.is_set() or (grace is not None and grace.spent):
+            if self.must_end:
                 horse.abandon()
                 if horse.ended is None or horse.ended.failure is not None:
                     self._give_back([claim])
@@ -207,6 +218,9 @@ class Worker:
                 try:
                     with self._interrupts.armed():
                         ended = perform(task, handler.function, text, self._context)
+                except TaskStopped:
+                    self._give_back([claim])
+                    continue
                 except (TaskCancelled, TaskTimeout) as late:  # it came between the handler's end and ours
                     ended = Ended(failure=Failure(type(late).__name__, str(late)), outcome="timeout")
                 finally:
