@@ -89,6 +89,32 @@ class TaskQueue:
     ) -> None:
         """``context`` makes a context manager that is entered around every handler, in the process that runs it: an
         application context, a database session."""
+        self._opening = threading.Lock()
+        self._opened: Database | None = None
+        self._url: str | None = None
+        self._hints: RqHints | None = None
+        self.handlers: dict[str, Handler] = {}
+        self._roles = roles
+        self._new_id = new_id or _secure_id
+        self._payload_limit = payload_limit
+        self.context = context
+        self.configure(database=database, redis=redis, mode=mode, per_user=per_user, keys=keys, codec=codec)
+
+    def configure(
+        self,
+        *,
+        database: str | Database,
+        redis: str | None = None,
+        mode: Mode = "auto",
+        per_user: int | None = 1,
+        keys: Sequence[str | bytes] = (),
+        codec: Codec | None = None,
+    ) -> None:
+        """Say where the queue lives, for one that was made before that was known (an application factory)."""
+        if self._hints is not None or (self._opened is not None and self._url is not None):
+            raise InvalidInput(
+                "The queue is in use already and cannot be moved.", hint="Configure it before its first use."
+            )
         if per_user is not None and (type(per_user) is not int or not 1 <= per_user <= 10_000):
             raise InvalidInput(f"per_user={per_user!r} is no number of tasks.", hint="Use 1 to 10,000, or None.")
         if mode not in ("auto", "rq", "database", "hybrid"):
@@ -98,17 +124,10 @@ class TaskQueue:
                 f"The mode {mode} needs a Redis.", hint="Give one: TaskQueue(redis='redis://localhost:6379/0')"
             )
         self.redis_url = None if mode == "database" else redis
-        self._hints: RqHints | None = None
         self._url = database if isinstance(database, str) else None
         self._opened = database if isinstance(database, Database) else None
-        self._opening = threading.Lock()
         self._per_user = per_user
         self._codec = codec or (FernetCodec(keys) if keys else PlainCodec())
-        self._new_id = new_id or _secure_id
-        self._roles = roles
-        self._payload_limit = payload_limit
-        self.context = context
-        self.handlers: dict[str, Handler] = {}
 
     # ---- handlers ----------------------------------------------------------------------------------------------------
 

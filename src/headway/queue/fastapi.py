@@ -1,0 +1,47 @@
+"""The queue in a FastAPI or Starlette application.
+
+    queue = TaskQueue(...)
+    app = FastAPI(lifespan=lifespan(queue))
+
+    @app.post("/captions", status_code=202)
+    async def submit(task: Annotated[Submit, Depends(submitter(queue))]): ...
+
+A submission is a commit, a millisecond or a few: `submitter` does it in a thread, so the loop goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+from headway.queue.taskqueue import TaskQueue
+from headway.queue.values import Task
+
+Submit = Callable[..., Awaitable[Task]]
+
+
+def lifespan(queue: TaskQueue) -> Callable[[Any], AbstractAsyncContextManager[None]]:
+    """Closes the queue's connections when the application ends."""
+
+    @asynccontextmanager
+    async def run(_app: Any) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(queue.close)
+
+    return run
+
+
+def submitter(queue: TaskQueue) -> Callable[[], Submit]:
+    """A dependency: what it gives is called as `TaskQueue.submit` is, and awaited."""
+
+    def depend() -> Submit:
+        async def submit(kind: str, payload: Any = None, **options: Any) -> Task:
+            return await asyncio.to_thread(queue.submit, kind, payload, **options)
+
+        return submit
+
+    return depend
