@@ -56,9 +56,10 @@ class State:
     faults: int = 0
 
 
-def model(variant: Variant, faults: int) -> Model[State]:
+def model(variant: Variant, faults: int, *, cancels: bool) -> Model[State]:
+    """``cancels``: somebody may cancel the task. That also ends a task that nobody would ever run, so look at both."""
     return Model(
-        State(faults=faults),
+        State(faults=faults, canceller="may" if cancels else "never"),
         lambda state: _steps(state, variant),
         _violation,
         _unfinished,
