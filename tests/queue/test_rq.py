@@ -24,7 +24,7 @@ from rq.registry import FailedJobRegistry, StartedJobRegistry
 from rq.results import Result
 from rq.serializers import JSONSerializer
 
-from headway.queue.rq import RqSource
+from headway.queue.rq import RqHints, RqSource
 from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import Status, Task, UserBusy
@@ -223,6 +223,39 @@ def test_while_redis_is_away_tasks_are_accepted_and_run_from_the_database(
         back = queue.submit("echo.none", 4, user_id="bert")
         sweeper = Sweeper(queue, hints=queue.hints)
         eventually(lambda: sweeper.tick() >= 0 and drained(queue, back.id), 30)
+
+
+@pytest.mark.req("S2-35", "S2-59")
+def test_near_the_memory_limit_tasks_wait_in_the_database_and_somebody_is_told(
+    database_url: str, redis_factory: Callable[..., RedisServer]
+):
+    server = redis_factory(maxmemory="8mb", maxmemory_policy="noeviction")
+    alerts: list[str] = []
+    url = f"redis://127.0.0.1:{server.port}/0"
+    with app.build(database_url, redis=url) as queue:
+        failed = queue.submit("raise.none", "boom")
+        drain(queue)
+        client = server.client(0)
+        assert client.zcard("rq:failed:normal") == 1
+        hints = RqHints(url, alert=alerts.append)
+        sweeper = Sweeper(queue, hints=hints)
+        client.set("ballast", "x" * int(0.92 * 8 * 2**20 - client.info("memory")["used_memory"]))
+        waiting = queue.submit("echo.none", 1)
+        queue.database.run(lambda tx: tx.execute("UPDATE tasks SET hinted_at = NULL"))
+        client.delete("rq:queue:normal")
+        sweeper.tick()
+        sweeper.tick()
+        assert hints.overflowing
+        assert len(alerts) == 1
+        assert client.llen("rq:queue:normal") == 0
+        assert client.zcard("rq:failed:normal") == 0, "cleaned up"
+        assert not client.exists(f"rq:job:{failed.id}")
+        client.delete("ballast")
+        eventually(lambda: sweeper.tick() >= 0 and client.llen("rq:queue:normal") == 1)
+        assert len(alerts) == 2
+        drain(queue)
+        assert queue.get(waiting.id).status is Status.COMPLETED
+        hints.close()
 
 
 @pytest.mark.req("S2-41")

@@ -48,6 +48,8 @@ SUBMIT_TIMEOUT = 0.25
 WINDOW = 10_000
 #: Seconds after which a hint without a claim is looked for.
 LOST_AFTER = 30.0
+#: Shares of Redis's memory at which hints stop, and at which they begin again.
+OVERFLOW_FROM, OVERFLOW_UNTIL = 0.85, 0.75
 _FAILED_SECONDS = 7 * 86_400
 _IDLE_LOOK = 1.0
 
@@ -62,8 +64,19 @@ def not_by_this_worker(task_id: str) -> None:
 class RqHints:
     """Tells RQ of tasks. While Redis is away it says so at once, and the rows wait in SQL."""
 
-    def __init__(self, url: str, *, timeout: float = SUBMIT_TIMEOUT, window: int = WINDOW) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float = SUBMIT_TIMEOUT,
+        window: int = WINDOW,
+        memory_limit: int | None = None,
+        alert: Callable[[str], None] | None = None,
+    ) -> None:
+        """``memory_limit``: bytes Redis may use, for a server that has no maxmemory of its own."""
         self._url, self._window = url, window
+        self._memory_limit, self._alert = memory_limit, alert
+        self.overflowing = False
         self._client = _redis.connect(
             url, role="queue", name="hints", timeout=timeout, connect_timeout=timeout, decode=False
         )
@@ -71,7 +84,7 @@ class RqHints:
 
     def push(self, tasks: Sequence[tuple[str, Priority]]) -> list[str]:
         """Put ids into their queues, in this order; those that RQ has now. The others wait for the sweeper."""
-        if not tasks or not self._breaker.allow():
+        if not tasks or self.overflowing or not self._breaker.allow():
             return []
         try:
             done = self._push(tasks)
@@ -115,12 +128,54 @@ class RqHints:
             standing.update(raw.decode("utf-8", "replace") for raw in found)
         return [(task_id, priority) for task_id, priority in tasks if task_id not in standing]
 
-    def remove(self, task_id: str, priority: Priority) -> None:
-        """A task was cancelled: its hint is of no use any more. One that stays does no harm."""
+    def look_at_memory(self) -> bool:
+        """Whether Redis is so full that new tasks wait in SQL alone. Said once when it begins and once when it is over;
+        meanwhile what RQ keeps of failed tasks is cleaned up."""
+        try:
+            info: Any = self._client.info("memory")
+        except _redis.failures():
+            return self.overflowing  # not known: as before
+        limit = self._memory_limit or int(info.get("maxmemory", 0))
+        share = int(info["used_memory"]) / limit if limit else 0.0
+        metrics.gauge("headway_queue_redis_memory", share)
+        if not self.overflowing and share > OVERFLOW_FROM:
+            self.overflowing = True
+            self._say(f"Redis uses {share:.0%} of its memory: new tasks wait in the database alone")
+        elif self.overflowing and share < OVERFLOW_UNTIL:
+            self.overflowing = False
+            self._say(f"Redis uses {share:.0%} of its memory again: tasks go to RQ")
+        if self.overflowing:
+            with suppress(*_redis.failures()):
+                self._clean_up()
+        return self.overflowing
+
+    def _clean_up(self) -> None:
+        """RQ's copies of what failed are for its tools; the rows have it all."""
+        for priority in PRIORITIES:
+            registry = FailedJobRegistry(priority.value, connection=self._client, serializer=JSONSerializer)
+            ids: Any = self._client.zrange(registry.key, 0, 999)
+            if ids:
+                names = [raw.decode("utf-8", "replace") for raw in ids]
+                pipeline = self._client.pipeline(transaction=True)
+                pipeline.zrem(registry.key, *ids)
+                pipeline.delete(*(key for name in names for key in (RqJob.key_for(name), f"rq:results:{name}")))
+                pipeline.execute()
+
+    def _say(self, message: str) -> None:
+        log.critical(message)
+        if self._alert is not None:
+            try:
+                self._alert(message)
+            except Exception as error:  # noqa: BLE001 - foreign code: the queue goes on whatever it raises
+                log.warning("the alert could not be given", error=redact(str(error)))
+
+    def withdraw(self, tasks: Sequence[tuple[str, Priority]]) -> None:
+        """Take hints back. Should Redis be away, they stay: one that leads to no waiting row does no harm."""
         with suppress(*_redis.failures()):
             pipeline = self._client.pipeline(transaction=True)
-            pipeline.lrem(_list_key(priority.value), 1, task_id)
-            pipeline.delete(RqJob.key_for(task_id))
+            for task_id, priority in tasks:
+                pipeline.lrem(_list_key(priority.value), 0, task_id)
+                pipeline.delete(RqJob.key_for(task_id))
             pipeline.execute()
 
     def job(self, task_id: str, priority: Priority) -> RqJob:

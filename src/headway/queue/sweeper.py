@@ -47,6 +47,10 @@ class Hints(Protocol):
         """Those that were passed on and are lost."""
         ...
 
+    def look_at_memory(self) -> bool:
+        """Whether there is no room for more."""
+        ...
+
 
 class Sweeper:
     """See the module. `tick` is one round."""
@@ -139,6 +143,8 @@ class Sweeper:
         if self._hints is None:
             return 0
         hints, database = self._hints, self._queue.database
+        if hints.look_at_memory():
+            return 0
         old = database.run(
             lambda tx: claims.doubtful(tx, older_than=HINT_SECONDS, limit=_BATCH), operation="queue.doubtful"
         )

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
@@ -92,6 +92,7 @@ class TaskQueue:
         self._opening = threading.Lock()
         self._opened: Database | None = None
         self._url: str | None = None
+        self._on_submit: Callable[[], object] | None = None
         self._hints: RqHints | None = None
         self.handlers: dict[str, Handler] = {}
         self._roles = roles
@@ -128,6 +129,18 @@ class TaskQueue:
         self._opened = database if isinstance(database, Database) else None
         self._per_user = per_user
         self._codec = codec or (FernetCodec(keys) if keys else PlainCodec())
+
+    @contextmanager
+    def moved(self, *, database: str, on_submit: Callable[[], object] | None = None) -> Iterator[None]:
+        """For tests: on another database, without Redis, calling ``on_submit`` after each submission; then as before."""
+        before = (self._opened, self._url, self._hints, self.redis_url, self._on_submit)
+        self._opened, self._url, self._hints, self.redis_url = connect(database), None, None, None
+        self._on_submit = on_submit
+        try:
+            yield
+        finally:
+            self._opened.close()
+            self._opened, self._url, self._hints, self.redis_url, self._on_submit = before
 
     # ---- handlers ----------------------------------------------------------------------------------------------------
 
@@ -207,6 +220,8 @@ class TaskQueue:
             untold = [task_id for task_id, _ in new if task_id not in told]
             if untold:
                 self._run(lambda tx: claims.unhint(tx, untold), "unhint")
+        if self._on_submit is not None:
+            self._on_submit()
         return accepted
 
     def _new(
@@ -304,7 +319,10 @@ class TaskQueue:
     def cancel(self, id: str, *, by: str = "", user_id: str | None = None) -> Task:
         """Cancel a waiting task at once; a running one is told, and ended by its worker if it does not end itself."""
         check_id(id, "a task id")
-        return self._run(lambda tx: records.cancel(tx, id, by=by or user_id or "headway", user_id=user_id), "cancel")
+        task = self._run(lambda tx: records.cancel(tx, id, by=by or user_id or "headway", user_id=user_id), "cancel")
+        if task.is_final and self.hints is not None:
+            self.hints.withdraw([(task.id, task.priority)])
+        return task
 
     def retry(self, id: str) -> Task:
         """Give a failed or cancelled task another life."""

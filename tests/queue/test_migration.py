@@ -1,0 +1,129 @@
+"""Between RQ and the database, and from somebody's own table: nothing is lost, nothing twice, and it can be asked again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from headway.errors import InvalidInput
+from headway.queue import migration
+from headway.queue.rq import RqHints
+from headway.queue.taskqueue import TaskQueue
+from headway.queue.values import Status
+from headway.queue.worker import Worker
+from tests.queue import app
+from tests.queue.test_rq import drain, redis_url  # noqa: F401 - a fixture
+from tests.services.redis import RedisServer
+
+
+@pytest.fixture
+def queue(database_url: str) -> Iterator[TaskQueue]:
+    """In database mode: no Redis yet."""
+    with app.build(database_url) as made:
+        yield made
+
+
+@pytest.mark.req("S2-18", "S2-19")
+def test_waiting_tasks_move_to_rq_with_their_ids_and_in_order(
+    queue: TaskQueue,
+    redis_url: str,  # noqa: F811
+    redis_server: RedisServer,
+):
+    ids = [queue.submit("echo.none", n, role="admin", priority=p).id for n, p in enumerate(("low", "urgent", "low"))]
+    hints = RqHints(redis_url)
+    assert migration.to_rq(queue, hints, dry_run=True).moved == 3
+    assert not redis_server.client(0).keys()
+    assert migration.to_rq(queue, hints).moved == 3
+    assert migration.to_rq(queue, hints).moved == 0, "asked again: nothing is left"
+    client = redis_server.client(0)
+    assert client.lrange("rq:queue:urgent", 0, -1) == [ids[1]]
+    assert client.lrange("rq:queue:low", 0, -1) == [ids[0], ids[2]]
+    hints.close()
+
+
+@pytest.mark.req("S2-55", "S2-56")
+def test_a_rollback_to_the_database_leaves_nothing_in_redis_and_every_task_runs(
+    database_url: str,
+    redis_url: str,  # noqa: F811
+    redis_server: RedisServer,
+):
+    with app.build(database_url, redis=redis_url) as queue:
+        ids = [queue.submit("echo.none", n).id for n in range(5)]
+        assert redis_server.client(0).llen("rq:queue:normal") == 5
+        assert migration.to_database(queue, dry_run=True).moved == 5
+        assert migration.to_database(queue).moved == 5
+        assert migration.to_database(queue).moved == 0
+        assert not redis_server.client(0).keys("rq:job:*")
+        assert redis_server.client(0).llen("rq:queue:normal") == 0
+    with app.build(database_url) as queue:
+        Worker(queue).run(burst=True)
+        assert all(queue.get(id).status is Status.COMPLETED for id in ids)
+
+
+@pytest.mark.req("S2-18", "S2-19", "S2-22")
+def test_rows_of_an_existing_table_are_taken_over_once(queue: TaskQueue):
+    queue.database.run(
+        lambda tx: tx.execute(
+            "CREATE TABLE captions (task_id TEXT PRIMARY KEY, owner TEXT, body TEXT, state TEXT, prio TEXT)"
+        )
+    )
+    queue.database.run(
+        lambda tx: tx.executemany(
+            "INSERT INTO captions VALUES (?, ?, ?, ?, ?)",
+            [(f"c-{n:03}", f"user-{n}", f'{{"image": {n}}}', "QUEUED" if n % 2 else "DONE", "low") for n in range(20)],
+        )
+    )
+    mapping = {"id": "task_id", "user_id": "owner", "payload": "body", "priority": "prio"}
+
+    def rows():
+        return migration.rows_of(queue.database, "captions", key="task_id", where={"state": "QUEUED"})
+
+    assert migration.take_over(queue, rows(), mapping, kind="echo.none", dry_run=True).moved == 10
+    assert not queue.list()
+    assert migration.take_over(queue, rows(), mapping, kind="echo.none").moved == 10
+    assert migration.take_over(queue, rows(), mapping, kind="echo.none").moved == 10
+    tasks = queue.list(limit=100)
+    assert len(tasks) == 10
+    assert (tasks[0].id, tasks[0].user_id, tasks[0].priority) == ("c-019", "user-19", "low")
+    Worker(queue).run(burst=True)
+    [[result]] = queue.database.all("SELECT result FROM tasks WHERE id = 'c-019'")
+    assert result == '{"image":19}'
+
+
+def test_a_row_that_cannot_be_taken_over_is_named_and_the_others_are(database_url: str):
+    with app.build(database_url, per_user=1) as queue:
+        rows: list[dict[str, object]] = [
+            {"id": "a", "who": "anna", "p": "1"},
+            {"id": "b", "who": "anna", "p": "2"},
+            {"id": "../c", "who": "cora", "p": "3"},
+            {"id": "d", "who": "dora", "p": "no json"},
+            {"id": "e", "who": None, "p": "5"},
+        ]
+        moved = migration.take_over(queue, rows, {"id": "id", "user_id": "who", "payload": "p"}, kind="echo.none")
+        assert (moved.moved, moved.refused) == (2, ("b", "../c", "d"))
+
+
+@pytest.mark.parametrize("mapping", [{}, {"id": "id"}, {"id": "id", "kind": "k", "colour": "c"}])
+def test_a_mapping_that_does_not_say_enough_is_refused(queue: TaskQueue, mapping: dict[str, str]):
+    with pytest.raises(InvalidInput, match="mapping"):
+        migration.take_over(queue, [], mapping)
+
+
+def test_a_table_that_is_none_is_refused(queue: TaskQueue):
+    for table in ("nowhere", "x; DROP TABLE tasks"):
+        with pytest.raises(InvalidInput):
+            list(migration.rows_of(queue.database, table, key="id"))
+
+
+def test_a_move_of_a_queue_that_has_both_modes_runs_everything(
+    database_url: str,
+    redis_url: str,  # noqa: F811
+):
+    with app.build(database_url) as before:
+        old = before.submit("echo.none", 1)
+    with app.build(database_url, redis=redis_url) as queue:
+        new = queue.submit("echo.none", 2)
+        drain(queue)
+        drain(queue)
+        assert all(queue.get(task.id).status is Status.COMPLETED for task in (old, new))
