@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import click
 
 from headway.cli import database_option, json_option, say
-from headway.cli.reading import (
+from headway.cli.toolkit import (
     clock,
     confirm,
     find_job,

@@ -9,7 +9,7 @@ import click
 
 from headway.cli import database_option, json_option, say
 from headway.cli.jobs import cause_facts
-from headway.cli.reading import (
+from headway.cli.toolkit import (
     cause_option,
     clock,
     confirm,

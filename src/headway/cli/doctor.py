@@ -18,7 +18,7 @@ import click
 
 from headway import __version__
 from headway.cli import database_option, json_option
-from headway.cli.reading import put, put_json
+from headway.cli.toolkit import put, put_json
 from headway.errors import HeadwayError
 from headway.wording import duration
 

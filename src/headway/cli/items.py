@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from headway.cli import database_option, json_option, say
-from headway.cli.reading import (
+from headway.cli.toolkit import (
     cause_option,
     clock,
     find_job,
