@@ -1,31 +1,39 @@
-"""How a verb opens the ledger, finds a job in it, and prints what it found."""
+"""What every verb uses: opening the store, asking, printing tables and JSON, reading numbers, completing words.
+
+One way each, so that a verb reads like the others and a person has to learn it once.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from headway.cli import F
-from headway.errors import NotFound, UsageError
+from headway.errors import StorageError, UsageError
 from headway.telemetry import redact
-from headway.wording import cut, printable
+from headway.wording import cells, cut, printable
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from headway._sql import Database
-    from headway.ledger import Job, JobInfo, Ledger
+    from headway.ledger import Ledger
+    from headway.views.shape import Document
 
 #: Completion may take so long; then it offers nothing rather than making somebody wait.
 COMPLETION_SECONDS = 0.2
+#: The most days anything can be old: further back no date goes.
+MOST_DAYS = 365_000
+#: A column of text is not made narrower than this: less says nothing.
+NARROWEST = 8
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Finding
+# Opening
 
 
 def open_store(database: str | None) -> Database:
@@ -42,28 +50,77 @@ def open_ledger(database: str | None) -> Ledger:
     return Ledger(open_store(database))
 
 
-def find_job(ledger: Ledger, id: str) -> Job:
-    """The job of that id; if there is none, the error names those that look alike."""
-    try:
-        return ledger.job(id)
-    except NotFound as error:
-        from difflib import get_close_matches
+def with_database(command: str, database: str | None) -> str:
+    """A command to type next, with the database that was named for this one."""
+    if not database:
+        return command
+    from shlex import quote
 
-        close = get_close_matches(id, [info.id for info in ledger.jobs(archived=True)], 3)
-        if close:
-            error.hint = f"Did you mean {' or '.join(close)}? List them: headway jobs"
-        raise
+    return f"{command} --database {quote(redact(database))}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments and options
+
+
+class Number(click.types.FloatParamType):
+    """A number within bounds. ``nan`` is within none, and no bound is so high that a clock or a date could not keep it."""
+
+    def __init__(self, minimum: float = 0.0, maximum: float = 1e9) -> None:
+        self.minimum, self.maximum = minimum, maximum
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not self.minimum <= number <= self.maximum:
+            self.fail(f"{value} is not a number from {self.minimum:g} to {self.maximum:,.0f}.", param, ctx)
+        return number
+
+
+class Whole(click.types.IntParamType):
+    """A whole number within bounds: without others, one that both engines can keep."""
+
+    def __init__(self, minimum: int = 0, maximum: int = 2**63 - 1) -> None:
+        self.minimum, self.maximum = minimum, maximum
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not self.minimum <= number <= self.maximum:
+            self.fail(f"{value!s:.40} is not a whole number from {self.minimum} to {self.maximum:,}.", param, ctx)
+        return number
 
 
 def job_argument(function: F) -> F:
     return click.argument("job", shell_complete=_within_time(_job_ids))(function)
 
 
-def cause_option(help: str) -> Callable[[F], F]:
-    return click.option(
-        "--cause", type=click.IntRange(1), metavar="N", help=help, shell_complete=_within_time(_cause_numbers)
-    )
+def optional_job_argument(function: F) -> F:
+    return click.argument("job", required=False, shell_complete=_within_time(_job_ids))(function)
 
+
+def cause_option(help: str) -> Callable[[F], F]:
+    return click.option("--cause", type=Whole(1), metavar="N", help=help, shell_complete=_within_time(_cause_numbers))
+
+
+def limit_option(default: int, help: str) -> Callable[[F], F]:
+    return click.option("--limit", type=Whole(1, 100_000), default=default, show_default=True, help=help)
+
+
+def yes_option(function: F) -> F:
+    """``--yes``, the same on every command that asks."""
+    return click.option("--yes", "-y", is_flag=True, help="Do not ask.")(function)
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask before records are changed. Where nobody can answer, refuse and name the flag."""
+    if yes:
+        return
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise UsageError(f"{question} Nobody can answer that here.", hint="Say it on the command line: --yes")
+    click.confirm(question, abort=True, err=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Completion
 
 Completer = Callable[[click.Context, click.Parameter, str], list[Any]]  # str or CompletionItem
 
@@ -101,7 +158,7 @@ def _job_ids(ctx: click.Context, incomplete: str) -> list[Any]:
 def _cause_numbers(ctx: click.Context, incomplete: str) -> list[Any]:
     from click.shell_completion import CompletionItem
 
-    # While the value of an option is missing, click has not told arguments apart yet: the job is the first word.
+    # While the value of an option is missing, click does not know the arguments yet: the job is the first word.
     job = ctx.params["job"] or next(word for word in ctx.args if not word.startswith("-"))
     with open_ledger(ctx.params.get("database")) as ledger:
         return [
@@ -112,116 +169,141 @@ def _cause_numbers(ctx: click.Context, incomplete: str) -> list[Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Asking
-
-
-def confirm(question: str, *, yes: bool) -> None:
-    """Ask before records are changed. Where nobody can answer, refuse and name the flag."""
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise UsageError(f"{question} Nobody can answer that here.", hint="Say it on the command line: --yes")
-    click.confirm(question, abort=True, err=True)
-
-
-def with_database(command: str, database: str | None) -> str:
-    """A command to type next, with the database that was named for this one."""
-    return f"{command} --database {redact(database)}" if database else command
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Printing
 
 
-def put(text: str = "") -> None:
+def put(text: str = "", *, end: str = "\n") -> None:
     """A line of data on stdout; what its encoding lacks is escaped."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
-        click.echo(text.encode(encoding, "backslashreplace").decode(encoding))
-    except BrokenPipeError:
-        # The reader has what it wanted (| head): not an error. What is still buffered has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        click.echo(text.encode(encoding, "backslashreplace").decode(encoding) + end, nl=False)
+    except OSError as error:
+        _give_up_stdout(error)
+
+
+def _give_up_stdout(error: OSError) -> NoReturn:
+    """A reader that has what it wanted (``| head``) is no error; a full disk is."""
+    # What is still buffered has nowhere to go: without this Python would try once more when it ends, and complain.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
         raise click.exceptions.Exit(0) from None
+    raise StorageError(
+        f"The output cannot be written: {error.strerror or error}.", hint="Nothing was changed. Write it elsewhere."
+    ) from error
 
 
-def put_json(schema: str, **facts: object) -> None:
-    """One document. ``schema`` names its keys and their version: keys are added, never changed, within one."""
-    put(json.dumps({"schema": f"headway.{schema}", **facts}, indent=2))
+def put_json(document: Document) -> None:
+    """A view as one JSON document."""
+    import json
+
+    put(json.dumps(document.as_json(), indent=2))
 
 
-def put_json_rows(schema: str, name: str, rows: Iterable[Mapping[str, object]], **facts: object) -> None:
+def put_json_line(document: Document) -> None:
+    """A view as one line, for those that follow each other."""
+    import json
+
+    put(json.dumps(document.as_json()))
+
+
+def put_json_rows(schema: str, facts: dict[str, object], name: str, rows: Iterable[object]) -> None:
     """One document with a row per line, written as it is read: a million rows need no memory."""
-    head = json.dumps({"schema": f"headway.{schema}", **facts})
+    import json
+
+    from headway.views.shape import plain
+
+    head = json.dumps({"schema": schema, **facts})
     put(f'{head[:-1]}, "{name}": [')
     earlier: str | None = None
     for row in rows:
         if earlier is not None:
             put(earlier + ",")
-        earlier = json.dumps(row)
+        earlier = json.dumps(plain(row))
     put(f"{earlier or ''}]}}")
 
 
-def put_table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """Columns; those named in ``right`` are numbers. On a terminal the last column is cut to what fits."""
-    for line in table(heads, rows, right=right, columns=terminal_columns()):
+def put_table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = (), drop: Sequence[str] = ()
+) -> None:
+    """Columns, fitted to the terminal; see `table`."""
+    for line in table(heads, rows, right=right, drop=drop, columns=terminal_columns()):
         put(line)
 
 
 def table(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = (), columns: int | None = None
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Sequence[str] = (),
+    drop: Sequence[str] = (),
+    columns: int | None = None,
 ) -> list[str]:
-    cells = [list(heads), *([printable(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(heads))]
+    """Lines of at most ``columns`` cells; columns named in ``right`` are numbers and never cut.
+
+    Where there is not enough room, texts are cut, the widest first; when each is at its narrowest, whole columns go in
+    the order of ``drop``. The first column names the row: it is cut last of all, when nothing else is left.
+    """
+    cellular = [list(heads), *([printable(cell) for cell in row] for row in rows)]
+    shown = list(range(len(heads)))
+    widths = [max(cells(row[column]) for row in cellular) for column in shown]
+    if columns is not None:
+        shown, widths = _fit(heads, widths, right, drop, columns)
     lines = []
-    for row in cells:
-        fields = [
-            f"{cell:>{width}}" if head in right else f"{cell:<{width}}"
-            for head, cell, width in zip(heads, row, widths, strict=True)
-        ]
+    for row in cellular:
+        fields = [_field(row[column], widths[column], numeric=heads[column] in right) for column in shown]
         line = "  ".join(fields).rstrip()
         lines.append(line if columns is None else cut(line, columns))
     return lines
 
 
+def _fit(
+    heads: Sequence[str], natural: Sequence[int], right: Sequence[str], drop: Sequence[str], columns: int
+) -> tuple[list[int], list[int]]:
+    """Which columns are shown and how wide each is."""
+    shown, widths = list(range(len(heads))), list(natural)
+    going = [list(heads).index(name) for name in drop]
+    while True:
+        texts = [column for column in shown[1:] if heads[column] not in right]
+        widths = list(natural)
+        over = sum(widths[column] for column in shown) + 2 * (len(shown) - 1) - columns
+        while over > 0 and any(widths[column] > max(NARROWEST, len(heads[column])) for column in texts):
+            widest = max(texts, key=lambda column: widths[column] - max(NARROWEST, len(heads[column])))
+            widths[widest] -= 1
+            over -= 1
+        if over <= 0 or not going:
+            break
+        shown.remove(going.pop(0))
+    if over > 0:
+        widths[0] = max(NARROWEST, widths[0] - over)
+    return shown, widths
+
+
+def _field(text: str, width: int, *, numeric: bool) -> str:
+    text = cut(text, width)
+    padding = " " * (width - cells(text))
+    return padding + text if numeric else text + padding
+
+
+def wrapped(parts: Sequence[str], *, columns: int, indent: str = "  ") -> list[str]:
+    """``parts`` joined by commas, on as many lines as they need; no part is divided."""
+    lines = [indent]
+    for position, part in enumerate(parts):
+        text = part + ("," if position < len(parts) - 1 else "")
+        if lines[-1].strip() and cells(lines[-1]) + 1 + cells(text) > columns:
+            lines.append(indent)
+        lines[-1] += (" " if lines[-1].strip() else "") + text
+    return lines
+
+
 def terminal_columns() -> int | None:
     """How wide the terminal is; None where stdout is none, so that nothing is cut that a program will read."""
-    if not sys.stdout.isatty():
+    if sys.stdout is None or not sys.stdout.isatty():
         return None
     from shutil import get_terminal_size
 
-    return get_terminal_size().columns
-
-
-def iso(at: datetime | None) -> str | None:
-    """A time as programs read it: UTC, to the millisecond."""
-    return None if at is None else at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return max(20, get_terminal_size().columns)
 
 
 def clock(at: datetime | None) -> str:
     """A time as people read it: local, to the second."""
     return "" if at is None else at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
-
-
-def job_facts(info: JobInfo) -> dict[str, object]:
-    """A job as every ``--json`` says it."""
-    return {
-        "id": info.id,
-        "status": info.status,
-        "function": info.function,
-        "source": redact(info.source),
-        "total": info.total,
-        "done": info.done,
-        "pending": info.remaining - info.failed,
-        "retrying": info.failed,
-        "dead": info.dead,
-        "failures": info.failures,
-        "percent": round(info.percent, 2),
-        "sealed": info.sealed,
-        "archived": info.archived,
-        "max_retries": info.max_retries,
-        "created_at": iso(info.created_at),
-        "updated_at": iso(info.updated_at),
-        "finished_at": iso(info.finished_at),
-        "holder": {"host": info.holder["host"], "pid": info.holder["pid"]} if info.holder and info.held else None,
-        "command": redact(info.command),
-    }
