@@ -30,7 +30,7 @@ from headway.wording import cut, plural, printable
 
 if TYPE_CHECKING:
     from headway.ledger import Job
-    from headway.views.jobs import Cause
+    from headway.views.job import Cause
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

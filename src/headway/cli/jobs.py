@@ -26,12 +26,13 @@ from headway.cli.toolkit import (
     wrapped,
 )
 from headway.errors import UsageError
-from headway.views.jobs import JobSheet, find_job, read_jobs, read_runs, read_sheet
+from headway.views.jobs import find_job, read_jobs
 from headway.wording import cut, duration, pace, printable, roughly
 
 if TYPE_CHECKING:
     from headway.ledger import Job
     from headway.views import jobs as views
+    from headway.views.job import JobSheet, Run
 
 #: Seconds between two looks of --watch.
 WATCH_SECONDS = 1.0
@@ -97,6 +98,8 @@ def _ago(at: datetime) -> str:
 @database_option
 def runs(job: str, database: str | None, *, as_json: bool) -> None:
     """List the runs of a job: every start and resume, and how each ended."""
+    from headway.views.job import read_runs
+
     with open_ledger(database) as ledger:
         found = read_runs(find_job(ledger, job))
     if as_json:
@@ -112,7 +115,7 @@ _RUN_NUMBERS = ("RUN", "KEPT", "TOOK")
 _RUN_DROP = ("WHERE", "KEPT", "TOOK")
 
 
-def _run_rows(found: Sequence[views.Run]) -> tuple[list[str], list[list[str]]]:
+def _run_rows(found: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     now = datetime.now(UTC)
     rows = [
         [
@@ -135,6 +138,8 @@ def _run_rows(found: Sequence[views.Run]) -> tuple[list[str], list[list[str]]]:
 @database_option
 def show(job: str, database: str | None, *, as_json: bool, watch: bool) -> None:
     """Show one job: counts, runs, causes of failure, who runs it, and the command to continue."""
+    from headway.views.job import read_sheet
+
     with open_ledger(database) as ledger:
         found = find_job(ledger, job)
         if watch:
@@ -217,6 +222,8 @@ def _advice(job: views.Job, database: str | None) -> str:
 
 
 def _lines_until_finished(job: Job, database: str | None) -> tuple[list[str], bool]:
+    from headway.views.job import read_sheet
+
     sheet = read_sheet(job)
     return _lines(sheet, database), sheet.job.holder is None and sheet.job.finished_at is not None
 

@@ -1,7 +1,8 @@
 """What people and programs read: plain frozen values with a stable JSON.
 
     shape      what a view is, and how it becomes JSON
-    jobs       jobs, one job, its runs
+    jobs       the jobs
+    job        one job: its runs, its causes of failure
     items      items, one item with its history, the log of a job
     dead       dead letters by cause
     projects   how far a project of the finish line is

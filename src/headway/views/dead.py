@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from headway.errors import NotFound
-from headway.views.jobs import Cause, DeadLetter, cause_view, find_job
+from headway.views.job import Cause, DeadLetter, cause_view
+from headway.views.jobs import find_job
 from headway.views.shape import Json, document
 
 if TYPE_CHECKING:
