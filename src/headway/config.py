@@ -29,6 +29,8 @@ Value = Setting | tuple[str, ...]
 FILE = "headway.toml"
 PREFIX = "HEADWAY_"
 
+REDIS_SCHEMES = ("redis", "rediss", "unix")
+
 #: Names that settings had: using one is an error that says the name it has now.
 RENAMED = {"state": "projects_redis"}
 
@@ -60,15 +62,27 @@ def texts(text: str) -> tuple[str, ...]:
     return tuple(part for part in text.replace(",", " ").split() if part)
 
 
-def _redis_address(text: str) -> str:
+def _address(text: str, schemes: tuple[str, ...], examples: str) -> str:
     try:
-        parts = urlsplit(text)
-        known = parts.scheme in ("redis", "rediss", "unix") and (parts.port is None or parts.port > 0)
+        parts = urlsplit(text, allow_fragments=False)  # a file's name may have a #
+        known = parts.scheme in schemes and ("," in parts.netloc or parts.port != 0)  # PostgreSQL takes several hosts
     except ValueError:  # a port that is no number, half an IPv6 address
         known = False
     if not known:
-        raise ValueError("a Redis address is needed: redis://host:6379/0, rediss://... or unix://...")
+        raise ValueError(f"an address is needed: {examples}")
     return text
+
+
+def _redis_address(text: str) -> str:
+    return _address(text, REDIS_SCHEMES, "redis://host:6379/0, rediss://host:6379/0 or unix:///path/to/socket")
+
+
+def _store_address(text: str) -> str:
+    return _address(
+        text,
+        ("sqlite", "postgresql", "postgres", *REDIS_SCHEMES, "firestore"),
+        "sqlite:///file.db, postgresql://user@host/name, redis://host:6379/1 or firestore://PROJECT",
+    )
 
 
 def on_database(number: int) -> Callable[[str], str]:
@@ -126,9 +140,14 @@ def _optional(read: Callable[[str], Setting]) -> Callable[[str], Setting]:
 
 _maybe_text = _optional(_text)
 _maybe_redis = _optional(_redis_address)
-#: Readers of what has to be a text in TOML, and of what is checked on the command line too.
-_TEXTUAL = (_text, _maybe_text, _redis_address, _maybe_redis)
-_ADDRESSES = (_redis_address, _maybe_redis)
+_maybe_store = _optional(_store_address)
+#: Readers of addresses, which are checked on the command line too; and of all that has to be a text in TOML.
+_ADDRESSES: dict[Callable[[str], Value], Callable[[str], str]] = {
+    _redis_address: _redis_address,
+    _maybe_redis: _redis_address,
+    _maybe_store: _store_address,
+}
+_TEXTUAL = (_text, _maybe_text, *_ADDRESSES)
 
 
 #: Every setting there is. A part adds its own here, so that one list answers "what can I set?".
@@ -143,7 +162,7 @@ OPTIONS: tuple[Option, ...] = (
         "queue_redis", None, _maybe_redis, "Redis with RQ's queues (default: the database that redis names)",
         follows=("redis", _same),
     ),
-    Option("states", None, _maybe_text, "where the states of tasks are kept (default: database)", follows=("database", _same)),
+    Option("states", None, _maybe_store, "where the states of tasks are kept (default: database)", follows=("database", _same)),
     Option("workers", None, _optional(_whole(1)), "how many items run at once (default: one per core)"),
     Option("mode", "process", _one_of("process", "thread", "async"), "how items run"),
     Option("retries", 2, _whole(0), "further tries of an item that failed"),
@@ -331,7 +350,9 @@ def _read_file(path: Path) -> tuple[dict[str, Value], dict[str, dict[str, Value]
 
 def _checked(option: Option, value: Value, where: str) -> Value:
     """A value of the command line, which has its type already: an address is checked as everywhere."""
-    return _value(option, value, where) if option.read in _ADDRESSES else value
+    if option.read not in _ADDRESSES:
+        return value
+    return _value(option._replace(read=_ADDRESSES[option.read]), value, where)
 
 
 def _check_type(option: Option, raw: object) -> None:

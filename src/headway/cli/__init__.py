@@ -9,13 +9,13 @@ import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 import click
 
 from headway import __version__
-from headway.errors import HeadwayError, UsageError
-from headway.wording import shows_color
+from headway.errors import HeadwayError, StorageError, UsageError
+from headway.wording import cut, printable, shows_color
 
 F = TypeVar("F", bound=Callable[..., Any])  # click's decorators take and give any function
 
@@ -186,11 +186,18 @@ def fail(error: HeadwayError) -> int:
     stream = sys.stderr
     colored = stream is not None and shows_color(os.environ.get("HEADWAY_COLOR", "auto"), stream, os.environ)
     click.echo(
-        (click.style("Error: ", fg="red", bold=True) if colored else "Error: ") + str(error), err=True, color=colored
+        (click.style("Error: ", fg="red", bold=True) if colored else "Error: ") + _readable(str(error)),
+        err=True,
+        color=colored,
     )
     if error.hint:
-        say(f"  {error.hint}")
+        say(f"  {_readable(error.hint)}")
     return error.exit_code
+
+
+def _readable(text: str) -> str:
+    """What was typed may be in it: it must not move the cursor, nor fill the screen."""
+    return cut("\n".join(printable(line) for line in text.split("\n")), 2000)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -217,12 +224,17 @@ def invoke(arguments: list[str] | None = None) -> int:
         say("Aborted.")
         return 130
     except click.ClickException as error:
+        vars(error)["message"] = _readable(error.message)  # final for whoever reads it
         error.show()
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     except OSError as error:
         return _output_lost(error)
+    except SystemExit:
+        if not type(sys.stdout).__name__.endswith("PacifyFlushWrapper"):
+            raise
+        return _output_lost(BrokenPipeError(errno.EPIPE, ""))  # that is how click ends when the reader left
 
 
 def _refuse_half_characters(arguments: list[str]) -> None:
@@ -242,7 +254,19 @@ def _output_lost(error: OSError) -> int:
     disk is full. Any other error of the system is not expected here, and says so in full."""
     if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF):
         raise error
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or never there
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    return 0 if isinstance(error, BrokenPipeError) else 1
+    _discard(sys.stdout)
+    try:
+        return 0 if isinstance(error, BrokenPipeError) else fail(output_lost(error))
+    except OSError:  # nor can it be said
+        _discard(sys.stderr)
+        return 1
+
+
+def output_lost(error: OSError) -> HeadwayError:
+    return StorageError(f"The output cannot be written: {error.strerror or error}.", hint="Write it elsewhere.")
+
+
+def _discard(stream: TextIO | None) -> None:
+    """What is still buffered goes nowhere: else Python would try once more when it ends, and complain."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or never there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # type: ignore[union-attr]  # None is suppressed

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 #: Seconds between two looks of --watch.
 WATCH_SECONDS = 1.0
+#: A bar of fewer cells says nothing.
+SHORTEST_BAR = 10
 #: How many runs and causes the sheet of a job shows.
 SHEET_ROWS = 10
 
@@ -156,8 +158,8 @@ def _lines(sheet: JobSheet, database: str | None) -> list[str]:
     job, columns = sheet.job, terminal_columns() or 120
     kept = sheet.runs[-1].kept if sheet.runs else 0
     counts = {"kept": kept, "done": job.done - kept, "pending": job.pending, "retrying": job.retrying, "dead": job.dead}
-    words = [f"{name} {count:,}" for name, count in counts.items()]
-    words[-1] += f"; {job.failures:,} failed runs of items"
+    words = [f"{name} {count:,}{';' if name == 'dead' else ','}" for name, count in counts.items()]
+    words += f"{job.failures:,} failed runs of items".split()
     origin = f"{printable(job.function) or 'a program'} over {printable(job.source) or 'its own items'}"
     lines = [f"Job {job.id}: {_state(sheet)}", cut(f"  {origin}", columns), *_bar_lines(sheet, kept, columns)]
     lines += wrapped(words, columns=columns)
@@ -188,9 +190,10 @@ def _bar_lines(sheet: JobSheet, kept: int, columns: int) -> list[str]:
 
     job, total = sheet.job, sheet.job.total or 1
     ends = f"  {job.percent:.1f}% ", f" {job.done:,}/{job.total:,}"
-    room = max(10, min(40, columns - len(ends[0]) - len(ends[1])))
+    room = min(40, columns - len(ends[0]) - len(ends[1]))
     ascii_only = (getattr(sys.stdout, "encoding", None) or "").lower() not in ("utf-8", "utf8")
-    line = ends[0] + bar(kept / total, (job.done - kept) / total, room, ascii_only=ascii_only) + ends[1]
+    strokes = bar(kept / total, (job.done - kept) / total, room, ascii_only=ascii_only) if room >= SHORTEST_BAR else ""
+    line = f"{ends[0]}{strokes}{ends[1]}"
     left = f"~{roughly(sheet.eta_seconds)} left" if sheet.eta_seconds is not None else ""
     speed = "   ".join(part for part in (pace(sheet.rate), left) if part)
     if not speed:

@@ -5,15 +5,14 @@ One way each, so that a verb reads like the others and a person has to learn it 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from headway.cli import F
-from headway.errors import StorageError, UsageError
+from headway.errors import UsageError
 from headway.telemetry import redact
 from headway.wording import cells, cut, printable
 
@@ -173,23 +172,9 @@ def _cause_numbers(ctx: click.Context, incomplete: str) -> list[Any]:
 
 
 def put(text: str = "", *, end: str = "\n") -> None:
-    """A line of data on stdout; what its encoding lacks is escaped."""
+    """A line of data on stdout; what its encoding lacks is escaped. `headway.cli.invoke` knows what a lost line means."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    try:
-        click.echo(text.encode(encoding, "backslashreplace").decode(encoding) + end, nl=False)
-    except OSError as error:
-        _give_up_stdout(error)
-
-
-def _give_up_stdout(error: OSError) -> NoReturn:
-    """A reader that has what it wanted (``| head``) is no error; a full disk is."""
-    # What is still buffered has nowhere to go: without this Python would try once more when it ends, and complain.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if isinstance(error, BrokenPipeError):
-        raise click.exceptions.Exit(0) from None
-    raise StorageError(
-        f"The output cannot be written: {error.strerror or error}.", hint="Nothing was changed. Write it elsewhere."
-    ) from error
+    click.echo(text.encode(encoding, "backslashreplace").decode(encoding) + end, nl=False)
 
 
 def put_json(document: Document) -> None:
@@ -285,13 +270,12 @@ def _field(text: str, width: int, *, numeric: bool) -> str:
 
 
 def wrapped(parts: Sequence[str], *, columns: int, indent: str = "  ") -> list[str]:
-    """``parts`` joined by commas, on as many lines as they need; no part is divided."""
+    """``parts`` one after another, on as many lines as they need; no part is divided."""
     lines = [indent]
-    for position, part in enumerate(parts):
-        text = part + ("," if position < len(parts) - 1 else "")
-        if lines[-1].strip() and cells(lines[-1]) + 1 + cells(text) > columns:
+    for part in parts:
+        if lines[-1].strip() and cells(lines[-1]) + 1 + cells(part) > columns:
             lines.append(indent)
-        lines[-1] += (" " if lines[-1].strip() else "") + text
+        lines[-1] += (" " if lines[-1].strip() else "") + part
     return lines
 
 
