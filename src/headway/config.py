@@ -89,11 +89,12 @@ def on_database(number: int) -> Callable[[str], str]:
     """The same Redis server, another database of it."""
 
     def move(address: str) -> str:
-        parts = urlsplit(address)
-        others = [part for part in parts.query.split("&") if part and not part.startswith("db=")]
+        parts = urlsplit(address, allow_fragments=False)
+        options = [part for part in parts.query.split("&") if part and not part.startswith("db=")]
+        path = f"/{number}"
         if parts.scheme == "unix":  # the path is the socket's
-            return parts._replace(query="&".join([*others, f"db={number}"])).geturl()
-        return parts._replace(path=f"/{number}", query="&".join(others)).geturl()
+            path, options = parts.path, [*options, f"db={number}"]
+        return f"{parts.scheme}://{parts.netloc}{path}{'?' if options else ''}{'&'.join(options)}"
 
     return move
 

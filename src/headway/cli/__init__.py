@@ -151,7 +151,7 @@ class LazyGroup(click.Group):
 def _give_example(command: click.Command, path: str) -> None:
     """Let the help of a verb, and of the verbs below it, end with its example."""
     example = EXAMPLES.get(path)
-    if example is not None and command.epilog is None:
+    if example is not None:  # said again each time: one command may be known by two names
         command.epilog = f"\b\nExample:\n  {example}"
     if isinstance(command, click.Group):
         for name, inner in command.commands.items():
