@@ -260,6 +260,13 @@ class Config:
     def origin(self, name: str) -> str:
         return self._found[name].origin
 
+    def is_set(self, name: str) -> bool:
+        """Whether anybody named this, or what it follows: else it is only a default, and nobody need be there."""
+        follows = _BY_NAME[name].follows
+        if follows is not None and self.origin(name) == f"follows {follows[0]}":
+            return self.is_set(follows[0])
+        return self.origin(name) != "default"
+
     def items(self) -> list[tuple[Option, Found]]:
         return [(option, self._found[option.name]) for option in OPTIONS]
 

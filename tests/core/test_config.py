@@ -161,6 +161,16 @@ def test_a_database_and_a_redis_are_enough_for_everything(tmp_path: Path):
     assert found.origin("watch_redis") == "follows queue_redis"
 
 
+def test_a_setting_is_set_when_it_or_what_it_follows_was_named(tmp_path: Path):
+    assert not config(tmp_path).is_set("projects_redis")
+    named = config(tmp_path, "", {"HEADWAY_REDIS": "redis://h"})
+    assert named.is_set("projects_redis")
+    assert named.is_set("watch_redis")
+    assert not named.is_set("states")
+    apart = config(tmp_path, "", {"HEADWAY_QUEUE_REDIS": "redis://h"})
+    assert (apart.is_set("watch_redis"), apart.is_set("projects_redis")) == (True, False)
+
+
 def test_what_follows_can_be_named_apart_and_be_given_back(tmp_path: Path):
     toml = 'redis = "redis://a"\nprojects_redis = "redis://b/4"\nstates = "redis://c/2"\n'
     found = config(tmp_path, toml)

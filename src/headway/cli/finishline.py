@@ -42,7 +42,7 @@ def open_line(projects_redis: str | None, database: str | None, *, journal: bool
     from headway.retry import RetryPolicy
 
     config = Config(cli={"projects_redis": projects_redis, "database": database})
-    record = config.text("database") if config.origin("database") != "default" else None
+    record = config.text("database") if config.is_set("database") else None
     # Somebody waits at the terminal: one more try, and then the answer is that Redis is away.
     retry = RetryPolicy(retries=1, base=0.5)
     return FinishLine(config.text("projects_redis"), record, journal, keeper=False, retry=retry)

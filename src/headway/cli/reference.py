@@ -84,9 +84,9 @@ def _setting(option: Option) -> str:
 def pages() -> Iterator[str]:
     yield _HEAD
     yield "## Exit codes\n\n| code | means |\n|---|---|\n" + "".join(
-        f"| {code} | {meaning} |\n" for code, meaning in EXIT_CODES.items()
+        f"| {code} | {text} |\n" for code, text in EXIT_CODES.items()
     )
-    yield _PROGRESS + "".join(f"| `{key}` | {meaning} |\n" for key, meaning in PROGRESS_KEYS.items())
+    yield _PROGRESS + "".join(f"| `{key}` | {text} |\n" for key, text in PROGRESS_KEYS.items())
     yield _SETTINGS + "".join(_setting(option) for option in OPTIONS)
     yield "## Commands\n"
     top = _context(headway, "headway")
