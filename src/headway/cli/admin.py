@@ -100,7 +100,7 @@ def audit(job: str | None, database: str | None, *, as_json: bool) -> None:
         put_json(found)
     elif found.audit:
         rows = [[clock(one.at), one.actor, one.action, one.job, _in_words(one.detail)] for one in found.audit]
-        put_table(["WHEN", "WHO", "WHAT", "JOB", "DETAIL"], rows, drop=("DETAIL", "WHO"))
+        put_table(["WHEN", "WHO", "WHAT", "JOB", "DETAIL"], rows, whole=("WHAT",), drop=("WHO",))
     else:
         say("Nothing is in the audit trail" + (f" about {job}." if job else "."))
 

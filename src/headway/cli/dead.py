@@ -57,7 +57,7 @@ def list_(job: str | None, database: str | None, *, as_json: bool) -> None:
         for cause in found.causes
     ]
     heads = ["JOB", "CAUSE", "DEAD", "LAST SEEN", "TYPE", "MESSAGE"]
-    put_table(heads, rows, right=("CAUSE", "DEAD"), drop=("LAST SEEN", "MESSAGE"))
+    put_table(heads, rows, right=("CAUSE", "DEAD"), drop=("LAST SEEN",))
 
 
 @dead.command()

@@ -77,7 +77,9 @@ def items(
         for item in found.items
     ]
     heads = ["IDX", "KEY", "STATUS", "FAILURES", "CHANGED", "SECONDS", "ERROR"]
-    put_table(heads, rows, right=("IDX", "FAILURES", "SECONDS"), drop=("SECONDS", "CHANGED", "FAILURES", "KEY"))
+    put_table(
+        heads, rows, right=("IDX", "FAILURES", "SECONDS"), whole=("STATUS",), drop=("SECONDS", "CHANGED", "FAILURES")
+    )
     if found.next_after is not None:
         filters = (f" --status {status}" if status else "") + (f" --cause {cause}" if cause else "")
         say(f"More:  {with_database(f'headway items {job}{filters} --after {found.next_after}', database)}")

@@ -108,12 +108,13 @@ def runs(job: str, database: str | None, *, as_json: bool) -> None:
         put_json(found)
     elif found.runs:
         heads, rows = _run_rows(found.runs)
-        put_table(heads, rows, right=_RUN_NUMBERS, drop=_RUN_DROP)
+        put_table(heads, rows, right=_RUN_NUMBERS, whole=_RUN_WHOLE, drop=_RUN_DROP)
     else:
         say(f"Job {job} has not been run by headway run or headway.map.")
 
 
 _RUN_NUMBERS = ("RUN", "KEPT", "TOOK")
+_RUN_WHOLE = ("STARTED", "OUTCOME")
 _RUN_DROP = ("WHERE", "KEPT", "TOOK")
 
 
@@ -165,7 +166,10 @@ def _lines(sheet: JobSheet, database: str | None) -> list[str]:
     lines += wrapped(words, columns=columns)
     if sheet.runs:
         heads, rows = _run_rows(sheet.runs[-SHEET_ROWS:])
-        lines += ["", *_indented(table(heads, rows, right=_RUN_NUMBERS, drop=_RUN_DROP, columns=columns - 2))]
+        lines += [
+            "",
+            *_indented(table(heads, rows, right=_RUN_NUMBERS, whole=_RUN_WHOLE, drop=_RUN_DROP, columns=columns - 2)),
+        ]
     causes = [cause for cause in sheet.causes if cause.dead]
     if causes:
         lines += ["", f"What is dead, by cause ({with_database(f'headway dead show {job.id}', database)}):"]

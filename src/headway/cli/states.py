@@ -102,7 +102,7 @@ def show(job: str, task: int | None, tag: str | None, follow: bool, store: str |
             for state in found.states
         ]  # fmt: skip
         heads = ["TASK", "TAG", "STATUS", "VERSION", "UPDATED", "MESSAGE"]
-        put_table(heads, rows, right=("TASK", "VERSION"), drop=("VERSION", "UPDATED"))
+        put_table(heads, rows, right=("TASK", "VERSION"), whole=("STATUS",), drop=("VERSION", "UPDATED"))
 
 
 def _follow(subscription: Subscription, as_json: bool) -> None:

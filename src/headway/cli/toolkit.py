@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 COMPLETION_SECONDS = 0.2
 #: The most days anything can be old: further back no date goes.
 MOST_DAYS = 365_000
-#: A column of text is not made narrower than this: less says nothing.
+#: A text in a column reads well down to this width, and says nothing below the other.
+READABLE = 24
 NARROWEST = 8
 
 
@@ -208,10 +209,15 @@ def put_json_rows(schema: str, facts: dict[str, object], name: str, rows: Iterab
 
 
 def put_table(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = (), drop: Sequence[str] = ()
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Sequence[str] = (),
+    whole: Sequence[str] = (),
+    drop: Sequence[str] = (),
 ) -> None:
     """Columns, fitted to the terminal; see `table`."""
-    for line in table(heads, rows, right=right, drop=drop, columns=terminal_columns()):
+    for line in table(heads, rows, right=right, whole=whole, drop=drop, columns=terminal_columns()):
         put(line)
 
 
@@ -220,21 +226,24 @@ def table(
     rows: Sequence[Sequence[str]],
     *,
     right: Sequence[str] = (),
+    whole: Sequence[str] = (),
     drop: Sequence[str] = (),
     columns: int | None = None,
 ) -> list[str]:
-    """Lines of at most ``columns`` cells; columns named in ``right`` are numbers and never cut.
+    """Lines of at most ``columns`` cells. Columns in ``right`` are numbers; those, ``whole`` and ``drop`` are never cut.
 
-    Where there is not enough room, texts are cut, the widest first; when each is at its narrowest, whole columns go in
-    the order of ``drop``. The first column names the row: it is cut last of all, when nothing else is left.
+    Where there is not enough room, texts are cut, the widest first; when each is as narrow as reads well, whole columns
+    go in the order of ``drop``, and then texts are cut further. The first column names the row: it is cut last of all.
     """
-    cellular = [list(heads), *([printable(cell) for cell in row] for row in rows)]
+    printed = [list(heads), *([printable(cell) for cell in row] for row in rows)]
     shown = list(range(len(heads)))
-    widths = [max(cells(row[column]) for row in cellular) for column in shown]
+    widths = [max(cells(row[column]) for row in printed) for column in shown]
     if columns is not None:
-        shown, widths = _fit(heads, widths, right, drop, columns)
+        shown, widths = _fit(
+            heads, widths, {*right, *whole, *drop}, [list(heads).index(name) for name in drop], columns
+        )
     lines = []
-    for row in cellular:
+    for row in printed:
         fields = [_field(row[column], widths[column], numeric=heads[column] in right) for column in shown]
         line = "  ".join(fields).rstrip()
         lines.append(line if columns is None else cut(line, columns))
@@ -242,17 +251,16 @@ def table(
 
 
 def _fit(
-    heads: Sequence[str], natural: Sequence[int], right: Sequence[str], drop: Sequence[str], columns: int
+    heads: Sequence[str], natural: Sequence[int], uncut: set[str], going: list[int], columns: int
 ) -> tuple[list[int], list[int]]:
     """Which columns are shown and how wide each is."""
-    shown, widths = list(range(len(heads))), list(natural)
-    going = [list(heads).index(name) for name in drop]
+    shown = list(range(len(heads)))
     while True:
-        texts = [column for column in shown[1:] if heads[column] not in right]
-        widths = list(natural)
+        widths, narrowest = list(natural), READABLE if going else NARROWEST
         over = sum(widths[column] for column in shown) + 2 * (len(shown) - 1) - columns
-        while over > 0 and any(widths[column] > max(NARROWEST, len(heads[column])) for column in texts):
-            widest = max(texts, key=lambda column: widths[column] - max(NARROWEST, len(heads[column])))
+        texts = [column for column in shown[1:] if heads[column] not in uncut]
+        while over > 0 and any(widths[column] > narrowest for column in texts):
+            widest = max(texts, key=lambda column: widths[column])
             widths[widest] -= 1
             over -= 1
         if over <= 0 or not going:
