@@ -66,7 +66,22 @@ def right(answer: Answer, *codes: int) -> None:
 
 # ---- values ---------------------------------------------------------------------------------------------------------
 
-NO_NUMBERS = ["nan", "inf", "-inf", "-1", "1e400", "9" * 25, "9" * 5000, "0x10", "", " ", "½", "foo://bar", "\x1b[2J"]
+NO_NUMBERS = [
+    "nan",
+    "inf",
+    "-inf",
+    "-1",
+    "1e400",
+    str(2**63),
+    "9" * 25,
+    "9" * 5000,
+    "0x10",
+    "",
+    " ",
+    "½",
+    "foo://bar",
+    "\x1b[2J",
+]
 
 
 def numbers() -> list[tuple[str, str]]:
@@ -94,6 +109,7 @@ def test_what_is_no_number_or_one_beyond_reason_is_refused_by_every_option(cli: 
             del given[given.index(option) : given.index(option) + 2]
         answer = cli(*path.split(), *given, f"{option}={value}")
         right(answer, 2)
+        assert path == "run" or f"'{option}'" in answer.err  # a run checks some together with what they are for
         assert "\x1b" not in answer.err
         assert len(answer.err) < 2500
 
@@ -237,8 +253,9 @@ def audited(ads: Path) -> Path:
 
 
 def environment(**more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
-    return kept | more
+    """As a person has it: without our settings, and with output that is buffered."""
+    dropped = ("HEADWAY_", "PYTHONUNBUFFERED")
+    return {name: value for name, value in os.environ.items() if not name.startswith(dropped)} | more
 
 
 @pytest.mark.parametrize("call", [*PRINTING, *(f"{call} --json" for call in PRINTING[:8])])
@@ -327,6 +344,19 @@ def test_a_narrow_table_keeps_the_name_of_each_row_and_its_numbers(tmp_path: Pat
     assert all("40/60" in row and "6" in row.split() for row in rows)
 
 
+def test_a_watched_command_on_a_terminal_refuses_json(tmp_path: Path, ads: Path):
+    parent, child = pty.openpty()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "headway", "jobs", "--watch", "--json"], cwd=tmp_path, env=environment(), stdin=child,
+            stdout=child, stderr=subprocess.PIPE, timeout=30, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(child)
+        os.close(parent)
+    assert (done.returncode, b"--json" in done.stderr) == (2, True)
+
+
 def test_json_piped_to_a_program_is_whole_however_narrow_the_terminal(tmp_path: Path, ads: Path):
     program = "import json, sys; print(len(json.load(sys.stdin)['items']))"
     shell = f'{sys.executable} -m headway items ads --json | {sys.executable} -c "{program}"'
@@ -338,11 +368,23 @@ def test_json_piped_to_a_program_is_whole_however_narrow_the_terminal(tmp_path: 
 
 def test_letters_of_two_columns_do_not_push_a_table_out_of_line(cli: Cli, tmp_path: Path):
     from headway.cli.toolkit import table
-    from headway.wording import cells
+    from headway.wording import cells, cut
 
-    lines = table(["JOB", "TYPE"], [["a", "日本語のエラー"], ["b", "e\u0301te\u0301"]], columns=16)
-    assert max(map(cells, lines)) <= 16
-    assert [line[0] for line in lines] == ["J", "a", "b"]
+    assert table(["JOB", "TYPE", "N"], [["a", "日本語", "1"], ["b", "e\u0301t", "2"]]) == [
+        "JOB  TYPE    N",
+        "a    日本語  1",
+        "b    e\u0301t      2",
+    ]
+    assert table(["JOB", "TYPE"], [["a", "日本語のエラー"]], columns=15)[1] == "a    日本語..."
+    assert (cells("日本"), cut("日本語", 4), cut("日本語", 5), cut("abcdef", 2)) == (4, "...", "日...", "..")
+
+
+@pytest.mark.parametrize("call", ["items", "show", "run"])
+def test_a_name_in_another_encoding_is_no_traceback(tmp_path: Path, ads: Path, call: str):
+    given = {"run": [b"m:f", b"--items", b"\xe4.jsonl"]}.get(call, [b"\xe4ds"])
+    command = [sys.executable.encode(), b"-m", b"headway", call.encode(), *given]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(LC_ALL="C.UTF-8"), capture_output=True, check=False)
+    assert (done.returncode, b"Traceback" in done.stderr) == (2, False)
 
 
 # ---- the exit codes themselves -----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TextIO, TypeVar
 import click
 
 from headway import __version__
-from headway.errors import HeadwayError, StorageError, UsageError
+from headway.errors import HeadwayError, StorageError
 from headway.wording import cut, printable, shows_color
 
 F = TypeVar("F", bound=Callable[..., Any])  # click's decorators take and give any function
@@ -213,7 +213,6 @@ def invoke(arguments: list[str] | None = None) -> int:
     if os.environ.get("_HEADWAY_COMPLETE") == "powershell_complete":
         import_module("headway.cli.completion")  # click knows the other shells by itself
     try:
-        _refuse_half_characters(sys.argv[1:] if arguments is None else arguments)
         result = headway.main(args=arguments, prog_name="headway", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except HeadwayError as error:
@@ -235,18 +234,6 @@ def invoke(arguments: list[str] | None = None) -> int:
         if not type(sys.stdout).__name__.endswith("PacifyFlushWrapper"):
             raise
         return _output_lost(BrokenPipeError(errno.EPIPE, ""))  # that is how click ends when the reader left
-
-
-def _refuse_half_characters(arguments: list[str]) -> None:
-    """No store can keep what is not Unicode, and no message can show it."""
-    for argument in arguments:
-        try:
-            argument.encode()
-        except UnicodeEncodeError:
-            raise UsageError(
-                f"{argument.encode('utf-8', 'backslashreplace').decode()!r} is not UTF-8.",
-                hint="Type it in UTF-8, or set the locale of the terminal to one.",
-            ) from None
 
 
 def _output_lost(error: OSError) -> int:
