@@ -20,7 +20,9 @@ Status = Literal["pending", "done", "failed"]
 Miss = Literal["failed", "timeout", "lost"]
 
 
-# The four below pass by the hundred thousand a second: named tuples are made four times as fast as frozen dataclasses.
+# Those that are recorded pass by the hundred thousand a second: named tuples are made four times as fast as frozen
+# dataclasses. Those that are read are on the path of every command that lists: a class of them is defined four times as
+# fast.
 
 
 class NewItem(NamedTuple):
@@ -111,8 +113,7 @@ class Recorded:
     stale: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """How far a job is. Computed from the counters, never stored."""
 
     status: str
@@ -125,8 +126,7 @@ class Progress:
     running: int
 
 
-@dataclass(frozen=True, slots=True)
-class JobInfo:
+class JobInfo(NamedTuple):
     """A job's row."""
 
     no: int
@@ -172,8 +172,7 @@ class JobInfo:
         return min(100.0, 100.0 * self.done / self.total) if self.total else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """One execution of a job: a start or a resume."""
 
     no: int
@@ -187,8 +186,7 @@ class Run:
     outcome: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class ItemInfo:
+class ItemInfo(NamedTuple):
     """An item with what became of it."""
 
     idx: int
@@ -205,8 +203,7 @@ class ItemInfo:
     payload: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(NamedTuple):
     """One run of an item, as history tells it."""
 
     no: int
@@ -235,8 +232,7 @@ class Cause:
     example: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class DeadLetter:
+class DeadLetter(NamedTuple):
     """An item that failed for good."""
 
     idx: int
