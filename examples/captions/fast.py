@@ -14,6 +14,7 @@ queue = TaskQueue("sqlite:///captions.db")
 
 @queue.handler("caption", isolation="none")
 def caption(task: Any, payload: dict[str, Any]) -> dict[str, str]:
+    task.progress(50, "looking")
     return {"caption": f"{payload['picture']}: a small boat at sea"}
 
 

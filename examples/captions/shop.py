@@ -41,7 +41,7 @@ def create_app() -> Flask:
     def submit() -> tuple[Response, int]:
         given = request.get_json(force=True)
         if not isinstance(given, dict) or not isinstance(given.get("picture"), str):
-            abort(400, "Send {\"picture\": \"...\"}")
+            abort(400, 'Send {"picture": "..."}')
         task = headway.submit(
             "caption", given, user_id=_user(), role=_role(), priority=request.args.get("priority"),
         )  # fmt: skip

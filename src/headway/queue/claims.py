@@ -168,14 +168,17 @@ def renew(tx: Tx, who: Claimant, tokens: Mapping[int, int]) -> tuple[set[int], s
 # Settling
 
 
-def complete(tx: Tx, claim: Claim, result: str | None, seconds: float) -> Task:
-    """The handler returned. Raises `StaleClaim` when the task is somebody else's by now."""
+def complete(tx: Tx, claim: Claim, result: str | None, seconds: float, *, message: str | None = None) -> Task:
+    """The handler returned; ``message`` is what it said last, if that is not written yet.
+
+    Raises `StaleClaim` when the task is somebody else's by now.
+    """
     now = tx.now()
     row = tx.one(
         "UPDATE tasks SET status = 'COMPLETED', version = version + 1, percent = 100, result = ?, error = NULL, "
-        "holder = NULL, lease_until = NULL, ended_at = ?, updated_at = ? "
+        "message = coalesce(?, message), holder = NULL, lease_until = NULL, ended_at = ?, updated_at = ? "
         f"WHERE no = ? AND token = ? AND status = 'RUNNING' RETURNING {_COLUMNS}",
-        (result, now, now, claim.no, claim.token),
+        (result, message, now, now, claim.no, claim.token),
     )
     if row is None:
         raise _stale(claim)

@@ -62,6 +62,7 @@ class Ended:
     failure: Failure | None = None
     outcome: str = "failed"
     retryable: bool = True
+    message: str | None = None  # what the handler said last
 
 
 class RunningTask:

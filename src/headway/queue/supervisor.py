@@ -204,6 +204,30 @@ def _how(status: int) -> str:
         return f"was killed by signal {-status}"
 
 
+def work_off(queue: TaskQueue, plan: Plan, *, shutdown: Shutdown) -> None:
+    """One worker in this process, until nothing is left to do."""
+    name = f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
+    settings = Settings(queues=plan.queues, drain=plan.drain)
+    _worker(queue, name, settings, shutdown).run(burst=True)
+
+
+def _worker(
+    queue: TaskQueue,
+    name: str,
+    settings: Settings,
+    shutdown: Shutdown,
+    orphaned: Callable[[], bool] = lambda: False,
+) -> Worker:
+    source: Source | None = None
+    if queue.redis_url is not None:
+        from headway.queue.rq import RqSource
+
+        source = RqSource(queue, queue.redis_url, name=name, queues=settings.queues)
+    return Worker(
+        queue, name=name, settings=settings, shutdown=shutdown, source=source, context=queue.context, orphaned=orphaned
+    )
+
+
 def _main(arguments: Sequence[str]) -> int:
     """One worker, as the supervisor starts it."""
     app, name, queues, drain = arguments
@@ -211,15 +235,7 @@ def _main(arguments: Sequence[str]) -> int:
     settings = Settings(queues=[Priority(each) for each in queues.split(",")], drain=float(drain))
     parent = os.getppid()
     with on_signals(shutdown), load(app) as queue:
-        source: Source | None = None
-        if queue.redis_url is not None:
-            from headway.queue.rq import RqSource
-
-            source = RqSource(queue, queue.redis_url, name=name, queues=settings.queues)
-        Worker(
-            queue, name=name, settings=settings, shutdown=shutdown, source=source, context=queue.context,
-            orphaned=lambda: os.getppid() != parent,
-        ).run()  # fmt: skip
+        _worker(queue, name, settings, shutdown, lambda: os.getppid() != parent).run()
     return 0
 
 

@@ -101,6 +101,7 @@ class Pulse:
         self._progress: tuple[float, str] | None = None
         self.cancelling = False
         self.lost: set[int] = set()
+        self.last_message: str | None = None
         self._thread = threading.Thread(target=self._run, name="headway-pulse", daemon=True)
 
     def __enter__(self) -> Self:
@@ -114,14 +115,14 @@ class Pulse:
     def begin(self, claim: Claim) -> None:
         with self._lock:
             self._current = (claim, Watch(claim, self._worker.settings), time.monotonic())
-            self.cancelling, self._progress = False, None
+            self.cancelling, self._progress, self.last_message = False, None, None
 
     def end(self) -> None:
         with self._lock:
             self._current = None
 
     def report(self, percent: float, message: str) -> None:
-        self._progress = (percent, message)
+        self._progress, self.last_message = (percent, message), message
 
     def is_cancelled(self) -> bool:
         return self.cancelling

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from headway import __version__
@@ -193,6 +194,8 @@ class Worker:
         assert ended is not None
         if verdict is not None and ended.failure is not None:
             ended = verdict  # we ended it: that is the reason, not the signal it died of
+        if horse.progress is not None:
+            ended = replace(ended, message=horse.progress[1])
         self._ended.append((claim, ended, horse.seconds))
         self._record(cancelling=watch.cancelling)
 
@@ -225,6 +228,7 @@ class Worker:
                     ended = Ended(failure=Failure(type(late).__name__, str(late)), outcome="timeout")
                 finally:
                     pulse.end()
+                ended = replace(ended, message=pulse.last_message)
                 if claim.no not in pulse.lost:
                     self._ended.append((claim, ended, time.monotonic() - began))
                 if len(self._ended) >= self.settings.batch or pulse.cancelling:
@@ -263,7 +267,7 @@ class Worker:
     def _settle(self, tx: Tx, claim: Claim, ended: Ended, seconds: float) -> Task | None:
         try:
             if ended.failure is None:
-                return claims.complete(tx, claim, ended.result, seconds)
+                return claims.complete(tx, claim, ended.result, seconds, message=ended.message)
             return claims.fail(
                 tx, claim, ended.failure, outcome=ended.outcome, retryable=ended.retryable, seconds=seconds
             )

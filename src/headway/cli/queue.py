@@ -1,0 +1,304 @@
+"""``worker`` runs tasks; ``queues``, ``tasks``, ``task``, ``queue`` and ``workers`` show and steer them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from headway.cli import database_option, json_option, say
+from headway.cli.toolkit import (
+    Number,
+    Whole,
+    clock,
+    confirm,
+    limit_option,
+    open_store,
+    put,
+    put_json,
+    put_table,
+    yes_option,
+)
+from headway.errors import InvalidInput
+from headway.wording import duration, plural
+
+if TYPE_CHECKING:
+    from headway.queue.taskqueue import TaskQueue
+    from headway.views.queue import TaskView
+
+QUEUES = ("urgent", "high", "normal", "low")
+_QUEUE = click.Choice(QUEUES)
+
+
+def open_queue(database: str | None) -> TaskQueue:
+    """The queue's rows: enough to look at tasks and to steer them; to run them takes the application."""
+    from headway.queue.taskqueue import TaskQueue
+
+    return TaskQueue(open_store(database))
+
+
+def who() -> str:
+    from headway.ledger.records import current_user
+
+    return current_user()
+
+
+@click.command()
+@click.option(
+    "--app", required=True, metavar="MODULE:QUEUE", help="The application's queue, or a function that makes it."
+)
+@click.option("--queues", metavar="NAME[,NAME]", help="Serve only these, in this order.  [default: all four]")
+@click.option("--workers", type=Whole(1, 1000), default=1, show_default=True, help="Worker processes at least.")
+@click.option("--max-workers", type=Whole(1, 1000), help="Worker processes at most, under load.  [default: --workers]")
+@click.option("--burst", is_flag=True, help="End when nothing is left to do.")
+@click.option(
+    "--drain",
+    type=Number(0, 86_400),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="What tasks get to finish when the worker is told to end; then they go back into their queue.",
+)
+def worker(*, app: str, queues: str | None, workers: int, max_workers: int | None, burst: bool, drain: float) -> int:
+    """Run the tasks of an application's queue.
+
+    One supervisor keeps the worker processes: more of them under load, new ones for those that crash. In the first Ctrl-C or
+    SIGTERM what runs is finished; a second one ends it at once.
+    """
+    from headway.lifecycle import Shutdown, on_signals
+    from headway.queue.app import load
+    from headway.queue.supervisor import Plan, Supervisor, work_off
+    from headway.queue.values import PRIORITIES, Priority
+
+    chosen = PRIORITIES
+    if queues is not None:
+        names = [name.strip() for name in queues.split(",") if name.strip()]
+        unknown = [name for name in names if name not in QUEUES]
+        if unknown or not names:
+            raise InvalidInput(f"{queues!r} does not name queues.", hint=f"Use some of {', '.join(QUEUES)}.")
+        chosen = tuple(Priority(name) for name in names)
+    shutdown = Shutdown()
+    with on_signals(shutdown), load(app) as queue:
+        plan = Plan(app, workers, max(workers, max_workers or workers), chosen, drain)
+        if burst:
+            work_off(queue, plan, shutdown=shutdown)
+            return 0
+        say(f"Serving {', '.join(queue.value for queue in chosen)} with {plural(workers, 'worker')}.")
+        Supervisor(queue, plan, shutdown=shutdown).run()
+    return shutdown.exit_code if shutdown.abandon.is_set() else 0
+
+
+@click.command()
+@json_option
+@database_option
+def queues(database: str | None, *, as_json: bool) -> None:
+    """Show the four queues, in the order in which they are served."""
+    from headway.views.queue import read_queues
+
+    with open_queue(database) as queue:
+        found = read_queues(queue)
+    if as_json:
+        put_json(found)
+        return
+    rows = [
+        [
+            view.queue, f"{view.waiting:,}", f"{view.delayed:,}", f"{view.running:,}",
+            "" if view.oldest_wait is None else duration(view.oldest_wait), f"{view.completed:,}", f"{view.failed:,}",
+            f"paused by {view.paused_by}: {view.reason}" if view.paused else "",
+        ]
+        for view in found.queues
+    ]  # fmt: skip
+    heads = ["QUEUE", "WAITING", "DELAYED", "RUNNING", "OLDEST", "DONE 1H", "FAILED 1H", "STATE"]
+    put_table(heads, rows, right=("WAITING", "DELAYED", "RUNNING", "OLDEST", "DONE 1H", "FAILED 1H"), drop=("DELAYED",))
+
+
+@click.command()
+@click.option("--status", type=click.Choice(["queued", "running", "completed", "failed", "cancelled"]))
+@click.option("--queue", "name", type=_QUEUE)
+@click.option("--kind", metavar="KIND")
+@click.option("--user", "user_id", metavar="USER")
+@click.option("--before", metavar="ID", help="Continue after this task, the last one of the page before.")
+@limit_option(50, "At most so many.")
+@json_option
+@database_option
+def tasks(
+    database: str | None,
+    *,
+    status: str | None,
+    name: str | None,
+    kind: str | None,
+    user_id: str | None,
+    before: str | None,
+    limit: int,
+    as_json: bool,
+) -> None:
+    """List the newest tasks."""
+    from headway.views.queue import read_tasks
+
+    with open_queue(database) as queue:
+        found = read_tasks(
+            queue, status=status and status.upper(), name=name, kind=kind, user_id=user_id, before=before,
+            limit=min(limit, 1000),
+        )  # fmt: skip
+    if as_json:
+        put_json(found)
+        return
+    if not found.tasks:
+        say("No task matches.")
+        return
+    heads = ["TASK", "KIND", "QUEUE", "STATUS", "USER", "PROGRESS", "SUBMITTED", "NOTE"]
+    put_table(heads, [_row(task) for task in found.tasks], whole=("STATUS",), drop=("SUBMITTED", "USER"))
+
+
+def _row(task: TaskView) -> list[str]:
+    note = task.error or task.message
+    return [
+        task.id, task.kind, task.queue, task.status, task.user_id or "", f"{task.percent:.0f}%", clock(task.created_at), note
+    ]  # fmt: skip
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def task() -> None:
+    """One task: show it, cancel it, try it again."""
+
+
+@task.command("show")
+@click.argument("id")
+@json_option
+@database_option
+def show(id: str, database: str | None, *, as_json: bool) -> None:
+    """Show a task with the runs that did not succeed."""
+    from headway.views.queue import read_task
+
+    with open_queue(database) as queue:
+        sheet = read_task(queue, id)
+    if as_json:
+        put_json(sheet)
+        return
+    one = sheet.task
+    put(f"{one.id}  {one.kind}  {one.status}{' (cancelling)' if one.cancelling else ''}")
+    put(f"  queue {one.queue}, user {one.user_id or '-'}, {one.percent:.0f}%{' ' + one.message if one.message else ''}")
+    put(
+        f"  submitted {clock(one.created_at)}, started {clock(one.started_at) or '-'}, ended {clock(one.ended_at) or '-'}"
+    )
+    for run in sheet.runs:
+        put(f"  {clock(run.at)}  {run.outcome:<8} {run.error}")
+
+
+@task.command("cancel")
+@click.argument("id")
+@yes_option
+@database_option
+def cancel(id: str, database: str | None, *, yes: bool) -> None:
+    """Cancel a task: at once if it waits, else its worker is told to end it."""
+    with open_queue(database) as queue:
+        found = queue.get(id)
+        if found.is_final:
+            say(f"Task {id} is {found.status.value}; nothing was changed.")
+            return
+        confirm(f"Cancel task {id} ({found.kind}, {found.status.value})?", yes=yes)
+        ended = queue.cancel(id, by=who())
+        say(f"Task {id} is {ended.status.value}." if ended.is_final else f"The worker of task {id} is told to end it.")
+
+
+@task.command("retry")
+@click.argument("id")
+@yes_option
+@database_option
+def retry(id: str, database: str | None, *, yes: bool) -> None:
+    """Give a task that failed or was cancelled another life."""
+    with open_queue(database) as queue:
+        found = queue.get(id)
+        confirm(f"Try task {id} ({found.kind}, {found.status.value}) again, with no attempt counted?", yes=yes)
+        queue.retry(id)
+        say(f"Task {id} waits in {found.priority.value}.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def queue() -> None:
+    """One queue: pause and resume it, limit it, move it between RQ and the database."""
+
+
+@queue.command("pause")
+@click.argument("name", type=_QUEUE)
+@click.option("--reason", default="", help="Shown wherever somebody wonders why nothing happens.")
+@click.option("--for", "seconds", type=Number(1, 10**8), metavar="SECONDS", help="Go on by itself after so long.")
+@database_option
+def pause(name: str, database: str | None, *, reason: str, seconds: float | None) -> None:
+    """Hand out nothing more of a queue; what runs goes on, and tasks are still accepted."""
+    from datetime import UTC, datetime, timedelta
+
+    until = None if seconds is None else datetime.now(UTC) + timedelta(seconds=seconds)
+    with open_queue(database) as opened:
+        opened.pause(name, reason=reason, by=who(), until=until)
+        say(f"The queue {name} is paused{'' if until is None else f' until {clock(until)}'}.")
+
+
+@queue.command("resume")
+@click.argument("name", type=_QUEUE)
+@database_option
+def resume(name: str, database: str | None) -> None:
+    """Go on with a paused queue."""
+    with open_queue(database) as opened:
+        say(f"The queue {name} goes on." if opened.resume(name) else f"The queue {name} was not paused.")
+
+
+@queue.command("limit")
+@click.argument("scope", type=click.Choice(["queue", "user", "partition", "kind"]))
+@click.argument("key")
+@click.option("--concurrency", type=Whole(0, 1_000_000), help="At most so many at once.")
+@click.option("--rate", type=Number(0.000001, 10**6), help="At most so many started per second.")
+@database_option
+def limit(scope: str, key: str, database: str | None, *, concurrency: int | None, rate: float | None) -> None:
+    """Bound what runs at once or starts per second; '*' as key means each one. With neither option the bound is removed."""
+    with open_queue(database) as opened:
+        opened.limit(scope, key, concurrency=concurrency, rate=rate)
+        say(
+            "The limit is removed."
+            if concurrency is None and rate is None
+            else "The limit holds from the next claim on."
+        )
+
+
+@queue.command("migrate")
+@click.option("--to", "target", required=True, type=click.Choice(["rq", "database"]))
+@click.option("--app", required=True, metavar="MODULE:QUEUE", help="The application's queue, which knows its Redis.")
+@click.option("--dry-run", is_flag=True, help="Only say how many tasks it is about.")
+def migrate(*, target: str, app: str, dry_run: bool) -> None:
+    """Tell RQ of every waiting task, or take every hint back. Asked again, it goes on where it stopped."""
+    from headway.queue import migration
+    from headway.queue.app import load
+
+    with load(app) as opened:
+        if opened.hints is None:
+            raise InvalidInput("This queue has no Redis.", hint="Give it one: TaskQueue(redis='redis://...')")
+        moved = (
+            migration.to_rq(opened, opened.hints, dry_run=dry_run)
+            if target == "rq"
+            else migration.to_database(opened, dry_run=dry_run)
+        )
+    say(f"{plural(moved.moved, 'task')} {'would be' if dry_run else 'were'} moved to {target}.")
+    if moved.left:
+        say(f"{plural(moved.left, 'task')} could not be moved: Redis is away or full. Ask again later.")
+
+
+@click.command()
+@json_option
+@database_option
+def workers(database: str | None, *, as_json: bool) -> None:
+    """Show who runs tasks, and who ended in the last day."""
+    from headway.views.queue import read_workers
+
+    with open_queue(database) as opened:
+        found = read_workers(opened)
+    if as_json:
+        put_json(found)
+        return
+    if not found.workers:
+        say("No worker was seen. Start one: headway worker --app MODULE:QUEUE")
+        return
+    rows = [
+        [view.name, view.state, view.task or "", f"{view.completed:,}", f"{view.failed:,}", clock(view.seen_at)]
+        for view in found.workers
+    ]
+    put_table(["WORKER", "STATE", "TASK", "DONE", "FAILED", "SEEN"], rows, right=("DONE", "FAILED"), drop=("SEEN",))

@@ -1,0 +1,185 @@
+"""The queue: its four queues, its tasks, its workers."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from headway.views.shape import Json, document
+
+if TYPE_CHECKING:
+    from headway.queue.taskqueue import TaskQueue
+    from headway.queue.values import Task
+
+
+class QueueView(NamedTuple):
+    """One queue."""
+
+    queue: Annotated[str, "urgent, high, normal or low"]
+    waiting: Annotated[int, "tasks that may run now"]
+    delayed: Annotated[int, "tasks that wait for their time"]
+    running: Annotated[int, "tasks that run"]
+    oldest_wait: Annotated[float | None, "seconds the longest waiting task waits"]
+    completed: Annotated[int, "tasks completed in the last hour"]
+    failed: Annotated[int, "tasks that failed for good in the last hour"]
+    cancelled: Annotated[int, "tasks cancelled in the last hour"]
+    paused: Annotated[bool, "whether nothing of it is handed out"]
+    paused_by: Annotated[str | None, "who paused it"]
+    paused_until: Annotated[datetime | None, "when it goes on by itself"]
+    reason: Annotated[str, "why it is paused"]
+
+
+class Queues(NamedTuple):
+    """`headway queues`: the queues, in the order of service."""
+
+    queues: Annotated[tuple[QueueView, ...], "urgent, high, normal, low"]
+
+    def as_json(self) -> Json:
+        return document(self)
+
+
+class TaskView(NamedTuple):
+    """One task."""
+
+    id: Annotated[str, "the task's id"]
+    kind: Annotated[str, "which handler runs it"]
+    queue: Annotated[str, "urgent, high, normal or low"]
+    status: Annotated[str, "QUEUED, RUNNING, COMPLETED, FAILED or CANCELLED"]
+    version: Annotated[int, "grows with every change"]
+    user_id: Annotated[str | None, "who asked for it"]
+    role: Annotated[str, "the role they had"]
+    attempts: Annotated[int, "runs that did not succeed"]
+    retries: Annotated[int, "how many further tries it may have"]
+    percent: Annotated[float, "how far it is, 0 to 100"]
+    message: Annotated[str, "what its handler said last"]
+    error: Annotated[str | None, "why the last run did not succeed"]
+    worker: Annotated[str | None, "who runs it or ran it last"]
+    cancelling: Annotated[bool, "somebody asked for it to be cancelled, and it still runs"]
+    created_at: Annotated[datetime, "when it was submitted"]
+    updated_at: Annotated[datetime, "when it changed last"]
+    run_at: Annotated[datetime, "not before"]
+    started_at: Annotated[datetime | None, "when its last run began"]
+    ended_at: Annotated[datetime | None, "when it was over"]
+
+
+class Tasks(NamedTuple):
+    """`headway tasks`: the newest tasks that match."""
+
+    tasks: Annotated[tuple[TaskView, ...], "newest first"]
+    next: Annotated[str | None, "the id to continue from: --before"]
+
+    def as_json(self) -> Json:
+        return document(self)
+
+
+class TaskAttempt(NamedTuple):
+    """A run of a task that did not succeed."""
+
+    no: Annotated[int, "number of the run"]
+    outcome: Annotated[str, "failed, timeout, memory or lost"]
+    error: Annotated[str, "why"]
+    worker: Annotated[str | None, "who ran it"]
+    at: Annotated[datetime, "when it ended"]
+    seconds: Annotated[float | None, "how long it took"]
+
+
+class TaskSheet(NamedTuple):
+    """`headway task show`: one task with the runs that did not succeed."""
+
+    task: Annotated[TaskView, "the task"]
+    runs: Annotated[tuple[TaskAttempt, ...], "oldest first"]
+
+    def as_json(self) -> Json:
+        return document(self)
+
+
+class WorkerView(NamedTuple):
+    """One worker."""
+
+    name: Annotated[str, "its name"]
+    host: Annotated[str, "where it runs"]
+    pid: Annotated[int, "its process"]
+    state: Annotated[str, "idle, busy, ended or lost"]
+    queues: Annotated[tuple[str, ...], "what it serves, in order"]
+    task: Annotated[str | None, "what it runs"]
+    completed: Annotated[int, "tasks it completed"]
+    failed: Annotated[int, "runs that did not succeed"]
+    rss: Annotated[int | None, "bytes of memory"]
+    version: Annotated[str, "of headway"]
+    wanted: Annotated[str | None, "drain or stop: what an operator asked for"]
+    started_at: Annotated[datetime, "when it began"]
+    seen_at: Annotated[datetime, "its last sign of life"]
+
+
+class Workers(NamedTuple):
+    """`headway workers`: those that work, and those that ended in the last day."""
+
+    workers: Annotated[tuple[WorkerView, ...], "the living first"]
+
+    def as_json(self) -> Json:
+        return document(self)
+
+
+def read_queues(queue: TaskQueue) -> Queues:
+    return Queues(
+        tuple(
+            QueueView(
+                info.priority.value, info.waiting, info.delayed, info.running, info.oldest_wait, info.completed,
+                info.failed, info.cancelled, info.paused, info.paused_by, info.paused_until, info.reason,
+            )
+            for info in queue.stats()
+        )
+    )  # fmt: skip
+
+
+def task_view(task: Task) -> TaskView:
+    return TaskView(
+        task.id, task.kind, task.priority.value, task.status.value, task.version, task.user_id, task.role, task.attempts,
+        task.retries, task.percent, task.message, task.error, task.worker, task.cancelling, task.created_at,
+        task.updated_at, task.run_at, task.started_at, task.ended_at,
+    )  # fmt: skip
+
+
+def read_tasks(
+    queue: TaskQueue,
+    *,
+    status: str | None = None,
+    name: str | None = None,
+    kind: str | None = None,
+    user_id: str | None = None,
+    before: str | None = None,
+    limit: int = 50,
+) -> Tasks:
+    found = queue.list(status=status, queue=name, kind=kind, user_id=user_id, before=before, limit=limit)
+    return Tasks(tuple(task_view(task) for task in found), found[-1].id if len(found) == limit else None)
+
+
+def read_task(queue: TaskQueue, id: str) -> TaskSheet:
+    task = queue.get(id)
+    rows = queue.database.all(
+        "SELECT a.no, a.outcome, a.error, a.worker, a.at, a.seconds FROM task_attempts a JOIN tasks t ON t.no = a.task "
+        "WHERE t.id = ? ORDER BY a.no",
+        (id,),
+    )
+    from headway.queue.values import moment
+
+    runs = [TaskAttempt(no, outcome, error, who, moment(at), took) for no, outcome, error, who, at, took in rows]
+    return TaskSheet(task_view(task), tuple(runs))
+
+
+def read_workers(queue: TaskQueue) -> Workers:
+    from headway.queue.values import moment
+
+    rows = queue.database.all(
+        "SELECT name, host, pid, state, queues, task, completed, failed, rss, version, wanted, started_at, seen_at "
+        "FROM task_workers ORDER BY ended_at IS NOT NULL, started_at, name"
+    )
+    return Workers(
+        tuple(
+            WorkerView(
+                name, host, pid, state, tuple(queues.split(",")), task, completed, failed, rss, version, wanted,
+                moment(started_at), moment(seen_at),
+            )
+            for name, host, pid, state, queues, task, completed, failed, rss, version, wanted, started_at, seen_at in rows
+        )
+    )  # fmt: skip
