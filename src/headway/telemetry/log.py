@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import IO
 
-from headway.telemetry.redaction import redact
+from headway.telemetry.redaction import error_text, redact
 
 Field = str | int | float | bool | None
 
@@ -51,6 +51,9 @@ FIELDS = frozenset(
         "reason",
     ]
 )
+
+#: Characters of a message and of each fact. Whoever logs a text of megabytes gets its beginning and its end.
+LINE_LIMIT = 16_384
 
 logging.getLogger("headway").addHandler(logging.NullHandler())
 
@@ -101,10 +104,10 @@ class LineFormatter(logging.Formatter):
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         name = record.name.removeprefix("headway.")
         fields: Mapping[str, Field] = getattr(record, "fields", {})
-        clean = {key: redact(value) if isinstance(value, str) else value for key, value in fields.items()}
-        message = redact(record.getMessage())
+        clean = {key: redact(value, LINE_LIMIT) if isinstance(value, str) else value for key, value in fields.items()}
+        message = redact(record.getMessage(), LINE_LIMIT)
         if record.exc_info and record.exc_info[1] is not None:
-            clean.setdefault("error", redact(f"{type(record.exc_info[1]).__name__}: {record.exc_info[1]}"))
+            clean.setdefault("error", error_text(record.exc_info[1], LINE_LIMIT))
         if self._as_json:
             line = {"t": when, "level": record.levelname, "logger": name, "message": message, **clean}
             return _encoded(line)
