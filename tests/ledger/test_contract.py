@@ -389,12 +389,12 @@ def test_like_failures_are_one_cause_with_counts_and_an_example(job: Job):
             job,
             idx,
             times=3,
-            failure=Failure("HTTPError", f"GET /docs/inv-0{idx}.pdf gave {500 + idx}", "ads.py:fetch"),
+            failure=Failure("HTTPError", f"GET /docs/inv-0{idx}.pdf gave 503 after {idx} s", "ads.py:fetch"),
         )
     fail(job, 5, times=1, failure=Failure("KeyError", "'price'", "ads.py:make"))
     first, second = job.causes()
     assert (first.type, first.message, first.count, first.dead, first.example) == (
-        "HTTPError", "GET /docs/{id}.pdf gave {n}", 9, 3, 0,
+        "HTTPError", "GET /docs/{id}.pdf gave 503 after {n} s", 9, 3, 0,
     )  # fmt: skip
     assert (second.type, second.message, second.count, second.dead) == ("KeyError", "'price'", 1, 0)
     assert [letter.idx for letter in job.dead_letters(cause=first.no)] == [0, 1, 2]

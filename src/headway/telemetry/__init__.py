@@ -3,7 +3,7 @@
 from headway.telemetry.log import FIELDS, Field, LineFormatter, Log, configure
 from headway.telemetry.measurements import BUCKETS, Histogram, Metrics, MetricsSink, metrics
 from headway.telemetry.prometheus import MetricsServer, exposition, serve_metrics
-from headway.telemetry.redaction import forget_secrets, names_a_secret, redact
+from headway.telemetry.redaction import error_message, forget_secrets, names_a_secret, redact
 
 __all__ = [
     "BUCKETS",
@@ -16,6 +16,7 @@ __all__ = [
     "MetricsServer",
     "MetricsSink",
     "configure",
+    "error_message",
     "exposition",
     "forget_secrets",
     "metrics",
