@@ -63,6 +63,8 @@ def judged(bench: str, path: str, part: dict[str, Any]) -> Goal:
     numbers = dict(flat(part))
     shown = ", ".join(f"{name} {value:g}" for name, value in numbers.items())
     goal = str(part["goal"])
+    if isinstance(part.get("reached"), bool):
+        return Goal(bench, path, goal, shown, part["reached"])
     found = GOAL.match(goal)
     if not found:
         return Goal(bench, path, goal, shown, None)

@@ -22,6 +22,7 @@ from tools import bench
         ({"sqlite": {"busy": {"p50_ms": 3, "p99_ms": 60}, "goal": "p99 <= 50 ms"}}, [False]),
         ({"sqlite": {"busy": {"p50_ms": 90, "p99_ms": 40}, "goal": "p99 <= 50 ms"}}, [True]),
         ({"reads": {"per_second": 99_999, "goal": ">= 100,000"}}, [False]),
+        ({"all": {"n": 3, "m": 4, "goal": "every one once", "reached": False}}, [False]),
         ({"all": {"one": 1, "two": 2, "goal": "0: one listener serves all"}}, [None]),
         ({"budget_ms": 120, "milliseconds": {"x": {"min": 130}}, "within_budget": {"x": False}}, [False]),
     ],
