@@ -280,10 +280,10 @@ def spawn_cli(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 def headway_cli(
     spawn_cli: Callable[..., subprocess.Popen[str]],
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`headway_cli("jobs", "--json", env={...}, stdin="text", timeout=60)`: run the command to its end."""
+    """`headway_cli("jobs", "--json", env={...}, stdin="text", timeout=120)`: run the command to its end."""
 
     def run(
-        *arguments: str | Path, stdin: str = "", timeout: float = 60, **options: Any
+        *arguments: str | Path, stdin: str = "", timeout: float = 120, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         process = spawn_cli(*arguments, **options)
         output, errors = process.communicate(stdin, timeout)
