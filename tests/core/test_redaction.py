@@ -46,6 +46,7 @@ HIDDEN = [
     ("body: user=ann%26password%3Dhunter2", "body: user=ann%26password%3D***"),
     # by name
     ("password=hunter2", "password=***"),
+    ("password=must token=expired", "password=*** token=***"),
     ("PASSWORD: 'two hunters'", "PASSWORD: ***"),
     ("{'db_password': 'hunter2', 'a': 1}", "{'db_password': ***, 'a': 1}"),
     ('{"api_key":"hunter2"}', '{"api_key":***}'),

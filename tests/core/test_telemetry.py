@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import os
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -180,6 +181,7 @@ def test_a_child_forked_while_a_thread_was_counting_can_count():
     with telemetry.metrics._lock:
         pid = os.fork()
         if pid == 0:
+            signal.alarm(20)  # a child that hangs ends itself
             telemetry.metrics.count("in_the_child")
             os._exit(int(telemetry.metrics.value("in_the_child")) + 4)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5

@@ -311,18 +311,24 @@ def test_a_recursion_without_end_is_described_where_it_is_caught():
 
 
 def test_describing_at_the_very_end_of_the_stack_gives_at_least_something():
-    described = []
+    described, escaped = [], []
 
     def down() -> None:
         try:
             down()
         except RecursionError as error:
-            described.append(describe(error))
+            try:
+                described.append(describe(error))
+            except RecursionError as another:
+                # There may be no room to call it at all; once it is entered, nothing comes out of it.
+                if another.__traceback__ is not None and another.__traceback__.tb_next is not None:
+                    escaped.append(another)
             raise
 
     with pytest.raises(RecursionError):
         down()
-    assert all(failure.type in ("RecursionError", "Exception") for failure in described)
+    assert escaped == []
+    assert {failure.type for failure in described} <= {"RecursionError", "Exception"}
     assert described[-1].type == "RecursionError"
 
 
