@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,38 @@ def test_the_results_say_what_became_of_every_test_that_ran(tmp_path: Path, work
         "test_teardown": ("failed", ["S3-08"]),
         "TestGroup::test_in_class": ("passed", ["S3-09"]),
     }
+
+
+def test_a_skip_is_a_failure_under_ci(tmp_path: Path):
+    (tmp_path / "tests").mkdir()
+    for name in ("conftest.py", "__init__.py", "services"):
+        (tmp_path / "tests" / name).symlink_to(ROOT / "tests" / name)
+    (tmp_path / "tests" / "test_it.py").write_text("import pytest\n\ndef test_skips(): pytest.skip('no server')\n")
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_it.py"]
+    for environment, code in (({}, 0), ({"CI": "true"}, 1)):
+        basics = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, env=basics | environment, check=False
+        )
+        assert done.returncode == code, done.stdout
+
+
+@pytest.mark.parametrize(("verb", "told"), [("test", "pytest CI="), ("check", "pytest CI=true")])
+def test_make_check_lets_nothing_be_skipped_and_make_test_does(tmp_path: Path, verb: str, told: str):
+    for name in ("ruff", "mypy", "lint-imports", "python", "pytest", "coverage"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} CI=$CI $*"\n')
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / ".installed").touch()
+    command = ["make", "-s", "-C", str(ROOT), verb, f"BIN={tmp_path}", f"SETUP={tmp_path}/.installed"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("CI", "MAKEFLAGS", "MAKELEVEL")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    lines = done.stdout.splitlines()
+    (run,) = [line for line in lines if line.startswith("pytest")]
+    assert run.startswith(f"{told} ")
+    assert "--results .test-results.json" in run
+    if verb == "check":
+        assert "python CI=true tools/trace.py .test-results.json" in lines
 
 
 def result(test: str, outcome: str, *requirements: str) -> dict[str, Any]:
