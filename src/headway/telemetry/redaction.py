@@ -23,7 +23,10 @@ MASK = "***"
 _SIGHT = 8192
 
 _SENSITIVE = (
-    r"(?:(?<!by)(?<!com)(?<!tres)(?<!over)(?<!sur)pass(?:words?|wd|phrase|code)?|pwd|secrets?|token|credentials?|auth"
+    r"(?:pass(?:words?|wd|phrase|code)|(?<!by)(?<!com)(?<!tres)(?<!over)(?<!sur)"
+    # a pass over something is none: --last-pass, first_pass
+    r"(?<!last[-_])(?<!first[-_])(?<!next[-_])(?<!final[-_])(?<!one[-_])(?<!two[-_])(?<!multi[-_])pass"
+    r"|pwd|secrets?|token|credentials?|auth"
     r"|signature|(?<![a-z])(?:t?otp|sig|cvv|cvc|pin)"
     r"|(?:api|access|private|secret|client|master|signing|encryption|account)[-_ ]?key)"
 )
@@ -57,12 +60,20 @@ _TERMS = re.compile(
     re.IGNORECASE,
 )
 _NOTHING = frozenset(["none", "null", "nil", "true", "false", "yes", "no", "undefined", '""', "''", MASK])
+#: What stands for a value: a parameter of SQL, dots, a word in angle brackets.
+_STAND_IN = re.compile(r"\?|%s|%\([a-z_]+\)s|\$\d\d?|\.{2,}\W*|<[a-z_ -]+>|\{[a-z_]*\}?|\*+\W*")
 _EDGES = "'\"`.,;:!?()[]{}<>"
 
 
 def _is_prose(value: str) -> bool:
     words = value.strip(_EDGES).lower().split()
     return not words or words[0] in _PROSE or words[0] in _NOTHING
+
+
+def _begins_a_sentence(found: re.Match[str]) -> bool:
+    """``token: whoever has it``: a plain word, and another after it."""
+    value, after = found["secret"], found.string[found.end("secret") : found.end("secret") + 2]
+    return value.replace("'", "").isalpha() and value.islower() and after[:1] == " " and after[1:].isalpha()
 
 
 def _looks_made_up(value: str, least: int) -> bool:
@@ -81,9 +92,17 @@ def _is_named_secret(found: re.Match[str]) -> bool:
     """``name = value``: all but what says that there is none, a sentence after a colon, a count, a path."""
     name, separator, value = found["name"].lower(), found["separator"], found["secret"]
     bare = value.strip("\\'\"").lower()
-    if bare in _NOTHING or not bare:
+    if (
+        bare in _NOTHING
+        or not bare
+        or _STAND_IN.fullmatch(bare)
+        or bare in (name, f":{name}")
+        or bare.endswith(f".{name}")
+    ):
         return False
     if separator == ":" and value[0] not in "'\"\\" and _is_prose(value):
+        return False
+    if separator == ":" and not name.startswith(("pass", "pwd")) and _begins_a_sentence(found):
         return False
     if name in ("pass", "token", "auth", "secrets", "credentials", "pin", "sig") and bare.isdigit() and len(bare) < 4:
         return False
@@ -135,7 +154,10 @@ _QUOTED = r"""(?:[bruf]{0,2}(?:"(?:\\.|[^"\\\n])*+"?|'(?:\\.|[^'\\\n])*+'?))"""
 # JSON inside JSON: the quote ends where the same number of backslashes stands before it again.
 _ESCAPED = r"""(?:(?P<q>\\{1,8}["'])(?:(?!(?<!\\)(?P=q)).){0,4096}+(?:(?P=q))?)"""
 # What follows a delimiter without a space, and is no further name=value, still belongs to the secret.
-_BARE = r"""(?:[^\s,;&)}\]]++(?:[,;&)}\]]++[^\s,;&)}\]=:'"(){}\[\]]++(?![=:'"(\[{]))*+)"""
+_BARE = (
+    r"""(?:(?:[^\s,;&)}\]]++|(?=[,;&)}\]]))(?:[,;&)}\]]++(?!['"]?[a-z_][\w.-]{0,40}+['"]?\s*+[=:])"""
+    r"""(?=[^\s,;&)}\]\w]{0,5}\w)[^\s,;&)}\]]++)*+)"""
+)
 _GROUPED = r"""(?:\([^()\n]{0,500}\)?|\[[^\[\]\n]{0,500}\]?)"""
 
 
@@ -164,7 +186,7 @@ def _rules() -> tuple[_Rule, ...]:
         # password=..., "api_key": "...", X-Auth-Token: ..., ['secret'] = ..., also as JSON inside JSON
         _rule(
             _NAMES,
-            rf"""(?P<name>{_SENSITIVE})(?:_?\d{{1,3}})?\b\\*+['"]?\]?[ \t]*+(?P<separator>=>|:=|[:=]|%3[ad])\s*+"""
+            rf"""(?P<name>{_SENSITIVE})(?:_?\d{{1,3}})?\b\\*+['"]?\]?[ \t]*+(?P<separator>=>|[:=!]=|[:=]|%3[ad])\s*+"""
             rf"""(?!(?:bearer|basic|digest)\s)(?P<secret>{_ESCAPED}|{_QUOTED}|{_GROUPED}|{_BARE})""",
             _is_named_secret,
         ),
@@ -178,7 +200,8 @@ def _rules() -> tuple[_Rule, ...]:
         # --password X, --api-key=X, ['--token', 'X']
         _rule(
             "--",
-            rf"""(?<![\w-])--?(?!-)[\w-]{{0,40}}?{_SENSITIVE}(?:\\*+['"],?)?[ \t]++(?P<secret>{_QUOTED}|[^\s'",]++)""",
+            rf"""(?<![\w-])--?(?!-)[\w-]{{0,40}}?{_SENSITIVE}(?:\\*+['"],?)?[ \t]++"""
+            rf"""(?P<secret>{_QUOTED}|[^\s'"]*[^\s'",.;:)])""",
             _is_option,
         ),
         _rule("sshpass", r"\bsshpass\s+-p\s*(?P<secret>\S+)"),
@@ -238,7 +261,7 @@ def _rules() -> tuple[_Rule, ...]:
 _ADDRESS = re.compile(r"""([a-z][a-z0-9+.-]{0,30})?://([^\s'"]++)""", re.IGNORECASE)
 _NEXT_ADDRESS = re.compile(r"[,;|]\s*[a-z][a-z0-9+.-]{1,30}://", re.IGNORECASE)
 _WEB = frozenset(["http", "https", "ws", "wss", "ftp", "grpc", "tcp"])
-_PORT = re.compile(r"\d{1,5}(?=[/?#,)\]]|$)")
+_PORT = re.compile(r"\d{2,5}(?=[/?,]|$)")
 _KEY_AS_USER = re.compile(r"(?=[^@]*\d)[\w-]{20,200}@")
 # Hosts and paths under which whoever knows the path may write.
 _HOOK = re.compile(r"hook|api\.telegram\.org/bot|/trigger/[^/]+/with/key/|hooks\.|/services/T", re.IGNORECASE)
@@ -267,8 +290,10 @@ def _in_address(scheme: str, rest: str, at: int) -> Iterator[tuple[int, int]]:
     if -1 < colon < last and "/" not in rest[:colon]:
         # A password may hold anything, so it ends at the last @; but an address without one may have an @ in its path.
         port = _PORT.match(rest, colon + 1)
-        a_port = port is not None and (
-            scheme in _WEB or rest[port.end() : port.end() + 1] in ("?", ",") or "?" in rest[port.end() : last]
+        a_port = (
+            port is not None
+            and colon > 0
+            and (scheme in _WEB or rest[port.end() : port.end() + 1] in ("?", ",") or "?" in rest[port.end() : last])
         )
         if not a_port:
             yield at + colon + 1, at + last
