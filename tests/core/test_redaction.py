@@ -325,6 +325,20 @@ def test_a_password_may_hold_any_sign_anywhere(place: str):
         assert "hunter" not in redact(text), text
 
 
+def test_a_text_of_a_class_of_its_own_is_redacted_by_what_it_says():
+    class Text(str):
+        __slots__ = ()
+
+        def lower(self) -> str:
+            raise RuntimeError
+
+        def __len__(self) -> int:
+            raise RuntimeError
+
+    assert type(redact(Text("password=hunter2"), 40)) is str
+    assert redact(Text("password=hunter2"), 40) == "password=***"
+
+
 def test_any_mixture_of_pieces_is_redacted_without_an_error_and_stays_so():
     chance = random.Random(3)
     pieces = [piece for text, _ in HIDDEN for piece in (text[: len(text) // 2], text[len(text) // 2 :])] + HARMLESS

@@ -3,7 +3,7 @@
 from headway.telemetry.log import FIELDS, Field, LineFormatter, Log, configure
 from headway.telemetry.measurements import BUCKETS, Histogram, Metrics, MetricsSink, metrics
 from headway.telemetry.prometheus import MetricsServer, exposition, serve_metrics
-from headway.telemetry.redaction import error_message, forget_secrets, names_a_secret, redact
+from headway.telemetry.redaction import error_message, error_text, forget_secrets, names_a_secret, redact
 
 __all__ = [
     "BUCKETS",
@@ -17,6 +17,7 @@ __all__ = [
     "MetricsSink",
     "configure",
     "error_message",
+    "error_text",
     "exposition",
     "forget_secrets",
     "metrics",

@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 
@@ -256,6 +257,11 @@ def _rules() -> tuple[_Rule, ...]:
     )
 
 
+@lru_cache(maxsize=1)
+def _rules_by_hints() -> tuple[tuple[tuple[str, ...], tuple[_Rule, ...]], ...]:
+    return tuple((hints, tuple(rules)) for hints, rules in groupby(_rules(), key=lambda rule: rule.hints))
+
+
 # ---- addresses -------------------------------------------------------------------------------------------------------
 
 _ADDRESS = re.compile(r"""([a-z][a-z0-9+.-]{0,30})?://([^\s'"]++)""", re.IGNORECASE)
@@ -392,6 +398,7 @@ def redact(text: str, limit: int | None = None) -> str:
     With a ``limit`` the answer has at most so many characters: the beginning, how long it was, and the end. Of a longer
     text only the parts near both ends are read, so a text of any length costs no more than a short one.
     """
+    text = _plain(text)
     if limit is None or len(text) <= limit:
         return _shown(text, 0, len(text))[:limit]
     note = f" ... ({len(text)} characters) ... "
@@ -406,6 +413,11 @@ def redact(text: str, limit: int | None = None) -> str:
         end += 1
     ending = _shown(window, end, len(window))
     return (beginning + note + ending[len(ending) - min(tail, len(ending)) :])[:limit]
+
+
+def _plain(text: str) -> str:
+    """Of `str` itself: a class derived from it has methods of its own, and they may do anything."""
+    return text if type(text) is str else str.__getitem__(text, slice(None))
 
 
 def _open_key(text: str, at: int) -> str:
@@ -438,9 +450,10 @@ def _united(text: str) -> list[tuple[int, int]]:
     if "-----" in text:
         spans += _private_keys(text)
     lower = text.lower()
-    for hints, pattern, decide in _rules():
+    for hints, rules in _rules_by_hints():
         if any(hint in lower for hint in hints):
-            spans += [found.span("secret") for found in pattern.finditer(text) if decide(found)]
+            for rule in rules:
+                spans += [found.span("secret") for found in rule.pattern.finditer(text) if rule.decide(found)]
     united: list[tuple[int, int]] = []
     for begin, stop in sorted(spans):
         if united and begin < united[-1][1]:
@@ -456,9 +469,7 @@ UNSPEAKABLE = "(its message cannot be shown)"
 def error_message(error: BaseException) -> str:
     """``str(error)``, whatever the exception does when it is asked."""
     try:
-        said = str(error)
-        # What __str__ returned may be of a class of its own, with methods of its own.
-        return str.__getitem__(said, slice(None)) if type(said) is not str else said
+        return _plain(str(error))
     except BaseException:  # noqa: BLE001 - a broken __str__ must not hide the failure itself
         return UNSPEAKABLE
 
