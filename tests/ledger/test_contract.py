@@ -450,7 +450,7 @@ def test_items_are_listed_page_by_page_and_by_state(job: Job):
 def test_the_joblog_has_every_ended_run_in_the_order_of_items(job: Job):
     fail(job, 4)
     job.record([Done(4, worker="w"), Done(0)])
-    assert [(idx, outcome) for idx, _, outcome, *_ in job.finished()] == [(0, "done"), (4, "failed"), (4, "done")]
+    assert [(idx, outcome) for idx, _, outcome, *_ in job.log()] == [(0, "done"), (4, "failed"), (4, "done")]
 
 
 # ---- ending ---------------------------------------------------------------------------------------------------------

@@ -249,7 +249,7 @@ class Database:
             log.debug("transaction committed", operation=operation)
             return result
         except self._errors() as error:
-            raise self._explained(error) from error
+            raise self._translate(error) from error
         finally:
             self._give(connection)
 
@@ -257,7 +257,7 @@ class Database:
         """What the driver raises."""
         raise AssertionError("each engine has its own")
 
-    def _explained(self, error: Exception) -> HeadwayError | Transient:
+    def _translate(self, error: Exception) -> HeadwayError | Transient:
         """A driver's error in our words; wrapped in `Transient` when another try may help."""
         raise AssertionError("each engine has its own")
 
@@ -301,7 +301,7 @@ class Database:
         try:
             return question(self._tx(connection))
         except self._errors() as error:
-            raise self._explained(error) from error
+            raise self._translate(error) from error
         finally:
             self._give(connection)
 
@@ -314,7 +314,7 @@ class Database:
             try:
                 begin(connection)
             except self._errors() as error:
-                if not isinstance(self._explained(error), Transient):
+                if not isinstance(self._translate(error), Transient):
                     raise
                 self._give(connection)  # as in _ask: nothing was read yet
                 connection = None
@@ -329,7 +329,7 @@ class Database:
 
     def _final(self, error: Exception) -> HeadwayError:
         """What to raise for a driver's error that is not tried again."""
-        explained = error if isinstance(error, Transient) else self._explained(error)
+        explained = error if isinstance(error, Transient) else self._translate(error)
         return explained.final if isinstance(explained, Transient) else explained
 
     def _give(self, connection: Any) -> None:

@@ -161,7 +161,7 @@ class PostgreSQL(Database):
         error: type[Exception] = _psycopg().Error
         return (error, *UNACCEPTABLE)
 
-    def _explained(self, error: Exception) -> HeadwayError | Transient:
+    def _translate(self, error: Exception) -> HeadwayError | Transient:
         psycopg = _psycopg()
         errors = psycopg.errors
         said = redact(str(error)).strip()

@@ -123,7 +123,7 @@ class SQLite(Database):
         except (sqlite3.Error, UnicodeDecodeError) as error:
             if connection is not None:
                 connection.close()
-            raise self._explained(error) from error
+            raise self._translate(error) from error
 
     def _take(self) -> Any:
         if self.path is None:
@@ -153,7 +153,7 @@ class SQLite(Database):
             row: Row | None = connection.execute(sql, parameters).fetchone()
             return row
         except self._errors() as error:
-            raise self._meaning(error) from error
+            raise self._in_our_words(error) from error
         finally:
             self._give(connection)
 
@@ -214,10 +214,10 @@ class SQLite(Database):
     def _errors(self) -> tuple[type[Exception], ...]:
         return (sqlite3.Error, UnicodeDecodeError, *UNACCEPTABLE)
 
-    def _explained(self, error: Exception) -> HeadwayError | Transient:
-        return Transient(self._meaning(error)) if _is_busy(error) else self._meaning(error)
+    def _translate(self, error: Exception) -> HeadwayError | Transient:
+        return Transient(self._in_our_words(error)) if _is_busy(error) else self._in_our_words(error)
 
-    def _meaning(self, error: Exception) -> HeadwayError:
+    def _in_our_words(self, error: Exception) -> HeadwayError:
         if isinstance(error, sqlite3.Error | UnicodeDecodeError):
             return sqlite_file.translate(error, self.path)
         return unacceptable(error)

@@ -61,7 +61,7 @@ def create(path: Path, migrations: Sequence[tuple[int, list[str]]]) -> None:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise _meaning_of_os_error(error, path) from error
+        raise _translate_os_error(error, path) from error
     except sqlite3.Error as error:
         raise translate(error, path) from error
     finally:
@@ -98,7 +98,7 @@ def exists(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        raise _meaning_of_os_error(error, path) from error
+        raise _translate_os_error(error, path) from error
     return True
 
 
@@ -129,7 +129,7 @@ class Hold:
                 self._descriptor, holds = self._open.get(self._file) or (os.open(path, os.O_RDONLY | os.O_CLOEXEC), 0)
                 self._open[self._file] = (self._descriptor, holds + 1)
         except OSError as error:
-            raise _meaning_of_os_error(error, path) from error
+            raise _translate_os_error(error, path) from error
 
     def read(self, offset: int, count: int) -> bytes:
         return os.pread(self._descriptor, count, offset)
@@ -152,7 +152,7 @@ def check_header(hold: Hold, *, writable: bool) -> None:
     try:
         header = hold.read(0, 100)
     except OSError as error:
-        raise _meaning_of_os_error(error, path) from error
+        raise _translate_os_error(error, path) from error
     if not header:
         raise StoreCorrupt(f"The database {path} is empty (0 bytes): its content was lost.")
     if len(header) < 100 or not header.startswith(_MAGIC):
@@ -188,7 +188,7 @@ def check_identity(hold: Hold) -> None:
     except (sqlite3.Error, UnicodeDecodeError) as error:
         raise translate(error, path) from error
     except OSError as error:
-        raise _meaning_of_os_error(error, path) from error
+        raise _translate_os_error(error, path) from error
     if not genuine:
         raise StoreCorrupt(
             f"The file {path}-wal belongs to another database than {path}.",
@@ -270,7 +270,7 @@ def _no_room(path: Path | None) -> bool:
     return room.f_bavail * room.f_frsize < 64 * 1024 or largest + 64 * 1024 > limit != resource.RLIM_INFINITY
 
 
-def _meaning_of_os_error(error: OSError, path: Path) -> HeadwayError:
+def _translate_os_error(error: OSError, path: Path) -> HeadwayError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreFull(f"There is no space left for {path}.")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

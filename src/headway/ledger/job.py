@@ -9,8 +9,8 @@ from itertools import islice
 
 from headway._sql import Tx, marks
 from headway.errors import InvalidInput
-from headway.ledger.books import Books, audit, put_one_done
-from headway.ledger.holding import Hold
+from headway.ledger.job_lease import Hold
+from headway.ledger.recorder import Recorder, audit, put_one_done
 from headway.ledger.report import Reports
 from headway.ledger.values import Done, Failed, Failure, Item, NewItem, Outcome, Recorded, check_index, check_text
 from headway.retry import ITEM, RetryPolicy
@@ -55,33 +55,33 @@ class Job(Reports):
         return new
 
     def _insert(self, tx: Tx, rows: list[NewRow]) -> int:
-        books = Books(tx, self.no)
+        recorder = Recorder(tx, self.no)
         new = tx.insert(
             "INSERT INTO input_products (job, idx, key, payload, fingerprint) VALUES (?, ?, ?, ?, ?) "
             "ON CONFLICT (job, idx) DO NOTHING",
             rows,
         )
-        books.total += new
-        books.frontier = min(books.frontier, *(row[1] for row in rows))
-        books.close(settle=False)
+        recorder.total += new
+        recorder.frontier = min(recorder.frontier, *(row[1] for row in rows))
+        recorder.close(settle=False)
         return new
 
     def seal(self, digest: str | None = None, *, settle: bool = True) -> bool:
         """Say that all items are known: from now on the job can finish. Whether it just did."""
 
         def work(tx: Tx) -> bool:
-            books = Books(tx, self.no)
+            recorder = Recorder(tx, self.no)
             tx.execute("UPDATE jobs SET digest = ? WHERE no = ?", (digest, self.no))
-            books.sealed = 1
-            return books.close(settle=settle)
+            recorder.sealed = 1
+            return recorder.close(settle=settle)
 
         return self._database.run(work, operation="seal")
 
-    def renew_items(self, items: Sequence[NewItem]) -> None:
+    def replace_items(self, items: Sequence[NewItem]) -> None:
         """Give known items new content. They are pending again, whatever they were; their history stays."""
 
         def work(tx: Tx) -> None:
-            books = Books(tx, self.no)
+            recorder = Recorder(tx, self.no)
             tx.executemany(
                 "UPDATE input_products SET key = ?, payload = ?, fingerprint = ? WHERE job = ? AND idx = ?",
                 [(item.key, item.payload, item.fingerprint, self.no, item.idx) for item in items],
@@ -90,21 +90,21 @@ class Job(Reports):
                 tx.executemany(
                     f"DELETE FROM {table} WHERE job = ? AND idx = ?", [(self.no, item.idx) for item in items]
                 )
-            books.frontier = min(books.frontier, *(item.idx for item in items))
-            books.recount()
-            books.close(settle=False)
+            recorder.frontier = min(recorder.frontier, *(item.idx for item in items))
+            recorder.recount()
+            recorder.close(settle=False)
 
         if items:
-            self._database.run(work, operation="renew_items")
+            self._database.run(work, operation="replace_items")
 
     def drop(self, indices: Sequence[int]) -> None:
         """Take items out of the job, with what was recorded of them."""
 
         def work(tx: Tx) -> None:
-            books = Books(tx, self.no)
+            recorder = Recorder(tx, self.no)
             tx.executemany("DELETE FROM input_products WHERE job = ? AND idx = ?", [(self.no, idx) for idx in indices])
-            books.recount()
-            books.close(settle=False)
+            recorder.recount()
+            recorder.close(settle=False)
 
         if indices:
             self._database.run(work, operation="drop")
@@ -159,49 +159,49 @@ class Job(Reports):
         check_text(worker, "a worker's name")
 
         def work(tx: Tx) -> list[Item]:
-            books = Books(tx, self.no)
-            items = self._due_or_lapsed(books, limit)
-            items += self._fresh(books, limit - len(items))
-            until = books.now + lease
+            recorder = Recorder(tx, self.no)
+            items = self._due_or_lapsed(recorder, limit)
+            items += self._fresh(recorder, limit - len(items))
+            until = recorder.now + lease
             tx.executemany(
                 "INSERT INTO progress (job, idx, status, updated_at, worker, next_attempt_at, token, lease_until) "
                 "VALUES (?, ?, 'pending', ?, ?, ?, ?, ?) ON CONFLICT (job, idx) DO UPDATE SET worker = excluded.worker, "
                 "next_attempt_at = excluded.next_attempt_at, token = excluded.token, lease_until = excluded.lease_until",
                 # The moment the lease lapses is the moment the item may be handed out again.
-                [(self.no, item.idx, books.now, worker, until, item.token, until) for item in items],
+                [(self.no, item.idx, recorder.now, worker, until, item.token, until) for item in items],
             )
-            books.close(settle=True)  # a lapsed claim may have been the last open item, and its last try
+            recorder.close(settle=True)  # a lapsed claim may have been the last open item, and its last try
             return items
 
         return self._database.run(work, operation="claim")
 
-    def _due_or_lapsed(self, books: Books, limit: int) -> list[Item]:
+    def _due_or_lapsed(self, recorder: Recorder, limit: int) -> list[Item]:
         """Items whose wait is over, or whose claim lapsed (that run is written down as lost)."""
-        rows = books.tx.all(
+        rows = recorder.tx.all(
             "SELECT i.idx, i.key, i.payload, p.attempts, coalesce(p.token, 0), p.lease_until, p.worker FROM progress p "
             "JOIN input_products i ON i.job = p.job AND i.idx = p.idx "
             "WHERE p.job = ? AND p.status <> 'done' AND p.next_attempt_at <= ? ORDER BY p.next_attempt_at, p.idx LIMIT ?",
-            (self.no, books.now, limit),
+            (self.no, recorder.now, limit),
         )
         lapsed = {idx: worker for idx, _, _, _, _, lease_until, worker in rows if lease_until is not None}
         lost = [Failed(idx, LOST, outcome="lost", worker=worker) for idx, worker in lapsed.items()]
-        died = set(books.write(lost, ITEM).died) if lost else set()
+        died = set(recorder.write(lost, ITEM).died) if lost else set()
         return [
             Item(idx, key, payload, attempts + (idx in lapsed), token + 1)
             for idx, key, payload, attempts, token, _, _ in rows
             if idx not in died
         ]
 
-    def _fresh(self, books: Books, limit: int) -> list[Item]:
+    def _fresh(self, recorder: Recorder, limit: int) -> list[Item]:
         if limit <= 0:
             return []
-        rows = books.tx.all(
+        rows = recorder.tx.all(
             "SELECT i.idx, i.key, i.payload FROM input_products i WHERE i.job = ? AND i.idx >= ? AND NOT EXISTS "
             "(SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx) ORDER BY i.idx LIMIT ?",
-            (self.no, books.frontier, limit),
+            (self.no, recorder.frontier, limit),
         )
         if rows:
-            books.frontier = rows[-1][0] + 1
+            recorder.frontier = rows[-1][0] + 1
         return [Item(idx, key, payload, 0, 1) for idx, key, payload in rows]
 
     def renew(self, items: Sequence[Item], *, lease: float = 30.0) -> int:
@@ -224,14 +224,14 @@ class Job(Reports):
         """
 
         def work(tx: Tx) -> None:
-            books = Books(tx, self.no, token=hold.token)
-            until = books.now + hold.lease
+            recorder = Recorder(tx, self.no, token=hold.token)
+            until = recorder.now + hold.lease
             tx.executemany(
                 "INSERT INTO progress (job, idx, status, updated_at, worker, next_attempt_at, lease_until) "
                 "VALUES (?, ?, 'pending', ?, ?, ?, ?) ON CONFLICT (job, idx) DO UPDATE SET worker = excluded.worker, "
                 "next_attempt_at = excluded.next_attempt_at, lease_until = excluded.lease_until "
                 "WHERE progress.status <> 'done'",
-                [(self.no, idx, books.now, worker, until, until) for idx, worker in items],
+                [(self.no, idx, recorder.now, worker, until, until) for idx, worker in items],
             )
 
         if items:
@@ -241,11 +241,11 @@ class Job(Reports):
         """Return items that were noted or claimed and not tried to the end (a shutdown): no attempt is counted."""
 
         def work(tx: Tx) -> None:
-            books = Books(tx, self.no, token=hold.token if hold else None)
+            recorder = Recorder(tx, self.no, token=hold.token if hold else None)
             tx.executemany(
                 "UPDATE progress SET lease_until = NULL, next_attempt_at = ? "
                 "WHERE job = ? AND idx = ? AND status <> 'done' AND lease_until IS NOT NULL",
-                [(books.now, self.no, idx) for idx in indices],
+                [(recorder.now, self.no, idx) for idx in indices],
             )
 
         if indices:
@@ -272,9 +272,9 @@ class Job(Reports):
             return _ONE_DONE
 
         def work(tx: Tx) -> Recorded:
-            books = Books(tx, self.no, token=hold.token if hold else None)
-            recorded = books.write(outcomes, policy, register=register)
-            return replace(recorded, completed=books.close(settle=settle))
+            recorder = Recorder(tx, self.no, token=hold.token if hold else None)
+            recorded = recorder.write(outcomes, policy, register=register)
+            return replace(recorded, completed=recorder.close(settle=settle))
 
         return self._database.run(work, operation="record")
 
@@ -300,7 +300,7 @@ class Job(Reports):
         """Finish the job if every item is done or dead; True for the one call that did."""
 
         def work(tx: Tx) -> bool:
-            return Books(tx, self.no, token=hold.token if hold else None).close(settle=True)
+            return Recorder(tx, self.no, token=hold.token if hold else None).close(settle=True)
 
         return self._database.run(work, operation="finish")
 
@@ -317,7 +317,7 @@ class Job(Reports):
         """Give dead letters (all, of one cause, or these) a new life: pending, with no attempt counted. How many."""
 
         def work(tx: Tx) -> int:
-            books = Books(tx, self.no)
+            recorder = Recorder(tx, self.no)
             where, parameters = "job = ?", [self.no]
             if cause is not None:
                 where, parameters = f"{where} AND cause = ?", [*parameters, cause]
@@ -330,11 +330,11 @@ class Job(Reports):
             tx.executemany(
                 "UPDATE progress SET status = 'pending', attempts = 0, next_attempt_at = ?, lease_until = NULL, "
                 "updated_at = ? WHERE job = ? AND idx = ?",
-                [(books.now, books.now, self.no, idx) for (idx,) in dead],
+                [(recorder.now, recorder.now, self.no, idx) for (idx,) in dead],
             )
-            books.dead -= len(dead)
-            audit(tx, books.now, actor, "retry", self.id, {"count": len(dead), "cause": cause, "reason": reason})
-            books.close(settle=False)
+            recorder.dead -= len(dead)
+            audit(tx, recorder.now, actor, "retry", self.id, {"count": len(dead), "cause": cause, "reason": reason})
+            recorder.close(settle=False)
             return len(dead)
 
         count = self._database.run(work, operation="retry_dead")

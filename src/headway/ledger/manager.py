@@ -28,7 +28,7 @@ from headway.errors import InvalidInput, StaleClaim
 from headway.ledger.content import bounded_meta, canonical, fingerprint
 from headway.ledger.failure import bounded_error, describe
 from headway.ledger.job import Job
-from headway.ledger.records import Ledger
+from headway.ledger.ledger import Ledger
 from headway.ledger.report import PAGE
 from headway.ledger.values import (
     DeadLetter,

@@ -164,7 +164,7 @@ class Reports:
             past.append(Attempt(len(past) + 1, "done", utc(at), seconds, worker, None, None, None))
         return past
 
-    def finished(self) -> Iterator[tuple[int, str | None, str, float, float | None, str | None, str | None]]:
+    def log(self) -> Iterator[tuple[int, str | None, str, float, float | None, str | None, str | None]]:
         """Every ended run of every item: idx, key, outcome, when, seconds, worker, error; in the order of the items."""
         after = -1
         while True:

@@ -1,6 +1,6 @@
-"""The books of a job, open in one transaction.
+"""The recorder of a job: its counters and outcomes, open in one transaction.
 
-Opening them takes the job's row (SQLite: the write lock; PostgreSQL: the row lock), so whoever writes an outcome sees
+Opening it takes the job's row (SQLite: the write lock; PostgreSQL: the row lock), so whoever writes an outcome sees
 every earlier one. That is what makes counting by identity exact: an item's old and new place are both known here.
 """
 
@@ -84,7 +84,7 @@ _PUT_DEAD = (
 )
 
 
-class Books:
+class Recorder:
     """Counters of one job while its row is ours; `close` writes them back."""
 
     def __init__(self, tx: Tx, no: int, *, token: int | None = None) -> None:

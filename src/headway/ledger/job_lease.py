@@ -11,7 +11,7 @@ from typing import Any
 
 from headway._sql import Database, Tx
 from headway.errors import JobHeld, NotFound
-from headway.ledger.books import Books, audit
+from headway.ledger.recorder import Recorder, audit
 from headway.ledger.values import Failed, Failure
 from headway.retry import ITEM
 from headway.telemetry import Log
@@ -51,35 +51,35 @@ def take(database: Database, job: int, settings: dict[str, Any], *, lease: float
     me = _identity()
 
     def work(tx: Tx) -> Hold:
-        books = Books(tx, job)
+        recorder = Recorder(tx, job)
         row = tx.one("SELECT holder, lease_until, token FROM jobs WHERE no = ?", (job,))
         assert row is not None
         holder, until, token = row
-        if holder is not None and until > books.now and not _is_dead(json.loads(holder), me):
+        if holder is not None and until > recorder.now and not _is_dead(json.loads(holder), me):
             who = json.loads(holder)
             raise JobHeld(
-                f"Job {books.id} is being run by process {who['pid']} on {who['host']}.",
-                hint=f"See how far it is: headway show {books.id}. It is freed within 30 s of that process's death.",
+                f"Job {recorder.id} is being run by process {who['pid']} on {who['host']}.",
+                hint=f"See how far it is: headway show {recorder.id}. It is freed within 30 s of that process's death.",
             )
         token += 1
         tx.execute(
             "UPDATE jobs SET holder = ?, token = ?, lease_until = ? WHERE no = ?",
-            (json.dumps(me), token, books.now + lease, job),
+            (json.dumps(me), token, recorder.now + lease, job),
         )
         tx.execute(
             "UPDATE runs SET outcome = 'lost', ended_at = (SELECT updated_at FROM jobs WHERE no = ?) "
             "WHERE job = ? AND outcome IS NULL",
             (job, job),
         )
-        _correct(books)
-        _bury(books)
+        _correct(recorder)
+        _charge_lost(recorder)
         run = tx.one("SELECT coalesce(max(no), 0) + 1 FROM runs WHERE job = ?", (job,))
         assert run is not None
         tx.execute(
             "INSERT INTO runs (job, no, token, host, pid, settings, kept, started_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (job, run[0], token, me["host"], me["pid"], json.dumps(settings), books.done, books.now),
+            (job, run[0], token, me["host"], me["pid"], json.dumps(settings), recorder.done, recorder.now),
         )
-        books.close(settle=False)
+        recorder.close(settle=False)
         return Hold(job, token, run[0], lease)
 
     return database.run(work, operation="hold")
@@ -89,8 +89,8 @@ def renew(database: Database, hold: Hold) -> None:
     """Prolong the lease and the notes on long-running items; raises `StaleClaim` if the job was taken over."""
 
     def work(tx: Tx) -> None:
-        books = Books(tx, hold.job, token=hold.token)
-        until = books.now + hold.lease
+        recorder = Recorder(tx, hold.job, token=hold.token)
+        until = recorder.now + hold.lease
         tx.execute("UPDATE jobs SET lease_until = ? WHERE no = ?", (until, hold.job))
         tx.execute(
             "UPDATE progress SET lease_until = ?, next_attempt_at = ? "
@@ -105,11 +105,11 @@ def release(database: Database, hold: Hold, outcome: str) -> None:
     """End the run and let go of the job."""
 
     def work(tx: Tx) -> None:
-        books = Books(tx, hold.job, token=hold.token)
+        recorder = Recorder(tx, hold.job, token=hold.token)
         tx.execute("UPDATE jobs SET holder = NULL, lease_until = NULL WHERE no = ?", (hold.job,))
         tx.execute(
             "UPDATE runs SET ended_at = ?, outcome = ? WHERE job = ? AND no = ?",
-            (books.now, outcome, hold.job, hold.run),
+            (recorder.now, outcome, hold.job, hold.run),
         )
 
     try:
@@ -118,51 +118,51 @@ def release(database: Database, hold: Hold, outcome: str) -> None:
         log.info("the job was forgotten while it ran")
 
 
-def _bury(books: Books) -> None:
+def _charge_lost(recorder: Recorder) -> None:
     """What an earlier run noted as running was lost with it: one attempt each."""
-    rows = books.tx.all(
+    rows = recorder.tx.all(
         "SELECT idx, worker FROM progress WHERE job = ? AND status <> 'done' AND lease_until IS NOT NULL AND worker LIKE ?",
-        (books.no, f"{NOTED}%"),
+        (recorder.no, f"{NOTED}%"),
     )
     if rows:
         lost = [Failed(idx, RUN_LOST, outcome="lost", worker=worker) for idx, worker in rows]
-        books.write(lost, ITEM)
-        log.warning("the earlier run was killed; what it worked on is tried again", job=books.id, count=len(rows))
+        recorder.write(lost, ITEM)
+        log.warning("the earlier run was killed; what it worked on is tried again", job=recorder.id, count=len(rows))
 
 
-def _correct(books: Books) -> None:
+def _correct(recorder: Recorder) -> None:
     """Known inconsistencies, which only a foreign hand can make: each is put right, logged and audited."""
-    unknown = books.tx.all(
-        "SELECT idx, status FROM progress WHERE job = ? AND status NOT IN ('pending', 'done', 'failed')", (books.no,)
+    unknown = recorder.tx.all(
+        "SELECT idx, status FROM progress WHERE job = ? AND status NOT IN ('pending', 'done', 'failed')", (recorder.no,)
     )
     for idx, status in unknown:
-        books.tx.execute(
+        recorder.tx.execute(
             "UPDATE progress SET status = 'pending', next_attempt_at = ? WHERE job = ? AND idx = ?",
-            (books.now, books.no, idx),
+            (recorder.now, recorder.no, idx),
         )
-        _say_corrected(books, f"item {idx} had the unknown status {status!r}; it is pending again")
-    both = books.tx.all(
+        _say_corrected(recorder, f"item {idx} had the unknown status {status!r}; it is pending again")
+    both = recorder.tx.all(
         "SELECT d.idx FROM dead_letters d JOIN progress p ON p.job = d.job AND p.idx = d.idx "
         "WHERE d.job = ? AND p.status = 'done'",
-        (books.no,),
+        (recorder.no,),
     )
     for (idx,) in both:
-        books.tx.execute("DELETE FROM dead_letters WHERE job = ? AND idx = ?", (books.no, idx))
-        _say_corrected(books, f"item {idx} was done and dead; it is done")
-    waiting = books.tx.execute(
+        recorder.tx.execute("DELETE FROM dead_letters WHERE job = ? AND idx = ?", (recorder.no, idx))
+        _say_corrected(recorder, f"item {idx} was done and dead; it is done")
+    waiting = recorder.tx.execute(
         "UPDATE progress SET next_attempt_at = ? WHERE job = ? AND status <> 'done' AND next_attempt_at IS NULL "
         "AND NOT EXISTS (SELECT 1 FROM dead_letters d WHERE d.job = progress.job AND d.idx = progress.idx)",
-        (books.now, books.no),
+        (recorder.now, recorder.no),
     )
     if waiting:
-        _say_corrected(books, f"{waiting} items waited for no moment at all; they may be tried now")
-    if books.recount():
-        _say_corrected(books, "the counters did not agree with the items and were counted anew")
+        _say_corrected(recorder, f"{waiting} items waited for no moment at all; they may be tried now")
+    if recorder.recount():
+        _say_corrected(recorder, "the counters did not agree with the items and were counted anew")
 
 
-def _say_corrected(books: Books, what: str) -> None:
-    audit(books.tx, books.now, "headway", "corrected", books.id, {"what": what})
-    log.warning(f"corrected: {what}", job=books.id)
+def _say_corrected(recorder: Recorder, what: str) -> None:
+    audit(recorder.tx, recorder.now, "headway", "corrected", recorder.id, {"what": what})
+    log.warning(f"corrected: {what}", job=recorder.id)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

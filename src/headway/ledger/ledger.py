@@ -11,10 +11,10 @@ from typing import Any, Self
 from headway._sql import Database, Tx, connect
 from headway.errors import InvalidInput, JobHeld, NotFound
 from headway.ids import check_id
-from headway.ledger import holding
-from headway.ledger.books import Books, audit
-from headway.ledger.holding import Hold
+from headway.ledger import job_lease
 from headway.ledger.job import CHUNK, Job
+from headway.ledger.job_lease import Hold
+from headway.ledger.recorder import Recorder, audit
 from headway.ledger.report import all_jobs
 from headway.ledger.values import JobInfo
 from headway.telemetry import Log
@@ -88,17 +88,17 @@ class Ledger:
             operation="describe",
         )
 
-    # ---- holding ---------------------------------------------------------------------------------------------------
+    # ---- job_lease ---------------------------------------------------------------------------------------------------
 
-    def hold(self, job: Job, settings: dict[str, Any], *, lease: float = holding.LEASE) -> Hold:
+    def hold(self, job: Job, settings: dict[str, Any], *, lease: float = job_lease.LEASE) -> Hold:
         """Become the one process that runs the job."""
-        return holding.take(self.database, job.no, settings, lease=lease)
+        return job_lease.take(self.database, job.no, settings, lease=lease)
 
     def renew(self, hold: Hold) -> None:
-        holding.renew(self.database, hold)
+        job_lease.renew(self.database, hold)
 
     def release(self, hold: Hold, outcome: str) -> None:
-        holding.release(self.database, hold, outcome)
+        job_lease.release(self.database, hold, outcome)
 
     # ---- ending ----------------------------------------------------------------------------------------------------
 
@@ -128,10 +128,12 @@ class Ledger:
 
         def begin(tx: Tx) -> int:
             _refuse_held(tx, job.no, id)
-            books = Books(tx, job.no)
+            recorder = Recorder(tx, job.no)
             tx.execute("UPDATE jobs SET archived = 1, sealed = 0 WHERE no = ?", (job.no,))
-            audit(tx, books.now, actor or current_user(), action, id, {"total": books.total, "done": books.done})
-            return int(books.total)
+            audit(
+                tx, recorder.now, actor or current_user(), action, id, {"total": recorder.total, "done": recorder.done}
+            )
+            return int(recorder.total)
 
         total = self.database.run(begin, operation=action)
 
