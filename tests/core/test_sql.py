@@ -452,12 +452,12 @@ def test_without_create_a_missing_database_is_not_found_and_not_made(url: str, t
 def test_a_server_that_is_away_is_tried_again_and_then_unavailable(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(PostgreSQL, "_policy", lambda self: RetryPolicy(retries=2, base=0.01))
+    monkeypatch.setattr(PostgreSQL, "retry", RetryPolicy(retries=2, base=0.01))
     with pytest.raises(Unavailable, match="cannot be reached") as caught:
         connect("postgresql://ann:hunter2@127.0.0.1:9/x")
     assert caught.value.exit_code == 6
     assert "hunter2" not in str(caught.value) + caplog.text
-    assert caplog.text.count("the transaction is tried again") == 2
+    assert caplog.text.count("the query is tried again") == 2
 
 
 def test_a_wrong_password_or_database_is_said_at_once_and_not_tried_again(postgres_factory, caplog):
