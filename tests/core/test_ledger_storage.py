@@ -143,9 +143,7 @@ def test_no_query_of_daily_work_reads_a_whole_table(busy_job: Job, monkeypatch: 
     assert list(busy_job.fingerprints())
     monkeypatch.undo()
 
-    growing = re.compile(
-        r"^SCAN (input_products|progress|attempts|dead_letters|results|p|i|d|a|r)\b(?! LEFT-JOIN)"
-    )
+    growing = re.compile(r"^SCAN (input_products|progress|attempts|dead_letters|results|p|i|d|a|r)\b(?! LEFT-JOIN)")
     explained = 0
     for sql, parameters in sent.items():
         if not sql.lstrip().upper().startswith(("SELECT", "INSERT", "UPDATE", "DELETE")):

@@ -60,10 +60,10 @@ class Database(Pool):
         """
         if idempotent:
             return self._try_often(partial(self._write_alone, sql, parameters), operation, "the statement")
-        return self._transact(lambda tx: tx.all(sql, parameters), operation)
+        return self._transact(lambda tx: tx.returned(sql, parameters), operation)
 
     def _write_alone(self, sql: str, parameters: Sequence[Value]) -> list[Row]:
-        return self._once(lambda tx: tx.all(sql, parameters), "write")
+        return self._once(lambda tx: tx.returned(sql, parameters), "write")
 
     def _transact(self, work: Callable[[Tx], T], operation: str, *, slow: bool = False) -> T:
         def attempt() -> T:

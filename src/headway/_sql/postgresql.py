@@ -196,7 +196,7 @@ class PostgreSQL(Database):
             connection.execute("DELETE FROM headway.transactions WHERE at < %s", (time.time() - FORGET_SECONDS,))
             connection.execute("COMMIT")
             return bool(row[0] >= no)
-        except psycopg.errors.LockNotAvailable as error:
+        except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
             self._rollback(connection)
             # Its client is gone, which the server may not notice for a long time, and then not commit but roll back.
             connection.execute(
@@ -212,7 +212,7 @@ class PostgreSQL(Database):
             self._give(connection)
 
     def _write_alone(self, sql: str, parameters: Sequence[Value]) -> list[Row]:
-        return self._ask_once(lambda tx: tx.all(sql, parameters))
+        return self._ask_once(lambda tx: tx.returned(sql, parameters))
 
     def _give(self, connection: Any) -> None:
         connection.seconds = STATEMENT_SECONDS

@@ -30,6 +30,8 @@ class Cursor(Protocol):
 
     @property
     def rowcount(self) -> int: ...
+    @property
+    def description(self) -> Any: ...
     def fetchone(self) -> Row | None: ...
     def fetchall(self) -> list[Row]: ...
     def __iter__(self) -> Iterator[Row]: ...
@@ -77,6 +79,11 @@ class Tx:
 
     def all(self, sql: str, parameters: Sequence[Value] = ()) -> list[Row]:
         return self._execute(sql, parameters).fetchall()
+
+    def returned(self, sql: str, parameters: Sequence[Value] = ()) -> list[Row]:
+        """Run one statement; the rows it returns, none if it is not one that returns any."""
+        cursor = self._execute(sql, parameters)
+        return cursor.fetchall() if cursor.description else []
 
     def now(self) -> float:
         """The database's own time, seconds since 1970. Leases are measured by it, never by a client's clock."""
