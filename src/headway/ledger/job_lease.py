@@ -1,30 +1,27 @@
-"""Who runs a job. At most one process at a time; the lease is freed by itself when that process dies."""
+"""Who runs a job: at most one process at a time, by a lease on the job's row (`headway._lease`)."""
 
 from __future__ import annotations
 
 import json
-import os
-import socket
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from headway._lease import Lease, Owner, SqlLeases
 from headway._sql import Database, Tx
-from headway.errors import JobHeld, NotFound
+from headway.errors import Held, JobHeld, NotFound
 from headway.ledger.recorder import Recorder, audit
-from headway.ledger.values import Failed, Failure
-from headway.retry import ITEM
+from headway.ledger.values import NOTED, Failed, Failure
+from headway.retry import RetryPolicy
 from headway.telemetry import Log
 
 log = Log("ledger")
 
-#: A killed holder's job is free again after so many seconds at the latest.
+#: A killed holder's job is free again after so many seconds at the latest; on the same machine at once.
 LEASE = 25.0
 
-#: Claims that `Job.note_running` wrote begin with this; they end with the hold.
-NOTED = "run "
-
 RUN_LOST = Failure("RunLost", "the whole run was killed while it worked on this item")
+
+_LEASES = SqlLeases("jobs", "no")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +32,7 @@ class Hold:
     token: int
     run: int
     lease: float
+    owner: Owner
 
     @property
     def mark(self) -> str:
@@ -42,47 +40,51 @@ class Hold:
         return f"{NOTED}{self.run}"
 
 
-def take(database: Database, job: int, settings: dict[str, Any], *, lease: float = LEASE) -> Hold:
+def acquire(
+    database: Database, job: int, settings: dict[str, Any], *, policy: RetryPolicy | None, lease: float = LEASE
+) -> Hold:
     """Hold the job, or raise `JobHeld` and say who does.
 
     Taking over from a run that was killed also writes down the runs of items that were lost with it, puts right what
     the known corrections can put right, and counts anew.
     """
-    me = _identity()
+    me = Owner.current()
 
     def work(tx: Tx) -> Hold:
         recorder = Recorder(tx, job)
-        row = tx.one("SELECT holder, lease_until, token FROM jobs WHERE no = ?", (job,))
-        assert row is not None
-        holder, until, token = row
-        if holder is not None and until > recorder.now and not _is_dead(json.loads(holder), me):
-            who = json.loads(holder)
+        try:
+            token = _LEASES.acquire(tx, job, me, lease).token
+        except Held as error:
+            who = _LEASES.holder(tx, job) or "another process"
             raise JobHeld(
-                f"Job {recorder.id} is being run by process {who['pid']} on {who['host']}.",
+                f"Job {recorder.id} is being run by {who}.",
                 hint=f"See how far it is: headway show {recorder.id}. It is freed within 30 s of that process's death.",
-            )
-        token += 1
-        tx.execute(
-            "UPDATE jobs SET holder = ?, token = ?, lease_until = ? WHERE no = ?",
-            (json.dumps(me), token, recorder.now + lease, job),
-        )
-        tx.execute(
-            "UPDATE runs SET outcome = 'lost', ended_at = (SELECT updated_at FROM jobs WHERE no = ?) "
-            "WHERE job = ? AND outcome IS NULL",
-            (job, job),
-        )
+            ) from error
+        if policy is not None:
+            recorder.set_policy(policy)
+        end_lost_runs(tx, job, recorder.now)
         _correct(recorder)
         _charge_lost(recorder)
         run = tx.one("SELECT coalesce(max(no), 0) + 1 FROM runs WHERE job = ?", (job,))
         assert run is not None
         tx.execute(
             "INSERT INTO runs (job, no, token, host, pid, settings, kept, started_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (job, run[0], token, me["host"], me["pid"], json.dumps(settings), recorder.done, recorder.now),
+            (job, run[0], token, me.host, me.pid, json.dumps(settings), recorder.done, recorder.now),
         )
         recorder.close(settle=False)
-        return Hold(job, token, run[0], lease)
+        return Hold(job, token, run[0], lease, me)
 
     return database.run(work, operation="hold")
+
+
+def end_lost_runs(tx: Tx, job: int, now: float) -> None:
+    """Runs that nobody ended were lost: when they recorded last is the end that is known of them."""
+    tx.execute(
+        "UPDATE runs SET outcome = 'lost', ended_at = "
+        "(SELECT CASE WHEN updated_at < started_at THEN started_at WHEN updated_at > ? THEN ? ELSE updated_at END "
+        "FROM jobs WHERE no = ?) WHERE job = ? AND outcome IS NULL",
+        (now, now, job, job),
+    )
 
 
 def renew(database: Database, hold: Hold) -> None:
@@ -90,8 +92,8 @@ def renew(database: Database, hold: Hold) -> None:
 
     def work(tx: Tx) -> None:
         recorder = Recorder(tx, hold.job, token=hold.token)
+        _LEASES.renew(tx, Lease(hold.job, hold.token, hold.owner, hold.lease))
         until = recorder.now + hold.lease
-        tx.execute("UPDATE jobs SET lease_until = ? WHERE no = ?", (until, hold.job))
         tx.execute(
             "UPDATE progress SET lease_until = ?, next_attempt_at = ? "
             "WHERE job = ? AND status <> 'done' AND lease_until IS NOT NULL AND worker LIKE ?",
@@ -102,14 +104,15 @@ def renew(database: Database, hold: Hold) -> None:
 
 
 def release(database: Database, hold: Hold, outcome: str) -> None:
-    """End the run and let go of the job."""
+    """End the run and give the job back."""
 
     def work(tx: Tx) -> None:
         recorder = Recorder(tx, hold.job, token=hold.token)
-        tx.execute("UPDATE jobs SET holder = NULL, lease_until = NULL WHERE no = ?", (hold.job,))
+        _LEASES.release(tx, Lease(hold.job, hold.token, hold.owner, hold.lease))
         tx.execute(
-            "UPDATE runs SET ended_at = ?, outcome = ? WHERE job = ? AND no = ?",
-            (recorder.now, outcome, hold.job, hold.run),
+            "UPDATE runs SET outcome = ?, ended_at = CASE WHEN started_at > ? THEN started_at ELSE ? END "
+            "WHERE job = ? AND no = ?",
+            (outcome, recorder.now, recorder.now, hold.job, hold.run),
         )
 
     try:
@@ -126,7 +129,7 @@ def _charge_lost(recorder: Recorder) -> None:
     )
     if rows:
         lost = [Failed(idx, RUN_LOST, outcome="lost", worker=worker) for idx, worker in rows]
-        recorder.write(lost, ITEM)
+        recorder.write(lost)
         log.warning("the earlier run was killed; what it worked on is tried again", job=recorder.id, count=len(rows))
 
 
@@ -156,6 +159,15 @@ def _correct(recorder: Recorder) -> None:
     )
     if waiting:
         _say_corrected(recorder, f"{waiting} items waited for no moment at all; they may be tried now")
+    strange = recorder.tx.one(
+        "SELECT count(*), min(d.idx) FROM dead_letters d WHERE d.job = ? AND NOT EXISTS "
+        "(SELECT 1 FROM progress p WHERE p.job = d.job AND p.idx = d.idx)",
+        (recorder.no,),
+    )
+    if strange is not None and strange[0]:
+        what = f"{strange[0]} dead letters, the first is item {strange[1]}, have no failure recorded; they were left so"
+        audit(recorder.tx, recorder.now, "headway", "inconsistent", recorder.id, {"what": what})
+        log.error(f"inconsistent: {what}", job=recorder.id)
     if recorder.recount():
         _say_corrected(recorder, "the counters did not agree with the items and were counted anew")
 
@@ -163,35 +175,3 @@ def _correct(recorder: Recorder) -> None:
 def _say_corrected(recorder: Recorder, what: str) -> None:
     audit(recorder.tx, recorder.now, "headway", "corrected", recorder.id, {"what": what})
     log.warning(f"corrected: {what}", job=recorder.id)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Who is who
-
-
-def _identity() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "space": _pid_space(), "pid": os.getpid(), "born": _born(os.getpid())}
-
-
-def _is_dead(holder: dict[str, Any], me: dict[str, Any]) -> bool:
-    """Whether the holder can be *seen* to be gone. Only for a process of this machine; others are waited for."""
-    if (holder["host"], holder["space"]) != (me["host"], me["space"]) or not holder["space"]:
-        return False
-    return bool(_born(holder["pid"]) != holder["born"])
-
-
-def _pid_space() -> str:
-    """Two containers may share a host name and each have a process 7: their pid namespaces differ."""
-    try:
-        return os.readlink("/proc/self/ns/pid") + Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _born(pid: int) -> str:
-    """When the process began, as the kernel counts: a reused pid is another process. Empty if there is none."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if state[0] in "ZX" else state[19]
