@@ -19,6 +19,7 @@ from headway._sql.postgresql import PostgreSQL
 from headway.errors import StorageError, StoreReadOnly, Unavailable
 from headway.retry import RetryPolicy
 from tests.core.databases import everywhere, sqlite_url
+from tests.services.lost_answers import through
 from tests.services.postgres import PostgresServer
 from tests.services.proxy import TcpProxy
 from tests.services.waiting import eventually
@@ -41,9 +42,9 @@ def proxy(postgres_server: PostgresServer, tcp_proxy: Callable[[int], TcpProxy])
 
 
 @pytest.fixture
-def far_url(postgres_url: str, proxy: TcpProxy, postgres_server: PostgresServer) -> str:
+def far_url(postgres_url: str, proxy: TcpProxy) -> str:
     """The database through the proxy."""
-    return postgres_url.replace(f":{postgres_server.port}/", f":{proxy.port}/") + "?sslmode=disable&gssencmode=disable"
+    return through(proxy, postgres_url)
 
 
 # ---- a lost answer to COMMIT ----------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class TcpProxy:
         self._target_port = target_port
         self._weather = Weather()
         self._answers = 0
-        self._commits_to_lose = 0
+        self._commits_to_lose = self._commits_to_pass = 0
         self._links: set[Link] = set()
         self._listener: asyncio.Server | None = None
         self._loop = asyncio.new_event_loop()
@@ -102,10 +102,11 @@ class TcpProxy:
         self._answers = 0
         self._turn(Weather(drop_every=every, drop_to=to))
 
-    def lose_commits(self, what: str = "reply", times: int = 1) -> None:
-        """PostgreSQL: of the next COMMITs the ``request`` does not arrive, or the ``reply`` does not, and the connection
-        is reset. With the reply lost the server has committed; with the request lost it rolls back."""
-        self._commits_to_lose = times
+    def lose_commits(self, what: str = "reply", times: int = 1, after: int = 0) -> None:
+        """PostgreSQL: of the COMMITs that come ``after`` so many, the ``request`` does not arrive, or the ``reply`` does
+        not, and the connection is reset. With the reply lost the server has committed; with the request lost it rolls
+        back."""
+        self._commits_to_lose, self._commits_to_pass = times, after
         self._turn(Weather(lose_commit=what))
 
     @property
@@ -214,6 +215,8 @@ class TcpProxy:
             self._lose_commit()
 
     def _lose_commit(self) -> None:
-        if self._commits_to_lose:
+        if self._commits_to_pass:
+            self._commits_to_pass -= 1
+        elif self._commits_to_lose:
             self._commits_to_lose -= 1
             raise ConnectionResetError

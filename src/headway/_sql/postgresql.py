@@ -167,10 +167,10 @@ class PostgreSQL(Database):
     def _begin(self, connection: Any, *, slow: bool) -> None:
         if slow:  # a migration: it begins where the table `transactions` may not be yet, and reads what it has to do
             connection.seconds = SLOW_SECONDS
-            connection.execute(f"BEGIN; SET LOCAL statement_timeout = {int(SLOW_SECONDS * 1000)}")
+            connection.execute(f"BEGIN; SET LOCAL statement_timeout = {int(SLOW_SECONDS * 1000)}", prepare=False)
             return
         connection.begun += 1
-        connection.execute(f"BEGIN; {_REMEMBER % (connection.session, connection.begun)}")
+        connection.execute(f"BEGIN; {_REMEMBER % (connection.session, connection.begun)}", prepare=False)
 
     def _unanswered(self, connection: Any) -> tuple[str, int, int] | None:
         if not connection.closed or connection.seconds == SLOW_SECONDS:
@@ -222,7 +222,7 @@ class PostgreSQL(Database):
         connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
 
     def _commit(self, connection: Connection[Row]) -> None:
-        connection.execute("COMMIT")
+        connection.execute("COMMIT", prepare=False)
 
     def _rollback(self, connection: Connection[Row]) -> None:
         psycopg = _psycopg()

@@ -212,7 +212,7 @@ class Job(Reports):
     def _give_up_damaged(self, indices: Sequence[int], intact: Sequence[Item]) -> None:
         sound = {item.idx for item in intact}
         damaged = [idx for idx in indices if idx not in sound]
-        log.error("payloads in the database are damaged", job=self.id, count=len(damaged), first=damaged[0])
+        log.error("payloads in the database are damaged", job=self.id, count=len(damaged), idx=damaged[0])
         self.record([Failed(idx, DAMAGED, retryable=False) for idx in damaged], settle=False)
 
     def claim(self, worker: str, *, limit: int = 1, lease: float = 30.0) -> list[Item]:
