@@ -23,6 +23,15 @@ from headway.telemetry import Log
 
 log = Log("ledger")
 
+_NEXT_NUMBER = (
+    "max((SELECT coalesce(max(no), 0) FROM jobs), "
+    "(SELECT coalesce(max(CAST(value AS INTEGER)), 0) FROM meta WHERE name = 'last_forgotten')) + 1"
+)
+_REMEMBER_NUMBER = (
+    "INSERT INTO meta (name, value) VALUES ('last_forgotten', ?) ON CONFLICT (name) DO UPDATE SET "
+    "value = max(CAST(value AS INTEGER), CAST(excluded.value AS INTEGER))"
+)
+
 
 class Ledger:
     """Which jobs there are. Everything about one job is a `Job`."""
@@ -71,13 +80,16 @@ class Ledger:
         if type(max_retries) is not int or not 0 <= max_retries <= 1_000_000:
             raise InvalidInput(f"{max_retries!r} is no number of retries.", hint="Use a whole number from 0.")
 
+        # A number is never given again: whoever still works on a job that was deleted must not meet another one under it.
+        # PostgreSQL's sequence sees to that; SQLite would take the largest there is, and add one.
+        number, next_number = ("no, ", f"{_NEXT_NUMBER}, ") if self.database.engine == "sqlite" else ("", "")
+
         def work(tx: Tx) -> int:
             now = tx.now()
             tx.execute(
-                "INSERT INTO jobs (id, origin, function, source, keyed_by, max_retries, created_at, updated_at, "
-                "retry_base, retry_factor, retry_cap, retry_jitter) "
-                "SELECT ?, value, ?, ?, ?, ?, ?, ?, ?, ?, ?, ? FROM meta WHERE name = 'database' "
-                "ON CONFLICT (id) DO NOTHING",
+                f"INSERT INTO jobs ({number}id, origin, function, source, keyed_by, max_retries, created_at, updated_at, "
+                f"retry_base, retry_factor, retry_cap, retry_jitter) SELECT {next_number}?, value, ?, ?, ?, ?, ?, ?, ?, ?, "
+                "?, ? FROM meta WHERE name = 'database' ON CONFLICT (id) DO NOTHING",
                 (id, function, source, keyed_by, max_retries, now, now,
                  policy.base, policy.factor, policy.cap, policy.jitter),
             )  # fmt: skip
@@ -151,6 +163,8 @@ class Ledger:
         def begin(tx: Tx) -> int:
             _refuse_held(tx, job.no, id)
             recorder = Recorder(tx, job.no, archived_too=True)
+            if tx.engine == "sqlite":
+                tx.execute(_REMEMBER_NUMBER, (str(job.no),))
             _put_aside(tx, job.no, id, recorder.now)  # killed in what follows, the id is free and `purge` does the rest
             audit(
                 tx, recorder.now, actor or current_user(), action, id, {"total": recorder.total, "done": recorder.done}

@@ -372,7 +372,8 @@ def put_one_done(tx: Tx, job: int, outcome: Done, *, register: bool = False) -> 
         fresh == 1
         and tx.execute(
             "UPDATE jobs SET version = version + 1, total = total + ?, done = done + 1, minute_done = minute_done + 1, "
-            "minute_seconds = minute_seconds + ?, updated_at = ? WHERE no = ? AND minute = ? AND finished_at IS NULL AND archived = 0 "
+            "minute_seconds = minute_seconds + ?, updated_at = ? WHERE no = ? AND minute = ? AND finished_at IS NULL "
+            "AND archived = 0 "
             "AND (sealed = 0 OR done + dead + 1 < total + ?)",
             (new, outcome.seconds or 0.0, now, job, int(now // 60), new),
         )
