@@ -14,7 +14,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from headway._sql import Database, Tx, connect, marks, postgresql
+from headway._sql import Database, Tx, connect, marks, postgresql, sqlite
 from headway._sql.postgresql import PostgreSQL
 from headway.errors import StorageError, StoreReadOnly, Unavailable
 from headway.retry import RetryPolicy
@@ -352,9 +352,7 @@ def remove_the_log(path: Path) -> None:
     Path(f"{path}-wal").unlink()
 
 
-@pytest.mark.parametrize(
-    "accident", [remove, replace_by_another, replace_by_a_copy, move_away, remove_everything, remove_the_log]
-)
+@pytest.mark.parametrize("accident", [remove, replace_by_another, replace_by_a_copy, move_away, remove_everything])
 def test_a_commit_into_a_file_that_lost_its_name_is_an_error(tmp_path: Path, accident: Callable[[Path], None]):
     path = tmp_path / "a.db"
     with connect(sqlite_url(path)) as database:
@@ -367,12 +365,16 @@ def test_a_commit_into_a_file_that_lost_its_name_is_an_error(tmp_path: Path, acc
             database.run(count)
 
 
-@pytest.mark.parametrize("accident", [remove, replace_by_another, move_away, remove_everything])
-@pytest.mark.parametrize("verb", ["one", "all", "now"])
-def test_a_reader_of_a_file_that_lost_its_name_is_told(tmp_path: Path, accident: Callable[[Path], None], verb: str):
+@pytest.mark.parametrize("accident", [remove, replace_by_another, move_away, remove_everything, remove_the_log])
+@pytest.mark.parametrize("verb", ["one", "all", "now", "run"])
+def test_a_reader_of_a_file_that_lost_its_name_is_told(
+    tmp_path: Path, accident: Callable[[Path], None], verb: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sqlite, "LOOK_SECONDS", 0.001)
     path = tmp_path / "a.db"
     with connect(sqlite_url(path)) as database:
-        database.one("SELECT 1")
+        for _ in range(3):
+            database.run(count)
         accident(path)
 
         def told() -> bool:

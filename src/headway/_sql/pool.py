@@ -66,9 +66,12 @@ class Pool(ABC):
             metrics.gauge("headway_sql_connections", self._connections, engine=self.engine)
 
     def _take(self) -> Any:
+        self._leave_inheritance()
+        return self._idle_or_new()
+
+    def _idle_or_new(self) -> Any:
         if self._closed:
             raise HeadwayError(f"{self.name} was closed.")
-        self._leave_inheritance()
         try:
             return self._idle.pop()
         except IndexError:

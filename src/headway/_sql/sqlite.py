@@ -25,7 +25,7 @@ T = TypeVar("T")
 #: How long a writer waits for another process's transaction before it gives up.
 LOCK_SECONDS = 30.0
 
-#: A reader looks so often whether the file is still the one that was opened; a writer looks at every commit.
+#: So often is looked whether the file and its -wal are still those that were opened; for the file also at every commit.
 LOOK_SECONDS = 0.1
 
 
@@ -134,7 +134,8 @@ class SQLite(Database):
             if self._file is not None and (now := time.monotonic()) - self._looked_at > LOOK_SECONDS:
                 self._looked_at = now
                 self._file.check_place()
-            return super()._take()
+                self._file.check_wal()
+            return self._idle_or_new()
         except BaseException:
             if self.path is None:
                 self._one_at_a_time.release()
@@ -211,7 +212,7 @@ class SQLite(Database):
         connection.execute("COMMIT")
         if self._file is not None:
             # Afterwards: a file that is in its place now was in its place when the commit reached it.
-            self._file.check_place(wal=True)
+            self._file.check_place()
 
     def _unanswered(self, connection: sqlite3.Connection) -> None:
         return None  # COMMIT is a call of a library: it answers, or the process is gone

@@ -117,6 +117,7 @@ class OpenFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._name = os.fspath(path.absolute())
+        self._wal_name = f"{self._name}-wal"
         self._wal: tuple[int, int] | None = None
         self._released = False
         try:
@@ -136,29 +137,31 @@ class OpenFile:
     def read(self, offset: int, count: int) -> bytes:
         return os.pread(self._descriptor, count, offset)
 
-    def check_place(self, *, wal: bool = False) -> None:
+    def check_place(self) -> None:
         """Raise unless the file still has its name. Whoever writes into one that was deleted or replaced is told by
-        SQLite that all is well, and what is written there is gone with the process.
+        SQLite that all is well, and what is written there is gone with the process."""
+        if self._found(self._name) != self._file:
+            raise self._misplaced(self._name)
 
-        With ``wal`` the same for its ``-wal`` file, which stays the same while this process has the database open.
-        """
+    def check_wal(self) -> None:
+        """The same for its ``-wal`` file, which is one and the same while this process has the database open."""
+        found = self._found(self._wal_name)
+        if self._wal is None:
+            self._wal = found  # None while nobody has opened the database
+        elif found != self._wal:
+            raise self._misplaced(self._wal_name)
+
+    @staticmethod
+    def _found(name: str) -> tuple[int, int] | None:
         try:
-            status = os.stat(self._name)
-            if (status.st_dev, status.st_ino) == self._file:
-                if not wal:
-                    return
-                status = os.stat(f"{self._name}-wal")
-                found = (status.st_dev, status.st_ino)
-                if self._wal is None:
-                    self._wal = found
-                if found == self._wal:
-                    return
-            what = "was replaced by another"
-        except OSError as error:
-            what = "is gone" if isinstance(error, FileNotFoundError) else f"cannot be seen any more ({error.strerror})"
-        raise StorageError(
-            f"The file of the database {self.path}, or its -wal, {what} while it was in use: "
-            "what this process wrote last is not in it.",
+            status = os.stat(name)
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino
+
+    def _misplaced(self, name: str) -> StorageError:
+        return StorageError(
+            f"{name} was deleted, moved or replaced while it was in use: what this process wrote last is not in it.",
             hint="Put the file back with its -wal file and run the same command again. Stop every run before you move it.",
         )
 
