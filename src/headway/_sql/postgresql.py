@@ -6,8 +6,8 @@ ends nothing, this side waits `GRACE_SECONDS` longer and then gives the connecti
 *Nothing is done twice.* Each connection that writes has a row in the table ``transactions``, and every transaction begins
 by writing its number there, in the round trip of its BEGIN. When the answer to COMMIT is lost, that row says whether the
 transaction was committed: it is locked by the transaction until that has ended, and it is content like any other, so it
-is right after a crash, behind a pooler and on the server that takes over. (A transaction id would not be: after a crash
-the server may give the same one to somebody else.)
+is right after a crash and on the server that takes over. (A transaction id would not be: after a crash the server may
+give the same one to somebody else.)
 """
 
 from __future__ import annotations
@@ -47,10 +47,12 @@ GRACE_SECONDS = 5.0
 #: Rows of connections that have not written for so long are removed.
 FORGET_SECONDS = 7 * 86400
 
-_REMEMBER = (
-    f"INSERT INTO headway.transactions VALUES ('%s', %d, {NOW['postgresql']}) "
-    "ON CONFLICT (session) DO UPDATE SET no = excluded.no, at = excluded.at"
+_KNOW_SESSION = (
+    f"INSERT INTO headway.transactions VALUES (%s, 0, {NOW['postgresql']}) "
+    "ON CONFLICT (session) DO UPDATE SET at = excluded.at RETURNING no"
 )
+#: Prepared once, because it is a part of every transaction.
+_REMEMBER = f"PREPARE remember (bigint) AS UPDATE headway.transactions SET no = $1, at = {NOW['postgresql']} WHERE session = '%s'"
 
 
 class PostgreSQL(Database):
@@ -169,8 +171,15 @@ class PostgreSQL(Database):
             connection.seconds = SLOW_SECONDS
             connection.execute(f"BEGIN; SET LOCAL statement_timeout = {int(SLOW_SECONDS * 1000)}", prepare=False)
             return
+        if not connection.begun:
+            connection.execute(_REMEMBER % connection.session, prepare=False)
+            connection.execute(_KNOW_SESSION, (connection.session,), prepare=False)
         connection.begun += 1
-        connection.execute(f"BEGIN; {_REMEMBER % (connection.session, connection.begun)}", prepare=False)
+        cursor = connection.execute(f"BEGIN; EXECUTE remember ({connection.begun})", prepare=False)
+        cursor.nextset()
+        if cursor.rowcount != 1:  # it wrote nothing for so long that its row was removed
+            connection.execute(_KNOW_SESSION, (connection.session,), prepare=False)
+            connection.execute(f"EXECUTE remember ({connection.begun})", prepare=False)
 
     def _unanswered(self, connection: Any) -> tuple[str, int, int] | None:
         if not connection.closed or connection.seconds == SLOW_SECONDS:
@@ -187,12 +196,8 @@ class PostgreSQL(Database):
         connection = self._take()
         try:
             connection.execute("BEGIN; SET LOCAL lock_timeout = 1000")
-            # To insert waits for a transaction that is under way; so does to update, for one that is not the first.
-            row = connection.execute(
-                f"INSERT INTO headway.transactions VALUES (%s, 0, {NOW['postgresql']}) "
-                "ON CONFLICT (session) DO UPDATE SET at = excluded.at RETURNING no",
-                (session,),
-            ).fetchone()
+            # This waits for a transaction that is under way: it has locked the row.
+            row = connection.execute(_KNOW_SESSION, (session,)).fetchone()
             connection.execute("DELETE FROM headway.transactions WHERE at < %s", (time.time() - FORGET_SECONDS,))
             connection.execute("COMMIT")
             return bool(row[0] >= no)
