@@ -68,6 +68,28 @@ def test_a_transaction_whose_commit_was_cut_off_is_done_once_and_gives_its_own_a
         assert database.run(count) == 2 * earlier + 2
 
 
+def test_a_connection_whose_row_was_removed_is_known_again(far_url: str, postgres_url: str, proxy: TcpProxy):
+    with connect(far_url) as database:
+        database.run(count)
+        with connect(postgres_url) as near:
+            near.write("DELETE FROM transactions")
+        proxy.lose_commits("reply")
+        assert database.run(count) == 2
+
+
+def test_rolled_back_transactions_are_in_nobodys_way(far_url: str, proxy: TcpProxy):
+    def give_up(tx: Tx) -> None:
+        count(tx)
+        raise KeyError("no")
+
+    with connect(far_url) as database:
+        for turn in range(8):
+            with pytest.raises(KeyError):
+                database.run(give_up)
+            proxy.lose_commits("reply")
+            assert database.run(count) == turn + 1
+
+
 def test_commits_that_are_lost_again_and_again_count_once_each(far_url: str, proxy: TcpProxy):
     with connect(far_url) as database:
         answers = []

@@ -51,8 +51,7 @@ _KNOW_SESSION = (
     f"INSERT INTO headway.transactions VALUES (%s, 0, {NOW['postgresql']}) "
     "ON CONFLICT (session) DO UPDATE SET at = excluded.at RETURNING no"
 )
-#: Prepared once, because it is a part of every transaction.
-_REMEMBER = f"PREPARE remember (bigint) AS UPDATE headway.transactions SET no = $1, at = {NOW['postgresql']} WHERE session = '%s'"
+_REMEMBER = f"UPDATE headway.transactions SET no = %d, at = {NOW['postgresql']} WHERE session = '%s'"
 
 
 class PostgreSQL(Database):
@@ -172,14 +171,14 @@ class PostgreSQL(Database):
             connection.execute(f"BEGIN; SET LOCAL statement_timeout = {int(SLOW_SECONDS * 1000)}", prepare=False)
             return
         if not connection.begun:
-            connection.execute(_REMEMBER % connection.session, prepare=False)
             connection.execute(_KNOW_SESSION, (connection.session,), prepare=False)
         connection.begun += 1
-        cursor = connection.execute(f"BEGIN; EXECUTE remember ({connection.begun})", prepare=False)
+        remember = _REMEMBER % (connection.begun, connection.session)
+        cursor = connection.execute(f"BEGIN; {remember}", prepare=False)
         cursor.nextset()
         if cursor.rowcount != 1:  # it wrote nothing for so long that its row was removed
             connection.execute(_KNOW_SESSION, (connection.session,), prepare=False)
-            connection.execute(f"EXECUTE remember ({connection.begun})", prepare=False)
+            connection.execute(remember, prepare=False)
 
     def _unanswered(self, connection: Any) -> tuple[str, int, int] | None:
         if not connection.closed or connection.seconds == SLOW_SECONDS:
