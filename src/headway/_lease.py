@@ -43,8 +43,9 @@ class Owner:
 
     @classmethod
     def current(cls) -> Owner:
-        host, machine, space = _here(os.getpid())
-        return cls(host, machine, space, os.getpid(), _started(os.getpid()), uuid.uuid4().hex[:16])
+        pid = os.getpid()
+        host, machine, space = _here(pid)
+        return cls(host, machine, space, pid, _own_start(pid), uuid.uuid4().hex[:16])
 
     @property
     def is_dead(self) -> bool:
@@ -229,6 +230,12 @@ def _here(_pid: int) -> tuple[str, str, str]:
         return socket.gethostname(), machine, f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not Linux: every owner is waited for
         return socket.gethostname(), "", ""
+
+
+@lru_cache(maxsize=1)
+def _own_start(pid: int) -> str:
+    """Of this process: it began once, and every claim of items asks."""
+    return _started(pid)
 
 
 def _started(pid: int) -> str:
