@@ -43,8 +43,9 @@ class Owner:
 
     @classmethod
     def current(cls) -> Owner:
-        host, machine, space = _here(os.getpid())
-        return cls(host, machine, space, os.getpid(), _started(os.getpid()), uuid.uuid4().hex[:16])
+        pid = os.getpid()
+        host, machine, space = _here(pid)
+        return cls(host, machine, space, pid, _own_start(pid), uuid.uuid4().hex[:16])
 
     @property
     def is_dead(self) -> bool:
@@ -108,10 +109,8 @@ class SqlLeases:
         if found is not None and found[0].claim == owner.claim:
             self._write(tx, key, owner, token, seconds)  # the same acquisition again: its first answer was lost
             return Lease(key, token, owner, seconds)
-        if holder is not None and found is not None and not _is_over(found, until, tx):
-            raise _held(found[0])
-        if holder is not None and found is None and until is not None and until > tx.now():
-            raise _held(None)  # written by a headway whose owners look otherwise: wait until it ends by itself
+        if holder is not None and not has_ended(holder, until, tx.now()):
+            raise _held(found[0] if found else None)
         self._write(tx, key, owner, token + 1, seconds)
         return Lease(key, token + 1, owner, seconds, lapsed=holder is not None)
 
@@ -119,7 +118,7 @@ class SqlLeases:
         """Who has the lease now; None when nobody has."""
         holder, _, until = self._row(tx, key)
         found = read_owner(holder)
-        return None if found is None or _is_over(found, until, tx) else found[0]
+        return None if found is None or has_ended(holder, until, tx.now()) else found[0]
 
     def renew(self, tx: Tx, lease: Lease) -> None:
         """Prolong it from now, or raise `StaleClaim` because somebody else has it. One that lapsed and that nobody took
@@ -167,14 +166,20 @@ def _held(owner: Owner | None) -> Held:
     )
 
 
-def _is_over(found: tuple[Owner, float | None], until: float | None, tx: Tx) -> bool:
-    """Whether a lease has ended. Where the owner's clock is ours, a wall clock that was set does not matter."""
-    owner, monotonic_end = found
-    if owner.is_dead:
-        return True
-    if owner.shares_our_clock and monotonic_end is not None:
-        return time.monotonic() > monotonic_end
-    return until is None or until <= tx.now()
+def has_ended(holder: str | None, until: float | None, now: float) -> bool:
+    """Whether a lease has ended, by what its columns say and the store's time: also for one who only looks.
+
+    An owner that can be seen to be dead has no lease. Where the owner's clock is ours, a wall clock that was set forward
+    or back does not matter. An owner we cannot read (an earlier headway's) is believed until the end it wrote.
+    """
+    found = read_owner(holder)
+    if found is not None:
+        owner, monotonic_end = found
+        if owner.is_dead:
+            return True
+        if owner.shares_our_clock and monotonic_end is not None:
+            return time.monotonic() > monotonic_end
+    return until is None or until <= now
 
 
 class RedisLeases:
@@ -225,6 +230,12 @@ def _here(_pid: int) -> tuple[str, str, str]:
         return socket.gethostname(), machine, f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not Linux: every owner is waited for
         return socket.gethostname(), "", ""
+
+
+@lru_cache(maxsize=1)
+def _own_start(pid: int) -> str:
+    """Of this process: it began once, and every claim of items asks."""
+    return _started(pid)
 
 
 def _started(pid: int) -> str:

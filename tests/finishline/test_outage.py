@@ -178,7 +178,7 @@ def test_a_project_created_during_an_outage_is_in_sql_and_appears_in_redis_when_
 def test_while_sql_is_away_too_nothing_is_acknowledged_that_needs_it(
     redis_server: RedisServer, postgres_factory: Callable[..., PostgresServer], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(postgresql.PostgreSQL, "_policy", lambda self: AT_ONCE)
+    monkeypatch.setattr(postgresql.PostgreSQL, "retry", AT_ONCE)
     server = postgres_factory()
     plain = FinishLine(redis_server.url(1), server.url(), keeper=False, retry=AT_ONCE)
     exact = FinishLine(redis_server.url(1), server.url(), journal=True, keeper=False, retry=AT_ONCE)

@@ -239,5 +239,5 @@ COLUMNS = ("idx", "key", "outcome", "at", "seconds", "worker", "error")
 def _log(job: Job) -> Iterator[tuple[int, str | None, str, str, float | None, str | None, str | None]]:
     from headway.ledger.values import utc
 
-    for idx, key, outcome, at, seconds, worker, error in job.finished():
+    for idx, key, outcome, at, seconds, worker, error in job.log():
         yield idx, key, outcome, iso(utc(at)) or "", seconds, worker, error

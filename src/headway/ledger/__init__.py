@@ -1,7 +1,7 @@
 """The ledger: which items of which job are done, which failed and why, that a job finished (once).
 
     Ledger ── Job ── items ── attempts, dead letters, causes
-       │        └── Books: the job's counters, open in one transaction
+       │        └── Recorder: the job's counters, open in one transaction
        └── Hold: who runs it
 
 `ProgressManager` is the ledger for one job of one SQLite file, in the shape of its source document.
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headway.ledger.content import canonical, fingerprint
     from headway.ledger.failure import describe, normalise
-    from headway.ledger.holding import Hold
     from headway.ledger.job import Job
+    from headway.ledger.job_lease import Hold
+    from headway.ledger.ledger import Ledger
     from headway.ledger.manager import ProgressManager
-    from headway.ledger.records import Ledger
     from headway.ledger.values import (
         Attempt,
         Cause,
@@ -67,10 +67,10 @@ _HOMES = {
     for module, names in {
         "content": "canonical fingerprint",
         "failure": "describe normalise",
-        "holding": "Hold",
+        "job_lease": "Hold",
         "job": "Job",
         "manager": "ProgressManager",
-        "records": "Ledger",
+        "ledger": "Ledger",
         "values": "Attempt Cause DeadLetter Done Failed Failure Item ItemInfo JobInfo NewItem Outcome Progress "
         "Recorded Run",
     }.items()

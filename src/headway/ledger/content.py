@@ -32,6 +32,20 @@ def fingerprint(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def is_intact(payload: str | None, mark: int | None) -> bool:
+    """Whether a stored payload is the one whose fingerprint was stored beside it; without a fingerprint, whether it is
+    JSON at all. A foreign hand or a flipped bit changes one and not the other."""
+    if mark is not None:
+        return payload is not None and fingerprint(payload) == mark
+    if payload is None:
+        return True
+    try:
+        json.loads(payload)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def bounded_meta(meta: object) -> str | None:
     """Meta as JSON of at most `META_LIMIT` bytes; what is longer is cut and says so."""
     if meta is None:

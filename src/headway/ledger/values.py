@@ -16,8 +16,11 @@ DETAIL_LIMIT = 4000
 #: The largest index: what both engines' BIGINT holds.
 MAX_INDEX = 2**63 - 1
 
+#: Names of workers that `Job.note_running` wrote begin with this; such notes end with the hold.
+NOTED = "run "
+
 Status = Literal["pending", "done", "failed"]
-Miss = Literal["failed", "timeout", "lost"]
+FailedOutcome = Literal["failed", "timeout", "lost"]
 
 
 # The four below pass by the hundred thousand a second: named tuples are made four times as fast as frozen dataclasses.
@@ -78,7 +81,7 @@ class Failed(NamedTuple):
 
     idx: int
     failure: Failure
-    outcome: Miss = "failed"
+    outcome: FailedOutcome = "failed"
     meta: str | None = None
     seconds: float | None = None
     worker: str | None = None
@@ -151,8 +154,13 @@ class JobInfo:
     finished_at: datetime | None
     holder: Mapping[str, Any] | None
     lease_until: datetime | None
-    #: Whether the holder's lease was still good when this was read, by the database's clock.
+    #: Whether the holder had its lease when this was read. One that was killed on this machine has none.
     held: bool
+
+    @property
+    def lost(self) -> bool:
+        """Whether somebody ran it, did not give it back, and is gone."""
+        return self.holder is not None and not self.held
 
     @property
     def remaining(self) -> int:
@@ -183,7 +191,7 @@ class Run:
     kept: int
     started_at: datetime
     ended_at: datetime | None
-    #: finished, interrupted, stopped, failed, lost (its process was killed); None while it runs.
+    #: finished, interrupted, stopped, failed, lost (its process was killed, or let its lease lapse); None while it runs.
     outcome: str | None
 
 

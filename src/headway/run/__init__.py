@@ -183,7 +183,7 @@ def take(
     if fresh or plan.existing is None:
         ledger.archive(plan.id)
     job = ledger.create(plan.id, max_retries=settings.policy.retries)
-    hold = ledger.hold(job, describe(settings))
+    hold = ledger.hold(job, describe(settings), policy=settings.policy)
     try:
         if plan.existing is None and job.info().total:
             raise JobHeld(f"Job {plan.id} was started by another process at the same moment.", hint="Run it again.")

@@ -265,5 +265,5 @@ def _apply_keys(job: Job, source: Source) -> None:
         elif mark != read.fingerprint:
             changed.append(NewItem(idx, read.payload, read.key, read.fingerprint))
     job.drop([idx for idx, _ in known.values()])
-    job.renew_items(changed)
+    job.replace_items(changed)
     job.register(new)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from headway.errors import HeadwayError
 from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, Outcome
-from headway.ledger.values import Miss
+from headway.ledger.values import FailedOutcome
 from headway.lifecycle import Budget, Shutdown
 from headway.retry import RetryPolicy
 from headway.run.crew import Crew, Worker
@@ -337,7 +337,7 @@ class Pool:
         idx: int,
         attempts: int,
         failure: Failure,
-        outcome: Miss,
+        outcome: FailedOutcome,
         seconds: float | None,
         name: str,
         *,

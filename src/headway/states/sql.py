@@ -144,7 +144,8 @@ class SqlStates:
         """One statement is one transaction, committed when its answer comes: a third of the round trips."""
         values = _values(state)
         parameters = (*values, state.job_id, state.job_id, state.job_id, *values, _channel(state.job_id))
-        row = self._database.one(_POSTGRES_WRITE, parameters)
+        rows = self._database.write(_POSTGRES_WRITE, parameters, operation="state", idempotent=True)
+        row = rows[0] if rows else None
         if row is None:
             with self._database.read() as tx:
                 return _stored_or_refused(tx, state)

@@ -1,6 +1,6 @@
-"""The books of a job, open in one transaction.
+"""The recorder of a job: its counters and outcomes, open in one transaction.
 
-Opening them takes the job's row (SQLite: the write lock; PostgreSQL: the row lock), so whoever writes an outcome sees
+Opening it takes the job's row (SQLite: the write lock; PostgreSQL: the row lock), so whoever writes an outcome sees
 every earlier one. That is what makes counting by identity exact: an item's old and new place are both known here.
 """
 
@@ -28,7 +28,8 @@ ENGINES: tuple[Engine, ...] = ("sqlite", "postgresql")
 
 _COLUMNS = (
     "id, origin, version, generation, sealed, finished_at, max_retries, total, done, failed, dead, failures, frontier, token, "
-    "minute, minute_done, minute_failed, minute_dead, minute_seconds"
+    "minute, minute_done, minute_failed, minute_dead, minute_seconds, archived, retry_base, retry_factor, retry_cap, "
+    "retry_jitter"
 )
 _OPEN = {
     # BEGIN IMMEDIATE has the write lock already; on PostgreSQL it is the row's own.
@@ -65,13 +66,13 @@ _PUT_ONE_DONE = (
 _PUT_DONE = (
     "INSERT INTO progress (job, idx, status, meta, updated_at, seconds, worker) VALUES (?, ?, 'done', ?, ?, ?, ?) "
     "ON CONFLICT (job, idx) DO UPDATE SET status = 'done', meta = excluded.meta, updated_at = excluded.updated_at, "
-    "seconds = excluded.seconds, worker = excluded.worker, next_attempt_at = NULL, lease_until = NULL"
+    "seconds = excluded.seconds, worker = excluded.worker, next_attempt_at = NULL, lease_until = NULL, holder = NULL"
 )
 _PUT_FAILED = (
     "INSERT INTO progress (job, idx, status, meta, attempts, updated_at, seconds, worker, next_attempt_at) "
     "VALUES (?, ?, 'failed', ?, ?, ?, ?, ?, ?) ON CONFLICT (job, idx) DO UPDATE SET status = 'failed', "
     "meta = excluded.meta, attempts = excluded.attempts, updated_at = excluded.updated_at, seconds = excluded.seconds, "
-    "worker = excluded.worker, next_attempt_at = excluded.next_attempt_at, lease_until = NULL"
+    "worker = excluded.worker, next_attempt_at = excluded.next_attempt_at, lease_until = NULL, holder = NULL"
 )
 _PUT_ATTEMPT = (
     "INSERT INTO attempts (job, idx, no, outcome, error, detail, cause, worker, at, seconds) "
@@ -79,16 +80,20 @@ _PUT_ATTEMPT = (
 )
 _PUT_DEAD = (
     "INSERT INTO dead_letters (job, idx, meta, error, created_at, cause, last_pass) VALUES (?, ?, ?, ?, ?, ?, ?) "
-    "ON CONFLICT (job, idx) DO UPDATE SET meta = excluded.meta, error = excluded.error, cause = excluded.cause, "
-    "last_pass = excluded.last_pass"
+    "ON CONFLICT (job, idx) DO UPDATE SET meta = excluded.meta, error = excluded.error, "
+    "created_at = excluded.created_at, cause = excluded.cause, last_pass = excluded.last_pass"
 )
 
 
-class Books:
+class Recorder:
     """Counters of one job while its row is ours; `close` writes them back."""
 
-    def __init__(self, tx: Tx, no: int, *, token: int | None = None) -> None:
-        """``token``: of the hold under which the caller works, if it has one; a newer hold refuses it."""
+    def __init__(self, tx: Tx, no: int, *, token: int | None = None, archived_too: bool = False) -> None:
+        """``token``: of the hold under which the caller works, if it has one; a newer hold refuses it.
+
+        A job that was put aside is refused to everybody but those who delete it: whoever was stopped while it was
+        replaced by a fresh start must not go on beside the new one.
+        """
         row = tx.one(_OPEN[tx.engine], (no,))
         if row is None:
             raise NotFound("The job was forgotten while it was in use.")
@@ -96,7 +101,13 @@ class Books:
         self.id: str
         (self.id, self.origin, self.version, self.generation, self.sealed, self.finished_at, self.max_retries,
          self.total, self.done, self.failed, self.dead, self.failures, self.frontier, held,
-         self.minute, self.minute_done, self.minute_failed, self.minute_dead, self.minute_seconds, self.now) = row  # fmt: skip
+         self.minute, self.minute_done, self.minute_failed, self.minute_dead, self.minute_seconds, archived,
+         *self._retry, self.now) = row  # fmt: skip
+        if archived and not archived_too:
+            raise StaleClaim(
+                f"Job {self.id} was put aside by a fresh start; nothing was recorded.",
+                hint="Stop this process: another one began the job anew.",
+            )
         if token is not None and token != held:
             raise StaleClaim(
                 f"Job {self.id} was taken over by another process while this one was not responding.",
@@ -105,15 +116,32 @@ class Books:
         if self.minute != self.now // 60:
             self._turn_minute()
 
+    @property
+    def policy(self) -> RetryPolicy:
+        """How the job's items are tried again, as whoever ran it last said."""
+        base, factor, cap, jitter = self._retry
+        return RetryPolicy(self.max_retries, base, factor, cap, jitter)
+
+    def set_policy(self, policy: RetryPolicy) -> None:
+        """Tell whoever charges an item later, maybe another process, how long it waits."""
+        self._retry = [policy.base, policy.factor, policy.cap, policy.jitter]
+        self.tx.execute(
+            "UPDATE jobs SET retry_base = ?, retry_factor = ?, retry_cap = ?, retry_jitter = ? WHERE no = ?",
+            (*self._retry, self.no),
+        )
+
     # ---- outcomes --------------------------------------------------------------------------------------------------
 
-    def write(self, outcomes: Sequence[Outcome], policy: RetryPolicy, *, register: bool = False) -> Recorded:
+    def write(
+        self, outcomes: Sequence[Outcome], policy: RetryPolicy | None = None, *, register: bool = False
+    ) -> Recorded:
+        """Record outcomes. ``policy``: how failed items wait, if not by the job's own."""
         successes = _plain_successes(outcomes)
         if successes and self._all_untouched([success.idx for success in successes]):
             # Nearly every batch of a run: nothing there to be compared with.
             self._succeed(successes)
             return Recorded(len(successes), 0, 0, 0, False, {}, (), self.failed, ())
-        return self._compare_and_write(outcomes, policy, register=register)
+        return self._compare_and_write(outcomes, policy or self.policy, register=register)
 
     def _compare_and_write(self, outcomes: Sequence[Outcome], policy: RetryPolicy, *, register: bool) -> Recorded:
         indices = [outcome.idx for outcome in outcomes]
@@ -226,8 +254,9 @@ class Books:
         self.minute_failed += 1
         self.minute_seconds += outcome.seconds or 0.0
         if at is None:
-            # An item that was dead before has just had its pass at the end.
-            self.tx.execute(_PUT_DEAD, (no, outcome.idx, outcome.meta, failure.text, now, cause, int(was_dead)))
+            # An item that was dead before has just had its pass at the end; one that cannot succeed gets none.
+            passed = int(was_dead or not outcome.retryable)
+            self.tx.execute(_PUT_DEAD, (no, outcome.idx, outcome.meta, failure.text, now, cause, passed))
             self.dead += 1
             self.minute_dead += not was_dead
         else:
@@ -296,7 +325,7 @@ class Books:
             source="headway.ledger",
             job=self.id,
             version=self.version + 1,
-            data={"total": self.total, "done": self.done, "dead": self.dead, "failures": self.failures},
+            data={"total": self.total, "succeeded": self.done, "failed": self.dead},
         )
 
     def recount(self) -> bool:
@@ -343,9 +372,10 @@ def put_one_done(tx: Tx, job: int, outcome: Done, *, register: bool = False) -> 
         fresh == 1
         and tx.execute(
             "UPDATE jobs SET version = version + 1, total = total + ?, done = done + 1, minute_done = minute_done + 1, "
-            "updated_at = ? WHERE no = ? AND minute = ? AND finished_at IS NULL "
+            "minute_seconds = minute_seconds + ?, updated_at = ? WHERE no = ? AND minute = ? AND finished_at IS NULL "
+            "AND archived = 0 "
             "AND (sealed = 0 OR done + dead + 1 < total + ?)",
-            (new, now, job, int(now // 60), new),
+            (new, outcome.seconds or 0.0, now, job, int(now // 60), new),
         )
         == 1
     )

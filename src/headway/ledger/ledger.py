@@ -8,18 +8,29 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any, Self
 
+from headway._lease import has_ended
 from headway._sql import Database, Tx, connect
 from headway.errors import InvalidInput, JobHeld, NotFound
 from headway.ids import check_id
-from headway.ledger import holding
-from headway.ledger.books import Books, audit
-from headway.ledger.holding import Hold
+from headway.ledger import job_lease
 from headway.ledger.job import CHUNK, Job
+from headway.ledger.job_lease import Hold
+from headway.ledger.recorder import Recorder, audit
 from headway.ledger.report import all_jobs
 from headway.ledger.values import JobInfo
+from headway.retry import ITEM, RetryPolicy
 from headway.telemetry import Log
 
 log = Log("ledger")
+
+_NEXT_NUMBER = (
+    "max((SELECT coalesce(max(no), 0) FROM jobs), "
+    "(SELECT coalesce(max(CAST(value AS INTEGER)), 0) FROM meta WHERE name = 'last_forgotten')) + 1"
+)
+_REMEMBER_NUMBER = (
+    "INSERT INTO meta (name, value) VALUES ('last_forgotten', ?) ON CONFLICT (name) DO UPDATE SET "
+    "value = max(CAST(value AS INTEGER), CAST(excluded.value AS INTEGER))"
+)
 
 
 class Ledger:
@@ -52,20 +63,36 @@ class Ledger:
         return Job(self.database, row[0], id)
 
     def create(
-        self, id: str, *, function: str = "", source: str = "", keyed_by: str | None = None, max_retries: int = 2
+        self,
+        id: str,
+        *,
+        function: str = "",
+        source: str = "",
+        keyed_by: str | None = None,
+        max_retries: int = 2,
+        policy: RetryPolicy = ITEM,
     ) -> Job:
-        """The job of that id, made if there is none; one that exists is left as it is."""
+        """The job of that id, made if there is none; one that exists is left as it is.
+
+        ``policy`` says how long failed items wait; how often they are tried again is ``max_retries``.
+        """
         check_id(id, "a job id")
         if type(max_retries) is not int or not 0 <= max_retries <= 1_000_000:
             raise InvalidInput(f"{max_retries!r} is no number of retries.", hint="Use a whole number from 0.")
 
+        # A number is never given again: whoever still works on a job that was deleted must not meet another one under it.
+        # PostgreSQL's sequence sees to that; SQLite would take the largest there is, and add one.
+        number, next_number = ("no, ", f"{_NEXT_NUMBER}, ") if self.database.engine == "sqlite" else ("", "")
+
         def work(tx: Tx) -> int:
             now = tx.now()
             tx.execute(
-                "INSERT INTO jobs (id, origin, function, source, keyed_by, max_retries, created_at, updated_at) "
-                "SELECT ?, value, ?, ?, ?, ?, ?, ? FROM meta WHERE name = 'database' ON CONFLICT (id) DO NOTHING",
-                (id, function, source, keyed_by, max_retries, now, now),
-            )
+                f"INSERT INTO jobs ({number}id, origin, function, source, keyed_by, max_retries, created_at, updated_at, "
+                f"retry_base, retry_factor, retry_cap, retry_jitter) SELECT {next_number}?, value, ?, ?, ?, ?, ?, ?, ?, ?, "
+                "?, ? FROM meta WHERE name = 'database' ON CONFLICT (id) DO NOTHING",
+                (id, function, source, keyed_by, max_retries, now, now,
+                 policy.base, policy.factor, policy.cap, policy.jitter),
+            )  # fmt: skip
             row = tx.one("SELECT no FROM jobs WHERE id = ?", (id,))
             assert row is not None
             return int(row[0])
@@ -88,24 +115,33 @@ class Ledger:
             operation="describe",
         )
 
-    # ---- holding ---------------------------------------------------------------------------------------------------
+    # ---- job_lease ---------------------------------------------------------------------------------------------------
 
-    def hold(self, job: Job, settings: dict[str, Any], *, lease: float = holding.LEASE) -> Hold:
-        """Become the one process that runs the job."""
-        return holding.take(self.database, job.no, settings, lease=lease)
+    def hold(
+        self,
+        job: Job,
+        settings: dict[str, Any],
+        *,
+        policy: RetryPolicy | None = None,
+        lease: float = job_lease.LEASE,
+    ) -> Hold:
+        """Become the one process that runs the job. ``policy``: how its items are tried again from now on; it is kept
+        with the job, for whoever takes over."""
+        return job_lease.acquire(self.database, job.no, settings, policy=policy, lease=lease)
 
     def renew(self, hold: Hold) -> None:
-        holding.renew(self.database, hold)
+        job_lease.renew(self.database, hold)
 
     def release(self, hold: Hold, outcome: str) -> None:
-        holding.release(self.database, hold, outcome)
+        job_lease.release(self.database, hold, outcome)
 
     # ---- ending ----------------------------------------------------------------------------------------------------
 
     def archive(self, id: str, *, actor: str | None = None) -> str | None:
         """Put a job aside under another id, so that its id can start fresh; the new id, None if there was no such job.
 
-        Nothing is deleted: `purge` does that when its time has come.
+        Nothing is deleted: `purge` does that when its time has come. Whoever held the job and was stopped is fenced off:
+        what it reports when it wakes up is refused, so two never work on the same items unknown to each other.
         """
 
         def work(tx: Tx) -> str | None:
@@ -114,9 +150,7 @@ class Ledger:
                 return None
             _refuse_held(tx, row[0], id)
             now = tx.now()
-            stamp = datetime.fromtimestamp(now, UTC).strftime("%Y%m%dT%H%M%S")
-            aside = f"{id[:100]}.{stamp}.{row[0]}"
-            tx.execute("UPDATE jobs SET id = ?, archived = 1, updated_at = ? WHERE no = ?", (aside, now, row[0]))
+            aside = _put_aside(tx, row[0], id, now)
             audit(tx, now, actor or current_user(), "reset", id, {"archived_as": aside})
             return aside
 
@@ -128,10 +162,14 @@ class Ledger:
 
         def begin(tx: Tx) -> int:
             _refuse_held(tx, job.no, id)
-            books = Books(tx, job.no)
-            tx.execute("UPDATE jobs SET archived = 1, sealed = 0 WHERE no = ?", (job.no,))
-            audit(tx, books.now, actor or current_user(), action, id, {"total": books.total, "done": books.done})
-            return int(books.total)
+            recorder = Recorder(tx, job.no, archived_too=True)
+            if tx.engine == "sqlite":
+                tx.execute(_REMEMBER_NUMBER, (str(job.no),))
+            _put_aside(tx, job.no, id, recorder.now)  # killed in what follows, the id is free and `purge` does the rest
+            audit(
+                tx, recorder.now, actor or current_user(), action, id, {"total": recorder.total, "done": recorder.done}
+            )
+            return int(recorder.total)
 
         total = self.database.run(begin, operation=action)
 
@@ -181,9 +219,22 @@ class Ledger:
         )
 
 
+def _put_aside(tx: Tx, no: int, id: str, now: float) -> str:
+    """Give the job another id, and refuse what its holder may still report; the new id."""
+    aside = f"{id[:100]}.{datetime.fromtimestamp(now, UTC):%Y%m%dT%H%M%S}.{no}"
+    job_lease.end_lost_runs(tx, no, now)
+    tx.execute(
+        "UPDATE jobs SET id = ?, archived = 1, updated_at = ?, token = token + 1, holder = NULL, lease_until = NULL "
+        "WHERE no = ?",
+        (aside, now, no),
+    )
+    return aside
+
+
 def _refuse_held(tx: Tx, no: int, id: str) -> None:
-    row = tx.one("SELECT holder, lease_until FROM jobs WHERE no = ?", (no,))
-    if row is not None and row[0] is not None and row[1] > tx.now():
+    locked = " FOR UPDATE" if tx.engine == "postgresql" else ""  # nobody takes it between this look and the change
+    row = tx.one(f"SELECT holder, lease_until FROM jobs WHERE no = ?{locked}", (no,))
+    if row is not None and row[0] is not None and not has_ended(row[0], row[1], tx.now()):
         raise JobHeld(
             f"Job {id} is being run.", hint="Stop that run first: Ctrl-C where it runs, or see: headway show JOB"
         )
