@@ -1,6 +1,8 @@
 """How long a command takes to start, beside bare Python and a bare import of click. JSON on stdout.
 
-.venv/bin/python bench/startup.py [--quick]
+.venv/bin/python bench/startup.py [--quick] [--beside OTHER_PYTHON]
+
+With --beside the same commands of another installation are run in turn with ours, on a database of its own.
 """
 
 import json
@@ -12,8 +14,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-
-from headway.ledger import Ledger
 
 #: What a command may take on a quiet machine.
 BUDGET_MS = 120
@@ -40,34 +40,49 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
 
 
+MAKE_JOBS = """
+from headway.ledger import Ledger
+with Ledger.open("sqlite:///headway.db") as ledger:
+    for number in range(20):
+        ledger.create(f"job-{number}")
+"""
+
+
+def commands_of(python: str, directory: Path) -> dict[str, tuple[list[str], Path]]:
+    """The commands of an installation, with a directory whose database it has made itself."""
+    directory.mkdir()
+    subprocess.run([python, "-c", MAKE_JOBS], cwd=directory, check=True, env=environment())
+    headway = [python, "-m", "headway"]
+    return {f"headway {verb}": ([*headway, verb], directory) for verb in ("--version", "jobs", "status")}
+
+
 def main() -> int:
     rounds = 5 if "--quick" in sys.argv else 30
-    with tempfile.TemporaryDirectory() as directory:
-        with Ledger.open(f"sqlite:///{directory}/headway.db") as ledger:
-            for number in range(20):
-                ledger.create(f"job-{number}")
-        headway = [sys.executable, "-m", "headway"]
+    other = sys.argv[sys.argv.index("--beside") + 1] if "--beside" in sys.argv else None
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
         commands = {
-            "python": [sys.executable, "-c", "pass"],
-            "click": [sys.executable, "-c", "import click"],
-            "headway --version": [*headway, "--version"],
-            "headway jobs": [*headway, "jobs"],
-            "headway status": [*headway, "status"],
+            "python": ([sys.executable, "-c", "pass"], directory),
+            "click": ([sys.executable, "-c", "import click"], directory),
+            **commands_of(sys.executable, directory / "ours"),
         }
-        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
+        if other is not None:
+            theirs = commands_of(other, directory / "theirs")
+            commands |= {f"other {verb}": command for verb, command in theirs.items()}
+        taken: dict[str, list[tuple[float, float]]] = {verb: [] for verb in commands}
         for number in range(rounds + 1):
-            for name, command in commands.items():  # in turn, so that a busy moment hits all of them alike
-                measure = once(command, Path(directory))
+            for verb, (command, place) in commands.items():  # in turn, so that a busy moment hits all of them alike
+                measure = once(command, place)
                 if number:  # the first round compiles what is not compiled yet
-                    taken[name].append(measure)
+                    taken[verb].append(measure)
             print(f"round {number} of {rounds}", file=sys.stderr)
-    figures = {name: figures_of(measures) for name, measures in taken.items()}
+    figures = {verb: figures_of(measures) for verb, measures in taken.items()}
     bare = figures["python"]["min"]
     result = {
         "milliseconds": figures,
-        "times_bare_python": {name: round(found["min"] / bare, 1) for name, found in figures.items()},
+        "times_bare_python": {verb: round(found["min"] / bare, 1) for verb, found in figures.items()},
         "budget_ms": BUDGET_MS,
-        "within_budget": {name: found["min"] <= BUDGET_MS for name, found in figures.items()},
+        "within_budget": {verb: found["median"] <= BUDGET_MS for verb, found in figures.items()},
     }
     print(json.dumps(result, indent=2))
     return 0

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 import uuid
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway import _redis
 from headway._sql import Tx, Value
 from headway.errors import Held, NotFound, StaleClaim
 
@@ -190,6 +188,8 @@ class RedisLeases:
 
     def acquire(self, key: str, owner: Owner, seconds: float) -> Lease:
         """Take the lease, or raise `Held` and say who has it."""
+        from headway import _redis  # here and below: whoever lists jobs reads leases too, and needs no Redis
+
         text, dead = write_owner(owner), ""
         while True:
             word, found = _redis.script("lease/acquire")(
@@ -204,12 +204,16 @@ class RedisLeases:
 
     def renew(self, lease: Lease) -> None:
         """Prolong it from now, or raise `StaleClaim`: it ended, and may be somebody else's."""
+        from headway import _redis
+
         arguments = (_value(lease), _milliseconds(lease.seconds))
         if _redis.script("lease/renew")(self._client, [str(lease.key)], arguments) != "RENEWED":
             raise StaleClaim("The lease lapsed; somebody else may have it.")
 
     def release(self, lease: Lease) -> bool:
         """Give it back; False when it was not this owner's any more, and then nothing changes."""
+        from headway import _redis
+
         return bool(_redis.script("lease/release")(self._client, [str(lease.key)], [_value(lease)]) == "RELEASED")
 
 
@@ -224,6 +228,8 @@ def _milliseconds(seconds: float) -> int:
 @lru_cache(maxsize=1)
 def _here(_pid: int) -> tuple[str, str, str]:
     """Host name, machine and space of process ids; by pid, because a fork may enter another namespace."""
+    import socket  # takes milliseconds, and most lists of jobs ask nothing of it
+
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         machine = f"{boot} {os.readlink('/proc/self/ns/time')}"

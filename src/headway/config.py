@@ -7,36 +7,100 @@
     database = "postgresql://headway@db/headway"
 
 `Config` remembers where each value came from, so that ``headway config --show-origin`` can say it.
+
+``HEADWAY_DATABASE`` and ``HEADWAY_REDIS`` are enough for everything; what can be named apart follows one of them.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from headway.errors import ConfigError
 from headway.telemetry import forget_secrets, redact
 
 Setting = str | int | float | bool | None
+#: What an option can hold: one setting, or a list of texts (`Config.texts`).
+Value = Setting | tuple[str, ...]
 
 FILE = "headway.toml"
 PREFIX = "HEADWAY_"
 
+REDIS_SCHEMES = ("redis", "rediss", "unix")
 
-@dataclass(frozen=True, slots=True)
-class Option:
+#: Names that settings had: using one is an error that says the name it has now.
+RENAMED = {"state": "projects_redis"}
+
+
+class Option(NamedTuple):
     """One setting: its default and how a text becomes its value."""
 
     name: str
-    default: Setting
-    read: Callable[[str], Setting]
+    default: Value
+    read: Callable[[str], Value]
     help: str
+    #: Its name in the environment beside HEADWAY_NAME; the watcher's settings have such.
+    variable: str | None = None
+    #: The option it follows while it is not set, and what it makes of that option's value.
+    follows: tuple[str, Callable[[str], str]] | None = None
 
 
 def _text(text: str) -> str:
     return text
+
+
+def _as_is(text: str) -> str | None:
+    """Any text or number: whoever uses the setting checks it, and says what is wrong in its own words."""
+    return text or None
+
+
+def texts(text: str) -> tuple[str, ...]:
+    """A list of texts: an array in TOML; in the environment they are divided by commas or spaces."""
+    return tuple(part for part in text.replace(",", " ").split() if part)
+
+
+def _address(text: str, schemes: tuple[str, ...], examples: str) -> str:
+    try:
+        parts = urlsplit(text, allow_fragments=False)  # a file's name may have a #
+        known = parts.scheme in schemes and ("," in parts.netloc or parts.port != 0)  # PostgreSQL takes several hosts
+    except ValueError:  # a port that is no number, half an IPv6 address
+        known = False
+    if not known:
+        raise ValueError(f"an address is needed: {examples}")
+    return text
+
+
+def _redis_address(text: str) -> str:
+    return _address(text, REDIS_SCHEMES, "redis://host:6379/0, rediss://host:6379/0 or unix:///path/to/socket")
+
+
+def _store_address(text: str) -> str:
+    return _address(
+        text,
+        ("sqlite", "postgresql", "postgres", *REDIS_SCHEMES, "firestore"),
+        "sqlite:///file.db, postgresql://user@host/name, redis://host:6379/1 or firestore://PROJECT",
+    )
+
+
+def on_database(number: int) -> Callable[[str], str]:
+    """The same Redis server, another database of it."""
+
+    def move(address: str) -> str:
+        parts = urlsplit(address, allow_fragments=False)
+        options = [part for part in parts.query.split("&") if part and not part.startswith("db=")]
+        path = f"/{number}"
+        if parts.scheme == "unix":  # the path is the socket's
+            path, options = parts.path, [*options, f"db={number}"]
+        return f"{parts.scheme}://{parts.netloc}{path}{'?' if options else ''}{'&'.join(options)}"
+
+    return move
+
+
+def _same(address: str) -> str:
+    return address
 
 
 def _whole(minimum: int) -> Callable[[str], int]:
@@ -75,11 +139,31 @@ def _optional(read: Callable[[str], Setting]) -> Callable[[str], Setting]:
     return lambda text: None if text.lower() in ("", "none", "off") else read(text)
 
 
+_maybe_text = _optional(_text)
+_maybe_redis = _optional(_redis_address)
+_maybe_store = _optional(_store_address)
+#: Readers of addresses, which are checked on the command line too; and of all that has to be a text in TOML.
+_ADDRESSES: dict[Callable[[str], Value], Callable[[str], str]] = {
+    _redis_address: _redis_address,
+    _maybe_redis: _redis_address,
+    _maybe_store: _store_address,
+}
+_TEXTUAL = (_text, _maybe_text, *_ADDRESSES)
+
+
 #: Every setting there is. A part adds its own here, so that one list answers "what can I set?".
 OPTIONS: tuple[Option, ...] = (
     Option("database", "sqlite:///headway.db", _text, "where the records are kept"),
-    Option("state", "redis://localhost:6379/1", _text, "Redis with the state of projects"),
-    Option("states", None, _optional(_text), "where the states of tasks are kept (default: the database)"),
+    Option("redis", "redis://localhost:6379/0", _redis_address, "the Redis server"),
+    Option(
+        "projects_redis", None, _maybe_redis, "Redis with the projects (default: database 1 of redis)",
+        follows=("redis", on_database(1)),
+    ),
+    Option(
+        "queue_redis", None, _maybe_redis, "Redis with RQ's queues (default: the database that redis names)",
+        follows=("redis", _same),
+    ),
+    Option("states", None, _maybe_store, "where the states of tasks are kept (default: database)", follows=("database", _same)),
     Option("workers", None, _optional(_whole(1)), "how many items run at once (default: one per core)"),
     Option("mode", "process", _one_of("process", "thread", "async"), "how items run"),
     Option("retries", 2, _whole(0), "further tries of an item that failed"),
@@ -89,20 +173,58 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_failures", None, _optional(_whole(1)), "stop when so many items died in this run"),
     Option("payload_limit", 262_144, _whole(1), "bytes one item's payload may have"),
     Option("retention_days", 30.0, _positive, "how long finished jobs are kept by headway purge"),
-    Option("webhook", None, _optional(_text), "address that is told when a job finished"),
+    Option("webhook", None, _maybe_text, "address that is told when a job finished"),
     Option("progress", "auto", _one_of("auto", "bar", "plain", "json", "none"), "how a run shows itself"),
     Option("color", "auto", _one_of("auto", "always", "never"), "colours on the terminal"),
     Option("log_level", "WARNING", _one_of("debug", "info", "warning", "error", "critical"), "what is logged"),
     Option("log_format", "plain", _one_of("plain", "json"), "how it is logged"),
-)
+    # The watcher's, under the names its source document gives them in the environment. It checks them when it starts.
+    Option(
+        "watch_redis", None, _as_is, "the Redis of RQ that is watched (default: queue_redis)",
+        variable="REDIS_URL", follows=("queue_redis", _same),
+    ),
+    Option("watch_queues", (), texts, "the RQ queues that are watched", variable="RQ__QUEUE"),
+    Option("watch_channel", None, _as_is, "the channel its events are published on", variable="DIGITS_EVENTS_CHANNEL"),
+    Option(
+        "watch_stuck_timeout", None, _as_is, "seconds a job may run before it is called stuck",
+        variable="RQ_WATCHER_STUCK_TIMEOUT_SECONDS",
+    ),
+    Option(
+        "watch_store", None, _as_is, "where it remembers what it reported; the word redis: in watch_redis (default: database)",
+        variable="RQ_WATCHER_STORE", follows=("database", _same),
+    ),
+    Option("watch_event", None, _as_is, "name of its event", variable="RQ_WATCHER_EVENT"),
+    Option(
+        "watch_outcome_event", None, _as_is, "name of its event for later outcomes", variable="RQ_WATCHER_OUTCOME_EVENT"
+    ),
+    Option("watch_fields", None, _as_is, "JSON object put into every event's data", variable="RQ_WATCHER_FIELDS"),
+    Option(
+        "watch_payload_fields", (), texts, "keyword arguments of the job to repeat in its event",
+        variable="RQ_WATCHER_PAYLOAD_FIELDS",
+    ),
+    Option("watch_stream", None, _as_is, "stream for a durable copy of every event", variable="RQ_WATCHER_STREAM"),
+    Option("watch_stream_length", None, _as_is, "entries kept in it", variable="RQ_WATCHER_STREAM_LENGTH"),
+    Option(
+        "watch_sweep", None, _as_is, "seconds between two looks although nothing was announced",
+        variable="RQ_WATCHER_SWEEP_SECONDS",
+    ),
+    Option(
+        "watch_ping", None, _as_is, "seconds the link may be silent before it is tested",
+        variable="RQ_WATCHER_PING_SECONDS",
+    ),
+    Option(
+        "watch_lost_grace", None, _as_is, "seconds added to a lease before a worker is called lost",
+        variable="RQ_WATCHER_LOST_GRACE_SECONDS",
+    ),
+    Option("watch_page_size", None, _as_is, "entries read at a time", variable="RQ_WATCHER_PAGE_SIZE"),
+)  # fmt: skip
 _BY_NAME = {option.name: option for option in OPTIONS}
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """A value and where it came from."""
 
-    value: Setting
+    value: Value
     origin: str
 
 
@@ -112,7 +234,7 @@ class Config:
     def __init__(
         self,
         *,
-        cli: Mapping[str, Setting] | None = None,
+        cli: Mapping[str, Value] | None = None,
         environment: Mapping[str, str] | None = None,
         directory: Path | None = None,
     ) -> None:
@@ -122,18 +244,33 @@ class Config:
         self._found = self._read()
 
     def __getitem__(self, name: str) -> Setting:
-        return self._found[name].value
+        value = self._found[name].value
+        assert not isinstance(value, tuple), "a list is read by texts()"
+        return value
 
     def text(self, name: str) -> str:
         return str(self[name])
 
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A setting that is a list of texts."""
+        value = self._found[name].value
+        assert isinstance(value, tuple), "a single value is read by name"
+        return value
+
     def origin(self, name: str) -> str:
         return self._found[name].origin
+
+    def is_set(self, name: str) -> bool:
+        """Whether anybody named this, or what it follows: else it is only a default, and nobody need be there."""
+        follows = _BY_NAME[name].follows
+        if follows is not None and self.origin(name) == f"follows {follows[0]}":
+            return self.is_set(follows[0])
+        return self.origin(name) != "default"
 
     def items(self) -> list[tuple[Option, Found]]:
         return [(option, self._found[option.name]) for option in OPTIONS]
 
-    def reload(self) -> dict[str, Setting]:
+    def reload(self) -> dict[str, Value]:
         """Read environment and file again; the settings whose value changed. A bad file changes nothing and raises."""
         before, after = self._found, self._read()
         forget_secrets()
@@ -144,30 +281,51 @@ class Config:
         environment = os.environ if self._environment is None else self._environment
         base, profiles = _read_file(self._path)
         profile = environment.get(PREFIX + "PROFILE") or base.get("profile")
-        chosen: dict[str, Setting] = {}
+        chosen: dict[str, Value] = {}
         if profile is not None:
             if not isinstance(profile, str) or profile not in profiles:
                 known = ", ".join(sorted(profiles)) or "none"
                 raise ConfigError(f"There is no profile {profile!r} in {self._path} (it has: {known}).")
             chosen = profiles[profile]
+        for old, new in RENAMED.items():
+            if PREFIX + old.upper() in environment:
+                raise _renamed(PREFIX + old.upper(), PREFIX + new.upper())
         found: dict[str, Found] = {}
         for option in OPTIONS:
-            name, variable = option.name, PREFIX + option.name.upper()
-            if name in self._cli:
-                found[name] = Found(self._cli[name], "command line")
-            elif variable in environment:
-                found[name] = Found(_value(option, environment[variable], variable), variable)
-            elif name in chosen:
-                where = f"{self._path} [profiles.{profile}]"
-                found[name] = Found(_value(option, chosen[name], where), where)
-            elif name in base:
-                found[name] = Found(_value(option, base[name], str(self._path)), str(self._path))
-            else:
-                found[name] = Found(option.default, "default")
+            found[option.name] = self._look_up(option, environment, chosen, f"{self._path} [profiles.{profile}]", base)
+            if option.follows is not None and found[option.name].value is None:
+                leader, derive = option.follows  # it stands before its followers in the list
+                found[option.name] = Found(derive(str(found[leader].value)), f"follows {leader}")
         return found
 
+    def _look_up(
+        self,
+        option: Option,
+        environment: Mapping[str, str],
+        chosen: Mapping[str, Value],
+        chosen_where: str,
+        base: Mapping[str, Value],
+    ) -> Found:
+        """The first place that says something about an option."""
+        name, variable = option.name, PREFIX + option.name.upper()
+        if name in self._cli:
+            return Found(_checked(option, self._cli[name], "command line"), "command line")
+        if variable in environment:
+            return Found(_value(option, environment[variable], variable), variable)
+        if option.variable is not None and environment.get(option.variable):
+            return Found(_value(option, environment[option.variable], option.variable), option.variable)
+        if name in chosen:
+            return Found(_value(option, chosen[name], chosen_where), chosen_where)
+        if name in base:
+            return Found(_value(option, base[name], str(self._path)), str(self._path))
+        return Found(option.default, "default")
 
-def _read_file(path: Path) -> tuple[dict[str, Setting], dict[str, dict[str, Setting]]]:
+
+def _renamed(old: str, new: str) -> ConfigError:
+    return ConfigError(f"The setting {old} has another name now: {new}.", hint=f"Rename it to {new}.")
+
+
+def _read_file(path: Path) -> tuple[dict[str, Value], dict[str, dict[str, Value]]]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -187,6 +345,8 @@ def _read_file(path: Path) -> tuple[dict[str, Setting], dict[str, dict[str, Sett
         )
     for where, table in [("", content), *((f" [profiles.{name}]", table) for name, table in profiles.items())]:
         for name in table:
+            if name in RENAMED:
+                raise _renamed(f"{name!r} in {path}{where}", f"{RENAMED[name]!r}")
             if name not in _BY_NAME and not (name == "profile" and not where):
                 import difflib
 
@@ -196,17 +356,30 @@ def _read_file(path: Path) -> tuple[dict[str, Setting], dict[str, dict[str, Sett
     return content, profiles
 
 
+def _checked(option: Option, value: Value, where: str) -> Value:
+    """A value of the command line, which has its type already: an address is checked as everywhere."""
+    if option.read not in _ADDRESSES:
+        return value
+    return _value(option._replace(read=_ADDRESSES[option.read]), value, where)
+
+
 def _check_type(option: Option, raw: object) -> None:
-    if option.read is _text and not isinstance(raw, str):
-        raise ValueError("a text is needed, in quotes")
+    if option.read is texts and isinstance(raw, list):
+        if not all(isinstance(part, str) for part in raw):
+            raise ValueError("a list of texts is needed")
+        return
+    if option.read in (*_TEXTUAL, texts) and not isinstance(raw, str):
+        raise ValueError("a list of texts is needed" if option.read is texts else "a text is needed, in quotes")
     if not isinstance(raw, str | int | float):  # TOML has lists, tables and dates too
-        raise ValueError("a single value is needed")  # noqa: TRY004 - told as any other bad value
+        raise ValueError("a single value is needed")  # noqa: TRY004 - reported as any other bad value
 
 
-def _value(option: Option, raw: Setting, where: str) -> Setting:
+def _value(option: Option, raw: Value | list[str], where: str) -> Value:
     """A value from the file or the environment, checked; numbers in TOML need no quotes."""
     try:
         _check_type(option, raw)
+        if isinstance(raw, list):
+            return tuple(raw)
         return option.read(str(raw) if not isinstance(raw, bool) else str(raw).lower())
     except ValueError as error:
         shown = redact(str(raw))

@@ -57,9 +57,24 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(char if char.isprintable() else " " for char in text)
 
 
+def cells(text: str) -> int:
+    """Columns the text takes on a terminal: letters of East Asia take two, accents that stand apart none."""
+    if text.isascii():
+        return len(text)
+    from unicodedata import combining, east_asian_width
+
+    return sum(0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1 for char in text)
+
+
 def cut(text: str, width: int) -> str:
-    """At most ``width`` characters; what was left out is said by dots."""
-    return text if len(text) <= width else text[: max(0, width - 3)] + "..."
+    """At most ``width`` columns; what was left out is said by dots."""
+    if cells(text) <= width:
+        return text
+    dots = "..."[: max(0, width)]
+    kept = text[: max(0, width - len(dots))]
+    while cells(kept) > max(0, width - len(dots)):
+        kept = kept[:-1]
+    return kept + dots
 
 
 def shows_color(choice: str, stream: TextIO, environment: Mapping[str, str]) -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import logging
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 import headway.cli
@@ -32,16 +35,22 @@ class Answer:
 
 
 @pytest.fixture
-def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
+def cli(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., Answer]]:
     """`cli("jobs", "--json")`: run a command in this process, in an empty directory."""
     monkeypatch.chdir(tmp_path)
+    logger = logging.getLogger("headway")
+    before = list(logger.handlers), logger.level
 
     def run(*arguments: str) -> Answer:
         code = headway.cli.invoke(list(arguments))
         captured = capsys.readouterr()
         return Answer(code, captured.out, captured.err)
 
-    return run
+    yield run
+    # A command that configures logging does so for its process, which goes on here: with a stream that is gone.
+    logger.handlers[:], logger.level = before
 
 
 def fetch(idx: int) -> None:
@@ -76,10 +85,39 @@ def seed(ledger: Ledger, id: str = "ads", *, items: int = 60) -> Job:
     return job
 
 
-@pytest.fixture
-def ads(tmp_path: Path) -> Path:
-    """The database headway.db in the working directory, with the job of `seed`."""
-    path = tmp_path / "headway.db"
+@pytest.fixture(scope="session")
+def _seeded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("seeded") / "headway.db"
     with Ledger.open(f"sqlite:///{path}") as ledger:
         seed(ledger)
     return path
+
+
+@pytest.fixture
+def ads(tmp_path: Path, _seeded: Path) -> Path:
+    """The database headway.db in the working directory, with the job of `seed`."""
+    path = tmp_path / "headway.db"
+    shutil.copy(_seeded, path)
+    return path
+
+
+def every_command() -> dict[str, click.Command]:
+    """``dead list`` and so on -> its command; groups too."""
+    found: dict[str, click.Command] = {}
+
+    def add(path: str, command: click.Command) -> None:
+        found[path] = command
+        if isinstance(command, click.Group):
+            for name, inner in command.commands.items():
+                add(f"{path} {name}", inner)
+
+    with headway.cli.headway.make_context("headway", ["jobs"]) as context:
+        for name in headway.cli.COMMANDS:
+            command = headway.cli.headway.get_command(context, name)
+            assert command is not None
+            add(name, command)
+    return found
+
+
+def takes(command: click.Command, option: str) -> bool:
+    return any(option in parameter.opts for parameter in command.params)

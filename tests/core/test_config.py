@@ -145,5 +145,137 @@ def test_reloading_a_bad_file_changes_nothing_and_raises(tmp_path: Path):
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 def test_every_option_has_a_help_and_a_default_its_own_reader_accepts(option):
     assert option.help
-    if option.default is not None:
+    if option.default not in (None, ()):
         assert option.read(str(option.default)) in (option.default, str(option.default).lower())
+
+
+# ---- settings that follow another ------------------------------------------------------------------------------------
+
+
+def test_a_database_and_a_redis_are_enough_for_everything(tmp_path: Path):
+    found = config(tmp_path, "", {"HEADWAY_DATABASE": "sqlite:///a.db", "HEADWAY_REDIS": "redis://:pw@h:7000/0?x=1"})
+    assert found["projects_redis"] == "redis://:pw@h:7000/1?x=1"
+    assert found["queue_redis"] == found["watch_redis"] == "redis://:pw@h:7000/0?x=1"
+    assert found["states"] == found["watch_store"] == "sqlite:///a.db"
+    assert found.origin("projects_redis") == "follows redis"
+    assert found.origin("watch_redis") == "follows queue_redis"
+
+
+def test_a_setting_is_set_when_it_or_what_it_follows_was_named(tmp_path: Path):
+    assert not config(tmp_path).is_set("projects_redis")
+    named = config(tmp_path, "", {"HEADWAY_REDIS": "redis://h"})
+    assert named.is_set("projects_redis")
+    assert named.is_set("watch_redis")
+    assert not named.is_set("states")
+    apart = config(tmp_path, "", {"HEADWAY_QUEUE_REDIS": "redis://h"})
+    assert (apart.is_set("watch_redis"), apart.is_set("projects_redis")) == (True, False)
+
+
+def test_what_follows_can_be_named_apart_and_be_given_back(tmp_path: Path):
+    toml = 'redis = "redis://a"\nprojects_redis = "redis://b/4"\nstates = "redis://c/2"\n'
+    found = config(tmp_path, toml)
+    assert (found["projects_redis"], found["states"], found["queue_redis"]) == (
+        "redis://b/4",
+        "redis://c/2",
+        "redis://a",
+    )
+    again = config(tmp_path, toml, {"HEADWAY_PROJECTS_REDIS": "", "HEADWAY_STATES": "none"})
+    assert (again["projects_redis"], again["states"]) == ("redis://a/1", "sqlite:///headway.db")
+
+
+@pytest.mark.parametrize(
+    ("address", "moved"),
+    [
+        ("redis://h", "redis://h/1"),
+        ("redis://h:6379/", "redis://h:6379/1"),
+        ("rediss://u:p%40@h/15", "rediss://u:p%40@h/1"),
+        ("redis://h/0?db=3&x=1", "redis://h/1?x=1"),
+        ("unix:///run/redis.sock", "unix:///run/redis.sock?db=1"),
+        ("unix:///run/redis.sock?db=0&x=1", "unix:///run/redis.sock?x=1&db=1"),
+    ],
+)
+def test_projects_live_in_database_1_of_the_server(tmp_path: Path, address: str, moved: str):
+    from headway._redis import database_of
+
+    found = config(tmp_path, "", {"HEADWAY_REDIS": address})
+    assert found["projects_redis"] == moved
+    assert database_of(found.text("projects_redis"), "state") == 1
+
+
+@pytest.mark.parametrize("address", ["foo://bar", "localhost", "redis://h:x/0", "redis://[::1", "http://h/1"])
+@pytest.mark.parametrize("name", ["redis", "projects_redis", "queue_redis"])
+def test_what_is_no_redis_address_is_refused_wherever_it_comes_from(tmp_path: Path, name: str, address: str):
+    for arguments in (
+        {"toml": f'{name} = "{address}"'},
+        {"environment": {f"HEADWAY_{name.upper()}": address}},
+        {name: address},
+    ):
+        with pytest.raises(ConfigError, match="an address is needed"):
+            config(tmp_path, **arguments)
+        (tmp_path / "headway.toml").unlink(missing_ok=True)
+
+
+def test_an_empty_address_on_the_command_line_is_no_address(tmp_path: Path):
+    with pytest.raises(ConfigError):
+        config(tmp_path, projects_redis="")
+
+
+def test_the_old_name_of_a_setting_is_an_error_that_says_the_new_one(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"HEADWAY_STATE .*HEADWAY_PROJECTS_REDIS") as caught:
+        config(tmp_path, "", {"HEADWAY_STATE": "redis://:hunter2@h/1"})
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"'state' in .*'projects_redis'"):
+        config(tmp_path, 'state = "redis://h/1"')
+    with pytest.raises(ConfigError, match=r"\[profiles.live\]"):
+        config(tmp_path, 'profile = "live"\n[profiles.live]\nstate = "redis://h/1"')
+
+
+def test_a_list_is_an_array_in_toml_and_divided_by_commas_or_spaces_in_the_environment(tmp_path: Path):
+    assert config(tmp_path, 'watch_queues = ["a", "b c"]').texts("watch_queues") == ("a", "b c")
+    for text in ("a,b", "a b", " a, b ,", "a,,b"):
+        assert config(tmp_path, "", {"HEADWAY_WATCH_QUEUES": text}).texts("watch_queues") == ("a", "b")
+    (tmp_path / "headway.toml").unlink()
+    assert config(tmp_path).texts("watch_queues") == ()
+    for bad in ("watch_queues = [1, 2]", "watch_queues = 3", "watch_queues = [['a']]", "watch_queues = {a = 1}"):
+        with pytest.raises(ConfigError, match="list of texts"):
+            config(tmp_path, bad)
+
+
+def test_the_watchers_settings_are_known_under_the_names_it_has_in_the_environment(tmp_path: Path):
+    environment = {
+        "REDIS_URL": "redis://rq/5", "RQ__QUEUE": "digits,words", "DIGITS_EVENTS_CHANNEL": "c", "RQ_WATCHER_PAGE_SIZE": "7",
+        "RQ_WATCHER_STREAM": "",
+    }  # fmt: skip
+    found = config(tmp_path, 'watch_channel = "other"\nwatch_stream = "kept"\nwatch_sweep = 60', environment)
+    assert (found["watch_redis"], found.origin("watch_redis")) == ("redis://rq/5", "REDIS_URL")
+    assert found.texts("watch_queues") == ("digits", "words")
+    assert (found["watch_channel"], found["watch_page_size"]) == ("c", "7")
+    assert (found["watch_stream"], found["watch_sweep"]) == (
+        "kept",
+        "60",
+    )  # what is empty in its environment is not set
+    assert found["redis"] == "redis://localhost:6379/0"  # a variable of the watcher's is nobody else's
+
+
+def test_every_variable_the_watcher_reads_is_known_to_the_settings():
+    import inspect
+    import re
+
+    from headway.watcher import runner
+
+    read = set(re.findall(r'"((?:RQ_|REDIS_|DIGITS_)[A-Z_]+)"', inspect.getsource(runner)))
+    assert read <= {option.variable for option in OPTIONS}
+
+
+def test_the_settings_in_force_reach_the_watcher_as_its_environment(tmp_path: Path):
+    from headway.cli.watch import watcher_environment
+    from headway.watcher.runner import settings_from
+
+    environment = {"HEADWAY_REDIS": "redis://h:7000/3", "RQ__QUEUE": "digits, words", "RQ_WATCHER_FIELDS": '{"a": 1}'}
+    toml = 'watch_channel = "c"\nwatch_payload_fields = ["user", "model"]\nwatch_sweep = 60\n'
+    found = config(tmp_path, toml, environment, watch_stuck_timeout="90")
+    settings = settings_from({**environment, **watcher_environment(found)})
+    assert settings.redis_url == "redis://h:7000/3"
+    assert settings.queues == ("digits", "words")
+    assert (settings.channel, settings.stuck_job_timeout_s, settings.sweep_s) == ("c", 90.0, 60.0)
+    assert settings.form.payload_fields == ("user", "model")

@@ -20,7 +20,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture
 def cli(headway_cli: Run, redis_server: RedisServer) -> Run:
     def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        return headway_cli(*arguments, env={"HEADWAY_STATE": redis_server.url(1)}, **options)
+        return headway_cli(*arguments, env={"HEADWAY_REDIS": redis_server.url(0)}, **options)
 
     return run
 
@@ -38,8 +38,8 @@ def test_a_project_from_its_beginning_to_its_end(cli: Run, open_line: OpenLine):
     assert cli("project", "finish-crawl", "p", "--total", "3").stdout == "COMPLETED\n"
     told = json.loads(cli("progress", "p", "--json").stdout)
     assert told == {
-        "schema": 1, "project_id": "p", "status": "DONE", "total": 3, "done": 3, "errors": 1, "percent": 100.0,
-        "live": True, "restored": None,
+        "schema": "headway.progress/1", "project_id": "p", "status": "DONE", "total": 3, "done": 3, "errors": 1,
+        "percent": 100.0, "live": True, "restored": None,
     }  # fmt: skip
     assert cli("progress", "p", "--watch").returncode == 3
     assert cli("project", "delete", "p").returncode == 2  # it does not ask where nobody can answer
@@ -78,7 +78,7 @@ def test_watching_shows_each_change_and_ends_with_the_project(
 ):
     line = open_line()
     line.create("p", total=2)
-    process = spawn_cli("progress", "p", "-w", "--every", "0.05", "--state", redis_server.url(1))
+    process = spawn_cli("progress", "p", "-w", "--every", "0.05", "--projects-redis", redis_server.url(1))
     assert process.stdout is not None
     assert process.stdout.readline() == "p  INITIALIZING  0.0 %  0 of 2 done\n"
     line.item_done("p", 1)
@@ -94,7 +94,7 @@ def test_watching_survives_an_outage_and_ends_on_a_signal(
 ):
     line = open_line()
     line.create("p", total=2)
-    process = spawn_cli("progress", "p", "-w", "--every", "0.05", "--state", redis_server.url(1))
+    process = spawn_cli("progress", "p", "-w", "--every", "0.05", "--projects-redis", redis_server.url(1))
     assert process.stdout is not None
     process.stdout.readline()
     redis_server.stop()

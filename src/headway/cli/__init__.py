@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import gc
 import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 import click
 
 from headway import __version__
-from headway.errors import HeadwayError
-from headway.wording import shows_color
+from headway.errors import HeadwayError, StorageError
+from headway.wording import cut, printable, shows_color
 
 F = TypeVar("F", bound=Callable[..., Any])  # click's decorators take and give any function
 
-#: verb -> where it lives, in the order ``headway --help`` shows them.
+#: verb -> where it lives.
 COMMANDS: dict[str, str] = {
     "run": "headway.cli.run:run",
     "jobs": "headway.cli.jobs:jobs",
@@ -25,9 +28,9 @@ COMMANDS: dict[str, str] = {
     "runs": "headway.cli.jobs:runs",
     "items": "headway.cli.items:items",
     "item": "headway.cli.items:item",
+    "log": "headway.cli.items:log",
     "dead": "headway.cli.dead:dead",
     "retry": "headway.cli.dead:retry",
-    "log": "headway.cli.items:log",
     "progress": "headway.cli.finishline:progress",
     "project": "headway.cli.finishline:project",
     "states": "headway.cli.states:group",
@@ -38,6 +41,54 @@ COMMANDS: dict[str, str] = {
     "doctor": "headway.cli.doctor:doctor",
     "config": "headway.cli.admin:config",
     "completion": "headway.cli.completion:completion",
+}
+
+#: How ``headway --help`` groups the verbs.
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "Run and look": ("run", "jobs", "show", "status", "runs", "items", "item", "log"),
+    "Repair": ("dead", "retry"),
+    "Projects": ("progress", "project"),
+    "States": ("states",),
+    "Watch and serve": ("watch",),
+    "Maintenance": ("doctor", "config", "audit", "forget", "purge", "completion"),
+}
+
+#: What ``headway VERB --help`` ends with.
+EXAMPLES: dict[str, str] = {
+    "run": "headway run ads:make_ad --items products.jsonl --job ads",
+    "jobs": "headway jobs --watch",
+    "show": "headway show ads",
+    "status": "headway status --json",
+    "runs": "headway runs ads",
+    "items": "headway items ads --status dead --limit 20",
+    "item": "headway item ads sku-44 --traceback",
+    "log": "headway log ads --tsv | grep TimeoutError",
+    "dead": "headway dead list",
+    "dead list": "headway dead list ads",
+    "dead show": "headway dead show ads --cause 1",
+    "dead export": "headway dead export ads --payload > dead.jsonl",
+    "dead retry": "headway dead retry ads --cause 1",
+    "retry": "headway retry ads --item sku-44 --reason 'the parser is repaired'",
+    "progress": "headway progress crawl-7 --watch",
+    "project": "headway project create crawl-7 --total 120",
+    "project create": "headway project create crawl-7 --total 120",
+    "project total": "headway project total crawl-7 150",
+    "project status": "headway project status crawl-7 CRAWLING",
+    "project finish-crawl": "headway project finish-crawl crawl-7 --total 150",
+    "project delete": "headway project delete crawl-7",
+    "states": "headway states nightly --follow",
+    "states show": "headway states show nightly --tag ingest",
+    "states wait": "headway states wait nightly --tag ingest --timeout 600",
+    "states jobs": "headway states jobs --json",
+    "states delete": "headway states delete nightly",
+    "states purge": "headway states purge --older-than 30",
+    "watch": "headway watch --queue digits --channel digits:events --stuck-timeout 3600",
+    "doctor": "headway doctor",
+    "config": "headway config --show-origin",
+    "audit": "headway audit ads",
+    "forget": "headway forget ads",
+    "purge": "headway purge --older-than 90",
+    "completion": "headway completion bash",
 }
 
 #: What the command ends with; there are no others.
@@ -67,7 +118,22 @@ class LazyGroup(click.Group):
         module, _, attribute = place.partition(":")
         command = getattr(import_module(module), attribute)
         assert isinstance(command, click.Command)
+        _give_example(command, cmd_name)
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The verbs by what they are for; one that no section names comes last."""
+        named = {name for names in SECTIONS.values() for name in names}
+        others = tuple(name for name in COMMANDS if name not in named)
+        for title, names in [*SECTIONS.items(), ("Others", others)]:
+            rows = []
+            for name in names:
+                command = self.get_command(ctx, name)
+                assert command is not None
+                rows.append((name, command.get_short_help_str(300)))
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -80,6 +146,16 @@ class LazyGroup(click.Group):
             close = get_close_matches(args[0], COMMANDS, 1)
             advice = f"Did you mean '{close[0]}'?" if close else "See them all: headway --help"
             raise click.UsageError(f"{error.message} {advice}", ctx) from error
+
+
+def _give_example(command: click.Command, path: str) -> None:
+    """Let the help of a verb, and of the verbs below it, end with its example."""
+    example = EXAMPLES.get(path)
+    if example is not None:  # said again each time: one command may be known by two names
+        command.epilog = f"\b\nExample:\n  {example}"
+    if isinstance(command, click.Group):
+        for name, inner in command.commands.items():
+            _give_example(inner, f"{path} {name}")
 
 
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -107,18 +183,30 @@ def say(text: str = "") -> None:
 
 def fail(error: HeadwayError) -> int:
     """Show an error in its three parts: what happened and why, then what to do."""
-    colored = shows_color(os.environ.get("HEADWAY_COLOR", "auto"), sys.stderr, os.environ)
+    stream = sys.stderr
+    colored = stream is not None and shows_color(os.environ.get("HEADWAY_COLOR", "auto"), stream, os.environ)
     click.echo(
-        (click.style("Error: ", fg="red", bold=True) if colored else "Error: ") + str(error), err=True, color=colored
+        (click.style("Error: ", fg="red", bold=True) if colored else "Error: ") + _readable(str(error)),
+        err=True,
+        color=colored,
     )
     if error.hint:
-        say(f"  {error.hint}")
+        say(f"  {_readable(error.hint)}")
     return error.exit_code
+
+
+def _readable(text: str) -> str:
+    """What was typed may be in it: it must not move the cursor, nor fill the screen."""
+    return cut("\n".join(printable(line) for line in text.split("\n")), 2000)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """The entry point: every outcome becomes one of the documented exit codes."""
-    sys.exit(invoke(arguments))
+    code = invoke(arguments)
+    # Whatever was loaded stays until the process ends, which is now: looking through it for garbage on the way out
+    # takes a sixth of the time of a short command.
+    gc.freeze()
+    sys.exit(code)
 
 
 def invoke(arguments: list[str] | None = None) -> int:
@@ -135,7 +223,37 @@ def invoke(arguments: list[str] | None = None) -> int:
         say("Aborted.")
         return 130
     except click.ClickException as error:
+        vars(error)["message"] = _readable(error.message)  # final for whoever reads it
         error.show()
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    except OSError as error:
+        return _output_lost(error)
+    except SystemExit:
+        if not type(sys.stdout).__name__.endswith("PacifyFlushWrapper"):
+            raise
+        return _output_lost(BrokenPipeError(errno.EPIPE, ""))  # that is how click ends when the reader left
+
+
+def _output_lost(error: OSError) -> int:
+    """What is written last, by click itself or when streams are flushed, has nowhere to go: the reader left, or the
+    disk is full. Any other error of the system is not expected here, and says so in full."""
+    if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF):
+        raise error
+    _discard(sys.stdout)
+    try:
+        return 0 if isinstance(error, BrokenPipeError) else fail(output_lost(error))
+    except OSError:  # nor can it be said
+        _discard(sys.stderr)
+        return 1
+
+
+def output_lost(error: OSError) -> HeadwayError:
+    return StorageError(f"The output cannot be written: {error.strerror or error}.", hint="Write it elsewhere.")
+
+
+def _discard(stream: TextIO | None) -> None:
+    """What is still buffered goes nowhere: else Python would try once more when it ends, and complain."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or never there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # type: ignore[union-attr]  # None is suppressed

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
-from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from headway.cli import database_option, json_option, say
-from headway.cli.reading import (
+from headway.cli.toolkit import (
+    MOST_DAYS,
+    Number,
     clock,
     confirm,
-    find_job,
-    iso,
     job_argument,
     open_ledger,
+    optional_job_argument,
     put,
     put_json,
     put_table,
+    yes_option,
 )
 from headway.errors import UsageError
-from headway.telemetry import names_a_secret, redact
+from headway.views.jobs import find_job
+from headway.views.records import read_audit, read_settings
 from headway.wording import plural
 
 if TYPE_CHECKING:
-    from headway.config import Setting
-    from headway.ledger import JobInfo, Ledger
+    from collections.abc import Mapping
 
-yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+    from headway.ledger import JobInfo, Ledger
 
 
 @click.command()
@@ -48,7 +48,7 @@ def forget(job: str, database: str | None, *, yes: bool) -> None:
 @click.command()
 @click.option(
     "--older-than",
-    type=click.FloatRange(0),
+    type=Number(0, MOST_DAYS),
     metavar="DAYS",
     help="Jobs that have not changed for so many days.  [default: the setting retention_days]",
 )
@@ -81,38 +81,32 @@ def _retention(database: str | None) -> float:
 def _purgeable(ledger: Ledger, days: float) -> list[JobInfo]:
     from headway.ledger.values import utc
 
-    limit = utc(ledger.database.now()) - timedelta(days=days)
+    limit = ledger.database.now() - timedelta(days=days).total_seconds()
+    if limit < 0:  # before the first of all times nothing has changed
+        return []
     jobs = ledger.jobs(archived=True)
-    return [info for info in jobs if (info.finished_at is not None or info.archived) and info.updated_at < limit]
+    return [info for info in jobs if (info.finished_at is not None or info.archived) and info.updated_at < utc(limit)]
 
 
 @click.command()
-@click.argument("job", required=False)
+@optional_job_argument
 @json_option
 @database_option
 def audit(job: str | None, database: str | None, *, as_json: bool) -> None:
     """Show who changed recorded work, when and why: resets, retries, purges, corrections. Oldest first."""
-    from headway.ledger.values import utc
-
     with open_ledger(database) as ledger:
-        entries = list(ledger.audit_trail(job))
+        found = read_audit(ledger, job)
     if as_json:
-        rows = [
-            {"at": iso(utc(at)), "actor": actor, "action": action, "job": name, "detail": json.loads(detail)}
-            for at, actor, action, name, detail in entries
-        ]
-        put_json("audit/1", audit=rows)
-    elif entries:
-        cells = [
-            [clock(utc(at)), actor, action, name, _in_words(detail)] for at, actor, action, name, detail in entries
-        ]
-        put_table(["WHEN", "WHO", "WHAT", "JOB", "DETAIL"], cells)
+        put_json(found)
+    elif found.audit:
+        rows = [[clock(one.at), one.actor, one.action, one.job, _in_words(one.detail)] for one in found.audit]
+        put_table(["WHEN", "WHO", "WHAT", "JOB", "DETAIL"], rows, whole=("WHAT",), drop=("WHO",))
     else:
         say("Nothing is in the audit trail" + (f" about {job}." if job else "."))
 
 
-def _in_words(detail: str) -> str:
-    return ", ".join(f"{name} {value}" for name, value in json.loads(detail).items() if value not in (None, ""))
+def _in_words(detail: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in detail.items() if value not in (None, ""))
 
 
 @click.command()
@@ -123,31 +117,26 @@ def config(database: str | None, *, show_origin: bool, as_json: bool) -> None:
     """Show the settings in force. Passwords and tokens in them are masked.
 
     A setting comes from the command line, else from HEADWAY_NAME in the environment, else from headway.toml, else it
-    is the default.
+    follows another setting or is the default.
     """
     from headway.config import Config
 
-    found = Config(cli={"database": database}).items()
+    found = read_settings(Config(cli={"database": database}))
     if as_json:
-        settings = {
-            option.name: {"value": _masked(option.name, entry.value), "origin": entry.origin, "help": option.help}
-            for option, entry in found
-        }
-        put_json("config/1", settings=settings)
+        put_json(found)
         return
-    for option, entry in found:
-        value = _masked(option.name, entry.value)
-        text = f'"{value}"' if isinstance(value, str) else "none" if value is None else f"{value}"
-        put(f"{option.name} = {text}" + (f"    # {entry.origin}" if show_origin else ""))
+    for name, setting in found.settings.items():
+        put(f"{name} = {_as_toml(setting.value)}" + (f"    # {setting.origin}" if show_origin else ""))
 
 
-def _masked(name: str, value: Setting) -> Setting:
-    """A value as it may be shown. The path of a webhook is as good as a password."""
-    if not isinstance(value, str):
-        return value
-    if names_a_secret(name):
-        return "***"
-    if name == "webhook":
-        address = urlsplit(value)
-        return f"{address.scheme}://{address.hostname or ''}/***"
-    return redact(value)
+def _as_toml(value: object) -> str:
+    """A value as headway.toml would have it."""
+    match value:
+        case None:
+            return "none"
+        case str():
+            return f'"{value}"'
+        case tuple():
+            return f"[{', '.join(_as_toml(part) for part in value)}]"
+        case _:
+            return str(value)

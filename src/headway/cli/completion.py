@@ -8,7 +8,7 @@ import click
 from click.shell_completion import CompletionItem, ShellComplete, add_completion_class, get_completion_class
 
 from headway.cli import headway
-from headway.cli.reading import put
+from headway.cli.toolkit import put
 
 VARIABLE = "_HEADWAY_COMPLETE"
 SHELLS = ("bash", "zsh", "fish", "powershell")

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import click
 
 from headway.cli import database_option, json_option, say
-from headway.cli.jobs import cause_facts
-from headway.cli.reading import (
+from headway.cli.toolkit import (
     cause_option,
     clock,
     confirm,
-    find_job,
-    iso,
     job_argument,
+    limit_option,
     open_ledger,
+    optional_job_argument,
     put,
     put_json,
     put_table,
     with_database,
+    yes_option,
 )
-from headway.errors import NotFound, UsageError
+from headway.errors import UsageError
 from headway.telemetry import redact
-from headway.wording import plural, printable
+from headway.views.dead import export_dead, find_cause, read_dead, read_dead_items
+from headway.views.jobs import find_job
+from headway.views.shape import plain
+from headway.wording import cut, plural, printable
 
 if TYPE_CHECKING:
-    from headway.ledger import Cause, DeadLetter, Job
+    from headway.ledger import Job
+    from headway.views.job import Cause
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -36,84 +39,62 @@ def dead() -> None:
 
 
 @dead.command("list")
-@click.argument("job", required=False)
+@optional_job_argument
 @json_option
 @database_option
 def list_(job: str | None, database: str | None, *, as_json: bool) -> None:
     """List the causes that items are dead of, in all jobs or one."""
     with open_ledger(database) as ledger:
-        deadly = [ledger.job(info.id) for info in ledger.jobs() if info.dead]
-        jobs = deadly if job is None else [find_job(ledger, job)]
-        found = [(one.id, cause) for one in jobs for cause in one.causes() if cause.dead]
+        found = read_dead(ledger, job)
     if as_json:
-        put_json("dead/1", causes=[{"job": id, **cause_facts(cause)} for id, cause in found])
+        put_json(found)
         return
-    if not found:
+    if not found.causes:
         say("Nothing is dead." if job is None else f"Job {job} has no dead letters.")
         return
     rows = [
-        [id, str(cause.no), f"{cause.dead:,}", clock(cause.last_seen), cause.type, cause.message] for id, cause in found
+        [str(cause.job), str(cause.no), f"{cause.dead:,}", clock(cause.last_seen), cause.type, cause.message]
+        for cause in found.causes
     ]
-    put_table(["JOB", "CAUSE", "DEAD", "LAST SEEN", "TYPE", "MESSAGE"], rows, right=("CAUSE", "DEAD"))
+    heads = ["JOB", "CAUSE", "DEAD", "LAST SEEN", "TYPE", "MESSAGE"]
+    put_table(heads, rows, right=("CAUSE", "DEAD"), drop=("LAST SEEN",))
 
 
 @dead.command()
 @job_argument
 @cause_option("Only this cause.")
-@click.option("--limit", type=click.IntRange(1, 100_000), default=10, show_default=True, help="Items per cause.")
+@limit_option(10, "Items per cause.")
 @json_option
 @database_option
 def show(job: str, database: str | None, *, cause: int | None, limit: int, as_json: bool) -> None:
     """Show each cause with the items that are dead of it."""
     with open_ledger(database) as ledger:
-        found = find_job(ledger, job)
-        causes = [_cause(found, cause)] if cause is not None else [one for one in found.causes() if one.dead]
-        letters = [(one, found.dead_letters(cause=one.no, limit=limit)) for one in causes]
+        found = read_dead_items(find_job(ledger, job), cause=cause, limit=limit)
     if as_json:
-        shown = [cause_facts(one) | {"items": [_letter_facts(letter) for letter in some]} for one, some in letters]
-        put_json("dead-items/1", job=job, causes=shown)
+        put_json(found)
         return
-    if not letters:
+    if not found.causes:
         say(f"Job {job} has no dead letters.")
-    for position, (one, some) in enumerate(letters):
+    for position, one in enumerate(found.causes):
         if position:
             put()
-        _put_cause(job, one, some, database)
+        _put_cause(job, one, database)
 
 
-def _put_cause(job: str, cause: Cause, letters: list[DeadLetter], database: str | None) -> None:
-    put(f"Cause {cause.no}: {cause.dead:,} dead, {plural(cause.count, 'failed run')}")
+def _put_cause(job: str, cause: Cause, database: str | None) -> None:
+    letters = cause.items if isinstance(cause.items, tuple) else ()
+    put(f"Cause {cause.no}: {cause.dead:,} dead, {plural(cause.failures, 'failed run')}")
     put(f"  {printable(cause.type)}: {printable(cause.message)}")
     if cause.frame:
         put(f"  in {printable(cause.frame)}")
     put(f"  first seen {clock(cause.first_seen)}, last seen {clock(cause.last_seen)}")
     for letter in letters:
         named = f" ({printable(letter.key)})" if letter.key is not None else ""
-        put(f"    {letter.idx}{named}  {plural(letter.attempts, 'failure')}  {printable(letter.error)}")
+        put(f"    {letter.idx}{named}  {plural(letter.failures, 'failure')}  {printable(letter.error)}")
     if cause.dead > len(letters):
         put(f"    ... and {cause.dead - len(letters):,} more")
     if cause.dead:
         put(f"  Retry them:  {with_database(f'headway dead retry {job} --cause {cause.no}', database)}")
-
-
-def _letter_facts(letter: DeadLetter) -> dict[str, object]:
-    return {
-        "idx": letter.idx,
-        "key": letter.key,
-        "error": letter.error,
-        "cause": letter.cause,
-        "failures": letter.attempts,
-        "died_at": iso(letter.created_at),
-    }
-
-
-def _cause(job: Job, no: int) -> Cause:
-    causes = job.causes()
-    for cause in causes:
-        if cause.no == no:
-            return cause
-    known = ", ".join(str(cause.no) for cause in sorted(causes, key=lambda cause: cause.no)) or "none"
-    raise NotFound(f"Job {job.id} has no cause {no} (it has: {known}).", hint=f"List them: headway dead list {job.id}")
 
 
 @dead.command()
@@ -123,26 +104,18 @@ def _cause(job: Job, no: int) -> Cause:
 @database_option
 def export(job: str, database: str | None, *, cause: int | None, payload: bool) -> None:
     """Write the dead letters to stdout as JSONL, one per line."""
+    import json
+
     with open_ledger(database) as ledger:
-        found = find_job(ledger, job)
-        if cause is not None:
-            _cause(found, cause)
-        after = -1
-        while page := found.dead_letters(cause=cause, after=after):
-            for letter in page:
-                facts = {"job": job, **_letter_facts(letter)}
-                if payload:
-                    content = found.item(letter.idx).payload
-                    facts["payload"] = None if content is None else json.loads(content)
-                put(json.dumps(facts))
-            after = page[-1].idx
+        for letter in export_dead(find_job(ledger, job), cause=cause, payload=payload):
+            put(json.dumps(plain(letter)))
 
 
 @click.command()
 @job_argument
 @cause_option("Only what is dead of this cause.")
 @click.option("--item", "items", multiple=True, metavar="KEY|IDX", help="Only this item; can be given several times.")
-@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@yes_option
 @click.option("--reason", default="", help="Why; kept in the audit trail.")
 @database_option
 def retry(job: str, database: str | None, *, cause: int | None, items: tuple[str, ...], yes: bool, reason: str) -> None:
@@ -157,19 +130,26 @@ def retry(job: str, database: str | None, *, cause: int | None, items: tuple[str
     with open_ledger(database) as ledger:
         found = find_job(ledger, job)
         indices = [_dead_index(found, name) for name in items] or None
-        count = len(set(indices)) if indices else _cause(found, cause).dead if cause is not None else found.info().dead
+        named = find_cause(found, cause) if cause is not None else None
+        count = len(set(indices)) if indices else named.dead if named is not None else found.info().dead
         if not count:
             say(f"Job {job} has no dead letters" + (f" of cause {cause}." if cause is not None else "."))
             return
-        confirm(f"Retry {plural(count, 'dead letter')} of job {job}?", yes=yes)
+        which = f"Cause {named.no} is {_in_words(named)}. " if named is not None else ""
+        confirm(f"{which}Retry {plural(count, 'dead letter')} of job {job}?", yes=yes)
         moved = found.retry_dead(cause=cause, indices=indices, actor=current_user(), reason=redact(reason))
         info = found.info()
-    say(f"{plural(moved, 'dead letter')} of job {job} pending again.")
+    say(f"{which}{plural(moved, 'dead letter')} of job {job} pending again.")
     if info.command and not info.held:
         say(f"Run them:  {redact(info.command)}")
 
 
 dead.add_command(retry)
+
+
+def _in_words(cause: Cause) -> str:
+    """Type and message, short enough for a question."""
+    return cut(printable(f"{cause.type}: {cause.message}" if cause.message else cause.type), 100).rstrip(".")
 
 
 def _dead_index(job: Job, name: str) -> int:

@@ -2,54 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sqlite3
-import stat
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
-from platform import python_version
-from typing import TYPE_CHECKING, Literal
-
 import click
 
 from headway import __version__
 from headway.cli import database_option, json_option
-from headway.cli.reading import put, put_json
-from headway.errors import HeadwayError
-from headway.wording import duration
-
-if TYPE_CHECKING:
-    from headway._sql import Database, Tx
-    from headway.ledger import Ledger
-
-#: Above this the write-ahead log is not being folded back: some reader never lets go.
-WAL_BYTES = 64 * 1024 * 1024
-#: Below this a run may soon stop for lack of space.
-FREE_BYTES = 64 * 1024 * 1024
-#: How far the clocks of this machine and of the database may be apart, seconds.
-SKEW_SECONDS = 2.0
-#: SQLite before this may lose a checkpoint when several processes write; a job has one writer, so it is only told.
-SQLITE_WITHOUT_WAL_BUG = (3, 51, 3)
-
-Verdict = Literal["ok", "warn", "fail"]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at."""
-
-    check: str
-    verdict: Verdict
-    text: str
-    hint: str = ""
-
-
-class _Undo(Exception):
-    """Rolls the test of writing back."""
+from headway.cli.toolkit import put, put_json
+from headway.views.health import Finding, examine, health
 
 
 @click.command()
@@ -58,122 +16,13 @@ class _Undo(Exception):
 def doctor(database: str | None, *, as_json: bool) -> int:
     """Check the store and its surroundings. Every line is ok, warn or fail; exit 1 if one failed."""
     findings: list[Finding] = []
-    for finding in examine(database):
+    for finding in examine(database, version=__version__):
         findings.append(finding)
         if not as_json:
             put(f"{finding.verdict:<4}  {finding.check:<9} {finding.text}")
             if finding.hint:
                 put(f"                {finding.hint}")
-    healthy = all(finding.verdict != "fail" for finding in findings)
+    found = health(findings)
     if as_json:
-        rows = [{"check": f.check, "verdict": f.verdict, "text": f.text, "hint": f.hint} for f in findings]
-        put_json("doctor/1", healthy=healthy, findings=rows)
-    return 0 if healthy else 1
-
-
-def examine(address: str | None) -> Iterator[Finding]:
-    """Every check, in an order in which the first failure explains those after it."""
-    from headway._sql import sqlite_path
-    from headway.config import Config
-    from headway.ledger.ledger import Ledger
-
-    yield Finding("version", "ok", f"headway {__version__}, Python {python_version()}, {_sqlite_version()}")
-    try:
-        url = Config(cli={"database": address}).text("database")
-        yield Finding("config", "ok", "the settings can be read")
-        path = sqlite_path(url)
-        if path is not None:
-            yield from _modes(path)
-        ledger = Ledger.open(url, create=False)
-    except HeadwayError as error:
-        yield Finding("store", "fail", str(error), error.hint)
-        return
-    with ledger:
-        store = ledger.database
-        yield Finding("store", "ok", f"{store.name}, {store.size() / 1e6:,.1f} MB")
-        yield _checked("writable", "a transaction can be written", lambda: _try_to_write(store))
-        yield Finding("schema", "ok", f"version {_schema(store)}")
-        yield _checked("integrity", "no damage found", store.verify)
-        if path is not None:
-            yield from _space(path)
-        yield from _clock(ledger)
-        yield from _held(ledger)
-
-
-def _checked(check: str, well: str, look: Callable[[], None]) -> Finding:
-    try:
-        look()
-    except HeadwayError as error:
-        return Finding(check, "fail", str(error), error.hint)
-    return Finding(check, "ok", well)
-
-
-def _sqlite_version() -> str:
-    found = sqlite3.sqlite_version
-    if sqlite3.sqlite_version_info < SQLITE_WITHOUT_WAL_BUG:
-        return f"SQLite {found} (before 3.51.3: let only one process write at a time, as headway run does)"
-    return f"SQLite {found}"
-
-
-def _modes(path: Path) -> Iterator[Finding]:
-    """Looked at before the store is opened: opening puts the database's own mode right."""
-    open_to_others = []
-    for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
-        with suppress(OSError):  # a missing one is not this check's business
-            if stat.S_IMODE(name.stat().st_mode) & 0o077:
-                open_to_others.append(name.name)
-    if open_to_others:
-        names = ", ".join(open_to_others)
-        yield Finding("mode", "warn", f"others can read {names}", f"Close it: chmod 600 {names}")
-    elif path.exists():
-        yield Finding("mode", "ok", "only its owner can read it")
-
-
-def _try_to_write(store: Database) -> None:
-    def work(tx: Tx) -> None:
-        tx.execute("INSERT INTO audit (at, actor, action, job, detail) VALUES (0, 'headway', 'doctor', '', '{}')")
-        raise _Undo
-
-    with suppress(_Undo):
-        store.run(work, operation="doctor")
-
-
-def _schema(store: Database) -> int:
-    sql = "PRAGMA user_version" if store.engine == "sqlite" else "SELECT value FROM meta WHERE name = 'schema'"
-    row = store.one(sql)
-    return int(row[0]) if row else 0
-
-
-def _space(path: Path) -> Iterator[Finding]:
-    wal = Path(f"{path}-wal")
-    size = wal.stat().st_size if wal.exists() else 0
-    hint = "Some program keeps an old reading of the database open; end it." if size > WAL_BYTES else ""
-    yield Finding("wal", "warn" if hint else "ok", f"write-ahead log of {size / 1e6:,.1f} MB", hint)
-    room = os.statvfs(path.parent)
-    free = room.f_bavail * room.f_frsize
-    hint = "Free some space: a run stops when there is none." if free < FREE_BYTES else ""
-    yield Finding("disk", "warn" if hint else "ok", f"{free / 1e9:,.1f} GB free", hint)
-
-
-def _clock(ledger: Ledger) -> Iterator[Finding]:
-    skew = ledger.database.now() - time.time()
-    if abs(skew) > SKEW_SECONDS:
-        yield Finding("clock", "warn", f"the database's clock differs by {skew:+.1f} s", "Check NTP on both machines.")
-        return
-    ahead = max(((info.updated_at - datetime.now(UTC)).total_seconds() for info in ledger.jobs()), default=0.0)
-    if ahead > SKEW_SECONDS:
-        yield Finding("clock", "warn", f"a job was changed {duration(ahead)} in the future: the clock was set back")
-    else:
-        yield Finding("clock", "ok", f"this machine and the database agree to {abs(skew):.1f} s")
-
-
-def _held(ledger: Ledger) -> Iterator[Finding]:
-    for info in ledger.jobs():
-        if info.holder is None:
-            continue
-        who = f"process {info.holder['pid']} on {info.holder['host']}"
-        if info.held:
-            yield Finding("job", "ok", f"{info.id} is being run by {who}")
-        else:
-            hint = f"Continue it: {info.command}" if info.command else "Run it again: it continues."
-            yield Finding("job", "warn", f"{info.id}: {who} died while running it; nothing is lost", hint)
+        put_json(found)
+    return 0 if found.healthy else 1

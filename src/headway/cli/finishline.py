@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
-from headway.cli import json_option, say
+from headway.cli import F, json_option, say
+from headway.cli.toolkit import Number, Whole, confirm, put, put_json, put_json_line, yes_option
 from headway.config import Config
-from headway.errors import Unavailable
+from headway.errors import Unavailable, UsageError
 from headway.lifecycle import Shutdown, on_signals
+from headway.views.projects import ProjectProgress, project_view
 
 if TYPE_CHECKING:
-    from headway.finishline import Answer, FinishLine, Progress
-
-F = TypeVar("F", bound=Callable[..., Any])  # click's decorators take and give any function
+    from headway.finishline import Answer, FinishLine
 
 
 def place_options(function: F) -> F:
@@ -25,72 +23,86 @@ def place_options(function: F) -> F:
     database = click.option(
         "--database", "-d", metavar="URL", help="The projects' record.  [default: none, unless the settings name one]"
     )
-    state = click.option("--state", metavar="URL", help="Redis with the state.  [default: redis://localhost:6379/1]")
-    return state(database(function))
+    redis = click.option(
+        "--projects-redis",
+        metavar="URL",
+        help="Redis with the projects.  [default: database 1 of the setting redis]",
+    )
+    old = click.option("--state", hidden=True, expose_value=False, callback=_refuse_old_name)
+    return redis(old(database(function)))
 
 
-def open_line(state: str | None, database: str | None, *, journal: bool = False) -> FinishLine:
+def _refuse_old_name(ctx: click.Context, parameter: click.Parameter, value: str | None) -> None:  # noqa: ARG001  # click's
+    if value is not None:
+        raise UsageError("The option --state has another name now.", hint="Say --projects-redis URL")
+
+
+def open_line(projects_redis: str | None, database: str | None, *, journal: bool = False) -> FinishLine:
     from headway.finishline import FinishLine
     from headway.retry import RetryPolicy
 
-    config = Config(cli={"state": state, "database": database})
-    record = config.text("database") if config.origin("database") != "default" else None
+    config = Config(cli={"projects_redis": projects_redis, "database": database})
+    record = config.text("database") if config.is_set("database") else None
     # Somebody waits at the terminal: one more try, and then the answer is that Redis is away.
-    return FinishLine(config.text("state"), record, journal, keeper=False, retry=RetryPolicy(retries=1, base=0.5))
+    retry = RetryPolicy(retries=1, base=0.5)
+    return FinishLine(config.text("projects_redis"), record, journal, keeper=False, retry=retry)
 
 
 @click.command()
 @click.argument("project_id")
 @click.option("--watch", "-w", is_flag=True, help="Go on until the project is DONE or FAILED.")
-@click.option("--every", metavar="SECONDS", type=click.FloatRange(min=0.05), default=2.0, show_default=True)
+@click.option("--every", metavar="SECONDS", type=Number(0.05, 86_400), default=2.0, show_default=True)
 @json_option
 @place_options
 def progress(
-    project_id: str, *, watch: bool, every: float, as_json: bool, state: str | None, database: str | None
+    project_id: str, *, watch: bool, every: float, as_json: bool, projects_redis: str | None, database: str | None
 ) -> int:
     """How far a project is.
 
     Ends with 2 when there is no such project and with 6 when Redis is away. With --watch: 0 when the project is
     DONE, 3 when it is and items failed, 1 when it is FAILED.
     """
-    with on_signals(Shutdown()) as shutdown, open_line(state, database) as line:
+    with on_signals(Shutdown()) as shutdown, open_line(projects_redis, database) as line:
         if not watch:
-            found = line.progress(project_id)
-            click.echo(_shown(project_id, found, as_json=as_json))
+            found = project_view(project_id, line.progress(project_id))
+            if as_json:
+                put_json(found)
+            else:
+                put(_in_words(found))
             return 2 if found.status == "NOT_FOUND" else 0
         return _watch(line, shutdown, project_id, every=every, as_json=as_json)
 
 
 def _watch(line: FinishLine, shutdown: Shutdown, project_id: str, *, every: float, as_json: bool) -> int:
-    live = sys.stdout.isatty() and not as_json
-    shown = ""
+    live = sys.stdout is not None and sys.stdout.isatty() and not as_json
+    shown: ProjectProgress | None = None
     while not shutdown.stop.is_set():
         try:
-            found = line.progress(project_id)
+            found = project_view(project_id, line.progress(project_id))
         except Unavailable as error:
             say(str(error))
         else:
-            text = _shown(project_id, found, as_json=as_json)
-            if text != shown:
-                click.echo(("\r\x1b[K" if live else "") + text, nl=not live)
-                shown = text
+            if found != shown:
+                shown = found
+                if as_json:
+                    put_json_line(found)
+                else:
+                    put(("\r\x1b[K" if live else "") + _in_words(found), end="" if live else "\n")
             code = {"DONE": 3 if found.errors else 0, "FAILED": 1, "NOT_FOUND": 2}.get(found.status)
             if code is not None:
                 if live:
-                    click.echo()
+                    put()
                 return code
         shutdown.stop.wait(every)
     if live:
-        click.echo()
+        put()
     return shutdown.exit_code
 
 
-def _shown(project_id: str, found: Progress, *, as_json: bool) -> str:
-    if as_json:
-        return json.dumps({"schema": 1, "project_id": project_id, **found.as_dict()})
+def _in_words(found: ProjectProgress) -> str:
     if found.status == "NOT_FOUND":
-        return f"{project_id}  NOT_FOUND"
-    text = f"{project_id}  {found.status}  {found.percent:.1f} %  {found.done:,} of {found.total:,} done"
+        return f"{found.project_id}  NOT_FOUND"
+    text = f"{found.project_id}  {found.status}  {found.percent:.1f} %  {found.done:,} of {found.total:,} done"
     text += f", {found.errors:,} of them failed" if found.errors else ""
     if found.restored is not None:
         text += f"  (rebuilt from a checkpoint of {found.restored:%Y-%m-%d %H:%M:%S} UTC: later counts may be missing)"
@@ -104,25 +116,25 @@ def project() -> None:
 
 @project.command()
 @click.argument("project_id")
-@click.option("--total", type=click.IntRange(min=0), default=0, help="How many items there are, if that is known.")
+@click.option("--total", type=Whole(), default=0, help="How many items there are, if that is known.")
 @click.option("--journal", is_flag=True, help="Keep every count in the database, so that all of it can be rebuilt.")
 @place_options
-def create(project_id: str, *, total: int, journal: bool, state: str | None, database: str | None) -> None:
+def create(project_id: str, *, total: int, journal: bool, projects_redis: str | None, database: str | None) -> None:
     """Begin a project; one that exists is left as it is."""
-    with open_line(state, database, journal=journal) as line:
+    with open_line(projects_redis, database, journal=journal) as line:
         found = line.create(project_id, total)
-        click.echo(_shown(project_id, found, as_json=False))
+        put(_in_words(project_view(project_id, found)))
         if not found.live:
             say("Redis is away: the project is recorded and gets there when it is back.")
 
 
 @project.command()
 @click.argument("project_id")
-@click.argument("total", type=click.IntRange(min=0))
+@click.argument("total", type=Whole())
 @place_options
-def total(project_id: str, total: int, *, state: str | None, database: str | None) -> None:
+def total(project_id: str, total: int, *, projects_redis: str | None, database: str | None) -> None:
     """Set how many items there are."""
-    with open_line(state, database) as line:
+    with open_line(projects_redis, database) as line:
         _say_answer(line.set_total(project_id, total))
 
 
@@ -130,39 +142,36 @@ def total(project_id: str, total: int, *, state: str | None, database: str | Non
 @click.argument("project_id")
 @click.argument("status", metavar="INITIALIZING|CRAWLING|PROCESSING|FAILED")
 @place_options
-def status(project_id: str, status: str, *, state: str | None, database: str | None) -> None:
+def status(project_id: str, status: str, *, projects_redis: str | None, database: str | None) -> None:
     """Set the status. Nothing completes while it is CRAWLING or FAILED."""
-    with open_line(state, database) as line:
+    with open_line(projects_redis, database) as line:
         _say_answer(line.set_status(project_id, status.upper()))
 
 
 @project.command("finish-crawl")
 @click.argument("project_id")
-@click.option("--total", type=click.IntRange(min=0), help="How many items were found, if it is not set yet.")
+@click.option("--total", type=Whole(), help="How many items were found, if it is not set yet.")
 @place_options
-def finish_crawl(project_id: str, *, total: int | None, state: str | None, database: str | None) -> None:
+def finish_crawl(project_id: str, *, total: int | None, projects_redis: str | None, database: str | None) -> None:
     """All items are known: the project completes when they are through."""
-    with open_line(state, database) as line:
+    with open_line(projects_redis, database) as line:
         _say_answer(line.finish_crawl(project_id, total))
 
 
 @project.command()
 @click.argument("project_id")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@yes_option
 @place_options
-def delete(project_id: str, *, yes: bool, state: str | None, database: str | None) -> int:
+def delete(project_id: str, *, yes: bool, projects_redis: str | None, database: str | None) -> int:
     """Forget a project and everything counted in it."""
-    with open_line(state, database) as line:
-        if not yes:
-            if not sys.stdin.isatty():
-                raise click.UsageError("This deletes recorded work. Say --yes to do it without being asked.")
-            click.confirm(f"Delete project {project_id} and everything counted in it?", abort=True)
+    with open_line(projects_redis, database) as line:
+        confirm(f"Delete project {project_id} and everything counted in it?", yes=yes)
         if line.delete(project_id):
-            click.echo(f"{project_id} is deleted.")
+            put(f"{project_id} is deleted.")
             return 0
         say(f"There is no project {project_id!r}.")
         return 2
 
 
 def _say_answer(answer: Answer) -> None:
-    click.echo(answer.outcome.value)
+    put(answer.outcome.value)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import click
 
 from headway.cli import COMMANDS, EXIT_CODES, headway
+from headway.config import OPTIONS, Option
 from headway.run.display import PROGRESS_KEYS
 
 WIDTH = 100
@@ -17,8 +18,8 @@ _HEAD = """\
 <!-- Written by `python -m headway.cli.reference`; change the commands, not this page. -->
 
 Data goes to stdout, talk to stderr. Every command that reads has `--json`: one document whose `schema` names its keys and
-their version (`headway.jobs/1`); within a version keys are added, never changed. Questions are asked only when stdin is a
-terminal; elsewhere a command that would ask refuses and names the flag (`--yes`).
+their version (`headway.jobs/1`); within a version keys are added, never changed: see [json.md](json.md). Questions are
+asked only when stdin is a terminal; elsewhere a command that would ask refuses and names the flag (`--yes`).
 
 Colours follow `--color`, then `NO_COLOR`, then `FORCE_COLOR`, then whether stderr is a terminal. `FORCE_COLOR` colours
 only: it never makes a log file live. `COLUMNS` sets the width.
@@ -47,12 +48,46 @@ Each line of `--progress json` has `t` (UTC, ISO 8601) and `event`: `begin` and 
 """
 
 
+_SETTINGS = """\
+## Settings
+
+A setting comes from the command line, else from `HEADWAY_NAME` in the environment (`HEADWAY_DATABASE`), else from
+`headway.toml` in the working directory (its profile first), else it follows another setting or has a default.
+`headway config --show-origin` shows which it is. `HEADWAY_DATABASE` and `HEADWAY_REDIS` are enough for everything. A list is
+an array in TOML; in the environment its texts are divided by commas or spaces.
+
+```toml
+database = "sqlite:///ads.db"
+profile = "production"
+
+[profiles.production]
+database = "postgresql://headway@db/headway"
+redis = "redis://cache:6379/0"
+```
+
+The watcher's settings have, beside `HEADWAY_NAME`, the name in the environment that stands with them.
+
+| name | default | is | also in the environment as |
+|---|---|---|---|
+"""
+
+
+def _setting(option: Option) -> str:
+    if option.follows is not None:
+        default = f"follows `{option.follows[0]}`"
+    else:
+        default = f"`{option.default}`" if option.default not in (None, ()) else ""
+    variable = f"`{option.variable}`" if option.variable else ""
+    return f"| `{option.name}` | {default} | {option.help} | {variable} |\n"
+
+
 def pages() -> Iterator[str]:
     yield _HEAD
     yield "## Exit codes\n\n| code | means |\n|---|---|\n" + "".join(
-        f"| {code} | {meaning} |\n" for code, meaning in EXIT_CODES.items()
+        f"| {code} | {text} |\n" for code, text in EXIT_CODES.items()
     )
-    yield _PROGRESS + "".join(f"| `{key}` | {meaning} |\n" for key, meaning in PROGRESS_KEYS.items())
+    yield _PROGRESS + "".join(f"| `{key}` | {text} |\n" for key, text in PROGRESS_KEYS.items())
+    yield _SETTINGS + "".join(_setting(option) for option in OPTIONS)
     yield "## Commands\n"
     top = _context(headway, "headway")
     yield _page(headway, top)

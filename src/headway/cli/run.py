@@ -34,7 +34,12 @@ _ONCE = {"--fresh", "--accept-changes", "--dry-run"}
 @click.command()
 @click.argument("function", metavar="MODULE:FUNCTION")
 @click.option(
-    "--items", "-i", required=True, metavar="FILE", help="Items: JSON lines, CSV or plain lines; - for a pipe."
+    "--items",
+    "-i",
+    required=True,
+    type=click.Path(allow_dash=True),
+    metavar="FILE",
+    help="Items: JSON lines, CSV or plain lines; - for a pipe.",
 )
 @click.option(
     "--format", "format_", type=click.Choice(["jsonl", "csv", "lines"]), help="If the file's name does not tell."

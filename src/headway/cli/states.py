@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from headway import states
 from headway.cli import F, json_option, say
+from headway.cli.toolkit import (
+    MOST_DAYS,
+    Number,
+    Whole,
+    clock,
+    confirm,
+    put,
+    put_json,
+    put_json_line,
+    put_table,
+    yes_option,
+)
 from headway.config import Config
 from headway.errors import InvalidInput
-from headway.states import FINISHED, STARTED, Manager, State, Subscription
+from headway.states import FINISHED, STARTED, Manager, Subscription
+from headway.views.shape import iso
+from headway.views.states import event_view, read_states, read_states_jobs
+from headway.wording import plural, printable
+
+if TYPE_CHECKING:
+    from headway.views.states import State
 
 WORDS = {"not-started": 0, "started": STARTED, "finished": FINISHED}
 
@@ -38,8 +54,7 @@ def store_option(function: F) -> F:
 
 
 def _url(store: str | None) -> str:
-    config = Config(cli={"states": store})
-    return config.text("states") if config["states"] is not None else config.text("database")
+    return Config(cli={"states": store}).text("states")
 
 
 def _monitor(store: str | None, job: str) -> Manager:
@@ -58,7 +73,7 @@ def group() -> None:
 
 @group.command()
 @click.argument("job")
-@click.option("--task", type=int, metavar="N", help="Only this task.")
+@click.option("--task", type=Whole(), metavar="N", help="Only this task.")
 @click.option("--tag", metavar="T", help="Only this tag.")
 @click.option("--follow", "-f", is_flag=True, help="Go on and show every change; Ctrl-C ends it.")
 @store_option
@@ -66,60 +81,50 @@ def group() -> None:
 def show(job: str, task: int | None, tag: str | None, follow: bool, store: str | None, as_json: bool) -> None:
     """Show the states of JOB."""
     with _monitor(store, job) as manager:
-        with manager.subscribe(task_id=task, tag=tag) as subscription:
-            if follow:
+        if follow:
+            with manager.subscribe(task_id=task, tag=tag) as subscription:
                 _follow(subscription, as_json)
-                return
-            standing = sorted(_standing(subscription), key=lambda state: state.key)
-        decided = manager.get_state(task_id=task, tag=tag)
-        summary = manager.summary(tag=tag)
+            return
+        found = read_states(manager, task_id=task, tag=tag)
     if as_json:
-        _print_json(
-            {
-                "schema": "headway.states/1",
-                "job": job,
-                "num_tasks": manager.num_tasks,
-                "state": decided.as_dict(),
-                "counts": dict(summary.counts),
-                "worst_error": None if summary.worst_error is None else summary.worst_error.as_dict(),
-                "states": [state.as_dict() for state in standing],
-            }
-        )
+        put_json(found)
         return
-    counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in summary.counts.items() if count)
-    say(f"{job}: {manager.num_tasks} tasks; {counts}. The lowest is {_describe(decided)}.")
-    if summary.worst_error is not None:
-        say(f"Worst error: {_describe(summary.worst_error)}.")
-    if standing:
-        _print_row("TASK", "TAG", "STATUS", "VERSION", "UPDATED", "MESSAGE")
-    for state in standing:
-        _print_state(state)
-
-
-def _standing(subscription: Subscription) -> list[State]:
-    found = []
-    while (state := subscription.get().state) is not None:
-        found.append(state)
-    return found
+    counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in found.counts.items() if count)
+    say(f"{job}: {plural(found.num_tasks, 'task')}; {counts}. The lowest is {_describe(found.state)}.")
+    if found.worst_error is not None:
+        say(f"Worst error: {_describe(found.worst_error)}.")
+    if found.states:
+        rows = [
+            [
+                str(state.task_id), state.tag, _word(state.status), str(state.version), clock(state.timestamp),
+                state.message,
+            ]
+            for state in found.states
+        ]  # fmt: skip
+        heads = ["TASK", "TAG", "STATUS", "VERSION", "UPDATED", "MESSAGE"]
+        put_table(heads, rows, right=("TASK", "VERSION"), whole=("STATUS",), drop=("VERSION", "UPDATED"))
 
 
 def _follow(subscription: Subscription, as_json: bool) -> None:
     for event in subscription:
+        view = event_view(event)
         if as_json:
-            kind = "replay_complete" if event.state is None else "replay" if event.replay else "change"
-            _print_json({"event": kind, "state": None if event.state is None else event.state.as_dict()})
-        elif event.state is not None:
-            _print_state(event.state)
+            put_json_line(view)
+        elif view.state is not None:
+            state = view.state
+            put(
+                f"{state.task_id:<5} {printable(state.tag):<20} {_word(state.status):<11} {state.version:<8} "
+                f"{clock(state.timestamp):<20}  {printable(state.message)}".rstrip()
+            )
         else:
-            say("-- that is what stands; changes follow --")
-        sys.stdout.flush()
+            say("-- these are the current states; changes follow --")
 
 
 @group.command()
 @click.argument("job")
 @click.option("--tag", required=True, metavar="T", help="The tag to wait for.")
 @click.option("--status", default="finished", show_default=True, metavar="S", help="started, finished, or a number.")
-@click.option("--timeout", type=float, metavar="SECONDS", help="Give up after so long.  [default: never]")
+@click.option("--timeout", type=Number(), metavar="SECONDS", help="Give up after so long.  [default: never]")
 @click.option("--ignore-errors", is_flag=True, help="Go on waiting when a task reports an error.")
 @store_option
 def wait(job: str, tag: str, status: str, timeout: float | None, ignore_errors: bool, store: str | None) -> None:
@@ -129,7 +134,7 @@ def wait(job: str, tag: str, status: str, timeout: float | None, ignore_errors: 
     """
     with _monitor(store, job) as manager:
         manager.wait_for(tag, _status(status), timeout=timeout, ignore_errors=ignore_errors)
-    say(f"All {manager.num_tasks} tasks of {job} have reached {status} with {tag}.")
+    say(f"All {manager.num_tasks:,} tasks of {job} have reached {status} with {tag}.")
 
 
 @group.command()
@@ -137,49 +142,41 @@ def wait(job: str, tag: str, status: str, timeout: float | None, ignore_errors: 
 @json_option
 def jobs(store: str | None, as_json: bool) -> None:
     """List the jobs whose states are kept."""
-    found = states.list_jobs(_url(store))
+    found = read_states_jobs(_url(store))
     if as_json:
-        rows = [
-            {
-                "job": record.job_id,
-                "num_tasks": record.num_tasks,
-                "created_at": None if record.created_at is None else record.created_at.isoformat(),
-                "deleted": record.deleted,
-                "history": record.history,
-            }
-            for record in found
-        ]
-        _print_json({"schema": "headway.states.jobs/1", "jobs": rows})
+        put_json(found)
         return
-    for record in found:
-        made = "" if record.created_at is None else f"{record.created_at:%Y-%m-%dT%H:%M:%SZ}"
-        click.echo(f"{record.job_id}\t{record.num_tasks}\t{made}\t{'deleted' if record.deleted else ''}")
+    for one in found.jobs:
+        put(f"{one.job}\t{one.num_tasks}\t{iso(one.created_at) or ''}\t{'deleted' if one.deleted else ''}")
 
 
 @group.command()
 @click.argument("job")
 @click.option("--mark", is_flag=True, help="Only leave a tombstone; the next purge removes the job.")
-@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@yes_option
 @store_option
 def delete(job: str, mark: bool, yes: bool, store: str | None) -> None:
     """Delete JOB with all its states."""
-    if not yes:
-        if not sys.stdin.isatty():
-            raise InvalidInput(f"Deleting {job} must be confirmed.", hint="Say it on the command line: --yes")
-        click.confirm(f"Delete the job {job} and all its states?", abort=True, err=True)
+    confirm(f"Delete job {job} with all its states?", yes=yes)
     (states.mark_job_deleted if mark else states.delete_job)(_url(store), job)
     say(f"{job} is {'marked as deleted' if mark else 'deleted'}.")
 
 
 @group.command()
-@click.option("--older-than", type=float, required=True, metavar="DAYS", help="Days since the last state was written.")
+@click.option(
+    "--older-than",
+    type=Number(0, MOST_DAYS),
+    required=True,
+    metavar="DAYS",
+    help="Days since the last state was written.",
+)
 @store_option
 def purge(older_than: float, store: str | None) -> None:
     """Remove jobs that finished long ago, and those marked as deleted."""
     removed = states.purge(_url(store), older_than=older_than * 86_400)
     for job in removed:
-        click.echo(job)
-    say(f"{len(removed)} jobs removed.")
+        put(job)
+    say(f"{plural(len(removed), 'job')} removed.")
 
 
 def _status(text: str) -> int:
@@ -199,24 +196,6 @@ def _word(status: int) -> str:
 
 
 def _describe(state: State) -> str:
-    tag = f" {state.tag}" if state.tag else ""
-    message = f" ({_plain(state.message)})" if state.message else ""
+    tag = f" {printable(state.tag)}" if state.tag else ""
+    message = f" ({printable(state.message)})" if state.message else ""
     return f"task {state.task_id}{tag}: {_word(state.status)}{message}"
-
-
-def _print_state(state: State) -> None:
-    updated = "" if state.timestamp is None else f"{state.timestamp:%Y-%m-%dT%H:%M:%SZ}"
-    _print_row(state.task_id, state.tag, _word(state.status), state.version, updated, _plain(state.message))
-
-
-def _print_row(task: object, tag: str, status: str, version: object, updated: str, message: str) -> None:
-    click.echo(f"{task:<5} {tag:<20} {status:<11} {version:<8} {updated:<20}  {message}".rstrip())
-
-
-def _plain(text: str) -> str:
-    """A message comes from elsewhere: it must not move the cursor or colour the terminal."""
-    return "".join(char if char.isprintable() else "�" for char in text)
-
-
-def _print_json(value: Any) -> None:
-    click.echo(json.dumps(value, ensure_ascii=False))

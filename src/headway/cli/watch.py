@@ -1,10 +1,14 @@
-"""``headway watch``: the watcher, with its environment spelled as options."""
+"""``headway watch``: the watcher, with its settings spelled as options."""
 
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from headway.config import Config
 
 
 @click.command()
@@ -36,14 +40,24 @@ def watch(
     Redis has to announce changes of sorted sets (notify-keyspace-events Kz). The command ends with an error when
     it cannot watch or is cut off: run it under a supervisor that starts it again.
     """
+    from headway.config import Config, texts
     from headway.watcher.runner import main
 
     given = {
-        "REDIS_URL": redis_url,
-        "RQ__QUEUE": queue,
-        "DIGITS_EVENTS_CHANNEL": channel,
-        "RQ_WATCHER_STUCK_TIMEOUT_SECONDS": stuck_timeout,
-        "RQ_WATCHER_STREAM": stream,
-        "RQ_WATCHER_STORE": store,
+        "watch_redis": redis_url,
+        "watch_queues": None if queue is None else texts(queue),
+        "watch_channel": channel,
+        "watch_stuck_timeout": stuck_timeout,
+        "watch_stream": stream,
+        "watch_store": store,
     }
-    return main({**os.environ, **{name: value for name, value in given.items() if value is not None}})
+    return main({**os.environ, **watcher_environment(Config(cli=given))})
+
+
+def watcher_environment(config: Config) -> dict[str, str]:
+    """The settings in force as the watcher, a program of its own, reads them. What its environment says stays as it is."""
+    return {
+        option.variable: ",".join(found.value) if isinstance(found.value, tuple) else str(found.value)
+        for option, found in config.items()
+        if option.variable not in (None, found.origin) and found.value not in (None, ())
+    }

@@ -23,7 +23,9 @@ Status = Literal["pending", "done", "failed"]
 FailedOutcome = Literal["failed", "timeout", "lost"]
 
 
-# The four below pass by the hundred thousand a second: named tuples are made four times as fast as frozen dataclasses.
+# Those that are recorded pass by the hundred thousand a second: named tuples are made four times as fast as frozen
+# dataclasses. Those that are read are on the path of every command that lists: a class of them is defined four times as
+# fast.
 
 
 class NewItem(NamedTuple):
@@ -114,8 +116,7 @@ class Recorded:
     stale: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """How far a job is. Computed from the counters, never stored."""
 
     status: str
@@ -128,8 +129,7 @@ class Progress:
     running: int
 
 
-@dataclass(frozen=True, slots=True)
-class JobInfo:
+class JobInfo(NamedTuple):
     """A job's row."""
 
     no: int
@@ -180,8 +180,7 @@ class JobInfo:
         return min(100.0, 100.0 * self.done / self.total) if self.total else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """One execution of a job: a start or a resume."""
 
     no: int
@@ -195,8 +194,7 @@ class Run:
     outcome: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class ItemInfo:
+class ItemInfo(NamedTuple):
     """An item with what became of it."""
 
     idx: int
@@ -213,8 +211,7 @@ class ItemInfo:
     payload: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(NamedTuple):
     """One run of an item, as history tells it."""
 
     no: int
@@ -243,8 +240,7 @@ class Cause:
     example: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class DeadLetter:
+class DeadLetter(NamedTuple):
     """An item that failed for good."""
 
     idx: int

@@ -1,0 +1,80 @@
+"""Dead letters: what failed for good, by cause."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from headway.errors import NotFound
+from headway.views.job import Cause, DeadLetter, cause_view
+from headway.views.jobs import find_job
+from headway.views.shape import Json, document
+
+if TYPE_CHECKING:
+    from headway import ledger
+
+
+class Dead(NamedTuple):
+    """`headway dead list`: the causes items are dead of, in all jobs or in one, those with most dead letters first."""
+
+    causes: Annotated[tuple[Cause, ...], "the causes, each with its job"]
+
+    def as_json(self) -> Json:
+        return document(self)
+
+
+class DeadItems(NamedTuple):
+    """`headway dead show`: the causes of one job, each with items that are dead of it."""
+
+    job: Annotated[str, "the job's id"]
+    causes: Annotated[tuple[Cause, ...], "the causes, each with its items"]
+
+    def as_json(self) -> Json:
+        return document(self)
+
+
+def read_dead(ledger: ledger.Ledger, job: str | None = None) -> Dead:
+    """The causes of one job, or of every job that has dead letters."""
+    jobs = [ledger.job(info.id) for info in ledger.jobs() if info.dead] if job is None else [find_job(ledger, job)]
+    return Dead(tuple(cause_view(cause)._replace(job=one.id) for one in jobs for cause in one.causes() if cause.dead))
+
+
+def read_dead_items(job: ledger.Job, *, cause: int | None = None, limit: int = 10) -> DeadItems:
+    """At most ``limit`` items of each cause, or of the one named."""
+    causes = [find_cause(job, cause)] if cause is not None else [cause_view(one) for one in job.causes() if one.dead]
+    return DeadItems(job.id, tuple(one._replace(items=_letters(job, one.no, limit)) for one in causes))
+
+
+def export_dead(job: ledger.Job, *, cause: int | None = None, payload: bool = False) -> Iterator[DeadLetter]:
+    """Every dead letter of a job, read page by page along its index."""
+    if cause is not None:
+        find_cause(job, cause)
+    after = -1
+    while page := job.dead_letters(cause=cause, after=after):
+        for letter in page:
+            view = letter_view(letter)._replace(job=job.id)
+            if payload:
+                content = job.item(letter.idx).payload
+                view = view._replace(payload=None if content is None else json.loads(content))
+            yield view
+        after = page[-1].idx
+
+
+def find_cause(job: ledger.Job, no: int) -> Cause:
+    """The cause of that number, or an error that says which there are."""
+    causes = {cause.no: cause for cause in job.causes()}
+    if no not in causes:
+        known = ", ".join(map(str, sorted(causes))) or "none"
+        raise NotFound(
+            f"Job {job.id} has no cause {no} (it has: {known}).", hint=f"List them: headway dead list {job.id}"
+        )
+    return cause_view(causes[no])
+
+
+def _letters(job: ledger.Job, cause: int, limit: int) -> tuple[DeadLetter, ...]:
+    return tuple(letter_view(letter) for letter in job.dead_letters(cause=cause, limit=limit))
+
+
+def letter_view(letter: ledger.DeadLetter) -> DeadLetter:
+    return DeadLetter(letter.idx, letter.key, letter.error, letter.cause, letter.attempts, letter.created_at)

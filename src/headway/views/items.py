@@ -1,0 +1,156 @@
+"""Items: a page of them, one with its history, and the log of every ended attempt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from headway.telemetry import names_a_secret, redact
+from headway.views.shape import ABSENT, Json, document
+
+if TYPE_CHECKING:
+    from headway import ledger
+
+ItemStatus = Literal["pending", "processing", "retrying", "done", "dead"]
+
+
+class Item(NamedTuple):
+    """An item with what became of it."""
+
+    idx: Annotated[int, "its index, from 0"]
+    key: Annotated[str | None, "its key, if it has one"]
+    status: Annotated[ItemStatus, "where it is"]
+    failures: Annotated[int, "failed attempts that count against it"]
+    updated_at: Annotated[datetime | None, "when it last changed; null if it was never tried"]
+    seconds: Annotated[float | None, "how long its last attempt took"]
+    worker: Annotated[str | None, "who made that attempt"]
+    error: Annotated[str | None, "what its last failure said"]
+    cause: Annotated[int | None, "the number of that failure's cause"]
+    next_attempt_at: Annotated[datetime | None, "when it is tried again, while it is retrying"]
+    meta: Annotated[Any, "what was noted with it; secrets are masked"]
+    payload: Annotated[Any, "what the function is called with; only when asked for, secrets are masked"] = ABSENT
+
+
+class Attempt(NamedTuple):
+    """One ended try at an item."""
+
+    no: Annotated[int, "1 is the first"]
+    outcome: Annotated[Literal["done", "failed", "timeout", "lost"], "how it ended"]
+    at: Annotated[datetime, "when it ended"]
+    seconds: Annotated[float | None, "how long it took"]
+    worker: Annotated[str | None, "who made it"]
+    error: Annotated[str | None, "what it said"]
+    cause: Annotated[int | None, "the number of its cause"]
+    traceback: Annotated[str | None, "its traceback, cut to the last 4,000 characters"]
+
+
+class LogEntry(NamedTuple):
+    """One ended attempt, as the log has it."""
+
+    idx: Annotated[int, "the item's index"]
+    key: Annotated[str | None, "the item's key, if it has one"]
+    outcome: Annotated[Literal["done", "failed", "timeout", "lost"], "how it ended"]
+    at: Annotated[datetime, "when it ended"]
+    seconds: Annotated[float | None, "how long it took"]
+    worker: Annotated[str | None, "who made it"]
+    error: Annotated[str | None, "what it said"]
+
+
+class Items(NamedTuple):
+    """`headway items`: a page of a job's items, by index."""
+
+    job: Annotated[str, "the job's id"]
+    items: Annotated[tuple[Item, ...], "the items"]
+    next_after: Annotated[int | None, "`--after` of the next page; null on the last"]
+
+    def as_json(self) -> Json:
+        return document(self)
+
+
+class ItemSheet(NamedTuple):
+    """`headway item`: one item with every attempt at it."""
+
+    job: Annotated[str, "the job's id"]
+    item: Annotated[Item, "the item"]
+    attempts: Annotated[tuple[Attempt, ...], "its ended attempts, the first one first"]
+
+    def as_json(self) -> Json:
+        return document(self)
+
+
+class JobLog(NamedTuple):
+    """`headway log`: every ended attempt at every item, in the order of the items."""
+
+    job: Annotated[str, "the job's id"]
+    log: Annotated[tuple[LogEntry, ...], "the attempts; the command writes one per line as it reads them"]
+
+    def as_json(self) -> Json:
+        return document(self)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read_items(
+    job: ledger.Job, *, status: str | None = None, cause: int | None = None, after: int = -1, limit: int = 50
+) -> Items:
+    """The items after the index ``after``. One more than asked for is read: it tells whether there is a next page."""
+    found = job.items(status=status, cause=cause, after=after, limit=limit + 1)
+    page = tuple(item_view(info) for info in found[:limit])
+    return Items(job.id, page, page[-1].idx if len(found) > limit else None)
+
+
+def read_item(job: ledger.Job, name: str, *, payload: bool = False) -> ItemSheet:
+    """The item of that key or index."""
+    info = job.item(name)
+    view = item_view(info)
+    if payload:
+        view = view._replace(payload=None if info.payload is None else masked(json.loads(info.payload)))
+    return ItemSheet(job.id, view, tuple(attempt_view(attempt) for attempt in job.history(info.idx)))
+
+
+def read_log(job: ledger.Job) -> Iterator[LogEntry]:
+    """Every ended attempt, read page by page: a million of them need no memory."""
+    from headway.ledger.values import utc
+
+    for idx, key, outcome, at, seconds, worker, error in job.log():
+        yield LogEntry(idx, key, outcome, utc(at), seconds, worker, error)  # type: ignore[arg-type]  # one of the words
+
+
+def item_view(info: ledger.ItemInfo) -> Item:
+    return Item(
+        idx=info.idx,
+        key=info.key,
+        status=info.status,
+        failures=info.attempts,
+        updated_at=info.updated_at,
+        seconds=info.seconds,
+        worker=info.worker,
+        error=info.error,
+        cause=info.cause,
+        next_attempt_at=info.next_attempt_at,
+        meta=None if info.meta is None else masked(json.loads(info.meta)),
+    )
+
+
+def attempt_view(attempt: ledger.Attempt) -> Attempt:
+    return Attempt(
+        attempt.no, attempt.outcome, attempt.at, attempt.seconds, attempt.worker, attempt.error, attempt.cause,
+        attempt.detail,
+    )  # fmt: skip
+
+
+def masked(value: Any) -> Any:
+    """A payload or meta without what is a secret by its name or its shape."""
+    match value:
+        case dict():
+            return {name: "***" if names_a_secret(name) else masked(part) for name, part in value.items()}
+        case list():
+            return [masked(part) for part in value]
+        case str():
+            return redact(value)
+        case _:
+            return value

@@ -1,0 +1,143 @@
+"""One job: its runs, its causes of failure, its speed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from headway.telemetry import redact
+from headway.views.jobs import Job, job_view
+from headway.views.shape import ABSENT, Absent, Json, document
+
+if TYPE_CHECKING:
+    from headway import ledger
+
+#: The rate of a job is that of its last minutes.
+RATE_MINUTES = 5
+#: No forecast before so many items are done in these minutes.
+FORECAST_ITEMS = 30
+
+
+class Run(NamedTuple):
+    """One execution of a job: a start or a resume."""
+
+    no: Annotated[int, "1 is the first"]
+    outcome: Annotated[str | None, "finished, interrupted, stopped, failed or lost; null while it runs"]
+    host: Annotated[str, "the machine it ran on"]
+    pid: Annotated[int, "its process id there"]
+    kept: Annotated[int, "items that were done before it"]
+    started_at: Annotated[datetime, "when it began"]
+    ended_at: Annotated[datetime | None, "when it ended"]
+    settings: Annotated[Mapping[str, Any], "the settings it ran with; secrets are masked"]
+
+
+class Cause(NamedTuple):
+    """Failures that are alike. Its number is given at its first appearance and never changes."""
+
+    no: Annotated[int, "what `--cause` takes"]
+    type: Annotated[str, "the exception's class"]
+    message: Annotated[str, "its message without what differs from item to item"]
+    frame: Annotated[str, "the place in your code"]
+    failures: Annotated[int, "failed attempts of it"]
+    dead: Annotated[int, "items that are dead of it now"]
+    first_seen: Annotated[datetime, "when it first came"]
+    last_seen: Annotated[datetime, "when it last came"]
+    example: Annotated[int | None, "index of one item that is dead of it"]
+    job: Annotated[str | Absent, "the job's id; only where several jobs are listed"] = ABSENT
+    items: Annotated[tuple[DeadLetter, ...] | Absent, "items that are dead of it; only in `headway dead show`"] = ABSENT
+
+
+class DeadLetter(NamedTuple):
+    """An item that failed for good."""
+
+    idx: Annotated[int, "the item's index"]
+    key: Annotated[str | None, "its key, if it has one"]
+    error: Annotated[str, "what its last failure said"]
+    cause: Annotated[int | None, "the number of its cause"]
+    failures: Annotated[int, "failed attempts that counted"]
+    died_at: Annotated[datetime, "when it was given up for the first time"]
+    job: Annotated[str | Absent, "the job's id; only in `headway dead export`"] = ABSENT
+    payload: Annotated[Any, "what the function is called with; only with `--payload`, and then unmasked"] = ABSENT
+
+
+class Records(NamedTuple):
+    """The database a job is kept in."""
+
+    name: Annotated[str, "its address without the password, or its file"]
+    bytes: Annotated[int, "its size"]
+
+
+class Runs(NamedTuple):
+    """`headway runs`: every start and resume of a job, the first one first."""
+
+    job: Annotated[str, "the job's id"]
+    runs: Annotated[tuple[Run, ...], "its runs"]
+
+    def as_json(self) -> Json:
+        return document(self)
+
+
+class JobSheet(NamedTuple):
+    """`headway show`: everything about one job."""
+
+    job: Annotated[Job, "the job"]
+    running: Annotated[int, "items that are claimed or being worked on"]
+    rate: Annotated[float | None, "items per second of the run in progress, over its last minutes"]
+    eta_seconds: Annotated[float | None, "seconds left at that rate; null while it cannot be said"]
+    runs: Annotated[tuple[Run, ...], "its runs, the first one first"]
+    causes: Annotated[tuple[Cause, ...], "causes of failure, those with most dead letters first"]
+    database: Annotated[Records, "where it is kept"]
+
+    def as_json(self) -> Json:
+        return document(self)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read_runs(job: ledger.Job) -> Runs:
+    return Runs(job.id, tuple(run_view(run) for run in job.runs()))
+
+
+def read_sheet(job: ledger.Job) -> JobSheet:
+    """Counts, runs, causes and speed of one job."""
+    info, runs = job.info(), job.runs()
+    rate, left = _speed(job, info, runs)
+    return JobSheet(
+        job=job_view(info),
+        running=job.progress().running,
+        rate=None if rate is None else round(rate, 3),
+        eta_seconds=None if left is None else round(left, 1),
+        runs=tuple(run_view(run) for run in runs),
+        causes=tuple(cause_view(cause) for cause in job.causes()),
+        database=Records(job.database.name, job.database.size()),
+    )
+
+
+def _speed(job: ledger.Job, info: ledger.JobInfo, runs: list[ledger.Run]) -> tuple[float | None, float | None]:
+    """Items per second of the run in progress, over its last minutes, and the seconds left at that pace."""
+    if not info.held or not runs:
+        return None, None
+    now = job.database.now()
+    window = int(now // 60) - RATE_MINUTES
+    began = runs[-1].started_at.timestamp()
+    if began >= window * 60:
+        done = info.done - runs[-1].kept  # all of this run: an earlier one may lie in the same minutes
+    else:
+        done, began = sum(row[1] for row in job.minutes(window)), window * 60.0
+    rate = done / max(1.0, now - began)
+    return rate or None, info.remaining / rate if done >= FORECAST_ITEMS else None
+
+
+def run_view(run: ledger.Run) -> Run:
+    settings = {name: redact(value) if isinstance(value, str) else value for name, value in run.settings.items()}
+    return Run(run.no, run.outcome, run.host, run.pid, run.kept, run.started_at, run.ended_at, settings)
+
+
+def cause_view(cause: ledger.Cause) -> Cause:
+    return Cause(
+        cause.no, cause.type, cause.message, cause.frame, cause.count, cause.dead, cause.first_seen, cause.last_seen,
+        cause.example,
+    )  # fmt: skip

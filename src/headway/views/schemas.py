@@ -1,0 +1,171 @@
+"""Every document of `headway.views` as a JSON schema, and as a page: ``python -m headway.views.schemas > docs/json.md``.
+
+The schemas are made of the annotations of the views, so that they cannot say anything else than the views do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from headway.views import dead, health, items, job, jobs, projects, records, states
+from headway.views.shape import ABSENT, SCHEMAS, Absent, Json
+
+MODULES = (jobs, job, items, dead, projects, states, health, records)
+
+_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
+
+_HEAD = """\
+# JSON
+
+<!-- Written by `python -m headway.views.schemas`; change the views, not this page. -->
+
+Every command that reads has `--json`. It writes one document whose `schema` names its shape; `--watch` and `--follow` write
+one per line. Within a version keys are added, never changed or removed. Times are ISO 8601 in UTC, to the millisecond, with
+a `Z`. `idx` is an item's index, `no` the number of a run, an attempt or a cause. A key marked *sometimes* is left out where
+it was not asked for.
+
+`headway run --json` writes `headway.run/1` and with `--dry-run` `headway.dry-run/1`; see [cli.md](cli.md).
+"""
+
+
+def documents() -> dict[str, type]:
+    """schema -> the view that has it."""
+    return {schema: _view(name) for name, schema in SCHEMAS.items()}
+
+
+def json_schema(view: type, schema: str | None = None) -> Json:
+    """A view as a JSON schema (2020-12), with the views inside it."""
+    hints = get_type_hints(view, include_extras=True)
+    properties: Json = {} if schema is None else {"schema": {"const": schema}}
+    for name in fields(view):
+        type_, text = get_args(hints[name])[:2]
+        properties[name] = {**_of(type_), "description": text}
+    optional = {name for name, value in defaults(view).items() if value is ABSENT}
+    return {
+        "title": schema or view.__name__,
+        "type": "object",
+        "properties": properties,
+        "required": [name for name in properties if name not in optional],
+        "additionalProperties": False,
+    }
+
+
+def fields(view: type) -> tuple[str, ...]:
+    names: tuple[str, ...] = view._fields  # type: ignore[attr-defined]  # every view is a named tuple
+    return names
+
+
+def defaults(view: type) -> dict[str, object]:
+    found: dict[str, object] = view._field_defaults  # type: ignore[attr-defined]  # every view is a named tuple
+    return found
+
+
+def _view(name: str) -> type:
+    for module in MODULES:
+        if name in vars(module):
+            found = vars(module)[name]
+            assert isinstance(found, type)
+            return found
+    raise LookupError(name)
+
+
+def _of(type_: Any) -> Json:
+    origin, arguments = get_origin(type_), get_args(type_)
+    if type_ in _TYPES:
+        return {"type": _TYPES[type_]}
+    if type_ is datetime:
+        return {"type": "string", "format": "date-time", "pattern": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z$"}
+    if type_ is Any:
+        return {}
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin is tuple:
+        return {"type": "array", "items": _of(arguments[0])}
+    if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
+        return {"type": "object", "additionalProperties": _of(arguments[1])}
+    if origin in (Union, UnionType):
+        parts = [_of(part) for part in arguments if part is not Absent]
+        return parts[0] if len(parts) == 1 else {"anyOf": parts}
+    if origin is Annotated:
+        return _of(arguments[0])
+    if isinstance(type_, type) and hasattr(type_, "_fields"):
+        return json_schema(type_)
+    raise TypeError(f"{type_!r} has no place in JSON")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The page
+
+
+def page() -> str:
+    return "\n".join(_parts())
+
+
+def _parts() -> Iterator[str]:
+    yield _HEAD
+    yield "## Documents\n"
+    for schema, view in documents().items():
+        yield f"### `{schema}`\n\n{_first_line(view)}\n\n{_table(view)}"
+    yield "## What they are made of\n"
+    for view in inner_views():
+        yield f"### {view.__name__}\n\n{_first_line(view)}\n\n{_table(view)}"
+
+
+def inner_views() -> list[type]:
+    """The views inside the documents, each once, in the order in which the documents come to them."""
+    found: dict[str, type] = {}
+
+    def look(type_: Any) -> None:
+        if isinstance(type_, type) and hasattr(type_, "_fields"):
+            key = f"{type_.__module__}.{type_.__name__}"
+            if key not in found:
+                if type_.__name__ not in SCHEMAS:
+                    found[key] = type_
+                for hint in get_type_hints(type_, include_extras=True).values():
+                    look(hint)
+        for part in get_args(type_):
+            look(part)
+
+    for view in documents().values():
+        look(view)
+    return list(found.values())
+
+
+def _first_line(view: type) -> str:
+    return " ".join((view.__doc__ or "").split())
+
+
+def _table(view: type) -> str:
+    hints = get_type_hints(view, include_extras=True)
+    lines = ["| key | type | is |", "|---|---|---|"]
+    for name in fields(view):
+        type_, text = get_args(hints[name])[:2]
+        sometimes = " *sometimes*" if defaults(view).get(name) is ABSENT else ""
+        lines.append(f"| `{name}` | {_in_words(type_)}{sometimes} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+def _in_words(type_: Any) -> str:
+    origin, arguments = get_origin(type_), get_args(type_)
+    if type_ in _TYPES:
+        return _TYPES[type_]
+    if type_ is datetime:
+        return "time"
+    if type_ is Any:
+        return "any"
+    if origin is Literal:
+        return ", ".join(f"`{word}`" for word in arguments)
+    if origin is tuple:
+        return f"list of {_in_words(arguments[0])}"
+    if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
+        return f"object of {_in_words(arguments[1])}"
+    if origin in (Union, UnionType):
+        return " or ".join(_in_words(part) for part in arguments if part is not Absent)
+    return f"[{type_.__name__}](#{type_.__name__.lower()})"
+
+
+if __name__ == "__main__":
+    print(page(), end="")  # noqa: T201 - a page is what this writes

@@ -1,0 +1,111 @@
+"""The states of a job's tasks: what each said last, and what they come to together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from headway.views.shape import Json, document
+
+if TYPE_CHECKING:
+    from headway import states
+    from headway.states.store import JobRecord
+
+
+class State(NamedTuple):
+    """What one task said about one tag."""
+
+    job_id: Annotated[str, "the job's id"]
+    task_id: Annotated[int, "the task, from 0"]
+    tag: Annotated[str, "the stream of work; empty for the task as a whole"]
+    status: Annotated[int, "0 not started, 1 started, 2147483647 finished, -1 error, -2 warning, or a number of yours"]
+    message: Annotated[str, "what it said"]
+    timestamp: Annotated[datetime | None, "when it was written; null if it never was"]
+    version: Annotated[int, "counts the writes of this task and tag"]
+    event_id: Annotated[str, "the identity of the write"]
+    payload: Annotated[Any, "what it carries"]
+    schema_version: Annotated[int, "the version of this shape"]
+
+
+class States(NamedTuple):
+    """`headway states`: where each task of a job is."""
+
+    job: Annotated[str, "the job's id"]
+    num_tasks: Annotated[int, "how many tasks it has"]
+    state: Annotated[State, "the one that decides: the lowest"]
+    counts: Annotated[Mapping[str, int], "tasks by what their lowest state means"]
+    worst_error: Annotated[State | None, "the error of a task, if one reported any"]
+    states: Annotated[tuple[State, ...], "the newest of each task and tag"]
+
+    def as_json(self) -> Json:
+        return document(self)
+
+
+class StateEvent(NamedTuple):
+    """`headway states JOB --follow`: one line per event."""
+
+    event: Annotated[Literal["replay", "replay_complete", "change"], "whether it stood already, or changed"]
+    state: Annotated[State | None, "the state; null at the end of the replay"]
+
+    def as_json(self) -> Json:
+        return document(self)
+
+
+class StatesJob(NamedTuple):
+    """A job whose states are kept."""
+
+    job: Annotated[str, "its id"]
+    num_tasks: Annotated[int, "how many tasks it has"]
+    created_at: Annotated[datetime | None, "when it was made"]
+    deleted: Annotated[bool, "whether it is marked as deleted"]
+    history: Annotated[bool, "whether every state is kept, not only the newest"]
+
+
+class StatesJobs(NamedTuple):
+    """`headway states jobs`: the jobs whose states are kept."""
+
+    jobs: Annotated[tuple[StatesJob, ...], "the jobs"]
+
+    def as_json(self) -> Json:
+        return document(self)
+
+
+def read_states(manager: states.Manager, *, task_id: int | None = None, tag: str | None = None) -> States:
+    """What stands now, narrowed to a task or a tag."""
+    with manager.subscribe(task_id=task_id, tag=tag) as subscription:
+        current = []
+        while (state := subscription.get().state) is not None:
+            current.append(state)
+    summary = manager.summary(tag=tag)
+    return States(
+        job=manager.job_id,
+        num_tasks=manager.num_tasks,
+        state=state_view(manager.get_state(task_id=task_id, tag=tag)),
+        counts={str(name): count for name, count in summary.counts.items()},
+        worst_error=None if summary.worst_error is None else state_view(summary.worst_error),
+        states=tuple(state_view(state) for state in sorted(current, key=lambda state: state.key)),
+    )
+
+
+def read_states_jobs(url: str) -> StatesJobs:
+    from headway.states import list_jobs
+
+    return StatesJobs(tuple(_job(record) for record in list_jobs(url)))
+
+
+def event_view(event: states.StateEvent) -> StateEvent:
+    if event.state is None:
+        return StateEvent("replay_complete", None)
+    return StateEvent("replay" if event.replay else "change", state_view(event.state))
+
+
+def state_view(state: states.State) -> State:
+    return State(
+        state.job_id, state.task_id, state.tag, state.status, state.message, state.timestamp, state.version,
+        state.event_id, state.payload, state.schema_version,
+    )  # fmt: skip
+
+
+def _job(record: JobRecord) -> StatesJob:
+    return StatesJob(record.job_id, record.num_tasks, record.created_at, record.deleted, record.history)

@@ -1,0 +1,80 @@
+"""The help: grouped, with an example for every verb, and the same in the reference."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+
+from headway.cli import COMMANDS, EXAMPLES, SECTIONS, headway
+from headway.cli.reference import pages
+from headway.config import OPTIONS
+from tests.cli.conftest import Answer, every_command
+
+Cli = Callable[..., Answer]
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_verbs_are_grouped_by_what_they_are_for(cli: Cli):
+    assert list(SECTIONS) == ["Run and look", "Repair", "Projects", "States", "Watch and serve", "Maintenance"]
+    assert sorted(name for names in SECTIONS.values() for name in names) == sorted(COMMANDS)
+    text = cli("--help").out
+    assert [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")] == [
+        "Options", *SECTIONS,
+    ]  # fmt: skip
+    for name in COMMANDS:
+        assert f"\n  {name} " in text
+
+
+def test_a_verb_that_no_section_names_is_shown_all_the_same(cli: Cli, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(SECTIONS, "Repair", ("dead",))
+    assert "\nOthers:\n  retry " in cli("--help").out
+
+
+@pytest.mark.parametrize("path", every_command())
+def test_the_help_of_every_verb_ends_with_an_example_that_can_be_typed(cli: Cli, path: str):
+    lines = cli(*path.split(), "--help").out.splitlines()
+    assert lines[-2:] == ["  Example:", f"    {EXAMPLES[path]}"]
+    words = shlex.split(EXAMPLES[path].partition(" | ")[0].partition(" > ")[0])
+    assert words[0] == "headway"
+    assert " ".join(words[1:]).startswith(path)
+    with headway.make_context("headway", words[1:]) as context:
+        _parse(headway, context, words[1:])
+
+
+def _parse(group: click.Group, context: click.Context, words: list[str]) -> None:
+    name, command, rest = group.resolve_command(context, words)
+    assert command is not None
+    with command.make_context(name, rest, parent=context) as inner:
+        if isinstance(command, click.Group) and rest:
+            _parse(command, inner, rest)
+
+
+def test_there_is_no_example_of_a_verb_that_is_not_there():
+    assert set(EXAMPLES) == set(every_command())
+
+
+def test_the_reference_is_up_to_date():
+    assert (DOCS / "cli.md").read_text("utf-8") == "\n".join(pages())
+
+
+def test_the_reference_lists_every_setting_with_its_names_and_its_default():
+    text = "\n".join(pages())
+    for option in OPTIONS:
+        assert f"| `{option.name}` |" in text
+        assert option.variable is None or f"`{option.variable}`" in text
+
+
+def test_one_option_means_the_same_on_every_verb():
+    """--yes, --json, --database, --limit have one help text and one short form everywhere."""
+    for name in ("--yes", "--json", "--cause", "--watch"):
+        found = {
+            (tuple(parameter.opts), parameter.is_flag)
+            for command in every_command().values()
+            for parameter in command.params
+            if isinstance(parameter, click.Option) and name in parameter.opts
+        }
+        assert len(found) == 1, name
