@@ -217,7 +217,7 @@ def burst(directory: Path, count: int) -> dict[str, Any]:
         peak = memory(process.pid, "VmHWM")
     return {
         "failures": count,
-        "told": len(heard),
+        "reported": len(heard),
         "each_once": sorted(heard) == ids,
         "seconds_until_all_written": round(written, 2),
         "seconds_until_all_told": round(told, 2),
@@ -244,7 +244,7 @@ def lost(directory: Path, rounds: int) -> dict[str, Any]:
             job, _ = scene.hang()
             scene.kill_group(worker)
             ((_, lapses),) = scene.redis.zrange(StartedJobRegistry(scene.name).key, 0, -1, withscores=True)
-            scene.events.told((job.id, "lost"), timeout=30)
+            scene.events.expect((job.id, "lost"), timeout=30)
             late.append(time.time() - float(lapses))
     return {"after_the_lease_lapsed": summary(late), "goal": "as soon as the lease lapses"}
 

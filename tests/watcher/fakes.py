@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from headway._sql import connect
 from headway.watcher import NotificationWatcher, ProcessedStore, SqlProcessedStore, WatcherPorts, WatcherSettings
 from headway.watcher.logic import channel
-from headway.watcher.ports import ExecutionRecord, JobRecord, Member, Message, QueueKeys, ResultRecord
+from headway.watcher.ports import ExecutionRecord, Member, Message, QueueKeys, ResultRecord, RqJobRecord
 
 QUEUE = "digits"
 KEYS = QueueKeys(failed="F", started="W", canceled="C")
@@ -61,7 +61,7 @@ class FakeRedis:
     def __init__(self, flags: str | None = "zK") -> None:
         self.flags = flags
         self.zsets: dict[str, dict[str, float]] = {"F": {}, "W": {}, "C": {}}
-        self.records: dict[str, JobRecord] = {}
+        self.records: dict[str, RqJobRecord] = {}
         self.runs: dict[str, ExecutionRecord] = {}
         self.published: list[str] = []
         self.calls: list[str] = []
@@ -89,7 +89,7 @@ class FakeRedis:
         )
         before = self.records.get(job_id)
         results = (result, *(before.results if before else ()))
-        self.records[job_id] = JobRecord(job_id, exists=True, status="failed", created_at="then", results=results)
+        self.records[job_id] = RqJobRecord(job_id, exists=True, status="failed", created_at="then", results=results)
         self.zsets["F"][job_id] = score
 
     # ---- the port --------------------------------------------------------------------------------------------------
@@ -147,10 +147,10 @@ class FakeRedis:
         self._called("unlink")
         self.zsets.pop(key, None)
 
-    def jobs(self, job_ids: Sequence[str], *, running: bool) -> list[JobRecord]:
+    def jobs(self, job_ids: Sequence[str], *, running: bool) -> list[RqJobRecord]:
         self._called("jobs")
         self.asked.append(list(job_ids))
-        return [self.records.get(job_id) or JobRecord(job_id, exists=False) for job_id in job_ids]
+        return [self.records.get(job_id) or RqJobRecord(job_id, exists=False) for job_id in job_ids]
 
     def executions(self, members: Sequence[str]) -> list[ExecutionRecord]:
         self._called("executions")

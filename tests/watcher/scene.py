@@ -45,7 +45,7 @@ class Listener:
                 self.all.append(json.loads(message["data"]))
         return self.all
 
-    def told(self, *wanted: tuple[str, str], timeout: float = 20) -> list[dict[str, Any]]:
+    def expect(self, *wanted: tuple[str, str], timeout: float = 20) -> list[dict[str, Any]]:
         """Wait until exactly these (job, kind) were told, whatever their order."""
 
         def enough() -> bool:

@@ -129,7 +129,7 @@ def test_a_result_of_a_type_we_do_not_know_counts_as_a_failure(scene: Scene):
 def test_the_record_of_events_is_kept_in_a_stream_when_one_is_named(scene: Scene):
     with scene.watching(stream="digits:log", stream_length=1000):
         scene.burst(2)
-        first, second = scene.events.told(("burst-00000", "failed"), ("burst-00001", "failed"))
+        first, second = scene.events.expect(("burst-00000", "failed"), ("burst-00001", "failed"))
     kept = str(scene.redis.xrange("digits:log"))
     assert kept.count(first["id"]) == kept.count(second["id"]) == 1
 
@@ -217,7 +217,7 @@ def test_the_schema_in_the_document_lists_the_fields_of_an_event(scene: Scene):
     schema = json.loads(found.group(1))
     with scene.watching():
         scene.burst(1)
-        (event,) = scene.events.told(("burst-00000", "failed"))
+        (event,) = scene.events.expect(("burst-00000", "failed"))
     assert set(event) == set(schema["properties"]) == set(schema["required"])
     assert set(event["data"]) == set(schema["properties"]["data"]["properties"])
     assert event["data"]["kind"] in schema["properties"]["data"]["properties"]["kind"]["enum"]

@@ -40,7 +40,7 @@ def test_a_thousand_failures_at_once_are_each_told_once_in_windows_of_bounded_si
     with scene.watching(page_size=50):
         monitor = Monitor(scene)
         ids = scene.burst(1_000)
-        scene.events.told(*[(job_id, "failed") for job_id in ids], timeout=60)
+        scene.events.expect(*[(job_id, "failed") for job_id in ids], timeout=60)
     registry = [words for words in monitor.of("ZRANGE") if words[1] == "rq:failed:digits"]
     assert registry
     for words in registry:
@@ -56,12 +56,12 @@ def test_a_thousand_failures_at_once_are_each_told_once_in_windows_of_bounded_si
 def test_a_restart_repeats_nothing_and_tells_what_happened_meanwhile(scene: Scene):
     with scene.watching(page_size=50):
         before = scene.burst(120, prefix="before")
-        scene.events.told(*[(job_id, "failed") for job_id in before])
+        scene.events.expect(*[(job_id, "failed") for job_id in before])
     while_down = scene.burst(70, prefix="down")
     everything = [(job_id, "failed") for job_id in before + while_down]
     for _ in range(2):
         with scene.watching(page_size=50):
-            scene.events.told(*everything)
+            scene.events.expect(*everything)
 
 
 @pytest.mark.req("S4-19")
@@ -70,12 +70,12 @@ def test_a_restart_with_the_record_in_redis_repeats_nothing(scene: Scene):
     with scene.watching(store=scene.redis_store):
         job, flag = scene.hang()
         job.cancel()
-        scene.events.told((job.id, "canceled"))
+        scene.events.expect((job.id, "canceled"))
     flag.touch()
     eventually(lambda: job.get_status() == "finished")
     for _ in range(2):
         with scene.watching(store=scene.redis_store):
-            scene.events.told((job.id, "canceled"), (job.id, "finished"))
+            scene.events.expect((job.id, "canceled"), (job.id, "finished"))
 
 
 def test_a_job_that_failed_twice_while_nobody_watched_is_told_twice(scene: Scene):
@@ -87,7 +87,7 @@ def test_a_job_that_failed_twice_while_nobody_watched_is_told_twice(scene: Scene
     scene.queue.failed_job_registry.requeue(job.id)
     eventually(lambda: len(job.results()) == 2)
     with scene.watching():
-        scene.events.told((job.id, "failed"), (job.id, "failed"))
+        scene.events.expect((job.id, "failed"), (job.id, "failed"))
 
 
 def test_of_what_failed_before_the_first_start_the_last_failure_of_each_job_is_told(scene: Scene):
@@ -97,7 +97,7 @@ def test_of_what_failed_before_the_first_start_the_last_failure_of_each_job_is_t
     scene.queue.failed_job_registry.requeue(job.id)
     eventually(lambda: len(job.results()) == 2)
     with scene.watching():
-        scene.events.told((job.id, "failed"))
+        scene.events.expect((job.id, "failed"))
 
 
 def test_failures_of_any_lifetime_are_found_wherever_their_score_puts_them(scene: Scene):
@@ -106,17 +106,17 @@ def test_failures_of_any_lifetime_are_found_wherever_their_score_puts_them(scene
         ids = []
         for number, ttl in enumerate([None, -1, 7200, None, -1]):
             ids += scene.burst(25, failure_ttl=ttl, prefix=f"part{number}")
-            scene.events.told(*[(job_id, "failed") for job_id in ids])
+            scene.events.expect(*[(job_id, "failed") for job_id in ids])
 
 
 def test_removals_from_a_large_registry_are_noticed_without_telling_anything_again(scene: Scene):
     with scene.watching(page_size=20):
         ids = scene.burst(100)
-        scene.events.told(*[(job_id, "failed") for job_id in ids])
+        scene.events.expect(*[(job_id, "failed") for job_id in ids])
         for job_id in ids[10:40]:
             scene.queue.failed_job_registry.remove(job_id)
         more = scene.burst(1, failure_ttl=3600, prefix="middle")
-        scene.events.told(*[(job_id, "failed") for job_id in ids + more])
+        scene.events.expect(*[(job_id, "failed") for job_id in ids + more])
 
 
 @pytest.mark.req("S4-11", "S4-22")
@@ -129,7 +129,7 @@ def test_a_started_job_is_asked_after_only_when_its_time_is_up(scene: Scene):
     asked = monitor.of("ZRANK", "ZSCORE")
     assert [words[0] for words in asked] == ["ZRANK"]
     assert asked[0][2].startswith(f"{job.id}:")
-    scene.events.told((job.id, "stuck"))
+    scene.events.expect((job.id, "stuck"))
 
 
 def test_a_restart_does_not_give_a_running_job_more_time(scene: Scene):
@@ -180,11 +180,11 @@ def test_silent_changes_are_found_by_the_sweep(scene: Scene):
     """DEL and RENAME are not announced under Kz."""
     with scene.watching(sweep_s=0.2):
         one = scene.burst(1, prefix="one")
-        scene.events.told((one[0], "failed"))
+        scene.events.expect((one[0], "failed"))
         scene.redis.delete("rq:failed:digits")
         scene.redis.zadd("elsewhere", {"burst-00000": 9e9})
         scene.redis.rename("elsewhere", "rq:failed:digits")
-        scene.events.told((one[0], "failed"), ("burst-00000", "failed"))
+        scene.events.expect((one[0], "failed"), ("burst-00000", "failed"))
 
 
 def test_a_failure_costs_four_commands_and_a_cancellation_five(scene: Scene):
@@ -192,7 +192,7 @@ def test_a_failure_costs_four_commands_and_a_cancellation_five(scene: Scene):
     with scene.watching():
         monitor = Monitor(scene)
         scene.burst(1)
-        scene.events.told(("burst-00000", "failed"))
+        scene.events.expect(("burst-00000", "failed"))
         assert [words[0] for words in monitor.of("ZRANGE", "HMGET", "XREVRANGE", "PUBLISH", "ZCARD", "TIME")] == [
             "ZRANGE",
             "HMGET",
@@ -201,7 +201,7 @@ def test_a_failure_costs_four_commands_and_a_cancellation_five(scene: Scene):
         ]
         monitor.commands.clear()
         queued.cancel()
-        scene.events.told(("burst-00000", "failed"), (queued.id, "canceled"))
+        scene.events.expect(("burst-00000", "failed"), (queued.id, "canceled"))
         read = monitor.of("ZRANGE", "HMGET", "XREVRANGE", "PUBLISH", "ZCARD", "TIME")
         mine = [words for words in read if words[-1] != "status"]  # RQ asks for that itself
         assert len(mine) == 5

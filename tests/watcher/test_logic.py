@@ -27,7 +27,7 @@ from headway.watcher.logic import (
     stuck_after,
     summary,
 )
-from headway.watcher.ports import JobRecord, ResultRecord
+from headway.watcher.ports import ResultRecord, RqJobRecord
 from headway.watcher.publisher import event_id
 from tests.watcher.fakes import FakeRedis
 
@@ -53,8 +53,8 @@ def result(
     return ResultRecord(result_id, outcome, execution, "w1", "began", "ended", stored(text))  # type: ignore[arg-type]  # just asserted
 
 
-def job(*results: ResultRecord, status: str = "failed", exists: bool = True, running: str = "") -> JobRecord:
-    return JobRecord("j", exists=exists, status=status, created_at="then", running=running, results=results)
+def job(*results: ResultRecord, status: str = "failed", exists: bool = True, running: str = "") -> RqJobRecord:
+    return RqJobRecord("j", exists=exists, status=status, created_at="then", running=running, results=results)
 
 
 @pytest.mark.parametrize("flags", ["zK", "AK", "AKE", "Kz"])
@@ -156,13 +156,13 @@ def test_stream_ids_compare_by_number():
     [
         (job(result(outcome="successful"), status="finished"), False, "finished"),
         (job(result(outcome="retried"), status="queued"), False, "retried"),
-        (job(result()), False, "told"),
+        (job(result()), False, "reported"),
         (job(result(execution="another"), status="started", running="x"), True, "open"),
         (job(status="started", running="another"), False, "retried"),
         (job(status="started"), False, "open"),
         (job(exists=False), False, "gone"),
-        (job(), False, "told"),
-        (job(status="stopped"), False, "told"),
+        (job(), False, "reported"),
+        (job(status="stopped"), False, "reported"),
         (job(status="canceled"), True, "open"),
         (job(status="canceled"), False, "lost"),
         (job(status="finished"), False, "finished"),

@@ -16,13 +16,13 @@ from headway.errors import ConfigError, InvalidInput, ServerRefused, Unavailable
 from headway.watcher import notify
 from headway.watcher.logic import pattern
 from headway.watcher.notify import preflight, probe
-from headway.watcher.ports import ExecutionRecord, JobRecord, Message, ResultRecord
+from headway.watcher.ports import ExecutionRecord, Message, ResultRecord, RqJobRecord
 from tests.watcher.fakes import FakePubSub, FakeRedis, Stand, settings
 
 NOW = 1_000_000.0
 
 
-def told(stand: Stand) -> list[tuple[str, str]]:
+def delivered(stand: Stand) -> list[tuple[str, str]]:
     events: list[dict[str, Any]] = [json.loads(body) for body in stand.redis.published]
     return [(event["job"], event["data"]["kind"]) for event in events]
 
@@ -32,7 +32,7 @@ def run(redis: FakeRedis, member: str, *, since: float = 0.0, lease: float = 1e6
     job_id, execution_id = member.split(":")
     redis.zsets["W"][member] = NOW + lease
     redis.runs[member] = ExecutionRecord(exists=True, created_at=NOW + since, worker="w", timeout=timeout)
-    redis.records[job_id] = JobRecord(job_id, exists=True, status="started", created_at="then", running=execution_id)
+    redis.records[job_id] = RqJobRecord(job_id, exists=True, status="started", created_at="then", running=execution_id)
 
 
 def end(redis: FakeRedis, member: str, outcome: Any = None, status: str = "finished") -> None:
@@ -55,7 +55,7 @@ def test_an_announced_failure_is_published_once_however_often_it_is_announced():
     for _ in range(5):
         stand.redis.announce("F")
         stand.watcher.tick()
-    assert told(stand) == [("a", "failed")]
+    assert delivered(stand) == [("a", "failed")]
 
 
 @pytest.mark.req("S4-25")
@@ -75,7 +75,7 @@ def test_a_flood_without_an_end_does_not_keep_it_from_looking(monkeypatch):
     for _ in range(25):
         stand.redis.announce("F")
     stand.watcher.tick()
-    assert told(stand) == [("a", "failed")]
+    assert delivered(stand) == [("a", "failed")]
     assert len(stand.link.inbox) == 15
 
 
@@ -102,7 +102,7 @@ def test_events_of_one_look_come_in_the_order_in_which_they_happened():
         stand.redis.fail(job_id, f"{number + 1}000-0", score=100 + number)
     stand.redis.announce("F")
     stand.watcher.tick()
-    assert [job for job, _ in told(stand)] == list("dbeac")
+    assert [job for job, _ in delivered(stand)] == list("dbeac")
 
 
 def test_a_failure_in_the_middle_of_a_large_registry_is_found_because_the_size_does_not_add_up():
@@ -114,7 +114,7 @@ def test_a_failure_in_the_middle_of_a_large_registry_is_found_because_the_size_d
     stand.redis.fail("middle", "50-0", score=450)
     stand.redis.announce("F")
     stand.pass_time(20)
-    assert told(stand)[9:] == [("middle", "failed")]
+    assert delivered(stand)[9:] == [("middle", "failed")]
 
 
 @pytest.mark.req("S4-07")
@@ -128,7 +128,7 @@ def test_a_failure_kept_for_ever_is_found_at_the_lowest_end_without_going_throug
     stand.redis.fail("forever", "50-0", score=-1)
     stand.redis.announce("F")
     stand.watcher.tick()
-    assert told(stand)[20:] == [("forever", "failed")]
+    assert delivered(stand)[20:] == [("forever", "failed")]
     assert stand.redis.calls == ["zrevrangebyscore", "zrange", "jobs", "publish", "zcard"]
 
 
@@ -160,7 +160,7 @@ def test_a_doubt_lasts_until_the_whole_registry_was_gone_through():
     stand.redis.fail("d", "9-0", score=103)  # put back within the same second, so with the same score
     stand.redis.fail("new", "8-0", score=50)
     stand.restart()
-    assert sorted(told(stand)) == [(job_id, "failed") for job_id in ("a", "b", "c", "d", "d", "new")]
+    assert sorted(delivered(stand)) == [(job_id, "failed") for job_id in ("a", "b", "c", "d", "d", "new")]
 
 
 def test_an_old_entry_is_not_looked_up_again_when_another_is_removed():
@@ -195,23 +195,26 @@ def test_a_large_registry_in_turmoil_is_not_walked_over_and_over():
         stand.watcher.tick()
     assert stand.redis.calls.count("zrange") < 60 + 3 * 6  # 50 times the lowest window, and a few walks
     stand.pass_time(5)
-    assert len(told(stand)) == 10
+    assert len(delivered(stand)) == 10
 
 
 def test_a_job_without_a_result_is_told_by_what_is_left_of_it_once():
     stand = Stand().open()
     redis = stand.redis
-    redis.records["a"] = JobRecord("a", exists=True, status="stopped", created_at="then", ended_at="at noon")
+    redis.records["a"] = RqJobRecord("a", exists=True, status="stopped", created_at="then", ended_at="at noon")
     redis.zsets["F"] = {"a": 1.0, "b": 2.0}
     for score in (1.0, 5.0):
         redis.zsets["F"]["a"] = score
         redis.announce("F")
         stand.watcher.tick()
-    assert told(stand) == [("b", "failed"), ("a", "stopped")] or told(stand) == [("a", "stopped"), ("b", "failed")]
+    assert delivered(stand) == [("b", "failed"), ("a", "stopped")] or delivered(stand) == [
+        ("a", "stopped"),
+        ("b", "failed"),
+    ]
     redis.zsets["F"]["b"] = 7.0  # nothing is left to compare but the score
     redis.announce("F")
     stand.watcher.tick()
-    assert told(stand)[2:] == [("b", "failed")]
+    assert delivered(stand)[2:] == [("b", "failed")]
 
 
 def test_a_doubtful_entry_with_nothing_new_is_not_told_again():
@@ -229,7 +232,7 @@ def test_a_doubtful_entry_with_nothing_new_is_not_told_again():
     stand.redis.zsets["F"]["a"] = -2
     stand.redis.announce("F")
     stand.watcher.tick()
-    assert sorted(told(stand)) == [("a", "failed"), ("b", "failed"), ("c", "canceled")]
+    assert sorted(delivered(stand)) == [("a", "failed"), ("b", "failed"), ("c", "canceled")]
 
 
 # ---- cancellations ---------------------------------------------------------------------------------------------------
@@ -238,14 +241,14 @@ def test_a_doubtful_entry_with_nothing_new_is_not_told_again():
 def test_a_job_canceled_put_back_and_canceled_again_is_told_again():
     stand = Stand().open()
     for enqueued in ("first", "second"):
-        stand.redis.records["a"] = JobRecord(
+        stand.redis.records["a"] = RqJobRecord(
             "a", exists=True, created_at="then", enqueued_at=enqueued, status="canceled"
         )
         stand.redis.zsets["C"]["a"] = NOW
         stand.redis.announce("C", "zrem")
         stand.redis.announce("C")
         stand.watcher.tick()
-    assert told(stand) == [("a", "canceled")] * 2
+    assert delivered(stand) == [("a", "canceled")] * 2
 
 
 def test_a_job_canceled_while_it_was_stuck_names_the_earlier_event():
@@ -270,7 +273,7 @@ def test_a_canceled_job_whose_worker_died_is_told_as_lost():
     stand.watcher.tick()
     end(stand.redis, "a:x", status="canceled")
     stand.pass_time(1)
-    assert told(stand) == [("a", "canceled"), ("a", "lost")]
+    assert delivered(stand) == [("a", "canceled"), ("a", "lost")]
 
 
 def test_a_job_canceled_and_finished_before_anybody_looked_is_told_as_both():
@@ -280,7 +283,7 @@ def test_a_job_canceled_and_finished_before_anybody_looked_is_told_as_both():
     stand.redis.zsets["C"]["a"] = NOW
     stand.redis.announce("C")
     stand.pass_time(1)
-    assert told(stand) == [("a", "canceled"), ("a", "finished")]
+    assert delivered(stand) == [("a", "canceled"), ("a", "finished")]
 
 
 def test_a_job_that_fails_while_its_outcome_is_looked_up_is_not_taken_for_lost(monkeypatch):
@@ -295,7 +298,7 @@ def test_a_job_that_fails_while_its_outcome_is_looked_up_is_not_taken_for_lost(m
         end(stand.redis, "a:x", "failed", "failed")
         stand.redis.zsets["F"]["a"] = 9e9
 
-    def jobs_and_then(job_ids: Sequence[str], *, running: bool) -> list[JobRecord]:
+    def jobs_and_then(job_ids: Sequence[str], *, running: bool) -> list[RqJobRecord]:
         answer = jobs(job_ids, running=running)
         fail_now()
         return answer
@@ -313,7 +316,7 @@ def test_a_job_that_fails_while_its_outcome_is_looked_up_is_not_taken_for_lost(m
     stand.redis.on_publish = once_it_is_told
     stand.redis.announce("C")
     stand.pass_time(2)
-    assert told(stand) == [("a", "canceled"), ("a", "failed")]
+    assert delivered(stand) == [("a", "canceled"), ("a", "failed")]
 
 
 # ---- stuck and lost --------------------------------------------------------------------------------------------------
@@ -325,13 +328,13 @@ def test_a_job_past_its_time_that_is_still_there_is_told_as_stuck_once():
     run(stand.redis, "a:x")
     stand.redis.announce("W")
     stand.pass_time(90)
-    assert told(stand) == []
+    assert delivered(stand) == []
     stand.pass_time(20)
-    assert told(stand) == [("a", "stuck")]
+    assert delivered(stand) == [("a", "stuck")]
     stand.pass_time(200)
     stand.restart()
     stand.pass_time(200)
-    assert told(stand) == [("a", "stuck")]
+    assert delivered(stand) == [("a", "stuck")]
 
 
 @pytest.mark.req("S4-10", "S4-25")
@@ -346,7 +349,7 @@ def test_a_job_that_left_in_time_is_forgotten():
     stand.pass_time(20)
     assert stand.watcher.started["digits"].running == {}
     stand.pass_time(200)
-    assert told(stand) == []
+    assert delivered(stand) == []
 
 
 @pytest.mark.req("S4-11")
@@ -359,7 +362,7 @@ def test_a_job_that_left_unannounced_is_found_missing_when_its_time_is_up():
     stand.pass_time(100)
     assert stand.redis.calls.count("zrank") == 1
     assert stand.watcher.started["digits"].running == {}
-    assert told(stand) == []
+    assert delivered(stand) == []
 
 
 def test_heartbeats_move_the_lease_and_not_the_start():
@@ -371,7 +374,7 @@ def test_heartbeats_move_the_lease_and_not_the_start():
         stand.redis.zsets["W"]["a:x"] = NOW + 30 * beat + 90
     (running,) = stand.watcher.started["digits"].running.values()
     assert running.created_at == NOW
-    assert told(stand) == []
+    assert delivered(stand) == []
     assert stand.redis.calls.count("zscore") < 10  # it is asked after once per lease, not once per heartbeat
 
 
@@ -380,11 +383,11 @@ def test_a_lapsed_lease_is_told_as_lost_once_and_never_as_stuck():
     run(stand.redis, "a:x", lease=60)
     stand.redis.announce("W")
     stand.pass_time(70)
-    assert told(stand) == [("a", "lost")]
+    assert delivered(stand) == [("a", "lost")]
     stand.pass_time(200)
     stand.restart()
     stand.pass_time(200)
-    assert told(stand) == [("a", "lost")]
+    assert delivered(stand) == [("a", "lost")]
 
 
 def test_the_lease_may_be_given_more_time():
@@ -392,9 +395,9 @@ def test_the_lease_may_be_given_more_time():
     run(stand.redis, "a:x", lease=60)
     stand.redis.announce("W")
     stand.pass_time(70)
-    assert told(stand) == []
+    assert delivered(stand) == []
     stand.pass_time(10)
-    assert told(stand) == [("a", "lost")]
+    assert delivered(stand) == [("a", "lost")]
 
 
 def test_a_lapsed_lease_whose_entry_is_gone_is_nothing_to_tell():
@@ -405,7 +408,7 @@ def test_a_lapsed_lease_whose_entry_is_gone_is_nothing_to_tell():
     del stand.redis.zsets["W"]["a:x"]
     stand.pass_time(60)
     assert stand.watcher.started["digits"].running == {}
-    assert told(stand) == []
+    assert delivered(stand) == []
 
 
 def test_a_stuck_job_whose_worker_dies_is_told_as_lost_with_the_earlier_event_named():
@@ -424,9 +427,9 @@ def test_an_execution_without_a_record_counts_from_when_it_was_first_seen():
     del stand.redis.runs["a:x"]
     stand.redis.announce("W")
     stand.pass_time(90)
-    assert told(stand) == []
+    assert delivered(stand) == []
     stand.pass_time(60)
-    assert told(stand) == [("a", "stuck")]
+    assert delivered(stand) == [("a", "stuck")]
 
 
 def test_a_started_registry_larger_than_a_window_is_read_to_its_end():
@@ -460,7 +463,7 @@ def stuck() -> Stand:
     run(stand.redis, "a:x", since=-200)
     stand.redis.announce("W")
     stand.pass_time(30)
-    assert told(stand) == [("a", "stuck")]
+    assert delivered(stand) == [("a", "stuck")]
     return stand
 
 
@@ -469,11 +472,11 @@ def test_an_awaited_outcome_is_listened_for_and_no_longer_once_it_is_told():
     assert stand.link.patterns == [pattern(0, key) for key in ("F", "C", "W", "X:a")]
     end(stand.redis, "a:x", "successful")
     stand.pass_time(1)
-    assert told(stand)[1:] == [("a", "finished")]
+    assert delivered(stand)[1:] == [("a", "finished")]
     assert stand.link.patterns == [pattern(0, key) for key in ("F", "C", "W")]
     stand.redis.announce("X:a", "zrem")  # still under way when we unsubscribed
     stand.pass_time(1)
-    assert len(told(stand)) == 2
+    assert len(delivered(stand)) == 2
 
 
 def test_an_outcome_that_came_just_before_it_was_listened_for_is_told_all_the_same():
@@ -488,7 +491,7 @@ def test_an_outcome_that_came_just_before_it_was_listened_for_is_told_all_the_sa
     stand.redis.on_publish = end_unheard
     stand.redis.announce("W")
     stand.pass_time(30)
-    assert told(stand) == [("a", "stuck"), ("a", "finished")]
+    assert delivered(stand) == [("a", "stuck"), ("a", "finished")]
 
 
 def test_a_heartbeat_of_an_awaited_job_is_no_reason_to_look():
@@ -513,7 +516,7 @@ def test_however_an_awaited_job_ends_it_is_told(outcome, status, kind):
     stand = stuck()
     end(stand.redis, "a:x", outcome, status)
     stand.pass_time(1)
-    assert told(stand)[1:] == [("a", kind)]
+    assert delivered(stand)[1:] == [("a", kind)]
 
 
 def test_an_awaited_job_that_fails_is_told_by_the_failed_registry_even_if_that_is_announced_later():
@@ -549,7 +552,7 @@ def test_an_outcome_that_came_while_nobody_watched_is_told_at_the_start():
     stand.watcher.close()
     end(stand.redis, "a:x", "successful")
     stand.restart()
-    assert told(stand)[1:] == [("a", "finished")]
+    assert delivered(stand)[1:] == [("a", "finished")]
 
 
 def test_an_outcome_nobody_announced_is_found_by_the_sweep():
@@ -557,7 +560,7 @@ def test_an_outcome_nobody_announced_is_found_by_the_sweep():
     end(stand.redis, "a:x", "successful")
     stand.link.inbox.clear()
     stand.pass_time(700)
-    assert told(stand)[1:] == [("a", "finished")]
+    assert delivered(stand)[1:] == [("a", "finished")]
 
 
 def test_a_lost_job_that_is_canceled_afterwards_was_lost_once():
@@ -567,7 +570,7 @@ def test_a_lost_job_that_is_canceled_afterwards_was_lost_once():
     stand.pass_time(70)
     end(stand.redis, "a:x", status="canceled")
     stand.pass_time(1)
-    assert told(stand) == [("a", "lost")]
+    assert delivered(stand) == [("a", "lost")]
     assert stand.store("digits@0").follows() == []
 
 
@@ -585,7 +588,7 @@ def test_a_sweep_of_a_large_registry_costs_one_command_unless_its_size_changed()
     assert stand.redis.calls == ["zcard", "zrevrangebyscore", "zrevrangebyscore"]  # failed, canceled, started
     stand.redis.fail("middle", "9-0", score=2.5)
     stand.pass_time(600)
-    assert told(stand)[5:] == [("middle", "failed")]
+    assert delivered(stand)[5:] == [("middle", "failed")]
 
 
 def test_once_a_day_what_left_its_registry_a_day_ago_is_forgotten():
@@ -599,7 +602,7 @@ def test_once_a_day_what_left_its_registry_a_day_ago_is_forgotten():
         stand.redis.clock[0] += 90_000
         stand.pass_time(1)
     assert list(stand.store("digits@0").look("failed", ["a", "b"])) == ["b"]
-    assert len(told(stand)) == 2
+    assert len(delivered(stand)) == 2
 
 
 # ---- the link --------------------------------------------------------------------------------------------------------
@@ -674,7 +677,7 @@ def test_run_ends_when_it_is_told_to_and_closes_what_it_opened():
     stand.watcher.run(stop)
     assert stand.link.closed
     assert stand.redis.closed
-    assert told(stand) == [("a", "failed")]
+    assert delivered(stand) == [("a", "failed")]
 
 
 def test_closing_it_before_it_was_opened_is_fine():

@@ -144,7 +144,7 @@ def test_the_command_watches_until_it_is_told_to_stop(scene: Scene, tmp_path, st
     )
     eventually(lambda: scene.redis.pubsub_numpat() == 3 or watcher.poll() is not None, 30)
     scene.burst(1)
-    scene.events.told(("burst-00000", "failed"))
+    scene.events.expect(("burst-00000", "failed"))
     watcher.send_signal(signal.SIGTERM)
     _, errors = watcher.communicate(timeout=10)
     assert watcher.returncode == 0

@@ -127,7 +127,7 @@ def test_a_link_whose_bytes_vanish_ends_the_watcher_and_the_next_one_catches_up(
     assert isinstance(watching.ended(), Unavailable)
     assert scene.events.hear() == []
     with scene.watching():
-        scene.events.told(("burst-00000", "failed"))
+        scene.events.expect(("burst-00000", "failed"))
 
 
 def test_an_event_whose_publishing_was_not_confirmed_is_told_again_under_its_id(scene: Scene, tcp_proxy):
@@ -137,7 +137,7 @@ def test_an_event_whose_publishing_was_not_confirmed_is_told_again_under_its_id(
     scene.burst(1)
     assert isinstance(watching.ended(), Unavailable)
     with scene.watching():
-        scene.events.told(("burst-00000", "failed"), ("burst-00000", "failed"))
+        scene.events.expect(("burst-00000", "failed"), ("burst-00000", "failed"))
     assert len({event["id"] for event in scene.events.all}) == 1
 
 
@@ -146,7 +146,7 @@ def test_a_slow_link_is_only_slow(scene: Scene, tcp_proxy):
     proxy.delay(0.05)
     with scene.watching(redis_url=f"redis://127.0.0.1:{proxy.port}/0"):
         ids = scene.burst(100)
-        scene.events.told(*[(job_id, "failed") for job_id in ids])
+        scene.events.expect(*[(job_id, "failed") for job_id in ids])
 
 
 def test_a_setting_lost_while_watching_is_found_by_the_sweep_which_tells_first_what_it_found(scene: Scene):
@@ -154,7 +154,7 @@ def test_a_setting_lost_while_watching_is_found_by_the_sweep_which_tells_first_w
     scene.redis.config_set("notify-keyspace-events", "")
     scene.burst(1)
     assert isinstance(watching.ended(), ConfigError)
-    scene.events.told(("burst-00000", "failed"))
+    scene.events.expect(("burst-00000", "failed"))
 
 
 @pytest.mark.req("S4-32")
@@ -163,7 +163,7 @@ def test_another_database_than_0_has_another_prefix(scene: Scene, tmp_path):
     with other.watching():
         scene.burst(1, prefix="elsewhere")
         other.burst(1)
-        other.events.told(("burst-00000", "failed"))
+        other.events.expect(("burst-00000", "failed"))
 
 
 @pytest.mark.req("S4-35")
@@ -175,7 +175,7 @@ def test_a_queue_is_never_mistaken_for_another(scene: Scene, tmp_path, name, nei
         before = scene.commands()
         other.burst(1, prefix="other")
         scene.burst(1)
-        scene.events.told(("burst-00000", "failed"))
+        scene.events.expect(("burst-00000", "failed"))
         assert scene.commands()["PUBLISH"] == before.get("PUBLISH", 0) + 1
 
 
@@ -184,7 +184,7 @@ def test_one_watcher_can_watch_several_queues(scene: Scene, tmp_path):
     with scene.watching(queues=("digits", "letters")) as watching:
         scene.burst(1, prefix="d")
         other.burst(1, prefix="l")
-        events = scene.events.told(("d-00000", "failed"), ("l-00000", "failed"))
+        events = scene.events.expect(("d-00000", "failed"), ("l-00000", "failed"))
         assert set(watching.watcher.started) == {"digits", "letters"}
     assert [event["data"]["queue"] for event in events] == ["digits", "letters"]
 

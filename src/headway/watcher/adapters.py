@@ -17,9 +17,7 @@ from headway.errors import MissingExtra, ServerRefused, Unavailable
 from headway.telemetry import redact
 from headway.watcher.logic import moment, split_member
 from headway.watcher.ports import (
-    Change,
     ExecutionRecord,
-    JobRecord,
     Member,
     Message,
     MessageKind,
@@ -28,8 +26,10 @@ from headway.watcher.ports import (
     RedisHashes,
     RedisProto,
     ResultRecord,
+    RqJobRecord,
     RqProto,
     WatcherPorts,
+    Write,
 )
 
 try:
@@ -209,7 +209,7 @@ class RedisAdapter(RedisProto, RedisHashes):
     def unlink(self, key: str) -> None:
         self._command("UNLINK", key)
 
-    def jobs(self, job_ids: Sequence[str], *, running: bool) -> list[JobRecord]:
+    def jobs(self, job_ids: Sequence[str], *, running: bool) -> list[RqJobRecord]:
         commands: list[tuple[Word, ...]] = []
         for job_id in job_ids:
             commands.append(("HMGET", Job.key_for(job_id), *_JOB_FIELDS))
@@ -267,7 +267,7 @@ class RedisAdapter(RedisProto, RedisHashes):
             for member in _items(self._command("ZRANGE", key, "-inf", f"({before!r}", "BYSCORE", "LIMIT", 0, count))
         ]
 
-    def together(self, changes: Sequence[Change]) -> None:
+    def together(self, changes: Sequence[Write]) -> None:
         if changes:
             self._commands([("MULTI",), *changes, ("EXEC",)])
 
@@ -275,11 +275,11 @@ class RedisAdapter(RedisProto, RedisHashes):
         self._client.close()
 
     def _command(self, *words: Word) -> object:
-        with _translated(self._name, str(words[0])):
+        with _translating(self._name, str(words[0])):
             return self._client.execute_command(*words)
 
     def _commands(self, commands: Sequence[tuple[Word, ...]]) -> list[object]:
-        with _translated(self._name, str(commands[0][0])):
+        with _translating(self._name, str(commands[0][0])):
             pipe = self._client.pipeline(transaction=False)
             for words in commands:
                 pipe.execute_command(*words)
@@ -292,15 +292,15 @@ class PubSubAdapter(PubSubProto):
         self._name = name
 
     def psubscribe(self, *patterns: str) -> None:
-        with _translated(self._name, "PSUBSCRIBE"):
+        with _translating(self._name, "PSUBSCRIBE"):
             self._pubsub.psubscribe(*patterns)
 
     def punsubscribe(self, *patterns: str) -> None:
-        with _translated(self._name, "PUNSUBSCRIBE"):
+        with _translating(self._name, "PUNSUBSCRIBE"):
             self._pubsub.punsubscribe(*patterns)
 
     def get_message(self, timeout: float) -> Message | None:
-        with _translated(self._name, "PSUBSCRIBE"):
+        with _translating(self._name, "PSUBSCRIBE"):
             # The wait is for a message to begin. Given to get_message, newer releases of redis-py would also allow
             # no more than that for the rest of it, and take a message that is half here for a dead link.
             if not self._pubsub.connection.can_read(timeout):
@@ -316,7 +316,7 @@ class PubSubAdapter(PubSubProto):
         return Message(kind, "" if kind == "pong" else _text(found["channel"]))
 
     def ping(self) -> None:
-        with _translated(self._name, "PING"):
+        with _translating(self._name, "PING"):
             self._pubsub.ping("headway")
 
     def close(self) -> None:
@@ -324,7 +324,7 @@ class PubSubAdapter(PubSubProto):
 
 
 @contextmanager
-def _translated(name: str, command: str) -> Iterator[None]:
+def _translating(name: str, command: str) -> Iterator[None]:
     try:
         yield
     except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
@@ -368,12 +368,12 @@ def _members(reply: object) -> list[Member]:
     return [(_text(member), _number(score)) for member, score in zip(flat[0::2], flat[1::2], strict=True)]
 
 
-def _job(job_id: str, fields: object, results: object, executions: object = None) -> JobRecord:
+def _job(job_id: str, fields: object, results: object, executions: object = None) -> RqJobRecord:
     status, created_at, enqueued_at, started_at, ended_at, worker, data = (
         value if isinstance(value, bytes) else b"" for value in _items(fields)
     )
     running = [] if executions is None else _items(executions)
-    return JobRecord(
+    return RqJobRecord(
         job_id=job_id,
         exists=bool(created_at),  # a late heartbeat may leave a hash with nothing but itself in it
         status=_text(status),

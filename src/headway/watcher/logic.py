@@ -14,7 +14,7 @@ from typing import Literal
 
 from headway.events import Json
 from headway.telemetry import redact
-from headway.watcher.ports import JobRecord, ResultRecord
+from headway.watcher.ports import ResultRecord, RqJobRecord
 
 #: failed: its code raised, or RQ ended it at its timeout. killed: the process that ran it died (a signal, memory).
 #: lost: the worker is gone, its lease on the execution lapsed. stuck: runs longer than it may. canceled and stopped:
@@ -93,7 +93,7 @@ def result_order(result_id: str) -> tuple[int, int]:
     return (int(milliseconds), int(number)) if milliseconds.isdigit() and number.isdigit() else (0, 0)
 
 
-def fresh_failures(record: JobRecord, seen: str | None, baseline: float) -> list[ResultRecord]:
+def fresh_failures(record: RqJobRecord, seen: str | None, baseline: float) -> list[ResultRecord]:
     """The failed executions that were not reported yet, oldest first.
 
     Of a job met for the first time those since ``baseline`` (when the watcher first ran, seconds) count, and its
@@ -108,7 +108,7 @@ def fresh_failures(record: JobRecord, seen: str | None, baseline: float) -> list
     return fresh[::-1]
 
 
-def failure(record: JobRecord, result: ResultRecord) -> Report:
+def failure(record: RqJobRecord, result: ResultRecord) -> Report:
     text = exception_text(result.exception)
     kind, error_kind = _kind(text, stopped=record.status == "stopped" and result is record.results[0])
     error_type, message = summary(text)
@@ -130,7 +130,7 @@ def failure(record: JobRecord, result: ResultRecord) -> Report:
     )
 
 
-def failure_without_result(record: JobRecord, identity: str, now: float) -> Report:
+def failure_without_result(record: RqJobRecord, identity: str, now: float) -> Report:
     """A job in the failed registry of which RQ kept no result (``failure_ttl=0``, or deleted meanwhile)."""
     return Report(
         job_id=record.job_id,
@@ -147,7 +147,7 @@ def failure_without_result(record: JobRecord, identity: str, now: float) -> Repo
     )
 
 
-def cancellation(record: JobRecord, identity: str, score: float, now: float) -> Report:
+def cancellation(record: RqJobRecord, identity: str, score: float, now: float) -> Report:
     return Report(
         job_id=record.job_id,
         kind="canceled",
@@ -165,20 +165,20 @@ def cancellation(record: JobRecord, identity: str, score: float, now: float) -> 
     )
 
 
-def overrun(record: JobRecord, execution_id: str, created_at: float, limit: float, now: float) -> Report:
+def overrun(record: RqJobRecord, execution_id: str, created_at: float, limit: float, now: float) -> Report:
     """It runs longer than it may and is still in the started registry."""
     message = f"Job has been running for {now - created_at:.0f} s, more than the {limit:.0f} s it may take"
     return _unfinished(record, "stuck", message, execution_id=execution_id, created_at=created_at, now=now)
 
 
-def loss(record: JobRecord, execution_id: str, created_at: float, now: float) -> Report:
+def loss(record: RqJobRecord, execution_id: str, created_at: float, now: float) -> Report:
     """The lease on the execution lapsed: no worker has given a sign of life for it."""
     message = "Worker lost: the lease on the execution lapsed without a heartbeat"
     return _unfinished(record, "lost", message, execution_id=execution_id, created_at=created_at, now=now)
 
 
 def _unfinished(
-    record: JobRecord, kind: Kind, message: str, *, execution_id: str, created_at: float, now: float
+    record: RqJobRecord, kind: Kind, message: str, *, execution_id: str, created_at: float, now: float
 ) -> Report:
     return Report(
         job_id=record.job_id,
@@ -196,7 +196,7 @@ def _unfinished(
     )
 
 
-def sequel(record: JobRecord, execution_id: str, kind: Kind, *, earlier: str, event: str, now: float) -> Report:
+def sequel(record: RqJobRecord, execution_id: str, kind: Kind, *, earlier: str, event: str, now: float) -> Report:
     """What became of an execution that was told of as ``earlier`` by ``event``."""
     words = {
         "finished": "Job finished",
@@ -242,24 +242,24 @@ def abandoned(text: str) -> bool:
 
 
 def outcome(
-    record: JobRecord, execution_id: str, *, execution_exists: bool
-) -> Literal["open", "told", "finished", "retried", "gone", "lost"]:
+    record: RqJobRecord, execution_id: str, *, execution_exists: bool
+) -> Literal["open", "reported", "finished", "retried", "gone", "lost"]:
     """What became of an execution that was reported canceled, stuck or lost.
 
-    ``open``: not decided yet. ``told``: a registry tells it. ``lost``: it ended without leaving a word.
+    ``open``: not decided yet. ``reported``: a registry tells it. ``lost``: it ended without leaving a word.
     """
     for result in record.results:
         if result.execution_id == execution_id:
-            answers: Mapping[str, Literal["finished", "told", "retried"]] = {
+            answers: Mapping[str, Literal["finished", "reported", "retried"]] = {
                 "successful": "finished",
-                "failed": "told",
+                "failed": "reported",
                 "retried": "retried",
             }
             return answers[result.outcome]
     if not record.exists:
         return "gone"
     if record.status in ("failed", "stopped"):
-        return "told"
+        return "reported"
     if record.status == "canceled":
         return "open" if execution_exists else "lost"
     if record.status == "started" and record.running in ("", execution_id):

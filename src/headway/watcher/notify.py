@@ -19,7 +19,7 @@ from headway.watcher.executions import Follower, StartedView
 from headway.watcher.logic import ADDITIONS, channel, notifies, pattern, split_member
 from headway.watcher.ports import Message, PubSubProto, RedisProto, WatcherPorts
 from headway.watcher.publisher import EventForm, Publisher
-from headway.watcher.registry import Desk, RegistryView, judge_canceled, judge_failed
+from headway.watcher.registry import QueueContext, RegistryView, judge_canceled, judge_failed
 from headway.watcher.store import ProcessedStore
 
 log = Log("watcher")
@@ -86,12 +86,14 @@ OpenStore = Callable[[str], ProcessedStore]
 class QueueWatch:
     """The three registries of one queue and the executions whose outcome is awaited."""
 
-    def __init__(self, desk: Desk, failed: RegistryView, canceled: RegistryView, started: StartedView) -> None:
-        self.desk = desk
+    def __init__(
+        self, context: QueueContext, failed: RegistryView, canceled: RegistryView, started: StartedView
+    ) -> None:
+        self.context = context
         self.failed = failed
         self.canceled = canceled
         self.started = started
-        self._follower = Follower(desk, failed)
+        self._follower = Follower(context, failed)
         self._ended: set[str] = set()
 
     def catch_up(self) -> None:
@@ -99,12 +101,12 @@ class QueueWatch:
             view.walk()
         self.started.diff()
         self.started.forget()
-        self._follower.resolve(list(self.desk.follows))
+        self._follower.resolve(list(self.context.follows))
         self.started.check()
 
     def ended(self, job_id: str) -> None:
         """An execution of this job ended; if it is one we follow, its outcome can be had now."""
-        self._ended |= {member for member in self.desk.follows if split_member(member)[0] == job_id}
+        self._ended |= {member for member in self.context.follows if split_member(member)[0] == job_id}
 
     @property
     def due(self) -> float | None:
@@ -115,7 +117,7 @@ class QueueWatch:
         return min((moment for moment in times if moment is not None), default=None)
 
     def work(self) -> None:
-        now = self.desk.now()
+        now = self.context.now()
         for view in (self.failed, self.canceled):
             if view.pending:
                 view.diff()
@@ -134,7 +136,7 @@ class QueueWatch:
         self.canceled.sweep()
         self.started.diff()
         self.started.forget()
-        self._follower.resolve(list(self.desk.follows))
+        self._follower.resolve(list(self.context.follows))
         return self.failed.reported + self.canceled.reported > before
 
 
@@ -186,7 +188,7 @@ class NotificationWatcher:
             queue.catch_up()
         self._follow()
         self._swept_at = self._clock()
-        log.info("watching", queue=", ".join(queue.desk.queue for queue in self._queues))
+        log.info("watching", queue=", ".join(queue.context.queue for queue in self._queues))
 
     def tick(self) -> None:
         """Wait for a message, or until something is due, half a second at most; then do what there is to do."""
@@ -207,7 +209,7 @@ class NotificationWatcher:
     @property
     def started(self) -> Mapping[str, StartedView]:
         """By queue, what is known to run."""
-        return {queue.desk.queue: queue.started for queue in self._queues}
+        return {queue.context.queue: queue.started for queue in self._queues}
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
@@ -285,7 +287,7 @@ class NotificationWatcher:
     def _watch(self, queue: str, publisher: Publisher) -> QueueWatch:
         db = self._redis.db
         store = self._open_store(f"{queue}@{db}")
-        desk = Desk(
+        context = QueueContext(
             queue=queue,
             redis=self._redis,
             store=store,
@@ -296,11 +298,11 @@ class NotificationWatcher:
             follows={follow.member: follow for follow in store.follows()},
         )
         keys = self._rq.registries(queue)
-        failed = RegistryView("failed", keys.failed, desk, judge_failed)
-        canceled = RegistryView("canceled", keys.canceled, desk, judge_canceled)
+        failed = RegistryView("failed", keys.failed, context, judge_failed)
+        canceled = RegistryView("canceled", keys.canceled, context, judge_canceled)
         started = StartedView(
             keys.started,
-            desk,
+            context,
             stuck_timeout=self._settings.stuck_job_timeout_s,
             lost_grace=self._settings.lost_grace_s,
             sync=self._sync,
@@ -308,10 +310,10 @@ class NotificationWatcher:
         self._routes[channel(db, keys.failed)] = failed.hint
         self._routes[channel(db, keys.canceled)] = canceled.hint
         self._routes[channel(db, keys.started)] = started.hint
-        return QueueWatch(desk, failed, canceled, started)
+        return QueueWatch(context, failed, canceled, started)
 
     def _keys(self) -> list[str]:
-        keys = [self._rq.registries(queue.desk.queue) for queue in self._queues]
+        keys = [self._rq.registries(queue.context.queue) for queue in self._queues]
         return [key for one in keys for key in (one.failed, one.canceled, one.started)]
 
     def _sweep(self) -> None:
@@ -327,7 +329,7 @@ class NotificationWatcher:
         wanted = {
             (number, split_member(member)[0])
             for number, queue in enumerate(self._queues)
-            for member in queue.desk.follows
+            for member in queue.context.follows
         }
         for _, job_id in sorted(self._following - wanted):
             key = self._rq.executions(job_id)

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 Member = tuple[str, float]
 
 #: HSET key field value | HDEL key field | ZADD key [XX] score member | ZREM key member, as words.
-Change = tuple[str | float, ...]
+Write = tuple[str | float, ...]
 
 MessageKind = Literal["event", "subscribed", "unsubscribed", "pong"]
 
@@ -56,7 +56,7 @@ class ResultRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class JobRecord:
+class RqJobRecord:
     """What is left of a job. When its hash is gone, ``exists`` is False and the rest is empty."""
 
     job_id: str
@@ -138,7 +138,7 @@ class RedisProto(Protocol):
 
     def unlink(self, key: str) -> None: ...
 
-    def jobs(self, job_ids: Sequence[str], *, running: bool) -> list[JobRecord]:
+    def jobs(self, job_ids: Sequence[str], *, running: bool) -> list[RqJobRecord]:
         """What is left of each job, in one round trip, in the order asked. What runs of it costs a command more."""
         ...
 
@@ -172,7 +172,7 @@ class RedisHashes(Protocol):
         """Up to ``count`` members with a score below ``before``."""
         ...
 
-    def together(self, changes: Sequence[Change]) -> None:
+    def together(self, changes: Sequence[Write]) -> None:
         """All of them in one transaction."""
         ...
 

@@ -24,7 +24,7 @@ from headway.watcher.logic import (
     fresh_failures,
     split_member,
 )
-from headway.watcher.ports import JobRecord, Member, RedisProto
+from headway.watcher.ports import Member, RedisProto, RqJobRecord
 from headway.watcher.publisher import Publisher, event_id
 from headway.watcher.store import Follow, ProcessedStore, Registry, Seen
 
@@ -39,7 +39,7 @@ WALK_S = 86_400.0
 
 
 @dataclass(slots=True)
-class Desk:
+class QueueContext:
     """What the views of one queue share: where to look, where to tell, and whose outcome is awaited."""
 
     queue: str
@@ -52,7 +52,7 @@ class Desk:
     baseline: float
     follows: dict[str, Follow] = field(default_factory=dict)
 
-    def tell(
+    def publish(
         self,
         registry: Registry,
         reports: Sequence[Report],
@@ -72,7 +72,7 @@ class Desk:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one entry comes to: how far it is known now, and what is to be told."""
+    """What one entry comes to: how far it is known now, and what is to be reported."""
 
     seen: str
     reports: Sequence[Report] = ()
@@ -80,22 +80,22 @@ class Verdict:
     unfollow: Sequence[str] = ()
 
 
-Judge = Callable[[Desk, JobRecord, float, Seen | None], Verdict]
+Judge = Callable[[QueueContext, RqJobRecord, float, Seen | None], Verdict]
 
 
 class RegistryView:
     """One registry of finished business. `pending` and `walk_at` say what there is to do."""
 
-    def __init__(self, name: Registry, key: str, desk: Desk, judge: Judge) -> None:
+    def __init__(self, name: Registry, key: str, context: QueueContext, judge: Judge) -> None:
         self.name = name
         self._key = key
-        self._desk = desk
+        self._context = context
         self._judge = judge
         self.pending = False
         self.walk_at: float | None = None
         self._removed = False
         self._live = 0
-        self._newest = desk.store.newest(name)
+        self._newest = context.store.newest(name)
         #: Entries looked at between these two moments are doubtful.
         self._doubt_from = inf
         self._doubt_since = 0.0
@@ -115,7 +115,7 @@ class RegistryView:
     def diff(self) -> None:
         """Report what is new. What changes meanwhile hints again, so the next round sees it."""
         self.pending = False
-        size = self._desk.page_size
+        size = self._context.page_size
         first = self._window(0)
         if len(first) < size:  # that was all of it
             self._report(first)
@@ -128,48 +128,48 @@ class RegistryView:
             page = self._window(depth)
         for number in reversed(range(depth)):  # the deepest is the oldest
             self._report(first if depth == 1 else self._window(number))
-        self._report(self._desk.redis.zrange(self._key, 0, size))
-        if self._removed or self._desk.redis.zcard(self._key) != self._live:
+        self._report(self._context.redis.zrange(self._key, 0, size))
+        if self._removed or self._context.redis.zcard(self._key) != self._live:
             # A large registry in turmoil is not walked again at once, but after ten times as long as it took.
-            self.walk_at = max(self._desk.now(), self._walk_not_before)
+            self.walk_at = max(self._context.now(), self._walk_not_before)
 
     def walk(self) -> None:
         """Go through all of it, window by window, from the lowest rank: new entries join behind us."""
-        began, count = self._desk.now(), 0
+        began, count = self._context.now(), 0
         self.walk_at, self._removed = None, False
-        while page := self._desk.redis.zrange(self._key, count, self._desk.page_size):
+        while page := self._context.redis.zrange(self._key, count, self._context.page_size):
             self._report(page)
-            self._desk.store.found(self.name, [member for member, _ in page], began)
+            self._context.store.found(self.name, [member for member, _ in page], began)
             count += len(page)
-            if len(page) < self._desk.page_size:
+            if len(page) < self._context.page_size:
                 break
-        self._desk.store.prune(self.name, began - KEEP_S)
+        self._context.store.prune(self.name, began - KEEP_S)
         self._live, self._walked_at = count, began
         self._doubt_from = inf
-        ended = self._desk.now()
+        ended = self._context.now()
         self._walk_not_before = ended + max(1.0, 10 * (ended - began))
 
     def sweep(self) -> None:
         """The look that no notification asked for: some commands (DEL, RENAME, FLUSHDB) are silent. It costs one
         command when nothing changed."""
-        if self._desk.now() - self._walked_at >= WALK_S:
+        if self._context.now() - self._walked_at >= WALK_S:
             self.walk()
-        elif self._live < self._desk.page_size:
+        elif self._live < self._context.page_size:
             self.diff()
-        elif self._removed or self._desk.redis.zcard(self._key) != self._live:
+        elif self._removed or self._context.redis.zcard(self._key) != self._live:
             self.walk()
 
     def _doubt(self) -> None:
         """From now on, until all of it was gone through."""
         self._doubt_from = min(self._doubt_from, self._newest - DOUBT_S)
-        self._doubt_since = self._desk.now()
+        self._doubt_since = self._context.now()
 
     def _window(self, number: int) -> list[Member]:
-        size = self._desk.page_size
-        return self._desk.redis.zrevrangebyscore(self._key, number * size, size)
+        size = self._context.page_size
+        return self._context.redis.zrevrangebyscore(self._key, number * size, size)
 
     def _unknown(self, page: Sequence[Member]) -> list[tuple[Member, Seen | None]]:
-        known = self._desk.store.look(self.name, [member for member, _ in page])
+        known = self._context.store.look(self.name, [member for member, _ in page])
         return [
             ((member, score), known.get(member))
             for member, score in page
@@ -186,14 +186,14 @@ class RegistryView:
         unknown = self._unknown(page)
         if not unknown:
             return
-        looked_at = self._desk.now()
-        records = self._desk.redis.jobs([member for (member, _), _ in unknown], running=self.name == "canceled")
+        looked_at = self._context.now()
+        records = self._context.redis.jobs([member for (member, _), _ in unknown], running=self.name == "canceled")
         verdicts = [
-            self._judge(self._desk, record, score, seen)
+            self._judge(self._context, record, score, seen)
             for record, ((_, score), seen) in zip(records, unknown, strict=True)
         ]
         reports = [report for verdict in verdicts for report in verdict.reports]
-        self._desk.tell(
+        self._context.publish(
             self.name,
             reports,
             [
@@ -208,49 +208,51 @@ class RegistryView:
         self.reported += len(reports)
 
 
-def judge_failed(desk: Desk, record: JobRecord, score: float, seen: Seen | None) -> Verdict:
-    """Every failed execution since the last one told is told, even if the job failed several times meanwhile."""
-    results = fresh_failures(record, seen.seen if seen else None, desk.baseline)
+def judge_failed(context: QueueContext, record: RqJobRecord, score: float, seen: Seen | None) -> Verdict:
+    """Every failed execution since the last one reported is reported, even if the job failed several times meanwhile."""
+    results = fresh_failures(record, seen.seen if seen else None, context.baseline)
     if not results:
-        return _judge_failed_without_result(desk, record, score, seen)
+        return _judge_failed_without_result(context, record, score, seen)
     reports, unfollow = [], []
     for result in results:
         report = failure(record, result)
-        earlier = _earlier(desk.follows, report)
+        earlier = _earlier(context.follows, report)
         unfollow += [follow.member for follow in earlier]
         if report.kind == "lost" and any(follow.kind == "lost" for follow in earlier):
-            continue  # RQ's clean-up has found out what was told when the lease lapsed
+            continue  # RQ's clean-up has found out what was reported when the lease lapsed
         reports.append(replace(report, follows=earlier[0].event) if earlier else report)
     return Verdict(results[-1].id, reports, unfollow=unfollow)
 
 
-def _judge_failed_without_result(desk: Desk, record: JobRecord, score: float, seen: Seen | None) -> Verdict:
+def _judge_failed_without_result(
+    context: QueueContext, record: RqJobRecord, score: float, seen: Seen | None
+) -> Verdict:
     if seen is not None and (seen.score == score or any(result.outcome == "failed" for result in record.results)):
         return Verdict(seen.seen)  # it was looked at again and there is nothing new
     identity = record.ended_at or f"score {score:.0f}"
     if seen is not None and seen.seen == identity:
         return Verdict(identity)
-    return Verdict(identity, [failure_without_result(record, identity, desk.now())])
+    return Verdict(identity, [failure_without_result(record, identity, context.now())])
 
 
-def judge_canceled(desk: Desk, record: JobRecord, score: float, seen: Seen | None) -> Verdict:
+def judge_canceled(context: QueueContext, record: RqJobRecord, score: float, seen: Seen | None) -> Verdict:
     """A cancellation is one per time the job was put into the queue. If it runs, its outcome is awaited."""
     if record.status == "finished" and record.results and not record.running:
         record = replace(record, running=record.results[0].execution_id)  # it ran, and finished before we looked
     identity = record.enqueued_at or record.created_at or f"score {score:.0f}"
     if seen is not None and (seen.seen == identity or (not record.exists and seen.score == score)):
         return Verdict(seen.seen)
-    report = cancellation(record, identity, score, desk.now())
+    report = cancellation(record, identity, score, context.now())
     if not record.running:
         return Verdict(identity, [report])
     member = f"{record.job_id}:{record.running}"
-    earlier = desk.follows.get(member)
+    earlier = context.follows.get(member)
     report = replace(report, follows=earlier.event) if earlier else report
-    return Verdict(identity, [report], [Follow(member, "canceled", event_id(desk.queue, report))])
+    return Verdict(identity, [report], [Follow(member, "canceled", event_id(context.queue, report))])
 
 
 def _earlier(follows: Mapping[str, Follow], report: Report) -> list[Follow]:
-    """What was told of this execution before. RQ's clean-up knows no execution: then it is the job that counts."""
+    """What was reported of this execution before. RQ's clean-up knows no execution: then it is the job that counts."""
     if report.execution_id:
         follow = follows.get(f"{report.job_id}:{report.execution_id}")
         return [follow] if follow else []

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from headway._sql import Database, Tx, marks
 from headway.errors import StoreCorrupt
-from headway.watcher.ports import Change, RedisHashes
+from headway.watcher.ports import RedisHashes, Write
 
 Registry = Literal["failed", "canceled", "started"]
 
@@ -165,7 +165,7 @@ class RedisProcessedStore:
 
     def mark(self, registry: Registry, rows: Sequence[Seen], follow: Sequence[Follow], unfollow: Sequence[str]) -> None:
         key, followed = f"{self._prefix}:{registry}", f"{self._prefix}:followed"
-        changes: list[Change] = []
+        changes: list[Write] = []
         for row in rows:
             changes.append(("HSET", key, row.member, json.dumps([row.score, row.seen, row.at])))
             changes.append(("ZADD", f"{key}:found", row.at, row.member))
@@ -190,7 +190,7 @@ class RedisProcessedStore:
         return pruned
 
 
-def _forget(key: str, members: Iterable[str]) -> list[Change]:
+def _forget(key: str, members: Iterable[str]) -> list[Write]:
     return [
         change
         for member in members
