@@ -57,6 +57,12 @@ class Listener:
         by_name = {(event["job"], event["data"]["kind"]): event for event in self.all}
         return [by_name[one] for one in wanted]
 
+    def expect_number(self, number: int, timeout: float = 20) -> list[dict[str, Any]]:
+        """Wait until so many were told, and no more."""
+        eventually(lambda: len(self.hear()) >= number, timeout, f"{number} events")
+        assert len(self.hear()) == number, f"told were {self.kinds}"
+        return self.all
+
     @property
     def kinds(self) -> list[tuple[str, str]]:
         return [(event["job"], event["data"]["kind"]) for event in self.all]
@@ -187,6 +193,11 @@ class Scene:
         """How often each command was called so far, by anybody."""
         stats: dict[str, dict[str, int]] = self.redis.info("commandstats")
         return {name.removeprefix("cmdstat_").upper(): entry["calls"] for name, entry in stats.items()}
+
+    def sweeps(self, number: int) -> None:
+        """Wait for so many more sweeps of a watcher; each asks once what was touched."""
+        wanted = self.commands().get("EXEC", 0) + number
+        eventually(lambda: self.commands().get("EXEC", 0) >= wanted, 30, "sweeps")
 
     def hang(self, **options: Any) -> tuple[Job, Path]:
         """A job that runs until the file is made; it does run when this returns."""

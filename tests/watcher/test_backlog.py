@@ -126,8 +126,8 @@ def test_a_started_job_is_asked_after_only_when_its_time_is_up(scene: Scene):
         monitor = Monitor(scene)
         job, _ = scene.hang(job_timeout=-1)
         eventually(lambda: monitor.of("PUBLISH"), 20)
-    asked = monitor.of("ZRANK", "ZSCORE")
-    assert [words[0] for words in asked] == ["ZRANK"]
+    asked = monitor.of("ZRANK", "ZSCORE", "PUBLISH")
+    assert [words[0] for words in asked[:2]] == ["ZRANK", "PUBLISH"]
     assert asked[0][2].startswith(f"{job.id}:")
     scene.events.expect((job.id, "stuck"))
 
@@ -172,8 +172,7 @@ def test_an_idle_watcher_costs_at_most_three_commands_a_minute(scene: Scene, mon
 @pytest.mark.req("S4-22")
 def test_the_sweep_comes_as_often_as_it_is_told_to(scene: Scene):
     with scene.watching(sweep_s=0.05):
-        seen = scene.commands().get("ZRANGE", 0)
-        eventually(lambda: scene.commands()["ZRANGE"] > seen + 9)
+        scene.sweeps(10)
 
 
 def test_silent_changes_are_found_by_the_sweep(scene: Scene):

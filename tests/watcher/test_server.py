@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
-from headway.errors import ConfigError, ServerRefused, Unavailable
+from headway.errors import ConfigError, HeadwayError, InvalidInput, Unavailable
 from headway.watcher import notify
-from headway.watcher.adapters import connect
+from headway.watcher.adapters import PubSubAdapter, checked_url, connect
 from headway.watcher.notify import preflight
+from headway.watcher.runner import main
 from tests.services.waiting import eventually
-from tests.watcher.scene import Scene
+from tests.watcher.scene import CHANNEL, Scene
 
 SUFFICIENT = ["Kz", "AK", "KEA", "g$lshztdxeK", "KzE"]
 INSUFFICIENT = ["", "K", "z", "Ez", "E", "KE", "K$", "KEx", "Kg", "EA"]
@@ -72,7 +75,7 @@ def test_without_the_right_to_subscribe_it_ends_with_the_servers_reason(scene: S
     scene.redis.execute_command("ACL", "SETUSER", "operator", "on", ">word", "~*", "resetchannels", "+@all")
     url = scene.url.replace("redis://", "redis://operator:word@")
     with (
-        pytest.raises(ServerRefused, match=r"PSUBSCRIBE.*(NOPERM|permissions)") as caught,
+        pytest.raises(Unavailable, match="refused us: this user has no permissions") as caught,
         scene.watching(redis_url=url),
     ):
         pass
@@ -86,9 +89,59 @@ def test_without_a_server_it_ends_with_a_clear_error(scene: Scene):
         pass
 
 
-def test_an_address_that_is_none_is_refused():
-    with pytest.raises(Unavailable, match="not the address of a Redis"):
-        connect("http://localhost")
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://localhost",
+        "localhost:6379",
+        "",
+        "redis://h:port/0",
+        "redis://h:99999/0",
+        "redis://[::1/0",
+        "redis://h/one",
+        "redis://h/\u0661",
+        "redis://h/0?db=x",
+        "redis://h/0?decode_responses=true",
+        "redis://h/0?protocol=3",
+        "redis://h/0?socket_timeout=60",
+        "redis://h/0?retry_on_timeout=yes",
+        "redis://h/0?health_check_interval=1",
+        "redis://h/0?client_name=",
+        "redis://h/0#fragment",
+    ],
+)
+def test_an_address_that_cannot_be_used_as_it_stands_is_refused(url):
+    with pytest.raises(InvalidInput, match="REDIS_URL is not an address that can be used") as caught:
+        connect(url)
+    assert "redis://user:password@host:6379/0" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("redis://", "localhost:6379/0"),
+        ("redis://user:se%2Fcr%40et@h.example:7000/3", "h.example:7000/3"),
+        ("rediss://:x@[::1]:7000?ssl_cert_reqs=none&db=2", "::1:7000/2"),
+        ("unix:///run/redis.sock?db=4", "/run/redis.sock/4"),
+    ],
+)
+def test_an_address_is_named_by_its_place_alone(url, place):
+    assert checked_url(url) == place
+
+
+SECRETS = ["qqq#zzz/vvv", "qqq/zzz", "12/qqq", "12#qqq", "12?qqq", "qqq@zzz#vvv", "qqq%zzz#", "?db=qqq"]
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+@pytest.mark.parametrize(
+    "shape", ["redis://:{}@127.0.0.1:1/0", "redis://me:{}@127.0.0.1:1/0", "rediss://{}@127.0.0.1:1"]
+)
+def test_no_part_of_a_password_that_was_not_escaped_is_repeated(secret, shape):
+    with pytest.raises(HeadwayError) as caught:
+        connect(shape.format(secret)).time()
+    shown = f"{caught.value} {caught.value.hint}"
+    for part in ("qqq", "zzz", "vvv", ":12"):
+        assert part not in shown
 
 
 @pytest.mark.req("S4-03")
@@ -157,6 +210,41 @@ def test_a_setting_lost_while_watching_is_found_by_the_sweep_which_tells_first_w
     scene.events.expect(("burst-00000", "failed"))
 
 
+@pytest.mark.req("S4-13")
+@pytest.mark.parametrize("rights", ["+@all", "+@all -config"])
+def test_a_watcher_that_was_blinded_notices_it_at_the_next_sweep_although_nothing_happens(
+    scene: Scene, monkeypatch, rights
+):
+    monkeypatch.setattr(notify, "PROBE_S", 0.5)
+    scene.redis.execute_command("ACL", "SETUSER", "operator", "on", ">word", "~*", "&*", *rights.split())
+    url = scene.url.replace("redis://", "redis://operator:word@")
+    watching = scene.start(redis_url=url, sweep_s=0.3)
+    scene.sweeps(2)  # that find nothing wrong
+    assert watching.error is None
+    scene.redis.config_set("notify-keyspace-events", "")
+    error = watching.ended()
+    assert isinstance(error, ConfigError)
+    assert "does not announce" in str(error)
+    assert scene.redis.keys("headway:probe:*") == []
+
+
+@pytest.mark.req("S4-02", "S4-31")
+def test_without_notifications_it_ends_and_looks_at_no_registry_instead(scene: Scene, monkeypatch, tmp_path):
+    """There is nothing it could be switched to: whatever the environment says."""
+    scene.redis.config_set("notify-keyspace-events", "")
+    scene.burst(1)
+    scene.redis.config_resetstat()
+    monkeypatch.chdir(tmp_path)
+    for extra in ({}, {"RQ_WATCHER_MODE": "polling", "RQ_WATCHER_POLL_INTERVAL_SECONDS": "1", "poll_interval_s": "1"}):
+        environment = {
+            "REDIS_URL": scene.url, "RQ__QUEUE": scene.name, "DIGITS_EVENTS_CHANNEL": CHANNEL,
+            "RQ_WATCHER_STUCK_TIMEOUT_SECONDS": "60", "HEADWAY_DATABASE": f"sqlite:///{tmp_path}/x.db", **extra,
+        }  # fmt: skip
+        assert main(environment) == 2
+    assert not {"ZRANGE", "ZSCAN", "ZCARD", "ZRANGEBYSCORE", "ZREVRANGEBYSCORE"} & scene.commands().keys()
+    assert scene.events.hear() == []
+
+
 @pytest.mark.req("S4-32")
 def test_another_database_than_0_has_another_prefix(scene: Scene, tmp_path):
     other = Scene(scene.server, tmp_path, db=1)
@@ -203,3 +291,35 @@ def test_what_runs_is_known_while_it_runs_and_forgotten_when_it_ends(scene: Scen
         flag.touch()
         eventually(lambda: not started.running)
     assert scene.events.hear() == []
+
+
+def test_a_server_that_closes_idle_connections_costs_a_look_and_no_outage(scene: Scene):
+    with scene.watching(sweep_s=0.2) as watching:
+        for _ in range(3):
+            scene.sweeps(2)
+            scene.redis.client_kill_filter(_type="normal", skipme=True)
+        assert watching.error is None
+        scene.burst(1)
+        scene.events.expect(("burst-00000", "failed"))
+
+
+def test_the_kernel_watches_over_a_link_that_says_nothing(scene: Scene):
+    """At no cost in commands: a peer that vanished is noticed after 10 + 2 * 5 s."""
+    link = connect(scene.url).pubsub()
+    link.subscribe("x")
+    assert isinstance(link, PubSubAdapter)
+    sock = link._pubsub.connection._sock  # type: ignore[attr-defined]  # redis-py's own
+    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 5
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 2
+    link.close()
+
+
+def test_a_server_on_a_socket_file_is_watched_as_well(redis_factory, tmp_path):
+    server = redis_factory(unixsocket=str(tmp_path / "redis.sock"), notify_keyspace_events="Kz")
+    scene = Scene(server, tmp_path)
+    with scene.watching(redis_url=f"unix://{tmp_path}/redis.sock"):
+        scene.burst(1)
+        scene.events.expect(("burst-00000", "failed"))
+    scene.close()

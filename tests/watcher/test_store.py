@@ -45,7 +45,7 @@ def test_marking_again_replaces(open_store: Open):
 
 
 def test_queues_and_registries_are_apart(open_store: Open):
-    open_store("q@0").mark("failed", [Seen("a", 5.0, "1-0", 100.0)], [Follow("a:x", "stuck", "e")], [])
+    open_store("q@0").mark("failed", [Seen("a", 5.0, "1-0", 100.0)], [Follow("a:x", "stuck", "e", 1.5)], [])
     assert open_store("q@0").look("canceled", ["a"]) == {}
     assert open_store("q@1").look("failed", ["a"]) == {}
     assert open_store("q@1").follows() == []
@@ -59,11 +59,11 @@ def test_the_first_start_is_remembered(open_store: Open):
 
 def test_what_is_awaited_is_kept_until_it_is_not(open_store: Open):
     store = open_store("q@0")
-    store.mark("started", [], [Follow("b:y", "lost", "e2"), Follow("a:x", "stuck", "e1")], [])
-    store.mark("canceled", [], [Follow("a:x", "canceled", "e3")], [])
-    assert open_store("q@0").follows() == [Follow("a:x", "canceled", "e3"), Follow("b:y", "lost", "e2")]
+    store.mark("started", [], [Follow("b:y", "lost", "e2", 2.5), Follow("a:x", "stuck", "e1", 1.5)], [])
+    store.mark("canceled", [], [Follow("a:x", "canceled", "e3", 3.5)], [])
+    assert open_store("q@0").follows() == [Follow("a:x", "canceled", "e3", 3.5), Follow("b:y", "lost", "e2", 2.5)]
     store.mark("started", [], [], ["a:x", "unknown"])
-    assert open_store("q@0").follows() == [Follow("b:y", "lost", "e2")]
+    assert open_store("q@0").follows() == [Follow("b:y", "lost", "e2", 2.5)]
 
 
 def test_only_what_was_not_found_for_long_is_forgotten(open_store: Open):
@@ -71,8 +71,11 @@ def test_only_what_was_not_found_for_long_is_forgotten(open_store: Open):
     store.mark("failed", [Seen(member, 5.0, "1-0", 100.0) for member in "abc"], [], [])
     store.mark("canceled", [Seen("a", 5.0, "1-0", 100.0)], [], [])
     store.found("failed", ["b", "unknown"], 200.0)
-    assert store.prune("failed", 150.0) == 2
-    assert store.prune("failed", 150.0) == 0
+    assert store.stale("failed", 150.0, 1) == ["a"]
+    stale = store.stale("failed", 150.0, 10)
+    assert stale == ["a", "c"]
+    store.forget("failed", stale)
+    assert store.stale("failed", 150.0, 10) == []
     assert set(store.look("failed", ["a", "b", "c", "unknown"])) == {"b"}
     assert set(store.look("canceled", ["a"])) == {"a"}
     assert store.newest("failed") == 100.0

@@ -7,13 +7,18 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
-from headway.watcher.logic import Report, loss, outcome, overrun, sequel, split_member, stuck_after
-from headway.watcher.publisher import event_id
+from headway.telemetry import Log
+from headway.watcher.logic import Report, clean_text, loss, outcome, overrun, sequel, split_member, stuck_after
 from headway.watcher.registry import KEEP_S, QueueContext, RegistryView
 from headway.watcher.store import Follow, Seen
 
+log = Log("watcher")
+
 #: A started registry is read at most this often: heartbeats touch it all the time, and nothing in it is urgent.
 SETTLE_S = 15.0
+
+#: The same while an outcome is awaited: that an execution left may be it, if its own key does not say so.
+FOLLOWING_S = 1.0
 
 
 @dataclass(slots=True)
@@ -53,8 +58,7 @@ class StartedView:
 
     def hint(self, command: str) -> None:
         """Something happened to the key; whatever it was, it means *look*."""
-        # Somebody waits for an outcome: that an execution left may be it.
-        settle = 0.0 if self._context.follows else self._settle
+        settle = min(FOLLOWING_S, self._settle) if self._context.follows else self._settle
         moment = self._context.now() + settle
         self.read_at = moment if self.read_at is None else min(self.read_at, moment)
 
@@ -69,13 +73,12 @@ class StartedView:
         restart of ours changes nothing."""
         self.read_at = None
         found: dict[str, float] = {}
-        size, offset = self._context.page_size, 0
-        while page := self._context.redis.zrevrangebyscore(self._key, offset, size):
+        cursor = -1
+        while cursor != 0:
+            cursor, page = self._context.redis.zscan(self._key, max(cursor, 0), self._context.page_size)
             found.update(page)
-            offset += size
-            self._meet([member for member, _ in page if member not in self.running])
-            if len(page) < size:
-                break
+            self._meet([member for member in dict(page) if member not in self.running])
+            self._context.breathe()
         left = self.running.keys() - found.keys()
         for member in left:
             del self.running[member]
@@ -83,8 +86,12 @@ class StartedView:
             self.running[member].lease = score + self._lost_grace
         return left
 
+    def lists(self, member: str) -> bool:
+        """Whether it is in the registry at this moment."""
+        return member in self.running and self._context.redis.zscore(self._key, member) is not None
+
     def check(self) -> None:
-        """Tell of what is stuck or lost by now. Only then is an execution asked after on its own."""
+        """Report what is stuck or lost by now. Only then is an execution asked after on its own."""
         now = self._context.now()
         overdue = [member for member, running in self.running.items() if running.due is not None and running.due <= now]
         if overdue:
@@ -110,14 +117,17 @@ class StartedView:
 
     def _report(self, member: str, running: Running, kind: Literal["stuck", "lost"]) -> None:
         job_id, execution_id = split_member(member)
-        record, now = self._context.redis.jobs([job_id], running=True)[0], self._context.now()
+        record, now = (
+            self._context.redis.jobs([job_id], running=True, payload=self._context.payload)[0],
+            self._context.now(),
+        )
         if kind == "lost":
             report = loss(record, execution_id, running.created_at, now)
         else:
             report = overrun(record, execution_id, running.created_at, running.limit, now)
         earlier = self._context.follows.get(member)
         report = replace(report, follows=earlier.event) if earlier else report
-        follow = Follow(member, kind, event_id(self._context.queue, report))
+        follow = self._context.follow(member, kind, report)
         self._context.publish("started", [report], [Seen(member, running.lease, kind, now)], [follow])
         running.reported = kind
 
@@ -137,35 +147,48 @@ class StartedView:
 
     def forget(self) -> None:
         """Drop what was reported of executions that left the registry long ago, and keep what is still in it."""
-        if self.running:
-            self._context.store.found("started", list(self.running), self._context.now())
-        self._context.store.prune("started", self._context.now() - KEEP_S)
+        store, now = self._context.store, self._context.now()
+        store.found("started", list(self.running), now)
+        while stale := store.stale("started", now - KEEP_S, self._context.page_size):
+            store.forget("started", stale)
 
 
 class Follower:
-    """Waits for the outcome of executions that were reported of as canceled, stuck or lost: they may end otherwise."""
+    """Waits for the outcome of executions that were reported canceled, stuck or lost: they may end otherwise."""
 
-    def __init__(self, context: QueueContext, failed: RegistryView) -> None:
+    def __init__(self, context: QueueContext, failed: RegistryView, started: StartedView) -> None:
         self._context = context
         self._failed = failed
+        self._started = started
 
     def resolve(self, members: Iterable[str]) -> None:
-        """Tell what became of each, unless that is not decided yet or the failed registry tells it."""
+        """Report what became of each, unless that is not decided yet or the failed registry shows it."""
         for member in members:
             follow = self._context.follows.get(member)
             if follow is not None:
                 self._resolve(follow)
+                self._context.breathe()
 
     def _resolve(self, follow: Follow) -> None:
         job_id, execution_id = split_member(follow.member)
         # In this order: RQ removes the execution and records its outcome at once, so one that is gone has a record.
         exists = self._context.redis.executions([follow.member])[0].exists
-        record = self._context.redis.jobs([job_id], running=True)[0]
-        kind = outcome(record, execution_id, execution_exists=exists)
+        record = self._context.redis.jobs([job_id], running=True, payload=self._context.payload)[0]
+        kind = outcome(
+            record,
+            execution_id,
+            execution_exists=exists,
+            listed=self._started.lists(follow.member),
+            lost=follow.kind == "lost",
+        )
         reports: list[Report] = []
         if kind == "open":
             return
-        if kind == "reported":
+        if kind == "abandoned":
+            if self._context.now() - follow.since < KEEP_S:
+                return
+            log.info("the outcome of a lost execution is no longer awaited", job=clean_text(job_id))
+        elif kind == "reported":
             self._failed.diff()  # it names the earlier event, so it has to come first
         elif kind != follow.kind:
             reports = [
