@@ -102,6 +102,7 @@ class FakeRedis:
     def __init__(self, flags: str | None = "zK") -> None:
         self.flags = flags
         self.announces = True
+        self.skew = 0.0
         self.zsets: dict[str, dict[str, float]] = {"F": {}, "W": {}, "C": {}}
         self.records: dict[str, RqJobRecord] = {}
         self.runs: dict[str, ExecutionRecord] = {}
@@ -159,7 +160,7 @@ class FakeRedis:
 
     def time(self) -> float:
         self._called("time")
-        return 1_000_000.0 + self.clock[0]
+        return 1_000_000.0 + self.clock[0] + self.skew
 
     def _sorted(self, key: str) -> list[Member]:
         return sorted(self.zsets.get(key, {}).items(), key=lambda entry: (entry[1], entry[0]))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 from rq import Retry
 from rq.command import send_stop_job_command
@@ -175,3 +178,98 @@ def test_a_job_whose_failure_is_kept_for_no_time_is_told_with_what_is_left(scene
         job = scene.enqueue("fail", failure_ttl=0)
         (event,) = scene.events.expect((job.id, "failed"))
     assert event["data"]["message"] == "Job failed; its record is gone"
+
+
+def test_a_canceled_job_that_is_enqueued_again_was_canceled_once(scene: Scene):
+    """RQ leaves the entry where it is; whoever comes back finds a running job in the canceled registry."""
+    with scene.watching():
+        job = scene.enqueue("wait_for", str(scene.directory / "flag"), job_id="again")
+        job.cancel()
+        scene.events.expect(("again", "canceled"))
+    scene.worker()
+    scene.enqueue("wait_for", str(scene.directory / "flag"), job_id="again")
+    eventually(lambda: job.get_status() == "started", 20)
+    others: list[tuple[str, str]] = []
+    for number in range(2):
+        with scene.watching():
+            others += [(job_id, "failed") for job_id in scene.burst(1, prefix=f"other{number}")]
+            scene.events.expect(("again", "canceled"), *others)
+
+
+def test_a_cancellation_found_late_is_not_about_the_execution_that_runs_by_then(scene: Scene):
+    flag = scene.directory / "flag"
+    job = scene.enqueue("wait_for", str(flag), job_id="again")
+    job.cancel()
+    second = scene.redis.zscore("rq:canceled:digits", job.id)
+    assert second is not None
+    eventually(lambda: int(scene.redis.time()[0]) > second, message="the clock has gone on")
+    scene.worker()
+    scene.enqueue("wait_for", str(flag), job_id="again")
+    eventually(lambda: job.get_status() == "started", 20)
+    with scene.watching():
+        (event,) = scene.events.expect(("again", "canceled"))
+        assert event["data"]["running"] is False
+        flag.touch()
+        eventually(lambda: job.get_status() == "finished", 20)
+        scene.burst(1)
+        scene.events.expect(("again", "canceled"), ("burst-00000", "failed"))
+
+
+def test_a_worker_that_was_only_paused_finishes_a_job_that_was_given_up_and_that_is_told(scene: Scene):
+    worker = scene.worker(lease=2)
+    with scene.watching(stuck_job_timeout_s=4.0, sweep_s=1.0):
+        job, flag = scene.hang()
+        scene.signal_group(worker, signal.SIGSTOP)
+        scene.events.expect((job.id, "lost"))
+        scene.queue.started_job_registry.cleanup()
+        eventually(lambda: scene.redis.zcard("rq:failed:digits") == 1)
+        scene.burst(1)  # once this is told, the clean-up has been seen too
+        scene.events.expect((job.id, "lost"), ("burst-00000", "failed"))
+        flag.touch()
+        scene.signal_group(worker, signal.SIGCONT)
+        lost, _, finished = scene.events.expect((job.id, "lost"), ("burst-00000", "failed"), (job.id, "finished"))
+    assert finished["data"]["follows"] == lost["id"]
+
+
+def test_one_id_in_two_queues_is_two_executions_whose_ends_are_told_apart(scene: Scene, tmp_path):
+    other = Scene(scene.server, tmp_path, queue="letters")
+    scene.worker()
+    other.worker()
+    flags = [tmp_path / "one", tmp_path / "two"]
+    with scene.watching(queues=("digits", "letters"), stuck_job_timeout_s=1.0, sweep_s=1.0) as watching:
+        for place, flag in ((scene, flags[0]), (other, flags[1])):
+            place.enqueue("wait_for", str(flag), job_id="same", job_timeout=-1)
+            key = f"rq:wip:{place.name}"
+            eventually(lambda key=key: scene.redis.zcard(key) == 1, 20)  # type: ignore[misc]  # a name of this round
+        scene.events.expect(("same", "stuck"), ("same", "stuck"))
+        scene.sweeps(2)
+        flags[0].touch()
+        scene.events.expect(("same", "stuck"), ("same", "stuck"), ("same", "finished"))
+        scene.sweeps(2)
+        flags[1].touch()
+        scene.events.expect(*[("same", kind) for kind in ("stuck", "stuck", "finished", "finished")])
+        assert watching.error is None
+    queues = [(event["data"]["queue"], event["data"]["kind"]) for event in scene.events.all]
+    assert sorted(queues[:2]) == [("digits", "stuck"), ("letters", "stuck")]
+    assert queues[2:] == [("digits", "finished"), ("letters", "finished")]
+    other.close()
+
+
+@pytest.mark.parametrize("dies", ["worker", "horse", "both"])
+def test_whoever_is_killed_the_job_is_told_once(scene: Scene, dies):
+    worker = scene.worker(lease=2)
+    with scene.watching(stuck_job_timeout_s=4.0):
+        job, flag = scene.hang()
+        if dies == "both":
+            scene.kill_group(worker)
+        elif dies == "worker":
+            worker.kill()  # the horse goes on, and nobody vouches for it
+            worker.wait()
+        else:
+            (horse,) = scene.horses(worker)
+            os.kill(horse, signal.SIGKILL)
+        kind = "killed" if dies == "horse" else "lost"
+        scene.events.expect((job.id, kind))
+        if dies == "worker":
+            flag.touch()
+            scene.events.expect((job.id, "lost"), (job.id, "finished"))

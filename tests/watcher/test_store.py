@@ -81,6 +81,41 @@ def test_only_what_was_not_found_for_long_is_forgotten(open_store: Open):
     assert store.newest("failed") == 100.0
 
 
+@pytest.mark.parametrize("count", [0, 1, 3, 10_000])
+def test_any_number_of_members_may_be_given(open_store: Open, count):
+    store = open_store("q@0")
+    members = [f"job-{number:05}" for number in range(count)]
+    store.mark("failed", [Seen(member, 5.0, "1-0", 100.0) for member in members], [], [])
+    assert store.look("failed", [*members]).keys() == set(members)
+    assert store.look("canceled", members) == {}
+    store.found("failed", members, 200.0)
+    assert store.stale("failed", 200.0, 5) == []
+    assert len(store.stale("failed", 300.0, 50_000)) == count
+    store.forget("failed", members)
+    assert store.look("failed", members) == {}
+    assert store.newest("failed") == 0
+    store.mark("started", [], [Follow(f"{member}:x", "lost", "e", 1.0) for member in members], [])
+    assert len(store.follows()) == count
+    store.mark("started", [], [], [f"{member}:x" for member in members])
+    assert store.follows() == []
+
+
+@pytest.mark.parametrize("member", ["a\0b", "\udcff", "x" * 100_000, "\u2603" * 300, "\u0661"])
+def test_a_member_may_be_any_text(open_store: Open, member):
+    open_store("q@0").mark("failed", [Seen(member, 5.0, "1-0", 100.0), Seen("a", 5.0, "2-0", 100.0)], [], [])
+    assert open_store("q@0").look("failed", [member])[member].seen == "1-0"
+    (other, stale) = sorted(open_store("q@0").stale("failed", 200.0, 5), key=lambda one: one != "a")
+    assert other == "a"
+    open_store("q@0").forget("failed", [stale])
+    assert open_store("q@0").look("failed", [member, "a"]).keys() == {"a"}
+
+
+def test_what_an_earlier_release_awaited_in_redis_is_read(redis_server):
+    redis_server.client().hset("headway:watcher:{q@0}:followed", "a:x", '["stuck", "e"]')
+    store = RedisProcessedStore(connect_redis(redis_server.url()), "q@0")
+    assert store.follows() == [Follow("a:x", "stuck", "e", 0.0)]
+
+
 def test_a_damaged_record_in_redis_is_not_taken_for_nothing(redis_server):
     store = RedisProcessedStore(connect_redis(redis_server.url()), "q@0")
     client = redis_server.client()
