@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import socket
+from pathlib import Path
 
 import pytest
 
 from headway.errors import ConfigError, HeadwayError, InvalidInput, Unavailable
-from headway.watcher import notify
+from headway.watcher import RedisProcessedStore, notify
 from headway.watcher.adapters import PubSubAdapter, checked_url, connect
 from headway.watcher.notify import preflight
 from headway.watcher.runner import main
+from tests.services.redis import RedisServer, installations
 from tests.services.waiting import eventually
 from tests.watcher.scene import CHANNEL, Scene
 
@@ -323,3 +326,53 @@ def test_a_server_on_a_socket_file_is_watched_as_well(redis_factory, tmp_path):
         scene.burst(1)
         scene.events.expect(("burst-00000", "failed"))
     scene.close()
+
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "keyspace_watcher.md").read_text()
+
+
+def documented_rights(*more: str, without: str = "") -> list[str]:
+    """The command of the document, with the rights it names for these cases."""
+    found = re.search(r"```acl\n(.*?)```", DOCUMENT, re.DOTALL)
+    assert found
+    words = found.group(1).split()
+    for case in more:
+        extra = re.search(rf"^- {re.escape(case)}[^`]*?: `([^`]+)`", DOCUMENT, re.MULTILINE)
+        assert extra, case
+        words += extra.group(1).split()
+    return [word.replace("PASSWORD", "word") for word in words if word != without]
+
+
+@pytest.mark.req("S4-12")
+@pytest.mark.parametrize("program", installations(), ids=lambda program: str(program.parent))
+@pytest.mark.parametrize("config", ["granted", "denied"])
+@pytest.mark.parametrize("store", ["sqlite", "redis"])
+def test_the_rights_in_the_document_suffice(service_directory, tmp_path, program, config, store):
+    server = RedisServer(service_directory("acl"), program, notify_keyspace_events="Kz")
+    server.start()
+    scene = Scene(server, tmp_path)
+    cases = ["with a stream"]
+    cases += ["with `RQ_WATCHER_STORE=redis`"] if store == "redis" else []
+    cases += ["where `CONFIG` is denied"] if config == "denied" else []
+    rights = documented_rights(*cases, without="+config|get" if config == "denied" else "")
+    scene.redis.execute_command(*rights)
+    url = scene.url.replace("redis://", "redis://watcher:word@")
+    try:
+        scene.worker()
+        kept = (lambda queue: RedisProcessedStore(connect(url), queue)) if store == "redis" else None
+        with scene.watching(store=kept, redis_url=url, stream="digits:log", sweep_s=0.5):
+            failed = scene.enqueue("fail")
+            scene.events.expect((failed.id, "failed"))
+            job, flag = scene.hang()
+            job.cancel()
+            scene.events.expect((failed.id, "failed"), (job.id, "canceled"))
+            flag.touch()
+            scene.events.expect((failed.id, "failed"), (job.id, "canceled"), (job.id, "finished"))
+            scene.sweeps(2)
+        assert scene.redis.xlen("digits:log") == 3
+        # redis-py also says its name and version, and does not mind that it may not.
+        allowed = {"client", "client|setinfo"} | ({"config", "config|get"} if config == "denied" else set())
+        assert {str(entry["object"]) for entry in scene.redis.acl_log()} <= allowed
+    finally:
+        scene.close()
+        server.discard()

@@ -94,7 +94,7 @@ def channel(db: int, key: str) -> str:
 
 def pattern(db: int, key: str) -> str:
     """The pattern that matches this key's channel and no other: a queue may be called ``q[1]`` or ``jobs*``."""
-    return re.sub(r"([\\*?\[\]^-])", r"\\\1", channel(db, key))
+    return re.sub(r"([\\*?\[\]])", r"\\\1", channel(db, key))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
