@@ -96,7 +96,7 @@ def test_a_wake_up_without_a_message_is_none(monkeypatch):
         (bulk("a", "much"), lambda redis: redis.zrange("x", 0, 1)),
         (b"-ERR no\r\n", lambda redis: redis.time()),
         (b"-ERR no\r\n", lambda redis: redis.have_results(["x"])),
-        (b"-NOPERM no\r\n", lambda redis: redis.executions(["x:y"])),
+        (b"-NOPERM no\r\n" * 2, lambda redis: redis.executions(["x:y"])),
     ],
 )
 def test_a_reply_that_makes_no_sense_is_refused_with_what_was_wrong(reply, ask):
@@ -114,6 +114,14 @@ def test_the_client_never_tries_again_by_itself():
     kwargs = connect("redis://127.0.0.1:1/0")._client.get_connection_kwargs()  # type: ignore[attr-defined]  # redis-py's
     assert kwargs["retry"]._retries == 0
     assert kwargs["socket_timeout"] == kwargs["socket_connect_timeout"] == adapters.REPLY_S
+
+
+def test_a_guard_that_may_not_watch_says_that_it_does_not_know(scene: Scene):
+    scene.redis.execute_command("ACL", "SETUSER", "operator", "on", ">word", "~*", "&*", "+@all", "-watch")
+    guard = connect(scene.url.replace("redis://", "redis://operator:word@")).guard(["a"])
+    assert [guard.untouched(), guard.untouched()] == [False, False]
+    scene.redis.execute_command("ACL", "SETUSER", "operator", "+watch")
+    assert [guard.untouched(), guard.untouched()] == [False, True]
 
 
 def test_an_unknown_setting_is_none(scene: Scene):

@@ -127,6 +127,7 @@ class RegistryView:
         #: Entries looked at between these two moments are doubtful.
         self._doubt_from = inf
         self._doubt_since = 0.0
+        self._doubts = 0
         self._looked_at = 0.0
         self._walked_at = 0.0
         self._walk_not_before = 0.0
@@ -207,7 +208,8 @@ class RegistryView:
 
     def _walk(self, *, prune: bool) -> None:
         now, size = self._context.now, self._context.page_size
-        began, spent, cursor, announced = now(), 0.0, -1, self._announced
+        began, spent, cursor = now(), 0.0, -1
+        announced, doubts = self._announced, self._doubts
         self.walk_at, self._removed = None, False
         while cursor != 0:
             since = now()
@@ -232,7 +234,7 @@ class RegistryView:
         # What was announced before is settled; what was announced on the way may be behind us.
         self._unexplained = min(max(self._unexplained, 0), self._announced - announced)
         self._size = self._context.redis.zcard(self._key)
-        if self._doubt_since <= began:
+        if self._doubts == doubts:
             self._doubt_from = inf
         self._walk_not_before = now() + max(1.0, 10 * spent)
 
@@ -260,6 +262,7 @@ class RegistryView:
         """From now on, until all of it was gone through."""
         self._doubt_from = min(self._doubt_from, self._newest - DOUBT_S)
         self._doubt_since = self._context.now()
+        self._doubts += 1
 
     def _window(self, number: int) -> list[Member]:
         size = self._context.page_size
