@@ -121,7 +121,6 @@ class RegistryView:
         self._removed = False
         #: Announced additions less the entries that explain them. Entries can be found before they are announced.
         self._unexplained = 0
-        self._announced = 0
         self._size = 0
         self._newest = context.store.newest(name)
         #: Entries looked at between these two moments are doubtful.
@@ -141,7 +140,6 @@ class RegistryView:
             if self._unexplained < 0 and self._context.now() - self._looked_at > LATE_S:
                 self._unexplained = 0
             self._unexplained += 1
-            self._announced += 1
         else:
             self._removed = True
             self._doubt()
@@ -167,10 +165,13 @@ class RegistryView:
             self._ascend(self._depth())
         else:
             self._report(unknown)
-        self._report(self._unknown(redis.zrange(self._key, 0, size)))
+        rank = 0
+        while self._report(self._unknown(redis.zrange(self._key, rank, size))):
+            rank += size - 1
+            self._context.breathe()
         self._size = redis.zcard(self._key)
         if self._removed or self._unexplained > 0:
-            # A large registry in turmoil is not walked again at once, but after ten times as long as it took.
+            # A large registry in turmoil is not walked again at once; see `_walk`.
             self.walk_at = max(self._context.now(), self._walk_not_before)
 
     def _depth(self) -> int:
@@ -208,9 +209,10 @@ class RegistryView:
 
     def _walk(self, *, prune: bool) -> None:
         now, size = self._context.now, self._context.page_size
-        began, spent, cursor = now(), 0.0, -1
-        announced, doubts = self._announced, self._doubts
-        self.walk_at, self._removed = None, False
+        began, spent, cursor, new = now(), 0.0, -1, 0
+        doubts = self._doubts
+        # What was announced up to now is there to be found, or gone.
+        self.walk_at, self._removed, self._unexplained = None, False, 0
         while cursor != 0:
             since = now()
             cursor, page = self._context.redis.zscan(self._key, max(cursor, 0), size)
@@ -222,7 +224,9 @@ class RegistryView:
                 if prune:
                     self._context.store.found(self.name, [member for member, _ in part], began)
                 spent += now() - since
-                self._report(unknown)
+                found = self._report(unknown)
+                new += found
+                self._unexplained += found  # it may have been announced before, so it explains nothing from now on
                 since = now()
             if self.pending:  # what was just announced does not wait until we are through
                 self.pending = False
@@ -231,12 +235,13 @@ class RegistryView:
         if prune:
             self._prune(began)
             self._walked_at = began
-        # What was announced before is settled; what was announced on the way may be behind us.
-        self._unexplained = min(max(self._unexplained, 0), self._announced - announced)
+        self._unexplained = max(self._unexplained, 0)
         self._size = self._context.redis.zcard(self._key)
         if self._doubts == doubts:
             self._doubt_from = inf
-        self._walk_not_before = now() + max(1.0, 10 * spent)
+        # One that found something may have missed something, and is repeated soon. One that did not takes at most a
+        # tenth of the time.
+        self._walk_not_before = now() + max(1.0, spent if new else 10 * spent)
 
     def _prune(self, began: float) -> None:
         """Forget what left the registry long ago, unless RQ still keeps results: the job may fail again, and what was
@@ -282,9 +287,10 @@ class RegistryView:
         could_hide = score < 0 or seen.at >= self._doubt_from
         return could_hide and seen.at <= self._doubt_since
 
-    def _report(self, unknown: Sequence[Unknown]) -> None:
+    def _report(self, unknown: Sequence[Unknown]) -> int:
+        """Look these up and report what there is to report; how many of them are new or scored anew."""
         if not unknown:
-            return
+            return 0
         context, looked_at = self._context, self._context.now()
         records = context.redis.jobs(
             [member for (member, _), _ in unknown], running=self.name == "canceled", payload=context.payload
@@ -305,8 +311,10 @@ class RegistryView:
         )
         self._newest = looked_at
         self._looked_at = context.now()
-        self._unexplained -= sum(seen is None or seen.score != score for (_, score), seen in unknown)
+        new = sum(seen is None or seen.score != score for (_, score), seen in unknown)
+        self._unexplained -= new
         self.reported += len(reports)
+        return new
 
     def _verdict(self, record: RqJobRecord, score: float, seen: Seen | None) -> Verdict:
         try:
