@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from headway._redis import PROBE
 from headway.errors import ConfigError, InvalidInput, Unavailable
 from headway.telemetry import Log
 from headway.watcher.executions import Follower, StartedView
@@ -416,7 +417,7 @@ def preflight(redis: RedisProto, clock: Callable[[], float] = time.monotonic) ->
 
 def probe(redis: RedisProto, clock: Callable[[], float]) -> bool:
     """Whether a change of a sorted set of our own is announced."""
-    key = f"headway:probe:{uuid.uuid4().hex}"
+    key = PROBE(token=uuid.uuid4().hex)
     link = redis.pubsub()
     try:
         link.subscribe(channel(redis.db, key))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Literal, Protocol
 
+from headway import _redis
 from headway._sql import Database, Tx, marks
 from headway.errors import StoreCorrupt
 from headway.watcher.ports import RedisHashes, Write
@@ -174,29 +175,32 @@ class RedisProcessedStore:
     def __init__(self, redis: RedisHashes, queue: str) -> None:
         self._redis = redis
         # Braces keep one queue's keys in one slot of a cluster: they are changed in one transaction.
-        self._prefix = f"headway:watcher:{{{queue}}}"
+        self._slot = f"{{{queue}}}"
 
     def baseline(self, now: float) -> float:
-        return float(self._redis.setnx(f"{self._prefix}:baseline", repr(now)))
+        return float(self._redis.setnx(_redis.WATCHER_BASELINE(queue=self._slot), repr(now)))
 
     def look(self, registry: Registry, members: Sequence[str]) -> dict[str, Seen]:
         found: dict[str, Seen] = {}
         for some in _portions(members):
-            rows = self._redis.hmget(f"{self._prefix}:{registry}", [_name(member) for member in some])
+            rows = self._redis.hmget(
+                _redis.WATCHED(queue=self._slot, registry=registry), [_name(member) for member in some]
+            )
             found |= {member: _seen(member, row) for member, row in zip(some, rows, strict=True) if row is not None}
         return found
 
     def newest(self, registry: Registry) -> float:
-        return self._redis.highest(f"{self._prefix}:{registry}:at") or 0.0
+        return self._redis.highest(_redis.WATCHED_AT(queue=self._slot, registry=registry)) or 0.0
 
     def mark(self, registry: Registry, rows: Sequence[Seen], follow: Sequence[Follow], unfollow: Sequence[str]) -> None:
-        key, followed = f"{self._prefix}:{registry}", f"{self._prefix}:followed"
+        key, found, at = self._keys(registry)
+        followed = _redis.WATCHER_FOLLOWED(queue=self._slot)
         writes: list[Write] = []
         for row in rows:
             member = _name(row.member)
             writes.append(("HSET", key, member, json.dumps([row.score, row.seen, row.at])))
-            writes.append(("ZADD", f"{key}:found", row.at, member))
-            writes.append(("ZADD", f"{key}:at", row.at, member))
+            writes.append(("ZADD", found, row.at, member))
+            writes.append(("ZADD", at, row.at, member))
         writes += [("HDEL", followed, _name(member)) for member in unfollow]
         writes += [
             ("HSET", followed, _name(one.member), json.dumps([one.kind, one.event, one.since])) for one in follow
@@ -204,19 +208,19 @@ class RedisProcessedStore:
         self._redis.together(writes)
 
     def follows(self) -> list[Follow]:
-        kept = self._redis.hgetall(f"{self._prefix}:followed")
+        kept = self._redis.hgetall(_redis.WATCHER_FOLLOWED(queue=self._slot))
         return [_followed(member, text) for member, text in sorted(kept.items())]
 
     def found(self, registry: Registry, members: Sequence[str], now: float) -> None:
-        key = f"{self._prefix}:{registry}:found"
+        key = _redis.WATCHED_FOUND(queue=self._slot, registry=registry)
         for some in _portions(members):
             self._redis.together([("ZADD", key, "XX", now, _name(member)) for member in some])
 
     def stale(self, registry: Registry, before: float, count: int) -> list[str]:
-        return self._redis.lowest(f"{self._prefix}:{registry}:found", before, count)
+        return self._redis.lowest(_redis.WATCHED_FOUND(queue=self._slot, registry=registry), before, count)
 
     def forget(self, registry: Registry, members: Sequence[str]) -> None:
-        key = f"{self._prefix}:{registry}"
+        key, found, at = self._keys(registry)
         for some in _portions([_name(member) for member in members]):
             self._redis.together(
                 [
@@ -224,11 +228,18 @@ class RedisProcessedStore:
                     for member in some
                     for write in (
                         ("HDEL", key, member),
-                        ("ZREM", f"{key}:found", member),
-                        ("ZREM", f"{key}:at", member),
+                        ("ZREM", found, member),
+                        ("ZREM", at, member),
                     )
                 ]
             )
+
+    def _keys(self, registry: Registry) -> tuple[str, str, str]:
+        return (
+            _redis.WATCHED(queue=self._slot, registry=registry),
+            _redis.WATCHED_FOUND(queue=self._slot, registry=registry),
+            _redis.WATCHED_AT(queue=self._slot, registry=registry),
+        )
 
 
 def _portions(members: Sequence[str]) -> Iterator[Sequence[str]]:
