@@ -252,6 +252,7 @@ def crowded(directory: Path, standing: int, count: int) -> dict[str, Any]:
             began = time.perf_counter()
             for part in range(10):
                 scene.burst(count // 10, failure_ttl=[None, -1, 86_400][part % 3], prefix=f"new{part}")
+            written = time.perf_counter() - began
             eventually(lambda: len(scene.events.hear()) >= count, 300)
             seconds = time.perf_counter() - began
             time.sleep(1)
@@ -262,6 +263,7 @@ def crowded(directory: Path, standing: int, count: int) -> dict[str, Any]:
         "standing": standing,
         "arriving": count,
         "seconds_until_caught_up": round(caught_up, 1),
+        "seconds_until_all_written": round(written, 1),
         "seconds_until_all_told": round(seconds, 1),
         "each_once": once,
         "windows": sum(commands.get(name, 0) for name in ("ZRANGE", "ZSCAN")),
