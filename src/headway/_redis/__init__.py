@@ -103,6 +103,14 @@ STATE_LOG = key(
     "headway:states:{job_id}:log", "stream", _UNTIL_DELETED, "about 1,000 changes (all of them with history)"
 )
 
+_WATCHED = "a day after the job left its registry and RQ keeps no result of it"
+WATCHED = key("headway:watcher:{queue}:{registry}", "hash", _WATCHED, "how far each job was reported")
+WATCHED_FOUND = key("headway:watcher:{queue}:{registry}:found", "zset", _WATCHED, "when it was last in its registry")
+WATCHED_AT = key("headway:watcher:{queue}:{registry}:at", "zset", _WATCHED, "when it was looked at")
+WATCHER_FOLLOWED = key("headway:watcher:{queue}:followed", "hash", "until it ended", "executions whose end is awaited")
+WATCHER_BASELINE = key("headway:watcher:{queue}:baseline", "string", "for ever", "when the queue was first watched")
+PROBE = key("headway:probe:{token}", "zset", "2 s", "the watcher tries out whether changes are announced")
+
 
 # ----------------------------------------------------------------------------------------------------------
 # Clients

@@ -65,9 +65,15 @@ def settings_from(environment: Mapping[str, str]) -> WatcherSettings:
     def number(name: str, default: float) -> float:
         text = environment.get(name)
         try:
-            return default if not text else float(text)
+            return float(text or default)
         except ValueError as error:
             raise ConfigError(f"{name} is {redact(text or '')!r}; it has to be a number.") from error
+
+    def whole(name: str, default: int) -> int:
+        given = number(name, default)
+        if not given.is_integer():
+            raise ConfigError(f"{name} is {given}; it has to be a whole number.")
+        return int(given)
 
     default = WatcherSettings("redis://", ("-",), "-", 1.0)
     return WatcherSettings(
@@ -82,8 +88,8 @@ def settings_from(environment: Mapping[str, str]) -> WatcherSettings:
             payload_fields=_list(environment.get("RQ_WATCHER_PAYLOAD_FIELDS") or ""),
         ),
         stream=environment.get("RQ_WATCHER_STREAM") or "",
-        stream_length=int(number("RQ_WATCHER_STREAM_LENGTH", default.stream_length)),
-        page_size=int(number("RQ_WATCHER_PAGE_SIZE", default.page_size)),
+        stream_length=whole("RQ_WATCHER_STREAM_LENGTH", default.stream_length),
+        page_size=whole("RQ_WATCHER_PAGE_SIZE", default.page_size),
         sweep_s=number("RQ_WATCHER_SWEEP_SECONDS", default.sweep_s),
         ping_s=number("RQ_WATCHER_PING_SECONDS", default.ping_s),
         lost_grace_s=number("RQ_WATCHER_LOST_GRACE_SECONDS", default.lost_grace_s),
@@ -96,14 +102,20 @@ def _list(text: str) -> tuple[str, ...]:
 
 def _fields(text: str) -> dict[str, Json]:
     try:
-        parsed: object = json.loads(text)
-    except ValueError:
+        parsed: object = json.loads(text, parse_constant=_no_constant)
+        json.dumps(parsed, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
         raise ConfigError(
-            "RQ_WATCHER_FIELDS has to be a JSON object.", hint='For example {"environment": "production"}'
+            "RQ_WATCHER_FIELDS has to be a JSON object, without NaN and with valid texts.",
+            hint='For example {"environment": "production"}',
         )
     return {str(name): value for name, value in parsed.items()}
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
 
 
 @contextmanager
