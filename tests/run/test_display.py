@@ -14,9 +14,9 @@ from datetime import datetime
 
 import pytest
 
-from headway.run.display import PROGRESS_KEYS, Display, Snapshot, bar, cells, interrupted, open_display, summary
+from headway.run.display import PROGRESS_KEYS, Display, RunSnapshot, bar, cells, interrupted, open_display, summary
 
-NOW = Snapshot(
+NOW = RunSnapshot(
     total=120_000,
     kept=41_200,
     done=33_313,
@@ -71,7 +71,7 @@ def drawn(stream: Terminal) -> list[str]:
     return [line.strip("\r") for line in last.split("\n")]
 
 
-def warmed_up(display: Display, clock: Clock, snapshot: Snapshot = NOW, *, seconds: int = 60) -> None:
+def warmed_up(display: Display, clock: Clock, snapshot: RunSnapshot = NOW, *, seconds: int = 60) -> None:
     """Let the run come to ``snapshot`` at a steady pace."""
     for second in range(seconds + 1):
         clock.now += 1.0
@@ -325,9 +325,9 @@ def test_a_plain_line_comes_every_30_seconds_or_5_percent_whichever_is_later(sec
     stream, clock = Terminal(tty=False), Clock()
     display = opened("plain", stream, clock, environment={"FORCE_COLOR": "1"})
     for tenth in range(1000):
-        display.show(Snapshot(1000, 0, tenth, 8, 0, 0, 0))
+        display.show(RunSnapshot(1000, 0, tenth, 8, 0, 0, 0))
         clock.now += seconds_per_percent / 10
-    display.end(Snapshot(1000, 0, 1000, 0, 0, 0, 0))
+    display.end(RunSnapshot(1000, 0, 1000, 0, 0, 0, 0))
     assert abs(len(plain_lines(stream)) - 1 - lines) <= 1
 
 
@@ -418,14 +418,14 @@ def test_a_single_cause_still_gets_both_commands():
 
 
 def test_a_run_without_trouble_has_one_line():
-    quiet = Snapshot(total=10, kept=0, done=10, running=0, retrying=0, dead=0, failures=0)
+    quiet = RunSnapshot(total=10, kept=0, done=10, running=0, retrying=0, dead=0, failures=0)
     assert summary("ads", quiet, seconds=0.5, retries=0) == [
         "Run ads finished in 0.5 s: 10 done, 0 dead, 0 retries, 20.0/s"
     ]
 
 
 def test_a_run_that_had_nothing_to_do_claims_no_pace():
-    kept = Snapshot(total=10, kept=10, done=0, running=0, retrying=0, dead=0, failures=0)
+    kept = RunSnapshot(total=10, kept=10, done=0, running=0, retrying=0, dead=0, failures=0)
     assert summary("ads", kept, seconds=0.1, retries=0) == [
         "Run ads finished in 0.1 s: 10 done (10 kept), 0 dead, 0 retries"
     ]

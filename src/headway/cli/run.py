@@ -249,7 +249,7 @@ def _perform(order: Order, ledger: Ledger, job: Job, hold: Hold, text: str, *, f
 
 def _conclude(order: Order, job: Job, ending: Ending) -> int:
     """Say how it ended and what to type next; the exit code."""
-    from headway.run.display import Snapshot, interrupted, summary
+    from headway.run.display import RunSnapshot, interrupted, summary
 
     info = job.info()
     code = 3 if info.dead else 0
@@ -257,7 +257,7 @@ def _conclude(order: Order, job: Job, ending: Ending) -> int:
         code = 4
     elif ending.outcome == "interrupted":
         code = order.shutdown.exit_code
-    shown = Snapshot(
+    shown = RunSnapshot(
         total=info.total if info.sealed else None, kept=ending.kept, done=ending.done, running=0, retrying=info.failed,
         dead=info.dead, failures=ending.failures,
     )  # fmt: skip

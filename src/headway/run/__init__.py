@@ -207,7 +207,7 @@ def perform(
     feed: Feed | None = None,
     sinks: Sequence[Sink] = (),
 ) -> Ending:
-    """Work the job off under ``hold``, let go of it, and tell the sinks what was decided."""
+    """Work the job off under ``hold``, release it, and tell the sinks what was decided."""
     outcome = "failed"
     file: Output | None = None
     try:

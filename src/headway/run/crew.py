@@ -14,14 +14,14 @@ from typing import Any, NoReturn
 from headway.ledger import Item
 from headway.lifecycle import Budget
 from headway.run import worker as worker_process
-from headway.run.talk import Talk
+from headway.run.console import Console
 from headway.run.wire import Slots, Wire
 
 RECALL = '{"recall":true}'
 STOP = '{"stop":true}'
 
 
-class Worker:
+class WorkerHandle:
     """One of them."""
 
     def __init__(self, pid: int, wire: Wire, slots: Slots, name: str, *, alone: bool) -> None:
@@ -66,17 +66,17 @@ class Crew:
         mark: str,
         timeout: float | None,
         keep: bool,
-        talk: Talk | None,
+        console: Console | None,
     ) -> None:
         self._selector = selector
-        self._function, self._mode, self._timeout, self._keep, self._talk = function, mode, timeout, keep, talk
+        self._function, self._mode, self._timeout, self._keep, self._console = function, mode, timeout, keep, console
         self._mark = mark
         self._started = 0
-        self._members: dict[int, Worker] = {}
+        self._members: dict[int, WorkerHandle] = {}
         #: Processes, and how many items each of them runs at once.
         self.processes, self._slots = (size, 1) if mode == "process" else (1, size)
 
-    def __iter__(self) -> Iterator[Worker]:
+    def __iter__(self) -> Iterator[WorkerHandle]:
         return iter(list(self._members.values()))
 
     def __len__(self) -> int:
@@ -92,46 +92,46 @@ class Crew:
         """Nobody has anything."""
         return not any(worker.out for worker in self)
 
-    def common(self, wanted: int) -> list[Worker]:
+    def common(self, wanted: int) -> list[WorkerHandle]:
         """Those that take any item, at least ``wanted`` of them (as far as that is allowed)."""
         found = [worker for worker in self if not worker.alone]
         found += [self._start(alone=False) for _ in range(min(wanted, self.processes) - len(found))]
         return found
 
-    def examiner(self) -> Worker:
+    def examiner(self) -> WorkerHandle:
         """The one that runs suspects."""
         return next((worker for worker in self if worker.alone), None) or self._start(alone=True)
 
-    def give(self, worker: Worker, items: Iterable[Item]) -> None:
+    def give(self, worker: WorkerHandle, items: Iterable[Item]) -> None:
         work = []
         for item in items:
             worker.out[item.idx] = item
             work.append(f"[{item.idx},{item.attempts},{item.payload or 'null'}]")
         self.tell(worker, f'{{"work":[{",".join(work)}]}}')
 
-    def tell(self, worker: Worker, frame: str) -> None:
+    def tell(self, worker: WorkerHandle, frame: str) -> None:
         with suppress(OSError):  # it has just died: the end of its stream tells us, and what it held comes back then
             worker.wire.send(frame)
         self.watch(worker)
 
-    def watch(self, worker: Worker) -> None:
+    def watch(self, worker: WorkerHandle) -> None:
         """Look out for room in its socket as long as something waits to be sent."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.wire.pending else 0)
         self._selector.modify(worker.wire, events, worker)
 
-    def recall(self, worker: Worker) -> None:
+    def recall(self, worker: WorkerHandle) -> None:
         """Ask for what it has not begun."""
         if not worker.recalled:
             worker.recalled = True
             self.tell(worker, RECALL)
 
-    def dismiss(self, worker: Worker) -> None:
+    def dismiss(self, worker: WorkerHandle) -> None:
         """Let it end when it has done what it has."""
         if not worker.stopping:
             worker.stopping = True
             self.tell(worker, STOP)
 
-    def dead(self) -> list[tuple[Worker, int]]:
+    def dead(self) -> list[tuple[WorkerHandle, int]]:
         """Workers that have ended, with their status. Their streams need not have: what the function started may have
         inherited our socket."""
         ended = []
@@ -141,8 +141,8 @@ class Crew:
                 ended.append((worker, status))
         return ended
 
-    def remove(self, worker: Worker, status: int | None = None) -> str:
-        """Take leave of one whose process or stream has ended; how it died."""
+    def remove(self, worker: WorkerHandle, status: int | None = None) -> str:
+        """Forget one whose process or stream has ended; how it died."""
         if status is None:
             worker.kill()  # it cannot report any more, so it must not go on either
             _, status = os.waitpid(worker.pid, 0)
@@ -152,7 +152,7 @@ class Crew:
         return _how_it_died(status)
 
     def close(self) -> None:
-        """Let all of them go, by force whoever holds something."""
+        """End all of them, by force whoever holds something."""
         deadline = Budget(2.0)
         for worker in self:
             if worker.out:
@@ -170,7 +170,7 @@ class Crew:
             worker.slots.close()
         self._members.clear()
 
-    def _start(self, *, alone: bool) -> Worker:
+    def _start(self, *, alone: bool) -> WorkerHandle:
         ours, theirs = socket.socketpair()
         slots = Slots(1 if alone else self._slots)
         self._started += 1
@@ -179,7 +179,7 @@ class Crew:
             self._become_worker(ours, theirs, slots)
         theirs.close()
         name = f"{self._mark} worker {self._started}"
-        worker = self._members[pid] = Worker(pid, Wire(ours, blocking=False), slots, name, alone=alone)
+        worker = self._members[pid] = WorkerHandle(pid, Wire(ours, blocking=False), slots, name, alone=alone)
         self._selector.register(worker.wire, selectors.EVENT_READ, worker)
         return worker
 
@@ -192,8 +192,8 @@ class Crew:
                 sibling.wire.close()
             self._selector.close()
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            if self._talk is not None:
-                self._talk.enter_worker()
+            if self._console is not None:
+                self._console.enter_worker()
             wire = Wire(theirs, blocking=True)
             worker_process.main(wire, slots, self._function, mode=self._mode, timeout=self._timeout, keep=self._keep)
         finally:

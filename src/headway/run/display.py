@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import ClassVar, Protocol, TextIO
 from unicodedata import east_asian_width
 
-from headway.run.estimate import Estimator, Snapshot
+from headway.run.estimate import Estimator, RunSnapshot
 from headway.run.summary import interrupted, summary
 from headway.wording import duration, pace, printable, roughly, shows_color
 
@@ -21,7 +21,7 @@ __all__ = [
     "PROGRESS_KEYS",
     "Display",
     "Estimator",
-    "Snapshot",
+    "RunSnapshot",
     "bar",
     "interrupted",
     "open_display",
@@ -78,13 +78,13 @@ class Display(Protocol):
     def begin(self, text: str) -> None:
         """What this run is, once, before anything else."""
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: RunSnapshot) -> None:
         """Where the run is. Called often; the display decides when to draw or print."""
 
     def say(self, text: str) -> None:
         """A line of talk in between."""
 
-    def end(self, snapshot: Snapshot) -> None:
+    def end(self, snapshot: RunSnapshot) -> None:
         """The run is over; what is written next to the stream starts on a line of its own."""
 
 
@@ -151,7 +151,7 @@ class _Writer:
 # What the lines say
 
 
-def _state(snapshot: Snapshot, estimator: Estimator) -> str:
+def _state(snapshot: RunSnapshot, estimator: Estimator) -> str:
     """The last field of the first line: when it will be through, or why that cannot be said."""
     silence, forecast = estimator.stalled, estimator.forecast
     if silence is not None:
@@ -166,11 +166,11 @@ def _tenths(percent: float) -> float:
     return percent if percent >= 100.0 else min(99.9, round(percent, 1))
 
 
-def _position(snapshot: Snapshot) -> str:
+def _position(snapshot: RunSnapshot) -> str:
     return f"{snapshot.position:,}" + (f"/{snapshot.total:,}" if snapshot.total is not None else "")
 
 
-def _counts(snapshot: Snapshot) -> list[str]:
+def _counts(snapshot: RunSnapshot) -> list[str]:
     return [
         f"kept {snapshot.kept:,}",
         f"done {snapshot.done:,}",
@@ -180,7 +180,7 @@ def _counts(snapshot: Snapshot) -> list[str]:
     ]
 
 
-def _last_error(snapshot: Snapshot) -> str:
+def _last_error(snapshot: RunSnapshot) -> str:
     if not snapshot.last_error:
         return ""
     return f"last error: {printable(snapshot.last_error)} x{snapshot.last_error_count:,}"
@@ -241,7 +241,7 @@ class _Bar:
     def begin(self, text: str) -> None:
         self.say(text)
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: RunSnapshot) -> None:
         self._estimator.update(snapshot)
         if self._clock() - self._drawn_at >= REDRAW_SECONDS:
             self._draw(snapshot, after="\x1b[1A\r")
@@ -251,7 +251,7 @@ class _Bar:
         self._write(text + "\n")
         self._drawn_at = float("-inf")  # the lines belong below the talk, at once
 
-    def end(self, snapshot: Snapshot) -> None:
+    def end(self, snapshot: RunSnapshot) -> None:
         self._estimator.update(snapshot)
         self._ended = True
         self._draw(snapshot, after="\n")
@@ -262,7 +262,7 @@ class _Bar:
             self._write("\r\x1b[J")
         self._drawn = False
 
-    def _draw(self, snapshot: Snapshot, *, after: str) -> None:
+    def _draw(self, snapshot: RunSnapshot, *, after: str) -> None:
         # The last column stays free: writing into it makes some terminals wrap.
         room = max(1, self._columns() - 1)
         start = "\r\x1b[J" if self._drawn else ""
@@ -270,7 +270,7 @@ class _Bar:
         self._write(f"{start}{self._first_line(snapshot, room)}\n{self._second_line(snapshot, room)}{after}")
         self._drawn_at, self._drawn = self._clock(), True
 
-    def _first_line(self, snapshot: Snapshot, room: int) -> str:
+    def _first_line(self, snapshot: RunSnapshot, room: int) -> str:
         state = "" if self._ended else _state(snapshot, self._estimator)
         fields = [_position(snapshot), pace(self._estimator.rate) or "-", *([state] if state else [])]
         percent = snapshot.percent
@@ -289,7 +289,7 @@ class _Bar:
         drawn = bar(kept, done, width, ascii_only=self._ascii, colored=self._colored)
         return f"{head} {drawn}{tail}".rstrip()
 
-    def _second_line(self, snapshot: Snapshot, room: int) -> str:
+    def _second_line(self, snapshot: RunSnapshot, room: int) -> str:
         between = " - " if self._ascii else " · "
         fields = _counts(snapshot)
         while len(fields) > 1 and cells(between.join(fields)) + 1 > room:
@@ -321,13 +321,13 @@ class _Plain:
         self._write, self._clock = writer.write, clock
         self._estimator = Estimator(clock)
         self._printed_at = clock()
-        self._printed: Snapshot | None = None
+        self._printed: RunSnapshot | None = None
         self._stalled = False
 
     def begin(self, text: str) -> None:
         self.say(text)
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: RunSnapshot) -> None:
         self._estimator.update(snapshot)
         stalled = self._estimator.stalled is not None
         self._printed = self._printed or snapshot
@@ -338,7 +338,7 @@ class _Plain:
     def say(self, text: str) -> None:
         self._write(f"{_now()} {printable(text)}\n")
 
-    def end(self, snapshot: Snapshot) -> None:
+    def end(self, snapshot: RunSnapshot) -> None:
         self._estimator.update(snapshot)
         self._print(snapshot, ended=True)
 
@@ -346,13 +346,13 @@ class _Plain:
         return self._clock() - self._printed_at >= PLAIN_SECONDS
 
     @staticmethod
-    def _has_moved(snapshot: Snapshot, printed: Snapshot) -> bool:
+    def _has_moved(snapshot: RunSnapshot, printed: RunSnapshot) -> bool:
         """By 5 %, or by anything at all where there is no percentage."""
         if snapshot.percent is None or printed.percent is None:
             return snapshot.position != printed.position
         return snapshot.percent - printed.percent >= PLAIN_PERCENT
 
-    def _print(self, snapshot: Snapshot, *, ended: bool = False) -> None:
+    def _print(self, snapshot: RunSnapshot, *, ended: bool = False) -> None:
         percent = f"{_tenths(snapshot.percent):.1f}%" if snapshot.percent is not None else ""
         state = "" if ended else _state(snapshot, self._estimator)
         fields = [percent, _position(snapshot), pace(self._estimator.rate), state]
@@ -374,7 +374,7 @@ class _Json:
     def begin(self, text: str) -> None:
         self._put("begin", message=text)
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: RunSnapshot) -> None:
         self._estimator.update(snapshot)
         if self._clock() - self._printed_at >= JSON_SECONDS:
             self._printed_at = self._clock()
@@ -383,11 +383,11 @@ class _Json:
     def say(self, text: str) -> None:
         self._put("message", message=text)
 
-    def end(self, snapshot: Snapshot) -> None:
+    def end(self, snapshot: RunSnapshot) -> None:
         self._estimator.update(snapshot)
         self._progress("end", snapshot)
 
-    def _progress(self, event: str, snapshot: Snapshot) -> None:
+    def _progress(self, event: str, snapshot: RunSnapshot) -> None:
         estimator = self._estimator
         forecast, percent, rate, silence = (
             estimator.forecast,
@@ -426,13 +426,13 @@ class _Silent:
     def begin(self, text: str) -> None:
         pass
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: RunSnapshot) -> None:
         pass
 
     def say(self, text: str) -> None:
         pass
 
-    def end(self, snapshot: Snapshot) -> None:
+    def end(self, snapshot: RunSnapshot) -> None:
         pass
 
 

@@ -123,7 +123,7 @@ class OpenJob:
         self._job.record([outcome], hold=self._hold, policy=self._policy)
 
     def close(self, outcome: str = "interrupted") -> None:
-        """Let go of the job."""
+        """Release the job."""
         if self._closed:
             return
         self._closed = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from headway.run.estimate import Snapshot
+from headway.run.estimate import RunSnapshot
 from headway.wording import cut, duration, pace, printable
 
 
@@ -24,7 +24,7 @@ class CauseLike(Protocol):
 
 def summary(
     job: str,
-    snapshot: Snapshot,
+    snapshot: RunSnapshot,
     *,
     seconds: float,
     retries: int,
@@ -74,7 +74,7 @@ def _beside(lines: list[str], commands: list[str]) -> list[str]:
     return beside + lines[len(commands) :]
 
 
-def interrupted(job: str, snapshot: Snapshot, command: str) -> list[str]:
+def interrupted(job: str, snapshot: RunSnapshot, command: str) -> list[str]:
     """How far an interrupted run came and how to go on."""
     of = f" of {snapshot.total:,}" if snapshot.total is not None else ""
     return [f"Run {job} is at {snapshot.position:,}{of}. Continue:  {command}"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 
-class Talk:
+class Console:
     """The pipe. Its writing end belongs to the workers."""
 
     def __init__(self) -> None:
