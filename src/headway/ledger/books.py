@@ -226,8 +226,9 @@ class Books:
         self.minute_failed += 1
         self.minute_seconds += outcome.seconds or 0.0
         if at is None:
-            # An item that was dead before has just had its pass at the end.
-            self.tx.execute(_PUT_DEAD, (no, outcome.idx, outcome.meta, failure.text, now, cause, int(was_dead)))
+            # An item that was dead before has just had its pass at the end; one that cannot succeed gets none.
+            passed = int(was_dead or not outcome.retryable)
+            self.tx.execute(_PUT_DEAD, (no, outcome.idx, outcome.meta, failure.text, now, cause, passed))
             self.dead += 1
             self.minute_dead += not was_dead
         else:

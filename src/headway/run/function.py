@@ -24,6 +24,9 @@ def load(spec: str) -> Callable[..., Any]:
         raise InvalidInput(
             f"{spec!r} does not name a function.", hint="Write module:function, for example jobs:make_ad"
         )
+    if module_name.endswith(".py"):
+        meant = module_name.removesuffix(".py").strip("./").replace("/", ".")
+        raise InvalidInput(f"{module_name!r} is a file, not a module's name.", hint=f"Write {meant}:{name}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -55,6 +58,7 @@ def load(spec: str) -> Callable[..., Any]:
 def check(function: object, name: str) -> Callable[..., Any]:
     if not callable(function):
         raise InvalidInput(f"{name} is not a function but {type(function).__name__}.")
+    _refuse_generator(function, name)
     try:
         inspect.signature(function).bind(object())
     except TypeError as error:
@@ -62,6 +66,16 @@ def check(function: object, name: str) -> Callable[..., Any]:
     except ValueError:
         pass  # a built-in without a signature: calling it will tell
     return function
+
+
+def _refuse_generator(function: Callable[..., Any], name: str) -> None:
+    """Calling a generator function executes nothing of it."""
+    for each in (function, getattr(function, "__call__", None)):  # noqa: B004 - a callable object may have one as its __call__
+        if inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each):
+            raise InvalidInput(
+                f"{name} is a generator function (it has a yield): calling it would execute nothing.",
+                hint="Do the work and return the result, for example a list, instead of yielding.",
+            )
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -113,6 +113,7 @@ class Pool:
             keep=output is not None, console=self._console,
         )  # fmt: skip
         self._inbox: list[Outcome] = []
+        self._unrecorded_failures = 0
         self._noted: set[int] = set()
         self._stillborn = 0
         self._item_seconds: float | None = None
@@ -124,7 +125,8 @@ class Pool:
         self._total, self._kept, self._dead, self._failed = info.total, info.done, info.dead, info.failed
         self._done = self._died = self._failures = self._rescued = 0
         self._completed = False
-        self._causes: Counter[str] = Counter()
+        self._errors: Counter[str] = Counter()
+        self._last_error = ""
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
@@ -178,7 +180,7 @@ class Pool:
             if grace is not None and (self._shutdown.abandon.is_set() or grace.spent):
                 self._abandon()
                 return
-            if self._inbox and (now >= commit_at or len(self._inbox) >= COMMIT_MOST):
+            if self._inbox and (now >= commit_at or len(self._inbox) >= COMMIT_MOST or self._failures_left() == 0):
                 self._commit()
                 commit_at = time.monotonic() + COMMIT_SECONDS
             if self._stop_reason is None:
@@ -258,6 +260,10 @@ class Pool:
 
     def _dispatch(self, now: float) -> None:
         backlog = self._backlog
+        if not backlog.suspects and not backlog.ready:
+            return
+        if self._failures_left() == 0:
+            return  # as many failures wait to be recorded as there may be deaths: first see how many are
         if backlog.suspects:
             examiner = self._crew.examiner()
             if not examiner.out:
@@ -286,7 +292,25 @@ class Pool:
             items.append(self._backlog.ready.popleft())
             size += len(items[-1].payload or "")
         if items:
-            self._crew.give(worker, items)
+            self._crew.give(worker, items, may_fail=self._may_fail(worker))
+
+    def _failures_left(self) -> int | None:
+        """How many items may still die before ``max_failures`` ends the run, if every failure that is not recorded yet
+        were a death; None without a limit."""
+        most = self._settings.max_failures
+        if most is None or self._passing:
+            return None
+        return max(0, most - self._died - self._unrecorded_failures)
+
+    def _may_fail(self, worker: WorkerHandle) -> int | None:
+        """This worker's share of what may still fail: after that it gives back what it has not begun. Shares never add
+        up to more than is left, except that each worker may always run one item per slot."""
+        left = self._failures_left()
+        if left is None:
+            return None
+        others = [each for each in self._crew if each is not worker]
+        idle = sum(1 for each in others if not each.out)
+        return max(1, (left - sum(each.may_fail for each in others)) // (idle + 1))
 
     def _allowed(self, count: int, now: float) -> int:
         """At most ``count``, fewer if the rate says so."""
@@ -314,7 +338,13 @@ class Pool:
             if self._stop_reason is not None:
                 self._backlog.release()
             return
-        worker.began, self._stillborn = True, 0
+        if "alone" in frame:
+            self._backlog.suspects.extend(worker.out.pop(idx) for idx in frame["alone"] if idx in worker.out)
+            if self._stop_reason is not None:
+                self._backlog.release()
+            return
+        worker.reported, self._stillborn = True, 0
+        worker.failures += len(frame["failed"])
         name, seconds = worker.name, 0.0
         for idx, took, result in frame["done"]:
             if worker.out.pop(idx, None) is not None:
@@ -342,28 +372,34 @@ class Pool:
         *,
         retryable: bool = True,
     ) -> None:
-        self._causes[failure.type] += 1
+        self._errors[failure.type] += 1
+        self._last_error = failure.type
+        self._unrecorded_failures += 1
         self._inbox.append(
             Failed(idx, failure, outcome, None, seconds, name, seen=attempts, retryable=retryable and not self._passing)
         )
 
-    def _worker_ended(self, worker: WorkerHandle, status: int | None = None) -> None:
+    def _worker_ended(self, worker: WorkerHandle) -> None:
         """A worker has ended: find out why, charge the item that killed it and nobody else."""
-        how = self._crew.remove(worker, status)
-        running = worker.running()
+        how, cut_off = self._crew.remove(worker)
+        running, begun = dict(worker.running()), worker.begun()
         worker.slots.close()
-        if running or not worker.stopping:
+        if begun or not worker.stopping:
             log.warning("a worker died", worker=worker.name, reason=how, count=len(running))
             metrics.count("headway_worker_deaths")
-        if len(running) == 1:
-            ((idx, began),) = running
+        # What ran when it was cut off, or when it ended by itself between two items, need not be what did that.
+        suspects = list(running) if running and not cut_off else begun
+        if len(suspects) == 1:
+            (idx,) = suspects
             item = worker.out.pop(idx)
-            failure = Failure("WorkerDied", f"the worker process {how} while it ran this item")
-            self._fail(idx, item.attempts, failure, "failed", time.monotonic() - began, worker.name)
-        elif running:
-            # Several items ran in it and one of them is to blame: each runs again, alone, at no cost to the others.
-            self._backlog.suspects.extend(worker.out.pop(idx) for idx, _ in running)
-        elif not worker.began and not worker.stopping:
+            why = " (did the function close file descriptors that are not its own?)" if cut_off else ""
+            failure = Failure("WorkerDied", f"the worker process {how} while it ran this item{why}")
+            seconds = time.monotonic() - running[idx] if idx in running else None
+            self._fail(idx, item.attempts, failure, "failed", seconds, worker.name)
+        elif suspects:
+            # One of several items is to blame: each runs again, alone, at no cost to the others.
+            self._backlog.suspects.extend(worker.out.pop(idx) for idx in suspects)
+        elif not worker.reported and not worker.stopping:
             self._stillborn += 1
             if self._stillborn >= STILLBORN_MOST:
                 raise HeadwayError(
@@ -375,10 +411,10 @@ class Pool:
     # ---- chores, ten times a second --------------------------------------------------------------------------------
 
     def _chores(self, now: float) -> None:
-        for worker, status in self._crew.dead():
+        for worker in self._crew.dead():
             for frame in worker.last_frames():
                 self._take(worker, frame)
-            self._worker_ended(worker, status)
+            self._worker_ended(worker)
         to_note: list[tuple[int, str]] = []
         for worker in self._crew:
             running = worker.running()
@@ -411,6 +447,10 @@ class Pool:
         worker.stopping = True
         for frame in worker.last_frames():
             self._take(worker, frame)
+        if self._settings.mode == "async" and len(running) > 1:
+            # Its loop is blocked, by which item nobody can tell: each runs again, alone, at no cost to the others.
+            self._backlog.suspects.extend(worker.out.pop(idx) for idx, _ in running if idx in worker.out)
+            overdue = []
         for idx, began in overdue:
             item = worker.out.pop(idx, None)
             if item is not None:  # it did not report in the last moment
@@ -425,7 +465,7 @@ class Pool:
     def _commit(self) -> None:
         if not self._inbox:
             return
-        outcomes, self._inbox = self._inbox, []
+        outcomes, self._inbox, self._unrecorded_failures = self._inbox, [], 0
         recorded = self._job.record(outcomes, hold=self._hold, policy=self._settings.policy, settle=False)
         for outcome in outcomes:
             self._backlog.settled(outcome.idx)
@@ -448,7 +488,6 @@ class Pool:
             self._recall_all()
 
     def _snapshot(self) -> RunSnapshot:
-        most = self._causes.most_common(1)
         return RunSnapshot(
             total=None if self._feed_is_open() else self._total,
             kept=self._kept,
@@ -457,8 +496,8 @@ class Pool:
             retrying=self._failed,
             dead=self._dead,
             failures=self._failures,
-            last_error=most[0][0] if most else "",
-            last_error_count=most[0][1] if most else 0,
+            last_error=self._last_error,
+            last_error_count=self._errors[self._last_error],
         )
 
     # ---- ending ----------------------------------------------------------------------------------------------------
