@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from textwrap import wrap
 from typing import ClassVar, Protocol, TextIO
 from unicodedata import east_asian_width
 
@@ -52,8 +53,8 @@ PROGRESS_KEYS = {
     "eta_low_seconds": "the lower end of its range",
     "eta_high_seconds": "the upper end of its range",
     "stalled_seconds": "for how long nothing has finished, once that is unusual; else null",
-    "last_error": "type of the most frequent error of this run; null if there is none",
-    "last_error_count": "how often it came",
+    "last_error": "type of the last error of this run; null if there is none",
+    "last_error_count": "how often an error of that type came",
 }
 #: A bar narrower than this says nothing; then it is left out.
 SHORTEST_BAR = 10
@@ -67,6 +68,9 @@ _GREEN, _BLUE, _DIM, _RED, _YELLOW, _RESET = (
     "\x1b[33m",
     "\x1b[0m",
 )
+
+#: Begin and end of a synchronised update; terminals that do not know it ignore it.
+_HOLD, _SHOW = "\x1b[?2026h", "\x1b[?2026l"
 
 
 class Display(Protocol):
@@ -86,6 +90,9 @@ class Display(Protocol):
 
     def end(self, snapshot: RunSnapshot) -> None:
         """The run is over; what is written next to the stream starts on a line of its own."""
+
+    def conclude(self, lines: Sequence[str], facts: Mapping[str, object]) -> None:
+        """The last words, after `end`: ``lines`` for people, the same as ``facts`` for programs."""
 
 
 def open_display(
@@ -111,7 +118,7 @@ def open_display(
         case "json":
             return _Json(writer, clock)
         case "none":
-            return _Silent()
+            return _Silent(writer)
         case _:
             raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
 
@@ -239,7 +246,8 @@ class _Bar:
         self._drawn = self._ended = False
 
     def begin(self, text: str) -> None:
-        self.say(text)
+        for line in wrap(text, max(20, self._columns() - 1), subsequent_indent="  ", break_on_hyphens=False):
+            self.say(line)
 
     def show(self, snapshot: RunSnapshot) -> None:
         self._estimator.update(snapshot)
@@ -257,6 +265,9 @@ class _Bar:
         self._draw(snapshot, after="\n")
         self._drawn = False
 
+    def conclude(self, lines: Sequence[str], facts: Mapping[str, object]) -> None:
+        self._write("".join(f"{line}\n" for line in lines))
+
     def _clear(self) -> None:
         if self._drawn:
             self._write("\r\x1b[J")
@@ -266,8 +277,9 @@ class _Bar:
         # The last column stays free: writing into it makes some terminals wrap.
         room = max(1, self._columns() - 1)
         start = "\r\x1b[J" if self._drawn else ""
-        # In one write, so that nothing is seen half drawn.
-        self._write(f"{start}{self._first_line(snapshot, room)}\n{self._second_line(snapshot, room)}{after}")
+        # In one write, and a terminal that can is asked to show it at once, so that nothing is seen half drawn.
+        lines = f"{self._first_line(snapshot, room)}\n{self._second_line(snapshot, room)}"
+        self._write(f"{_HOLD}{start}{lines}{after}{_SHOW}")
         self._drawn_at, self._drawn = self._clock(), True
 
     def _first_line(self, snapshot: RunSnapshot, room: int) -> str:
@@ -292,8 +304,11 @@ class _Bar:
     def _second_line(self, snapshot: RunSnapshot, room: int) -> str:
         between = " - " if self._ascii else " · "
         fields = _counts(snapshot)
+        # Where there is no room for all, what is zero goes first, then what matters least.
+        droppable = [field for field in fields if field.endswith(" 0")]
+        droppable += [field for field in (fields[2], fields[0], fields[3], fields[1]) if field not in droppable]
         while len(fields) > 1 and cells(between.join(fields)) + 1 > room:
-            fields.pop()
+            fields.remove(droppable.pop(0))
         line = _clip(" " + between.join(fields), room)
         error = _last_error(snapshot)
         padding = room - cells(line) - cells(error)
@@ -342,6 +357,9 @@ class _Plain:
         self._estimator.update(snapshot)
         self._print(snapshot, ended=True)
 
+    def conclude(self, lines: Sequence[str], facts: Mapping[str, object]) -> None:
+        self._write("".join(f"{line}\n" for line in lines))
+
     def _is_time(self) -> bool:
         return self._clock() - self._printed_at >= PLAIN_SECONDS
 
@@ -387,6 +405,9 @@ class _Json:
         self._estimator.update(snapshot)
         self._progress("end", snapshot)
 
+    def conclude(self, lines: Sequence[str], facts: Mapping[str, object]) -> None:
+        self._put("summary", message="\n".join(lines), **facts)
+
     def _progress(self, event: str, snapshot: RunSnapshot) -> None:
         estimator = self._estimator
         forecast, percent, rate, silence = (
@@ -419,9 +440,12 @@ class _Json:
 
 
 class _Silent:
-    """Shows nothing at all."""
+    """Shows nothing but the last words."""
 
     live: ClassVar[bool] = False
+
+    def __init__(self, writer: _Writer) -> None:
+        self._write = writer.write
 
     def begin(self, text: str) -> None:
         pass
@@ -434,6 +458,9 @@ class _Silent:
 
     def end(self, snapshot: RunSnapshot) -> None:
         pass
+
+    def conclude(self, lines: Sequence[str], facts: Mapping[str, object]) -> None:
+        self._write("".join(f"{line}\n" for line in lines))
 
 
 def _now() -> str:

@@ -34,7 +34,7 @@ class RunSnapshot:
     dead: int
     #: Failed runs of items in this run.
     failures: int
-    #: The type of this run's most frequent error.
+    #: The type of this run's last error, and how often that came.
     last_error: str = ""
     last_error_count: int = 0
 

@@ -100,6 +100,7 @@ class Pool:
         display: Display,
         shutdown: Shutdown,
         output: Output | None = None,
+        keep: bool = False,
         feed: Feed | None = None,
     ) -> None:
         self._ledger, self._job, self._hold, self._settings = ledger, job, hold, settings
@@ -110,7 +111,7 @@ class Pool:
         self._crew = Crew(
             self._selector, function,
             mode=settings.mode, size=settings.workers, mark=hold.mark, timeout=settings.timeout,
-            keep=output is not None, console=self._console,
+            keep=keep, console=self._console,
         )  # fmt: skip
         self._inbox: list[Outcome] = []
         self._unrecorded_failures = 0
