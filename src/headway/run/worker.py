@@ -35,7 +35,6 @@ from headway.run.wire import Slots, Wire, unpack_work
 #: Results wait at most this long for company before they are reported.
 FLUSH_SECONDS = 0.02
 FLUSH_COUNT = 500
-FLUSH_CHARACTERS = 2**20
 
 #: How the process ends when it cannot reach its parent; only to be told apart in a log.
 CUT_OFF = 71
@@ -197,7 +196,6 @@ class Worker:
         self._sending = threading.Lock()
         self._done: deque[tuple[int, float, str | None]] = deque()
         self._failed: deque[tuple[Any, ...]] = deque()
-        self._characters = 0
         self._failures = 0
         self._most_failures: int | None = None
         self._flushed_at = time.monotonic()
@@ -321,16 +319,11 @@ class Worker:
                 refuse_lazy(result)
             if self._keep:
                 kept = encoded(result)
-                self._characters += len(kept)
         except (HeadwayError, MemoryError) as error:
             self._report_failure(idx, attempts, began, error)
             return
         self._done.append((idx, now - began, kept))
-        if (
-            now - self._flushed_at > FLUSH_SECONDS
-            or len(self._done) >= FLUSH_COUNT
-            or self._characters >= FLUSH_CHARACTERS
-        ):
+        if now - self._flushed_at > FLUSH_SECONDS or len(self._done) >= FLUSH_COUNT:
             self.flush()
 
     def _report_failure(self, idx: int, attempts: int, began: float, error: BaseException) -> None:
@@ -382,7 +375,6 @@ class Worker:
         """Report what is finished. Others append meanwhile: what is taken out one by one is neither lost nor doubled."""
         with self._sending:
             self._flushed_at = time.monotonic()
-            self._characters = 0
             done = [self._done.popleft() for _ in range(len(self._done))]
             failed = [self._failed.popleft() for _ in range(len(self._failed))]
             if done or failed:
