@@ -138,8 +138,7 @@ def run(
 
 @contextmanager
 def _errors_as_progress(config: Config) -> Iterator[None]:
-    """With ``--progress json`` an error is a line of JSON too. And if nobody can read stderr any more (the terminal is
-    gone), the exit code must still be ours: Python would replace it when it cannot write what waits there."""
+    """With ``--progress json`` an error is a line of JSON too."""
     try:
         yield
     except HeadwayError as error:
@@ -148,11 +147,6 @@ def _errors_as_progress(config: Config) -> Iterator[None]:
         facts = {"message": str(error), "hint": error.hint, "exit_code": error.exit_code}
         say(json.dumps({"t": datetime.now(UTC).isoformat(timespec="seconds"), "event": "error", **facts}))
         raise click.exceptions.Exit(error.exit_code) from error
-    finally:
-        try:
-            sys.stderr.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 @dataclass(frozen=True, slots=True)
