@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from hashlib import blake2b
 
 from headway.errors import InvalidInput
 
 #: Bytes of JSON kept as an item's meta.
 META_LIMIT = 600
+
+#: A NUL character in JSON text. After an even number of backslashes: the six characters backslash u0000 are no NUL.
+_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
@@ -22,7 +26,7 @@ def canonical(value: object, what: str = "A payload") -> str:
         raise InvalidInput(
             f"{what} cannot be kept as JSON: {error}.", hint="Use dicts, lists, strings and numbers."
         ) from error
-    if "\\u0000" in text:
+    if "\\u0000" in text and _NUL.search(text):
         raise InvalidInput(f"{what} contains a NUL character, which PostgreSQL cannot keep.", hint="Remove it.")
     return text
 

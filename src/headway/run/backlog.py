@@ -16,7 +16,7 @@ MOST = 4000
 BYTES = 8 * 2**20
 
 
-class Stock:
+class Backlog:
     def __init__(self, job: Job) -> None:
         self._job = job
         self.ready: deque[Item] = deque()
@@ -65,7 +65,7 @@ class Stock:
         """What became of the item is in the ledger."""
         self.held.discard(idx)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Leave everything that is here to the ledger, which has it anyway."""
         for item in (*self.ready, *self.suspects):
             self.held.discard(item.idx)

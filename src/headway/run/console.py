@@ -7,9 +7,12 @@ above the bar. Output that goes to a file or another program is left alone: it d
 from __future__ import annotations
 
 import os
+import re
+
+from headway.wording import printable
 
 
-class Talk:
+class Console:
     """The pipe. Its writing end belongs to the workers."""
 
     def __init__(self) -> None:
@@ -35,7 +38,7 @@ class Talk:
         if len(self._rest) > 1 << 16:  # a line without end is shown in parts
             lines.append(self._rest)
             self._rest = b""
-        return [line.decode(errors="replace") for line in lines]
+        return [shown(line.decode(errors="replace")) for line in lines]
 
     def enter_worker(self) -> None:
         """In the worker: print into the pipe from now on."""
@@ -52,7 +55,28 @@ class Talk:
             if not found:
                 break
         os.close(self._reading)
-        return last + ([self._rest.decode(errors="replace")] if self._rest else [])
+        return last + ([shown(self._rest.decode(errors="replace"))] if self._rest else [])
+
+
+#: Colours are kept. Everything else that a terminal takes as a command is left out: it would move the bar or wipe it.
+_COLOUR = re.compile(r"\x1b\[[\d;:]*m")
+_COMMAND = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: cursor, clearing, modes
+    r"|\x1b[\]PX^_].*?(?:\x07|\x1b\\|$)"  # OSC, DCS and their like: title, clipboard
+    r"|\x1b[ -/]*[0-~]?"  # the shorter ones, and an escape cut off at the end of the line
+)
+
+
+def shown(line: str) -> str:
+    """A line as it may appear above the bar: of one that was overwritten by carriage returns, what was left in the end;
+    colours, but no other control."""
+    line = next((part for part in reversed(line.split("\r")) if part), "")
+    if line.isprintable():
+        return line
+    kept = _COMMAND.sub(lambda found: found[0] if _COLOUR.fullmatch(found[0]) else "", line)
+    pieces = re.split(f"({_COLOUR.pattern})", kept.expandtabs())
+    text = "".join(piece if _COLOUR.fullmatch(piece) else printable(piece) for piece in pieces)
+    return f"{text}\x1b[0m" if _COLOUR.search(text) else text
 
 
 def _terminals() -> list[int]:
