@@ -51,7 +51,7 @@ def test_every_write_gives_the_project_and_its_companions_seven_days_more(
     line.create("p", total=100)
     line.items_done("p", [1, "a"])
     state = redis_server.client(1)
-    names = [KEY, f"{KEY}:book", f"{KEY}:bits", f"{KEY}:seen"]
+    names = [KEY, f"{KEY}:meta", f"{KEY}:bits", f"{KEY}:seen"]
     writes: list[Callable[[], object]] = [
         lambda: line.item_done("p", 2),
         lambda: line.item_done("p", 2),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from headway.events import CallableSink, Event, RedisOutbox, Relay
-from headway.finishline import FinishLine, Outcome, Status, _Lane
+from headway.finishline import FinishLine, Outcome, Status, _Caller
 from tests.finishline.conftest import OpenLine, events
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
@@ -43,11 +43,11 @@ def after_commit(line: FinishLine) -> None:
 
 
 def before_count(line: FinishLine) -> None:
-    _Lane.run = die  # type: ignore[method-assign]  # as above; this is a forked child
+    _Caller.run = die  # type: ignore[method-assign]  # as above; this is a forked child
 
 
 def after_count(line: FinishLine) -> None:
-    _Lane.run = then_die(_Lane.run)  # type: ignore[method-assign]  # as above
+    _Caller.run = then_die(_Caller.run)  # type: ignore[method-assign]  # as above
 
 
 def before_note(line: FinishLine) -> None:
@@ -137,8 +137,8 @@ def crash_the_relay(line: FinishLine, point: str, name: str) -> list[str]:
         heard.join_thread()  # it is on its way before the process dies
 
     def relay() -> None:
-        told = die if point == "before noting" else then_die(line._told) if point == "before trimming" else None
-        outbox = Points(line._link.client, on_told=told, idle=0)
+        told = die if point == "before noting" else then_die(line._delivered) if point == "before trimming" else None
+        outbox = Points(line._server.client, on_told=told, idle=0)
         outbox.point = point
         doomed = Relay(outbox, [CallableSink("listener", tell)])
         for _ in range(3):
@@ -148,7 +148,7 @@ def crash_the_relay(line: FinishLine, point: str, name: str) -> list[str]:
     ids: list[str] = []
     if point != "after taking":
         ids.append(heard.get(timeout=10))
-    outbox = RedisOutbox(line._link.client, on_told=line._told, idle=0)
+    outbox = RedisOutbox(line._server.client, on_told=line._delivered, idle=0)
     successor = Relay(outbox, [CallableSink("listener", lambda event: ids.append(event.id))])
     for _ in range(3):
         successor.tick()

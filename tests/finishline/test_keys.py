@@ -8,7 +8,7 @@ from typing import Any
 
 from headway import _redis
 from headway.events import CallableSink
-from headway.finishline import keeper
+from headway.finishline import checkpointer
 from tests.finishline.conftest import OpenLine
 from tests.services.redis import RedisServer
 
@@ -31,30 +31,30 @@ def test_whatever_the_finish_line_writes_is_in_the_list(open_line: OpenLine, red
         seen.update({name: state.type(name) for name in state.scan_iter()})
 
     line = open_line("sqlite-journal")
-    assert line.keeper is not None
+    assert line.checkpointer is not None
     relay = line.relay([CallableSink("listener", lambda event: None)])
     line.create("p", total=3)
     line.items_done("p", [1, "a"])
-    line.keeper.tick()
+    line.checkpointer.tick()
     state.xadd("smap:events", {"not": "an event"})
     relay.tick()
     look()
     state.flushall()
-    install = line.keeper.install
+    install = line.checkpointer.install
 
     def watched(*arguments: Any, **options: Any) -> Any:
         look()
         return install(*arguments, **options)
 
-    line.keeper.install = watched  # type: ignore[method-assign]  # to look while the lock is held
-    stage = line.keeper._stage
+    line.checkpointer.install = watched  # type: ignore[method-assign]  # to look while the lock is held
+    stage = line.checkpointer._stage
 
     def staged(*arguments: Any) -> tuple[int, int]:
         counted = stage(*arguments)
         look()
         return counted
 
-    line.keeper._stage = staged  # type: ignore[method-assign, assignment]  # to look before they are in place
+    line.checkpointer._stage = staged  # type: ignore[method-assign, assignment]  # to look before they are in place
     line.progress("p")
     look()
     families: dict[str, str] = {}
@@ -64,12 +64,12 @@ def test_whatever_the_finish_line_writes_is_in_the_list(open_line: OpenLine, red
         families[key.pattern] = name
     ours = {key.pattern for key in _redis.KEYS if key.pattern.startswith("smap:") and key.kind != "channel"}
     assert families.keys() == ours
-    assert keeper.TTL == 604_800
+    assert checkpointer.TTL == 604_800
 
 
 def test_a_key_matches_its_own_family_only():
     assert _redis.PROJECT.matches("smap:proj:p.1-x")
-    assert not _redis.PROJECT.matches("smap:proj:p:book")
+    assert not _redis.PROJECT.matches("smap:proj:p:meta")
     assert _redis.STAGED_BITS.matches("smap:proj:p:bits:0a1b")
     assert not _redis.PROJECT_BITS.matches("smap:proj:p:bits:0a1b")
 

@@ -126,10 +126,10 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.journal)
     @rule()
-    def keeper(self) -> None:
-        self.state.delete("smap:keeper")
-        assert self.line.keeper is not None
-        self.line.keeper.tick()
+    def checkpointer(self) -> None:
+        self.state.delete("smap:checkpointer")
+        assert self.line.checkpointer is not None
+        self.line.checkpointer.tick()
 
     @rule()
     def server_forgets_its_scripts(self) -> None:
@@ -188,7 +188,7 @@ def test_any_history_counts_exactly_and_completes_once(
     proxy = tcp_proxy(redis_server.port)
     url = f"redis://127.0.0.1:{proxy.port}/1"
     database = f"sqlite:///{tmp_path}/p.db" if journal else None
-    with FinishLine(url, database, journal, keeper=False, retry=AT_ONCE) as line:
+    with FinishLine(url, database, journal, checkpointer=False, retry=AT_ONCE) as line:
         make: Any = lambda: Machine(line, redis_server, proxy, journal=journal)  # noqa: E731  # typed as a class there
         examples = settings().max_examples * 2 // 5  # 40 in make test
         run_state_machine_as_test(make, settings=settings(stateful_step_count=15, max_examples=examples))

@@ -134,7 +134,7 @@ def test_a_wait_between_tries_is_interrupted_by_the_shutdown_of_its_own_process(
 
     thread = threading.Thread(target=count)
     thread.start()
-    eventually(lambda: line._link.away)
+    eventually(lambda: line._server.away)
     began = time.monotonic()
     shutdown.request()
     thread.join(5)
@@ -159,7 +159,7 @@ def test_close_waits_for_calls_under_way_no_longer_than_it_is_granted(
 
     thread = threading.Thread(target=count)
     thread.start()
-    eventually(lambda: line._link._busy == 1)
+    eventually(lambda: line._server._busy == 1)
     assert not line.close(0.2)
     with pytest.raises(Stopping):
         line.item_done("p", 2)

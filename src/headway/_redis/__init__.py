@@ -83,13 +83,13 @@ _WEEK = "7 days after the last write"
 _LONGER = "2 hours longer"
 
 PROJECT = key("smap:proj:{project_id}", "hash", _WEEK, "`status`, `total`, `done`, `errors` of a project")
-PROJECT_BOOK = key("smap:proj:{project_id}:book", "hash", _LONGER, "epoch, version, winner; last call per caller")
+PROJECT_META = key("smap:proj:{project_id}:meta", "hash", _LONGER, "epoch, version, winner; last call per caller")
 PROJECT_BITS = key("smap:proj:{project_id}:bits", "string", _LONGER, "bitmap of the item numbers counted")
 PROJECT_SEEN = key("smap:proj:{project_id}:seen", "set", _LONGER, "other item ids counted, long ones as a digest")
 PROJECT_RESTORE = key("smap:proj:{project_id}:restore", "string", "30 s", "who rebuilds the project just now")
 STAGED_BITS = key("smap:proj:{project_id}:bits:{token}", "string", "10 min", "bits of a project being rebuilt")
 STAGED_SEEN = key("smap:proj:{project_id}:seen:{token}", "set", "10 min", "ids of a project being rebuilt")
-KEEPER = key("smap:keeper", "string", "4.5 s", "who compares Redis with the SQL record just now")
+CHECKPOINTER = key("smap:checkpointer", "string", "4.5 s", "who compares Redis with the SQL record just now")
 EVENTS = key("smap:events", "stream", "an entry goes when it was told", "events on their way to the sinks")
 EVENTS_QUARANTINE = key("smap:events:quarantine", "stream", "about 1,000 entries", "entries that are no events")
 

@@ -36,7 +36,7 @@ def open_line(state: str | None, database: str | None, *, journal: bool = False)
     config = Config(cli={"state": state, "database": database})
     record = config.text("database") if config.origin("database") != "default" else None
     # Somebody waits at the terminal: one more try, and then the answer is that Redis is away.
-    return FinishLine(config.text("state"), record, journal, keeper=False, retry=RetryPolicy(retries=1, base=0.5))
+    return FinishLine(config.text("state"), record, journal, checkpointer=False, retry=RetryPolicy(retries=1, base=0.5))
 
 
 @click.command()

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from headway import _redis, _sql
 from headway.errors import InvalidInput, Refused, Unavailable
 from headway.events import Event, RedisOutbox, Relay, Sink
-from headway.finishline.keeper import INTERVAL, TTL, Keeper, project_keys
-from headway.finishline.link import DRAIN_SECONDS, Link
+from headway.finishline.async_progress import AsyncProgress
+from headway.finishline.checkpointer import INTERVAL, TTL, Checkpointer, project_keys
 from headway.finishline.progress import (
     NOT_FOUND,
     Answer,
@@ -45,8 +45,8 @@ from headway.finishline.progress import (
     from_hash,
     identity,
 )
-from headway.finishline.reader import AsyncProgress
-from headway.finishline.record import Journal, Record, cut, no_project
+from headway.finishline.records import Journal, Record, cut, no_project
+from headway.finishline.server import DRAIN_SECONDS, StateServer
 from headway.ids import check_id
 from headway.lifecycle import Budget, Shutdown
 from headway.retry import REDIS_OPERATION, RetryPolicy
@@ -68,7 +68,7 @@ BATCH_LIMIT = 10_000
 _IDLE = 0.25
 
 
-class _Lane:
+class _Caller:
     """One caller as the scripts know it. It makes one call at a time, numbers them, and keeps its connection."""
 
     __slots__ = ("calls", "connection", "name", "used")
@@ -120,14 +120,14 @@ class FinishLine:
         allow_eviction: bool = False,
         timeout: float = _redis.TIMEOUT,
         retry: RetryPolicy = REDIS_OPERATION,
-        keeper: bool = True,
+        checkpointer: bool = True,
         interval: float = INTERVAL,
     ) -> None:
-        """``alert`` is called once per outage of 5 s. ``keeper=False`` leaves checkpoints and rebuilding after an
-        outage to whoever calls ``line.keeper.tick()``."""
+        """``alert`` is called once per outage of 5 s. ``checkpointer=False`` leaves checkpoints and rebuilding after an
+        outage to whoever calls ``line.checkpointer.tick()``."""
         if journal and database is None:
             raise InvalidInput("A journal needs a database.", hint="Give one: FinishLine(url, database=...)")
-        self._link = Link(
+        self._server = StateServer(
             state_url,
             shutdown=shutdown,
             alert=alert,
@@ -138,11 +138,11 @@ class FinishLine:
         )
         self._owned: _sql.Database | None = None
         if isinstance(database, str):
-            database = self._owned = _sql.connect(database, stop=self._link.shutdown.stop)
+            database = self._owned = _sql.connect(database, stop=self._server.shutdown.stop)
         self._database = database
         self._journaled = journal
         self._record = Record(database) if database is not None else None
-        self._keeps = keeper and database is not None
+        self._keeps = checkpointer and database is not None
         self._interval = interval
         self._over: set[str] = set()  # projects that were seen with more done than their total
         self._begin_process()
@@ -158,22 +158,22 @@ class FinishLine:
         checked_total(total)
         self._enter()
         try:
-            if self._record is not None and self.keeper is not None:
-                return self._create_recorded(self._record, self.keeper, project_id, total)
+            if self._record is not None and self.checkpointer is not None:
+                return self._create_recorded(self._record, self.checkpointer, project_id, total)
             arguments: list[str | int] = [uuid.uuid4().hex[:12], total, 0, ""]
             self._send("create", "finishline/create", project_id, arguments)
-            return self._link.read("create", project_id, partial(self._look, project_id)) or NOT_FOUND
+            return self._server.read("create", project_id, partial(self._look, project_id)) or NOT_FOUND
         finally:
-            self._link.leave()
+            self._server.leave()
 
-    def _create_recorded(self, record: Record, keeper: Keeper, project_id: str, total: int) -> Progress:
-        row, new = record.create(project_id, total=total, journaled=self._journaled, live=not self._link.away)
+    def _create_recorded(self, record: Record, checkpointer: Checkpointer, project_id: str, total: int) -> Progress:
+        row, new = record.create(project_id, total=total, journaled=self._journaled, live=not self._server.away)
         try:
             if new:
-                self._link.read("create", project_id, partial(keeper.install, row, first=True))
+                self._server.read("create", project_id, partial(checkpointer.install, row, first=True))
             else:
-                self._link.read("create", project_id, partial(keeper.restore, project_id))
-            return self._link.read("create", project_id, partial(self._look, project_id)) or row.progress()
+                self._server.read("create", project_id, partial(checkpointer.restore, project_id))
+            return self._server.read("create", project_id, partial(self._look, project_id)) or row.progress()
         except Unavailable:
             if new:
                 record.not_live(row)
@@ -202,7 +202,7 @@ class FinishLine:
         check_id(project_id, "a project id")
 
         def work() -> bool:
-            pipeline = self._link.client.pipeline(transaction=True)
+            pipeline = self._server.client.pipeline(transaction=True)
             for name in project_keys(project_id)[:4]:
                 pipeline.expire(name, TTL)
             return bool(pipeline.execute()[0])
@@ -214,7 +214,7 @@ class FinishLine:
         check_id(project_id, "a project id")
         recorded = self._record is not None and self._record.delete(project_id)
         names = project_keys(project_id)[:4]
-        return bool(self._guarded("delete", project_id, lambda: self._link.client.delete(*names))) or recorded
+        return bool(self._guarded("delete", project_id, lambda: self._server.client.delete(*names))) or recorded
 
     # ---- counting ------------------------------------------------------------------------------------------
 
@@ -272,7 +272,7 @@ class FinishLine:
                 return replace(answer, outcome=outcome, counted=fresh)
             return answer
         finally:
-            self._link.leave()
+            self._server.leave()
 
     # ---- asking --------------------------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class FinishLine:
         check_id(project_id, "a project id")
         self._enter()
         try:
-            found = self._link.read("progress", project_id, partial(self._look, project_id))
+            found = self._server.read("progress", project_id, partial(self._look, project_id))
             if found is None:
                 return self._recall(project_id)
             if 0 < found.total < found.done and project_id not in self._over and len(self._over) < 10_000:
@@ -292,46 +292,46 @@ class FinishLine:
                 )  # fmt: skip
             return found
         finally:
-            self._link.leave()
+            self._server.leave()
 
     def _look(self, project_id: str) -> Progress | None:
-        fields: Any = self._link.client.hgetall(_redis.PROJECT(project_id=project_id))
+        fields: Any = self._server.client.hgetall(_redis.PROJECT(project_id=project_id))
         return from_hash(project_id, fields)
 
     def _recall(self, project_id: str) -> Progress:
         """Redis does not have it. A finished project is answered by SQL, one under way is brought back."""
         row = self._record.find(project_id) if self._record is not None else None
-        if row is None or self.keeper is None:
+        if row is None or self.checkpointer is None:
             return NOT_FOUND
-        if row.completed_at is not None and row.told_at is not None:
+        if row.completed_at is not None and row.delivered_at is not None:
             return row.progress()
-        self._link.read("progress", project_id, partial(self.keeper.restore, project_id))
-        return self._link.read("progress", project_id, partial(self._look, project_id)) or row.progress()
+        self._server.read("progress", project_id, partial(self.checkpointer.restore, project_id))
+        return self._server.read("progress", project_id, partial(self._look, project_id)) or row.progress()
 
     # ---- events, shutdown ----------------------------------------------------------------------------------
 
     def relay(self, sinks: Sequence[Sink], *, rest: float = 0.5) -> Relay:
         """Who tells ``job.completed`` to ``sinks``: run it in a thread or a process of its own (`Relay.run`)."""
-        return Relay(RedisOutbox(self._link.client, on_told=self._told), sinks, rest=rest)
+        return Relay(RedisOutbox(self._server.client, on_told=self._delivered), sinks, rest=rest)
 
-    def _told(self, events: Sequence[Event]) -> None:
+    def _delivered(self, events: Sequence[Event]) -> None:
         """Every sink took these: should Redis lose its projects, they are not announced again."""
         if self._record is not None:
             for event in events:
                 total, done, errors = (int(str(event.data.get(name, 0))) for name in ("total", "done", "errors"))
                 state = Progress(Status.DONE, total, done, errors)
-                self._record.completed(event.job, event.id.rpartition(":")[2], state, told=True)
+                self._record.completed(event.job, event.id.rpartition(":")[2], state, delivered=True)
 
     def close(self, seconds: float = DRAIN_SECONDS) -> bool:
         """Accept nothing new, wait for what is under way, close the pools; whether all of it ended in time."""
         if self._pid != os.getpid():
             self._begin_process()
         budget = Budget(seconds)
-        self._stop_keeper.set()
-        drained = self._link.drain(budget.left)
-        if self._keeper_thread is not None:
-            self._keeper_thread.join(max(0.5, budget.left))  # it uses the same pool, which is closed after it
-        self._link.close()
+        self._stop_checkpointer.set()
+        drained = self._server.drain(budget.left)
+        if self._checkpointer_thread is not None:
+            self._checkpointer_thread.join(max(0.5, budget.left))  # it uses the same pool, which is closed after it
+        self._server.close()
         if self._owned is not None:
             self._owned.close()
         return drained
@@ -347,31 +347,34 @@ class FinishLine:
     def _begin_process(self) -> None:
         """What a forked child must not share with its parent: names of callers, locks, threads."""
         self._pid = os.getpid()
-        self._caller = uuid.uuid4().hex[:16]
-        self._lanes: list[_Lane] = []
-        self._lane_count = 0
-        self._lane_lock = threading.Lock()
-        self._stop_keeper = threading.Event()
-        self._keeper_thread: threading.Thread | None = None
-        self.keeper: Keeper | None = None
+        self._name = uuid.uuid4().hex[:16]
+        self._callers: list[_Caller] = []
+        self._callers_count = 0
+        self._callers_lock = threading.Lock()
+        self._stop_checkpointer = threading.Event()
+        self._checkpointer_thread: threading.Thread | None = None
+        self.checkpointer: Checkpointer | None = None
         if self._database is not None and self._record is not None:
             self._journal = Journal(self._database)
-            self.keeper = Keeper(self._link, self._record, interval=self._interval)
+            self.checkpointer = Checkpointer(self._server, self._record, interval=self._interval)
 
     def _enter(self) -> None:
         if self._pid != os.getpid():
             self._begin_process()
-        self._link.enter()
-        if self._keeps and self._keeper_thread is None:
-            self._start_keeper()
+        self._server.enter()
+        if self._keeps and self._checkpointer_thread is None:
+            self._start_checkpointer()
 
-    def _start_keeper(self) -> None:
-        with self._lane_lock:
-            if self._keeper_thread is None and self.keeper is not None:
+    def _start_checkpointer(self) -> None:
+        with self._callers_lock:
+            if self._checkpointer_thread is None and self.checkpointer is not None:
                 thread = threading.Thread(
-                    target=self.keeper.run, args=(self._stop_keeper,), name="headway-keeper", daemon=True
+                    target=self.checkpointer.run,
+                    args=(self._stop_checkpointer,),
+                    name="headway-checkpointer",
+                    daemon=True,
                 )
-                self._keeper_thread = thread
+                self._checkpointer_thread = thread
                 thread.start()
 
     def _change(
@@ -402,37 +405,37 @@ class FinishLine:
             ]
             return self._send(operation, "finishline/change", project_id, arguments)
         finally:
-            self._link.leave()
+            self._server.leave()
 
     def _guarded(self, operation: str, project_id: str, work: Callable[[], T]) -> T:
         self._enter()
         try:
-            return self._link.write(operation, project_id, work)
+            return self._server.write(operation, project_id, work)
         finally:
-            self._link.leave()
+            self._server.leave()
 
     def _send(self, operation: str, script: str, project_id: str, arguments: Sequence[str | int]) -> Answer:
-        """One script under one identity: repeated by `Link.write` after a lost reply, it answers the same again."""
-        lane = self._borrow()
+        """One script under one identity: repeated by `StateServer.write` after a lost reply, it answers the same again."""
+        caller = self._borrow()
         try:
-            lane.calls += 1
+            caller.calls += 1
             call = partial(
-                lane.run,
-                self._link.client,
+                caller.run,
+                self._server.client,
                 _redis.script(script),
                 _keys(project_id),
-                [TTL, lane.name, lane.calls, *arguments],
+                [TTL, caller.name, caller.calls, *arguments],
             )
             restored = None
             for _ in range(20):  # it may be lost again right after it was rebuilt
-                outcome, done, counted = self._link.write(operation, project_id, call)
-                if outcome != "NOT_FOUND" or self.keeper is None:
+                outcome, done, counted = self._server.write(operation, project_id, call)
+                if outcome != "NOT_FOUND" or self.checkpointer is None:
                     break
-                restored = self._link.write(operation, project_id, partial(self.keeper.restore, project_id))
+                restored = self._server.write(operation, project_id, partial(self.checkpointer.restore, project_id))
                 if restored is None:
                     break
         finally:
-            self._lanes.append(lane)
+            self._callers.append(caller)
         if outcome == "NOT_FOUND":
             if restored is not None:
                 raise Unavailable(f"Redis lost project {project_id!r} again each time it was rebuilt.")
@@ -452,7 +455,7 @@ class FinishLine:
         return answer
 
     def _note_completion(self, project_id: str) -> None:
-        """SQL learns it at once; should that fail, the keeper's next round or the relay tells it."""
+        """SQL learns it at once; should that fail, the checkpointer's next round or the relay tells it."""
         try:
             state = self._look(project_id)
             row = self._record.find(project_id) if self._record is not None else None
@@ -461,14 +464,14 @@ class FinishLine:
         except Exception as error:  # noqa: BLE001  # the project *is* complete: its caller must hear that
             log.warning("the completion is noted later", project_id=project_id, error=str(error))
 
-    def _borrow(self) -> _Lane:
-        """A lane nobody else uses now: there are as many as calls were ever under way at once."""
+    def _borrow(self) -> _Caller:
+        """A caller nobody else uses now: there are as many as calls were ever under way at once."""
         try:
-            return self._lanes.pop()
+            return self._callers.pop()
         except IndexError:
-            with self._lane_lock:
-                self._lane_count += 1
-                return _Lane(f"{self._caller}.{self._lane_count}")
+            with self._callers_lock:
+                self._callers_count += 1
+                return _Caller(f"{self._name}.{self._callers_count}")
 
 
 @lru_cache(maxsize=4096)

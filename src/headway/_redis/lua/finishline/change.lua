@@ -10,16 +10,16 @@ local before = earlier()
 if before then return before end
 if status == 'DONE' then return answer('LATE', 0) end
 if ARGV[4] ~= '' then
-  if tonumber(ARGV[4]) <= book.version then return answer('UPDATED', 0) end
+  if tonumber(ARGV[4]) <= meta.version then return answer('UPDATED', 0) end
   redis.call('HSET', KEYS[2], 'version', ARGV[4])
 end
 if ARGV[5] ~= '' then total = tonumber(ARGV[5]) end
 if ARGV[6] ~= '' then status = ARGV[6] end
 if ARGV[7] == '1' then
-  book.crawled = '1'
+  meta.crawled = '1'
   redis.call('HSET', KEYS[2], 'crawled', 1)
 elseif ARGV[7] == '0' then
-  book.crawled = false
+  meta.crawled = false
   redis.call('HDEL', KEYS[2], 'crawled')
 end
 redis.call('HSET', KEYS[1], 'total', string.format('%.0f', total), 'status', status)

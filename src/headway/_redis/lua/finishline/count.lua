@@ -7,10 +7,10 @@ if missing then return { 'NOT_FOUND', 0, 0 } end
 if not read() then return { 'CORRUPT', 0, 0 } end
 local before = earlier()
 if before then return before end
-if book.journal and ARGV[4] == '' then return { 'JOURNALED', done, 0 } end
+if meta.journal and ARGV[4] == '' then return { 'JOURNALED', done, 0 } end
 
 local fresh, failed = 0, 0
-local numbers, texts = string.find(book.kinds, 'b', 1, true), string.find(book.kinds, 's', 1, true)
+local numbers, texts = string.find(meta.kinds, 'b', 1, true), string.find(meta.kinds, 's', 1, true)
 for i = 5, #ARGV do
   local item = ARGV[i]
   local kind, id, add = string.byte(item, 2), string.sub(item, 3), 0

@@ -2,13 +2,13 @@
 -- include: finishline/project
 -- KEYS[6] smap:proj:{id}:bits:{token}   KEYS[7] smap:proj:{id}:seen:{token}: staged identities
 -- ARGV[4] status   ARGV[5] total   ARGV[6] done   ARGV[7] errors   ARGV[8] epoch   ARGV[9] version
--- ARGV[10] "crawled" | ""   ARGV[11] "journal" | ""   ARGV[12] "told" when its event was delivered already, else ""
+-- ARGV[10] "crawled" | ""   ARGV[11] "journal" | ""   ARGV[12] "delivered" when its event was delivered already, else ""
 -- ARGV[13] time of the checkpoint these counts are from, "" when they are exact
 -- returns RESTORED | COMPLETED | EXISTS (it is there; a live counter is never lowered) | AGAIN (staged ids are lost)
 if not missing then
   redis.call('DEL', KEYS[6], KEYS[7])
   -- There, but with less than its own checkpoint: an older state came back. With a journal the count goes by identity.
-  if not read() or ARGV[11] ~= '' or book.epoch ~= ARGV[8] or done >= tonumber(ARGV[6]) then
+  if not read() or ARGV[11] ~= '' or meta.epoch ~= ARGV[8] or done >= tonumber(ARGV[6]) then
     return { 'EXISTS', 0, 0 }
   end
   done, errors = tonumber(ARGV[6]), math.max(errors, tonumber(ARGV[7]))

@@ -24,7 +24,7 @@ EXTENDED = 5.0
 DRAIN_SECONDS = 5.0
 
 
-class Link:
+class StateServer:
     """One client for state, and what is known about its server.
 
     A write is repeated after 1, 2 and 4 s: it carries an identity, so that a repetition counts once. A read is
@@ -58,7 +58,7 @@ class Link:
         self._alerted = False
         self._fit = False
         self._closed = False
-        self.halt = threading.Event()  # ends every wait: a shutdown was asked for, or this link is closed
+        self.halt = threading.Event()  # ends every wait: a shutdown was asked for, or this server is closed
         self.shutdown.on_request(self.halt.set)
         if self.shutdown.stop.is_set():
             self.halt.set()
@@ -82,11 +82,11 @@ class Link:
                 result = work()
             except _redis.failures() as error:
                 if not _redis.is_transient(error):
-                    raise self._meaning(operation, project_id, error) from error
+                    raise self._translate(operation, project_id, error) from error
                 failures += 1
                 self._failed(error)
                 if self._policy.exhausted(failures):
-                    raise self._meaning(operation, project_id, error) from error
+                    raise self._translate(operation, project_id, error) from error
                 wait = self._policy.delay(failures)
                 metrics.count("headway_redis_retries", operation=operation)
                 log.warning(
@@ -115,7 +115,7 @@ class Link:
         except _redis.failures() as error:
             if _redis.is_transient(error):
                 self._failed(error)
-            raise self._meaning(operation, project_id, error) from error
+            raise self._translate(operation, project_id, error) from error
         if self._away:
             self._returned()
         return result
@@ -200,7 +200,7 @@ class Link:
         metrics.gauge("headway_redis_away", 0)
         log.warning("Redis is back", operation="outage", seconds=round(lasted, 1))
 
-    def _meaning(self, operation: str, project_id: str, error: BaseException) -> HeadwayError:
+    def _translate(self, operation: str, project_id: str, error: BaseException) -> HeadwayError:
         trouble = _redis.translate(error, self.url)
         metrics.count("headway_redis_failures", operation=operation)
         log.error("the operation failed", operation=operation, project_id=project_id, error=str(trouble))

@@ -11,7 +11,7 @@ from headway import _redis
 from headway._sql import Database
 from headway.errors import HeadwayError, Unavailable
 from headway.finishline.progress import NOT_FOUND, Progress, corrupt, from_hash
-from headway.finishline.record import Record
+from headway.finishline.records import Record
 from headway.ids import check_id
 from headway.retry import CircuitBreaker
 from headway.telemetry import Log, metrics, redact

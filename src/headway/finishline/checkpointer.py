@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 
 from headway import _redis
 from headway.errors import StoreCorrupt
-from headway.finishline.link import Link
 from headway.finishline.progress import Outcome, Progress, Status, corrupt, from_hash
-from headway.finishline.record import CHUNK, Record, Row
+from headway.finishline.records import CHUNK, Record, Row
+from headway.finishline.server import StateServer
 from headway.retry import pause
 from headway.telemetry import Log, metrics, redact
 
@@ -34,41 +34,41 @@ _LOCK_SECONDS = 30
 
 def project_keys(project_id: str) -> list[str]:
     """The keys every script of the finish line gets, in their order."""
-    families = (_redis.PROJECT, _redis.PROJECT_BOOK, _redis.PROJECT_BITS, _redis.PROJECT_SEEN)
+    families = (_redis.PROJECT, _redis.PROJECT_META, _redis.PROJECT_BITS, _redis.PROJECT_SEEN)
     return [*(family(project_id=project_id) for family in families), _redis.EVENTS()]
 
 
-#: Held during a round. A fork waits for it: a child must not inherit locks its parent's keeper holds just then.
+#: Held during a round. A fork waits for it: a child must not inherit locks its parent's checkpointer holds just then.
 _at_work = threading.Lock()
 os.register_at_fork(before=_at_work.acquire, after_in_parent=_at_work.release, after_in_child=_at_work.release)
 
 
-class Keeper:
+class Checkpointer:
     """One round is `tick`. Every process of a fleet may run it: a short lock in Redis lets one of them do it."""
 
-    def __init__(self, link: Link, record: Record, *, interval: float = INTERVAL) -> None:
-        self._link = link
+    def __init__(self, server: StateServer, record: Record, *, interval: float = INTERVAL) -> None:
+        self._server = server
         self._record = record
         self._interval = interval
-        self._name = f"keeper.{uuid.uuid4().hex[:12]}"
+        self._name = f"checkpointer.{uuid.uuid4().hex[:12]}"
         self._calls = 0
         self._restoring = threading.Lock()
         self._lagging: dict[str, int] = {}  # project -> the count it lagged at
 
     def tick(self) -> float:
         """Rebuild what Redis lost, note how far the rest is; seconds until the next round."""
-        was_away = self._link.away
-        if not self._link.probe():
+        was_away = self._server.away
+        if not self._server.probe():
             return 1.0
         try:
             self._round(returned=was_away)
         except _redis.failures() as error:
-            raise _redis.translate(error, self._link.url) from error
+            raise _redis.translate(error, self._server.url) from error
         return self._interval
 
     def _round(self, *, returned: bool) -> None:
         lock = int(self._interval * 900)  # milliseconds; it has ended when the holder comes back
-        if not returned and not self._link.client.set(_redis.KEEPER(), self._name, nx=True, px=lock):
+        if not returned and not self._server.client.set(_redis.CHECKPOINTER(), self._name, nx=True, px=lock):
             return
         page: list[Row] = []
         for row in self._record.open():
@@ -85,7 +85,7 @@ class Keeper:
                 with _at_work:
                     delay = self.tick()
             except Exception as error:  # noqa: BLE001  # whatever stopped this round must not stop the rounds to come
-                log.warning("a round of the keeper failed", operation="keeper", error=redact(str(error)))
+                log.warning("a round of the checkpointer failed", operation="checkpointer", error=redact(str(error)))
                 delay = self._interval
 
     def restore(self, project_id: str) -> Outcome | None:
@@ -95,13 +95,13 @@ class Keeper:
             return None
         with self._restoring:
             lock = _redis.PROJECT_RESTORE(project_id=project_id)
-            client = self._link.client
+            client = self._server.client
             deadline = time.monotonic() + _LOCK_SECONDS
             while not client.set(lock, self._name, nx=True, px=_LOCK_SECONDS * 1000):
                 # Another process is at it. Should it die, its lock ends, and rebuilding twice does no harm.
                 if client.exists(_redis.PROJECT(project_id=project_id)) or time.monotonic() > deadline:
                     return Outcome.EXISTS
-                pause(0.02, self._link.halt)
+                pause(0.02, self._server.halt)
             try:
                 return self.install(row)
             finally:
@@ -110,7 +110,7 @@ class Keeper:
     def install(self, row: Row, *, first: bool = False) -> Outcome:
         """Put a project in place as SQL knows it, unless it EXISTS. ``first``: it never was there.
 
-        COMPLETED when the journal held its last item and nobody had been told so: CREATED otherwise.
+        COMPLETED when the journal held its last item and its event had not been delivered: CREATED otherwise.
         """
         lossy = not first and not row.journaled and row.live_at is not None and row.completed_at is None
         seen = row.checkpoint_at or row.live_at
@@ -124,12 +124,12 @@ class Keeper:
             done, errors = self._stage(row, staged) if row.journaled else (row.done, row.errors)
             self._calls += 1
             outcome, _, _ = _redis.script("finishline/install")(
-                self._link.client,
+                self._server.client,
                 [*project_keys(row.id), *staged],
                 [
-                    TTL, self._name, self._calls, _standing(row), row.total, done, errors, row.epoch, row.version,
+                    TTL, self._name, self._calls, _current(row), row.total, done, errors, row.epoch, row.version,
                     "crawled" if row.crawled else "", "journal" if row.journaled else "",
-                    "told" if row.told_at is not None else "", f"{seen:.3f}" if lossy and seen else "",
+                    "delivered" if row.delivered_at is not None else "", f"{seen:.3f}" if lossy and seen else "",
                 ],
             )  # fmt: skip
         if outcome == Outcome.EXISTS:
@@ -171,14 +171,14 @@ class Keeper:
                     self._raise(row, state, returned=returned)
                 elif not row.journaled and (state.done, state.errors) != (row.done, row.errors):
                     ahead.append((row, state))
-                if (state.total, state.status) != (row.total, _standing(row)):
+                if (state.total, state.status) != (row.total, _current(row)):
                     self._change(row)
         if ahead:
             self._record.checkpoint(ahead)
 
     def _states(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Progress | None]]:
         """What Redis has of each, in one round trip. A damaged one is left out: the others go on."""
-        pipeline = self._link.client.pipeline(transaction=False)
+        pipeline = self._server.client.pipeline(transaction=False)
         for row in rows:
             pipeline.hgetall(_redis.PROJECT(project_id=row.id))
         replies = pipeline.execute(raise_on_error=False) if rows else []
@@ -188,7 +188,7 @@ class Keeper:
                     raise corrupt(row.id) from fields
                 yield row, from_hash(row.id, fields)
             except StoreCorrupt as error:
-                log.warning("a project cannot be read", operation="keeper", project_id=row.id, error=str(error))
+                log.warning("a project cannot be read", operation="checkpointer", project_id=row.id, error=str(error))
 
     def _raise(self, row: Row, state: Progress, *, returned: bool) -> None:
         """Redis counts less than SQL. That is so for a moment whenever a call is between the two, and a loss when
@@ -208,28 +208,30 @@ class Keeper:
             self._calls += 1
             items = [("-" if failed else "+") + item for item, failed in page]
             _redis.script("finishline/count")(
-                self._link.client, project_keys(row.id), [TTL, self._name, self._calls, "journal", *items]
+                self._server.client, project_keys(row.id), [TTL, self._name, self._calls, "journal", *items]
             )
 
     def _change(self, row: Row) -> None:
         """Total and status as SQL has them. Redis ignores it if it knows of this change or a later one."""
         self._calls += 1
         _redis.script("finishline/change")(
-            self._link.client,
+            self._server.client,
             project_keys(row.id),
-            [TTL, self._name, self._calls, row.version, row.total, _standing(row), int(row.crawled)],
+            [TTL, self._name, self._calls, row.version, row.total, _current(row), int(row.crawled)],
         )
 
     def _stage(self, row: Row, staged: list[str]) -> tuple[int, int]:
         done = errors = 0
         for page in self._record.counts(row):
-            _redis.script("finishline/stage")(self._link.client, staged, [_STAGE_SECONDS, *(item for item, _ in page)])
+            _redis.script("finishline/stage")(
+                self._server.client, staged, [_STAGE_SECONDS, *(item for item, _ in page)]
+            )
             done += len(page)
             errors += sum(failed for _, failed in page)
         return done, errors
 
 
-def _standing(row: Row) -> Status:
+def _current(row: Row) -> Status:
     """The status to put into Redis. A completed project is decided again there, and announced again unless every
     sink took its event: the stream may be lost too."""
     return Status.PROCESSING if row.completed_at is not None else row.status

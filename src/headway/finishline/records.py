@@ -21,7 +21,7 @@ GROUP = 5_000
 
 _COLUMNS = (
     "no, id, epoch, status, total, done, errors, crawled, journaled, version, "
-    "live_at, checkpoint_at, completed_at, told_at"
+    "live_at, checkpoint_at, completed_at, delivered_at"
 )
 
 
@@ -42,7 +42,7 @@ class Row:
     live_at: float | None
     checkpoint_at: float | None
     completed_at: float | None
-    told_at: float | None
+    delivered_at: float | None
 
     def progress(self) -> Progress:
         restored = self.checkpoint_at if self.completed_at is None and not self.journaled else None
@@ -124,18 +124,18 @@ class Record:
             )
         )
 
-    def completed(self, project_id: str, epoch: str, state: Progress, *, told: bool = False) -> None:
-        """It is DONE with these counts; said again, nothing changes but ``told``."""
+    def completed(self, project_id: str, epoch: str, state: Progress, *, delivered: bool = False) -> None:
+        """It is DONE with these counts; said again, nothing changes but ``delivered``."""
         self._database.run(
             lambda tx: tx.execute(
                 "UPDATE projects SET status = 'DONE', total = ?, "
                 "done = CASE WHEN done > ? THEN done ELSE ? END, "
                 "errors = CASE WHEN errors > ? THEN errors ELSE ? END, "
                 "completed_at = coalesce(completed_at, ?), "
-                "told_at = CASE WHEN ? = 1 THEN coalesce(told_at, ?) ELSE told_at END "
+                "delivered_at = CASE WHEN ? = 1 THEN coalesce(delivered_at, ?) ELSE delivered_at END "
                 "WHERE id = ? AND epoch = ?",
                 (state.total, state.done, state.done, state.errors, state.errors, now := tx.now(),
-                 int(told), now, project_id, epoch),
+                 int(delivered), now, project_id, epoch),
             ),
             operation="project.completed",
         )  # fmt: skip
@@ -155,12 +155,12 @@ class Record:
         self._database.run(work, operation="project.checkpoint")
 
     def open(self) -> Iterator[Row]:
-        """Every project that is not over: not completed, or completed within the last 7 days and not told."""
+        """Every project that is not over: not completed, or completed within the last 7 days and not delivered."""
         after = 0
         now = self._database.now()
         while True:
             rows = self._database.all(
-                f"SELECT {_COLUMNS} FROM projects WHERE told_at IS NULL AND no > ? "
+                f"SELECT {_COLUMNS} FROM projects WHERE delivered_at IS NULL AND no > ? "
                 "AND (completed_at IS NULL OR completed_at > ?) ORDER BY no LIMIT ?",
                 (after, now - 604_800, CHUNK),
             )
@@ -214,14 +214,14 @@ class Journal:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._waiting: list[_Entry] = []
-        self._pen = threading.Lock()
+        self._writing = threading.Lock()
 
     def write(self, project_id: str, items: dict[str, tuple[bool, str | None]]) -> tuple[dict[str, bool], int]:
         """Commit the counts. What each item counts as (an earlier word on it stands), and how many were new."""
         entry = _Entry(project_id, items)
         self._waiting.append(entry)  # atomic
         while not entry.settled.is_set():
-            with self._pen:
+            with self._writing:
                 if not entry.settled.is_set():
                     self._commit()
         if entry.trouble is not None:
@@ -263,7 +263,7 @@ def _write(tx: Tx, group: Sequence[_Entry]) -> None:
             for item, verdict in entry.items.items():
                 wanted.setdefault((numbers[entry.project_id], item), verdict)
     fresh = _insert(tx, wanted)
-    standing = _standing(tx, [key for key in wanted if key not in fresh])
+    current = _current(tx, [key for key in wanted if key not in fresh])
     for number in sorted({number for number, _ in fresh}):
         mine = [wanted[key][0] for key in fresh if key[0] == number]
         tx.execute(
@@ -272,7 +272,7 @@ def _write(tx: Tx, group: Sequence[_Entry]) -> None:
     for entry in group:
         if entry.trouble is None:
             keys = {item: (numbers[entry.project_id], item) for item in entry.items}
-            entry.verdicts = {item: standing[key] if key in standing else wanted[key][0] for item, key in keys.items()}
+            entry.verdicts = {item: current[key] if key in current else wanted[key][0] for item, key in keys.items()}
             entry.fresh = sum(key in fresh for key in keys.values())
             fresh -= set(keys.values())  # two callers with one item: it was new for one of them
 
@@ -292,8 +292,8 @@ def _insert(tx: Tx, wanted: dict[tuple[int, str], tuple[bool, str | None]]) -> s
     return fresh
 
 
-def _standing(tx: Tx, keys: Sequence[tuple[int, str]]) -> dict[tuple[int, str], bool]:
-    standing: dict[tuple[int, str], bool] = {}
+def _current(tx: Tx, keys: Sequence[tuple[int, str]]) -> dict[tuple[int, str], bool]:
+    current: dict[tuple[int, str], bool] = {}
     for number in {number for number, _ in keys}:
         items = [item for other, item in keys if other == number]
         for start in range(0, len(items), CHUNK):
@@ -302,8 +302,8 @@ def _standing(tx: Tx, keys: Sequence[tuple[int, str]]) -> dict[tuple[int, str], 
                 f"SELECT item, failed FROM project_counts WHERE project = ? AND item IN ({marks(len(part))})",
                 (number, *part),
             )
-            standing.update({(number, item): bool(failed) for item, failed in rows})
-    return standing
+            current.update({(number, item): bool(failed) for item, failed in rows})
+    return current
 
 
 def no_project(project_id: str) -> NotFound:
