@@ -8,8 +8,9 @@ from typing import Any
 
 from headway import _redis
 from headway.events import CallableSink
-from headway.finishline import checkpointer
+from headway.finishline.rebuild import STAGE_SECONDS
 from tests.finishline.conftest import OpenLine
+from tests.finishline.lines import at_line
 from tests.services.redis import RedisServer
 
 ROOT = Path(__file__).parents[2]
@@ -23,12 +24,16 @@ def test_the_page_about_redis_lists_every_key_with_its_type_and_lifetime():
     assert len({key.pattern for key in _redis.KEYS}) == len(_redis.KEYS)
 
 
-def test_whatever_the_finish_line_writes_is_in_the_list(open_line: OpenLine, redis_server: RedisServer):
+def test_whatever_the_finish_line_writes_is_in_the_list_with_its_type_and_a_lifetime(
+    open_line: OpenLine, redis_server: RedisServer
+):
     state: Any = redis_server.client(1)
     seen: dict[str, str] = {}
+    lives: dict[str, int] = {}
 
     def look() -> None:
-        seen.update({name: state.type(name) for name in state.scan_iter()})
+        for name in state.scan_iter():
+            seen[name], lives[name] = state.type(name), state.ttl(name)
 
     line = open_line("sqlite-journal")
     assert line.checkpointer is not None
@@ -40,22 +45,12 @@ def test_whatever_the_finish_line_writes_is_in_the_list(open_line: OpenLine, red
     relay.tick()
     look()
     state.flushall()
-    install = line.checkpointer.install
-
-    def watched(*arguments: Any, **options: Any) -> Any:
-        look()
-        return install(*arguments, **options)
-
-    line.checkpointer.install = watched  # type: ignore[method-assign]  # to look while the lock is held
-    stage = line.checkpointer._stage
-
-    def staged(*arguments: Any) -> tuple[int, int]:
-        counted = stage(*arguments)
-        look()
-        return counted
-
-    line.checkpointer._stage = staged  # type: ignore[method-assign, assignment]  # to look before they are in place
-    line.progress("p")
+    for number in range(200):  # look before each line of the rebuilding
+        state.delete(*state.scan_iter("smap:proj:*") or ["none"])
+        with at_line(number, look, "finishline/rebuild.py") as steps:
+            line.progress("p")
+        if not steps.reached:
+            break
     look()
     families: dict[str, str] = {}
     for name, kind in seen.items():
@@ -64,7 +59,11 @@ def test_whatever_the_finish_line_writes_is_in_the_list(open_line: OpenLine, red
         families[key.pattern] = name
     ours = {key.pattern for key in _redis.KEYS if key.pattern.startswith("smap:") and key.kind != "channel"}
     assert families.keys() == ours
-    assert checkpointer.TTL == 604_800
+    staged = [life for name, life in lives.items() if name.count(":") == 4]
+    assert staged
+    assert all(0 < life <= STAGE_SECONDS for life in staged)
+    assert 0 < lives["smap:proj:p:rebuild"] <= 30
+    assert 0 < lives["smap:checkpointer"] <= 5
 
 
 def test_a_key_matches_its_own_family_only():

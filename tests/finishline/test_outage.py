@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.exceptions import RedisError
 
 from headway._sql import postgresql
 from headway.errors import NotFound, Refused, Unavailable
 from headway.finishline import FinishLine, Progress, Status
 from headway.finishline.server import StateServer
-from headway.retry import RetryPolicy
+from headway.retry import CircuitBreaker, RetryPolicy
 from tests.finishline.conftest import OpenLine, events
 from tests.services.postgres import PostgresServer
 from tests.services.proxy import TcpProxy
@@ -126,28 +130,92 @@ def test_during_an_outage_reads_fail_at_once_and_other_calls_of_the_process_go_o
 
 
 @pytest.mark.req("S0-30")
-def test_an_outage_that_lasts_is_one_critical_alert_and_the_next_outage_another(
-    open_line: OpenLine, redis_server: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_an_outage_of_five_seconds_is_one_critical_alert_and_the_next_outage_another(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr("headway.finishline.server.EXTENDED", 0.2)
     alerts: list[str] = []
+    now = 0.0
 
     def alert(message: str) -> None:
         alerts.append(message)
         raise RuntimeError("the pager is broken")
 
-    line = open_line("sqlite", alert=alert, retry=AT_ONCE)
-    assert line.checkpointer is not None
-    line.create("p", total=5)
+    server = StateServer(redis_server.url(1), alert=alert, clock=lambda: now)
+    assert server.probe()
     for outage in (1, 2):
         redis_server.stop()
-        began = time.monotonic()
-        while time.monotonic() - began < 0.5:
-            assert line.checkpointer.tick() == 1.0
-        assert len(alerts) == len(logged(caplog, logging.CRITICAL)) == outage
+        for lasted, expected in [(0.0, 0), (4.9, 0), (5.0, 1), (60.0, 1)]:
+            began = 1000.0 * outage
+            now = began + lasted
+            assert not server.probe()
+            assert len(alerts) == len(logged(caplog, logging.CRITICAL)) == outage - 1 + expected
         redis_server.start()
-        eventually(lambda: line.checkpointer is not None and line.checkpointer.tick() > 1.0)
-    assert "is away" in alerts[0]
+        assert server.probe()
+    assert "is away since 5 s" in alerts[0]
+    server.close()
+
+
+def test_an_alert_that_forks_while_the_checkpointer_gives_it_is_heard(
+    redis_factory: Callable[..., RedisServer], tmp_path: Path
+):
+    """Whoever sends mail by a forked process must not wait for the round that waits for him."""
+    server = redis_factory()
+    children: list[int] = []
+
+    def alert(message: str) -> None:
+        child = os.fork()
+        if child == 0:
+            os._exit(7)
+        children.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    line = FinishLine(server.url(1), f"sqlite:///{tmp_path}/p.db", alert=alert, interval=0.05, retry=AT_ONCE)
+    line.create("p")
+    line._server._breaker = CircuitBreaker(clock=lambda: 10.0 * time.monotonic())  # so that 5 s pass in half of one
+    server.stop()
+    eventually(lambda: children == [7], timeout=30)
+    line.close()
+
+
+def test_a_connection_that_was_closed_while_it_rested_costs_no_try(
+    open_line: OpenLine, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+):
+    line = open_line()
+    line.create("p", total=5)
+    line.item_done("p", 1)
+    redis_server.client().client_kill_filter(_type="normal", skipme=True)
+    time.sleep(0.3)  # it rests: after a quarter of a second it is looked at before it is used
+    assert line.item_done("p", 2).done == 2
+    assert "tried again" not in caplog.text
+
+
+def test_a_server_busy_with_somebodys_script_is_tried_again(open_line: OpenLine, redis_server: RedisServer):
+    line = open_line(retry=RetryPolicy(retries=400, base=0.02, cap=0.05))
+    line.create("p", total=5)
+    admin = redis_server.client()
+    admin.config_set("lua-time-limit", 5)
+    hog = redis_server.client()
+    busy = threading.Thread(target=_run_for_ever, args=(hog,))
+    busy.start()
+    try:
+        eventually(lambda: _is_busy(redis_server))
+        threading.Timer(0.3, redis_server.client().script_kill).start()
+        assert line.item_done("p", 1).done == 1
+    finally:
+        busy.join(10)
+        admin.config_set("lua-time-limit", 5000)
+
+
+def _run_for_ever(client: Any) -> None:
+    with suppress(RedisError):
+        client.eval("while true do end", 0)
+
+
+def _is_busy(server: RedisServer) -> bool:
+    try:
+        server.client().get("x")
+    except RedisError as error:
+        return "BUSY" in str(error)
+    return False
 
 
 @pytest.mark.req("S0-31", "S0-32", "S0-33")
@@ -159,8 +227,8 @@ def test_a_project_created_during_an_outage_is_in_sql_and_appears_in_redis_when_
     redis_server.stop()
     created = line.create("p", total=3)
     assert created == Progress(Status.INITIALIZING, 3, live=False)
-    assert line._record is not None
-    row = line._record.find("p")
+    assert line._records is not None
+    row = line._records.find("p")
     assert row is not None
     assert (row.status, row.total) == (Status.INITIALIZING, 3)
     with pytest.raises(Unavailable):  # not NOT_FOUND, and not 0 %
@@ -199,24 +267,26 @@ def test_while_sql_is_away_too_nothing_is_acknowledged_that_needs_it(
     redis_server.client(1).flushall()
     server.start()
     assert plain.checkpointer is not None
-    assert plain._record is not None
+    assert plain._records is not None
     eventually(lambda: plain.checkpointer is not None and plain.checkpointer.tick() > 1.0)
-    assert plain._record.find("neither") is None
+    assert plain._records.find("neither") is None
     assert exact.item_done("exact", 1).done == 1
     plain.close()
     exact.close()
 
 
 @pytest.mark.req("S0-33")
-def test_sql_learns_of_a_completion_it_missed(open_line: OpenLine, monkeypatch: pytest.MonkeyPatch):
-    line = open_line("sqlite")
+def test_sql_learns_of_a_completion_it_missed(open_line: OpenLine, tmp_path: Path):
+    line, bare = open_line("sqlite"), open_line("redis")
     assert line.checkpointer is not None
-    assert line._record is not None
+    assert line._records is not None
     line.create("p", total=1)
-    monkeypatch.setattr(line, "_note_completion", lambda project_id: None)  # as if we died right here
-    assert line.item_failed("p", 1).completed
+    assert bare.item_failed("p", 1).completed  # by a process that has no database
+    row = line._records.find("p")
+    assert row is not None
+    assert row.completed_at is None
     line.checkpointer.tick()
-    row = line._record.find("p")
+    row = line._records.find("p")
     assert row is not None
     assert (row.status, row.done, row.errors, row.completed_at is not None) == (Status.DONE, 1, 1, True)
 

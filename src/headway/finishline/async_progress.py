@@ -10,11 +10,10 @@ from typing import Any, Self
 from headway import _redis
 from headway._sql import Database
 from headway.errors import HeadwayError, Unavailable
-from headway.finishline.progress import NOT_FOUND, Progress, corrupt, from_hash
-from headway.finishline.records import Record
-from headway.ids import check_id
+from headway.finishline.progress import NOT_FOUND, Progress, checked_project, corrupt, from_hash
+from headway.finishline.records import Records
 from headway.retry import CircuitBreaker
-from headway.telemetry import Log, metrics, redact
+from headway.telemetry import Log, metrics
 
 log = Log("finishline")
 
@@ -34,14 +33,14 @@ class AsyncProgress:
         self._client: Any = _redis.connect_async(
             state_url, role="state", name="progress", timeout=timeout, connect_timeout=timeout
         )
-        self._record = Record(database) if database is not None else None
+        self._records = Records(database) if database is not None else None
         self._breaker = CircuitBreaker(threshold=1, cooldown=1.0, clock=time.monotonic)
         self._asked: dict[str, asyncio.Future[Progress | None]] = {}
         self._worker: asyncio.Task[None] | None = None
 
     async def progress(self, project_id: str) -> Progress:
         """As `FinishLine.progress`, but a project that Redis lost is answered from SQL and not rebuilt here."""
-        check_id(project_id, "a project id")
+        project_id = checked_project(project_id)
         waiting = self._asked.get(project_id)
         if waiting is None:
             waiting = self._asked[project_id] = asyncio.get_running_loop().create_future()
@@ -51,9 +50,9 @@ class AsyncProgress:
         found = await asyncio.shield(waiting)
         if found is not None:
             return found
-        if self._record is None:
+        if self._records is None:
             return NOT_FOUND
-        row = await asyncio.to_thread(self._record.find, project_id)
+        row = await asyncio.to_thread(self._records.find, project_id)
         return row.progress() if row is not None else NOT_FOUND
 
     async def close(self) -> None:
@@ -83,7 +82,7 @@ class AsyncProgress:
             if not self._breaker.allow():
                 away = self._breaker.open_for or 0.0
                 raise Unavailable(
-                    f"Redis at {redact(self._url)} is away since {away:.0f} s: the progress is not known.",
+                    f"Redis at {_redis.place(self._url)} is away since {away:.0f} s: the progress is not known.",
                     hint="It is asked again every second; the counts are not lost.",
                 )
             replies = await self._ask(list(asked))

@@ -1,23 +1,21 @@
-"""The SQL side: what is known of each project when Redis is not asked, and the journal of counts."""
+"""The SQL record of each project: what is known of it when Redis is not asked."""
 
 from __future__ import annotations
 
-import threading
 import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from headway._sql import Database, Tx, marks
+from headway._sql import Database, Tx
 from headway._sql import Row as SqlRow
-from headway.errors import HeadwayError, NotFound, Refused
+from headway.errors import NotFound
 from headway.finishline.progress import Progress, Status
-from headway.telemetry import metrics, redact
 
-#: Rows in one INSERT, and projects in one page.
+#: Projects in one page.
 CHUNK = 200
-#: Counts that one transaction takes along at most.
-GROUP = 5_000
+#: Seconds a project lives in Redis after its last write.
+LIFE = 604_800
 
 _COLUMNS = (
     "no, id, epoch, status, total, done, errors, crawled, journaled, version, "
@@ -61,7 +59,7 @@ def _row(values: SqlRow) -> Row:
     return Row(no, id, epoch, Status(status), total, done, errors, bool(crawled), bool(journaled), version, *times)
 
 
-class Record:
+class Records:
     """The table ``projects``."""
 
     def __init__(self, database: Database) -> None:
@@ -117,18 +115,25 @@ class Record:
         return self._database.run(work, operation="project.change")
 
     def delete(self, project_id: str) -> bool:
-        return bool(
-            self._database.run(
-                lambda tx: tx.execute("DELETE FROM projects WHERE id = ?", (project_id,)),
-                operation="project.delete",
-            )
+        existed = self.find(project_id) is not None  # asked first: a repetition after a lost COMMIT finds none
+        self._database.run(
+            lambda tx: tx.execute("DELETE FROM projects WHERE id = ?", (project_id,)), operation="project.delete"
         )
+        return existed
 
-    def completed(self, project_id: str, epoch: str, state: Progress, *, delivered: bool = False) -> None:
-        """It is DONE with these counts; said again, nothing changes but ``delivered``."""
+    def completed(self, project_id: str, epoch: str, state: Progress) -> None:
+        """It is DONE with these counts; said again, nothing changes."""
+        self._close(project_id, epoch, state, delivered=False)
+
+    def delivered(self, project_id: str, epoch: str, data: Mapping[str, object]) -> None:
+        """Every sink took its event, whose ``data`` has the counts of that moment."""
+        total, succeeded, failed = (_number(data.get(name)) for name in ("total", "succeeded", "failed"))
+        self._close(project_id, epoch, Progress(Status.DONE, total, succeeded + failed, failed), delivered=True)
+
+    def _close(self, project_id: str, epoch: str, state: Progress, *, delivered: bool) -> None:
         self._database.run(
             lambda tx: tx.execute(
-                "UPDATE projects SET status = 'DONE', total = ?, "
+                "UPDATE projects SET status = 'DONE', total = CASE WHEN completed_at IS NULL THEN ? ELSE total END, "
                 "done = CASE WHEN done > ? THEN done ELSE ? END, "
                 "errors = CASE WHEN errors > ? THEN errors ELSE ? END, "
                 "completed_at = coalesce(completed_at, ?), "
@@ -154,21 +159,30 @@ class Record:
 
         self._database.run(work, operation="project.checkpoint")
 
-    def open(self) -> Iterator[Row]:
-        """Every project that is not over: not completed, or completed within the last 7 days and not delivered."""
+    def recent(self, *, delivered: bool) -> Iterator[list[Row]]:
+        """Pages of the projects that Redis should have: those that are not completed, and those that were within the
+        last 7 days. Of the latter the ones whose event was delivered are looked at seldom, so they are asked for."""
         after = 0
         now = self._database.now()
+        which = "" if delivered else "AND delivered_at IS NULL "
         while True:
             rows = self._database.all(
-                f"SELECT {_COLUMNS} FROM projects WHERE delivered_at IS NULL AND no > ? "
+                f"SELECT {_COLUMNS} FROM projects WHERE no > ? {which}"
                 "AND (completed_at IS NULL OR completed_at > ?) ORDER BY no LIMIT ?",
-                (after, now - 604_800, CHUNK),
+                (after, now - LIFE, CHUNK),
             )
-            for values in rows:
-                yield _row(values)
+            if rows:
+                yield [_row(values) for values in rows]
             if len(rows) < CHUNK:
                 return
             after = rows[-1][0]
+
+    def is_over(self, row: Row) -> bool:
+        """Whether nothing is to be announced any more: its event was delivered, or it completed so long ago that Redis
+        let it go and what became of the event then is settled."""
+        if row.completed_at is None:
+            return False
+        return row.delivered_at is not None or row.completed_at < self._database.now() - LIFE
 
     def counts(self, row: Row) -> Iterator[list[tuple[str, bool]]]:
         """The journal of a project in pages. A count committed meanwhile may be missing: its caller, who has yet
@@ -191,119 +205,9 @@ def _find(tx: Tx, project_id: str) -> Row | None:
     return _row(found) if found else None
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The journal
-
-
-@dataclass(slots=True)
-class _Entry:
-    """Counts one caller wants committed, and what became of them."""
-
-    project_id: str
-    items: dict[str, tuple[bool, str | None]]  # identity -> failed, error
-    settled: threading.Event = field(default_factory=threading.Event)
-    verdicts: dict[str, bool] = field(default_factory=dict)  # identity -> failed, as it stands in the journal
-    fresh: int = 0
-    trouble: BaseException | None = None
-
-
-class Journal:
-    """Counts, committed before they are acknowledged. Callers that arrive while a commit is under way share the
-    next one: whoever gets the pen writes for all who wait."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-        self._waiting: list[_Entry] = []
-        self._writing = threading.Lock()
-
-    def write(self, project_id: str, items: dict[str, tuple[bool, str | None]]) -> tuple[dict[str, bool], int]:
-        """Commit the counts. What each item counts as (an earlier word on it stands), and how many were new."""
-        entry = _Entry(project_id, items)
-        self._waiting.append(entry)  # atomic
-        while not entry.settled.is_set():
-            with self._writing:
-                if not entry.settled.is_set():
-                    self._commit()
-        if entry.trouble is not None:
-            raise entry.trouble
-        return entry.verdicts, entry.fresh
-
-    def _commit(self) -> None:
-        group: list[_Entry] = []
-        size = 0
-        while self._waiting and size < GROUP:
-            group.append(self._waiting.pop(0))
-            size += len(group[-1].items)
-        try:
-            self._database.run(lambda tx: _write(tx, group), operation="project.journal")
-            metrics.observe("headway_journal_group", len(group))
-        except BaseException as trouble:
-            for entry in group:
-                entry.trouble = trouble
-            raise
-        finally:
-            for entry in group:
-                entry.settled.set()
-
-
-def _write(tx: Tx, group: Sequence[_Entry]) -> None:
-    """All counts of the group in one transaction. Rows are sorted, so that two processes never lock crosswise."""
-    numbers: dict[str, int] = {}
-    for entry in group:
-        entry.trouble = None
-        if entry.project_id not in numbers:
-            found = tx.one("SELECT no, journaled FROM projects WHERE id = ?", (entry.project_id,))
-            if found is None or not found[1]:
-                entry.trouble = no_journal(entry.project_id) if found else no_project(entry.project_id)
-                continue
-            numbers[entry.project_id] = found[0]
-    wanted: dict[tuple[int, str], tuple[bool, str | None]] = {}
-    for entry in group:
-        if entry.trouble is None:
-            for item, verdict in entry.items.items():
-                wanted.setdefault((numbers[entry.project_id], item), verdict)
-    fresh = _insert(tx, wanted)
-    current = _current(tx, [key for key in wanted if key not in fresh])
-    for number in sorted({number for number, _ in fresh}):
-        mine = [wanted[key][0] for key in fresh if key[0] == number]
-        tx.execute(
-            "UPDATE projects SET done = done + ?, errors = errors + ? WHERE no = ?", (len(mine), sum(mine), number)
-        )
-    for entry in group:
-        if entry.trouble is None:
-            keys = {item: (numbers[entry.project_id], item) for item in entry.items}
-            entry.verdicts = {item: current[key] if key in current else wanted[key][0] for item, key in keys.items()}
-            entry.fresh = sum(key in fresh for key in keys.values())
-            fresh -= set(keys.values())  # two callers with one item: it was new for one of them
-
-
-def _insert(tx: Tx, wanted: dict[tuple[int, str], tuple[bool, str | None]]) -> set[tuple[int, str]]:
-    fresh: set[tuple[int, str]] = set()
-    keys = sorted(wanted)
-    for start in range(0, len(keys), CHUNK):
-        part = keys[start : start + CHUNK]
-        values = ",".join(["(?, ?, ?, ?)"] * len(part))
-        rows = tx.all(
-            f"INSERT INTO project_counts (project, item, failed, error) VALUES {values} "
-            "ON CONFLICT (project, item) DO NOTHING RETURNING project, item",
-            [value for key in part for value in (*key, int(wanted[key][0]), wanted[key][1])],
-        )
-        fresh.update((number, item) for number, item in rows)
-    return fresh
-
-
-def _current(tx: Tx, keys: Sequence[tuple[int, str]]) -> dict[tuple[int, str], bool]:
-    current: dict[tuple[int, str], bool] = {}
-    for number in {number for number, _ in keys}:
-        items = [item for other, item in keys if other == number]
-        for start in range(0, len(items), CHUNK):
-            part = items[start : start + CHUNK]
-            rows = tx.all(
-                f"SELECT item, failed FROM project_counts WHERE project = ? AND item IN ({marks(len(part))})",
-                (number, *part),
-            )
-            current.update({(number, item): bool(failed) for item, failed in rows})
-    return current
+def _number(value: object) -> int:
+    """A count of an event; what is none (anybody may append to the stream) counts as 0, and SQL keeps what it has."""
+    return value if type(value) is int and 0 <= value < 2**53 else 0
 
 
 def no_project(project_id: str) -> NotFound:
@@ -311,15 +215,3 @@ def no_project(project_id: str) -> NotFound:
         f"There is no project {project_id!r}: it was never created, was deleted, or has expired.",
         hint=f"Create it: headway project create {project_id}",
     )
-
-
-def no_journal(project_id: str) -> HeadwayError:
-    return Refused(
-        f"Project {project_id!r} was created without a journal.",
-        hint="Open the finish line with journal=False for it, or create the project anew with journal=True.",
-    )
-
-
-def cut(error: str | None) -> str | None:
-    """An error as it may be kept: without secrets, and not too long."""
-    return None if error is None else redact(error)[:500]

@@ -11,15 +11,22 @@ if meta.journal and ARGV[4] == '' then return { 'JOURNALED', done, 0 } end
 
 local fresh, failed = 0, 0
 local numbers, texts = string.find(meta.kinds, 'b', 1, true), string.find(meta.kinds, 's', 1, true)
+local limit = dense()
 for i = 5, #ARGV do
   local item = ARGV[i]
   local kind, id, add = string.byte(item, 2), string.sub(item, 3), 0
-  if kind == 35 then -- #
-    add = 1 - redis.call('SETBIT', KEYS[3], id, 1)
-    numbers = true
-  elseif kind == 36 then -- $
-    add = redis.call('SADD', KEYS[4], id)
-    texts = true
+  if kind == 36 or (kind == 35 and tonumber(id) >= limit) then -- $, or a number that stands alone
+    -- It may have become a bit since, if it came when more was expected. A bit beyond the end is 0.
+    if kind == 36 or not numbers or redis.call('GETBIT', KEYS[3], id) == 0 then
+      add = redis.call('SADD', KEYS[4], id)
+      texts = true
+    end
+  elseif kind == 35 then -- #
+    -- It may be a member, if it came when the numbers were few.
+    if not texts or redis.call('SISMEMBER', KEYS[4], id) == 0 then
+      add = 1 - redis.call('SETBIT', KEYS[3], id, 1)
+      numbers = true
+    end
   else
     add = tonumber(id)
   end
