@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,15 +51,13 @@ def redeliver(line: FinishLine, server: RedisServer, name: str) -> None:
 
 def crash_and_redeliver(line: FinishLine, server: RedisServer, *, step: int) -> int:
     """A worker is killed at every ``step``-th line of its last count; how many were tried."""
-    tried = 0
-    for number in range(0, MANY, step):
+    for tried, number in enumerate(range(0, MANY, step)):
         name = f"p{number}"
         line.create(name, total=2)
         line.item_done(name, 1)
-        if not killed_at(number, lambda name=name: line.item_failed(name, 2), "finishline", "_redis"):
+        if not killed_at(number, partial(line.item_failed, name, 2), "finishline", "_redis"):
             return tried
         redeliver(line, server, name)
-        tried += 1
     raise AssertionError("it has no end")
 
 
@@ -73,12 +72,11 @@ def test_a_worker_killed_at_any_line_leaves_one_completion_and_one_event(
 def crash_the_relay(line: FinishLine, server: RedisServer, *, step: int) -> int:
     """A relay is killed at every ``step``-th line; its successor leaves nothing undelivered, and no event has two ids."""
     state: Any = server.client(1)
-    tried = 0
-    for number in range(0, MANY, step):
+    for tried, number in enumerate(range(0, MANY, step)):
         name = f"p{number}"
         line.create(name, total=1)
         assert line.item_done(name, 1).completed
-        heard = CallableSink("listener", lambda event, name=name: server.client(2).rpush(name, event.id))
+        heard = CallableSink("listener", partial(_note, server, name))
 
         def doomed(heard: CallableSink = heard) -> None:
             relay = line.relay([heard])
@@ -87,14 +85,22 @@ def crash_the_relay(line: FinishLine, server: RedisServer, *, step: int) -> int:
 
         died = killed_at(number, doomed, "events", "finishline/line.py", "finishline/records.py")
         successor = Relay(_outbox_of(line), [heard])
-        eventually(lambda successor=successor: (successor.tick(), not state.xlen("smap:events"))[1])
+        eventually(partial(_empties, successor, state))
         ids = server.client(2).lrange(name, 0, -1)
         assert len(set(ids)) == 1
         assert len(ids) <= 2
         if not died:
             return tried
-        tried += 1
     raise AssertionError("it has no end")
+
+
+def _note(server: RedisServer, name: str, event: Event) -> None:
+    server.client(2).rpush(name, event.id)
+
+
+def _empties(relay: Relay, state: Any) -> bool:
+    relay.tick()
+    return not state.xlen("smap:events")
 
 
 def _outbox_of(line: FinishLine) -> RedisOutbox:
@@ -111,20 +117,18 @@ def test_a_relay_killed_at_any_line_is_followed_by_one_that_leaves_nothing_undel
 
 def crash_the_rebuild(line: FinishLine, server: RedisServer, *, step: int) -> int:
     """Whoever rebuilds a lost project is killed at every ``step``-th line."""
-    tried = 0
-    for number in range(0, MANY, step):
+    for tried, number in enumerate(range(0, MANY, step)):
         name = f"p{number}"
         line.create(name, total=4)
         line.items_done(name, [1, "two", 3])
         server.client(1).delete(*server.client(1).keys(f"smap:proj:{name}*"))
-        died = killed_at(number, lambda name=name: line.progress(name), "finishline", "_lease.py")
+        died = killed_at(number, partial(line.progress, name), "finishline", "_lease.py")
         began = time.monotonic()
         answer = line.items_done(name, [1, "two", 3, 4])
         assert time.monotonic() - began < LEASE_SECONDS / 2  # the lease of the dead one is not waited for
         assert (answer.outcome, answer.done, answer.counted) == (Outcome.COMPLETED, 4, 1)
         if not died:
             return tried
-        tried += 1
     raise AssertionError("it has no end")
 
 

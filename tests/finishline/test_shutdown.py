@@ -112,14 +112,15 @@ def test_closing_grants_calls_under_way_up_to_five_seconds(
     proxy = tcp_proxy(redis_server.port)
     line = open_line(url=f"redis://127.0.0.1:{proxy.port}/1", timeout=60.0)
     line.create("p", total=5)
+    line.item_done("p", 0)
     proxy.delay(2.5)
     answers: list[Answer] = []
     thread = threading.Thread(target=lambda: answers.append(line.item_done("p", 1)))
     thread.start()
-    eventually(lambda: watching.progress("p").done == 1)  # counted; the answer takes longer
+    eventually(lambda: watching.progress("p").done == 2)  # counted; the answer takes longer
     assert line.close()
     thread.join(60)
-    assert [answer.done for answer in answers] == [1]
+    assert [answer.done for answer in answers] == [2]
 
 
 @pytest.mark.req("S0-34", "S0-35")
@@ -171,7 +172,8 @@ def test_close_waits_for_calls_under_way_no_longer_than_it_is_granted(
 ):
     proxy = tcp_proxy(redis_server.port)
     line = open_line(url=f"redis://127.0.0.1:{proxy.port}/1", timeout=60.0)
-    line.create("p", total=2)
+    line.create("p", total=5)
+    line.item_done("p", 0)  # it has a connection, and the server knows the script
     proxy.delay(600.0)  # nobody hears an answer any more
     outcome: list[BaseException] = []
 
@@ -183,7 +185,7 @@ def test_close_waits_for_calls_under_way_no_longer_than_it_is_granted(
 
     thread = threading.Thread(target=count)
     thread.start()
-    eventually(lambda: redis_server.client(1).hget("smap:proj:p", "done") == "1")  # it is under way
+    eventually(lambda: redis_server.client(1).hget("smap:proj:p", "done") == "2")  # it is under way
     assert not line.close(0.2)
     with pytest.raises(Stopping):
         line.item_done("p", 2)
