@@ -24,27 +24,27 @@ Argument = str | int | float | bytes
 
 def packed(*words: Argument) -> bytes:
     """One command as it goes over the wire."""
-    plain = tuple([word if type(word) is str or type(word) is bytes else _plain(word) for word in words])
+    plain = tuple([word if type(word) is str else str(word) if type(word) is int else _plain(word) for word in words])
     pack = _hiredis_pack()
     if pack is not None:
-        return bytes(pack(plain))
+        line: bytes = pack(plain)
+        return line
     raw = [word if isinstance(word, bytes) else word.encode() for word in plain]
     return b"".join([b"*%d\r\n" % len(raw), *(b"$%d\r\n%b\r\n" % (len(word), word) for word in raw)])
 
 
 def _plain(word: Any) -> str | bytes:
-    from redis.exceptions import DataError
-
-    if isinstance(word, bool) or word is None:
-        raise DataError(f"{word!r} cannot be sent to Redis: use a text, bytes or a number.")
-    if isinstance(word, int):
+    """Text or bytes, also of what is a subclass of something that can be sent; its own methods are not asked."""
+    if isinstance(word, bytes | bytearray | memoryview):
+        return bytes(word)
+    if isinstance(word, str):
+        return str.__str__(word)
+    if isinstance(word, int) and not isinstance(word, bool):
         return int.__repr__(word)
     if isinstance(word, float):
         return float.__repr__(word)
-    if isinstance(word, str):
-        return str.__str__(word)
-    if isinstance(word, bytes | bytearray | memoryview):
-        return bytes(word)
+    from redis.exceptions import DataError
+
     raise DataError(f"A {type(word).__name__} cannot be sent to Redis: use a text, bytes or a number.")
 
 

@@ -1,6 +1,7 @@
 -- project.lua: what the changes of a project have in common. Included, never run by itself.
 -- KEYS[1] smap:proj:{id}        hash    status total done errors
--- KEYS[2] smap:proj:{id}:meta   hash    epoch, version, crawled, journal, kinds; per caller "call outcome done fresh at"
+-- KEYS[2] smap:proj:{id}:meta   hash    epoch, version, crawled, journal, kinds, hours;
+--                                       per caller "call outcome done fresh hours"
 -- KEYS[3] smap:proj:{id}:bits   string  bitmap of item numbers counted
 -- KEYS[4] smap:proj:{id}:seen   set     other items counted
 -- KEYS[5] smap:events           stream  outbox
@@ -15,29 +16,28 @@ local status, total, done, errors = state[1], tonumber(state[2]), tonumber(state
 -- the first write on purpose, for a server at its maxmemory refuses a script's first write only, and never EXPIRE.
 local missing = redis.call('EXPIRE', KEYS[1], ARGV[1]) == 0
 local meta_life = redis.call('TTL', KEYS[2])
-local now = tonumber(redis.call('TIME')[1])
 
 local meta = {}
 
 local function read()
-  local notes = redis.call('HMGET', KEYS[2], ARGV[2], 'version', 'crawled', 'journal', 'epoch', 'kinds')
+  local notes = redis.call('HMGET', KEYS[2], ARGV[2], 'version', 'crawled', 'journal', 'epoch', 'kinds', 'hours')
   meta = { note = notes[1], version = tonumber(notes[2] or 0), crawled = notes[3], journal = notes[4],
-    epoch = notes[5], kinds = notes[6] or '' }
+    epoch = notes[5], kinds = notes[6] or '', hours = notes[7] or '0' }
   return status and total and done and errors
 end
 
 -- Forget callers that have not called for a day: their processes have ended, and a lost reply is asked for again
--- within seconds. Names of callers have a dot, the other fields have none.
+-- within seconds. `hours` counts the times this was called, which are an hour apart or more. Names of callers have a
+-- dot, the other fields have none.
 local function forget_callers()
-  local old = {}
+  local hours = redis.call('HINCRBY', KEYS[2], 'hours', 1)
   local fields = redis.call('HGETALL', KEYS[2])
   for i = 1, #fields, 2 do
     if string.find(fields[i], '.', 1, true) then
       local at = tonumber(string.match(fields[i + 1], ' (%d+)$'))
-      if not at or now - at > 86400 or at - now > 86400 then old[#old + 1] = fields[i] end
+      if not at or hours - at > 24 then redis.call('HDEL', KEYS[2], fields[i]) end
     end
   end
-  for i = 1, #old do redis.call('HDEL', KEYS[2], old[i]) end
 end
 
 -- Companions outlive the hash by two hours, so that it is never without its identities. Whatever refreshes the hash
@@ -64,7 +64,7 @@ local function earlier()
 end
 
 local function answer(outcome, fresh, kinds)
-  local note = ARGV[3] .. ' ' .. outcome .. ' ' .. string.format('%.0f', done) .. ' ' .. fresh .. ' ' .. now
+  local note = ARGV[3] .. ' ' .. outcome .. ' ' .. string.format('%.0f', done) .. ' ' .. fresh .. ' ' .. meta.hours
   if kinds and kinds ~= meta.kinds then
     redis.call('HSET', KEYS[2], ARGV[2], note, 'kinds', kinds)
     keep()
