@@ -78,6 +78,7 @@ class AsyncProgress:
             self._worker = None
 
     async def _answer(self, asked: Mapping[str, asyncio.Future[Progress | None]]) -> None:
+        """Everybody who asked gets an answer or an error, whatever happens."""
         try:
             if not self._breaker.allow():
                 away = self._breaker.open_for or 0.0
@@ -86,22 +87,21 @@ class AsyncProgress:
                     hint="It is asked again every second; the counts are not lost.",
                 )
             replies = await self._ask(list(asked))
-        except HeadwayError as error:
+        except BaseException as error:
             for waiting in asked.values():
-                if not waiting.done():
-                    waiting.set_exception(error)
-                    waiting.exception()  # seen: that nobody waits any more is no cause for a complaint
+                _fail(waiting, error)
+            if not isinstance(error, Exception):  # the loop ends
+                raise
             return
         for (name, waiting), fields in zip(asked.items(), replies, strict=True):
-            if waiting.done():
-                continue
             try:
                 if isinstance(fields, Exception):  # this one key is not a hash; the others are answered all the same
                     raise corrupt(name) from fields
-                waiting.set_result(from_hash(name, fields))
+                found = from_hash(name, fields)
+                if not waiting.done():
+                    waiting.set_result(found)
             except HeadwayError as error:
-                waiting.set_exception(error)
-                waiting.exception()
+                _fail(waiting, error)
 
     async def _ask(self, names: list[str]) -> list[Mapping[str, str] | Exception]:
         try:
@@ -118,3 +118,9 @@ class AsyncProgress:
         self._breaker.succeeded()
         metrics.observe("headway_progress_batch", len(names))
         return replies
+
+
+def _fail(waiting: asyncio.Future[Progress | None], error: BaseException) -> None:
+    if not waiting.done():
+        waiting.set_exception(error)
+        waiting.exception()  # seen: that nobody waits any more is no cause for a complaint

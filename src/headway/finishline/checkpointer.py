@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 from headway import _redis
 from headway._lease import Lease, Owner, RedisLeases
@@ -48,6 +49,7 @@ class Checkpointer:
         self._interval = interval
         self._leases = RedisLeases(server.client)
         self._token = 0  # of the last lease that was seen: a lower one means that Redis went back
+        self._run: str | None = None  # of the server, as it calls itself since it was started
         self._thorough_at: float | None = None
         self._name = f"checkpointer.{uuid.uuid4().hex[:12]}"
         self._calls = 0
@@ -80,7 +82,7 @@ class Checkpointer:
         lease = self._acquire()
         if lease is None and not returned:
             return
-        went_back = lease is not None and lease.token <= self._token
+        went_back = self._restarted() or (lease is not None and lease.token <= self._token)
         self._token = lease.token if lease is not None else 0
         due = self._thorough_at is None or time.monotonic() - self._thorough_at >= THOROUGH
         thorough = returned or went_back or due
@@ -91,6 +93,12 @@ class Checkpointer:
                     self._leases.renew(lease)
         if thorough:
             self._thorough_at = time.monotonic()
+
+    def _restarted(self) -> bool:
+        """Whether another server answers than in the last round: it may have been restored from an older dump."""
+        info: Any = self._server.client.info("server")
+        before, self._run = self._run, str(info.get("run_id"))
+        return before not in (None, self._run)
 
     def _acquire(self) -> Lease | None:
         """It is not released: it ends shortly before we come back, and until then nobody else needs to look."""

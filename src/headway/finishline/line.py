@@ -152,7 +152,7 @@ class FinishLine:
             return row.progress()
 
     def _refuse_unrecorded(self, project_id: str) -> None:
-        pipeline = self._server.client.pipeline(transaction=True)
+        pipeline = self._server.client.pipeline(transaction=False)  # MULTI is refused by a full server
         pipeline.exists(_redis.PROJECT(project_id=project_id))
         pipeline.hget(_redis.PROJECT_META(project_id=project_id), "version")
         there, version = pipeline.execute()
