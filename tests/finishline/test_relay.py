@@ -74,7 +74,7 @@ def test_a_completion_reaches_every_kind_of_sink(
         complete(line, "p")
         relay.tick()
     [event] = heard
-    assert (event.type, event.job, event.data["done"]) == ("job.completed", "p", 1)
+    assert (event.type, event.job, event.data["succeeded"]) == ("job.completed", "p", 1)
     assert received == [json.loads(event.as_json())]
     message: Any = eventually(lambda: listener.get_message(timeout=1))
     assert json.loads(message["data"]) == received[0]
