@@ -48,5 +48,23 @@ def at_line(number: int, action: Callable[[], object], *parts: str) -> Iterator[
         sys.settrace(before)
 
 
+@contextmanager
+def at_functions(part: str, **actions: Callable[[], object]) -> Iterator[None]:
+    """Call each action once, when this thread enters the function of its name in this part of src/headway."""
+    place = str(SOURCE / part)
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        name = frame.f_code.co_name
+        if event == "call" and name in actions and frame.f_code.co_filename.startswith(place):
+            actions.pop(name)()
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)

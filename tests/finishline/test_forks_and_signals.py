@@ -15,7 +15,7 @@ import pytest
 from headway import _redis
 from headway.finishline import FinishLine, Outcome
 from tests.finishline.conftest import OpenLine
-from tests.finishline.lines import at_line
+from tests.finishline.lines import at_functions, at_line
 from tests.services.proxy import TcpProxy
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
@@ -169,6 +169,14 @@ def test_a_reply_that_a_timeout_left_behind_is_never_the_next_calls(
     answer = line.item_done("q", 1)
     assert (answer.outcome, answer.done) == (Outcome.COUNTED, 2)
     alarm(0)
+    # Once more, exactly between the request and the wait for its reply, which comes half a second later.
+    line.create("r", total=1)
+    proxy.delay(0.5)
+    with pytest.raises(Late), at_functions("_redis/connections.py", read_response=interrupt):
+        line.item_done("r", 1)
+    proxy.delay(0)
+    answer = line.item_done("q", 2)
+    assert (answer.outcome, answer.done) == (Outcome.COUNTED, 3)
     assert line.close()
 
 
@@ -224,19 +232,16 @@ def test_an_interrupted_journal_writer_fails_for_itself_alone(open_line: OpenLin
     """Threads share a transaction; the one that writes it for all is interrupted, and the others count all the same."""
     line = open_line("sqlite-journal")
     line.create("p", total=1000)
-    for number in range(0, 400, 7):
-        other: list[Any] = []
+    other: list[Any] = []
+    thread = threading.Thread(target=lambda: other.append(line.item_done("p", "other")))
 
-        def count(number: int = number, other: list[Any] = other) -> None:
-            other.append(line.item_done("p", f"other {number}"))
+    def join_in() -> None:
+        thread.start()
+        eventually(lambda: len(line._journal._waiting) == 2)
 
-        thread = threading.Thread(target=count)
-        with at_line(number, interrupt, "finishline/journal.py") as steps:
-            thread.start()
-            with suppress(Late):
-                line.item_done("p", number)
-        thread.join(30)
-        assert [answer.counted for answer in other] == [1]
-        if not steps.reached:
-            break
-    assert eventually(lambda: line.progress("p").done) > 10
+    with pytest.raises(Late), at_functions("finishline/journal.py", _commit=join_in, _write=interrupt):
+        line.item_done("p", "mine")
+    thread.join(30)
+    assert [answer.counted for answer in other] == [1]
+    assert line.progress("p").done == 1
+    assert line.item_done("p", "mine").done == 2
