@@ -156,7 +156,7 @@ def test_a_project_created_without_a_database_is_not_taken_over_by_one_with(
     bare, line = open_line("redis"), open_line(kind)
     bare.create("p", total=10)
     bare.items_done("p", [1, 2, 3])
-    with pytest.raises(Refused, match="not in the database") as refusal:
+    with pytest.raises(Refused, match="not in this database") as refusal:
         line.create("p", total=2)
     assert "delete it" in refusal.value.hint
     assert bare.progress("p") == Progress(Status.INITIALIZING, 10, 3)
@@ -165,6 +165,18 @@ def test_a_project_created_without_a_database_is_not_taken_over_by_one_with(
     assert line._records.find("p") is None
     assert bare.delete("p")
     assert line.create("p", total=2).total == 2
+
+
+def test_a_project_of_another_database_is_left_alone(redis_server: RedisServer, tmp_path: Path):
+    with (
+        FinishLine(redis_server.url(1), f"sqlite:///{tmp_path}/a.db", checkpointer=False) as first,
+        FinishLine(redis_server.url(1), f"sqlite:///{tmp_path}/b.db", checkpointer=False) as second,
+    ):
+        first.create("p", total=10)
+        first.items_done("p", [1, 2, 3])
+        with pytest.raises(Refused, match="with another"):
+            second.create("p", total=1)
+        assert first.progress("p") == Progress(Status.INITIALIZING, 10, 3)
 
 
 def test_a_recorded_project_takes_its_total_from_its_record_alone(open_line: OpenLine):

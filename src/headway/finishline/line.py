@@ -30,7 +30,7 @@ from headway.finishline.progress import (
     from_hash,
     identity,
 )
-from headway.finishline.rebuild import Rebuilder, project_keys
+from headway.finishline.rebuild import Rebuilder, not_ours, project_keys
 from headway.finishline.records import LIFE, Records, Row, no_project
 from headway.finishline.server import DRAIN_SECONDS, StateServer
 from headway.lifecycle import Budget, Shutdown
@@ -132,7 +132,7 @@ class FinishLine:
             with rebuilder.lease(project_id) as lease:
                 assert lease is not None  # it was waited for
                 if not made and records.find(project_id) is None:
-                    self._refuse_unrecorded(project_id)
+                    self._refuse_others(records, project_id)
                 row, new = record(live=True)
                 outcome = rebuilder.install(row, lease, first=new)
             if outcome is Outcome.COMPLETED:
@@ -151,16 +151,14 @@ class FinishLine:
             )
             return row.progress()
 
-    def _refuse_unrecorded(self, project_id: str) -> None:
+    def _refuse_others(self, records: Records, project_id: str) -> None:
+        """A project that our database does not know may be in Redis: of no database, or of another one."""
         pipeline = self._server.client.pipeline(transaction=False)  # MULTI is refused by a full server
         pipeline.exists(_redis.PROJECT(project_id=project_id))
-        pipeline.hget(_redis.PROJECT_META(project_id=project_id), "version")
-        there, version = pipeline.execute()
-        if there and (version or "0") == "0":
-            raise Refused(
-                f"Project {project_id!r} is in Redis and not in the database: it was created without one.",
-                hint="Let it finish with FinishLine(url) and no database, or delete it there, and create it again.",
-            )
+        pipeline.hget(_redis.PROJECT_META(project_id=project_id), "record")
+        there, record = pipeline.execute()
+        if there and record != records.database():
+            raise not_ours(project_id)
 
     def set_total(self, project_id: str, total: int) -> Answer:
         """How many items there are. It may be raised and lowered until the project is DONE."""

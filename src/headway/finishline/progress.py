@@ -162,7 +162,11 @@ def _is_control(character: str) -> bool:
 
 def checked_total(total: int) -> int:
     if type(total) is not int or not 0 <= total < TOTAL_LIMIT:
-        shown = str(total) if type(total) is int and -TOTAL_LIMIT < total < 2 * TOTAL_LIMIT else type(total).__name__
+        shown = (
+            str(total)
+            if type(total) is int and -TOTAL_LIMIT < total < 2 * TOTAL_LIMIT
+            else f"This {type(total).__name__}"
+        )
         raise InvalidInput(f"{shown} cannot be a total.", hint="Use a whole number from 0 to 2^53.")
     return total
 

@@ -82,16 +82,13 @@ class Rebuilder:
                     LIFE, "-", 0, status_to_restore(row), row.total, done, errors, row.epoch, row.version,
                     "crawled" if row.crawled else "", "journal" if row.journaled else "",
                     "delivered" if self._records.is_over(row) else "", f"{seen:.3f}" if lossy and seen else "",
-                    held_as(lease),
+                    held_as(lease), self._records.database(),
                 ],
             )  # fmt: skip
         if outcome == "STALE":
             raise StaleClaim("Another process rebuilds the project.")
         if outcome == "UNRECORDED":
-            raise Refused(
-                f"Project {row.id!r} is in Redis and not in the database: it was created without one.",
-                hint="Let it finish with FinishLine(url) and no database, or delete it there, and create it again.",
-            )
+            raise not_ours(row.id)
         if outcome == Outcome.EXISTS:
             return Outcome.EXISTS
         if row.live_at is None:
@@ -166,6 +163,13 @@ class Rebuilder:
             done += len(page)
             errors += sum(failed for _, failed in page)
         return done, errors
+
+
+def not_ours(project_id: str) -> Refused:
+    return Refused(
+        f"Project {project_id!r} is in Redis and not in this database: it was created without one, or with another.",
+        hint="Let it finish as it was begun (FinishLine(url) without a database), or delete it there; then create it again.",
+    )
 
 
 def held_as(lease: Lease) -> str:

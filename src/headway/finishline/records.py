@@ -64,6 +64,7 @@ class Records:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._id: str | None = None
 
     def create(self, project_id: str, *, total: int, journaled: bool, live: bool) -> tuple[Row, bool]:
         """The project's row and whether it is new. ``live``: Redis is about to hold it."""
@@ -81,6 +82,13 @@ class Records:
             return row, bool(new) or row.epoch == epoch  # the same epoch: our own COMMIT whose answer was lost
 
         return self._database.run(work, operation="project.create")
+
+    def database(self) -> str:
+        """Which database this is. A project in Redis names the one that has its record."""
+        if self._id is None:
+            found = self._database.one("SELECT value FROM meta WHERE name = 'database'")
+            self._id = str(found[0]) if found else ""
+        return self._id
 
     def find(self, project_id: str) -> Row | None:
         found = self._database.one(f"SELECT {_COLUMNS} FROM projects WHERE id = ?", (project_id,))

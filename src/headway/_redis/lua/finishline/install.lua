@@ -5,8 +5,9 @@
 -- ARGV[4] status   ARGV[5] total   ARGV[6] done   ARGV[7] errors   ARGV[8] epoch   ARGV[9] version
 -- ARGV[10] "crawled" | ""   ARGV[11] "journal" | ""   ARGV[12] "delivered" when its event needs no telling, else ""
 -- ARGV[13] time of the checkpoint these counts are from, "" when they are exact   ARGV[14] what the lease must say
+-- ARGV[15] which database has its record
 -- returns RESTORED | COMPLETED | EXISTS (it is there; a live counter is never lowered) | AGAIN (staged ids are lost)
---         | STALE (the lease went to somebody else) | UNRECORDED (one that SQL does not know is in its place)
+--         | STALE (the lease went to somebody else) | UNRECORDED (one of no database, or of another, is in its place)
 if redis.call('GET', KEYS[8]) ~= ARGV[14] then
   redis.call('DEL', KEYS[6], KEYS[7])
   return { 'STALE', 0, 0 }
@@ -15,7 +16,7 @@ local delivered = ARGV[12] ~= ''
 if not missing then
   local sound = read()
   local other = meta.epoch ~= ARGV[8]
-  if other and meta.version == 0 then
+  if other and redis.call('HGET', KEYS[2], 'record') ~= ARGV[15] then
     redis.call('DEL', KEYS[6], KEYS[7])
     return { 'UNRECORDED', 0, 0 }
   end
@@ -56,7 +57,7 @@ status, total, done, errors = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), ton
 redis.call('HSET', KEYS[1], 'status', status, 'total', ARGV[5], 'done', ARGV[6], 'errors', ARGV[7])
 if ARGV[13] ~= '' then redis.call('HSET', KEYS[1], 'restored', ARGV[13]) end
 redis.call('EXPIRE', KEYS[1], ARGV[1])
-redis.call('HSET', KEYS[2], 'epoch', ARGV[8], 'version', ARGV[9], 'kinds', kinds)
+redis.call('HSET', KEYS[2], 'epoch', ARGV[8], 'version', ARGV[9], 'record', ARGV[15], 'kinds', kinds)
 if ARGV[10] ~= '' then redis.call('HSET', KEYS[2], 'crawled', 1) end
 if ARGV[11] ~= '' then redis.call('HSET', KEYS[2], 'journal', 1) end
 keep()

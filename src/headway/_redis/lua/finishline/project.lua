@@ -1,6 +1,6 @@
 -- project.lua: what the changes of a project have in common. Included, never run by itself.
 -- KEYS[1] smap:proj:{id}        hash    status total done errors
--- KEYS[2] smap:proj:{id}:meta   hash    epoch, version, crawled, journal, kinds, hours;
+-- KEYS[2] smap:proj:{id}:meta   hash    epoch, version, record, crawled, journal, kinds, hours;
 --                                       per caller "call outcome done fresh hours"
 -- KEYS[3] smap:proj:{id}:bits   string  bitmap of item numbers counted
 -- KEYS[4] smap:proj:{id}:seen   set     other items counted
