@@ -68,13 +68,13 @@ def test_a_completion_reaches_every_kind_of_sink(
     assert eventually(lambda: redis_server.client(1).pubsub_numsub("job.completed")[0][1])
     heard: list[Event] = []
     sinks: list[Sink] = [CallableSink("call", heard.append), LogSink(), WebhookSink(address),
-             RedisChannelSink(line._link.client)]  # fmt: skip
+             RedisChannelSink(line._server.client)]  # fmt: skip
     relay = line.relay(sinks)
     with caplog.at_level("INFO"):
         complete(line, "p")
         relay.tick()
     [event] = heard
-    assert (event.type, event.job, event.data["done"]) == ("job.completed", "p", 1)
+    assert (event.type, event.job, event.data["succeeded"]) == ("job.completed", "p", 1)
     assert received == [json.loads(event.as_json())]
     message: Any = eventually(lambda: listener.get_message(timeout=1))
     assert json.loads(message["data"]) == received[0]
@@ -102,7 +102,7 @@ def test_a_sink_that_is_down_waits_for_its_turn_and_keeps_nobody_waiting(
     now = [0.0]
     line = open_line()
     heard: list[Event] = []
-    outbox = RedisOutbox(line._link.client)
+    outbox = RedisOutbox(line._server.client)
     relay = Relay(outbox, [WebhookSink(address), CallableSink("call", heard.append)], clock=lambda: now[0])
     complete(line, "a", "b")
     relay.tick()
@@ -142,7 +142,7 @@ def test_a_relay_killed_between_any_two_steps_is_followed_by_one_that_tells_agai
 
     def die_after(step: int) -> None:
         """Steps: 0 taken and not yet delivered, 1 delivered and not yet acknowledged, 2 acknowledged."""
-        outbox = RedisOutbox(line._link.client, idle=0)
+        outbox = RedisOutbox(line._server.client, idle=0)
         outbox.subscribe("listener")
         for handle, event in outbox.waiting("listener", 10):
             if step == 0:
@@ -163,7 +163,7 @@ def test_a_relay_killed_between_any_two_steps_is_followed_by_one_that_tells_agai
             heard.append(told.get(timeout=10))
         process.join(10)
         assert process.exitcode == 9
-    successor = RedisOutbox(line._link.client, idle=0.05)
+    successor = RedisOutbox(line._server.client, idle=0.05)
     relay = Relay(successor, [CallableSink("listener", lambda event: heard.append(event.id))])
     eventually(lambda: relay.tick() and len(heard) == 2)
     assert heard[0] == heard[1]
@@ -174,10 +174,10 @@ def test_a_relay_killed_between_any_two_steps_is_followed_by_one_that_tells_agai
 def test_what_a_dead_relay_had_taken_is_taken_over(open_line: OpenLine):
     line = open_line()
     complete(line, "p")
-    dead = RedisOutbox(line._link.client, consumer="dead")
+    dead = RedisOutbox(line._server.client, consumer="dead")
     dead.subscribe("listener")
     assert len(dead.waiting("listener", 10)) == 1
-    alive = RedisOutbox(line._link.client, consumer="alive", idle=0.05)
+    alive = RedisOutbox(line._server.client, consumer="alive", idle=0.05)
     [(handle, event)] = eventually(lambda: alive.waiting("listener", 10))
     assert event.job == "p"
     alive.delivered("listener", handle)
@@ -189,7 +189,7 @@ def test_two_relays_of_one_sink_share_the_work(open_line: OpenLine):
     complete(line, *(f"p{number}" for number in range(20)))
     heard: list[str] = []
     relays = [
-        Relay(RedisOutbox(line._link.client), [CallableSink("one", lambda event: heard.append(event.job))])
+        Relay(RedisOutbox(line._server.client), [CallableSink("one", lambda event: heard.append(event.job))])
         for _ in range(2)
     ]
     relays[0].tick(limit=5)

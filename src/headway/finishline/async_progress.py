@@ -10,11 +10,10 @@ from typing import Any, Self
 from headway import _redis
 from headway._sql import Database
 from headway.errors import HeadwayError, Unavailable
-from headway.finishline.progress import NOT_FOUND, Progress, corrupt, from_hash
-from headway.finishline.record import Record
-from headway.ids import check_id
+from headway.finishline.progress import NOT_FOUND, Progress, checked_project, corrupt, from_hash
+from headway.finishline.records import Records
 from headway.retry import CircuitBreaker
-from headway.telemetry import Log, metrics, redact
+from headway.telemetry import Log, metrics
 
 log = Log("finishline")
 
@@ -34,14 +33,14 @@ class AsyncProgress:
         self._client: Any = _redis.connect_async(
             state_url, role="state", name="progress", timeout=timeout, connect_timeout=timeout
         )
-        self._record = Record(database) if database is not None else None
+        self._records = Records(database) if database is not None else None
         self._breaker = CircuitBreaker(threshold=1, cooldown=1.0, clock=time.monotonic)
         self._asked: dict[str, asyncio.Future[Progress | None]] = {}
         self._worker: asyncio.Task[None] | None = None
 
     async def progress(self, project_id: str) -> Progress:
         """As `FinishLine.progress`, but a project that Redis lost is answered from SQL and not rebuilt here."""
-        check_id(project_id, "a project id")
+        project_id = checked_project(project_id)
         waiting = self._asked.get(project_id)
         if waiting is None:
             waiting = self._asked[project_id] = asyncio.get_running_loop().create_future()
@@ -51,9 +50,9 @@ class AsyncProgress:
         found = await asyncio.shield(waiting)
         if found is not None:
             return found
-        if self._record is None:
+        if self._records is None:
             return NOT_FOUND
-        row = await asyncio.to_thread(self._record.find, project_id)
+        row = await asyncio.to_thread(self._records.find, project_id)
         return row.progress() if row is not None else NOT_FOUND
 
     async def close(self) -> None:
@@ -79,30 +78,30 @@ class AsyncProgress:
             self._worker = None
 
     async def _answer(self, asked: Mapping[str, asyncio.Future[Progress | None]]) -> None:
+        """Everybody who asked gets an answer or an error, whatever happens."""
         try:
             if not self._breaker.allow():
                 away = self._breaker.open_for or 0.0
                 raise Unavailable(
-                    f"Redis at {redact(self._url)} is away since {away:.0f} s: the progress is not known.",
+                    f"Redis at {_redis.place(self._url)} is away since {away:.0f} s: the progress is not known.",
                     hint="It is asked again every second; the counts are not lost.",
                 )
             replies = await self._ask(list(asked))
-        except HeadwayError as error:
+        except BaseException as error:
             for waiting in asked.values():
-                if not waiting.done():
-                    waiting.set_exception(error)
-                    waiting.exception()  # seen: that nobody waits any more is no cause for a complaint
+                _fail(waiting, error)
+            if not isinstance(error, Exception):  # the loop ends
+                raise
             return
         for (name, waiting), fields in zip(asked.items(), replies, strict=True):
-            if waiting.done():
-                continue
             try:
                 if isinstance(fields, Exception):  # this one key is not a hash; the others are answered all the same
                     raise corrupt(name) from fields
-                waiting.set_result(from_hash(name, fields))
+                found = from_hash(name, fields)
+                if not waiting.done():
+                    waiting.set_result(found)
             except HeadwayError as error:
-                waiting.set_exception(error)
-                waiting.exception()
+                _fail(waiting, error)
 
     async def _ask(self, names: list[str]) -> list[Mapping[str, str] | Exception]:
         try:
@@ -119,3 +118,9 @@ class AsyncProgress:
         self._breaker.succeeded()
         metrics.observe("headway_progress_batch", len(names))
         return replies
+
+
+def _fail(waiting: asyncio.Future[Progress | None], error: BaseException) -> None:
+    if not waiting.done():
+        waiting.set_exception(error)
+        waiting.exception()  # seen: that nobody waits any more is no cause for a complaint
