@@ -70,7 +70,7 @@ def show(job: str, task: int | None, tag: str | None, follow: bool, store: str |
             if follow:
                 _follow(subscription, as_json)
                 return
-            standing = sorted(_standing(subscription), key=lambda state: state.key)
+            current = sorted(_current(subscription), key=lambda state: state.key)
         decided = manager.get_state(task_id=task, tag=tag)
         summary = manager.summary(tag=tag)
     if as_json:
@@ -82,7 +82,7 @@ def show(job: str, task: int | None, tag: str | None, follow: bool, store: str |
                 "state": decided.as_dict(),
                 "counts": dict(summary.counts),
                 "worst_error": None if summary.worst_error is None else summary.worst_error.as_dict(),
-                "states": [state.as_dict() for state in standing],
+                "states": [state.as_dict() for state in current],
             }
         )
         return
@@ -90,13 +90,13 @@ def show(job: str, task: int | None, tag: str | None, follow: bool, store: str |
     say(f"{job}: {manager.num_tasks} tasks; {counts}. The lowest is {_describe(decided)}.")
     if summary.worst_error is not None:
         say(f"Worst error: {_describe(summary.worst_error)}.")
-    if standing:
+    if current:
         _print_row("TASK", "TAG", "STATUS", "VERSION", "UPDATED", "MESSAGE")
-    for state in standing:
+    for state in current:
         _print_state(state)
 
 
-def _standing(subscription: Subscription) -> list[State]:
+def _current(subscription: Subscription) -> list[State]:
     found = []
     while (state := subscription.get().state) is not None:
         found.append(state)

@@ -69,7 +69,7 @@ class FirestoreStates:
         self._database = f"projects/{project}/databases/{database}"
         self._api, self._channel = _connect(os.environ.get("FIRESTORE_EMULATOR_HOST"))
         # When each document was created, over the life of this store: a new one of the same name is another document.
-        self._births: dict[str, dict[Key, str]] = {}
+        self._created: dict[str, dict[Key, str]] = {}
 
     # ---- names ---------------------------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ class FirestoreStates:
         query: dict[str, Any] = {"from_": [{"collection_id": collection}]}
         if limit is not None:
             query["limit"] = limit
-        with _translated():
+        with _translating():
             for response in self._ask("run_query", parent=parent, structured_query=query):
                 if response.document.name:
                     yield response.document
@@ -115,7 +115,7 @@ class FirestoreStates:
                     self._ask("rollback", transaction=token)
                 raise
 
-        with _translated():
+        with _translating():
             return call(once, CONFLICT, retry_on=Aborted)
 
     # ---- the job -------------------------------------------------------------------------------------------------
@@ -135,13 +135,13 @@ class FirestoreStates:
         return record
 
     def find(self, job_id: str) -> JobRecord | None:
-        with _translated():
+        with _translating():
             found = self._get([self._job(job_id)])
         return _record(next(iter(found.values()))) if found else None
 
     def probe(self, job_id: str) -> None:
         """Ask something, on the channel of the listener, to see whether it still carries anything."""
-        with _translated():
+        with _translating():
             self._get([self._job(job_id)], seconds=PROBE_SECONDS)
 
     def jobs(self) -> Iterator[JobRecord]:
@@ -150,7 +150,7 @@ class FirestoreStates:
     def mark_deleted(self, job_id: str) -> None:
         if self.find(job_id) is None:
             raise no_such_job(job_id)
-        with _translated():
+        with _translating():
             write = values.write(self._job(job_id), {"deleted": True}, only=["deleted"])
             self._ask("commit", writes=[write])
 
@@ -168,7 +168,7 @@ class FirestoreStates:
         return found
 
     def _remove(self, names: list[str]) -> None:
-        with _translated():
+        with _translating():
             self._ask("commit", writes=[{"delete": name} for name in names])
 
     # ---- states --------------------------------------------------------------------------------------------------
@@ -201,21 +201,21 @@ class FirestoreStates:
 
     def read_again(self, job_id: str) -> Snapshot:
         """`read_all` for the listener, who remembers when each document was created."""
-        births, reborn, states = self._births.setdefault(job_id, {}), set(), []
+        created, recreated, states = self._created.setdefault(job_id, {}), set(), []
         for doc in self._documents(self._job(job_id), "states"):
-            state, born = values.state(job_id, doc), values.born(doc)
-            if births.setdefault(state.key, born) != born:
-                reborn.add(state.key)
-                births[state.key] = born
+            state, created_at = values.state(job_id, doc), values.created(doc)
+            if created.setdefault(state.key, created_at) != created_at:
+                recreated.add(state.key)
+                created[state.key] = created_at
             states.append(state)
-        return Snapshot("", tuple(states), frozenset(reborn))
+        return Snapshot("", tuple(states), frozenset(recreated))
 
     def read_history(self, job_id: str, task_id: int, tag: str) -> list[State]:
         kept = (values.state(job_id, doc) for doc in self._documents(self._job(job_id), "history"))
         return sorted((state for state in kept if state.key == (task_id, tag)), key=lambda state: state.version)
 
     def listen(self, job_id: str) -> FirestoreListener:
-        return FirestoreListener(self, job_id, self._births.setdefault(job_id, {}))
+        return FirestoreListener(self, job_id, self._created.setdefault(job_id, {}))
 
     def begin_listening(self, job_id: str, requests: Iterator[Any], send: Callable[[Any], None]) -> Any:
         """A Listen stream. Asked of the transport, which gives the call at once; the client would first wait for an
@@ -234,16 +234,16 @@ class FirestoreStates:
 class FirestoreListener:
     """One Listen stream over the states of one job. A thread reads it; `changes` takes what the thread found."""
 
-    def __init__(self, states: FirestoreStates, job_id: str, births: dict[Key, str]) -> None:
+    def __init__(self, states: FirestoreStates, job_id: str, created: dict[Key, str]) -> None:
         self._states = states
         self._job_id = job_id
-        self._births = births
+        self._created = created
         self._heard: queue.SimpleQueue[list[Change] | Exception] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._listening = threading.Event()
         # Both belong to the reading thread: what the stream has told, and what it tells anew after a reset.
-        self._told: set[Key] = set()
-        self._standing: set[Key] | None = None
+        self._delivered: set[Key] = set()
+        self._current: set[Key] | None = None
         # The stream lives as long as there may be another request: until the None that `close` puts.
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._call = states.begin_listening(job_id, iter(self._requests.get, None), self._requests.put)
@@ -262,7 +262,7 @@ class FirestoreListener:
             self._states.probe(self._job_id)  # silence may also be a dead connection
             return []
         if isinstance(heard, Exception):
-            with _translated():
+            with _translating():
                 raise heard
         return heard
 
@@ -279,7 +279,7 @@ class FirestoreListener:
         try:
             for response in self._call:
                 try:
-                    self._heard.put(self._meaning(response))
+                    self._heard.put(self._translate(response))
                 except Relist as relist:
                     self._heard.put(relist)
             self._heard.put(Unavailable("Firestore ended the stream."))
@@ -288,7 +288,7 @@ class FirestoreListener:
                 self._heard.put(error)
                 self._listening.set()  # whoever waits for the beginning will find the error
 
-    def _meaning(self, response: Any) -> list[Change]:
+    def _translate(self, response: Any) -> list[Change]:
         if response.document_change.document.name:
             document = response.document_change.document
             if _TARGET in response.document_change.removed_target_ids:
@@ -298,40 +298,40 @@ class FirestoreListener:
             return self._removed([values.key(response.document_delete.document)])
         if response.document_remove.document:
             return self._removed([values.key(response.document_remove.document)])
-        if "filter" in response and response.filter.count != len(self._told):
+        if "filter" in response and response.filter.count != len(self._delivered):
             raise Relist  # the service says that we missed something
         return self._turn(response.target_change) if "target_change" in response else []
 
     def _found(self, document: Any) -> list[Change]:
-        state, born = values.state(self._job_id, document), values.born(document)
-        self._told.add(state.key)
-        if self._standing is not None:
-            self._standing.add(state.key)
-        told = [Change(state.key, state)]
-        if self._births.get(state.key, born) != born:
-            told.insert(0, Change(state.key, None))  # it was removed in between, unseen
-        self._births[state.key] = born
-        return told
+        state, created_at = values.state(self._job_id, document), values.created(document)
+        self._delivered.add(state.key)
+        if self._current is not None:
+            self._current.add(state.key)
+        found = [Change(state.key, state)]
+        if self._created.get(state.key, created_at) != created_at:
+            found.insert(0, Change(state.key, None))  # it was removed in between, unseen
+        self._created[state.key] = created_at
+        return found
 
     def _removed(self, keys: Iterable[Key]) -> list[Change]:
         keys = list(keys)
         for key in keys:
-            self._births.pop(key, None)
-            self._told.discard(key)
+            self._created.pop(key, None)
+            self._delivered.discard(key)
         return [Change(key, None) for key in keys]
 
     def _turn(self, turn: Any) -> list[Change]:
         if turn.target_change_type.name == "REMOVE":
             raise Unavailable(f"Firestore stopped telling: {turn.cause.message or turn.cause.code}")
         if turn.target_change_type.name == "RESET":
-            self._standing = set()  # all that stands is told again
+            self._current = set()  # all that stands is told again
         elif turn.target_change_type.name == "CURRENT":
             self._listening.set()
-            gone = set() if self._standing is None else self._told - self._standing
-            self._standing = None
+            gone = set() if self._current is None else self._delivered - self._current
+            self._current = None
             if gone:
                 # Removed, it seems. But a CURRENT may come between a reset and what is told after it: the listing decides.
-                self._told -= gone
+                self._delivered -= gone
                 raise Relist
         return []
 
@@ -378,7 +378,7 @@ def _record(document: Any) -> JobRecord:
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def _translating() -> Iterator[None]:
     import grpc
     from google.api_core import exceptions
 

@@ -56,7 +56,7 @@ def key(name: str) -> Key:
     return (int(task_id), tag)
 
 
-def born(document: Any) -> str:
+def created(document: Any) -> str:
     return _moment(document.create_time).isoformat()
 
 

@@ -390,11 +390,11 @@ class LiveStore:
             if snapshot.incarnation != self._incarnation:
                 self._clear()  # another job of the same name: its versions began anew
                 self._incarnation = snapshot.incarnation
-            for key in snapshot.reborn:
+            for key in snapshot.recreated:
                 self._forget(key)
             # What came after the listing began is newer than the listing, whether it was made or removed.
-            standing = {state.key for state in snapshot.states} | self._touched
-            for key in [key for key in self._cache if key not in standing]:
+            current = {state.key for state in snapshot.states} | self._touched
+            for key in [key for key in self._cache if key not in current]:
                 self._forget(key)
             for state in sorted(snapshot.states, key=replay_order):
                 if state.key in self._cache or state.key not in self._touched:

@@ -42,14 +42,14 @@ class RedisStates:
         self._url = url
         self._client: Redis = _redis.connect(url, role="state", name="states")
         try:
-            with self._translated():
+            with self._translating():
                 _redis.preflight(self._client, role="state", where=url)
         except BaseException:
             self._client.close()
             raise
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _translating(self) -> Iterator[None]:
         try:
             yield
         except HeadwayError:
@@ -58,7 +58,7 @@ class RedisStates:
             raise _redis.translate(error, self._url) from error
 
     def _run(self, name: str, keys: list[str], *arguments: str | int) -> Any:
-        with self._translated():
+        with self._translating():
             return _redis.script(name)(self._client, keys, arguments)
 
     def register(self, job_id: str, num_tasks: int, *, history: bool) -> JobRecord:
@@ -67,12 +67,12 @@ class RedisStates:
         return _record(job_id, dict(zip(flat[::2], flat[1::2], strict=True)))
 
     def find(self, job_id: str) -> JobRecord | None:
-        with self._translated():
+        with self._translating():
             fields: Any = self._client.hgetall(_redis.STATE_JOB(job_id=job_id))
         return _record(job_id, fields) if fields else None
 
     def jobs(self) -> Iterator[JobRecord]:
-        with self._translated():
+        with self._translating():
             names: Any = self._client.smembers(_redis.STATE_JOBS())
         for job_id in sorted(names):
             if (record := self.find(job_id)) is not None:
@@ -94,23 +94,23 @@ class RedisStates:
     def read_at(self, job_id: str) -> tuple[Snapshot, int, str]:
         """Everything of one moment, with its change number and the id of the newest entry of the stream."""
         job, states, log = _keys(job_id)
-        with self._translated(), self._client.pipeline(transaction=True) as pipeline:
+        with self._translating(), self._client.pipeline(transaction=True) as pipeline:
             pipeline.hmget(job, ["incarnation", "change"])
             pipeline.hgetall(states)
             pipeline.xrevrange(log, count=1)
-            (incarnation, change), standing, newest = pipeline.execute()
+            (incarnation, change), current, newest = pipeline.execute()
         if incarnation is None:
             return Snapshot("", ()), 0, "0-0"
-        found = tuple(_state(job_id, value) for value in standing.values())
+        found = tuple(_state(job_id, value) for value in current.values())
         return Snapshot(incarnation, found), int(change), newest[0][0] if newest else "0-0"
 
     def incarnation(self, job_id: str) -> str:
-        with self._translated():
+        with self._translating():
             found: Any = self._client.hget(_redis.STATE_JOB(job_id=job_id), "incarnation")
         return found or ""
 
     def read_history(self, job_id: str, task_id: int, tag: str) -> list[State]:
-        with self._translated():
+        with self._translating():
             entries: Any = self._client.xrange(_redis.STATE_LOG(job_id=job_id))
         states = (_state(job_id, fields["state"]) for _, fields in entries)
         return [state for state in states if state.key == (task_id, tag)]

@@ -87,7 +87,7 @@ class SqlStates:
         postgresql = RetryPolicy(retries=7, base=0.1, cap=4.0, jitter=0.2)
         self.write_policy = postgresql if self.kind == "postgresql" else RetryPolicy(retries=0)
         self._now = _NOW[self._database.engine]
-        self._local_bells: list[_Bell] = []  # rung by our own writes; PostgreSQL's notification rings by itself
+        self._local_wakers: list[_Waker] = []  # woken by our own writes; PostgreSQL's notification wakes by itself
 
     def register(self, job_id: str, num_tasks: int, *, history: bool) -> JobRecord:
         def work(tx: Tx) -> JobRecord:
@@ -113,8 +113,8 @@ class SqlStates:
         if self.kind == "postgresql":
             return self._write_in_postgresql(state)
         stored = self._database.run(self._write_in_sqlite(state), operation="set_state")
-        for bell in self._local_bells:
-            bell.ring()
+        for waker in self._local_wakers:
+            waker.wake()
         return stored
 
     def _write_in_sqlite(self, state: State) -> Callable[[Tx], State]:
@@ -202,11 +202,11 @@ class SqlStates:
 
     def listen(self, job_id: str) -> SqlListener:
         if isinstance(self._database, SQLite):
-            bell: _Bell = _Rung() if self._database.path is None else _DataVersion(self._database)
-            self._local_bells = [bell]
+            waker: _Waker = _LocalWaker() if self._database.path is None else _DataVersionWaker(self._database)
+            self._local_wakers = [waker]
         else:
-            bell = _Notified(self._database, job_id)
-        return SqlListener(self, job_id, bell)
+            waker = _NotificationWaker(self._database, job_id)
+        return SqlListener(self, job_id, waker)
 
     def close(self) -> None:
         self._stop.set()
@@ -216,10 +216,10 @@ class SqlStates:
 class SqlListener:
     """Follows one job's log by its change number."""
 
-    def __init__(self, states: SqlStates, job_id: str, bell: _Bell) -> None:
+    def __init__(self, states: SqlStates, job_id: str, waker: _Waker) -> None:
         self._states = states
         self._job_id = job_id
-        self._bell = bell
+        self._waker = waker
         self._incarnation = ""
         self._cursor = 0
         self._more = False
@@ -231,7 +231,7 @@ class SqlListener:
 
     def changes(self) -> list[Change]:
         if not self._more:
-            self._bell.wait(HEARTBEAT)
+            self._waker.wait(HEARTBEAT)
         rows = self._states.read_log(self._job_id, self._cursor)
         if (rows[0][0] if rows else "") != self._incarnation:
             raise Relist
@@ -245,44 +245,44 @@ class SqlListener:
         return [Change(state.key, state) for state in states]
 
     def wake(self) -> None:
-        self._bell.ring()
+        self._waker.wake()
 
     def close(self) -> None:
-        self._bell.close()
+        self._waker.close()
 
 
 # ------------------------------------------------------------------------------------------------------------
 # What wakes a reader
 
 
-class _Bell(Protocol):
+class _Waker(Protocol):
     def wait(self, seconds: float) -> None:
         """Return when something may have changed, or after ``seconds``."""
         ...
 
-    def ring(self) -> None: ...
+    def wake(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-class _Rung:
+class _LocalWaker:
     """For a database in memory: nobody else can write to it."""
 
     def __init__(self) -> None:
-        self._rung = threading.Event()
+        self._awake = threading.Event()
 
     def wait(self, seconds: float) -> None:
-        if self._rung.wait(seconds):
-            self._rung.clear()
+        if self._awake.wait(seconds):
+            self._awake.clear()
 
-    def ring(self) -> None:
-        self._rung.set()
+    def wake(self) -> None:
+        self._awake.set()
 
     def close(self) -> None:
-        self._rung.set()
+        self._awake.set()
 
 
-class _DataVersion(_Rung):
+class _DataVersionWaker(_LocalWaker):
     """Looks at ``PRAGMA data_version``, which another connection's commit changes, wherever that connection is."""
 
     def __init__(self, database: SQLite) -> None:
@@ -294,8 +294,8 @@ class _DataVersion(_Rung):
     def wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while (now := time.monotonic()) < deadline:
-            if self._rung.wait(BUSY_SECONDS if now - self._changed_at < 1.0 else IDLE_SECONDS):
-                self._rung.clear()
+            if self._awake.wait(BUSY_SECONDS if now - self._changed_at < 1.0 else IDLE_SECONDS):
+                self._awake.clear()
                 break
             if (version := self._look()) != self._version:
                 self._version = version
@@ -315,8 +315,8 @@ class _DataVersion(_Rung):
         self._connection.close()
 
 
-class _Notified:
-    """LISTEN on a connection of its own, watched together with a pipe by which `ring` ends the wait."""
+class _NotificationWaker:
+    """LISTEN on a connection of its own, watched together with a pipe by which `wake` ends the wait."""
 
     def __init__(self, database: Database, job_id: str) -> None:
         self._connection: Any = database.own_connection()
@@ -353,8 +353,8 @@ class _Notified:
         while libpq.get_result() is not None:
             pass
 
-    def ring(self) -> None:
-        with suppress(OSError):  # full: it rings already; closed: nobody waits any more
+    def wake(self) -> None:
+        with suppress(OSError):  # full: it wakes already; closed: nobody waits any more
             os.write(self._writer, b"!")
 
     def close(self) -> None:

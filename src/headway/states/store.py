@@ -96,12 +96,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything that stood at one moment. ``reborn`` are keys that were removed and made again since the last look:
+    """Everything that stood at one moment. ``recreated`` are keys that were removed and made again since the last look:
     their versions began anew and must not be compared with the earlier ones."""
 
     incarnation: str
     states: tuple[State, ...]
-    reborn: frozenset[Key] = frozenset()
+    recreated: frozenset[Key] = frozenset()
 
 
 class Relist(Exception):

@@ -74,11 +74,11 @@ class Subscription:
 
     # ---- for the store ---------------------------------------------------------------------
 
-    def start(self, standing: Iterable[State]) -> None:
+    def start(self, current: Iterable[State]) -> None:
         """Say what stands now. Called once, before the reader has it, by a store that registered it before it looked:
         a state that was offered in between is news, not replay."""
         with self._changed:
-            for state in sorted(standing, key=replay_order):
+            for state in sorted(current, key=replay_order):
                 accepted = self._accepts is None or self._accepts(state)
                 if accepted and state.version > self._seen.get(state.key, 0):
                     self._seen[state.key] = state.version
