@@ -50,9 +50,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`place` is every store, unless the test is marked `stores(...)` with those it is about."""
-    if "place" in metafunc.fixturenames:
+    if "place" in metafunc.fixturenames and not _given(metafunc):
         mark = metafunc.definition.get_closest_marker("stores")
         metafunc.parametrize("place", mark.args[0] if mark else EVERY, indirect=True)
+
+
+def _given(metafunc: pytest.Metafunc) -> bool:
+    """Whether the test says the stores itself, with something else of each."""
+    return any("place" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
 
 
 @pytest.fixture

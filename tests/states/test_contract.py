@@ -183,7 +183,6 @@ def test_deleting_a_job_removes_it_with_its_states(place: Place):
         store.set_state(State("job", task, "a"))
     states.delete_job(place.url, "job")
     assert states.list_jobs(place.url) == []
-    eventually(lambda: store.list_all_states() == [], 60)
     with pytest.raises(NotFound):
         states.delete_job(place.url, "job")
     again = place.open(history=True)
@@ -342,23 +341,6 @@ def test_while_it_is_connected_and_keeps_up_a_subscriber_hears_every_single_chan
         assert [state.version for state in live(subscription, 200)] == list(range(1, 201))
 
 
-@pytest.mark.req("S1-40")
-@pytest.mark.stores(SHARED)
-def test_a_job_that_was_deleted_and_made_again_is_heard_from_version_1(place: Place):
-    watcher = place.manager(0)
-    with watcher.subscribe(tag="a") as subscription:
-        replayed(subscription)
-        writer = place.open()
-        for _ in range(3):
-            writer.set_state(State("job", 1, "a"))
-        assert live(subscription, 3)[-1].version == 3
-        states.delete_job(place.url, "job")
-        eventually(lambda: watcher.get_state(task_id=1, tag="a").version == 0, 60)
-        place.open().set_state(State("job", 1, "a", 9))
-        again = live(subscription)[0]
-        assert (again.version, again.status) == (1, 9)
-
-
 @pytest.mark.req("S1-43", "S1-44")
 def test_a_hundred_subscribers_are_served_by_one_listener(managers: list[Manager], store: LiveStore):
     subscriptions = [managers[0].subscribe(tag="a")]
@@ -370,7 +352,7 @@ def test_a_hundred_subscribers_are_served_by_one_listener(managers: list[Manager
         assert subscription.get(60).replay_complete
         assert live(subscription) == [written]
         subscription.close()
-    assert store._subscriptions == []
+    assert store.subscribers == 0
 
 
 @pytest.mark.req("S1-13")
@@ -465,20 +447,3 @@ def test_a_listener_behind_the_end_of_the_log_lists_again_and_misses_nothing(
             assert state.version > last.get(state.key, 0)
             last[state.key] = state.version
     assert store.get_state(1, "early").status == 7
-
-
-@pytest.mark.req("S1-40", "S1-46")
-@pytest.mark.stores(ISOLATING)
-def test_a_job_deleted_and_made_again_between_two_looks_is_heard_from_version_1(place: Place):
-    store, writer = place.open(), place.open()
-    for _ in range(3):
-        writer.set_state(State("job", 1, "a"))
-    with store.subscribe(accepts=lambda state: state.tag == "a") as subscription:
-        assert [state.version for state in replayed(subscription)] == [3]
-        with store._lock:
-            hold_up(store, writer)
-            states.delete_job(place.url, "job")
-            place.open().set_state(State("job", 1, "a", 42))
-        (again,) = live(subscription)
-        assert (again.version, again.status) == (1, 42)
-        assert store.get_state(0, "held").version == 0

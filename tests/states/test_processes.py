@@ -174,14 +174,14 @@ def test_a_write_of_one_key_that_takes_long_holds_up_that_key_and_no_other(place
     backend, write = store._backend, store._backend.write
     under_way: list[str] = []
 
-    def slow(state: State) -> State:
+    def slow(state: State, *rest: Any) -> State:
         under_way.append(state.message)
         if state.message == "slow":
             inside.set()
             assert release.wait(20)
-        return write(state)
+        return write(state, *rest)
 
-    backend.write = slow  # type: ignore[method-assign]  # the wire becomes slow; nothing of ours is replaced
+    backend.write = slow  # type: ignore[method-assign,assignment]  # the wire becomes slow; nothing of ours is replaced
     threads = [
         threading.Thread(target=store.set_state, args=(State("job", 0, "a", message=message),))
         for message in ("slow", "waiting")
@@ -205,7 +205,7 @@ def test_there_is_no_limit_on_concurrent_writes_unless_one_is_asked_for(place: P
         now, most, lock, gate = 0, 0, threading.Lock(), threading.Barrier(6)
         write = store._backend.write
 
-        def counted(state: State) -> State:
+        def counted(state: State, *rest: Any) -> State:
             nonlocal now, most
             with lock:
                 now += 1
@@ -216,9 +216,9 @@ def test_there_is_no_limit_on_concurrent_writes_unless_one_is_asked_for(place: P
                 time.sleep(0.01)
             with lock:
                 now -= 1
-            return write(state)
+            return write(state, *rest)
 
-        store._backend.write = counted  # type: ignore[method-assign]  # only counts
+        store._backend.write = counted  # type: ignore[method-assign,assignment]  # only counts
         threads = [threading.Thread(target=store.set_state, args=(State("job", 0, f"t{n}"),)) for n in range(6)]
         for thread in threads:
             thread.start()

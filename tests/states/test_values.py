@@ -127,7 +127,7 @@ def test_whatever_passes_the_edge_comes_back_from_every_store(
     store: LiveStore, payload: Any, status: int, message: str, tag: str
 ):
     stored = store.set_state(State("job", 0, tag, status, message, payload=payload))
-    again = store._backend.read_all("job").states
+    again = store._backend.read_all(store.record, None).states
     found = next(state for state in again if state.key == (0, tag))
     assert found == stored
     assert (found.status, found.message, found.payload) == (status, message, payload)

@@ -177,6 +177,14 @@ class Database:
     def all(self, sql: str, parameters: Sequence[Value] = ()) -> list[Row]:
         return self._ask(lambda tx: tx.all(sql, parameters))
 
+    def write(self, sql: str, parameters: Sequence[Value] = ()) -> Row | None:
+        """One statement that is a transaction of its own, and its row. It is tried once: whoever repeats it must know
+        that it may have been done."""
+        try:
+            return self._ask_once(lambda tx: tx.one(sql, parameters))
+        except Transient as trouble:
+            raise trouble.final from trouble.__cause__
+
     def now(self) -> float:
         return self._ask(Tx.now)
 

@@ -12,7 +12,7 @@ from headway import states
 from headway.cli import F, json_option, say
 from headway.config import Config
 from headway.errors import InvalidInput
-from headway.states import FINISHED, STARTED, Manager, State, Subscription
+from headway.states import FINISHED, STARTED, Manager, State, StateEvent, Subscription, WentBack
 
 WORDS = {"not-started": 0, "started": STARTED, "finished": FINISHED}
 
@@ -66,10 +66,10 @@ def group() -> None:
 def show(job: str, task: int | None, tag: str | None, follow: bool, store: str | None, as_json: bool) -> None:
     """Show the states of JOB."""
     with _monitor(store, job) as manager:
+        if follow:
+            _follow(manager, task, tag, as_json)
+            return
         with manager.subscribe(task_id=task, tag=tag) as subscription:
-            if follow:
-                _follow(subscription, as_json)
-                return
             current = sorted(_current(subscription), key=lambda state: state.key)
         decided = manager.get_state(task_id=task, tag=tag)
         summary = manager.summary(tag=tag)
@@ -103,16 +103,32 @@ def _current(subscription: Subscription) -> list[State]:
     return found
 
 
-def _follow(subscription: Subscription, as_json: bool) -> None:
-    for event in subscription:
-        if as_json:
-            kind = "replay_complete" if event.state is None else "replay" if event.replay else "change"
-            _print_json({"event": kind, "state": None if event.state is None else event.state.as_dict()})
-        elif event.state is not None:
-            _print_state(event.state)
-        else:
-            say("-- that is what stands; changes follow --")
-        sys.stdout.flush()
+def _follow(manager: Manager, task: int | None, tag: str | None, as_json: bool) -> None:
+    """Until Ctrl-C, or until the job is gone. A store that went back in time is told from the beginning."""
+    while True:
+        try:
+            with manager.subscribe(task_id=task, tag=tag) as subscription:
+                for event in subscription:
+                    _print_event(event, as_json)
+                return
+        except WentBack as error:
+            if as_json:
+                _print_json({"event": "went_back", "state": None})
+            say(str(error))
+
+
+def _print_event(event: StateEvent, as_json: bool) -> None:
+    if as_json:
+        kind = "replay_complete" if event.state is None else "replay" if event.replay else "change"
+        found = None if event.state is None else event.state.as_dict()
+        _print_json({"event": kind, "state": found} | ({"skipped": event.skipped} if event.skipped else {}))
+    elif event.state is not None:
+        if event.skipped:
+            say(f"-- {event.skipped} changes of the next were skipped: the output is too slow --")
+        _print_state(event.state)
+    else:
+        say("-- that is what stands; changes follow --")
+    sys.stdout.flush()
 
 
 @group.command()
@@ -125,7 +141,7 @@ def _follow(subscription: Subscription, as_json: bool) -> None:
 def wait(job: str, tag: str, status: str, timeout: float | None, ignore_errors: bool, store: str | None) -> None:
     """Wait until every task of JOB has reached a status with a tag.
 
-    Ends with 0 when they have, 3 when a task reported an error, 1 when it took too long.
+    Ends with 0 when they have, 3 when a task reported an error, 1 when it took too long, 2 when JOB was deleted.
     """
     with _monitor(store, job) as manager:
         manager.wait_for(tag, _status(status), timeout=timeout, ignore_errors=ignore_errors)

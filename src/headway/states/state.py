@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 from uuid import uuid4
 
 from headway.errors import InvalidInput
@@ -43,9 +44,6 @@ TASKS_LIMIT = 1_000_000
 #: What a state is about within its job: (task_id, tag).
 Key = tuple[int, str]
 StatusClass = Literal["not_started", "running", "finished", "warning", "error"]
-
-_INT32 = range(-(2**31), 2**31)
-_INT64 = range(-(2**63), 2**63)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +88,12 @@ class State:
 @dataclass(frozen=True, slots=True)
 class StateEvent:
     """What a subscription gives: a state that stood when it began (``replay``), the end of those (no ``state``),
-    then every change (neither)."""
+    then every change (neither). ``skipped`` is how many earlier changes of the same key this one stands for, because
+    the reader was too far behind to be given each."""
 
     state: State | None
     replay: bool = False
+    skipped: int = 0
 
     @property
     def replay_complete(self) -> bool:
@@ -121,40 +121,66 @@ def status_class(status: int) -> StatusClass:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The edge
+# The edge. What passes is an exact `int` or `str`: an enumeration's member has a hash of its own, so it would be another
+# key of a dictionary, and a store would keep its name or its number as it pleases.
 
 
 def checked(state: State, num_tasks: int) -> State:
     """``state`` as it may be stored, its event id made if it has none; `InvalidInput` says what is wrong with it."""
-    check_id(state.job_id, "a job id")
-    check_task(state.task_id, num_tasks)
-    check_id(state.tag, "a tag")
-    check_status(state.status)
-    _check_text(state.message, "The message")
-    if len(state.message) > MESSAGE_LIMIT:
-        raise InvalidInput(f"The message has {len(state.message):,} characters; at most {MESSAGE_LIMIT:,} are kept.")
-    if not _is_int(state.schema_version) or not 1 <= state.schema_version < 2**31:
-        raise InvalidInput(f"{state.schema_version!r} cannot be a schema version: it is a whole number from 1.")
-    if state.event_id:
-        check_id(state.event_id, "an event id")
-    return replace(state, event_id=state.event_id or uuid4().hex, payload=checked_payload(state.payload))
+    message = _checked_text(state.message, "The message")
+    if len(message) > MESSAGE_LIMIT:
+        raise InvalidInput(f"The message has {len(message):,} characters; at most {MESSAGE_LIMIT:,} are kept.")
+    schema_version = _exact_int(state.schema_version)
+    if schema_version is None or not 1 <= schema_version < 2**31:
+        raise InvalidInput(f"{_shown(state.schema_version)} cannot be a schema version: it is a whole number from 1.")
+    return State(
+        checked_id(state.job_id, "a job id"),
+        checked_task(state.task_id, num_tasks),
+        checked_id(state.tag, "a tag"),
+        checked_status(state.status),
+        message,
+        state.timestamp,
+        state.version,
+        checked_id(state.event_id, "an event id") if state.event_id != "" else uuid4().hex,
+        checked_payload(state.payload),
+        schema_version,
+    )
 
 
-def check_task(task_id: object, num_tasks: int) -> None:
-    if not _is_int(task_id) or not 0 <= task_id < num_tasks:
-        raise InvalidInput(f"There is no task {task_id!r}: this job has the tasks 0 to {num_tasks - 1}.")
+def checked_id(value: object, what: str) -> str:
+    return str.__str__(check_id(value, what))
 
 
-def check_num_tasks(num_tasks: object) -> None:
-    if not _is_int(num_tasks) or not 1 <= num_tasks <= TASKS_LIMIT:
+def checked_task(task_id: object, num_tasks: int) -> int:
+    number = _exact_int(task_id)
+    if number is None or not 0 <= number < num_tasks:
+        raise InvalidInput(f"There is no task {_shown(task_id)}: this job has the tasks 0 to {num_tasks - 1}.")
+    return number
+
+
+def checked_num_tasks(num_tasks: object) -> int:
+    number = _exact_int(num_tasks)
+    if number is None or not 1 <= number <= TASKS_LIMIT:
         raise InvalidInput(
-            f"{num_tasks!r} cannot be a number of tasks: it is a whole number from 1 to {TASKS_LIMIT:,}."
+            f"{_shown(num_tasks)} cannot be a number of tasks: it is a whole number from 1 to {TASKS_LIMIT:,}."
         )
+    return number
 
 
-def check_status(status: object) -> None:
-    if not _is_int(status) or status not in _INT32:
-        raise InvalidInput(f"{status!r} cannot be a status: it is a whole number of 32 bits.")
+def checked_status(status: object) -> int:
+    number = _exact_int(status)
+    if number is None or not -(2**31) <= number < 2**31:
+        raise InvalidInput(f"{_shown(status)} cannot be a status: it is a whole number of 32 bits.")
+    return number
+
+
+def checked_seconds(seconds: float | None, what: str) -> float | None:
+    """A time limit as a lock can wait for it; None is no limit."""
+    if seconds is None:
+        return None
+    if not seconds >= 0:  # NaN is neither
+        raise InvalidInput(f"{what} cannot be {_shown(seconds)}: it is a number of seconds from 0.")
+    return float(min(seconds, threading.TIMEOUT_MAX))
 
 
 def checked_payload(payload: object) -> dict[str, Json] | None:
@@ -179,7 +205,7 @@ def _check_json(value: Any, depth: int) -> None:
     if value is None or isinstance(value, bool):
         return
     if isinstance(value, str):
-        _check_text(value, "A text in the payload")
+        _checked_text(value, "A text in the payload")
     elif isinstance(value, int | float):
         _check_number(value)
     elif isinstance(value, Mapping):
@@ -200,19 +226,19 @@ def _check_json(value: Any, depth: int) -> None:
 
 def _check_number(value: float) -> None:
     if isinstance(value, int):
-        if value not in _INT64:
+        if not -(2**63) <= int.__int__(value) < 2**63:
             raise InvalidInput("A number in the payload has more than 64 bits.", hint="Write it as text.")
     elif not math.isfinite(value):
-        raise InvalidInput(f"{value} is not a number of JSON.", hint="Use null or a text for it.")
+        raise InvalidInput(f"{float.__repr__(value)} is not a number of JSON.", hint="Use null or a text for it.")
 
 
 def _check_name(name: object) -> None:
     if not isinstance(name, str) or not name or (name.startswith("__") and name.endswith("__")):
-        raise InvalidInput(f"{name!r} cannot be a name in a payload: it is a text, not empty and not '__x__'.")
-    _check_text(name, "A name in the payload")
+        raise InvalidInput(f"{_shown(name)} cannot be a name in a payload: it is a text, not empty and not '__x__'.")
+    _checked_text(name, "A name in the payload")
 
 
-def _check_text(text: object, what: str) -> None:
+def _checked_text(text: object, what: str) -> str:
     if not isinstance(text, str):
         raise InvalidInput(f"{what} is {type(text).__name__}, not text.")
     if "\0" in text:
@@ -223,10 +249,20 @@ def _check_text(text: object, what: str) -> None:
         raise InvalidInput(
             f"{what} holds half a surrogate pair at character {error.start}: it is not Unicode."
         ) from error
+    return str.__str__(text)
 
 
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _exact_int(value: object) -> int | None:
+    return int.__int__(value) if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _shown(value: object) -> str:
+    """``value`` for an error's text. Another object's repr may be endless, or fail (an int of 5000 digits)."""
+    if isinstance(value, str):
+        return repr(str.__str__(value)[:60])
+    if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(int.__int__(value)) < 2**64):
+        return repr(value)[:60]
+    return "a number of more than 64 bits" if isinstance(value, int) else f"a {type(value).__name__}"
 
 
 def storable(text: str, limit: int = MESSAGE_LIMIT) -> str:
