@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]  # it ships no types
@@ -164,17 +166,28 @@ def test_everything_is_read_once_at_the_beginning_and_reading_then_costs_no_call
 
 @pytest.mark.req("S1-43", "S1-44")
 def test_one_stream_listens_from_the_beginning_whatever_the_number_of_subscribers(place: Place, counter: CallCounter):
-    store = place.open()
-    eventually(lambda: counter.open_streams["Listen"] == 1, 60)
+    store = place.open(retry=PERSISTENT)
+    eventually(lambda: counter.open_streams["Listen"] == 1, 60)  # before anybody has read or subscribed
     subscriptions = [Manager("job", task % 3, 3, store).subscribe(tag=f"t{task % 7}") for task in range(100)]
     for number in range(7):
         store.set_state(State("job", 0, f"t{number}", 1))
     for subscription in subscriptions:
         assert replayed(subscription) == []
         assert len(live(subscription)) == 1
-    assert counter.calls["Listen"] == 1
+    assert (counter.calls["Listen"], counter.open_streams["Listen"]) == (1, 1)
+    place.open("another")
+    eventually(lambda: counter.open_streams["Listen"] == 2, 60)  # one for each job
+
+    def broken(_: ListenResponse) -> list[ListenResponse]:
+        counter.rewrite = lambda answer: [answer]
+        raise ConnectionError("cut")
+
+    counter.rewrite = broken
+    store.set_state(State("job", 0, "t1", 2))
+    eventually(lambda: counter.calls["Listen"] == 3, 60)
+    eventually(lambda: counter.open_streams["Listen"] == 2, 60)  # the new one replaces the one that broke
     store.close()
-    eventually(lambda: counter.open_streams["Listen"] == 0, 60)
+    eventually(lambda: counter.open_streams["Listen"] == 1, 60)
 
 
 @pytest.mark.req("S1-40")
@@ -262,12 +275,28 @@ def test_the_project_is_demanded_and_never_taken_from_the_environment(url: str, 
 
 
 @pytest.mark.req("S1-60")
-def test_projects_share_nothing(place: Place, firestore_emulator: FirestoreEmulator):
-    place.open().set_state(State("job", 0, "a", 5))
-    other, _ = states.open_store("firestore://" + firestore_emulator.new_project(), "job", 2)
-    assert other.num_tasks == 2
-    assert other.list_all_states() == []
+def test_projects_share_nothing_neither_writing_nor_listening_nor_deleting(
+    place: Place, firestore_emulator: FirestoreEmulator
+):
+    store = place.open()
+    store.set_state(State("job", 0, "a", 5))
+    url = "firestore://" + firestore_emulator.new_project()
+    other, _ = states.open_store(url, "job", 2)
+    with other.subscribe() as subscription:
+        assert other.num_tasks == 2
+        assert replayed(subscription) == []
+        store.set_state(State("job", 0, "a", 6))
+        other.set_state(State("job", 1, "b", 7))
+        assert [(state.key, state.status) for state in live(subscription)] == [((1, "b"), 7)]
     other.close()
+    states.delete_job(url, "job")
+    assert place.open().get_state(0, "a").status == 6
+
+
+@pytest.mark.req("S1-60")
+def test_the_documented_role_may_use_documents_and_no_more():
+    text = (Path(__file__).parents[2] / "docs" / "states.md").read_text()
+    assert re.findall(r"roles/[\w.]+", text) == ["roles/datastore.user"]
 
 
 @pytest.mark.req("S1-34", "S1-35")

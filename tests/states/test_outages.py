@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import resource
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -10,12 +13,13 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+import psycopg
 import pytest
 
 from headway import states
 from headway.errors import Unavailable
 from headway.retry import LISTENER, RetryPolicy
-from headway.states import LiveStore, Manager, State, Subscription
+from headway.states import JobGone, LiveStore, Manager, State, Subscription
 from headway.telemetry import metrics
 from tests.services.postgres import PostgresServer
 from tests.services.proxy import TcpProxy
@@ -238,6 +242,156 @@ def test_a_write_whose_answer_was_lost_is_stored_once(line: Line):
     line.proxy.drop_replies(every=4, to=written)
     versions = [store.set_state(State("job", 0, "a", number)).version for number in range(30)]
     assert versions == list(range(1, 31))
+
+
+@pytest.mark.req("S1-53", "S1-54", "S1-50")
+@pytest.mark.stores(("postgresql", "redis"))
+def test_a_write_whose_answer_was_lost_is_stored_once_also_when_somebody_else_wrote_in_between(line: Line):
+    far, near = line.open(retry=PERSISTENT), line.direct()
+    far._backend.write_policy = RetryPolicy(retries=200, base=0.05, cap=0.05)
+    far.set_state(State("job", 0, "a", 1))
+    line.proxy.drop_replies(to={"redis": b"EVALSHA", "postgresql": b"headway_states_"}[line.place.kind])
+    written: list[State] = []
+    writing = threading.Thread(target=lambda: written.append(far.set_state(State("job", 0, "a", 2))))
+    writing.start()
+    sees(near, 0, "a", 2)  # it is stored, and its writer does not know
+    versions = [near.set_state(State("job", 0, "a", number)).version for number in range(3, 40)]
+    line.proxy.pass_through()
+    writing.join(60)
+    assert versions == list(range(3, 40))
+    assert (written[0].version, written[0].status) == (2, 2)
+    assert near.set_state(State("job", 0, "a", 40)).version == 40
+
+
+@pytest.mark.stores(NETWORKED)
+def test_an_error_or_a_warning_is_tried_again_in_an_outage_like_any_other_state(line: Line):
+    store = line.open(retry=PERSISTENT)
+    store._backend.write_policy = RetryPolicy(retries=2_000, base=0.01, cap=0.05)
+    manager = Manager("job", 0, 3, store)
+    manager.set_state("a", status=40)
+    other = Manager("job", 1, 3, line.direct())
+    other.set_state("a", status=70)
+    cut_off(line)
+    eventually(lambda: not store.fresh, 60)
+    reports: list[State] = []
+    late = Manager("job", 1, 3, store)  # of a process that has written nothing yet: it must ask
+    threads = [
+        threading.Thread(target=lambda: reports.append(manager.set_error(ValueError("broken"), "a"))),
+        threading.Thread(target=lambda: reports.append(late.set_warning("slow", "a"))),
+    ]
+    for thread in threads:
+        thread.start()
+    line.proxy.pass_through()
+    for thread in threads:
+        thread.join(60)
+    assert {(report.task_id, report.status): (report.payload or {})["last_status"] for report in reports} == {
+        (0, -1): 40,
+        (1, -2): 70,
+    }
+
+
+@pytest.mark.stores(("redis", "firestore"))
+def test_a_store_is_opened_although_its_server_is_away_for_a_moment(line: Line):
+    cut_off(line)
+    back = threading.Timer(0.3, line.proxy.pass_through)
+    back.start()
+    assert line.open(retry=PERSISTENT).num_tasks == 3
+    back.join()
+
+
+@pytest.mark.stores(("redis",))
+def test_a_wrong_password_is_not_tried_again(redis_factory: Any):
+    server = redis_factory(requirepass="right")
+    began = time.monotonic()
+    with pytest.raises(Unavailable, match="refused us"):
+        states.open_store(f"redis://:wrong@127.0.0.1:{server.port}/1", "job", 1)
+    assert time.monotonic() - began < 1.75, "the pauses of the tries it did not make"
+
+
+@pytest.mark.stores(("postgresql",))
+def test_a_listener_whose_backend_stands_still_connects_again(place: Place, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headway.states.sql.HEARTBEAT", 0.2)
+    monkeypatch.setattr("headway.states.sql_wakers.PING_SECONDS", 0.5)
+    store = place.open(retry=PERSISTENT)
+    subscription = store.subscribe()
+    replayed(subscription)
+    with psycopg.connect(place.url, autocommit=True) as connection:
+        (pid,) = connection.execute(
+            "SELECT pid FROM pg_stat_activity WHERE query LIKE 'LISTEN%' OR query = 'SELECT 1' LIMIT 1"
+        ).fetchone()  # type: ignore[misc]  # there is one
+        before = metrics.value("headway_states_listener_reconnects", store="postgresql")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            eventually(lambda: metrics.value("headway_states_listener_reconnects", store="postgresql") > before, 30)
+            place.open().set_state(State("job", 1, "a", 5))
+            assert [state.status for state in live(subscription)] == [5]
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.stores(("postgresql",))
+def test_a_subscriber_is_woken_by_the_notification_and_not_by_the_heartbeat(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headway.states.sql.HEARTBEAT", 600.0)
+    store, writer = place.open(), place.open()
+    with store.subscribe() as subscription:
+        replayed(subscription)
+        for payload in (None, {"text": "x" * 100_000}, {"text": "small"}):  # the second is too large to be carried
+            written = writer.set_state(State("job", 1, "a", 5, payload=payload))
+            assert live(subscription) == [written]
+        states.delete_job(place.url, "job")
+        with pytest.raises(JobGone):
+            subscription.get(60)
+
+
+@pytest.mark.stores(("postgresql", "redis", "firestore"))
+def test_a_process_with_thousands_of_open_descriptors_can_listen(place: Place):
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most < 3_000:
+        pytest.skip(f"this machine allows {most} descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, 3_000), most))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1_500)]
+    try:
+        store = place.open()
+        with store.subscribe() as subscription:
+            replayed(subscription)
+            store.set_state(State("job", 0, "a", 5))
+            assert [state.status for state in live(subscription)] == [5]
+        store.close()
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+
+
+@pytest.mark.parametrize("place", ["sqlite", "postgresql"], indirect=True)
+def test_reading_on_from_a_long_log_looks_at_the_new_entries_only(place: Place):
+    """Also before the database has statistics: there is one index, so it cannot choose another."""
+    store = place.open()
+    store.set_state(State("job", 0, "a", 1))
+    database = store._backend._database  # type: ignore[attr-defined]
+    columns = "job, seq, task_id, tag, status, message, timestamp, version, event_id, payload, schema_version"
+
+    def fill(tx: Any) -> None:
+        rows = [("job", n, 0, "a", 1, "", 0.0, n, "e", None, 1) for n in range(2, 20_001)]
+        tx.insert(f"INSERT INTO state_log ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        tx.execute("UPDATE state_jobs SET change = 20000")
+
+    database.run(fill)
+    asked: list[tuple[str, Any]] = []
+    read = database.all
+    database.all = lambda sql, parameters=(): asked.append((sql, parameters)) or read(sql, parameters)
+    assert [row[3] for row in store._backend.read_log("job", 19_998)] == [19_999, 20_000]  # type: ignore[attr-defined]
+    (sql, parameters), *_ = asked
+    if place.kind == "postgresql":
+        plan = "\n".join(row[0] for row in read(f"EXPLAIN (ANALYZE, TIMING OFF) {sql}", parameters))
+        assert "state_log_pkey" in plan
+        assert "rows=20000" not in plan
+        assert "Rows Removed" not in plan.split("state_log_pkey")[1].split("\n\n")[0]
+    else:
+        plan = "\n".join(str(row) for row in read(f"EXPLAIN QUERY PLAN {sql}", parameters))
+        assert "state_log USING PRIMARY KEY (job=? AND seq>?)" in plan
 
 
 @pytest.mark.faults

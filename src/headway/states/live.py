@@ -115,7 +115,8 @@ class LiveStore:
     @property
     def subscribers(self) -> int:
         """How many subscriptions there are."""
-        return len(self._subscriptions)
+        with self._lock:
+            return sum(not subscription.closed for subscription in self._subscriptions)
 
     @property
     def patience(self) -> RetryPolicy:
@@ -196,7 +197,9 @@ class LiveStore:
     # ---- reading ---------------------------------------------------------------------
 
     def get_state(self, task_id: int, tag: str) -> State:
-        task_id, tag = checked_task(task_id, self.num_tasks), checked_id(tag, "a tag")
+        task_id = checked_task(task_id, self.num_tasks)
+        if type(tag) is not str:
+            tag = checked_id(tag, "a tag")
         self._refresh_if_stale()
         state = self._cache.get((task_id, tag))  # one step of the interpreter: no lock needed
         return State(self.job_id, task_id, tag) if state is None else state

@@ -12,9 +12,11 @@ the stream was cut past it, the server must at least be the same process with th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -48,6 +50,8 @@ SILENCE = 6.0
 #: A server that is away for a moment when a store is opened.
 OPENING = RetryPolicy(retries=3, base=0.25, cap=1.0)
 
+#: A connection that was answered so lately is taken for alive.
+WARM_SECONDS = 1.0
 #: Nothing of the stream was read yet.
 BEGINNING = "0-0"
 
@@ -62,6 +66,7 @@ class RedisStates:
     def __init__(self, url: str) -> None:
         self._url = url
         self._client: Redis = _redis.connect(url, role="state", name="states")
+        self._warm: list[tuple[Any, float]] = []  # connections that were answered, and when
         try:
             call(self._preflight, OPENING, retry_on=_Away)
         except _Away as away:
@@ -87,9 +92,29 @@ class RedisStates:
         except _redis.failures() as error:
             raise _redis.translate(error, self._url) from error
 
-    def _run(self, name: str, keys: list[str], *arguments: str | int) -> Any:
+    def _run(self, name: str, keys: Sequence[str], *arguments: str | int) -> Any:
+        """One script, once. A connection that was in use a moment ago is taken past the client's pool, whose care for it
+        costs as much as the round trip; one that failed, or was interrupted before its answer was read, is closed."""
         with self._translating():
-            return _redis.script(name)(self._client, keys, arguments)
+            connection = self._take()
+            try:
+                answer = _redis.script(name).on(connection, keys, arguments)
+            except BaseException:
+                connection.disconnect()
+                self._client.connection_pool.release(connection)
+                raise
+            self._warm.append((connection, time.monotonic()))
+            return answer
+
+    def _take(self) -> Any:
+        try:
+            connection, used = self._warm.pop()  # atomic; the last one used is the next one taken
+        except IndexError:
+            return _redis.borrow(self._client)
+        if time.monotonic() - used < WARM_SECONDS:
+            return connection
+        self._client.connection_pool.release(connection)  # the server may have closed it: the pool looks
+        return _redis.borrow(self._client)
 
     def register(self, job_id: str, num_tasks: int, *, history: bool) -> JobRecord:
         keys = [_redis.STATE_JOB(job_id=job_id), _redis.STATE_JOBS()]
@@ -178,6 +203,8 @@ class RedisStates:
             self._client.client_unblock(client_id)
 
     def close(self) -> None:
+        while self._warm:
+            self._client.connection_pool.release(self._warm.pop()[0])
         self._client.close()
 
 
@@ -265,9 +292,10 @@ class RedisListener:
         self._client.close()
 
 
-def _keys(job_id: str) -> list[str]:
+@lru_cache(maxsize=256)
+def _keys(job_id: str) -> tuple[str, ...]:
     families = (_redis.STATE_JOB, _redis.STATES, _redis.STATE_LOG, _redis.STATE_WRITERS)
-    return [key(job_id=job_id) for key in families]
+    return tuple(key(job_id=job_id) for key in families)
 
 
 def _server(info: dict[str, Any]) -> str:
