@@ -133,6 +133,15 @@ def test_a_state_is_the_document_the_design_describes(place: Place, client: Any)
     assert [found.id for found in client.collection("jobs/job-123/states").stream()] == ["0-ingest"]
 
 
+@pytest.mark.req("S1-09")
+def test_the_time_of_a_state_is_the_one_at_which_the_service_took_it(place: Place, client: Any):
+    stored = place.open().set_state(State("job", 0, "a", timestamp=datetime(2000, 1, 1, tzinfo=UTC)))
+    document = client.document("jobs/job/states/0-a").get()
+    assert stored.timestamp is not None
+    assert abs(stored.timestamp - document.get("timestamp")) < timedelta(milliseconds=1)
+    assert abs(document.get("timestamp") - document.update_time) < timedelta(seconds=10)
+
+
 @pytest.mark.req("S1-64")
 def test_a_document_of_a_newer_schema_is_read_and_what_is_not_known_is_left_alone(place: Place, client: Any):
     store = place.open()

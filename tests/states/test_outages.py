@@ -301,7 +301,9 @@ def test_a_store_is_opened_although_its_server_is_away_for_a_moment(line: Line):
 
 @pytest.mark.stores(("redis",))
 def test_a_wrong_password_is_not_tried_again(redis_factory: Any):
-    server = redis_factory(requirepass="right")
+    server = redis_factory()
+    with server.client() as client:
+        client.config_set("requirepass", "right")
     began = time.monotonic()
     with pytest.raises(Unavailable, match="refused us"):
         states.open_store(f"redis://:wrong@127.0.0.1:{server.port}/1", "job", 1)
@@ -381,7 +383,12 @@ def test_reading_on_from_a_long_log_looks_at_the_new_entries_only(place: Place):
     database.run(fill)
     asked: list[tuple[str, Any]] = []
     read = database.all
-    database.all = lambda sql, parameters=(): asked.append((sql, parameters)) or read(sql, parameters)
+
+    def listening_in(sql: str, parameters: Any = ()) -> Any:
+        asked.append((sql, parameters))
+        return read(sql, parameters)
+
+    database.all = listening_in
     assert [row[3] for row in store._backend.read_log("job", 19_998)] == [19_999, 20_000]  # type: ignore[attr-defined]
     (sql, parameters), *_ = asked
     if place.kind == "postgresql":
