@@ -107,24 +107,25 @@ def lives(variant: LifeVariant, *, writes: int = 3, faults: int = 2) -> Model[Li
             back = replace(life, incarnation=life.kept[0], past=life.kept[1])
             yield "restore", replace(back, faults=life.faults + 1, behind=True)
         if life.behind and not life.closed:
-            yield "look", look(replace(life, behind=False))
+            yield "look", look(replace(life, behind=False), variant)
 
-    def look(life: Life) -> Life:
-        if variant.compare_incarnation and life.incarnation != 1:
-            return replace(life, closed=True)
-        if variant.compare_past and life.past[: len(life.heard)] != life.heard:
-            return replace(life, closed=True)
-        # Without those it goes by the version alone: only one that grew is news.
-        return replace(life, heard=life.past) if len(life.past) > len(life.heard) else life
+    return Model(Life(), steps, mixed, deceived)
 
-    def violation(life: Life) -> str | None:
-        if any(writer != life.incarnation for writer, _ in life.past):
-            return "a state was written into another life"
-        return None
 
-    def unfinished(life: Life) -> str | None:
-        if life.closed or (life.incarnation == 1 and life.heard == life.past):
-            return None
-        return "the reader believes what is no longer so"
+def look(life: Life, variant: LifeVariant) -> Life:
+    if variant.compare_incarnation and life.incarnation != 1:
+        return replace(life, closed=True)
+    if variant.compare_past and life.past[: len(life.heard)] != life.heard:
+        return replace(life, closed=True)
+    # Without those it goes by the version alone: only one that grew is news.
+    return replace(life, heard=life.past) if len(life.past) > len(life.heard) else life
 
-    return Model(Life(), steps, violation, unfinished)
+
+def mixed(life: Life) -> str | None:
+    strange = any(writer != life.incarnation for writer, _ in life.past)
+    return "a state was written into another life" if strange else None
+
+
+def deceived(life: Life) -> str | None:
+    right = life.incarnation == 1 and life.heard == life.past
+    return None if life.closed or right else "the reader believes what is no longer so"
