@@ -295,6 +295,19 @@ def test_a_store_that_only_writes_is_refused_as_soon_as_its_file_has_lost_its_na
         store.set_state(State("job", 0, "a", 2))
 
 
+@pytest.mark.stores(("sqlite",))
+def test_a_file_that_was_removed_while_the_listener_was_away_is_told_to_those_who_waited_for_it(place: Place):
+    store = place.open(retry=PERSISTENT)
+    subscription = store.subscribe()
+    replayed(subscription)
+    with store._listing:  # the listener comes back, and cannot list before the file is gone
+        listener = store._listener
+        assert listener is not None
+        listener._waker._connection.close()  # type: ignore[attr-defined]  # as if it had been lost
+        unlink(place)
+    ended(subscription, JobGone)
+
+
 # ---- put back -------------------------------------------------------------------------------------------------------
 
 

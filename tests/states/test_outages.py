@@ -347,6 +347,28 @@ def test_a_subscriber_is_woken_by_the_notification_and_not_by_the_heartbeat(
             subscription.get(60)
 
 
+@pytest.mark.stores(("postgresql",))
+def test_a_change_that_came_without_a_notification_is_found_with_the_next(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headway.states.sql.HEARTBEAT", 600.0)
+    store, writer = place.open(), place.open()
+    writer.set_state(State("job", 1, "a", 1))
+    with store.subscribe() as subscription:
+        replayed(subscription)
+        with psycopg.connect(
+            place.url, options="-c search_path=headway"
+        ) as connection:  # as a program that only copies
+            connection.execute("UPDATE state_jobs SET change = 2")
+            connection.execute("UPDATE states SET version = 2, status = 2, event_id = 'e2'")
+            connection.execute(
+                "INSERT INTO state_log SELECT job, 2, task_id, tag, 2, message, timestamp, 2, 'e2', payload, schema_version "
+                "FROM state_log"
+            )
+        writer.set_state(State("job", 2, "b", 3))
+        assert [(state.key, state.status) for state in live(subscription, 2)] == [((1, "a"), 2), ((2, "b"), 3)]
+
+
 @pytest.mark.stores(("postgresql", "redis", "firestore"))
 def test_a_process_with_thousands_of_open_descriptors_can_listen(place: Place):
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -359,7 +359,11 @@ class LiveStore:
         self._disconnect()
 
     def _connect(self) -> Listener:
-        listener = self._backend.listen(self._record)
+        try:
+            listener = self._backend.listen(self._record)
+        except JobGone as gone:
+            self._lose(gone)
+            raise
         try:
             with self._listing:
                 self._list(listener.snapshot)

@@ -13,8 +13,6 @@ from there, and reads the log wherever one is missing, too large, or nothing cam
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -22,12 +20,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from uuid import uuid4
 
-from headway._sql import NOW, Row, Tx, Value, connect
+from headway._sql import NOW, Row, Tx, connect
 from headway._sql.sqlite import SQLite
 from headway.errors import StorageError
 from headway.retry import RetryPolicy
+from headway.states import sql_rows
 from headway.states.sql_wakers import DataVersionWaker, LocalWaker, NotificationWaker, Waker
-from headway.states.state import State, decoded, encoded, moment
+from headway.states.state import State, moment
 from headway.states.store import (
     RECENT_LIMIT,
     Change,
@@ -36,9 +35,7 @@ from headway.states.store import (
     Mark,
     Relist,
     Snapshot,
-    found_in_recent,
     job_gone,
-    marked_deleted,
     no_such_job,
     readable,
     recent_with,
@@ -52,10 +49,7 @@ CUT_EVERY = 64
 BATCH = 512
 #: A listener answers at least this often, also when there is nothing to tell.
 HEARTBEAT = 3.0
-#: PostgreSQL takes 8,000 bytes with a notification; what is larger is read from the log.
-NOTIFIED_LIMIT = 7_000
 
-_STATE = "task_id, tag, status, message, timestamp, version, event_id, payload, schema_version"
 # In SQLite nobody writes between the look and the write. The WHERE of the conflict is for PostgreSQL: it makes a
 # repeated event id touch nothing.
 _POSTGRES_WRITE = f"""
@@ -75,20 +69,20 @@ stored AS (
                 states.timestamp, ' ', regexp_replace(states.recent, excluded.writer || ':[^ ]* ', '')),
             {RECENT_LIMIT}) END
     WHERE states.event_id <> excluded.event_id AND strpos(states.recent, ':' || excluded.event_id || ':') = 0
-    RETURNING job, {_STATE}
+    RETURNING job, {sql_rows.STATE}
 ),
 counted AS (UPDATE state_jobs SET change = change + 1 FROM stored WHERE id = stored.job),
 logged AS (
-    INSERT INTO state_log (job, seq, {_STATE})
+    INSERT INTO state_log (job, seq, {sql_rows.STATE})
     SELECT stored.job, job.change, {{columns}} FROM stored, job
 ),
 kept AS (
-    INSERT INTO state_history (job, {_STATE}) SELECT stored.job, {{columns}} FROM stored, job WHERE job.history = 1
+    INSERT INTO state_history (job, {sql_rows.STATE}) SELECT stored.job, {{columns}} FROM stored, job WHERE job.history = 1
 )
 SELECT stored.version, stored.timestamp, job.change,
     pg_notify(?, concat(job.change, ' ', stored.version, ' ', stored.timestamp, ' ', ?::text))
 FROM stored, job
-""".format(columns=", ".join(f"stored.{column}" for column in _STATE.split(", ")))
+""".format(columns=", ".join(f"stored.{column}" for column in sql_rows.STATE.split(", ")))
 
 
 class SqlStates:
@@ -119,7 +113,7 @@ class SqlStates:
             return None
         return (found.st_dev, found.st_ino)
 
-    def check_file(self) -> None:
+    def _check_file(self) -> None:
         """A SQLite file that was removed or replaced lives on for those who have it open, and for nobody else."""
         if self._path is not None and (found := self._file_now()) != self._file:
             raise JobGone(f"The database {self._path} was {'replaced' if found else 'removed'} while it was in use.")
@@ -127,7 +121,7 @@ class SqlStates:
     @contextmanager
     def _there(self, job_id: str) -> Iterator[None]:
         """Our tables are a part of the job: without them (the schema was dropped) it is gone."""
-        self.check_file()
+        self._check_file()
         try:
             yield
         except StorageError as error:
@@ -144,39 +138,39 @@ class SqlStates:
                 f"VALUES (?, ?, ?, ?, {self._now}) ON CONFLICT (id) DO NOTHING",
                 (job_id, num_tasks, uuid4().hex, int(history)),
             )
-            row = tx.one(f"{_JOBS} WHERE id = ?", (job_id,))
+            row = tx.one(f"{sql_rows.JOBS} WHERE id = ?", (job_id,))
             assert row is not None, "it was there or was made above"
-            return _record(row)
+            return sql_rows.record_of(row)
 
         return self._database.run(work, operation="register")
 
     def find(self, job_id: str) -> JobRecord | None:
-        row = self._database.one(f"{_JOBS} WHERE id = ?", (job_id,))
-        return None if row is None else _record(row)
+        row = self._database.one(f"{sql_rows.JOBS} WHERE id = ?", (job_id,))
+        return None if row is None else sql_rows.record_of(row)
 
     def jobs(self) -> Iterator[JobRecord]:
-        return map(_record, self._database.all(f"{_JOBS} ORDER BY created_at, id"))
+        return map(sql_rows.record_of, self._database.all(f"{sql_rows.JOBS} ORDER BY created_at, id"))
 
     def mark_deleted(self, job_id: str, incarnation: str | None = None) -> None:
         def work(tx: Tx) -> None:
-            found = _locked(tx, job_id)
+            found = sql_rows.locked(tx, job_id)
             if found is None:
                 raise no_such_job(job_id) if incarnation is None else job_gone(job_id)
             if incarnation not in (None, found):
                 raise job_gone(job_id, remade=True)
             tx.execute("UPDATE state_jobs SET deleted = 1 WHERE id = ?", (job_id,))
-            _notify(tx, job_id)
+            sql_rows.notify(tx, job_id)
 
         self._database.run(work, operation="mark_deleted")
         self._wake()
 
     def delete(self, job_id: str, incarnation: str | None = None) -> bool:
         def work(tx: Tx) -> bool:
-            found = _locked(tx, job_id)  # the order in which a writer locks
+            found = sql_rows.locked(tx, job_id)  # the order in which a writer locks
             if found is None or incarnation not in (None, found):
                 return False
             tx.execute("DELETE FROM state_jobs WHERE id = ?", (job_id,))  # its states, log and history go with it
-            _notify(tx, job_id)
+            sql_rows.notify(tx, job_id)
             return True
 
         gone = self._database.run(work, operation="delete")
@@ -199,19 +193,19 @@ class SqlStates:
 
     def _write_in_sqlite(self, state: State, job: JobRecord, writer: str) -> Callable[[Tx], State]:
         def work(tx: Tx) -> State:
-            change, history = _writable(tx, job)
+            change, history = sql_rows.writable(tx, job)
             before = tx.one(
                 "SELECT version, timestamp, event_id, writer, recent FROM states WHERE job = ? AND task_id = ? AND tag = ?",
                 (state.job_id, *state.key),
             )
             version, recent = 1, ""
             if before is not None:
-                if (repeated := _repeated(tx, state, before)) is not None:
+                if (repeated := sql_rows.repeated(tx, state, before)) is not None:
                     return repeated
                 version, recent = before[0] + 1, before[4]
                 if before[3] != writer:
                     recent = recent_with(recent, before[3], before[2], before[0], before[1], now=writer)
-            values = _values(state)
+            values = sql_rows.values(state)
             (timestamp,) = tx.one(
                 "INSERT OR REPLACE INTO states (job, task_id, tag, status, message, event_id, payload, schema_version, "
                 f"version, writer, recent, timestamp) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, {self._now}) "
@@ -238,17 +232,24 @@ class SqlStates:
     def _write_in_postgresql(self, state: State, job: JobRecord, writer: str) -> State:
         """One statement is one transaction, committed when its answer comes: one round trip. It is not repeated here;
         whoever asked repeats it under the same event id."""
-        text = _notification(state, job.incarnation)
-        parameters = (job.job_id, job.incarnation, *_values(state), writer, _channel(state.job_id), text)
+        text = sql_rows.notification(state, job.incarnation)
+        parameters = (
+            job.job_id,
+            job.incarnation,
+            *sql_rows.values(state),
+            writer,
+            sql_rows.channel(state.job_id),
+            text,
+        )
         while (row := self._database.write(_POSTGRES_WRITE, parameters)) is None:
             with self._database.read() as tx:
-                _writable(tx, job)
+                sql_rows.writable(tx, job)
                 before = tx.one(
                     "SELECT version, timestamp, event_id, writer, recent FROM states "
                     "WHERE job = ? AND task_id = ? AND tag = ?",
                     (state.job_id, *state.key),
                 )
-                if before is not None and (repeated := _repeated(tx, state, before)) is not None:
+                if before is not None and (repeated := sql_rows.repeated(tx, state, before)) is not None:
                     return repeated
             # Between the two somebody else changed what stood in the way.
         version, timestamp, change, _ = row
@@ -263,16 +264,16 @@ class SqlStates:
             if found is None:
                 return Snapshot("")
             incarnation, deleted, change = found
-            rows = tx.all(f"SELECT {_STATE} FROM states WHERE job = ?", (job.job_id,))
-            mark = (change, _event_at(tx, job.job_id, change) or "")
-            continuous = since is None or _continues(tx, job.job_id, change, int(since[0]), str(since[1]))
-        states = readable(rows, lambda row: _state(job.job_id, row), job.job_id)
+            rows = tx.all(f"SELECT {sql_rows.STATE} FROM states WHERE job = ?", (job.job_id,))
+            mark = (change, sql_rows.event_at(tx, job.job_id, change) or "")
+            continuous = since is None or sql_rows.continues(tx, job.job_id, change, int(since[0]), str(since[1]))
+        states = readable(rows, lambda row: sql_rows.state_of(job.job_id, row), job.job_id)
         return Snapshot(incarnation, tuple(states), mark, bool(deleted), continuous)
 
     def read_log(self, job_id: str, after: int) -> list[Row]:
         """The job's incarnation, tombstone and change number with each entry of its log after ``after``; one row
         without an entry if there is none, no row without the job."""
-        columns = ", ".join(f"l.{column}" for column in _STATE.split(", "))
+        columns = ", ".join(f"l.{column}" for column in sql_rows.STATE.split(", "))
         with self._there(job_id):
             return self._database.all(
                 f"SELECT j.incarnation, j.deleted, j.change, l.seq, {columns} FROM state_jobs j LEFT JOIN "
@@ -283,18 +284,18 @@ class SqlStates:
 
     def read_history(self, job_id: str, task_id: int, tag: str) -> list[State]:
         rows = self._database.all(
-            f"SELECT {_STATE} FROM state_history WHERE job = ? AND task_id = ? AND tag = ? ORDER BY version",
+            f"SELECT {sql_rows.STATE} FROM state_history WHERE job = ? AND task_id = ? AND tag = ? ORDER BY version",
             (job_id, task_id, tag),
         )
-        return readable(rows, lambda row: _state(job_id, row), job_id)
+        return readable(rows, lambda row: sql_rows.state_of(job_id, row), job_id)
 
     def listen(self, job: JobRecord) -> SqlListener:
         if isinstance(self._database, SQLite):
-            self.check_file()
-            waker: Waker = LocalWaker() if self._path is None else DataVersionWaker(self._database, self.check_file)
+            self._check_file()
+            waker: Waker = LocalWaker() if self._path is None else DataVersionWaker(self._database)
             self._local_wakers = [waker]
         else:
-            waker = NotificationWaker(self._database, _channel(job.job_id))
+            waker = NotificationWaker(self._database, sql_rows.channel(job.job_id))
         return SqlListener(self, job, waker)
 
     def close(self) -> None:
@@ -337,7 +338,7 @@ class SqlListener:
         changes = []
         cursor, event = self._cursor, self._event
         for text in texts:
-            notified = _notified(self._job, text)
+            notified = sql_rows.notified(self._job, text)
             if notified is None:
                 return None
             change, state = notified
@@ -362,7 +363,7 @@ class SqlListener:
         if entries:
             self._cursor, self._event = entries[-1][0], entries[-1][7]
         self._more = len(entries) == BATCH
-        states = readable(entries, lambda row: _state(self._job.job_id, row[1:]), self._job.job_id)
+        states = readable(entries, lambda row: sql_rows.state_of(self._job.job_id, row[1:]), self._job.job_id)
         return [Change(state.key, state) for state in states]
 
     def wake(self) -> None:
@@ -372,131 +373,6 @@ class SqlListener:
         self._waker.close()
 
 
-# ------------------------------------------------------------------------------------------------------------
-# What a transaction finds
-
-
-def _locked(tx: Tx, job_id: str) -> str | None:
-    """The incarnation of a job, whose row stays ours until the transaction ends."""
-    lock = " FOR UPDATE" if tx.engine == "postgresql" else ""  # in SQLite there is no other writer
-    row = tx.one(f"SELECT incarnation FROM state_jobs WHERE id = ?{lock}", (job_id,))
-    return None if row is None else str(row[0])
-
-
-def _writable(tx: Tx, job: JobRecord) -> tuple[int, int]:
-    """The change number of the job and whether it keeps history, if it is the one that was opened."""
-    row = tx.one("SELECT incarnation, deleted, change, history FROM state_jobs WHERE id = ?", (job.job_id,))
-    if row is None or row[0] != job.incarnation:
-        raise job_gone(job.job_id, remade=row is not None)
-    if row[1]:
-        raise marked_deleted(job.job_id)
-    return row[2], row[3]
-
-
-def _repeated(tx: Tx, state: State, before: Row) -> State | None:
-    """What a write of the same event gave the first time, if it was stored: as it is stored, or as it was sent if
-    somebody else wrote since."""
-    if before[2] == state.event_id:
-        row = tx.one(
-            f"SELECT {_STATE} FROM states WHERE job = ? AND task_id = ? AND tag = ?", (state.job_id, *state.key)
-        )
-        return None if row is None else _state(state.job_id, row)
-    if (found := found_in_recent(before[4], state.event_id)) is not None:
-        return replace(state, version=found[0], timestamp=moment(found[1]))
-    return None
-
-
-def _event_at(tx: Tx, job_id: str, change: int) -> str | None:
-    row = tx.one("SELECT event_id FROM state_log WHERE job = ? AND seq = ?", (job_id, change))
-    return None if row is None else str(row[0])
-
-
-def _continues(tx: Tx, job_id: str, now: int, heard: int, event: str) -> bool:
-    """Whether the store's past is the one in which ``event`` was change number ``heard``."""
-    if heard == 0:
-        return True
-    if now < heard:
-        return False
-    if (found := _event_at(tx, job_id, heard)) is not None:
-        return found == event
-    oldest = tx.one("SELECT min(seq) FROM state_log WHERE job = ?", (job_id,))
-    return oldest is not None and oldest[0] is not None and oldest[0] > heard  # it was cut off since
-
-
-def _notify(tx: Tx, job_id: str) -> None:
-    if tx.engine == "postgresql":
-        tx.execute("SELECT pg_notify(?, '')", (_channel(job_id),))
-
-
-def _notification(state: State, incarnation: str) -> str:
-    """What a notification carries besides the numbers; empty if it is too much."""
-    payload = "null" if state.payload is None else encoded(state.payload)
-    facts = json.dumps([incarnation, state.task_id, state.tag, state.status, state.message, state.event_id,
-                        state.schema_version])  # fmt: skip
-    text = f"{facts[:-1]}, {payload}]"
-    return text if len(text) <= NOTIFIED_LIMIT else ""
-
-
-def _notified(job: JobRecord, text: str) -> tuple[int, State] | None:
-    """The change number and the state in a notification; None if it has none, or another incarnation's."""
-    try:
-        change, version, timestamp, facts = text.split(" ", 3)
-        incarnation, task_id, tag, status, message, event_id, schema_version, payload, *_ = json.loads(facts)
-        if incarnation != job.incarnation:
-            return None
-        return int(change), State(
-            job.job_id, task_id, tag, status, message, moment(float(timestamp)), int(version), event_id, payload,
-            schema_version,
-        )  # fmt: skip
-    except ValueError:
-        return None
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Rows
-
-_JOBS = "SELECT id, num_tasks, created_at, incarnation, deleted, history FROM state_jobs"
-
-
-def _channel(job_id: str) -> str:
-    """One per job, so that a process is woken by its own job only. A channel's name has 63 characters at most."""
-    return "headway_states_" + hashlib.blake2s(job_id.encode(), digest_size=16).hexdigest()
-
-
-def _values(state: State) -> tuple[Value, ...]:
-    payload = None if state.payload is None else encoded(state.payload)
-    return (
-        state.task_id,
-        state.tag,
-        state.status,
-        state.message,
-        state.event_id,
-        payload,
-        state.schema_version,
-    )
-
-
 def _cut(tx: Tx, job_id: str, change: int) -> None:
     if change % CUT_EVERY == 0:
         tx.execute("DELETE FROM state_log WHERE job = ? AND seq <= ?", (job_id, change - LOG_KEPT))
-
-
-def _state(job_id: str, row: Row) -> State:
-    task_id, tag, status, message, timestamp, version, event_id, payload, schema_version = row
-    return State(
-        job_id,
-        task_id,
-        tag,
-        status,
-        message,
-        moment(timestamp),
-        version,
-        event_id,
-        decoded(payload),
-        schema_version,
-    )
-
-
-def _record(row: Row) -> JobRecord:
-    job_id, num_tasks, created_at, incarnation, deleted, history = row
-    return JobRecord(job_id, num_tasks, moment(created_at), incarnation, bool(deleted), bool(history))

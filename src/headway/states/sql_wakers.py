@@ -7,7 +7,6 @@ import select
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -52,13 +51,11 @@ class LocalWaker:
 
 
 class DataVersionWaker(LocalWaker):
-    """Looks at ``PRAGMA data_version``, which another connection's commit changes, wherever that connection is, and
-    whether the file still has its name: ``check`` raises when it was removed or replaced."""
+    """Looks at ``PRAGMA data_version``, which another connection's commit changes, wherever that connection is."""
 
-    def __init__(self, database: SQLite, check: Callable[[], None]) -> None:
+    def __init__(self, database: SQLite) -> None:
         super().__init__()
         self._connection: sqlite3.Connection = database.own_connection()
-        self._check = check
         self._version = self._look()
         self._changed_at = time.monotonic()
 
@@ -68,7 +65,6 @@ class DataVersionWaker(LocalWaker):
             if self._awake.wait(BUSY_SECONDS if now - self._changed_at < 1.0 else IDLE_SECONDS):
                 self._awake.clear()
                 break
-            self._check()
             if (version := self._look()) != self._version:
                 self._version = version
                 break
@@ -112,6 +108,7 @@ class NotificationWaker:
             ready = self._poll(seconds, self._libpq.socket, self._reader)
             if self._reader in ready:
                 os.read(self._reader, 4_096)
+                return []  # we are closing: nothing more need be read
             if not ready:
                 self._ask(b"SELECT 1")  # silence may also be a dead connection
             self._libpq.consume_input()
@@ -123,15 +120,16 @@ class NotificationWaker:
     def _ask(self, sql: bytes) -> None:
         self._libpq.send_query(sql)
         deadline = time.monotonic() + PING_SECONDS
-        while self._libpq.is_busy():
-            if not self._poll(max(0.0, deadline - time.monotonic()), self._libpq.socket):
-                raise Unavailable(f"PostgreSQL has not answered within {PING_SECONDS:g} s.")
-            self._libpq.consume_input()
-        while (result := self._libpq.get_result()) is not None:
+        while True:
+            while self._libpq.is_busy():
+                if not self._poll(max(0.0, deadline - time.monotonic()), self._libpq.socket):
+                    raise Unavailable(f"PostgreSQL has not answered within {PING_SECONDS:g} s.")
+                self._libpq.consume_input()
+            if (result := self._libpq.get_result()) is None:  # not before it is there: it would be waited for
+                return
             if result.error_message:
-                raise Unavailable(
-                    f"PostgreSQL does not let us listen: {result.error_message.decode('utf-8', 'replace')}"
-                )
+                said = result.error_message.decode("utf-8", "replace").strip()
+                raise Unavailable(f"PostgreSQL does not let us listen: {said}")
 
     @staticmethod
     def _poll(seconds: float, *descriptors: int) -> set[int]:

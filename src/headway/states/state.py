@@ -97,7 +97,7 @@ class StateEvent:
 
     @property
     def replay_complete(self) -> bool:
-        """Whether this is the one event between what stood and what happens."""
+        """Whether this is the one event between what was current and what happens."""
         return self.state is None
 
 
