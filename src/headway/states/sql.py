@@ -165,17 +165,19 @@ class SqlStates:
         self._wake()
 
     def delete(self, job_id: str, incarnation: str | None = None) -> bool:
-        def work(tx: Tx) -> bool:
-            found = sql_rows.locked(tx, job_id)  # the order in which a writer locks
-            if found is None or incarnation not in (None, found):
-                return False
-            tx.execute("DELETE FROM state_jobs WHERE id = ?", (job_id,))  # its states, log and history go with it
-            sql_rows.notify(tx, job_id)
-            return True
+        """The answer is what was found before: a transaction that was repeated, because the answer to its COMMIT was
+        lost, finds nothing any more, and has deleted it all the same."""
+        found = self.find(job_id)
+        if found is None or incarnation not in (None, found.incarnation):
+            return False
 
-        gone = self._database.run(work, operation="delete")
+        def work(tx: Tx) -> None:  # the job's row first, as a writer does; its states, log and history go with it
+            tx.execute("DELETE FROM state_jobs WHERE id = ? AND incarnation = ?", (job_id, found.incarnation))
+            sql_rows.notify(tx, job_id)
+
+        self._database.run(work, operation="delete")
         self._wake()
-        return gone
+        return True
 
     # ---- states ------------------------------------------------------------------------------------------------------
 
@@ -241,7 +243,7 @@ class SqlStates:
             sql_rows.channel(state.job_id),
             text,
         )
-        while (row := self._database.write(_POSTGRES_WRITE, parameters)) is None:
+        while not (rows := self._database.write(_POSTGRES_WRITE, parameters, operation="set_state", idempotent=True)):
             with self._database.read() as tx:
                 sql_rows.writable(tx, job)
                 before = tx.one(
@@ -252,7 +254,7 @@ class SqlStates:
                 if before is not None and (repeated := sql_rows.repeated(tx, state, before)) is not None:
                     return repeated
             # Between the two somebody else changed what stood in the way.
-        version, timestamp, change, _ = row
+        version, timestamp, change, _ = rows[0]
         if change % CUT_EVERY == 0:
             self._database.run(lambda tx: _cut(tx, state.job_id, change), operation="cut")
         return replace(state, version=version, timestamp=moment(timestamp))
