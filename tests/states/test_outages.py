@@ -6,6 +6,8 @@ import logging
 import os
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -493,6 +495,45 @@ def test_postgresql_may_be_restarted_under_a_subscriber_and_a_writer(place: Plac
     postgres_server.restart(immediate=True)
     store.set_state(State("job", 0, "a"))
     assert drain(subscription, (0, "a"), 2) == [2]
+
+
+INTERRUPTED = """
+import signal, sys
+sys.modules["hiredis"] = None  # its 3.5.0 crashes the interpreter when it is interrupted, with or without us
+from headway import states
+
+class Alarm(Exception):
+    pass
+
+def ring(*_):
+    raise Alarm
+
+store, _ = states.open_store(sys.argv[1], "job", 3)
+signal.signal(signal.SIGALRM, ring)
+interrupted, stored = 0, []
+for number in range(800):
+    tag, message = f"t{number % 3}", f"m{number}"
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.0002 + number % 23 * 0.0001)
+        state = store.set_state(states.State("job", 0, tag, number, message))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except Alarm:
+        interrupted += 1
+    else:
+        assert (state.tag, state.message) == (tag, message), "its own answer"
+        stored.append((state.tag, state.version))
+assert interrupted
+assert len(set(stored)) == len(stored)
+print(store.set_state(states.State("job", 1, "a", 5)).version)
+"""
+
+
+@pytest.mark.stores(("redis",))
+def test_writes_that_a_signal_handler_interrupts_anywhere_leave_no_connection_half_used(place: Place):
+    """One that was interrupted while it introduced itself would speak to database 0, where there is no job."""
+    command = [sys.executable, "-c", INTERRUPTED, place.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
 
 
 @pytest.mark.stores(("sqlite", "redis"))

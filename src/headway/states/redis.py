@@ -91,6 +91,11 @@ class RedisStates:
             raise
         except _redis.failures() as error:
             raise _redis.translate(error, self._url) from error
+        except BaseException:
+            # Somebody's signal handler raised. A connection that was interrupted while it introduced itself goes back to
+            # the pool open, and speaks to database 0 from then on, where there is no job.
+            self._client.connection_pool.disconnect(inuse_connections=False)
+            raise
 
     def _run(self, name: str, keys: Sequence[str], *arguments: str | int) -> Any:
         """One script, once. A connection that was in use a moment ago is taken past the client's pool, whose care for it
