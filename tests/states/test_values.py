@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import random
 from enum import Enum, IntEnum
 from typing import Any
 
@@ -93,6 +95,22 @@ def test_an_address_that_is_no_store_is_refused_with_the_forms_there_are():
         open_store("mysql://u:hunter22@h/db", "job", 1)
     assert "firestore://PROJECT" in caught.value.hint
     assert "hunter22" not in str(caught.value)
+
+
+@pytest.mark.req("S1-54")
+def test_event_ids_differ_also_where_programs_seed_their_random_numbers_or_fork():
+    def made() -> str:
+        random.seed(1)
+        return checked(State("job", 0, "a"), 1).event_id
+
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writing, made().encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert len({made(), made(), os.read(reading, 100).decode()}) == 3
+    os.close(reading)
+    os.close(writing)
 
 
 class Phase(IntEnum):

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, Literal
 
 from headway.errors import InvalidInput
@@ -147,15 +149,24 @@ def checked(state: State, num_tasks: int) -> State:
     )
 
 
+# Seeded by the operating system, whose own numbers cost more than the rest of the check. Not the generator programs
+# seed themselves (`random.seed(1)` in two processes would give both the same ids), and seeded anew in a forked child.
+_ids = random.Random()
+os.register_at_fork(after_in_child=_ids.seed)
+
+
 def new_event_id() -> str:
-    """Of 128 random bits. Not the operating system's, which cost as much as the rest of the check; Python's own are
-    seeded by it, anew in every forked child."""
-    return f"{random.getrandbits(128):032x}"
+    return f"{_ids.getrandbits(128):032x}"
 
 
 def checked_id(value: object, what: str) -> str:
-    found = check_id(value, what)
-    return found if type(found) is str else str.__str__(found)
+    return _known_id(value, what) if type(value) is str else str.__str__(check_id(value, what))
+
+
+@lru_cache(maxsize=4_096)
+def _known_id(value: str, what: str) -> str:
+    """The same few tags are written again and again."""
+    return check_id(value, what)
 
 
 def checked_task(task_id: object, num_tasks: int) -> int:
@@ -198,53 +209,59 @@ def checked_payload(payload: object) -> dict[str, Json] | None:
         return None
     if not isinstance(payload, Mapping):
         raise InvalidInput(f"A payload is a JSON object, not {type(payload).__name__}.")
-    _check_json(payload, 1)
-    text = encoded(payload)
-    if len(text) > PAYLOAD_LIMIT:
+    copy, most = _copied(payload, 1)
+    if most > PAYLOAD_LIMIT and (length := len(encoded(copy))) > PAYLOAD_LIMIT:
         raise InvalidInput(
-            f"The payload has {len(text):,} bytes of JSON; at most {PAYLOAD_LIMIT:,} are kept.",
+            f"The payload has {length:,} bytes of JSON; at most {PAYLOAD_LIMIT:,} are kept.",
             hint="Store it elsewhere and put its address into the payload.",
         )
-    return decoded(text)
+    found: dict[str, Json] = copy
+    return found
 
 
-def _check_json(value: Any, depth: int) -> None:
+def _copied(value: Any, depth: int) -> tuple[Any, int]:
+    """A copy in exact types, and the most bytes it can have as JSON, which spares writing out what is small."""
     if depth > DEPTH_LIMIT:
         raise InvalidInput(f"The payload is nested deeper than {DEPTH_LIMIT} levels.")
     if value is None or isinstance(value, bool):
-        return
+        return value, 5
     if isinstance(value, str):
-        _checked_text(value, "A text in the payload")
-    elif isinstance(value, int | float):
-        _check_number(value)
-    elif isinstance(value, Mapping):
+        return _checked_text(value, "A text in the payload"), 12 * len(value) + 2
+    if isinstance(value, int | float):
+        return _checked_number(value), 25
+    if isinstance(value, Mapping):
+        made: dict[str, Any] = {}
+        most = 2
         for name, inner in value.items():
-            _check_name(name)
-            _check_json(inner, depth + 1)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            if isinstance(inner, list | tuple):
-                raise InvalidInput(
-                    "A list directly inside a list cannot be kept by every store.",
-                    hint="Put the inner one into an object.",
-                )
-            _check_json(inner, depth + 1)
-    else:
-        raise InvalidInput(f"A {type(value).__name__} in the payload is not JSON.")
+            plain = _checked_name(name)
+            made[plain], size = _copied(inner, depth + 1)
+            most += 12 * len(plain) + 4 + size
+        return made, most
+    if isinstance(value, list | tuple):
+        if any(isinstance(inner, list | tuple) for inner in value):
+            raise InvalidInput(
+                "A list directly inside a list cannot be kept by every store.", hint="Put the inner one into an object."
+            )
+        copies = [_copied(inner, depth + 1) for inner in value]
+        return [copy for copy, _ in copies], 2 + sum(size + 1 for _, size in copies)
+    raise InvalidInput(f"A {type(value).__name__} in the payload is not JSON.")
 
 
-def _check_number(value: float) -> None:
+def _checked_number(value: float) -> float:
     if isinstance(value, int):
-        if not -(2**63) <= int.__int__(value) < 2**63:
+        number = int.__int__(value)
+        if not -(2**63) <= number < 2**63:
             raise InvalidInput("A number in the payload has more than 64 bits.", hint="Write it as text.")
-    elif not math.isfinite(value):
+        return number
+    if not math.isfinite(value):
         raise InvalidInput(f"{float.__repr__(value)} is not a number of JSON.", hint="Use null or a text for it.")
+    return float.__float__(value)
 
 
-def _check_name(name: object) -> None:
+def _checked_name(name: object) -> str:
     if not isinstance(name, str) or not name or (name.startswith("__") and name.endswith("__")):
         raise InvalidInput(f"{_shown(name)} cannot be a name in a payload: it is a text, not empty and not '__x__'.")
-    _checked_text(name, "A name in the payload")
+    return _checked_text(name, "A name in the payload")
 
 
 def _checked_text(text: object, what: str) -> str:
