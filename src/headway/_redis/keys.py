@@ -58,6 +58,9 @@ _UNTIL_DELETED = "until the job is deleted"
 STATE_JOBS = key("headway:states", "set", "for ever", "ids of the jobs whose states are here")
 STATE_JOB = key("headway:states:{job_id}", "hash", _UNTIL_DELETED, "`num_tasks`, `created_at`, `deleted`, ... of a job")
 STATES = key("headway:states:{job_id}:states", "hash", _UNTIL_DELETED, "the newest state of each task and tag")
+STATE_WRITERS = key(
+    "headway:states:{job_id}:writers", "hash", _UNTIL_DELETED, "who wrote each task and tag lately, and with which event"
+)
 STATE_LOG = key(
     "headway:states:{job_id}:log", "stream", _UNTIL_DELETED, "about 1,000 changes (all of them with history)"
 )
