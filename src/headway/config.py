@@ -71,6 +71,11 @@ def _one_of(*words: str) -> Callable[[str], str]:
     return read
 
 
+def _addresses(text: str) -> str:
+    """As they are given, one per line or separated by commas or spaces; who opens them says what is wrong with one."""
+    return text
+
+
 def _optional(read: Callable[[str], Setting]) -> Callable[[str], Setting]:
     return lambda text: None if text.lower() in ("", "none", "off") else read(text)
 
@@ -89,7 +94,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_failures", None, _optional(_whole(1)), "stop when so many items died in this run"),
     Option("payload_limit", 262_144, _whole(1), "bytes one item's payload may have"),
     Option("retention_days", 30.0, _positive, "how long finished jobs are kept by headway purge"),
-    Option("webhook", None, _optional(_text), "address that is told when a job finished"),
+    Option("sinks", None, _addresses, "who is told events: log: https://... redis://...?channel=X command:/program"),
+    Option("webhook", None, _optional(_text), "one web address more that is told events"),
     Option("progress", "auto", _one_of("auto", "bar", "plain", "json", "none"), "how a run shows itself"),
     Option("color", "auto", _one_of("auto", "always", "never"), "colours on the terminal"),
     Option("log_level", "WARNING", _one_of("debug", "info", "warning", "error", "critical"), "what is logged"),
@@ -197,7 +203,7 @@ def _read_file(path: Path) -> tuple[dict[str, Setting], dict[str, dict[str, Sett
 
 
 def _check_type(option: Option, raw: object) -> None:
-    if option.read is _text and not isinstance(raw, str):
+    if option.read in (_text, _addresses) and not isinstance(raw, str):
         raise ValueError("a text is needed, in quotes")
     if not isinstance(raw, str | int | float):  # TOML has lists, tables and dates too
         raise ValueError("a single value is needed")  # noqa: TRY004 - told as any other bad value
@@ -206,6 +212,8 @@ def _check_type(option: Option, raw: object) -> None:
 def _value(option: Option, raw: Setting, where: str) -> Setting:
     """A value from the file or the environment, checked; numbers in TOML need no quotes."""
     try:
+        if option.read is _addresses and isinstance(raw, list) and all(isinstance(one, str) for one in raw):
+            raw = "\n".join(raw)
         _check_type(option, raw)
         return option.read(str(raw) if not isinstance(raw, bool) else str(raw).lower())
     except ValueError as error:

@@ -137,8 +137,8 @@ def crash_the_relay(line: FinishLine, point: str, name: str) -> list[str]:
         heard.join_thread()  # it is on its way before the process dies
 
     def relay() -> None:
-        told = die if point == "before noting" else then_die(line._told) if point == "before trimming" else None
-        outbox = Points(line._link.client, on_told=told, idle=0)
+        told = die if point == "before noting" else then_die(line._delivered) if point == "before trimming" else None
+        outbox = Points(line._link.client, on_delivered=told)
         outbox.point = point
         doomed = Relay(outbox, [CallableSink("listener", tell)])
         for _ in range(3):
@@ -148,7 +148,7 @@ def crash_the_relay(line: FinishLine, point: str, name: str) -> list[str]:
     ids: list[str] = []
     if point != "after taking":
         ids.append(heard.get(timeout=10))
-    outbox = RedisOutbox(line._link.client, on_told=line._told, idle=0)
+    outbox = RedisOutbox(line._link.client, on_delivered=line._delivered)
     successor = Relay(outbox, [CallableSink("listener", lambda event: ids.append(event.id))])
     for _ in range(3):
         successor.tick()

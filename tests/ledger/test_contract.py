@@ -189,7 +189,7 @@ def test_the_last_item_finishes_the_job_once_and_the_event_is_in_the_outbox(ledg
     assert not job.record([Done(9)]).completed
     assert not job.finish()
     ((_, data),) = events(ledger)
-    assert data == {"total": 10, "done": 10, "dead": 0, "failures": 0}
+    assert data == {"total": 10, "succeeded": 10, "failed": 0}
     assert job.info().status == "completed"
 
 
@@ -199,7 +199,7 @@ def test_dead_items_count_as_through(ledger: Ledger, job: Job):
     assert job.info().finished_at is None
     fail(job, 9)
     ((_, data),) = events(ledger)
-    assert (data["done"], data["dead"]) == (9, 1)
+    assert (data["succeeded"], data["failed"]) == (9, 1)
 
 
 def test_a_job_that_is_not_sealed_does_not_finish_until_it_is(ledger: Ledger):

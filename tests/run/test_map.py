@@ -89,7 +89,7 @@ def test_on_complete_is_told_once_per_completion_with_one_event_id(database: str
     told: list[Event] = []
     for _ in range(2):
         headway.map(abs, [1, -2], job="ads", database=database, progress="none", on_complete=told.append)
-    assert [(event.type, event.job, event.data["done"]) for event in told] == [("job.completed", "ads", 2)]
+    assert [(event.type, event.job, event.data["succeeded"]) for event in told] == [("job.completed", "ads", 2)]
 
 
 def test_changed_items_are_refused_unless_accepted(database: str):

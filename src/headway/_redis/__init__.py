@@ -90,8 +90,11 @@ PROJECT_RESTORE = key("smap:proj:{project_id}:restore", "string", "30 s", "who r
 STAGED_BITS = key("smap:proj:{project_id}:bits:{token}", "string", "10 min", "bits of a project being rebuilt")
 STAGED_SEEN = key("smap:proj:{project_id}:seen:{token}", "set", "10 min", "ids of a project being rebuilt")
 KEEPER = key("smap:keeper", "string", "4.5 s", "who compares Redis with the SQL record just now")
-EVENTS = key("smap:events", "stream", "an entry goes when it was told", "events on their way to the sinks")
-EVENTS_QUARANTINE = key("smap:events:quarantine", "stream", "about 1,000 entries", "entries that are no events")
+EVENTS = key("smap:events", "stream", "an entry goes when every sink has it", "events on their way to the sinks")
+EVENTS_QUARANTINE = key(
+    "smap:events:quarantine", "stream", "until retried or discarded", "what a sink refused, or is no event"
+)
+EVENTS_LEASE = key("smap:events:lease:{sink}", "string", "30 s", "which relay serves the sink just now")
 
 LEASE_TOKEN = key("headway:lease:token", "string", "for ever", "counter: the token of the lease acquired last")
 

@@ -32,6 +32,7 @@ COMMANDS: dict[str, str] = {
     "project": "headway.cli.finishline:project",
     "states": "headway.cli.states:group",
     "watch": "headway.cli.watch:watch",
+    "relay": "headway.cli.relay:relay",
     "forget": "headway.cli.admin:forget",
     "purge": "headway.cli.admin:purge",
     "audit": "headway.cli.admin:audit",

@@ -21,7 +21,7 @@ from headway.cli.reading import (
     put_json,
     put_table,
 )
-from headway.errors import UsageError
+from headway.errors import HeadwayError, UsageError
 from headway.telemetry import names_a_secret, redact
 from headway.wording import plural
 
@@ -150,4 +150,11 @@ def _masked(name: str, value: Setting) -> Setting:
     if name == "webhook":
         address = urlsplit(value)
         return f"{address.scheme}://{address.hostname or ''}/***"
+    if name == "sinks":
+        from headway.events import open_sinks
+
+        try:
+            return ", ".join(sink.name for sink in open_sinks(value))
+        except HeadwayError as error:
+            return f"*** ({error})"
     return redact(value)

@@ -312,14 +312,20 @@ class FinishLine:
 
     def relay(self, sinks: Sequence[Sink], *, rest: float = 0.5) -> Relay:
         """Who tells ``job.completed`` to ``sinks``: run it in a thread or a process of its own (`Relay.run`)."""
-        return Relay(RedisOutbox(self._link.client, on_told=self._told), sinks, rest=rest)
+        return Relay(self.outbox(), sinks, rest=rest)
 
-    def _told(self, events: Sequence[Event]) -> None:
+    def outbox(self) -> RedisOutbox:
+        """Where ``job.completed`` waits, for a relay that serves other outboxes too."""
+        return RedisOutbox(self._link.client, on_delivered=self._delivered)
+
+    def _delivered(self, events: Sequence[Event]) -> None:
         """Every sink took these: should Redis lose its projects, they are not announced again."""
         if self._record is not None:
             for event in events:
-                total, done, errors = (int(str(event.data.get(name, 0))) for name in ("total", "done", "errors"))
-                state = Progress(Status.DONE, total, done, errors)
+                if event.type != "job.completed":
+                    continue
+                total, succeeded, failed = (int(str(event.data[name])) for name in ("total", "succeeded", "failed"))
+                state = Progress(Status.DONE, total, succeeded + failed, failed)
                 self._record.completed(event.job, event.id.rpartition(":")[2], state, told=True)
 
     def close(self, seconds: float = DRAIN_SECONDS) -> bool:
