@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import parse_qsl, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from headway import _redis
 from headway.errors import InvalidInput, ServerRefused, Unavailable
@@ -276,14 +276,18 @@ def _open_redis(address: str) -> Sink:
         raise InvalidInput("A sink's Redis address cannot be read.", hint=hint) from None
     options = dict(pairs)
     channel, stream, maxlen = (options.pop(name, None) for name in ("channel", "stream", "maxlen"))
-    if options or len(pairs) > 2 or bool(channel) == bool(stream) or (maxlen is not None and not stream):
+    if (
+        options
+        or len({name for name, _ in pairs}) < len(pairs)
+        or bool(channel) == bool(stream)
+        or (maxlen is not None and not stream)
+    ):
         raise InvalidInput("A sink's Redis address names one channel or one stream, and nothing else.", hint=hint)
     if maxlen is not None and not (maxlen.isdecimal() and 0 < int(maxlen[:12]) < 10**9):
         raise InvalidInput(f"maxlen={whole(maxlen)[:20]} is no length of a stream.", hint=hint)
     if "@" in parts.netloc and "@" in parts.path:
         raise InvalidInput("A sink's Redis address can be read in two ways: it has two @.", hint=hint)
-    plain = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
-    client = _redis.connect(plain, role="queue", name="sink", max_connections=4)
+    client = _redis.connect(address.partition("?")[0], role="queue", name="sink", max_connections=4)
     place = parts.netloc.rpartition("@")[2] or parts.path
     if channel:
         return RedisChannelSink(client, channel, name=f"channel {channel} {place} {_digest(address)}")
