@@ -121,9 +121,10 @@ class Place:
 
 @contextmanager
 def _outboxes(config: Config, *, create: bool) -> Iterator[list[Place]]:
+    from headway import _redis
     from headway._sql import connect
     from headway.cli.finishline import open_line
-    from headway.events import SqlOutbox
+    from headway.events import RedisOutbox, SqlOutbox
     from headway.telemetry import redact
 
     with ExitStack() as stack:
@@ -137,8 +138,12 @@ def _outboxes(config: Config, *, create: bool) -> Iterator[list[Place]]:
         if config.origin("state") != "default":
             address = redact(config.text("state"))
             try:
-                line = stack.enter_context(open_line(config.text("state"), _recorded(config)))
-                places.append(Place("redis", address, line.outbox()))
+                if create:  # delivering also notes in SQL that a project's completion was told
+                    line = stack.enter_context(open_line(config.text("state"), _recorded(config)))
+                    places.append(Place("redis", address, line.outbox()))
+                else:
+                    client = stack.enter_context(_redis.connect(config.text("state"), role="state"))
+                    places.append(Place("redis", address, RedisOutbox(client)))
             except HeadwayError as error:
                 places.append(Place("redis", address, None, error))
         yield places

@@ -77,10 +77,10 @@ def _append_alone(database: Database, event: Event) -> None:
         log.error("an event cannot be kept; its sinks are not told", event=event.type, job=event.job, error=str(error))  # noqa: TRY400  # the error is the fact, its trace is not
 
 
-def purge(tx: Tx, before: float) -> int:
+def purge(tx: Tx, before: float) -> None:
     """Delete events older than ``before`` (Unix time) that no sink waits for, and what is left of sinks of one job
-    whose events are gone; how many events."""
-    gone = tx.execute(
+    whose events are gone."""
+    tx.execute(
         "DELETE FROM outbox WHERE at < ? AND NOT EXISTS (SELECT 1 FROM sinks s WHERE s.since < outbox.seq "
         "AND (s.job IS NULL OR s.job = outbox.job) AND NOT EXISTS "
         "(SELECT 1 FROM deliveries d WHERE d.sink = s.name AND d.seq = outbox.seq))",
@@ -91,7 +91,6 @@ def purge(tx: Tx, before: float) -> int:
         "(SELECT 1 FROM outbox o WHERE o.job = sinks.job)",
         (before,),
     )
-    return gone
 
 
 class SqlOutbox:
@@ -209,11 +208,12 @@ class SqlOutbox:
         return result
 
     def forget(self, sink: str) -> bool:
-        return bool(
-            self._database.run(
-                lambda tx: tx.execute("DELETE FROM sinks WHERE name = ?", (sink,)), operation="events.forget"
-            )
+        # Asked first, so that a deletion repeated after a lost answer still says that there was one.
+        known = self._database.one("SELECT 1 FROM sinks WHERE name = ?", (sink,)) is not None
+        self._database.run(
+            lambda tx: tx.execute("DELETE FROM sinks WHERE name = ?", (sink,)), operation="events.forget"
         )
+        return known
 
     def tidy(self, sink: str) -> None:
         def work(tx: Tx) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -222,15 +223,15 @@ def perform(
         if file is not None:
             file.close()
         _release(ledger, hold, outcome)
-    tell(ledger, sinks)
+    tell(ledger, sinks, shutdown.abandon)
     return ending
 
 
-def tell(ledger: Ledger, sinks: Sequence[Sink]) -> None:
+def tell(ledger: Ledger, sinks: Sequence[Sink], stop: threading.Event | None = None) -> None:
     """Deliver what waits in the outbox, for a moment: whatever a sink does not take then, a later relay delivers. It
     begins after the last fork of this process, for the relay has threads."""
     if sinks:
-        with events.start(database=ledger.database, sinks=sinks) as relay:
+        with events.start(database=ledger.database, sinks=sinks, stop=stop) as relay:
             relay.drain(TELL_SECONDS)
 
 
