@@ -12,7 +12,7 @@ import pytest
 import headway
 from headway import events
 from headway._sql import Database, Tx, connect
-from headway.events import CallableSink, Event, Relay, SqlOutbox, append, outbox, purge
+from headway.events import Event, Relay, SqlOutbox, append, outbox, purge
 from headway.ledger import ProgressManager
 from tests.core.databases import everywhere
 from tests.events.scene import Ear, event, ids, numbers
@@ -231,24 +231,37 @@ def test_a_sink_of_the_settings_that_cannot_be_is_refused_before_anything_is_don
     assert not (tmp_path / "headway.db").exists()
 
 
-def test_a_hanging_on_complete_does_not_keep_the_run_from_ending(
-    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+def test_on_complete_is_called_in_the_thread_of_its_program_and_keeps_no_sink_waiting(
+    tmp_path: Path, receiver, monkeypatch: pytest.MonkeyPatch
+):
+    """A database connection, an event loop, a window: what it uses may belong to that thread."""
+    monkeypatch.setenv("HEADWAY_SINKS", receiver.url)
+    threads: list[threading.Thread] = []
+
+    def note(_: Event) -> None:
+        threads.append(threading.current_thread())
+        eventually(lambda: len(receiver.requests) == 1, 60)  # the webhook is told meanwhile
+
+    headway.map(abs, [1], job="ads", database=f"sqlite:///{tmp_path}/h.db", progress="none", on_complete=note)
+    assert threads == [threading.current_thread()]
+
+
+def test_an_on_complete_that_fails_is_called_again_in_a_moment_and_at_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     from headway import run
 
-    def hang(_: Event) -> None:
-        gate.wait(60)
+    monkeypatch.setattr(run, "TELL_SECONDS", 0.1)
+    calls: list[str] = []
 
-    monkeypatch.setattr(run, "TELL_SECONDS", 0.2)
-    result = headway.map(
-        abs, [1], job="ads", database=f"sqlite:///{tmp_path}/h.db", progress="none",
-        on_complete=hang,
-    )  # fmt: skip
-    assert result.done == 1
-    assert not gate.is_set()
-    heard: list[Event] = []
-    with connect(f"sqlite:///{tmp_path}/h.db") as database:
-        assert SqlOutbox(database).backlog("on_complete ads")[0].waiting == 1
-        SqlOutbox(database).forget("on_complete ads")
-        Relay(SqlOutbox(database), [CallableSink("later", heard.append)]).tick()
-    assert len(heard) == 1
+    def fail(found: Event) -> None:
+        calls.append(found.id)
+        raise RuntimeError("not today")
+
+    heard: list[str] = []
+    for call in (fail, lambda found: heard.append(found.id), lambda found: heard.append(found.id)):
+        result = headway.map(
+            abs, [1], job="ads", database=f"sqlite:///{tmp_path}/h.db", progress="none", on_complete=call
+        )  # fmt: skip
+        assert result.done == 1
+    assert heard == calls[:1]

@@ -136,7 +136,7 @@ class Route:
             if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
                 raise  # Ctrl-C is meant for us; in a thread of ours it can only be the sink's own
             return self._not_taken(handle, event, error)
-        self._failures, self._refusals = 0, ("", 0)
+        self._failures = 0
         self._unnoted.append(handle)
         metrics.count("headway_events", sink=self.sink.name)
         metrics.observe("headway_event_seconds", self._clock() - began, sink=self.sink.name)
@@ -150,7 +150,7 @@ class Route:
             self._refusals = (handle, before + 1)
             if before + 1 >= REFUSALS:
                 self.outbox.put_aside(name, handle, describe(error))
-                self._failures, self._refusals = 0, ("", 0)
+                self._failures = 0
                 metrics.count("headway_events_refused", sink=name)
                 log.error(
                     "a sink refuses an event for good; it is put aside (see headway relay --poison list)",
@@ -280,6 +280,18 @@ class Relay:
                 route.wake.set()
             self._halt.wait(min(0.02, max(0.0, deadline - time.monotonic())))
         return True
+
+    def drain_here(self, seconds: float, stop: threading.Event | None = None) -> bool:
+        """`drain` in this thread, for sinks that are functions of the program: what they use may belong to it, and a call
+        is waited for however long it takes."""
+        pause, deadline = stop or threading.Event(), time.monotonic() + seconds
+        while True:
+            delay = self.tick()
+            if not any(route.outbox.waits(route.sink.name) for route in self._routes):
+                return True
+            left = deadline - time.monotonic()
+            if left <= 0 or pause.wait(min(delay, left)):
+                return False
 
     def close(self, grace: float = GRACE) -> bool:
         """Stop: wait for deliveries under way for ``grace`` seconds, end those that go on, and wait as long again.

@@ -107,9 +107,8 @@ class SqlOutbox:
 
         def work(tx: Tx) -> None:
             if tx.engine == "postgresql":
-                tx.execute(
-                    f"SELECT pg_advisory_xact_lock({_APPENDING})"
-                )  # no lower number is committed after this look
+                # Alone for a moment: no lower number is committed after this look.
+                tx.execute(f"SELECT pg_advisory_xact_lock({_APPENDING})")
             now = tx.now()
             # Not by the newest old event: one that happened long ago may have been decided just now.
             tx.execute(

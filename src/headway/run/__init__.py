@@ -230,8 +230,12 @@ def perform(
 def tell(ledger: Ledger, sinks: Sequence[Sink], stop: threading.Event | None = None) -> None:
     """Deliver what waits in the outbox, for a moment: whatever a sink does not take then, a later relay delivers. It
     begins after the last fork of this process, for the relay has threads."""
+    own = [sink for sink in sinks if isinstance(sink, CallableSink)]
+    others = [sink for sink in sinks if sink not in own]
     if sinks:
-        with events.start(database=ledger.database, sinks=sinks, stop=stop) as relay:
+        with events.start(database=ledger.database, sinks=others, stop=stop) as relay:
+            if own:
+                events.Relay(events.SqlOutbox(ledger.database), own).drain_here(TELL_SECONDS, stop)
             relay.drain(TELL_SECONDS)
 
 
