@@ -178,6 +178,12 @@ def test_draining_delivers_what_waits_and_says_whether_that_was_all(store: Store
     assert down.tries == 1  # it was not pestered meanwhile
 
 
+def test_a_relay_without_sinks_has_nothing_to_do(store: Store):
+    store.decide(event(1))
+    assert Relay(store.outbox(), []).drain(30)
+    assert Relay(store.outbox(), []).tick() > 0
+
+
 def test_draining_ends_although_one_sink_hangs_and_the_others_have_everything(store: Store, gate: threading.Event):
     entered = threading.Event()
     ear = Ear()

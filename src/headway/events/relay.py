@@ -220,6 +220,7 @@ class Relay:
         self._lock = threading.Lock()
         self._halt = threading.Event()
         self._stop: threading.Event | None = None
+        self._started = False
         self._threads: list[threading.Thread] = []
 
     @property
@@ -252,8 +253,9 @@ class Relay:
         """Serve in the background until `close`, or until ``stop`` is set."""
         self._guard.check()
         with self._lock:
-            if self._threads:
+            if self._started:
                 raise HeadwayError("The relay is running already.")
+            self._started = True
             self._halt.clear()
             self._stop = stop
             self._threads = [
@@ -267,7 +269,7 @@ class Relay:
     def drain(self, seconds: float) -> bool:
         """Deliver all that waits now, trying for at most ``seconds``; whether nothing is left."""
         self._guard.check()
-        if not self._threads:
+        if not self._started:
             with self.start():
                 return self.drain(seconds)
         deadline = time.monotonic() + seconds
@@ -299,7 +301,7 @@ class Relay:
         if self._guard.crossed:
             return True  # those threads are the parent's
         with self._lock:
-            threads, self._threads = self._threads, []
+            threads, self._threads, self._started = self._threads, [], False
             self._halt.set()
             for route in self._routes:
                 route.wake.set()
