@@ -236,7 +236,7 @@ def test_a_program_that_cannot_be_started_means_not_now(tmp_path: Path):
 
 
 def test_the_log_gets_one_line(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="headway"):
         LogSink().deliver(event(4))
     [record] = caplog.records
     assert record.__dict__["fields"]["eventID"] == "e-4"
