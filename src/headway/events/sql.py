@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from headway._lease import Lease, Owner, SqlLeases, read_owner
-from headway._sql import Database, Row, Tx
+from headway._sql import NOW, Database, Row, Tx
 from headway.errors import InvalidInput
 from headway.events.envelope import Event, completion, from_fields, plain, whole
 from headway.events.outbox import HISTORY, LEASE, Backlog, Refused
@@ -162,9 +162,9 @@ class SqlOutbox:
         def work(tx: Tx) -> None:
             # The event or the sink may have been deleted meanwhile: then there is nothing to settle.
             tx.execute(
-                "INSERT INTO deliveries (sink, seq, refused, at) SELECT s.name, o.seq, ?, ? FROM sinks s, outbox o "
-                "WHERE s.name = ? AND o.seq = ? ON CONFLICT (sink, seq) DO NOTHING",
-                (reason, tx.now(), sink, int(handle)),
+                f"INSERT INTO deliveries (sink, seq, refused, at) SELECT s.name, o.seq, ?, {NOW[tx.engine]} "
+                "FROM sinks s, outbox o WHERE s.name = ? AND o.seq = ? ON CONFLICT (sink, seq) DO NOTHING",
+                (reason, sink, int(handle)),
             )
 
         self._database.run(work, operation="events.settle")
