@@ -104,8 +104,8 @@ def _empties(relay: Relay, state: Any) -> bool:
 
 
 def _outbox_of(line: FinishLine) -> RedisOutbox:
-    """As `FinishLine.relay` makes it, but what a dead relay holds is taken over at once."""
-    return RedisOutbox(line._server.client, on_told=line._delivered, idle=0)
+    """As `FinishLine.relay` makes it."""
+    return line.outbox()
 
 
 @pytest.mark.req("S0-15")

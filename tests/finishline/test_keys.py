@@ -43,6 +43,7 @@ def test_whatever_the_finish_line_writes_is_in_the_list_with_its_type_and_a_life
     line.checkpointer.tick()
     state.xadd("smap:events", {"not": "an event"})
     relay.tick()
+    line.outbox().acquire("listener")
     look()
     state.flushall()
     for number in range(200):  # look before each line of the rebuilding

@@ -434,7 +434,7 @@ def test_the_webhook_is_told_once_when_the_job_is_finished(place: Path, headway_
         server.shutdown()
         server.server_close()
     assert [(body["type"], body["job"], body["data"]) for body in bodies] == [
-        ("job.completed", "ads", {"total": 40, "done": 40, "dead": 0, "failures": 0})
+        ("job.completed", "ads", {"total": 40, "succeeded": 40, "failed": 0})
     ]
 
 

@@ -348,7 +348,7 @@ def test_an_event_has_the_facts_the_fixed_fields_and_the_arguments_asked_for():
     assert json.loads(event.as_json()) == {
         "id": "digits:j:x:failed",
         "type": "my.failed",
-        "time": "1970-01-01T00:00:01Z",
+        "at": "1970-01-01T00:00:01Z",
         "source": "headway.watcher",
         "job": "j",
         "version": 1,

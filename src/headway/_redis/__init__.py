@@ -18,6 +18,7 @@ from headway._redis.errors import failures, is_transient, translate
 from headway._redis.keys import (
     CHECKPOINTER,
     EVENTS,
+    EVENTS_LEASE,
     EVENTS_QUARANTINE,
     KEYS,
     LEASE_TOKEN,
@@ -49,6 +50,7 @@ __all__ = [
     "CHECKPOINTER",
     "DATABASES",
     "EVENTS",
+    "EVENTS_LEASE",
     "EVENTS_QUARANTINE",
     "KEYS",
     "LEASE_TOKEN",

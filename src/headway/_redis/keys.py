@@ -50,7 +50,10 @@ STAGED_BITS = key("smap:proj:{project_id}:bits:{token}", "string", "10 min", "bi
 STAGED_SEEN = key("smap:proj:{project_id}:seen:{token}", "set", "10 min", "ids of a project being rebuilt")
 CHECKPOINTER = key("smap:checkpointer", "string", "4.5 s", "lease: who compares Redis with the SQL record just now")
 EVENTS = key("smap:events", "stream", "an entry goes when every sink took it", "events on their way to the sinks")
-EVENTS_QUARANTINE = key("smap:events:quarantine", "stream", "about 1,000 entries", "entries that are no events")
+EVENTS_QUARANTINE = key(
+    "smap:events:quarantine", "stream", "until retried or discarded", "what a sink refused, or is no event"
+)
+EVENTS_LEASE = key("smap:events:lease:{sink}", "string", "30 s", "which relay serves the sink just now")
 
 LEASE_TOKEN = key("headway:lease:token", "string", "for ever", "counter: the token of the lease acquired last")
 
@@ -59,7 +62,10 @@ STATE_JOBS = key("headway:states", "set", "for ever", "ids of the jobs whose sta
 STATE_JOB = key("headway:states:{job_id}", "hash", _UNTIL_DELETED, "`num_tasks`, `created_at`, `deleted`, ... of a job")
 STATES = key("headway:states:{job_id}:states", "hash", _UNTIL_DELETED, "the newest state of each task and tag")
 STATE_WRITERS = key(
-    "headway:states:{job_id}:writers", "hash", _UNTIL_DELETED, "who wrote each task and tag lately, and with which event"
+    "headway:states:{job_id}:writers",
+    "hash",
+    _UNTIL_DELETED,
+    "who wrote each task and tag lately, and with which event",
 )
 STATE_LOG = key(
     "headway:states:{job_id}:log", "stream", _UNTIL_DELETED, "about 1,000 changes (all of them with history)"

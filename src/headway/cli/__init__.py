@@ -35,6 +35,7 @@ COMMANDS: dict[str, str] = {
     "project": "headway.cli.finishline:project",
     "states": "headway.cli.states:group",
     "watch": "headway.cli.watch:watch",
+    "relay": "headway.cli.relay:relay",
     "forget": "headway.cli.admin:forget",
     "purge": "headway.cli.admin:purge",
     "audit": "headway.cli.admin:audit",
@@ -49,7 +50,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Repair": ("dead", "retry"),
     "Projects": ("progress", "project"),
     "States": ("states",),
-    "Watch and serve": ("watch",),
+    "Watch and serve": ("watch", "relay"),
     "Maintenance": ("doctor", "config", "audit", "forget", "purge", "completion"),
 }
 
@@ -83,6 +84,7 @@ EXAMPLES: dict[str, str] = {
     "states delete": "headway states delete nightly",
     "states purge": "headway states purge --older-than 30",
     "watch": "headway watch --queue digits --channel digits:events --stuck-timeout 3600",
+    "relay": "headway relay --status",
     "doctor": "headway doctor",
     "config": "headway config --show-origin",
     "audit": "headway audit ads",

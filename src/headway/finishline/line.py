@@ -297,12 +297,18 @@ class FinishLine:
 
     def relay(self, sinks: Sequence[Sink], *, rest: float = 0.5) -> Relay:
         """Who delivers ``job.completed`` to ``sinks``: run it in a thread or a process of its own (`Relay.run`)."""
-        return Relay(RedisOutbox(self._server.client, on_told=self._delivered), sinks, rest=rest)
+        return Relay(self.outbox(), sinks, rest=rest)
+
+    def outbox(self) -> RedisOutbox:
+        """Where ``job.completed`` waits, for a relay that serves other outboxes too."""
+        return RedisOutbox(self._server.client, on_delivered=self._delivered)
 
     def _delivered(self, events: Sequence[Event]) -> None:
         """Every sink took these: should Redis lose its projects, they are not announced again."""
         if self._records is not None:
             for event in events:
+                if event.type != "job.completed":
+                    continue  # somebody else's
                 self._records.delivered(event.job, event.id.rpartition(":")[2], event.data)
 
     def close(self, seconds: float = DRAIN_SECONDS) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any, Self
 
+from headway import events
 from headway._lease import has_ended
 from headway._sql import Database, Tx, connect
 from headway.errors import InvalidInput, JobHeld, NotFound
@@ -195,14 +196,7 @@ class Ledger:
         gone = [id for (id,) in old]
         for id in gone:
             self.forget(id, actor=actor, action="purge")
-        self.database.run(
-            lambda tx: tx.execute(
-                "DELETE FROM outbox WHERE at < ? AND NOT EXISTS (SELECT 1 FROM sinks s WHERE s.since < outbox.seq AND NOT "
-                "EXISTS (SELECT 1 FROM deliveries d WHERE d.sink = s.name AND d.seq = outbox.seq))",
-                (limit,),
-            ),
-            operation="purge",
-        )
+        self.database.run(lambda tx: events.purge(tx, limit), operation="purge")
         return gone
 
     def note(self, action: str, job: str, detail: dict[str, object], *, actor: str | None = None) -> None:

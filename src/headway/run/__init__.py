@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headway import events
 from headway.config import Config
 from headway.errors import HeadwayError, InvalidInput, JobHeld, Stopping
-from headway.events import CallableSink, Event, Relay, Sink, SqlOutbox, WebhookSink
+from headway.events import CallableSink, Event, Sink
 from headway.ids import check_id
 from headway.ledger import Cause, DeadLetter, Hold, Job, Ledger
 from headway.lifecycle import Shutdown, on_signals
@@ -110,10 +113,10 @@ def map(
     check_settings(settings)
     source = GivenItems(items, key=key, limit=int(config["payload_limit"] or 0))
     sinks: list[Sink] = configured_sinks(config)
-    if on_complete is not None:
-        sinks.append(CallableSink(f"on_complete {name}", on_complete))
     shutdown = Shutdown()
     with Ledger.open(config.text("database"), stop=shutdown.abandon) as ledger, on_signals(shutdown):
+        if on_complete is not None:
+            sinks.append(CallableSink(f"on_complete {id}", on_complete, job=id))
         plan = plans.look(ledger, id, name, source, fresh=fresh)
         if not accept_changes:
             plans.refuse_doubt(plan)
@@ -154,6 +157,7 @@ def open_job(
     known.
     """
     config = Config(cli={"database": database, "payload_limit": payload_limit})
+    sinks = configured_sinks(config)
     ledger = Ledger.open(config.text("database"), create=items is not None)
     try:
         policy = RetryPolicy(retries, retry_delay, jitter=0.5, cap=300.0)
@@ -167,7 +171,7 @@ def open_job(
             if not accept_changes:
                 plans.refuse_doubt(plan)
             held, hold = take(ledger, plan, settings, accept=accept_changes)
-        return OpenJob(ledger, held, hold, policy)
+        return OpenJob(ledger, held, hold, policy, tell=partial(tell, ledger, sinks))
     except BaseException:
         ledger.close()
         raise
@@ -221,7 +225,6 @@ def perform(
     outcome = "failed"
     file: Output | None = None
     try:
-        relay = Relay(SqlOutbox(ledger.database), sinks)
         file = None if output is None else Output(job, output)
         pool = Pool(
             ledger, job, hold, function, settings,
@@ -233,9 +236,20 @@ def perform(
         if file is not None:
             file.close()
         _release(ledger, hold, outcome)
-    if sinks:
-        relay.drain(TELL_SECONDS)
+    tell(ledger, sinks, shutdown.abandon)
     return ending
+
+
+def tell(ledger: Ledger, sinks: Sequence[Sink], stop: threading.Event | None = None) -> None:
+    """Deliver what waits in the outbox, for a moment: whatever a sink does not take then, a later relay delivers. It
+    begins after the last fork of this process, for the relay has threads."""
+    own = [sink for sink in sinks if isinstance(sink, CallableSink)]
+    others = [sink for sink in sinks if sink not in own]
+    if sinks:
+        with events.start(database=ledger.database, sinks=others, stop=stop) as relay:
+            if own:
+                events.Relay(events.SqlOutbox(ledger.database), own).drain_here(TELL_SECONDS, stop)
+            relay.drain(TELL_SECONDS)
 
 
 def _release(ledger: Ledger, hold: Hold, outcome: str) -> None:
@@ -249,7 +263,7 @@ def _release(ledger: Ledger, hold: Hold, outcome: str) -> None:
 
 
 def configured_sinks(config: Config) -> list[Sink]:
-    return [WebhookSink(config.text("webhook"))] if config["webhook"] else []
+    return events.open_sinks(config["sinks"], config["webhook"])
 
 
 def describe(settings: Settings) -> dict[str, Any]:

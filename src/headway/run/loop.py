@@ -12,7 +12,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -81,8 +81,11 @@ class OpenItem:
 class OpenJob:
     """The right to work on a job until it is closed. A thread prolongs the lease while the program works."""
 
-    def __init__(self, ledger: Ledger, job: Job, hold: Hold, policy: RetryPolicy) -> None:
-        self._ledger, self._job, self._hold, self._policy = ledger, job, hold, policy
+    def __init__(
+        self, ledger: Ledger, job: Job, hold: Hold, policy: RetryPolicy, tell: Callable[[], None] = lambda: None
+    ) -> None:
+        """``tell`` delivers the events that wait, once the job has finished."""
+        self._ledger, self._job, self._hold, self._policy, self._tell = ledger, job, hold, policy, tell
         self._stop = threading.Event()
         self._lost: StaleClaim | None = None
         self._closed = False
@@ -137,6 +140,8 @@ class OpenJob:
             self._job.finish(self._hold)
             finished = self._job.info().finished_at is not None
             self._ledger.release(self._hold, "finished" if finished else outcome)
+            if finished:
+                self._tell()
         except StaleClaim:
             pass  # taken over: it is not ours to release
         finally:

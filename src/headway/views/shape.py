@@ -38,6 +38,8 @@ SCHEMAS = {
     "States": "headway.states/1",
     "StateEvent": "headway.state-event/1",
     "StatesJobs": "headway.states-jobs/1",
+    "RelayStatus": "headway.relay/1",
+    "RelayPoison": "headway.relay-poison/1",
     "Health": "headway.doctor/1",
     "Audit": "headway.audit/1",
     "Settings": "headway.config/1",

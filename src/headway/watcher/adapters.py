@@ -301,7 +301,14 @@ class RedisAdapter(RedisProto, RedisHashes):
             if stream:
                 commands.append(("XADD", stream, "MAXLEN", "~", stream_length, "*", "event", body))
             commands.append(("PUBLISH", channel, body))
-        self._commands(commands)
+        if not stream:
+            self._commands(commands)
+            return
+        # Together or not at all: a server that refuses to publish must not keep one more copy at each of our restarts.
+        replies = self._commands([("MULTI",), *commands, ("EXEC",)])
+        for reply in _items(replies[-1]):
+            if isinstance(reply, redis.exceptions.RedisError):
+                raise ServerRefused(f"Redis at {self._name} refused to publish: {redact(str(reply))}")
 
     def setnx(self, key: str, value: str) -> str:
         self._command("SET", key, value, "NX")

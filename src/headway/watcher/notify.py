@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from headway._redis import PROBE
 from headway.errors import ConfigError, InvalidInput, Unavailable
+from headway.events import Event
 from headway.telemetry import Log
 from headway.watcher.executions import Follower, StartedView
 from headway.watcher.logic import ADDITIONS, channel, clean_text, notifies, pattern, split_member
@@ -161,8 +162,16 @@ class _Stopped(Exception):
 class NotificationWatcher:
     """Watches queues of one Redis database. `open`, then `tick` again and again; `run` does both until told to stop."""
 
-    def __init__(self, settings: WatcherSettings, ports: WatcherPorts, open_store: OpenStore) -> None:
+    def __init__(
+        self,
+        settings: WatcherSettings,
+        ports: WatcherPorts,
+        open_store: OpenStore,
+        append: Callable[[Sequence[Event]], None] = lambda _: None,
+    ) -> None:
+        """``append`` puts events into the outbox: see `Publisher`."""
         self._settings = settings
+        self._append = append
         self._clock = ports.clock
         self._redis = ports.redis(settings.redis_url)
         self._rq = ports.rq()
@@ -206,6 +215,7 @@ class NotificationWatcher:
             self._settings.channel,
             stream=self._settings.stream,
             stream_length=self._settings.stream_length,
+            append=self._append,
         )
         self._queues = [self._watch(queue, publisher) for queue in dict.fromkeys(self._settings.queues)]
         self._link = self._redis.pubsub()
