@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from headway._redis import PROBE
+from headway._redis.keys import PROBE
 from headway.errors import ConfigError, InvalidInput, Unavailable
 from headway.events import Event
 from headway.telemetry import Log
