@@ -60,27 +60,27 @@ class RedisOutbox:
 
     def subscribe(self, sink: str, job: str | None = None) -> None:
         self._jobs[sink] = job
-        with self._translated():
+        with self._translate_errors():
             self._subscribe(sink)
 
     def waits(self, sink: str) -> bool:
-        with self._translated():
+        with self._translate_errors():
             return bool(self._client.xlen(self._key))
 
     def acquire(self, sink: str) -> Lease:
-        with self._translated():
+        with self._translate_errors():
             return self._leases.acquire(_lease_key(sink), Owner.current(), LEASE)
 
     def renew(self, lease: Lease) -> None:
-        with self._translated():
+        with self._translate_errors():
             self._leases.renew(lease)
 
     def release(self, lease: Lease) -> None:
-        with self._translated():
+        with self._translate_errors():
             self._leases.release(lease)
 
     def waiting(self, sink: str, limit: int) -> list[tuple[str, Event]]:
-        with self._translated():
+        with self._translate_errors():
             try:
                 return self._take(sink, limit)
             except failures() as error:
@@ -90,16 +90,16 @@ class RedisOutbox:
                 return self._take(sink, limit)
 
     def delivered(self, sink: str, handle: str) -> None:
-        with self._translated():
+        with self._translate_errors():
             self._client.xack(self._key, sink, handle)
 
     def put_aside(self, sink: str, handle: str, reason: str) -> None:
-        with self._translated():
+        with self._translate_errors():
             found = self._range(handle, handle, 1)
             self._put_aside(sink, handle, found[0][1] if found else {}, reason)
 
     def refused(self, sink: str | None = None) -> list[Refused]:
-        with self._translated():
+        with self._translate_errors():
             entries = self._raw("XRANGE", self._quarantine, "-", "+")
         found = []
         for handle, fields in entries:
@@ -112,7 +112,7 @@ class RedisOutbox:
 
     def retry(self, found: Refused) -> None:
         """Appended anew, for this sink alone: groups cannot take back an acknowledgement. The id stays the same."""
-        with self._translated():
+        with self._translate_errors():
             for handle, fields in self._raw("XRANGE", self._quarantine, found.handle, found.handle):
                 again: list[bytes] = [_TO, found.sink.encode()]
                 for name, value in fields.items():
@@ -124,11 +124,11 @@ class RedisOutbox:
                 pipeline.execute()
 
     def discard(self, found: Refused) -> None:
-        with self._translated():
+        with self._translate_errors():
             self._client.xdel(self._quarantine, found.handle)
 
     def backlog(self, sink: str | None = None) -> list[Backlog]:
-        with self._translated():
+        with self._translate_errors():
             if not self._client.exists(self._key):
                 return []
             groups = [group for group in self._client.xinfo_groups(self._key) if sink in (None, group["name"])]
@@ -150,7 +150,7 @@ class RedisOutbox:
         return Backlog(name, pending["pending"] + unread, age, refused.get(name, 0), str(owner[0]) if owner else None)
 
     def forget(self, sink: str) -> bool:
-        with self._translated():
+        with self._translate_errors():
             return bool(self._client.exists(self._key)) and bool(self._client.xgroup_destroy(self._key, sink))
 
     def tidy(self, sink: str) -> None:
@@ -159,7 +159,7 @@ class RedisOutbox:
     # ---- within ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except failures() as error:

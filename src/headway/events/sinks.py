@@ -194,12 +194,12 @@ class CommandSink:
         import tempfile
 
         program = self._arguments[0]
-        with tempfile.TemporaryFile() as told, tempfile.TemporaryFile() as said:
-            told.write(event.as_json().encode() + b"\n")
-            told.seek(0)
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as said:
+            given.write(event.as_json().encode() + b"\n")
+            given.seek(0)
             try:
                 process = subprocess.Popen(
-                    self._arguments, stdin=told, stdout=subprocess.DEVNULL, stderr=said,
+                    self._arguments, stdin=given, stdout=subprocess.DEVNULL, stderr=said,
                     start_new_session=True,  # its children end with it
                 )  # fmt: skip
             except OSError as error:

@@ -380,8 +380,8 @@ def _group_summary(rest: str) -> tuple[str, str]:
     line = _one_line(_exception(_without_margin(own)))
     found = _ERROR_TYPE.match(line)
     members = [_one_line(_first_exception(_without_margin(part))) for part in parts]
-    told = "; ".join(member for member in members if member)
-    return (found.group(1) if found else ""), f"{line}: {told}"[:_MESSAGE_LIMIT] if told else line
+    shown = "; ".join(member for member in members if member)
+    return (found.group(1) if found else ""), f"{line}: {shown}"[:_MESSAGE_LIMIT] if shown else line
 
 
 def _first_exception(part: str) -> str:
