@@ -77,7 +77,7 @@ def test_it_serves_every_outbox_until_it_is_told_to_stop(
         assert line.item_done("p", 1).completed
         eventually(lambda: len(receiver.requests) == 2, 60)
         eventually(lambda: redis_server.client(1).xlen("smap:events") == 0, 60)  # and it is noted in SQL
-        row = connect(database).one("SELECT told_at FROM projects WHERE id = 'p'")
+        row = connect(database).one("SELECT delivered_at FROM projects WHERE id = 'p'")
         assert row is not None
         assert row[0] is not None
     with ProgressManager(Path(database.removeprefix("sqlite:///"))) as progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 
 from headway._redis.address import place
@@ -55,11 +56,16 @@ def _denied(error: BaseException) -> bool:
     )
 
 
+_COMMAND = re.compile(r"^Command # \d+ \(.*\) of pipeline caused error: ", re.DOTALL)
+
+
 def translate(error: BaseException, where: str) -> HeadwayError:
     """A client's error in our words. ``where`` is the address; it is shown without user and password."""
     from redis import exceptions
 
-    server, why = place(where), redact(str(error)) or type(error).__name__
+    # redis-py names a pipeline's command with all it carries, which is nobody's business.
+    said = _COMMAND.sub("", str(error))
+    server, why = place(where), redact(said) or type(error).__name__
     if is_transient(error):
         return Unavailable(
             f"Redis at {server} cannot be reached: {why}",

@@ -401,10 +401,14 @@ def _one_line(text: str) -> str:
     return redact(" ".join(text[:_MESSAGE_READ].split()))[:_MESSAGE_LIMIT]
 
 
+#: Half a character, and the one that PostgreSQL cannot keep.
+_HALF_OR_NUL = re.compile("[\ud800-\udfff\0]")
+
+
 def clean_text(text: str, limit: int = _TEXT_LIMIT) -> str:
     """A text that every receiver can read: valid Unicode, no NUL, not endless. A long one keeps what tells it apart."""
     raw = text.encode("utf-8", "surrogatepass")
-    text = raw.decode("utf-8", "replace").replace("\0", "\ufffd")
+    text = _HALF_OR_NUL.sub("\ufffd", text)
     if len(text) <= limit:
         return text
     return f"{text[: limit - 17]}\u2026{sha256(raw).hexdigest()[:16]}"
