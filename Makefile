@@ -3,9 +3,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.installed
+RESULTS := .test-results.json
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check trace bench faults compat docs clean
+.PHONY: help setup run test check trace bench faults compat mutants docs clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,38 +23,38 @@ run: $(SETUP)  ## run the main job of examples/ads
 
 test: $(SETUP)  ## obtain the servers the tests need and run them, with branch coverage
 	-@$(BIN)/python -m tests.services.firestore
-	$(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term
+	$(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term --results $(RESULTS)
 
+# A server that is not there is a reason to skip on a laptop; here it is a failure.
+check: export CI = true
 check: $(SETUP)  ## what CI runs: lint, types, import contracts, test, trace, docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/mutants.py --check
 	$(MAKE) --no-print-directory test
 	$(BIN)/coverage report --include='src/headway/watcher/*' --fail-under=100
 	$(MAKE) --no-print-directory trace docs
 
-trace: $(SETUP)  ## compare docs/requirements.md with the marks in the tests
-	$(BIN)/python tools/trace.py
+trace: $(SETUP)  ## compare docs/requirements.md with what the last make test proved
+	$(BIN)/python tools/trace.py $(RESULTS)
 
-bench: $(SETUP)  ## run bench/*.py one after another into bench/results/
-	@mkdir -p bench/results
-	@set -e; for script in bench/*.py; do \
-		echo "== $$script"; \
-		result=bench/results/$$(basename $$script .py).json; \
-		$(BIN)/python $$script > $$result; \
-		cat $$result; \
-	done
+bench: $(SETUP)  ## run bench/*.py one after another into bench/results/, then say which goals were met
+	$(BIN)/python tools/bench.py
 
 faults: $(SETUP)  ## run the long campaigns of kills, cuts and corruption
 	$(BIN)/pytest -m 'faults or slow' --timeout=3600
 
-compat: $(SETUP)  ## run the watcher's real suite on the oldest and newest RQ and redis-py supported
+compat: $(SETUP)  ## run the suite on every Python, Redis, RQ and redis-py we claim, as far as they are to be had
 	$(BIN)/python tools/compat.py
+
+mutants: $(SETUP)  ## change the source in the ways of tests/mutants/*.toml and see that the named tests notice
+	$(BIN)/python tools/mutants.py
 
 docs: $(SETUP)  ## check links, run the examples in the docs, compare the generated pages
 	$(BIN)/python tools/docs.py
 
 clean:  ## remove what the verbs made
-	rm -rf .venv dist bench/results .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv dist bench/results $(RESULTS) .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -107,7 +107,7 @@ def memory(server: RedisServer, count: int) -> dict[str, Any]:
             before = int(state.info("memory")["used_memory"])
             for start in range(0, count, 1000):
                 line.items_done("bench", [name(number) for number in range(start, start + 1000)])
-            keys = [key for key in state.scan_iter("smap:proj:bench:*") if not key.endswith(":book")]
+            keys = [key for key in state.scan_iter("smap:proj:bench:*") if not key.endswith(":meta")]
             used = sum(int(state.memory_usage(key, samples=0)) for key in keys)
             grown = int(state.info("memory")["used_memory"]) - before
             found[kind] = {"bytes_per_item": round(used / count, 3), "server_growth_per_item": round(grown / count, 3)}
@@ -122,7 +122,7 @@ def journal(server: RedisServer, directory: Path, count: int) -> dict[str, Any]:
     def commit(number: int) -> None:
         bare.run(lambda tx: tx.execute("INSERT INTO counts VALUES (?)", (str(number),)))
 
-    with FinishLine(server.url(1), f"sqlite:///{directory}/journal.db", journal=True, keeper=False) as line:
+    with FinishLine(server.url(1), f"sqlite:///{directory}/journal.db", journal=True, checkpointer=False) as line:
         line.create("bench", total=10**9)
         commits = rate(commit, count)
         alone = rate(lambda number: line.item_done("bench", number), count)
@@ -217,7 +217,7 @@ async def closed_loop(url: str, clients: int, seconds: float) -> dict[str, Any]:
 
 
 def rebuild(server: RedisServer, directory: Path, count: int) -> dict[str, Any]:
-    with FinishLine(server.url(1), f"sqlite:///{directory}/rebuild.db", journal=True, keeper=False) as line:
+    with FinishLine(server.url(1), f"sqlite:///{directory}/rebuild.db", journal=True, checkpointer=False) as line:
         line.create("bench", total=count * 2)
         for start in range(0, count, 5000):
             line.items_done("bench", range(start, min(start + 5000, count)))

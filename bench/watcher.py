@@ -73,7 +73,7 @@ def watcher(scene: Scene, directory: Path, **changes: str) -> Iterator[subproces
         stderr=subprocess.DEVNULL,
     )
     try:
-        eventually(lambda: scene.redis.pubsub_numpat() == 3 or process.poll() is not None, 30)
+        eventually(lambda: scene.redis.pubsub_numpat() >= 3 or process.poll() is not None, 30)
         assert process.poll() is None, "the watcher ended"
         yield process
     finally:
@@ -164,7 +164,7 @@ def idle(directory: Path, minutes: float) -> dict[str, Any]:
                 for registry in registries:
                     registry.get_job_ids(cleanup=False)
 
-        with watcher(watched, directory):
+        with watcher(watched, directory, RQ__QUEUE=f"{watched.name},a,b,c"):
             eventually(lambda: len(watched.events.hear()) == 50)
             time.sleep(1)
             for scene in (watched, polled):
@@ -181,6 +181,7 @@ def idle(directory: Path, minutes: float) -> dict[str, Any]:
     per_minute = [sum(count.values()) / minutes for count in counts]
     return {
         "minutes": minutes,
+        "queues": 4,
         "watcher_commands_per_minute": round(per_minute[0], 2),
         "watcher_commands": counts[0],
         "polling_commands_per_minute": round(per_minute[1], 2),
@@ -217,7 +218,7 @@ def burst(directory: Path, count: int) -> dict[str, Any]:
         peak = memory(process.pid, "VmHWM")
     return {
         "failures": count,
-        "told": len(heard),
+        "reported": len(heard),
         "each_once": sorted(heard) == ids,
         "seconds_until_all_written": round(written, 2),
         "seconds_until_all_told": round(told, 2),
@@ -229,6 +230,46 @@ def burst(directory: Path, count: int) -> dict[str, Any]:
         ),
         "goal": "every one once, bounded memory",
         "reached": sorted(heard) == ids and peak - before < 50,
+    }
+
+
+def crowded(directory: Path, standing: int, count: int) -> dict[str, Any]:
+    """So many failures arrive in a registry that is large already, in three places of it, while they are reported."""
+    with scene_of("crowded", directory) as scene:
+        for start in range(0, standing, 1_000):
+            with scene.raw.pipeline(transaction=False) as pipe:
+                for number in range(start, start + 1_000):
+                    pipe.hset(f"rq:job:old{number}", mapping={"created_at": "2026-01-01T00:00:00Z", "status": "failed"})
+                    pipe.xadd(f"rq:results:old{number}", {"type": 2, "execution_id": f"e{number}"})
+                    pipe.zadd("rq:failed:digits", {f"old{number}": time.time() + 86_400 * 300 + number})
+                pipe.execute()
+        with watcher(scene, directory) as process:
+            began = time.perf_counter()
+            eventually(lambda: len(scene.events.hear()) >= standing, 900)
+            caught_up = time.perf_counter() - began
+            scene.events.all.clear()
+            scene.redis.config_resetstat()
+            began = time.perf_counter()
+            for part in range(10):
+                scene.burst(count // 10, failure_ttl=[None, -1, 86_400][part % 3], prefix=f"new{part}")
+            written = time.perf_counter() - began
+            eventually(lambda: len(scene.events.hear()) >= count, 300)
+            seconds = time.perf_counter() - began
+            time.sleep(1)
+            heard = [event["job"] for event in scene.events.hear()]
+            commands, peak = scene.commands(), memory(process.pid, "VmHWM")
+    once = len(heard) == len(set(heard)) == count
+    return {
+        "standing": standing,
+        "arriving": count,
+        "seconds_until_caught_up": round(caught_up, 1),
+        "seconds_until_all_written": round(written, 1),
+        "seconds_until_all_told": round(seconds, 1),
+        "each_once": once,
+        "windows": sum(commands.get(name, 0) for name in ("ZRANGE", "ZSCAN")),
+        "rss_peak_mb": round(peak, 1),
+        "goal": "each once within 30 s",
+        "reached": once and seconds <= 30,
     }
 
 
@@ -244,7 +285,7 @@ def lost(directory: Path, rounds: int) -> dict[str, Any]:
             job, _ = scene.hang()
             scene.kill_group(worker)
             ((_, lapses),) = scene.redis.zrange(StartedJobRegistry(scene.name).key, 0, -1, withscores=True)
-            scene.events.told((job.id, "lost"), timeout=30)
+            scene.events.expect((job.id, "lost"), timeout=30)
             late.append(time.time() - float(lapses))
     return {"after_the_lease_lapsed": summary(late), "goal": "as soon as the lease lapses"}
 
@@ -260,7 +301,9 @@ def main() -> None:
         results["latency"] = latency(directory, 100 if quick else 1000, 3 if quick else 10)
         say(f"  {results['latency']}\nburst ...")
         results["burst"] = burst(directory, 2_000 if quick else 10_000)
-        say(f"  {results['burst']}\nlost worker ...")
+        say(f"  {results['burst']}\ncrowded ...")
+        results["crowded"] = crowded(directory, 10_000 if quick else 100_000, 1_000 if quick else 5_000)
+        say(f"  {results['crowded']}\nlost worker ...")
         results["lost"] = lost(directory, 1 if quick else 5)
         say(f"  {results['lost']}\nidle ...")
         results["idle"] = idle(directory, 0.5 if quick else 5)

@@ -2,12 +2,16 @@
 
 A server is started when the first test of an xdist worker asks for it. Where it cannot be had the test is
 skipped with the reason; under CI every skip is a failure.
+
+`--results FILE` writes what became of every test that ran, with the requirements it is marked with: `make trace` reads
+it, so that a test which was skipped, deselected or never collected proves nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -27,10 +31,15 @@ from tests.services.proxy import TcpProxy
 from tests.services.redis import RedisServer
 
 RUN = pytest.StashKey[RunDirectory]()
+RESULTS = pytest.StashKey[dict[str, dict[str, Any]]]()
 
 hypothesis.settings.register_profile("ci", derandomize=True, max_examples=100, deadline=None)
 hypothesis.settings.register_profile("long", max_examples=5_000, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--results", metavar="FILE", help="write the outcome and the requirements of every test that ran")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest settles where tmp_path lies
@@ -42,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         config.stash[RUN] = run = RunDirectory()
         config.option.basetemp = config.option.basetemp or str(run.path / "tmp")
+        config.stash[RESULTS] = {}
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -72,6 +82,38 @@ def _fail_when_skipped_under_ci(report: pytest.TestReport | pytest.CollectReport
     if os.environ.get("CI") and report.skipped and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"skipped under CI: {report.longrepr}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:  # user properties travel with the reports, from xdist's workers too
+        item.user_properties.append(("req", [str(one) for mark in item.iter_markers("req") for one in mark.args]))
+
+
+class _Results:
+    """Registered in the process that hears all reports: the only one, or the one xdist's workers report to."""
+
+    def __init__(self, kept: dict[str, dict[str, Any]]) -> None:
+        self._kept = kept
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        marked = dict(report.user_properties).get("req", [])
+        kept = self._kept.setdefault(report.nodeid, {"outcome": "passed", "requirements": marked})
+        outcome = "xfailed" if hasattr(report, "wasxfail") else report.outcome
+        if outcome != "passed" and kept["outcome"] != "failed":  # a failure in any phase is the outcome
+            kept["outcome"] = outcome
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if RESULTS in session.config.stash and session.config.getoption("--results"):
+        session.config.pluginmanager.register(_Results(session.config.stash[RESULTS]))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    path = session.config.getoption("--results")
+    if RESULTS in session.config.stash and path:
+        kept = [{"test": test, **facts} for test, facts in sorted(session.config.stash[RESULTS].items())]
+        Path(path).write_text(json.dumps({"exit": int(exitstatus), "tests": kept}, indent=1) + "\n", "utf-8")
 
 
 @pytest.fixture(scope="session")
@@ -238,10 +280,10 @@ def spawn_cli(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 def headway_cli(
     spawn_cli: Callable[..., subprocess.Popen[str]],
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`headway_cli("jobs", "--json", env={...}, stdin="text", timeout=60)`: run the command to its end."""
+    """`headway_cli("jobs", "--json", env={...}, stdin="text", timeout=120)`: run the command to its end."""
 
     def run(
-        *arguments: str | Path, stdin: str = "", timeout: float = 60, **options: Any
+        *arguments: str | Path, stdin: str = "", timeout: float = 120, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         process = spawn_cli(*arguments, **options)
         output, errors = process.communicate(stdin, timeout)

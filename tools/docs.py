@@ -1,20 +1,45 @@
-"""Check README.md and docs/: links lead somewhere, examples run, generated pages are up to date.
+"""Check README.md, CONTRIBUTING.md, SECURITY.md and docs/: links, examples, mentions, lists, generated pages.
 
-A block fenced as ```python run is an example: it is run on its own, as a script in an empty directory, and
-has to exit 0.
+- A link leads to a file that is there.
+- A block fenced as ```python run is an example: it is run on its own, as a script in an empty directory, and has to exit 0.
+- What the pages for contributors mention in `code` exists: paths, modules and names of headway, verbs of make.
+- Every table, metric, Redis key and decision is listed once on its page, every exit code and event type is known.
+- A generated page is what its generator writes now.
 """
 
+from __future__ import annotations
+
+import ast
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from subprocess import PIPE
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src" / "headway"
 FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)(?P<target>[^)\s#]+)")
+CODE = re.compile(r"`([^`\n]+)`")
+PLACE = re.compile(r"(?:src|tests|tools|docs|bench|examples)/[\w./*-]*|[A-Z]\w+\.md|Makefile|pyproject\.toml")
+NAME = re.compile(r"headway(?:\.\w+)+")
+
+
+def pages() -> list[Path]:
+    tops = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+    return [*(page for page in tops if page.exists()), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def house_pages() -> list[Path]:
+    """What contributors read: full of names that others change."""
+    return [page for page in pages() if page.name in ("CONTRIBUTING.md", "SECURITY.md", "architecture.md")
+            or page.parent.name == "howto"]  # fmt: skip
+
+
+# ---- links, examples, generated pages --------------------------------------------------------------------------------
 
 
 def broken_links(page: Path) -> Iterator[str]:
@@ -38,27 +63,141 @@ def run(code: str) -> str:
         script = Path(directory, "example.py")
         script.write_text(code, "utf-8")
         command = [sys.executable, script.name]
-        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=300, check=False)
     return (done.stderr or f"exit {done.returncode}") if done.returncode else ""
 
 
 def stale_reference() -> Iterator[str]:
     """The command line's reference is written by the command line itself."""
-    if (ROOT / "src" / "headway" / "cli" / "reference.py").exists():
+    if (SOURCE / "cli" / "reference.py").exists():
         command = [sys.executable, "-m", "headway.cli.reference"]
         page = ROOT / "docs" / "cli.md"
         if not page.exists() or page.read_bytes() != subprocess.run(command, stdout=PIPE, check=True).stdout:
             yield "docs/cli.md is out of date: .venv/bin/python -m headway.cli.reference > docs/cli.md"
 
 
+# ---- mentions --------------------------------------------------------------------------------------------------------
+
+
+def broken_mentions(page: Path) -> Iterator[str]:
+    text = page.read_text("utf-8")
+    diagrams = [block["code"] for block in FENCE.finditer(text)]
+    for mention in [*CODE.findall(FENCE.sub("", text)), *(word for code in diagrams for word in NAME.findall(code))]:
+        if told := wrong_mention(mention):
+            yield f"{page.relative_to(ROOT)}: `{mention}`: {told}"
+
+
+def wrong_mention(mention: str) -> str:
+    """Why what is mentioned does not exist, or nothing."""
+    if mention.startswith("make "):
+        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+        verbs = [word for word in mention.split()[1:] if "=" not in word]
+        return "" if all(verb in targets for verb in verbs) else "make has no such verb"
+    if NAME.fullmatch(mention) and not (SOURCE.parent.parent / mention).exists():
+        return wrong_name(mention)
+    if PLACE.fullmatch(mention):
+        return "" if any(ROOT.glob(mention.rstrip("/"))) else "there is no such file"
+    return ""
+
+
+def wrong_name(dotted: str) -> str:
+    """A module, or a name that stands somewhere in the module or package before it."""
+    path, rest = SOURCE, dotted.split(".")[1:]
+    while rest and ((path / rest[0]).is_dir() or (path / f"{rest[0]}.py").exists()):
+        path = path / rest[0] if (path / rest[0]).is_dir() else path / f"{rest[0]}.py"
+        rest = rest[1:]
+    if not rest:
+        return ""
+    files = [path] if path.is_file() else [*path.glob("*.py")]
+    words = {word for file in files for word in re.findall(r"\w+", file.read_text("utf-8"))}
+    missing = [name for name in rest if name not in words]
+    return f"there is no {missing[0]} in {path.relative_to(ROOT)}" if missing else ""
+
+
+# ---- lists -----------------------------------------------------------------------------------------------------------
+
+
+def rows(page: str) -> list[str]:
+    """The `code` words in the first column of every table of a page, without the labels of a metric."""
+    path = ROOT / "docs" / page
+    found = re.findall(r"^\| (`[^|]+) \|", path.read_text("utf-8"), re.MULTILINE) if path.exists() else []
+    return [
+        re.sub(r"(?<=\w)\{[\w,]+\}$", "", name) if page == "metrics.md" else name
+        for row in found
+        for name in CODE.findall(row)
+    ]
+
+
+def list_problems(what: str, page: str, listed: Iterable[str], in_code: Iterable[str] | None) -> Iterator[str]:
+    counts = Counter(listed)
+    yield from (f"docs/{page} lists {what} {name} {count} times" for name, count in counts.items() if count > 1)
+    if in_code is not None:
+        known = set(in_code)
+        yield from (f"docs/{page} lacks {what} {name}" for name in sorted(known - counts.keys()))
+        yield from (f"docs/{page} lists {what} {name}, which there is not" for name in sorted(counts.keys() - known))
+
+
+def tables() -> set[str]:
+    statements = "\n".join(path.read_text("utf-8") for path in (SOURCE / "_sql" / "migrations").glob("*.sql"))
+    made = set(re.findall(r"^\s*CREATE TABLE (?:IF NOT EXISTS )?(\w+)", statements, re.MULTILINE | re.IGNORECASE))
+    gone = set(re.findall(r"^\s*DROP TABLE (?:IF EXISTS )?(\w+)", statements, re.MULTILINE | re.IGNORECASE))
+    renamed = dict(re.findall(r"^\s*ALTER TABLE (\w+) RENAME TO (\w+)", statements, re.MULTILINE | re.IGNORECASE))
+    return {renamed.get(name, name) for name in made} - (gone - set(renamed.values()))
+
+
+def measured() -> set[str]:
+    """Names given to count, gauge, observe and timed of the metrics."""
+    names = set()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and re.fullmatch(r"headway_[a-z_]*[a-z]", node.value)
+            ):
+                names.add(node.value)
+    return names
+
+
+def exit_code_problems() -> Iterator[str]:
+    from headway import errors
+    from headway.cli import EXIT_CODES
+
+    for name, error in vars(errors).items():
+        code = getattr(error, "exit_code", 0)
+        if code not in EXIT_CODES:
+            yield f"{name} ends with {code}, which the command line does not list"
+
+
+def event_problems() -> Iterator[str]:
+    """Every event type with a schema is on the page about events, once its page is there."""
+    schemas = {path.stem for path in (SOURCE / "events" / "schemas").glob("*.json")}
+    page = ROOT / "docs" / "events.md"
+    if schemas and page.exists():
+        text = page.read_text("utf-8")
+        yield from (f"docs/events.md lacks event {name}" for name in sorted(schemas) if f"`{name}`" not in text)
+
+
+def list_of_everything() -> Iterator[str]:
+    decisions = [path.name for path in (ROOT / "docs" / "decisions").glob("[0-9]*.md")]
+    index = re.findall(r"\]\((\d[\w-]*\.md)\)", (ROOT / "docs" / "decisions" / "README.md").read_text("utf-8"))
+    yield from list_problems("the table", "storage.md", rows("storage.md"), tables())
+    yield from list_problems("the metric", "metrics.md", rows("metrics.md"), measured())
+    yield from list_problems("the key", "redis.md", rows("redis.md"), None)  # a test compares them with the code
+    yield from list_problems("the decision", "decisions/README.md", index, decisions)
+    yield from exit_code_problems()
+    yield from event_problems()
+
+
 def main() -> int:
-    pages = [*ROOT.glob("README.md"), *sorted((ROOT / "docs").rglob("*.md"))]
-    problems = list(stale_reference())
-    for page in pages:
+    problems = [*stale_reference(), *list_of_everything()]
+    for page in house_pages():
+        problems += broken_mentions(page)
+    for page in pages():
         problems += [*broken_links(page), *failing_examples(page)]
     for problem in problems:
         print(problem)
-    print(f"{len(pages)} pages, {len(problems)} problems")
+    print(f"{len(pages())} pages, {len(problems)} problems")
     return 1 if problems else 0
 
 

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from headway._version import __version__
+
 if TYPE_CHECKING:
     from headway.errors import HeadwayError as HeadwayError
     from headway.finishline import FinishLine as FinishLine
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from headway.run import map as map  # noqa: A004 - users read headway.map
     from headway.run import open_job as open_job
 
-__version__ = "0.1.0"
 
 #: name -> the module it comes from.
 _PLACES = {

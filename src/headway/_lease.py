@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 import uuid
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway import _redis
 from headway._sql import Tx, Value
 from headway.errors import Held, NotFound, StaleClaim
 
@@ -43,8 +41,9 @@ class Owner:
 
     @classmethod
     def current(cls) -> Owner:
-        host, machine, space = _here(os.getpid())
-        return cls(host, machine, space, os.getpid(), _started(os.getpid()), uuid.uuid4().hex[:16])
+        pid = os.getpid()
+        host, machine, space = _here(pid)
+        return cls(host, machine, space, pid, _own_start(pid), uuid.uuid4().hex[:16])
 
     @property
     def is_dead(self) -> bool:
@@ -108,10 +107,8 @@ class SqlLeases:
         if found is not None and found[0].claim == owner.claim:
             self._write(tx, key, owner, token, seconds)  # the same acquisition again: its first answer was lost
             return Lease(key, token, owner, seconds)
-        if holder is not None and found is not None and not is_over(found, until, tx.now()):
-            raise _held(found[0])
-        if holder is not None and found is None and until is not None and until > tx.now():
-            raise _held(None)  # written by a headway whose owners look otherwise: wait until it ends by itself
+        if holder is not None and not has_ended(holder, until, tx.now()):
+            raise _held(found[0] if found else None)
         self._write(tx, key, owner, token + 1, seconds)
         return Lease(key, token + 1, owner, seconds, lapsed=holder is not None)
 
@@ -119,7 +116,7 @@ class SqlLeases:
         """Who has the lease now; None when nobody has."""
         holder, _, until = self._row(tx, key)
         found = read_owner(holder)
-        return None if found is None or is_over(found, until, tx.now()) else found[0]
+        return None if found is None or has_ended(holder, until, tx.now()) else found[0]
 
     def renew(self, tx: Tx, lease: Lease) -> None:
         """Prolong it from now, or raise `StaleClaim` because somebody else has it. One that lapsed and that nobody took
@@ -167,13 +164,19 @@ def _held(owner: Owner | None) -> Held:
     )
 
 
-def is_over(found: tuple[Owner, float | None], until: float | None, now: float) -> bool:
-    """Whether a lease has ended. Where the owner's clock is ours, a wall clock that was set does not matter."""
-    owner, monotonic_end = found
-    if owner.is_dead:
-        return True
-    if owner.shares_our_clock and monotonic_end is not None:
-        return time.monotonic() > monotonic_end
+def has_ended(holder: str | None, until: float | None, now: float) -> bool:
+    """Whether a lease has ended, by what its columns say and the store's time: also for one who only looks.
+
+    An owner that can be seen to be dead has no lease. Where the owner's clock is ours, a wall clock that was set forward
+    or back does not matter. An owner we cannot read (an earlier headway's) is believed until the end it wrote.
+    """
+    found = read_owner(holder)
+    if found is not None:
+        owner, monotonic_end = found
+        if owner.is_dead:
+            return True
+        if owner.shares_our_clock and monotonic_end is not None:
+            return time.monotonic() > monotonic_end
     return until is None or until <= now
 
 
@@ -185,6 +188,8 @@ class RedisLeases:
 
     def acquire(self, key: str, owner: Owner, seconds: float) -> Lease:
         """Take the lease, or raise `Held` and say who has it."""
+        from headway import _redis  # here and below: whoever lists jobs reads leases too, and needs no Redis
+
         text, dead = write_owner(owner), ""
         while True:
             word, found = _redis.script("lease/acquire")(
@@ -199,12 +204,16 @@ class RedisLeases:
 
     def renew(self, lease: Lease) -> None:
         """Prolong it from now, or raise `StaleClaim`: it ended, and may be somebody else's."""
+        from headway import _redis
+
         arguments = (_value(lease), _milliseconds(lease.seconds))
         if _redis.script("lease/renew")(self._client, [str(lease.key)], arguments) != "RENEWED":
             raise StaleClaim("The lease lapsed; somebody else may have it.")
 
     def release(self, lease: Lease) -> bool:
         """Give it back; False when it was not this owner's any more, and then nothing changes."""
+        from headway import _redis
+
         return bool(_redis.script("lease/release")(self._client, [str(lease.key)], [_value(lease)]) == "RELEASED")
 
 
@@ -219,12 +228,20 @@ def _milliseconds(seconds: float) -> int:
 @lru_cache(maxsize=1)
 def _here(_pid: int) -> tuple[str, str, str]:
     """Host name, machine and space of process ids; by pid, because a fork may enter another namespace."""
+    import socket  # takes milliseconds, and most lists of jobs ask nothing of it
+
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         machine = f"{boot} {os.readlink('/proc/self/ns/time')}"
         return socket.gethostname(), machine, f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not Linux: every owner is waited for
         return socket.gethostname(), "", ""
+
+
+@lru_cache(maxsize=1)
+def _own_start(pid: int) -> str:
+    """Of this process: it began once, and every claim of items asks."""
+    return _started(pid)
 
 
 def _started(pid: int) -> str:

@@ -73,6 +73,11 @@ def _address(text: str, schemes: tuple[str, ...], examples: str) -> str:
     return text
 
 
+def _addresses(text: str) -> str:
+    """As they are given, one per line or separated by commas or spaces; who opens them says what is wrong with one."""
+    return text
+
+
 def _redis_address(text: str) -> str:
     return _address(text, REDIS_SCHEMES, "redis://host:6379/0, rediss://host:6379/0 or unix:///path/to/socket")
 
@@ -148,7 +153,7 @@ _ADDRESSES: dict[Callable[[str], Value], Callable[[str], str]] = {
     _maybe_redis: _redis_address,
     _maybe_store: _store_address,
 }
-_TEXTUAL = (_text, _maybe_text, *_ADDRESSES)
+_TEXTUAL = (_text, _maybe_text, _addresses, *_ADDRESSES)
 
 
 #: Every setting there is. A part adds its own here, so that one list answers "what can I set?".
@@ -173,6 +178,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_failures", None, _optional(_whole(1)), "stop when so many items died in this run"),
     Option("payload_limit", 262_144, _whole(1), "bytes one item's payload may have"),
     Option("retention_days", 30.0, _positive, "how long finished jobs are kept by headway purge"),
+    Option("sinks", None, _addresses, "who is told events: log: https://... redis://...?channel=X command:/program"),
     Option("webhook", None, _maybe_text, "address that is told when a job finished"),
     Option("progress", "auto", _one_of("auto", "bar", "plain", "json", "none"), "how a run shows itself"),
     Option("color", "auto", _one_of("auto", "always", "never"), "colours on the terminal"),
@@ -377,6 +383,8 @@ def _check_type(option: Option, raw: object) -> None:
 def _value(option: Option, raw: Value | list[str], where: str) -> Value:
     """A value from the file or the environment, checked; numbers in TOML need no quotes."""
     try:
+        if option.read is _addresses and isinstance(raw, list) and all(isinstance(one, str) for one in raw):
+            raw = "\n".join(raw)
         _check_type(option, raw)
         if isinstance(raw, list):
             return tuple(raw)

@@ -14,9 +14,12 @@ from types import FrameType
 
 from headway.errors import HeadwayError, Stopping
 
+#: What asks a process to stop. SIGHUP comes when a terminal or an ssh connection is gone.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 class Shutdown:
-    """What signals asked for. The first SIGINT or SIGTERM means *finish what you hold*, the second *now*."""
+    """What signals asked for. The first of `STOP_SIGNALS` means *finish what you hold*, the second *now*."""
 
     def __init__(self) -> None:
         self.stop = threading.Event()
@@ -36,7 +39,8 @@ class Shutdown:
     def _decide(self, signum: int) -> threading.Event:
         if next(self._requests):  # atomic: of two signals at once one is the second
             return self.abandon
-        self.signum = signum
+        # A lost terminal asks for what SIGTERM asks for, and ends with the same code.
+        self.signum = signal.SIGTERM if signum == signal.SIGHUP else signum
         return self.stop
 
     def _announce(self, event: threading.Event) -> None:
@@ -61,8 +65,9 @@ class Shutdown:
 
 @contextmanager
 def on_signals(shutdown: Shutdown) -> Iterator[Shutdown]:
-    """Route SIGINT and SIGTERM to ``shutdown``. Outside the main thread Python allows no handlers: then nothing is
-    installed and the caller's own `Shutdown.request` is the only way."""
+    """Route `STOP_SIGNALS` to ``shutdown``. Outside the main thread Python allows no handlers: then nothing is
+    installed and the caller's own `Shutdown.request` is the only way. A SIGHUP that is ignored stays so: nohup asked
+    for that."""
     if threading.current_thread() is not threading.main_thread():
         yield shutdown
         return
@@ -70,7 +75,10 @@ def on_signals(shutdown: Shutdown) -> Iterator[Shutdown]:
     def handle(signum: int, _: FrameType | None) -> None:
         shutdown.request_from_handler(signum)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    wanted = [
+        number for number in STOP_SIGNALS if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)
+    ]
+    before = {number: signal.signal(number, handle) for number in wanted}
     try:
         yield shutdown
     finally:

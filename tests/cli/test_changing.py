@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
+import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -228,15 +231,29 @@ def test_doctor_warns_of_a_database_that_others_can_read(cli: Cli, ads: Path):
     assert "warn  mode      others can read headway.db" in answer.out
 
 
+HOLD = """
+import sys, time
+from headway.ledger import Ledger
+with Ledger.open("sqlite:///headway.db") as ledger:
+    ledger.hold(ledger.job("ads"), {})
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
 def test_doctor_tells_a_job_that_runs_from_one_whose_process_died(cli: Cli, ads: Path):
-    with Ledger.open(f"sqlite:///{ads}") as ledger:
-        hold = ledger.hold(ledger.job("ads"), {})
-        assert f"ok    job       ads is being run by process {os.getpid()}" in cli("doctor").out
+    with subprocess.Popen([sys.executable, "-c", HOLD], cwd=ads.parent, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        try:
+            assert holder.stdout.readline() == b"held\n"
+            assert f"ok    job       ads is being run by process {holder.pid}" in cli("doctor").out
+        finally:
+            holder.kill()
+    with Ledger.open(f"sqlite:///{ads}") as ledger:  # its lease has lapsed
         ledger.database.run(lambda tx: tx.execute("UPDATE jobs SET lease_until = 1"))
-        text = cli("doctor").out
-        assert "warn  job       ads: process" in text
-        assert f"Continue it: {COMMAND}" in text
-        ledger.release(hold, "interrupted")
+    text = cli("doctor").out
+    assert f"warn  job       ads: process {holder.pid}" in text
+    assert f"Continue it: {COMMAND}" in text
 
 
 def test_doctor_notices_a_clock_that_was_set_back(cli: Cli, ads: Path):
@@ -265,7 +282,8 @@ def test_doctor_finds_damaged_pages(cli: Cli, ads: Path):
     with Ledger.open(f"sqlite:///{ads}") as ledger:
         (row,) = ledger.database.all("SELECT rootpage FROM sqlite_schema WHERE name = 'idx_dead_letters_cause'")
         (size,) = ledger.database.all("PRAGMA page_size")
-        ledger.database.one("PRAGMA wal_checkpoint(TRUNCATE)")
+    with closing(sqlite3.connect(ads)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     with ads.open("r+b") as file:
         file.seek((row[0] - 1) * size[0])
         file.write(b"\xff" * size[0])

@@ -42,7 +42,7 @@ CALLS: dict[str, list[tuple[str, ...]]] = {
 def everything(ads: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ledger, a project and states, all where the settings say."""
     monkeypatch.setenv("HEADWAY_REDIS", redis_server.url(0))
-    with FinishLine(redis_server.url(1), keeper=False) as line:
+    with FinishLine(redis_server.url(1), checkpointer=False) as line:
         line.create("crawl", 2)
         line.item_done("crawl", 1)
         line.item_failed("crawl", 2)

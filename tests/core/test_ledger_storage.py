@@ -86,7 +86,8 @@ def busy_job(tmp_path: Path) -> Iterator[Job]:
 
 @pytest.mark.req("S3-36")
 def test_no_query_of_daily_work_reads_a_whole_table(busy_job: Job, monkeypatch: pytest.MonkeyPatch):
-    """Every statement the ledger really sends is explained; none may scan a table that grows with the items.
+    """Every statement the ledger really sends is explained; none may scan a table that grows with the items, nor the
+    whole of an index on it.
 
     (`SCAN d LEFT-JOIN` is the grouped handful of causes, not the table.)
     """
@@ -142,14 +143,13 @@ def test_no_query_of_daily_work_reads_a_whole_table(busy_job: Job, monkeypatch: 
     assert list(busy_job.fingerprints())
     monkeypatch.undo()
 
-    growing = re.compile(
-        r"^SCAN (input_products|progress|attempts|dead_letters|results|p|i|d|a|r)\b(?!.* USING | LEFT-JOIN)"
-    )
+    growing = re.compile(r"^SCAN (input_products|progress|attempts|dead_letters|results|p|i|d|a|r)\b(?! LEFT-JOIN)")
     explained = 0
     for sql, parameters in sent.items():
         if not sql.lstrip().upper().startswith(("SELECT", "INSERT", "UPDATE", "DELETE")):
             continue
-        plan = database.all(f"EXPLAIN QUERY PLAN {sql}", parameters)  # type: ignore[arg-type]
+        with database.read() as tx:
+            plan = tx.all(f"EXPLAIN QUERY PLAN {sql}", parameters)  # type: ignore[arg-type]
         explained += 1
         assert not [detail for *_, detail in plan if growing.search(detail)], (sql, plan)
     assert explained > 20

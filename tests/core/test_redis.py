@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import quote
 
 import pytest
 import redis
 
 from headway import _redis
+from headway._redis.connections import packed
 from headway.errors import InvalidInput, Refused, StorageError, StoreFull, Unavailable
+from tests.finishline.lines import at_line
 from tests.services.redis import RedisServer
 
 
@@ -40,10 +51,74 @@ def test_state_is_refused_a_database_that_is_the_caches(url: str):
         _redis.connect(url, role="state")
 
 
-@pytest.mark.parametrize("url", ["http://h/1", "redis://h/one", "redis://h/1?db=x", "1"])
-def test_what_is_no_redis_address_is_said_to_be_none(url: str):
-    with pytest.raises(InvalidInput):
-        _redis.connect(url, role="state")
+NO_ADDRESSES: list[Any] = [
+    "http://h/1", "1", "", "redis:/h/1", "REDIS", None, 7, b"redis://h/1",
+    "redis://h/one", "redis://h/1?db=x", "redis://h/-1", "redis://h/1/2", "redis://h/1?db=",
+    "redis://h:port/1", "redis://h:99999/1", "redis://h:0/1", "redis://[::1/1", "redis://h /1", "redis://h\n/1",
+    "unix://", "unix://?db=1", "redis://h/9999999999",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("url", NO_ADDRESSES, ids=repr)
+def test_what_is_no_redis_address_is_one_clear_error(url: Any):
+    for connect in (_redis.connect, _redis.connect_async):
+        with pytest.raises(InvalidInput) as refusal:
+            connect(url, role="state")
+        assert refusal.value.hint
+
+
+OVERRIDES = [
+    "decode_responses=False", "protocol=3", "retry_on_timeout=True", "retry_on_error=x", "socket_timeout=0.001",
+    "socket_connect_timeout=9", "socket_keepalive=no", "health_check_interval=1", "max_connections=1", "encoding=latin-1",
+    "client_name=x", "connection_class=x", "redis_connect_func=x", "timeout=1", "cache=x", "legacy_responses=1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("option", OVERRIDES)
+def test_an_option_in_the_address_that_would_override_ours_is_refused(option: str):
+    with pytest.raises(InvalidInput, match=option.partition("=")[0]):
+        _redis.connect(f"redis://h/1?{option}", role="state")
+    with pytest.raises(InvalidInput, match="decides itself"):
+        _redis.connect_async(f"redis://h/1?db=1&{option}", role="state")
+
+
+def test_an_address_may_say_how_to_encrypt():
+    client = _redis.connect("rediss://h/1?ssl_cert_reqs=none&ssl_check_hostname=false", role="state")
+    options = client.connection_pool.connection_kwargs
+    assert (options["ssl_cert_reqs"], options["ssl_check_hostname"], options["db"]) == ("none", False, 1)
+    with pytest.raises(InvalidInput, match="makes no sense"):
+        _redis.connect("rediss://h/1?ssl_min_version=old", role="state")
+
+
+PASSWORDS = ["hun#ter22", "hun/ter22", "hun?ter22", "hun@ter22", "hun%23ter22", "hun:ter22", "hun ter22", "hun\\ter22"]
+
+
+@pytest.mark.parametrize("password", PASSWORDS)
+def test_no_part_of_a_password_is_ever_shown(password: str, caplog: pytest.LogCaptureFixture):
+    said = []
+    for url in (
+        f"redis://:{password}@127.0.0.1:1/1",
+        f"redis://u:{password}@127.0.0.1:1/0",
+        f"redis://{password}@h:x/1",
+    ):
+        said += [_redis.place(url), str(_redis.translate(redis.exceptions.ConnectionError("refused"), url))]
+        try:
+            _redis.connect(url, role="state").ping()
+        except InvalidInput as error:
+            said += [str(error), error.hint, str(error.__cause__ and "")]
+        except redis.exceptions.RedisError as error:
+            said.append(str(_redis.translate(error, url)))
+    for text in [*said, *(str(record.__dict__) for record in caplog.records)]:
+        assert "hun" not in text
+        assert "ter22" not in text
+
+
+def test_a_password_with_odd_characters_works_when_it_is_quoted(redis_factory: Callable[..., RedisServer]):
+    server = redis_factory()
+    server.client().config_set("requirepass", "a#b/c@d?e:f")
+    client = _redis.connect(f"redis://:{quote('a#b/c@d?e:f', safe='')}@127.0.0.1:{server.port}/1", role="state")
+    assert client.ping()
+    client.close()
 
 
 def test_the_address_decides_the_database_and_the_role_when_it_says_nothing():
@@ -140,6 +215,74 @@ def test_a_script_error_leaves_the_connection_in_step(redis_server: RedisServer)
     with pytest.raises(redis.exceptions.ResponseError):
         broken(client, ["text"], [])
     assert client.get("text") == "x"
+
+
+def test_a_command_cut_short_between_its_request_and_its_reply_leaves_no_reply_behind(redis_server: RedisServer):
+    client = _redis.connect(redis_server.url(1), role="state", max_connections=1)
+    client.set("a", "first")
+    client.set("b", "second")
+    for _ in range(3):
+        connection = _redis.borrow(client)
+        connection.send_command("GET", "a")  # and whoever sent it is gone
+        client.connection_pool.release(connection)
+        assert client.get("b") == "second"
+    abandoned = _redis.borrow(client)
+    abandoned.send_command("GET", "a")
+    with pytest.raises(redis.exceptions.ConnectionError, match="Too many"):
+        client.get("b")
+    del connection, abandoned  # nobody holds it any more: it is closed, and its place is free
+    gc.collect()
+    assert client.get("b") == "second"
+
+
+def test_a_connection_interrupted_in_its_handshake_is_not_used(redis_server: RedisServer):
+    """Else what is meant for database 1 would be written to database 0."""
+    client = _redis.connect(redis_server.url(1), role="state", max_connections=1)
+    for number in range(200):
+        with suppress(KeyboardInterrupt), at_line(number, _interrupt, "_redis") as steps:
+            client.set("k", number)
+        client.set("k", number)
+        client.connection_pool.disconnect()
+        if not steps.reached:
+            break
+    assert number > 20
+    assert redis_server.client(0).keys() == []
+    assert redis_server.client(1).get("k") == str(number)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_bytes_that_are_no_text_spoil_their_own_value_only(redis_server: RedisServer):
+    raw = redis.Redis(port=redis_server.port, db=1)
+    raw.hset("h", mapping={"good": "1", "bad": b"\xff\xfe"})
+    client = _redis.connect(redis_server.url(1), role="state")
+    assert client.hgetall("h") == {"good": "1", "bad": "\\xff\\xfe"}
+
+
+def test_what_cannot_be_sent_is_said_and_subclasses_are_sent_by_value(redis_server: RedisServer):
+    class Color(str, Enum):  # noqa: UP042  # as older programs write it
+        RED = "red"
+
+    client = _redis.connect(redis_server.url(1), role="state")
+    echo = _redis.Script("echo", "return ARGV")
+    assert echo(client, [], [Color.RED, HTTPStatus.OK, 1.5, b"b"]) == ["red", "200", "1.5", "b"]
+    for bad in (None, True, object()):
+        with pytest.raises(redis.exceptions.DataError, match="cannot be sent"):
+            echo(client, [], [bad])  # type: ignore[list-item]  # on purpose
+    assert echo(client, [], ["next"]) == ["next"]
+
+
+def test_without_hiredis_commands_are_packed_the_same():
+    code = """if True:
+        import sys
+        sys.modules["hiredis"] = None
+        from headway._redis.connections import packed
+        sys.stdout.buffer.write(packed("SET", "k", 5, b"\\x00\\r\\n", "\\u00e9", 1.25))
+    """
+    slow = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+    assert slow == packed("SET", "k", 5, b"\x00\r\n", "é", 1.25)
 
 
 def test_a_reply_that_came_too_late_is_never_read_by_the_next_call(redis_server: RedisServer):

@@ -1,129 +1,17 @@
-"""What is logged, what is hidden, what is measured."""
+"""What is logged, what is measured."""
 
 import io
 import json
 import logging
 import os
+import signal
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from headway import telemetry
-from headway.telemetry import FIELDS, LineFormatter, Log, Metrics, configure, names_a_secret, redact
-
-HIDDEN = [
-    ("redis://:hunter2secret@h:6379/0", "redis://:***@h:6379/0"),
-    ("postgresql://ann:hunter2@db/x", "postgresql://ann:***@db/x"),
-    ("cannot reach postgresql://ann:p@ss@db/x today", "cannot reach postgresql://ann:***@db/x today"),
-    ("postgresql://ann:p/s:s@db/x", "postgresql://ann:***@db/x"),
-    ("amqp+ssl://ann:hunter2@h", "amqp+ssl://ann:***@h"),
-    ("password=hunter2", "password=***"),
-    ("PASSWORD: 'two words'", "PASSWORD: ***"),
-    ("{'db_password': 'hunter2', 'a': 1}", "{'db_password': ***, 'a': 1}"),
-    ('{"api_key":"hunter2"}', '{"api_key":***}'),
-    ('{"body": "{\\"password\\": \\"hunter two\\"}"}', '{"body": "{\\"password\\": ***}"}'),
-    ("SECRET_KEY = hunter2", "SECRET_KEY = ***"),
-    ("aws_secret_access_key=hunter2", "aws_secret_access_key=***"),
-    ("?token=hunter2&page=4", "?token=***&page=4"),
-    ("X-Auth-Token: hunter2", "X-Auth-Token: ***"),
-    ("Authorization: Bearer hunter2hunter2", "Authorization: Bearer ***"),
-    ("authorization: basic aHVudGVyMg==", "authorization: basic ***"),
-    ("Authorization: Token hunter2", "Authorization: Token ***"),
-    ("Set-Cookie: session=hunter2; Path=/", "Set-Cookie: ***"),
-    ("password:\n  hunter2\nnext line", "password:\n  ***\nnext line"),
-    ("-----BEGIN RSA PRIVATE KEY-----\nhunter2\nabc\n-----END RSA PRIVATE KEY-----\nrest", "***\nrest"),
-    ("-----BEGIN PRIVATE KEY-----\nhunter2 cut short", "***"),
-    ("sk-proj-hunter2hunter2hunter2", "***"),
-    ("ghp_hunter2hunter2hunter2hunter2", "***"),
-    ("xoxb-hunter2-hunter2", "***"),
-    ("AKIAHUNTER2HUNTER2AB", "***"),
-    ("AIzahunter2hunter2hunter2hunter2hunter2", "***"),
-    ("eyJhunter2hunter2.eyJhunter2hunter2.hunter2", "***"),
-]
-
-
-@pytest.mark.parametrize(("text", "shown"), HIDDEN, ids=range(len(HIDDEN)))
-def test_a_secret_is_hidden_and_the_rest_can_still_be_read(text: str, shown: str):
-    assert redact(text) == shown
-    assert "hunter" not in redact(f"before {text} after").lower()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "http://localhost:8000/users/me@example",
-        "http://h:80?x=a@b",
-        "max_tokens=4096 passed=3 author=Jane",
-        "the token expired at 12:00",
-        "monkey: banana",
-        "KeyError: 'sku'",
-        "time=12:30, a=b",
-    ],
-)
-def test_what_is_no_secret_is_left_alone(text: str):
-    assert redact(text) == text
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a-" * 100_000,
-        "a." * 100_000,
-        "token" * 50_000,
-        "password " * 20_000,
-        "://" * 50_000,
-        "a://b:" * 30_000,
-        "eyJ-" * 50_000,
-        "-----BEGIN " * 20_000,
-        '"\\' * 100_000,
-        "bearer " * 30_000,
-        "cookie: authorization: " * 10_000,
-    ],
-    ids=lambda text: text[:8],
-)
-def test_redacting_a_long_hostile_text_takes_no_quadratic_time(text: str):
-    """200 KB; the first two took hours when names could begin anywhere in them."""
-    began = time.process_time()
-    redact(text)
-    assert time.process_time() - began < 10
-
-
-@pytest.fixture
-def _fresh_secrets() -> Iterator[None]:
-    telemetry.forget_secrets()
-    yield
-    telemetry.forget_secrets()
-
-
-@pytest.mark.usefixtures("_fresh_secrets")
-def test_values_of_secret_variables_are_hidden_wherever_they_appear(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("BILLING_API_TOKEN", "plain-looking-words")
-    monkeypatch.setenv("PGPASSWORD", "correct horse")
-    monkeypatch.setenv("STRIPE_KEY", "battery\nstaple")
-    monkeypatch.setenv("GIT_AUTHOR_NAME", "Jane Roe-Author")
-    monkeypatch.setenv("SHORT_TOKEN", "abc")
-    shown = redact("GET /plain-looking-words by Jane Roe-Author: abc, correct horse, battery\nstaple")
-    assert shown == "GET /*** by Jane Roe-Author: abc, ***, ***"
-    monkeypatch.setenv("LATE_SECRET", "learned-later")
-    assert "learned-later" in redact("learned-later")
-    telemetry.forget_secrets()
-    assert redact("learned-later") == "***"
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["password", "db_password", "PGPASSWORD", "apiKey", "API-KEY", "clientSecret", "token", "accessToken", "auth",
-     "ENCRYPTION_KEY", "stripe_key", "credentials", "password2", "passphrase", "X-Signature"],
-)  # fmt: skip
-def test_a_name_that_says_secret_is_known(name: str):
-    assert names_a_secret(name)
-
-
-@pytest.mark.parametrize("name", ["author", "tokens", "max_tokens", "passed", "passenger", "key", "keyboard", "monkey"])
-def test_a_name_that_only_looks_like_one_is_not(name: str):
-    assert not names_a_secret(name)
+from headway.telemetry import FIELDS, LineFormatter, Log, Metrics, configure
 
 
 @pytest.fixture
@@ -293,6 +181,7 @@ def test_a_child_forked_while_a_thread_was_counting_can_count():
     with telemetry.metrics._lock:
         pid = os.fork()
         if pid == 0:
+            signal.alarm(20)  # a child that hangs ends itself
             telemetry.metrics.count("in_the_child")
             os._exit(int(telemetry.metrics.value("in_the_child")) + 4)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5

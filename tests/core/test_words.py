@@ -44,36 +44,6 @@ REPLACED = {
     "_translated": "translate",
 }
 
-#: Where one of them is still waiting for its replacement. Only ever gets shorter.
-WAITING: dict[str, set[str]] = {
-    "_bury": {"ledger/holding.py", "run/pool.py"},
-    "_poke": {"run/pool.py"},
-    "bell": {"states/sql.py"},
-    "ring": {"states/sql.py"},
-    "let_go": {"run/pool.py", "run/stock.py"},
-    "renew_items": {"ledger/job.py", "run/plan.py"},
-    "Books": {"ledger/books.py", "ledger/holding.py", "ledger/job.py", "ledger/records.py"},
-    "Desk": {"watcher/executions.py", "watcher/notify.py", "watcher/registry.py"},
-    "Talk": {"run/crew.py", "run/pool.py", "run/talk.py"},
-    "_Lane": {"finishline/__init__.py"},
-    "_pen": {"finishline/record.py"},
-    "born": {"states/firestore.py", "states/firestore_values.py"},
-    "Miss": {"ledger/values.py", "run/pool.py"},
-    "Keeper": {"finishline/__init__.py", "finishline/keeper.py"},
-    "keeper": {"finishline/__init__.py", "cli/finishline.py"},
-    "Link": {"finishline/__init__.py", "finishline/keeper.py", "finishline/link.py"},
-    "told": {
-        "events/__init__.py", "finishline/__init__.py", "finishline/record.py", "states/firestore.py",
-        "watcher/executions.py",
-    },
-    "standing": {"finishline/record.py", "states/live.py", "states/redis.py", "states/subscription.py"},
-    "_meaning": {"_sql/sqlite.py", "finishline/link.py", "states/firestore.py"},
-    "_explained": {"_sql/database.py", "_sql/postgresql.py", "_sql/sqlite.py"},
-    "_translated": {
-        "events/__init__.py", "states/firestore.py", "states/redis.py", "states/sql.py", "watcher/adapters.py",
-    },
-}  # fmt: skip
-
 
 def words() -> list[str]:
     return [match["word"] for match in ROW.finditer(GLOSSARY)]
@@ -109,8 +79,7 @@ def test_private_words_are_no_names_in_the_source():
         for token in tokenize.generate_tokens(io.StringIO(path.read_text("utf-8")).readline):
             if token.type == tokenize.NAME and token.string in REPLACED:
                 found.setdefault(token.string, set()).add(path.relative_to(source).as_posix())
-    new = {word: places - WAITING.get(word, set()) for word, places in found.items()}
-    assert {word: places for word, places in new.items() if places} == {}, REPLACED
+    assert found == {}, REPLACED
 
 
 def test_the_page_of_policies_lists_every_named_retry_setting():

@@ -27,7 +27,7 @@ class OpenLine(Protocol):
 
 @pytest.fixture
 def open_line(redis_server: RedisServer, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[OpenLine]:
-    """`open_line("sqlite-journal", keeper=True)`: lines of one kind share their database. The keeper is off."""
+    """`open_line("sqlite-journal", checkpointer=True)`: lines of one kind share their database. The checkpointer is off."""
     lines: list[FinishLine] = []
 
     def start(kind: str = "redis", url: str | None = None, **options: Any) -> FinishLine:
@@ -35,7 +35,7 @@ def open_line(redis_server: RedisServer, tmp_path: Path, request: pytest.Fixture
         database = {None: None, "sqlite": f"sqlite:///{tmp_path}/projects.db"}.get(engine)
         if engine == "postgres":
             database = request.getfixturevalue("postgres_url")
-        options.setdefault("keeper", False)
+        options.setdefault("checkpointer", False)
         lines.append(FinishLine(url or redis_server.url(1), database, journal, **options))
         return lines[-1]
 

@@ -101,7 +101,7 @@ def test_watching_survives_an_outage_and_ends_on_a_signal(
     assert process.stderr is not None
     assert "cannot be reached" in process.stderr.readline()
     redis_server.start()
-    line._link.client.hset("smap:proj:p", mapping={"status": "PROCESSING", "total": 7, "done": 1, "errors": 0})
+    line._server.client.hset("smap:proj:p", mapping={"status": "PROCESSING", "total": 7, "done": 1, "errors": 0})
     assert process.stdout.readline() == "p  PROCESSING  14.3 %  1 of 7 done\n"
     process.send_signal(signal.SIGTERM)
     eventually(lambda: process.poll() is not None)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from enum import Enum
+from http import HTTPStatus
 from typing import Any
 
 import pytest
@@ -51,7 +54,7 @@ def test_every_write_gives_the_project_and_its_companions_seven_days_more(
     line.create("p", total=100)
     line.items_done("p", [1, "a"])
     state = redis_server.client(1)
-    names = [KEY, f"{KEY}:book", f"{KEY}:bits", f"{KEY}:seen"]
+    names = [KEY, f"{KEY}:meta", f"{KEY}:bits", f"{KEY}:seen"]
     writes: list[Callable[[], object]] = [
         lambda: line.item_done("p", 2),
         lambda: line.item_done("p", 2),
@@ -147,7 +150,8 @@ def test_the_last_item_completes_the_project_and_appends_the_event(
     [event] = events(redis_server)
     assert event["type"] == "job.completed"
     assert event["job"] == "p"
-    assert event["data"] == '{"project_id":"p","status":"DONE","total":2,"done":2,"errors":1}'
+    assert event.keys() == {"id", "type", "source", "job", "at", "version", "data"}
+    assert json.loads(event["data"]) == {"total": 2, "succeeded": 1, "failed": 1}
 
 
 @pytest.mark.req("S0-16")
@@ -370,6 +374,34 @@ def test_a_batch_of_none_or_of_too_many_is_refused(count: int, open_line: OpenLi
     with pytest.raises(InvalidInput, match="in one call"):
         line.items_done("p", range(count))
     assert line.items_done("p", range(10_000)).counted == 10_000
+
+
+def test_ids_of_any_script_count_and_numbers_of_any_length_are_an_answer(open_line: OpenLine):
+    class Page(str, Enum):  # noqa: UP042  # as older programs write it
+        HOME = "home"
+
+    line = open_line()
+    line.create("p", total=100)
+    for odd in (
+        "👩‍👩‍👧",
+        "שלום\u200f",
+        "a\u00adb",
+        "ن\u200cن",
+        10**400,
+        -(10**18),
+        HTTPStatus.OK,
+        Page.HOME,
+        "é",
+        "e\u0301",
+    ):
+        assert line.item_done("p", odd).counted == 1, odd
+    assert line.items_done("p", ["home", 200, "200"]).outcome is Outcome.DUPLICATE
+    for bad in (10**5000, -(10**5000), "\u2028", "\x7f", "x\ud800"):
+        with pytest.raises(InvalidInput):
+            line.item_done("p", bad)
+    with pytest.raises(InvalidInput):
+        line.set_total("p", 10**5000)
+    assert line.progress("p").done == 10
 
 
 def test_numbers_are_one_identity_as_text_too_and_odd_ones_are_texts():

@@ -1,88 +1,42 @@
-"""SIGKILL at each numbered step between an item's end and its event's delivery: one completion, one event id.
-
-Names of the points are the steps of the model in tests/models/finishline.py.
-"""
+"""SIGKILL between any two lines from an item's end to its event's delivery: one completion, one event id."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from headway.events import CallableSink, Event, RedisOutbox, Relay
-from headway.finishline import FinishLine, Outcome, Status, _Lane
+from headway.finishline import FinishLine, Outcome, Status
+from headway.finishline.rebuild import LEASE_SECONDS
 from tests.finishline.conftest import OpenLine, events
+from tests.finishline.lines import at_line, die
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
 
-fork = multiprocessing.get_context("fork")
+#: Far more lines than any of the calls below runs.
+MANY = 5_000
 
 
-def die(*_: Any, **__: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def killed_at(number: int, body: Callable[[], object], *parts: str) -> bool:
+    """``body`` in a forked process that is killed before its n-th line in these parts; False when it has fewer."""
+    child = os.fork()
+    if child == 0:
+        try:
+            with at_line(number, die, *parts):
+                body()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
 
-def then_die(step: Callable[..., Any]) -> Callable[..., Any]:
-    def after(*arguments: Any, **options: Any) -> None:
-        step(*arguments, **options)
-        die()
-
-    return after
-
-
-def before_commit(line: FinishLine) -> None:
-    line._journal.write = die  # type: ignore[method-assign, assignment]  # the process dies here
-
-
-def after_commit(line: FinishLine) -> None:
-    line._journal.write = then_die(line._journal.write)  # type: ignore[method-assign]  # as above
-
-
-def before_count(line: FinishLine) -> None:
-    _Lane.run = die  # type: ignore[method-assign]  # as above; this is a forked child
-
-
-def after_count(line: FinishLine) -> None:
-    _Lane.run = then_die(_Lane.run)  # type: ignore[method-assign]  # as above
-
-
-def before_note(line: FinishLine) -> None:
-    line._note_completion = die  # type: ignore[method-assign]  # as above
-
-
-def after_note(line: FinishLine) -> None:
-    line._note_completion = then_die(line._note_completion)  # type: ignore[method-assign]  # as above
-
-
-WORKER_POINTS = {
-    "redis": [before_count, after_count],
-    "sqlite-journal": [before_commit, after_commit, before_count, after_count, before_note, after_note],
-}
-CASES = [(kind, point) for kind, points in WORKER_POINTS.items() for point in points]
-
-
-def killed(body: Callable[[], object]) -> None:
-    """``body`` in a process of its own that does not survive it."""
-    process = fork.Process(target=body, daemon=True)
-    process.start()
-    process.join(30)
-    assert process.exitcode == -signal.SIGKILL
-
-
-def crash_and_redeliver(line: FinishLine, server: RedisServer, point: Callable[[FinishLine], None], name: str) -> None:
-    line.create(name, total=2)
-    line.item_done(name, 1)
-
-    def worker() -> None:
-        line._begin_process()
-        point(line)
-        line.item_failed(name, 2)
-
-    killed(worker)
+def redeliver(line: FinishLine, server: RedisServer, name: str) -> None:
     redelivered = line.item_failed(name, 2)
     assert redelivered.outcome in (Outcome.COMPLETED, Outcome.DUPLICATE, Outcome.COUNTED)
     progress = line.progress(name)
@@ -95,83 +49,99 @@ def crash_and_redeliver(line: FinishLine, server: RedisServer, point: Callable[[
     assert events(server) == []
 
 
+def crash_and_redeliver(line: FinishLine, server: RedisServer, *, step: int) -> int:
+    """A worker is killed at every ``step``-th line of its last count; how many were tried."""
+    for tried, number in enumerate(range(0, MANY, step)):
+        name = f"p{number}"
+        line.create(name, total=2)
+        line.item_done(name, 1)
+        if not killed_at(number, partial(line.item_failed, name, 2), "finishline", "_redis"):
+            return tried
+        redeliver(line, server, name)
+    raise AssertionError("it has no end")
+
+
 @pytest.mark.req("S0-15", "S0-16")
-@pytest.mark.parametrize(("kind", "point"), CASES, ids=[f"{kind} {point.__name__}" for kind, point in CASES])
-def test_a_worker_killed_at_any_step_leaves_one_completion_and_one_event(
-    kind: str, point: Callable[[FinishLine], None], open_line: OpenLine, redis_server: RedisServer
+@pytest.mark.parametrize(("kind", "step"), [("redis", 9), ("sqlite-journal", 17)])
+def test_a_worker_killed_at_any_line_leaves_one_completion_and_one_event(
+    kind: str, step: int, open_line: OpenLine, redis_server: RedisServer
 ):
-    crash_and_redeliver(open_line(kind), redis_server, point, "p")
+    assert crash_and_redeliver(open_line(kind), redis_server, step=step) > 10
 
 
-class Points(RedisOutbox):
-    """An outbox whose process dies at one step."""
+def crash_the_relay(line: FinishLine, server: RedisServer, *, step: int) -> int:
+    """A relay is killed at every ``step``-th line; its successor leaves nothing undelivered, and no event has two ids."""
+    state: Any = server.client(1)
+    for tried, number in enumerate(range(0, MANY, step)):
+        name = f"p{number}"
+        line.create(name, total=1)
+        assert line.item_done(name, 1).completed
+        heard = CallableSink("listener", partial(_note, server, name))
 
-    point = ""
+        def doomed(heard: CallableSink = heard) -> None:
+            relay = line.relay([heard])
+            for _ in range(3):
+                relay.tick()
 
-    def waiting(self, sink: str, limit: int) -> list[tuple[str, Event]]:
-        found = super().waiting(sink, limit)
-        if self.point == "after taking" and found:
-            die()
-        return found
-
-    def delivered(self, sink: str, handle: str) -> None:
-        if self.point == "after delivering":
-            die()
-        super().delivered(sink, handle)
-        if self.point == "after acknowledging":
-            die()
-
-
-RELAY_POINTS = ["after taking", "after delivering", "after acknowledging", "before noting", "before trimming"]
+        died = killed_at(number, doomed, "events", "finishline/line.py", "finishline/records.py")
+        successor = Relay(_outbox_of(line), [heard])
+        eventually(partial(_empties, successor, state))
+        ids = server.client(2).lrange(name, 0, -1)
+        assert len(set(ids)) == 1
+        assert len(ids) <= 2
+        if not died:
+            return tried
+    raise AssertionError("it has no end")
 
 
-def crash_the_relay(line: FinishLine, point: str, name: str) -> list[str]:
-    """Event ids as they were delivered, by the relay that died and by its successor."""
-    line.create(name, total=1)
-    assert line.item_done(name, 1).completed
-    heard: Any = fork.Queue()
+def _note(server: RedisServer, name: str, event: Event) -> None:
+    server.client(2).rpush(name, event.id)
 
-    def tell(event: Event) -> None:
-        heard.put(event.id)
-        heard.close()
-        heard.join_thread()  # it is on its way before the process dies
 
-    def relay() -> None:
-        told = die if point == "before noting" else then_die(line._told) if point == "before trimming" else None
-        outbox = Points(line._link.client, on_told=told, idle=0)
-        outbox.point = point
-        doomed = Relay(outbox, [CallableSink("listener", tell)])
-        for _ in range(3):
-            doomed.tick()
+def _empties(relay: Relay, state: Any) -> bool:
+    relay.tick()
+    return not state.xlen("smap:events")
 
-    killed(relay)
-    ids: list[str] = []
-    if point != "after taking":
-        ids.append(heard.get(timeout=10))
-    outbox = RedisOutbox(line._link.client, on_told=line._told, idle=0)
-    successor = Relay(outbox, [CallableSink("listener", lambda event: ids.append(event.id))])
-    for _ in range(3):
-        successor.tick()
-    return ids
+
+def _outbox_of(line: FinishLine) -> RedisOutbox:
+    """As `FinishLine.relay` makes it."""
+    return line.outbox()
 
 
 @pytest.mark.req("S0-15")
-@pytest.mark.parametrize("point", RELAY_POINTS)
-def test_a_relay_killed_at_any_step_is_followed_by_one_that_leaves_nothing_untold(
-    point: str, open_line: OpenLine, redis_server: RedisServer
+def test_a_relay_killed_at_any_line_is_followed_by_one_that_leaves_nothing_undelivered(
+    open_line: OpenLine, redis_server: RedisServer
 ):
-    ids = crash_the_relay(open_line("sqlite"), point, "p")
-    assert len(set(ids)) == 1
-    assert len(ids) == (2 if point == "after delivering" else 1)
-    eventually(lambda: events(redis_server) == [])
+    assert crash_the_relay(open_line("sqlite"), redis_server, step=23) > 5
+
+
+def crash_the_rebuild(line: FinishLine, server: RedisServer, *, step: int) -> int:
+    """Whoever rebuilds a lost project is killed at every ``step``-th line."""
+    for tried, number in enumerate(range(0, MANY, step)):
+        name = f"p{number}"
+        line.create(name, total=4)
+        line.items_done(name, [1, "two", 3])
+        server.client(1).delete(*server.client(1).keys(f"smap:proj:{name}*"))
+        died = killed_at(number, partial(line.progress, name), "finishline", "_lease.py")
+        began = time.monotonic()
+        answer = line.items_done(name, [1, "two", 3, 4])
+        assert time.monotonic() - began < LEASE_SECONDS / 2  # the lease of the dead one is not waited for
+        assert (answer.outcome, answer.done, answer.counted) == (Outcome.COMPLETED, 4, 1)
+        if not died:
+            return tried
+    raise AssertionError("it has no end")
+
+
+def test_whoever_rebuilds_a_project_may_be_killed_at_any_line_and_nobody_waits_for_its_lease(
+    open_line: OpenLine, redis_server: RedisServer
+):
+    assert crash_the_rebuild(open_line("sqlite-journal"), redis_server, step=19) > 10
 
 
 @pytest.mark.faults
-def test_every_crash_point_a_hundred_times(open_line: OpenLine, redis_server: RedisServer):
-    lines = {kind: open_line(kind) for kind in WORKER_POINTS}
-    for cycle in range(100):
-        for kind, point in CASES:
-            crash_and_redeliver(lines[kind], redis_server, point, f"{kind}.{point.__name__}.{cycle}")
-        for point_name in RELAY_POINTS:
-            name = f"relay.{point_name.replace(' ', '-')}.{cycle}"
-            assert len(set(crash_the_relay(lines["redis"], point_name, name))) == 1
+def test_every_line_of_them_all(open_line: OpenLine, redis_server: RedisServer):
+    crash_and_redeliver(open_line("redis"), redis_server, step=1)
+    redis_server.client().flushall()
+    crash_and_redeliver(open_line("sqlite-journal"), redis_server, step=1)
+    crash_the_rebuild(open_line("sqlite-journal"), redis_server, step=1)
+    crash_the_relay(open_line("sqlite-journal"), redis_server, step=1)

@@ -8,8 +8,9 @@ from typing import Any
 
 from headway import _redis
 from headway.events import CallableSink
-from headway.finishline import keeper
+from headway.finishline.rebuild import STAGE_SECONDS
 from tests.finishline.conftest import OpenLine
+from tests.finishline.lines import at_line
 from tests.services.redis import RedisServer
 
 ROOT = Path(__file__).parents[2]
@@ -23,39 +24,34 @@ def test_the_page_about_redis_lists_every_key_with_its_type_and_lifetime():
     assert len({key.pattern for key in _redis.KEYS}) == len(_redis.KEYS)
 
 
-def test_whatever_the_finish_line_writes_is_in_the_list(open_line: OpenLine, redis_server: RedisServer):
+def test_whatever_the_finish_line_writes_is_in_the_list_with_its_type_and_a_lifetime(
+    open_line: OpenLine, redis_server: RedisServer
+):
     state: Any = redis_server.client(1)
     seen: dict[str, str] = {}
+    lives: dict[str, int] = {}
 
     def look() -> None:
-        seen.update({name: state.type(name) for name in state.scan_iter()})
+        for name in state.scan_iter():
+            seen[name], lives[name] = state.type(name), state.ttl(name)
 
     line = open_line("sqlite-journal")
-    assert line.keeper is not None
+    assert line.checkpointer is not None
     relay = line.relay([CallableSink("listener", lambda event: None)])
     line.create("p", total=3)
     line.items_done("p", [1, "a"])
-    line.keeper.tick()
+    line.checkpointer.tick()
     state.xadd("smap:events", {"not": "an event"})
     relay.tick()
+    line.outbox().acquire("listener")
     look()
     state.flushall()
-    install = line.keeper.install
-
-    def watched(*arguments: Any, **options: Any) -> Any:
-        look()
-        return install(*arguments, **options)
-
-    line.keeper.install = watched  # type: ignore[method-assign]  # to look while the lock is held
-    stage = line.keeper._stage
-
-    def staged(*arguments: Any) -> tuple[int, int]:
-        counted = stage(*arguments)
-        look()
-        return counted
-
-    line.keeper._stage = staged  # type: ignore[method-assign, assignment]  # to look before they are in place
-    line.progress("p")
+    for number in range(200):  # look before each line of the rebuilding
+        state.delete("none", *state.scan_iter("smap:proj:*"))
+        with at_line(number, look, "finishline/rebuild.py") as steps:
+            line.progress("p")
+        if not steps.reached:
+            break
     look()
     families: dict[str, str] = {}
     for name, kind in seen.items():
@@ -63,13 +59,17 @@ def test_whatever_the_finish_line_writes_is_in_the_list(open_line: OpenLine, red
         assert key.kind == kind, name
         families[key.pattern] = name
     ours = {key.pattern for key in _redis.KEYS if key.pattern.startswith("smap:") and key.kind != "channel"}
-    assert families.keys() == ours
-    assert keeper.TTL == 604_800
+    assert families.keys() == ours | {"headway:lease:token"}
+    staged = [life for name, life in lives.items() if name.count(":") == 4]
+    assert staged
+    assert all(0 < life <= STAGE_SECONDS for life in staged)
+    assert 0 < lives["smap:proj:p:rebuild"] <= 30
+    assert 0 < lives["smap:checkpointer"] <= 5
 
 
 def test_a_key_matches_its_own_family_only():
     assert _redis.PROJECT.matches("smap:proj:p.1-x")
-    assert not _redis.PROJECT.matches("smap:proj:p:book")
+    assert not _redis.PROJECT.matches("smap:proj:p:meta")
     assert _redis.STAGED_BITS.matches("smap:proj:p:bits:0a1b")
     assert not _redis.PROJECT_BITS.matches("smap:proj:p:bits:0a1b")
 

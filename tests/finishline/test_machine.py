@@ -23,6 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from headway.errors import InvalidInput
 from headway.finishline import Answer, FinishLine, Outcome, Status
 from headway.retry import RetryPolicy
 from tests.services.proxy import TcpProxy
@@ -30,7 +31,11 @@ from tests.services.redis import RedisServer
 
 AT_ONCE = RetryPolicy(retries=3, base=0.001, cap=0.001)
 
-ITEMS = st.one_of(st.integers(0, 5), st.sampled_from(["a", "b", "https://example.org/an/item/with/a/long/name"]))
+ITEMS = st.one_of(
+    st.integers(0, 5),
+    st.sampled_from([40_000, 60_000_000, "60000000"]),  # bits would be dear
+    st.sampled_from(["a", "b", "https://example.org/an/item/with/a/long/name"]),
+)
 
 
 class Machine(RuleBasedStateMachine):
@@ -107,11 +112,15 @@ class Machine(RuleBasedStateMachine):
 
     @rule(total=st.one_of(st.none(), st.integers(0, 6)), reply_lost=st.booleans())
     def finish_crawl(self, total: int | None, reply_lost: bool) -> None:
-        answer = self._call(self.line.finish_crawl, "p", total, lost=reply_lost)
         late = self.finished
         if not late:
             self.total = self.total if total is None else total
             self.status, self.crawled = "PROCESSING", True
+        if not late and self.total == 0 and (self.done or self.anonymous):
+            with pytest.raises(InvalidInput, match="its total is 0"):
+                self._call(self.line.finish_crawl, "p", total, lost=reply_lost)
+            return
+        answer = self._call(self.line.finish_crawl, "p", total, lost=reply_lost)
         self._heard(answer, Outcome.LATE if late else Outcome.UPDATED)
 
     # ---- what happens to the server ------------------------------------------------------------------------
@@ -126,10 +135,10 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.journal)
     @rule()
-    def keeper(self) -> None:
-        self.state.delete("smap:keeper")
-        assert self.line.keeper is not None
-        self.line.keeper.tick()
+    def checkpointer(self) -> None:
+        self.state.delete("smap:checkpointer")
+        assert self.line.checkpointer is not None
+        self.line.checkpointer.tick()
 
     @rule()
     def server_forgets_its_scripts(self) -> None:
@@ -169,7 +178,7 @@ class Machine(RuleBasedStateMachine):
             not self.finished
             and self.status not in ("CRAWLING", "FAILED")
             and done >= self.total
-            and (self.total > 0 or self.crawled)
+            and (self.total > 0 or (self.crawled and not done))
         )
         self.finished = self.finished or crossed
         if crossed:
@@ -188,7 +197,7 @@ def test_any_history_counts_exactly_and_completes_once(
     proxy = tcp_proxy(redis_server.port)
     url = f"redis://127.0.0.1:{proxy.port}/1"
     database = f"sqlite:///{tmp_path}/p.db" if journal else None
-    with FinishLine(url, database, journal, keeper=False, retry=AT_ONCE) as line:
+    with FinishLine(url, database, journal, checkpointer=False, retry=AT_ONCE) as line:
         make: Any = lambda: Machine(line, redis_server, proxy, journal=journal)  # noqa: E731  # typed as a class there
         examples = settings().max_examples * 2 // 5  # 40 in make test
         run_state_machine_as_test(make, settings=settings(stateful_step_count=15, max_examples=examples))

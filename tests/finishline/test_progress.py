@@ -245,3 +245,47 @@ def test_the_reader_checks_ids_as_everybody_does(redis_server: RedisServer):
 
     with pytest.raises(InvalidInput):
         asyncio.run(ask())
+
+
+POISON = [{"total": b"\xff\xfe"}, {"restored": "1e300"}, {"restored": "nan"}, {"done": "1_000"}, {"status": b"\x80"}]
+
+
+@pytest.mark.parametrize("poison", POISON, ids=repr)
+def test_one_spoilt_hash_costs_its_own_asker_and_no_other(
+    poison: dict[str, str | bytes], open_line: OpenLine, redis_server: RedisServer
+):
+    line = open_line("sqlite")
+    assert line.checkpointer is not None
+    line.create("good", total=4)
+    line.create("bad", total=4)
+    line.create("good-too", total=4)
+    redis_server.client(1).hset("smap:proj:bad", mapping=poison)  # type: ignore[arg-type]  # its stub knows texts only
+
+    async def ask() -> list[Progress | BaseException]:
+        async with AsyncProgress(redis_server.url(1)) as reader:
+            asked = asyncio.gather(
+                *(reader.progress(name) for name in ("good", "bad", "good-too")), return_exceptions=True
+            )
+            return list(await asyncio.wait_for(asked, 30))
+
+    first, spoilt, last = asyncio.run(ask())
+    assert isinstance(spoilt, StoreCorrupt)
+    assert first == last == Progress(Status.INITIALIZING, 4)
+    with pytest.raises(StoreCorrupt):
+        line.progress("bad")
+    line.item_done("good", 1)
+    line.checkpointer.tick()  # the others are checkpointed
+    assert line._records is not None
+    row = line._records.find("good")
+    assert row is not None
+    assert row.done == 1
+
+
+def test_an_error_nobody_expected_reaches_whoever_asked(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch):
+    async def ask() -> None:
+        async with AsyncProgress(redis_server.url(1)) as reader:
+            monkeypatch.setattr(reader._client, "pipeline", None)
+            with pytest.raises(TypeError):
+                await asyncio.wait_for(reader.progress("p"), 30)
+
+    asyncio.run(ask())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
+import sqlite3
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from headway.errors import NotFound, Unavailable
 from headway.events import CallableSink, Event
 from headway.finishline import FinishLine, Outcome, Status
 from headway.retry import RetryPolicy
+from headway.telemetry import metrics
 from tests.finishline.conftest import OpenLine, events
+from tests.finishline.lines import at_line
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
 
@@ -37,7 +41,7 @@ def no_immortal_key(server: RedisServer) -> bool:
 
 @pytest.mark.req("S0-33")
 @journals
-@pytest.mark.parametrize("wake", ["count", "progress", "keeper", "create", "total"])
+@pytest.mark.parametrize("wake", ["count", "progress", "checkpointer", "create", "total"])
 def test_a_wiped_project_with_a_journal_is_rebuilt_exactly_whoever_notices(
     kind: str, wake: str, open_line: OpenLine, redis_server: RedisServer
 ):
@@ -50,11 +54,11 @@ def test_a_wiped_project_with_a_journal_is_rebuilt_exactly_whoever_notices(
     line.item_done("p")
     before = counts(redis_server)
     redis_server.client().flushall()
-    assert line.keeper is not None
+    assert line.checkpointer is not None
     ways: dict[str, Callable[[], object]] = {
         "count": lambda: line.item_done("p", 1),  # a duplicate still
         "progress": lambda: line.progress("p"),
-        "keeper": line.keeper.tick,
+        "checkpointer": line.checkpointer.tick,
         "create": lambda: line.create("p"),
         "total": lambda: line.set_total("p", 10),
     }
@@ -72,7 +76,7 @@ def test_a_completion_lost_before_it_was_told_is_announced_again_and_one_that_wa
     kind: str, open_line: OpenLine, redis_server: RedisServer
 ):
     line = open_line(kind)
-    assert line.keeper is not None
+    assert line.checkpointer is not None
     for name in ("told", "untold"):
         line.create(name, total=1)
         assert line.item_done(name, 1).completed
@@ -82,7 +86,7 @@ def test_a_completion_lost_before_it_was_told_is_announced_again_and_one_that_wa
             relay.tick()
             relay.tick()
     redis_server.client().flushall()
-    line.keeper.tick()
+    line.checkpointer.tick()
     assert [event["job"] for event in events(redis_server)] == ["untold"]
     relay.tick()
     assert [event.job for event in heard] == ["told", "untold"]
@@ -95,11 +99,11 @@ def test_without_a_journal_the_last_checkpoint_comes_back_and_the_difference_is_
     open_line: OpenLine, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ):
     line = open_line("sqlite")
-    assert line.keeper is not None
+    assert line.checkpointer is not None
     line.create("p", total=10)
     line.items_done("p", [1, 2, 3])
     line.item_failed("p", 4)
-    line.keeper.tick()
+    line.checkpointer.tick()
     line.item_done("p", 5)  # after the checkpoint
     assert line.progress("p").restored is None
     redis_server.client().flushall()
@@ -114,7 +118,7 @@ def test_a_project_that_comes_back_older_than_its_journal_is_raised_by_identity(
     open_line: OpenLine, redis_server: RedisServer
 ):
     line = open_line("sqlite-journal")
-    assert line.keeper is not None
+    assert line.checkpointer is not None
     line.create("p", total=4)
     line.items_done("p", [1, "two"])
     state = redis_server.client(1)
@@ -125,9 +129,9 @@ def test_a_project_that_comes_back_older_than_its_journal_is_raised_by_identity(
     for name, image in snapshot:  # as a restart from an old RDB file does
         _restore(redis_server, name, image)
     assert counts(redis_server) == {"status": "INITIALIZING", "total": "4", "done": "2", "errors": "0"}
-    line.keeper.tick()
-    state.delete("smap:keeper")
-    line.keeper.tick()
+    line.checkpointer.tick()
+    state.delete("smap:checkpointer")
+    line.checkpointer.tick()
     assert counts(redis_server) == {"status": "DONE", "total": "3", "done": "3", "errors": "1"}
     assert line.item_done("p", 3).outcome is Outcome.DUPLICATE
 
@@ -148,22 +152,22 @@ def test_without_a_journal_an_older_state_is_raised_to_the_checkpoint_and_never_
     open_line: OpenLine, redis_server: RedisServer
 ):
     line = open_line("sqlite")
-    assert line.keeper is not None
+    assert line.checkpointer is not None
     line.create("p", total=10)
     line.items_done("p", range(5))
-    line.keeper.tick()
+    line.checkpointer.tick()
     state = redis_server.client(1)
     state.hset("smap:proj:p", "done", 2)
     for _ in range(2):
-        state.delete("smap:keeper")
-        line.keeper.tick()
+        state.delete("smap:checkpointer")
+        line.checkpointer.tick()
     assert counts(redis_server)["done"] == "5"
     state.hset("smap:proj:p", "done", 8)  # Redis knows more than the record: that is the usual case
-    state.delete("smap:keeper")
-    line.keeper.tick()
+    state.delete("smap:checkpointer")
+    line.checkpointer.tick()
     assert counts(redis_server)["done"] == "8"
-    assert line._record is not None
-    row = line._record.find("p")
+    assert line._records is not None
+    row = line._records.find("p")
     assert row is not None
     assert row.done == 8
 
@@ -171,13 +175,13 @@ def test_without_a_journal_an_older_state_is_raised_to_the_checkpoint_and_never_
 def test_a_count_that_reached_sql_and_not_redis_is_made_up_for(open_line: OpenLine, redis_server: RedisServer):
     """Its caller was killed between the two. It was never acknowledged, but the item is through."""
     line = open_line("sqlite-journal")
-    assert line.keeper is not None
+    assert line.checkpointer is not None
     line.create("p", total=2)
     line.item_done("p", 1)
     line._journal.write("p", {"#2": (False, None)})
     for _ in range(2):
-        redis_server.client(1).delete("smap:keeper")
-        line.keeper.tick()
+        redis_server.client(1).delete("smap:checkpointer")
+        line.checkpointer.tick()
     assert counts(redis_server) == {"status": "DONE", "total": "2", "done": "2", "errors": "0"}
     assert len(events(redis_server)) == 1
     redelivered = line.item_done("p", 2)
@@ -198,28 +202,19 @@ def test_many_threads_that_find_a_project_missing_rebuild_it_once_and_count_righ
     assert redis_server.client(1).keys("smap:proj:p:*:*") == []  # nothing is left aside
 
 
-def test_a_wipe_in_the_middle_of_rebuilding_loses_no_identity(
-    open_line: OpenLine, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_wipe_at_any_line_of_rebuilding_loses_no_identity(open_line: OpenLine, redis_server: RedisServer):
     line = open_line("sqlite-journal")
-    assert line.keeper is not None
     line.create("p", total=5)
     line.items_done("p", [1, 2, "three"])
-    redis_server.client().flushall()
-    stage = line.keeper._stage
-    wipes = 0
-
-    def stage_and_lose(*arguments: Any) -> tuple[int, int]:
-        nonlocal wipes
-        counted = stage(*arguments)
-        if wipes < 2:
-            wipes += 1
-            redis_server.client().flushall()
-        return counted
-
-    monkeypatch.setattr(line.keeper, "_stage", stage_and_lose)
-    assert line.item_done("p", 1).outcome is Outcome.DUPLICATE
-    assert (wipes, counts(redis_server)["done"]) == (2, "3")
+    for number in range(1_000):
+        redis_server.client().flushall()
+        with at_line(number, redis_server.client().flushall, "finishline/rebuild.py") as steps:
+            assert line.item_done("p", 1).outcome is Outcome.DUPLICATE
+        assert line.progress("p").done == 3
+        if not steps.reached:
+            break
+    assert number > 30
+    assert line.items_done("p", [1, 2, "three", 4, 5]).counted == 2
 
 
 def test_an_expired_live_project_comes_back_with_the_next_count(open_line: OpenLine, redis_server: RedisServer):
@@ -236,8 +231,8 @@ def test_a_deleted_project_is_not_brought_back(open_line: OpenLine, redis_server
     line.create("p", total=3)
     other.item_done("p", 1)
     line.delete("p")
-    assert line.keeper is not None
-    line.keeper.tick()
+    assert line.checkpointer is not None
+    line.checkpointer.tick()
     with pytest.raises(NotFound):
         other.item_done("p", 2)
     assert redis_server.client(1).keys("smap:proj:*") == []
@@ -247,9 +242,9 @@ def test_changes_are_ordered_by_the_record_even_when_redis_hears_of_them_in_anot
     open_line: OpenLine, redis_server: RedisServer
 ):
     line = open_line("sqlite")
-    assert line._record is not None
+    assert line._records is not None
     line.create("p", total=1)
-    late = line._record.change("p", total=5, status=None, crawled=None)  # committed, not yet told to Redis
+    late = line._records.change("p", total=5, status=None, crawled=None)  # committed, not yet told to Redis
     assert late is not None
     line.set_total("p", 7)
     arguments = [late.version, late.total, late.status.value, int(late.crawled)]
@@ -258,26 +253,21 @@ def test_changes_are_ordered_by_the_record_even_when_redis_hears_of_them_in_anot
 
 
 def test_callers_that_wait_share_one_transaction(
-    open_line: OpenLine, each_thread: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+    open_line: OpenLine, each_thread: Callable[..., list[Any]], tmp_path: Path
 ):
     line = open_line("sqlite-journal")
     line.create("p", total=1000)
-    commits: list[int] = []
-    commit = line._journal._commit
-    first = threading.Event()
-
-    def slow() -> None:
-        if not first.is_set():
-            first.set()
-            eventually(lambda: len(line._journal._waiting) >= 31)  # all the others are waiting
-        before = len(line._journal._waiting)
-        commit()
-        commits.append(before)
-
-    monkeypatch.setattr(line._journal, "_commit", slow)
-    answers = each_thread(lambda number: line.item_done("p", number), 32)
-    assert sorted(answer.done for answer in answers) == list(range(1, 33))
-    assert len(commits) <= 2
+    before = metrics.histogram("headway_journal_group").count
+    another = sqlite3.connect(tmp_path / "projects.db")
+    another.execute("BEGIN IMMEDIATE")  # nobody else can commit
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(each_thread, lambda number: line.item_done("p", number), 32)
+        try:
+            eventually(lambda: len(line._journal._waiting) >= 31)  # one is at it, all the others wait
+        finally:
+            another.close()
+        assert sorted(answer.done for answer in answers.result()) == list(range(1, 33))
+    assert metrics.histogram("headway_journal_group").count - before <= 2
 
 
 def test_two_callers_with_one_item_agree_on_what_it_was(open_line: OpenLine, each_thread: Callable[..., list[Any]]):

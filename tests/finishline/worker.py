@@ -8,6 +8,8 @@ It prints "ready" before its first count and "refused" for a call made after the
 from __future__ import annotations
 
 import sys
+import threading
+from contextlib import suppress
 
 from headway.errors import Stopping
 from headway.finishline import FinishLine
@@ -24,19 +26,26 @@ def main(url: str, project: str, first: str, database: str | None = None) -> int
         line = FinishLine(url, database, journal=database is not None, shutdown=shutdown)
         line.progress(project)
         say("ready")
-        number = int(first)
+
+        def count() -> None:
+            number = int(first)
+            with suppress(Stopping):
+                while True:
+                    line.item_done(project, number)
+                    say("ack", number)
+                    number += 1
+
+        counting = threading.Thread(target=count)
+        counting.start()
+        while not shutdown.stop.wait(0.05):
+            continue
         try:
-            while True:
-                line.item_done(project, number)
-                say("ack", number)
-                number += 1
+            line.item_done(project, -1)
         except Stopping:
-            pass
-        try:
-            line.item_done(project, number)
-        except Stopping:
-            say("refused")
+            refused = True
         drained = line.close()
+        counting.join()
+        say("refused" if refused else "accepted")
         say("drained" if drained else "late")
     return 0
 

@@ -1,4 +1,4 @@
-"""Batches of any size and mixture end in the same books as their outcomes one by one."""
+"""Batches of any size and mixture leave the same records as their outcomes one by one."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import pytest
 from headway.errors import InvalidInput, JobHeld, NotFound, StaleClaim
 from headway.events import SqlOutbox
 from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, NewItem
+from headway.ledger.content import fingerprint
 from headway.retry import RetryPolicy
 from tests.services.waiting import eventually
 
@@ -69,6 +70,38 @@ def test_an_item_is_found_by_its_key_or_its_index(ledger: Ledger):
     assert job.item(0).key == "inv-1"
     with pytest.raises(NotFound):
         job.item("inv-2")
+
+
+@pytest.mark.req("S3-04")
+def test_items_with_new_content_are_pending_again_and_their_history_stays(job: Job):
+    fail(job, 1)
+    job.record([Done(1, worker="w", seconds=2.0), Done(2)])
+    fail(job, 3, times=3)
+    job.replace_items([NewItem(idx, f'"new {idx}"') for idx in (1, 2, 3)])
+    assert [(run.no, run.outcome, run.worker, run.seconds, run.error) for run in job.history(1)] == [
+        (1, "failed", None, None, BOOM.text),
+        (2, "done", "w", 2.0, None),
+    ]
+    info = job.info()
+    assert (info.total, info.done, info.failed, info.dead) == (10, 0, 0, 0)
+    assert [(job.item(idx).status, job.item(idx).payload) for idx in (1, 2, 3)] == [
+        ("pending", '"new 1"'), ("pending", '"new 2"'), ("pending", '"new 3"'),
+    ]  # fmt: skip
+    job.record([Done(1)])
+    assert [run.outcome for run in job.history(1)] == ["failed", "done", "done"]
+    assert [run.no for run in job.history(1)] == [1, 2, 3]
+    assert [(idx, outcome, error) for idx, _, outcome, _, _, _, error in job.log()] == [
+        (1, "failed", BOOM.text), (1, "done", None), (1, "done", None), (2, "done", None),
+        (3, "failed", BOOM.text), (3, "failed", BOOM.text), (3, "failed", BOOM.text),
+    ]  # fmt: skip
+
+
+def test_one_recorded_item_adds_its_seconds_to_the_minute(ledger: Ledger):
+    job = ledger.create("seconds")
+    job.register([NewItem(0), NewItem(1), NewItem(2)])
+    for idx in range(2):
+        job.record([Done(idx, seconds=1.5)])
+    assert sum(row[4] for row in job.minutes(0)) == 3.0
 
 
 # ---- recording ------------------------------------------------------------------------------------------------------
@@ -189,7 +222,7 @@ def test_the_last_item_finishes_the_job_once_and_the_event_is_in_the_outbox(ledg
     assert not job.record([Done(9)]).completed
     assert not job.finish()
     ((_, data),) = events(ledger)
-    assert data == {"total": 10, "done": 10, "dead": 0, "failures": 0}
+    assert data == {"total": 10, "succeeded": 10, "failed": 0}
     assert job.info().status == "completed"
 
 
@@ -199,7 +232,7 @@ def test_dead_items_count_as_through(ledger: Ledger, job: Job):
     assert job.info().finished_at is None
     fail(job, 9)
     ((_, data),) = events(ledger)
-    assert (data["done"], data["dead"]) == (9, 1)
+    assert data == {"total": 10, "succeeded": 9, "failed": 1}
 
 
 def test_a_job_that_is_not_sealed_does_not_finish_until_it_is(ledger: Ledger):
@@ -379,6 +412,79 @@ def test_rows_made_inconsistent_by_a_foreign_hand_are_corrected_logged_and_audit
     assert len([record for record in caplog.records if "corrected" in record.message]) == len(corrected)
 
 
+@pytest.mark.req("S3-31")
+def test_an_inconsistency_nobody_knows_how_to_correct_is_reported_and_left_as_it_is(ledger: Ledger, job: Job, caplog):
+    """A dead letter of which no failure is recorded: whether the item was tried cannot be known."""
+    ledger.database.write("INSERT INTO dead_letters (job, idx, error, created_at) VALUES (?, 4, 'x', 0)", (job.no,))
+    with caplog.at_level("ERROR", "headway"):
+        ledger.hold(job, {})
+    assert "inconsistent" in caplog.text
+    ((what,),) = [
+        [json.loads(detail)["what"]] for _, _, action, _, detail in ledger.audit_trail() if action == "inconsistent"
+    ]
+    assert "item 4" in what
+    assert ledger.database.one("SELECT idx FROM dead_letters") == (4,)
+    assert job.item(4).status == "dead"
+
+
+# ---- damaged payloads -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def marked(ledger: Ledger) -> Job:
+    """Six items whose fingerprints are known; the payloads of 1, 2 and 4 were changed by a foreign hand."""
+    made = ledger.create("marked", policy=NOW)
+    made.register(NewItem(idx, f'{{"n":{idx}}}', None, fingerprint(f'{{"n":{idx}}}')) for idx in range(6))
+    made.seal()
+    for idx, payload in ((1, "{bad"), (2, '{"n":9}'), (4, None)):
+        ledger.database.write("UPDATE input_products SET payload = ? WHERE idx = ?", (payload, idx))
+    return made
+
+
+def damaged(job: Job) -> list[int]:
+    assert all("DamagedPayload" in letter.error for letter in job.dead_letters())
+    return [letter.idx for letter in job.dead_letters()]
+
+
+def test_an_untouched_item_whose_payload_is_damaged_is_a_dead_letter_and_the_others_go_on(marked: Job):
+    assert [item.idx for item in marked.untouched(-1, 3)] == [0, 3, 5], "a page is filled, or the caller would stop"
+    assert damaged(marked) == [1, 2, 4]
+    assert marked.untouched(-1, 10) == [Item(idx, None, f'{{"n":{idx}}}') for idx in (0, 3, 5)]
+    assert (marked.info().dead, marked.item(1).attempts, len(marked.history(1))) == (3, 1, 1)
+
+
+def test_a_claim_hands_out_nothing_damaged_and_is_filled_with_others(marked: Job):
+    assert [item.idx for item in marked.claim("w", limit=3)] == [0, 3, 5]
+    assert damaged(marked) == [1, 2, 4]
+    assert marked.claim("w") == []
+
+
+def test_an_item_whose_payload_is_damaged_while_it_waits_is_not_tried_again(ledger: Ledger, job: Job, marked: Job):
+    fail(marked, 0)
+    fail(marked, 3)
+    ledger.database.write("UPDATE input_products SET payload = '7' WHERE idx = 0 AND job = ?", (marked.no,))
+    assert [item.idx for item, _ in marked.due(10)] == [3]
+    assert damaged(marked) == [0]
+    ledger.database.write("UPDATE input_products SET payload = '7' WHERE idx = 3 AND job = ?", (marked.no,))
+    assert [item.idx for item in marked.claim("w")] == [5]
+    assert damaged(marked) == [0, 1, 2, 3, 4]
+
+
+def test_a_dead_letter_whose_payload_is_damaged_gets_no_last_pass(ledger: Ledger, marked: Job):
+    fail(marked, 0, times=3)
+    fail(marked, 3, times=3)
+    ledger.database.write("UPDATE input_products SET payload = '7' WHERE idx = 0")
+    assert [item.idx for item in marked.last_pass(1)] == [3]
+    assert [letter.error.partition(":")[0] for letter in marked.dead_letters()] == ["DamagedPayload", "ValueError"]
+    assert marked.info().dead == 2
+
+
+def test_a_payload_without_a_fingerprint_must_at_least_be_json(ledger: Ledger, job: Job):
+    ledger.database.write("UPDATE input_products SET payload = '{bad' WHERE idx = 0")
+    assert [item.idx for item in job.untouched(-1, 2)] == [1, 2]
+    assert damaged(job) == [0]
+
+
 # ---- causes and dead letters ----------------------------------------------------------------------------------------
 
 
@@ -389,12 +495,12 @@ def test_like_failures_are_one_cause_with_counts_and_an_example(job: Job):
             job,
             idx,
             times=3,
-            failure=Failure("HTTPError", f"GET /docs/inv-0{idx}.pdf gave {500 + idx}", "ads.py:fetch"),
+            failure=Failure("HTTPError", f"GET /docs/inv-0{idx}.pdf gave 503 after {idx} s", "ads.py:fetch"),
         )
     fail(job, 5, times=1, failure=Failure("KeyError", "'price'", "ads.py:make"))
     first, second = job.causes()
     assert (first.type, first.message, first.count, first.dead, first.example) == (
-        "HTTPError", "GET /docs/{id}.pdf gave {n}", 9, 3, 0,
+        "HTTPError", "GET /docs/{id}.pdf gave 503 after {n} s", 9, 3, 0,
     )  # fmt: skip
     assert (second.type, second.message, second.count, second.dead) == ("KeyError", "'price'", 1, 0)
     assert [letter.idx for letter in job.dead_letters(cause=first.no)] == [0, 1, 2]
@@ -424,6 +530,22 @@ def test_retrying_one_item_leaves_the_others_dead(job: Job):
     assert job.retry_dead(indices=[9]) == 0
 
 
+def test_a_failure_that_says_trying_again_is_useless_gets_no_last_pass(job: Job):
+    job.record([Failed(0, BOOM, retryable=False)])
+    fail(job, 1, times=3)
+    assert [item.idx for item in job.last_pass(10)] == [1]
+    assert job.retry_dead(indices=[0]) == 1, "a person may still give it another life"
+    fail(job, 0, times=3)
+    assert [item.idx for item in job.last_pass(10)] == [0, 1]
+
+
+def test_a_dead_letter_tells_when_it_died_last(ledger: Ledger, job: Job):
+    fail(job, 0, times=3)
+    ledger.database.write("UPDATE dead_letters SET created_at = 0")
+    fail(job, 0)
+    assert job.dead_letters()[0].created_at.year > 2000
+
+
 def test_each_dead_letter_has_one_pass_at_the_end(job: Job):
     fail(job, 0, times=3)
     assert [item.idx for item in job.last_pass(10)] == [0]
@@ -450,7 +572,7 @@ def test_items_are_listed_page_by_page_and_by_state(job: Job):
 def test_the_joblog_has_every_ended_run_in_the_order_of_items(job: Job):
     fail(job, 4)
     job.record([Done(4, worker="w"), Done(0)])
-    assert [(idx, outcome) for idx, _, outcome, *_ in job.finished()] == [(0, "done"), (4, "failed"), (4, "done")]
+    assert [(idx, outcome) for idx, _, outcome, *_ in job.log()] == [(0, "done"), (4, "failed"), (4, "done")]
 
 
 # ---- ending ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import sqlite3
-import statistics
 import subprocess
 import sys
 import threading
@@ -210,12 +209,15 @@ def test_stats_says_counts_ratios_averages_rate_and_timing(progress: ProgressMan
 
 
 @pytest.mark.req("S3-50")
-def test_the_manager_never_waits_a_failed_item_is_available_at_once(progress: ProgressManager):
+def test_the_manager_never_waits_a_failed_item_is_available_at_once(
+    progress: ProgressManager, monkeypatch: pytest.MonkeyPatch
+):
+    naps: list[float] = []
+    monkeypatch.setattr(time, "sleep", naps.append)
     progress.register([0])
-    began = time.monotonic()
     progress.mark_failed(0, {"error": "x"})
     assert [item.idx for item in progress.claim()] == [0]
-    assert time.monotonic() - began < 0.9, "the first wait of the pipeline's policy would be a second"
+    assert naps == []
 
 
 @pytest.mark.req("S3-35")
@@ -235,7 +237,8 @@ def _commits(path: Path) -> int:
 
 @pytest.mark.req("S3-17", "S3-18", "S3-25")
 def test_an_update_and_a_check_cost_the_same_however_many_items_there_are(tmp_path: Path):
-    """Counted in steps of SQLite's machine, which noise does not touch; the times are in bench/ledger.py."""
+    """Counted in steps of SQLite's machine, which noise does not touch: at a million a second, 195 and 16 of them are far
+    below 10 and 5 ms. The times themselves are in bench/ledger.py."""
     costs = {}
     for count in (1_000, 30_000):
         with ProgressManager(tmp_path / f"{count}.db") as progress:
@@ -247,8 +250,10 @@ def test_an_update_and_a_check_cost_the_same_however_many_items_there_are(tmp_pa
             progress.is_done(count // 3)
             costs[count] = (update, steps[0])
     (small_update, small_check), (large_update, large_check) = costs.values()
-    assert large_update <= small_update * 1.5
-    assert large_check <= small_check * 1.5
+    assert large_update <= small_update * 1.1
+    assert large_check <= small_check * 1.1
+    assert large_update < 400
+    assert large_check < 40
 
 
 def _count_steps(progress: ProgressManager) -> list[int]:
@@ -263,21 +268,6 @@ def _count_steps(progress: ProgressManager) -> list[int]:
     connection.set_progress_handler(count, 1)
     database._give(connection)
     return steps
-
-
-@pytest.mark.req("S3-17", "S3-18")
-def test_an_update_is_far_below_ten_milliseconds_and_a_check_below_five(progress: ProgressManager):
-    progress.register(range(300))
-    updates, checks = [], []
-    for idx in range(300):
-        began = time.perf_counter()
-        progress.mark_done(idx, META)
-        between = time.perf_counter()
-        progress.is_done(idx)
-        updates.append(between - began)
-        checks.append(time.perf_counter() - between)
-    assert statistics.median(updates) < 0.010
-    assert statistics.median(checks) < 0.005
 
 
 @pytest.mark.req("S3-19", "S3-37")

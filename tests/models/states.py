@@ -1,6 +1,7 @@
-"""A model of one subscriber of one key: a writer, a wire that may break without a word, and what the reader does.
+"""Models of one key: a writer, a wire that may break without a word, a store that may be remade or put back, a reader.
 
-`Variant` switches off one idea at a time; the explorer then finds the shortest way to a missed or repeated version.
+`Variant` and `LifeVariant` switch off one idea at a time; the explorer then finds the shortest way to a version that was
+missed or repeated, to a state written into another life of the job, or to a reader that believes what is no longer so.
 """
 
 from __future__ import annotations
@@ -62,3 +63,69 @@ def model(variant: Variant, *, writes: int = 3, drops: int = 0) -> Model[World]:
         return None if max(world.told, default=0) == world.version else "the last version was missed"
 
     return Model(World(), steps, violation, unfinished)
+
+
+# ---- the lives of a job -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LifeVariant:
+    fence: bool = True  # a write carries the incarnation it was opened for
+    compare_incarnation: bool = True  # a reader compares the incarnation of what it lists
+    compare_past: bool = True  # ... and whether what it heard last is in the past of what it lists
+
+
+Event = tuple[int, int]  # the life its writer belongs to, and a number
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    incarnation: int = 1
+    past: tuple[Event, ...] = ()  # of the key, its version is how many there are
+    kept: tuple[int, tuple[Event, ...]] = (1, ())  # a copy of the store, from which it may be restored
+    written: int = 0
+    faults: int = 0
+    heard: tuple[Event, ...] = ()  # up to where the reader, who belongs to the first life, has heard
+    behind: bool = False  # something happened since it looked
+    closed: bool = False  # it was told why
+
+
+def lives(variant: LifeVariant, *, writes: int = 3, faults: int = 2) -> Model[Life]:
+    def steps(life: Life) -> Iterator[tuple[str, Life]]:
+        if life.written < writes:
+            for writer in {1, life.incarnation}:  # one that opened the first life, one that opened this one
+                if writer == life.incarnation or not variant.fence:
+                    event = (writer, life.written)
+                    yield (
+                        f"write of life {writer}",
+                        replace(life, past=(*life.past, event), written=life.written + 1, behind=True),
+                    )
+        if life.faults < faults:
+            remade = replace(life, incarnation=life.incarnation + life.faults + 1, past=())
+            yield "remake", replace(remade, faults=life.faults + 1, behind=True)
+            yield "copy", replace(life, kept=(life.incarnation, life.past))
+            back = replace(life, incarnation=life.kept[0], past=life.kept[1])
+            yield "restore", replace(back, faults=life.faults + 1, behind=True)
+        if life.behind and not life.closed:
+            yield "look", look(replace(life, behind=False), variant)
+
+    return Model(Life(), steps, mixed, deceived)
+
+
+def look(life: Life, variant: LifeVariant) -> Life:
+    if variant.compare_incarnation and life.incarnation != 1:
+        return replace(life, closed=True)
+    if variant.compare_past and life.past[: len(life.heard)] != life.heard:
+        return replace(life, closed=True)
+    # Without those it goes by the version alone: only one that grew is news.
+    return replace(life, heard=life.past) if len(life.past) > len(life.heard) else life
+
+
+def mixed(life: Life) -> str | None:
+    strange = any(writer != life.incarnation for writer, _ in life.past)
+    return "a state was written into another life" if strange else None
+
+
+def deceived(life: Life) -> str | None:
+    right = life.incarnation == 1 and life.heard == life.past
+    return None if life.closed or right else "the reader believes what is no longer so"

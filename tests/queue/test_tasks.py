@@ -11,7 +11,7 @@ import pytest
 
 from headway._lease import Owner
 from headway.errors import InvalidInput, NotFound, StaleClaim
-from headway.ledger.values import Failure
+from headway.failure import Failure
 from headway.queue import claims
 from headway.queue.claims import Claimant
 from headway.queue.codec import FernetCodec

@@ -14,9 +14,9 @@ from datetime import datetime
 
 import pytest
 
-from headway.run.display import PROGRESS_KEYS, Display, Snapshot, bar, cells, interrupted, open_display, summary
+from headway.run.display import PROGRESS_KEYS, Display, RunSnapshot, bar, cells, interrupted, open_display, summary
 
-NOW = Snapshot(
+NOW = RunSnapshot(
     total=120_000,
     kept=41_200,
     done=33_313,
@@ -65,13 +65,18 @@ def opened(
     )
 
 
+def plainly(stream: Terminal) -> str:
+    """What was written, without the marks that let a terminal show a drawing at once."""
+    return stream.getvalue().replace("\x1b[?2026h", "").replace("\x1b[?2026l", "")
+
+
 def drawn(stream: Terminal) -> list[str]:
     """The lines of the last drawing, without its cursor movements."""
-    last = stream.getvalue().split("\x1b[J")[-1].replace("\x1b[1A", "")
+    last = plainly(stream).split("\x1b[J")[-1].replace("\x1b[1A", "")
     return [line.strip("\r") for line in last.split("\n")]
 
 
-def warmed_up(display: Display, clock: Clock, snapshot: Snapshot = NOW, *, seconds: int = 60) -> None:
+def warmed_up(display: Display, clock: Clock, snapshot: RunSnapshot = NOW, *, seconds: int = 60) -> None:
     """Let the run come to ``snapshot`` at a steady pace."""
     for second in range(seconds + 1):
         clock.now += 1.0
@@ -200,7 +205,7 @@ def test_talk_goes_above_the_live_lines_which_come_back_below_it():
     display.show(NOW)
     display.say("Stopping: finishing 8 items")
     display.show(NOW)
-    text = stream.getvalue()
+    text = plainly(stream)
     assert text.startswith("Resuming run 7f3a\n")
     assert "\r\x1b[JStopping: finishing 8 items\n 62.1%" in text
 
@@ -212,7 +217,7 @@ def test_the_end_leaves_the_last_state_on_the_screen_and_the_cursor_below_it():
     display.end(replace(NOW, done=78_736, running=0, retrying=0))
     assert drawn(stream)[-1] == ""
     assert "119,936/120,000" in drawn(stream)[0]
-    assert not stream.getvalue().endswith("\x1b[1A\r")
+    assert not plainly(stream).endswith("\x1b[1A\r")
 
 
 @pytest.mark.parametrize("kind", ["bar", "plain"])
@@ -295,9 +300,9 @@ def test_on_a_real_terminal_the_lines_are_redrawn_in_place_and_survive_a_resize(
         narrow = os.read(parent, 65536).decode()
     os.close(parent)
     assert wide.count("\n") == 1
-    assert wide.endswith("\x1b[1A\r")
-    assert narrow.startswith("\r\x1b[J")
-    plain = re.sub(r"\x1b\[\d*[A-Za-z]", "", narrow).strip("\r").splitlines()
+    assert wide.endswith("\x1b[1A\r\x1b[?2026l")
+    assert narrow.startswith("\x1b[?2026h\r\x1b[J"), "shown at once by a terminal that can"
+    plain = re.sub(r"\x1b\[\??\d*[A-Za-z]", "", narrow).strip("\r").splitlines()
     assert all(len(line) < 40 for line in plain)
 
 
@@ -325,9 +330,9 @@ def test_a_plain_line_comes_every_30_seconds_or_5_percent_whichever_is_later(sec
     stream, clock = Terminal(tty=False), Clock()
     display = opened("plain", stream, clock, environment={"FORCE_COLOR": "1"})
     for tenth in range(1000):
-        display.show(Snapshot(1000, 0, tenth, 8, 0, 0, 0))
+        display.show(RunSnapshot(1000, 0, tenth, 8, 0, 0, 0))
         clock.now += seconds_per_percent / 10
-    display.end(Snapshot(1000, 0, 1000, 0, 0, 0, 0))
+    display.end(RunSnapshot(1000, 0, 1000, 0, 0, 0, 0))
     assert abs(len(plain_lines(stream)) - 1 - lines) <= 1
 
 
@@ -404,30 +409,57 @@ END = replace(NOW, done=78_736, running=0, retrying=0)
 def test_the_summary_counts_and_reports_the_dead_apart_by_cause_with_the_commands_to_type():
     assert summary("7f3a", END, seconds=2892, retries=1204, causes=CAUSES) == [
         "Run 7f3a finished in 48 min 12 s: 119,936 done (41,200 kept), 64 dead, 1,204 retries, 27.2/s",
-        "  41  UpstreamTimeout  GET https://store.internal/docs/{id}.pdf timed out    headway dead show 7f3a --cause 1",
-        "  20  DocumentCorrupt  {id}.pdf: xref table not found at offset {n}          headway dead retry 7f3a --cause 1",
-        "   3  KeyError         'page_count'",
+        "  41  #1  UpstreamTimeout  GET https://store.internal/docs/{id}.pdf timed out    headway dead show 7f3a --cause 1",
+        "  20  #2  DocumentCorrupt  {id}.pdf: xref table not found at offset {n}          headway dead retry 7f3a --cause 1",
+        "   3  #3  KeyError         'page_count'",
     ]
 
 
 def test_a_single_cause_still_gets_both_commands():
-    lines = summary("7f3a", END, seconds=10, retries=1, causes=CAUSES[1:2], options="--database sqlite:///x.db")
+    lines = summary(
+        "7f3a", END, seconds=10, retries=1, causes=CAUSES[1:2], options="--database sqlite:///x.db", columns=160
+    )
     assert lines[1].endswith("    headway dead show 7f3a --cause 1 --database sqlite:///x.db")
     assert lines[2].strip() == "headway dead retry 7f3a --cause 1 --database sqlite:///x.db"
     assert ", 1 retry," in lines[0]
 
 
 def test_a_run_without_trouble_has_one_line():
-    quiet = Snapshot(total=10, kept=0, done=10, running=0, retrying=0, dead=0, failures=0)
+    quiet = RunSnapshot(total=10, kept=0, done=10, running=0, retrying=0, dead=0, failures=0)
     assert summary("ads", quiet, seconds=0.5, retries=0) == [
         "Run ads finished in 0.5 s: 10 done, 0 dead, 0 retries, 20.0/s"
     ]
 
 
 def test_a_run_that_had_nothing_to_do_claims_no_pace():
-    kept = Snapshot(total=10, kept=10, done=0, running=0, retrying=0, dead=0, failures=0)
+    kept = RunSnapshot(total=10, kept=10, done=0, running=0, retrying=0, dead=0, failures=0)
     assert summary("ads", kept, seconds=0.1, retries=0) == [
         "Run ads finished in 0.1 s: 10 done (10 kept), 0 dead, 0 retries"
+    ]
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_on_a_narrow_terminal_the_commands_stand_below_the_causes_and_only_they_may_be_longer_than_it(columns: int):
+    lines = summary("7f3a", END, seconds=2892, retries=1204, causes=CAUSES, columns=columns)
+    assert lines[-2:] == ["  headway dead show 7f3a --cause 1", "  headway dead retry 7f3a --cause 1"]
+    assert [line.split()[:2] for line in lines[-5:-2]] == [["41", "#1"], ["20", "#2"], ["3", "#3"]]
+    assert all(len(line) <= max(columns, 46) for line in lines), lines
+    command = "headway run jobs:extract_text --items items.jsonl --job extract-text-november"
+    assert interrupted("7f3a", NOW, command, columns=columns)[1] == f"  {command}"
+
+
+def test_where_there_is_no_room_zeros_go_first_and_the_dead_stay():
+    stream = Terminal()
+    opened("bar", stream, columns=40).show(replace(NOW, kept=0, retrying=0, done=33_313, dead=64))
+    assert drawn(stream)[1].strip() == "done 33,313 · running 8 · dead 64"
+
+
+def test_a_long_first_line_is_broken_between_words():
+    stream = Terminal()
+    opened("bar", stream, columns=40).begin("Resuming run 7f3a (started 14:02, interrupted 15:31): 41,200 of 120,000")
+    assert stream.getvalue().splitlines() == [
+        "Resuming run 7f3a (started 14:02,",
+        "  interrupted 15:31): 41,200 of 120,000",
     ]
 
 

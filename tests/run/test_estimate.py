@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from headway.run.estimate import Estimator, Snapshot
+from headway.run.estimate import Estimator, RunSnapshot
 from headway.wording import duration, pace, roughly
 
 
@@ -19,14 +19,14 @@ class Clock:
         return self.now
 
 
-START = Snapshot(total=1000, kept=0, done=0, running=4, retrying=0, dead=0, failures=0)
+START = RunSnapshot(total=1000, kept=0, done=0, running=4, retrying=0, dead=0, failures=0)
 
 
 @dataclass
 class Bench:
     """An estimator that is told, second after second, how far a run is."""
 
-    snapshot: Snapshot = START
+    snapshot: RunSnapshot = START
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:

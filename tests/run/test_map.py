@@ -89,7 +89,7 @@ def test_on_complete_is_told_once_per_completion_with_one_event_id(database: str
     told: list[Event] = []
     for _ in range(2):
         headway.map(abs, [1, -2], job="ads", database=database, progress="none", on_complete=told.append)
-    assert [(event.type, event.job, event.data["done"]) for event in told] == [("job.completed", "ads", 2)]
+    assert [(event.type, event.job, event.data["succeeded"]) for event in told] == [("job.completed", "ads", 2)]
 
 
 def test_changed_items_are_refused_unless_accepted(database: str):
@@ -198,6 +198,116 @@ def test_interrupting_a_program_raises_keyboard_interrupt_after_saving(database:
         assert ledger.job("ads").info().done == len(executed(log))
 
 
+# ---- a job that nobody named ----------------------------------------------------------------------------------------
+
+SCRIPT = """
+import headway, functools, sys
+{code}
+result = headway.map({function}, [1, 2, 3], database=sys.argv[1], progress="none", workers=1)
+print(result.job, result.kept, result.done)
+"""
+
+
+def unnamed(tmp_path: Path, database: str, code: str, function: str, name: str = "program.py") -> list[str]:
+    """[job, kept, done] of the same program started anew."""
+    (tmp_path / name).write_text(SCRIPT.format(code=code, function=function))
+    done = subprocess.run(
+        [sys.executable, name, database], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+ONE = "def work(n):\n    return n + 1\n"
+FUNCTIONS_AND_OTHERS = {
+    "a function": ((ONE, "work"), (ONE.replace("+ 1", "+ 2"), "work")),
+    "a lambda": (("", "lambda n: n + 1"), ("", "lambda n: n + 2")),
+    "a closure": (
+        ("def make(k):\n    return lambda n: n + k", "make(1)"),
+        ("def make(k):\n    return lambda n: n + k", "make(2)"),
+    ),
+    "a partial": (
+        ("def add(k, n):\n    return n + k", "functools.partial(add, 1)"),
+        ("def add(k, n):\n    return n + k", "functools.partial(add, 2)"),
+    ),
+    "a default": (("def work(n, k=1):\n    return n + k", "work"), ("def work(n, k=2):\n    return n + k", "work")),
+    "a function that calls another": (
+        ("def part(n):\n    return n\ndef work(n):\n    return part(n)", "work"),
+        ("def part(n):\n    return -n\ndef work(n):\n    return part(n)", "work"),
+    ),
+    "a set of constants": (
+        ("def work(n):\n    return n in {'a', 'b', 'c'}", "work"),
+        ("def work(n):\n    return n in {'a', 'b', 'd'}", "work"),
+    ),
+    "an inner function": (
+        ("def work(n):\n    return (lambda: n + 1)()", "work"),
+        ("def work(n):\n    return (lambda: n + 2)()", "work"),
+    ),
+    "a class": (
+        ("class Work:\n    def __init__(self, n):\n        self.n = n", "Work"),
+        ("class Work:\n    def __init__(self, n):\n        self.n = -n", "Work"),
+    ),
+    "a built-in": (("", "abs"), ("", "hash")),
+}
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS_AND_OTHERS)
+def test_a_job_without_a_name_is_found_by_the_same_code_and_never_by_other_code(
+    tmp_path: Path, database: str, kind: str
+):
+    (code, function), (other_code, other_function) = FUNCTIONS_AND_OTHERS[kind]
+    first = unnamed(tmp_path, database, code, function)
+    assert first[1:] == ["0", "3"]
+    assert unnamed(tmp_path, database, code, function) == [first[0], "3", "3"]
+    assert unnamed(tmp_path, database, "\n\n# moved down\n" + code, function) == [first[0], "3", "3"]
+    other = unnamed(tmp_path, database, other_code, other_function)
+    assert other[1:] == ["0", "3"], "other code was taken for done"
+    assert other[0] != first[0]
+    if kind != "a built-in":
+        assert unnamed(tmp_path, database, code, function, "another.py")[1:] == ["0", "3"], "of another file"
+
+
+def test_a_function_defined_again_in_a_shell_is_another_job(database: str):
+    """As typed at a prompt: no file, the same name, other code."""
+    jobs = []
+    for text in ("def work(n): return n", "def work(n): return -n"):
+        place: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(text, "<stdin>", "exec"), place)  # what a prompt does
+        result = headway.map(place["work"], [1, 2], database=database, progress="none", workers=1)
+        jobs.append((result.job, result.kept))
+    assert jobs[0][0] != jobs[1][0]
+    assert [kept for _, kept in jobs] == [0, 0]
+
+
+class Adder:
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+    def __call__(self, n: int) -> int:
+        return n + self.k
+
+    def add(self, n: int) -> int:
+        return n + self.k
+
+
+def test_a_function_that_cannot_be_recognised_needs_a_name(database: str):
+    adder = Adder(1)
+    for function in (adder, adder.add, lambda n: adder(n)):  # noqa: PLW0108 - the point is what it carries
+        with pytest.raises(InvalidInput) as raised:
+            headway.map(function, [1], database=database, progress="none")
+        assert 'job="..."' in str(raised.value.hint)
+        assert headway.map(function, [1], job=f"j{id(function)}", database=database, progress="none").done == 1
+
+
+def test_the_limit_of_a_payload_can_be_raised(database: str):
+    with pytest.raises(InvalidInput, match="at most 262,144"):
+        headway.map(len, ["x" * 300_000], job="ads", database=database, progress="none")
+    result = headway.map(
+        len, ["x" * 300_000], job="ads", database=database, progress="none", payload_limit=400_000, workers=1
+    )
+    assert result.done == 1
+
+
 # ---- open_job -------------------------------------------------------------------------------------------------------
 
 
@@ -272,6 +382,17 @@ def test_a_loop_that_lost_its_job_records_nothing_more(database: str):
         with Ledger.open(database) as ledger:
             assert ledger.job("ads").info().done == 0
             ledger.renew(taken)
+
+
+def test_an_item_that_the_loop_skips_is_not_offered_again_and_again(database: str):
+    with headway.open_job("ads", [1, 2, 3], database=database, retries=5, retry_delay=0.001) as job:
+        for item in job.remaining():
+            with item:
+                raise ValueError("each of them fails once")
+            if item.index == 2:
+                break
+        offered = Counter(item.index for item in job.remaining())
+    assert offered == Counter([0, 1, 2])
 
 
 def test_an_unknown_job_without_items_is_not_found_and_no_file_is_made(tmp_path: Path):

@@ -157,7 +157,7 @@ def test_dead_letters_keep_their_error_get_a_pass_at_the_end_and_are_reported_ap
     assert "30 done, 10 dead" in done.stderr
     lines = done.stderr.splitlines()
     (cause,) = [line for line in lines if "ValueError" in line and "headway dead show" in line]
-    assert cause.split()[:2] == ["10", "ValueError"]
+    assert cause.split()[:3] == ["10", "#1", "ValueError"]
     assert "no price for product {n} token=***" in cause
     assert "headway dead show ads --cause 1" in cause
     assert any("headway dead retry ads --cause 1" in line for line in lines)
@@ -434,7 +434,7 @@ def test_the_webhook_is_told_once_when_the_job_is_finished(place: Path, headway_
         server.shutdown()
         server.server_close()
     assert [(body["type"], body["job"], body["data"]) for body in bodies] == [
-        ("job.completed", "ads", {"total": 40, "done": 40, "dead": 0, "failures": 0})
+        ("job.completed", "ads", {"total": 40, "succeeded": 40, "failed": 0})
     ]
 
 

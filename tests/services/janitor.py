@@ -27,8 +27,18 @@ class RunDirectory:
         )
 
     def close(self) -> None:
-        """Have it swept now; returns when that is done."""
-        self._janitor.communicate()
+        """Have it swept now; returns when that is done.
+
+        A child that a test forked and forgot holds the pipe open too, and would keep the janitor waiting for ever.
+        """
+        assert self._janitor.stdin is not None
+        self._janitor.stdin.close()
+        try:
+            self._janitor.wait(30)
+        except subprocess.TimeoutExpired:
+            self._janitor.kill()
+            self._janitor.wait()
+            sweep(self.path)
 
 
 def sweep(directory: Path) -> None:

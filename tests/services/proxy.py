@@ -23,6 +23,7 @@ class Weather:
     rate: float = 0
     drop_every: int = 0
     drop_to: bytes = b""
+    lose_commit: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -33,6 +34,7 @@ class Link:
     server: asyncio.StreamWriter | None = None
     request: bytes = b""
     lost_bytes: bool = False
+    unread: bytes = b""  # of the server's messages: one that is not complete yet
     task: asyncio.Task[Any] | None = field(default_factory=asyncio.current_task)
 
     def reset(self) -> None:
@@ -60,6 +62,7 @@ class TcpProxy:
         self._target_port = target_port
         self._weather = Weather()
         self._answers = 0
+        self._commits_to_lose = self._commits_to_pass = 0
         self._links: set[Link] = set()
         self._listener: asyncio.Server | None = None
         self._loop = asyncio.new_event_loop()
@@ -98,6 +101,18 @@ class TcpProxy:
         """
         self._answers = 0
         self._turn(Weather(drop_every=every, drop_to=to))
+
+    def lose_commits(self, what: str = "reply", times: int = 1, after: int = 0) -> None:
+        """PostgreSQL: of the COMMITs that come ``after`` so many, the ``request`` does not arrive, or the ``reply`` does
+        not, and the connection is reset. With the reply lost the server has committed; with the request lost it rolls
+        back."""
+        self._commits_to_lose, self._commits_to_pass = times, after
+        self._turn(Weather(lose_commit=what))
+
+    @property
+    def commits_to_lose(self) -> int:
+        """How many are still to be lost."""
+        return self._commits_to_lose
 
     def cut(self) -> None:
         """Reset every open connection."""
@@ -162,9 +177,11 @@ class TcpProxy:
             if answers:
                 await asyncio.sleep(weather.delay)
                 self._lose_answer(link, weather)
+                self._lose_commit_reply(link, weather, data)
                 self.bytes_down += len(data)
             else:
                 link.request = data
+                self._lose_commit_request(weather, data)
                 self.bytes_up += len(data)
             if weather.rate:
                 await asyncio.sleep(len(data) / weather.rate)
@@ -178,3 +195,28 @@ class TcpProxy:
             self._answers += 1
             if self._answers % weather.drop_every == 0:
                 raise ConnectionResetError
+
+    def _lose_commit_reply(self, link: Link, weather: Weather, data: bytes) -> None:
+        """Messages are a type, a length that counts itself, and a body; ``C`` tells that a statement was completed.
+
+        (The one byte that answers a request for encryption is none; clients of a test ask for none.)
+        """
+        link.unread += data
+        while len(link.unread) >= 5:
+            length = 1 + int.from_bytes(link.unread[1:5], "big")
+            if len(link.unread) < length:
+                return
+            message, link.unread = link.unread[:length], link.unread[length:]
+            if message[:1] == b"C" and message[5:] == b"COMMIT\0" and weather.lose_commit == "reply":
+                self._lose_commit()
+
+    def _lose_commit_request(self, weather: Weather, data: bytes) -> None:
+        if weather.lose_commit == "request" and data[:1] == b"Q" and data[5:] == b"COMMIT\0":
+            self._lose_commit()
+
+    def _lose_commit(self) -> None:
+        if self._commits_to_pass:
+            self._commits_to_pass -= 1
+        elif self._commits_to_lose:
+            self._commits_to_lose -= 1
+            raise ConnectionResetError

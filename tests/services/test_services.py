@@ -44,8 +44,11 @@ def proxy(tcp_proxy, echo):
     return tcp_proxy(echo[0])
 
 
-def dial(proxy, timeout=5.0):
-    return socket.create_connection(("127.0.0.1", proxy.port), timeout)
+PATIENCE = 60  # for what has to come, on a machine that is busy with other things
+
+
+def dial(proxy):
+    return socket.create_connection(("127.0.0.1", proxy.port), PATIENCE)
 
 
 def exchange(connection, data=b"ping"):
@@ -81,6 +84,15 @@ def test_redis_forgets_when_killed_and_returns_on_the_same_port(redis_server):
     assert client.get("a") is None
 
 
+def test_a_server_whose_port_was_taken_meanwhile_starts_on_another(redis_program, service_directory, echo):
+    server = RedisServer(service_directory("redis"), redis_program)
+    server.port = taken = echo[0]
+    server.start()
+    assert server.port != taken
+    assert server.client().ping()
+    server.discard()
+
+
 @pytest.mark.parametrize("value", ["first", "second"])
 def test_redis_is_empty_for_every_test(redis_server, value):
     assert redis_server.client(db=1).set("a", value, nx=True)
@@ -93,7 +105,7 @@ def test_a_frozen_redis_accepts_but_does_not_answer_until_it_continues(redis_ser
     with pytest.raises(RedisTimeoutError):
         client.ping()
     redis_server.sigcont()
-    assert eventually(redis_server.ready)
+    assert eventually(redis_server.ready, PATIENCE)
 
 
 def test_a_redis_with_an_append_only_file_survives_a_kill(redis_factory):
@@ -139,7 +151,7 @@ def test_every_firestore_emulator_found_writes_reads_listens_and_commits(program
 
     heard: list[int] = []
     listener = document.on_snapshot(lambda snapshots, _changes, _at: heard.append(snapshots[0].get("done")))
-    eventually(lambda: heard == [1], message="the listener hears of what is there")
+    eventually(lambda: heard == [1], PATIENCE, message="the listener hears of what is there")
 
     @google_firestore.transactional
     def add_one(transaction):
@@ -147,7 +159,7 @@ def test_every_firestore_emulator_found_writes_reads_listens_and_commits(program
         transaction.update(document, {"done": done + 1})
 
     add_one(client.transaction())
-    eventually(lambda: heard == [1, 2], message="the listener hears of the change")
+    eventually(lambda: heard == [1, 2], PATIENCE, message="the listener hears of the change")
     listener.unsubscribe()
     client.close()
     emulator.discard()
@@ -169,7 +181,7 @@ def test_a_proxy_passes_bytes_both_ways_and_counts_them(proxy):
         assert (proxy.bytes_up, proxy.bytes_down) == (4, 4)
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(1) == b""
-    eventually(lambda: proxy.open_connections == 0)
+    eventually(lambda: proxy.open_connections == 0, PATIENCE)
 
 
 def test_a_refusing_proxy_turns_new_connections_away_and_keeps_the_old(proxy):
@@ -196,13 +208,15 @@ def test_a_cut_resets_what_is_open_and_lets_clients_come_back(proxy):
 
 def test_a_black_hole_accepts_swallows_and_resets_its_victims_when_it_ends(proxy, echo):
     _port, received = echo
-    with dial(proxy, timeout=0.1) as before:
+    with dial(proxy) as before:
         assert exchange(before) == b"ping"
         proxy.black_hole()
-        with dial(proxy, timeout=0.1) as during:
+        with dial(proxy) as during:
             for connection in (before, during):
+                connection.settimeout(0.1)
                 with pytest.raises(TimeoutError):
                     exchange(connection, b"lost")
+                connection.settimeout(PATIENCE)
             proxy.pass_through()
             for connection in (before, during):
                 with pytest.raises(ConnectionResetError):
@@ -215,7 +229,7 @@ def test_a_delay_holds_back_each_answer(proxy):
     with dial(proxy) as connection:
         began = time.monotonic()
         assert exchange(connection) == b"ping"
-        assert 0.1 <= time.monotonic() - began < 1
+        assert time.monotonic() - began >= 0.1
         proxy.delay(60)
         connection.sendall(b"ping")
         proxy.cut()
@@ -231,7 +245,7 @@ def test_a_throttle_carries_so_many_bytes_a_second(proxy):
         got = 0
         while got < 40_000:
             got += len(connection.recv(65536))
-        assert 0.2 <= time.monotonic() - began < 2
+        assert time.monotonic() - began >= 0.2
 
 
 def test_a_dropped_reply_comes_after_the_request_was_applied(proxy, echo):

@@ -7,7 +7,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def eventually(predicate: Callable[[], T | None], timeout: float = 10.0, message: str = "") -> T:
+def eventually(predicate: Callable[[], T | None], timeout: float = 30.0, message: str = "") -> T:
     """Return the first true answer of `predicate`; fail when there is none within `timeout` seconds.
 
     The pause between two looks grows from 1 to 50 ms.

@@ -16,9 +16,11 @@ from tests.services.waiting import eventually
 EVERY = ("memory", "sqlite", "postgresql", "redis", "firestore")
 #: Those that several stores, or processes, can open.
 SHARED = EVERY[1:]
-#: Those that keep versions apart between processes. The Firestore emulator from npm does not isolate transactions
-#: (tests/services/firestore.py), so what needs it cannot be shown there; the store relies on the service for it.
-ISOLATING = ("sqlite", "postgresql", "redis")
+#: Those that keep the writers of different processes apart. The Firestore emulator from npm does not isolate
+#: transactions (tests/services/firestore.py): with it a test marked with these is skipped for Firestore, and says so.
+ISOLATING = ("sqlite", "postgresql", "redis", "firestore")
+#: Those whose listener follows a numbered log.
+LOGGED = ("sqlite", "postgresql", "redis")
 #: Those reached over TCP, with a listener that can be cut off.
 NETWORKED = ("postgresql", "redis", "firestore")
 
@@ -50,14 +52,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`place` is every store, unless the test is marked `stores(...)` with those it is about."""
-    if "place" in metafunc.fixturenames:
+    if "place" in metafunc.fixturenames and not _given(metafunc):
         mark = metafunc.definition.get_closest_marker("stores")
         metafunc.parametrize("place", mark.args[0] if mark else EVERY, indirect=True)
+
+
+def _given(metafunc: pytest.Metafunc) -> bool:
+    """Whether the test says the stores itself, with something else of each."""
+    return any("place" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
 
 
 @pytest.fixture
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     kind = request.param
+    mark = request.node.get_closest_marker("stores")
+    if kind == "firestore" and mark is not None and mark.args[0] is ISOLATING:
+        emulator = request.getfixturevalue("firestore_emulator")
+        if not emulator.isolates_transactions:
+            pytest.skip(
+                "this Firestore emulator does not isolate transactions; Google's does: gcloud components install"
+            )
     url = {
         "memory": lambda: "sqlite:///:memory:",
         "sqlite": lambda: f"sqlite:///{tmp_path / 'states.db'}",

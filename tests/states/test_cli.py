@@ -138,3 +138,13 @@ def test_the_store_may_be_set_apart_from_the_database(managers: list[Manager], h
     managers[0].set_started("ingest")
     env = {"HEADWAY_DATABASE": "sqlite:///nowhere.db", "HEADWAY_STATES": url}
     assert headway_cli("states", "nightly", env=env).returncode == 0
+
+
+@pytest.mark.parametrize("days", ["nan", "-1", "inf", "1e300"])
+def test_an_age_that_is_none_is_refused_in_one_line(managers: list[Manager], headway_cli: Run, days: str):
+    refused = headway_cli("states", "purge", "--older-than", days)
+    assert refused.returncode == 2
+    assert "Traceback" not in refused.stderr
+    waiting = headway_cli("states", "wait", "nightly", "--tag", "a", "--timeout", "nan")
+    assert waiting.returncode == 2
+    assert "Traceback" not in waiting.stderr

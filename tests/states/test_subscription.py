@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.errors import InvalidInput, Unavailable
+from headway.errors import HeadwayError, InvalidInput, Unavailable
 from headway.states import State, StateEvent, Subscription, SubscriptionClosed
 from headway.telemetry import metrics
 from tests.states.conftest import live, replayed, take
@@ -224,3 +226,119 @@ def test_offers_from_many_threads_reach_a_reader_once_each_and_in_order():
     for thread in threads:
         thread.join()
     assert all(versions == list(range(1, 201)) for versions in told.values())
+
+
+def test_the_newest_of_a_key_says_how_many_it_stands_for_and_the_log_says_that_a_reader_is_slow(
+    caplog: pytest.LogCaptureFixture,
+):
+    subscription = started(depth=4)
+    for version in range(1, 11):
+        subscription.offer(state(version))
+    replayed(subscription)
+    assert [event.skipped for event in take(subscription, 5)] == [0, 0, 0, 0, 5]
+    assert ["too slow" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_what_a_subscription_accepts_may_raise_and_costs_that_subscription_only():
+    def picky(found: State) -> bool:
+        if found.version == 2:
+            raise KeyError("not my day")
+        return True
+
+    subscription = started(accepts=picky)
+    for version in (1, 2, 3):
+        subscription.offer(state(version))
+    replayed(subscription)
+    assert live(subscription) == [state(1)]
+    with pytest.raises(HeadwayError, match="could not be decided: KeyError") as caught:
+        subscription.get(1)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("timeout", [math.nan, -1.0])
+def test_a_time_limit_that_is_none_is_refused(timeout: float):
+    with pytest.raises(InvalidInput, match="number of seconds"):
+        started(timeout=timeout)
+    with pytest.raises(InvalidInput, match="number of seconds"):
+        started().get(timeout)
+
+
+def test_the_longest_time_limit_there_is_does_not_overflow():
+    assert started(state(1), timeout=1e300).get(1e300).state == state(1)
+
+
+async def all_read(*subscriptions: Subscription) -> None:
+    while any(subscription.waiting for subscription in subscriptions):  # noqa: ASYNC110  (nothing tells of it)
+        await asyncio.sleep(0)
+
+
+def test_an_event_loop_reads_with_async_for_without_a_thread_until_it_is_closed():
+    subscription = started(state(1))
+
+    async def read() -> list[StateEvent]:
+        return [event async for event in subscription]
+
+    async def both() -> list[StateEvent]:
+        reading = asyncio.create_task(read())
+        await all_read(subscription)
+        assert threading.active_count() == threads_before
+        await asyncio.to_thread(subscription.offer, state(2))
+        await all_read(subscription)
+        subscription.end()
+        return await reading
+
+    threads_before = threading.active_count()
+    events = asyncio.run(both())
+    assert [event.state and event.state.version for event in events] == [1, None, 2]
+
+
+def test_async_iteration_has_the_same_time_limit_and_may_be_cancelled():
+    async def read() -> None:
+        subscription = started(timeout=0.02)
+        assert (await anext(subscription)).replay_complete
+        with pytest.raises(TimeoutError, match=r"0\.02 s"):
+            await anext(subscription)
+        subscription.timeout = None
+        waiting = asyncio.create_task(subscription.__anext__())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        subscription.offer(state(1))
+        assert (await anext(subscription)).state == state(1)
+        subscription.end(Unavailable("gone"))
+        with pytest.raises(Unavailable, match="gone"):
+            await anext(subscription)
+
+    asyncio.run(read())
+
+
+def test_two_hundred_coroutines_wait_at_once_and_an_ended_loop_hurts_nobody():
+    subscriptions = [started() for _ in range(200)]
+
+    async def one(subscription: Subscription) -> int:
+        async for event in subscription:
+            if event.state is not None:
+                return event.state.version
+        return 0
+
+    async def everybody() -> list[int]:
+        tasks = [asyncio.create_task(one(subscription)) for subscription in subscriptions]
+        await all_read(*subscriptions)
+        for subscription in subscriptions:
+            subscription.offer(state(7))
+        return await asyncio.gather(*tasks)
+
+    assert asyncio.run(everybody()) == [7] * 200
+    abandoned = started()
+
+    async def leave() -> None:
+        await anext(abandoned)
+        waiting = asyncio.create_task(abandoned.__anext__())
+        await asyncio.sleep(0)
+        waiting.get_loop().stop()
+
+    with pytest.raises(RuntimeError):
+        asyncio.run(leave())
+    abandoned.offer(state(1))
+    assert live(abandoned) == [state(1)]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import random
+from enum import Enum, IntEnum
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 from headway.errors import InvalidInput
 from headway.states import LiveStore, Manager, State, open_store
 from headway.states.state import DEPTH_LIMIT, MESSAGE_LIMIT, PAYLOAD_LIMIT, checked, storable
-from tests.states.conftest import Place
+from tests.states.conftest import Place, replayed
 
 BAD_IDS = ["", "/", "a/b", ".", "..", "__x__", "a\0b", "\ud800", "x" * 129, "a b", "ä", "*", "{x}", "a:b", 7, None]
 BAD_STATUSES = [2**31, -(2**31) - 1, 1.0, True, "1", None]
@@ -94,6 +97,92 @@ def test_an_address_that_is_no_store_is_refused_with_the_forms_there_are():
     assert "hunter22" not in str(caught.value)
 
 
+@pytest.mark.req("S1-54")
+def test_event_ids_differ_also_where_programs_seed_their_random_numbers_or_fork():
+    def made() -> str:
+        random.seed(1)
+        return checked(State("job", 0, "a"), 1).event_id
+
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writing, made().encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert len({made(), made(), os.read(reading, 100).decode()}) == 3
+    os.close(reading)
+    os.close(writing)
+
+
+class Phase(IntEnum):
+    LOADING = 5
+
+
+class Stream(str, Enum):  # noqa: UP042  (unlike a StrEnum it has another text than its value)
+    INGEST = "ingest"
+
+
+class Weight(float):
+    pass
+
+
+@pytest.mark.req("S1-03", "S1-08")
+def test_members_of_enumerations_are_stored_and_found_as_the_plain_values_they_are(store: LiveStore):
+    manager = Manager("job", 0, 3, store)
+    sent = State("job", 0, Stream.INGEST, Phase.LOADING, Stream.INGEST, payload={
+        "phase": Phase.LOADING, Stream.INGEST: [Stream.INGEST, Weight(0.5)],
+    })  # fmt: skip
+    stored = store.set_state(sent)
+    assert [type(found) for found in (stored.tag, stored.status, stored.message)] == [str, int, str]
+    assert stored.payload == {"phase": 5, "ingest": ["ingest", 0.5]}
+    again = manager.set_state("ingest", status=6, event_id=Stream.INGEST)
+    assert again.version == 2, "one key, whichever way its tag is written"
+    assert type(again.event_id) is str
+    assert len(store.list_all_states()) == 1
+    assert manager.get_state(task_id=0, tag=Stream.INGEST) == again
+    assert store.get_state(0, Stream.INGEST) == again
+    with manager.subscribe(tag=Stream.INGEST) as subscription:
+        assert [state.version for state in replayed(subscription)] == [2]
+
+
+def test_an_enumeration_as_job_and_number_of_tasks_is_the_same_job(place: Place):
+    class Job(str, Enum):  # noqa: UP042  (as above)
+        NIGHTLY = "nightly"
+
+    class Size(IntEnum):
+        SMALL = 3
+
+    store = place.open(Job.NIGHTLY, Size.SMALL)
+    assert (type(store.job_id), store.job_id, type(store.num_tasks)) == (str, "nightly", int)
+    assert Manager(Job.NIGHTLY, 0, Size.SMALL, store).set_started("a").job_id == "nightly"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [10**5000, -(10**5000), Phase(5), object(), "x" * 10_000],
+    ids=["huge", "tiny", "enumeration", "object", "text"],
+)
+def test_what_is_refused_is_refused_at_once_and_in_few_words(value: Any):
+    for state in (State("job", value, "a"), State("job", 0, "a", value), State("job", 0, "a", schema_version=value)):
+        if isinstance(value, Phase) and state.task_id == 0:
+            continue  # a number like any other
+        with pytest.raises(InvalidInput) as caught:
+            checked(state, 3)
+        assert len(str(caught.value)) < 200
+
+
+def test_an_error_that_cannot_say_itself_is_still_reported(place: Place):
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+        @property
+        def status_code(self) -> int:
+            raise RuntimeError("no number either")
+
+    stored = Manager("job", 0, 3, place.open()).set_error(Mute(), "a")
+    assert (stored.status, stored.message) == (-1, "\U0001f534 Mute")
+
+
 json_values = st.recursive(
     st.none()
     | st.booleans()
@@ -127,7 +216,7 @@ def test_whatever_passes_the_edge_comes_back_from_every_store(
     store: LiveStore, payload: Any, status: int, message: str, tag: str
 ):
     stored = store.set_state(State("job", 0, tag, status, message, payload=payload))
-    again = store._backend.read_all("job").states
+    again = store._backend.read_all(store.record, None).states
     found = next(state for state in again if state.key == (0, tag))
     assert found == stored
     assert (found.status, found.message, found.payload) == (status, message, payload)

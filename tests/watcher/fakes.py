@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from headway._sql import connect
 from headway.watcher import NotificationWatcher, ProcessedStore, SqlProcessedStore, WatcherPorts, WatcherSettings
 from headway.watcher.logic import channel
-from headway.watcher.ports import ExecutionRecord, JobRecord, Member, Message, QueueKeys, ResultRecord
+from headway.watcher.ports import ExecutionRecord, Member, Message, QueueKeys, ResultRecord, RqJobRecord
 
 QUEUE = "digits"
 KEYS = QueueKeys(failed="F", started="W", canceled="C")
@@ -21,19 +23,35 @@ class FakePubSub:
     def __init__(self) -> None:
         self.inbox: deque[Message | Exception] = deque()
         self.patterns: list[str] = []
+        self.channels: list[str] = []
         self.answers = True
         self.confirms = True
         self.closed = False
 
     def psubscribe(self, *patterns: str) -> None:
-        self.patterns += patterns
+        self._add(self.patterns, patterns)
+
+    def subscribe(self, *channels: str) -> None:
+        self._add(self.channels, channels)
+
+    def _add(self, known: list[str], names: Sequence[str]) -> None:
+        known += names
         if self.confirms:
-            self.inbox.extend(Message("subscribed", pattern) for pattern in patterns)
+            self.inbox.extend(Message("subscribed", name) for name in names)
 
     def punsubscribe(self, *patterns: str) -> None:
-        for pattern in patterns:
-            self.patterns.remove(pattern)
-            self.inbox.append(Message("unsubscribed", pattern))
+        self._remove(self.patterns, patterns)
+
+    def unsubscribe(self, *channels: str) -> None:
+        self._remove(self.channels, channels)
+
+    def _remove(self, known: list[str], names: Sequence[str]) -> None:
+        for name in names:
+            known.remove(name)
+            self.inbox.append(Message("unsubscribed", name))
+
+    def hears(self, channel: str) -> bool:
+        return channel in self.channels or any(unescaped(pattern) == channel for pattern in self.patterns)
 
     def get_message(self, timeout: float) -> Message | None:
         if not self.inbox:
@@ -50,18 +68,43 @@ class FakePubSub:
 
     def close(self) -> None:
         self.closed = True
+        self.patterns, self.channels = [], []
+
+
+def unescaped(pattern: str) -> str:
+    return re.sub(r"\\(.)", r"\1", pattern)
+
+
+class FakeGuard:
+    """Compares what the keys hold with what they held."""
+
+    def __init__(self, redis: FakeRedis, keys: Sequence[str]) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._before = self._look()
+
+    def _look(self) -> list[dict[str, float]]:
+        return [dict(self._redis.zsets.get(key, {})) for key in self._keys]
+
+    def untouched(self) -> bool:
+        self._redis._called("guard")
+        before, self._before = self._before, self._look()
+        return before == self._before
 
 
 class FakeRedis:
-    """One database. What a test does to it is announced only when the test says so."""
+    """One database. What a test does to its sets and records is announced only when the test says so; what is done to it
+    through the port is announced to whoever subscribed, as a server with ``Kz`` does it."""
 
     #: Shared with the links, whose waiting is what makes time pass.
     clock: ClassVar[list[float]] = [0.0]
 
     def __init__(self, flags: str | None = "zK") -> None:
         self.flags = flags
+        self.announces = True
+        self.skew = 0.0
         self.zsets: dict[str, dict[str, float]] = {"F": {}, "W": {}, "C": {}}
-        self.records: dict[str, JobRecord] = {}
+        self.records: dict[str, RqJobRecord] = {}
         self.runs: dict[str, ExecutionRecord] = {}
         self.published: list[str] = []
         self.calls: list[str] = []
@@ -70,11 +113,15 @@ class FakeRedis:
         self.error: Exception | None = None
         self.on_publish: Callable[[], None] = lambda: None
         self.closed = False
+        self._names: list[str] = []
 
     # ---- for tests -------------------------------------------------------------------------------------------------
 
     def announce(self, key: str, command: str = "zadd") -> None:
-        self.links[-1].inbox.append(Message("event", channel(0, key), command))
+        """To every link that asked to be told."""
+        for link in self.links:
+            if link.hears(channel(0, key)):
+                link.inbox.append(Message("event", channel(0, key), command))
 
     def fail(self, job_id: str, result_id: str, *, score: float = 9e9, exception: bytes = b"") -> None:
         """As RQ does it: the hash, a result, the registry."""
@@ -89,7 +136,7 @@ class FakeRedis:
         )
         before = self.records.get(job_id)
         results = (result, *(before.results if before else ()))
-        self.records[job_id] = JobRecord(job_id, exists=True, status="failed", created_at="then", results=results)
+        self.records[job_id] = RqJobRecord(job_id, exists=True, status="failed", created_at="then", results=results)
         self.zsets["F"][job_id] = score
 
     # ---- the port --------------------------------------------------------------------------------------------------
@@ -113,7 +160,7 @@ class FakeRedis:
 
     def time(self) -> float:
         self._called("time")
-        return 1_000_000.0 + self.clock[0]
+        return 1_000_000.0 + self.clock[0] + self.skew
 
     def _sorted(self, key: str) -> list[Member]:
         return sorted(self.zsets.get(key, {}).items(), key=lambda entry: (entry[1], entry[0]))
@@ -125,6 +172,17 @@ class FakeRedis:
     def zrange(self, key: str, start: int, count: int) -> list[Member]:
         self._called("zrange")
         return self._sorted(key)[start : start + count]
+
+    def zscan(self, key: str, cursor: int, count: int) -> tuple[int, list[Member]]:
+        """In the order of member names, which no score changes. The cursor is the number of a name."""
+        self._called("zscan")
+        members = sorted(self.zsets.get(key, {}).items())
+        after = "" if cursor == 0 else self._names[cursor - 1]
+        page = [entry for entry in members if cursor == 0 or entry[0] > after][:count]
+        if not page or page[-1] == members[-1]:
+            return 0, page
+        self._names.append(page[-1][0])
+        return len(self._names), page
 
     def zcard(self, key: str) -> int:
         self._called("zcard")
@@ -141,16 +199,30 @@ class FakeRedis:
 
     def zadd(self, key: str, member: str, score: float) -> None:
         self._called("zadd")
+        changed = self.zsets.get(key, {}).get(member) != score
         self.zsets.setdefault(key, {})[member] = score
+        if changed and self.announces:
+            self.announce(key)
 
     def unlink(self, key: str) -> None:
         self._called("unlink")
         self.zsets.pop(key, None)
 
-    def jobs(self, job_ids: Sequence[str], *, running: bool) -> list[JobRecord]:
+    def jobs(self, job_ids: Sequence[str], *, running: bool, payload: bool = False) -> list[RqJobRecord]:
         self._called("jobs")
         self.asked.append(list(job_ids))
-        return [self.records.get(job_id) or JobRecord(job_id, exists=False) for job_id in job_ids]
+        records = [self.records.get(job_id) or RqJobRecord(job_id, exists=False) for job_id in job_ids]
+        return [
+            replace(one, running=one.running if running else "", payload=one.payload if payload else b"")
+            for one in records
+        ]
+
+    def have_results(self, job_ids: Sequence[str]) -> list[bool]:
+        self._called("have_results")
+        return [bool(self.records[job_id].results) if job_id in self.records else False for job_id in job_ids]
+
+    def guard(self, keys: Sequence[str]) -> FakeGuard:
+        return FakeGuard(self, keys)
 
     def executions(self, members: Sequence[str]) -> list[ExecutionRecord]:
         self._called("executions")

@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from headway._sql import connect
 from headway.watcher import NotificationWatcher, ProcessedStore, RedisProcessedStore, SqlProcessedStore, WatcherSettings
 from headway.watcher.adapters import connect as connect_redis
 from headway.watcher.adapters import default_ports
+from headway.watcher.ports import RedisProto
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
 
@@ -45,7 +47,7 @@ class Listener:
                 self.all.append(json.loads(message["data"]))
         return self.all
 
-    def told(self, *wanted: tuple[str, str], timeout: float = 20) -> list[dict[str, Any]]:
+    def expect(self, *wanted: tuple[str, str], timeout: float = 20) -> list[dict[str, Any]]:
         """Wait until exactly these (job, kind) were told, whatever their order."""
 
         def enough() -> bool:
@@ -56,6 +58,12 @@ class Listener:
         assert sorted(self.kinds) == sorted(wanted), f"told were {self.kinds}"
         by_name = {(event["job"], event["data"]["kind"]): event for event in self.all}
         return [by_name[one] for one in wanted]
+
+    def expect_number(self, number: int, timeout: float = 20) -> list[dict[str, Any]]:
+        """Wait until so many were told, and no more."""
+        eventually(lambda: len(self.hear()) >= number, timeout, f"{number} events")
+        assert len(self.hear()) == number, f"told were {self.kinds}"
+        return self.all
 
     @property
     def kinds(self) -> list[tuple[str, str]]:
@@ -101,6 +109,26 @@ class Watching:
         assert not self._thread.is_alive()
 
 
+class Meddled:
+    """The real port, and something that happens each time right after one of its verbs."""
+
+    def __init__(self, inner: RedisProto, after: Mapping[str, Callable[[], None]]) -> None:
+        self._inner = inner
+        self._after = after
+
+    def __getattr__(self, name: str) -> Any:
+        verb = getattr(self._inner, name)
+        if name not in self._after:
+            return verb
+
+        def verb_and_then(*arguments: Any, **named: Any) -> Any:
+            answer = verb(*arguments, **named)
+            self._after[name]()
+            return answer
+
+        return verb_and_then
+
+
 class Scene:
     def __init__(self, server: RedisServer, directory: Path, *, queue: str = "digits", db: int = 0) -> None:
         self.server = server
@@ -131,8 +159,16 @@ class Scene:
     def redis_store(self, queue: str) -> ProcessedStore:
         return RedisProcessedStore(connect_redis(self.url), queue)
 
-    def watcher(self, store: Callable[[str], ProcessedStore] | None = None, **changes: Any) -> NotificationWatcher:
-        return NotificationWatcher(self.settings(**changes), default_ports(), store or self.open_store)
+    def watcher(
+        self,
+        store: Callable[[str], ProcessedStore] | None = None,
+        after: Mapping[str, Callable[[], None]] | None = None,
+        **changes: Any,
+    ) -> NotificationWatcher:
+        ports = default_ports()
+        if after is not None:
+            ports = replace(ports, redis=lambda url: Meddled(connect_redis(url), after))
+        return NotificationWatcher(self.settings(**changes), ports, store or self.open_store)
 
     def start(self, **changes: Any) -> Watching:
         """A watcher that is expected to end by itself."""
@@ -188,6 +224,11 @@ class Scene:
         stats: dict[str, dict[str, int]] = self.redis.info("commandstats")
         return {name.removeprefix("cmdstat_").upper(): entry["calls"] for name, entry in stats.items()}
 
+    def sweeps(self, number: int) -> None:
+        """Wait for so many more sweeps of a watcher; each asks once what was touched."""
+        wanted = self.commands().get("EXEC", 0) + number
+        eventually(lambda: self.commands().get("EXEC", 0) >= wanted, 30, "sweeps")
+
     def hang(self, **options: Any) -> tuple[Job, Path]:
         """A job that runs until the file is made; it does run when this returns."""
         flag = self.directory / f"flag-{os.urandom(4).hex()}"
@@ -195,13 +236,23 @@ class Scene:
         eventually(lambda: job.get_status() == "started", 20, "it runs")
         return job, flag
 
+    def horses(self, process: subprocess.Popen[bytes]) -> list[int]:
+        return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
     def kill_group(self, process: subprocess.Popen[bytes]) -> None:
         """Worker and work-horse at once, as when the machine goes. The horse has a group of its own."""
-        horses = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        horses = self.horses(process)
         process.kill()
         process.wait()
         for horse in horses:
-            os.kill(horse, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it had done its work
+                os.kill(horse, signal.SIGKILL)
+
+    def signal_group(self, process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+        """To worker and work-horse: a machine that is put to sleep, or woken."""
+        for horse in self.horses(process):
+            os.kill(horse, number)
+        os.kill(process.pid, number)
 
     def close(self) -> None:
         for process in self._alive():

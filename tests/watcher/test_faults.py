@@ -87,7 +87,7 @@ def test_a_killed_worker_is_told_when_the_lease_that_rq_gave_it_lapses(scene: Sc
         job, _ = scene.hang()
         scene.kill_group(worker)
         began = time.monotonic()
-        scene.events.told((job.id, "lost"), timeout=100)
+        scene.events.expect((job.id, "lost"), timeout=100)
         assert 55 < time.monotonic() - began < 70
 
 
@@ -102,14 +102,14 @@ def test_a_link_cut_two_hundred_times_loses_nothing(scene: Scene):
         ids += scene.burst(3, prefix=f"after{number}")
         assert watching.ended() is not None
     with scene.watching():
-        scene.events.told(*[(job_id, "failed") for job_id in ids], timeout=60)
+        scene.events.expect(*[(job_id, "failed") for job_id in ids], timeout=60)
 
 
 def test_ten_thousand_failures_at_once_are_each_told_once_within_bounded_memory(scene: Scene, start: Start):
     watcher = start(RQ_WATCHER_PAGE_SIZE="200")
     eventually(lambda: scene.redis.pubsub_numpat() == 3, 30)
     ids = scene.burst(10_000)
-    scene.events.told(*[(job_id, "failed") for job_id in ids], timeout=120)
+    scene.events.expect(*[(job_id, "failed") for job_id in ids], timeout=120)
     status = Path(f"/proc/{watcher.pid}/status").read_text()
     assert int(status.split("VmHWM:")[1].split()[0]) < 100 * 1024
     watcher.terminate()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import traceback
 import zlib
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 import pytest
@@ -22,12 +24,13 @@ from headway.watcher.logic import (
     outcome,
     pattern,
     payload_fields,
+    put_back_since,
     result_order,
     split_member,
     stuck_after,
     summary,
 )
-from headway.watcher.ports import JobRecord, ResultRecord
+from headway.watcher.ports import ResultRecord, RqJobRecord
 from headway.watcher.publisher import event_id
 from tests.watcher.fakes import FakeRedis
 
@@ -53,8 +56,8 @@ def result(
     return ResultRecord(result_id, outcome, execution, "w1", "began", "ended", stored(text))  # type: ignore[arg-type]  # just asserted
 
 
-def job(*results: ResultRecord, status: str = "failed", exists: bool = True, running: str = "") -> JobRecord:
-    return JobRecord("j", exists=exists, status=status, created_at="then", running=running, results=results)
+def job(*results: ResultRecord, status: str = "failed", exists: bool = True, running: str = "") -> RqJobRecord:
+    return RqJobRecord("j", exists=exists, status=status, created_at="then", running=running, results=results)
 
 
 @pytest.mark.parametrize("flags", ["zK", "AK", "AKE", "Kz"])
@@ -68,7 +71,7 @@ def test_or_does_not(flags):
 
 
 def test_a_pattern_matches_only_its_own_key():
-    assert pattern(3, "rq:failed:q[1]*?^-\\") == "__keyspace@3__:rq:failed:q\\[1\\]\\*\\?\\^\\-\\\\"
+    assert pattern(3, "rq:failed:q[1]*?^-\\") == "__keyspace@3__:rq:failed:q\\[1\\]\\*\\?^-\\\\"
 
 
 @pytest.mark.req("S4-34")
@@ -90,6 +93,98 @@ def test_whatever_stands_there_makes_one_line(text, expected):
     assert summary(text) == expected
 
 
+def formatted(raising: Callable[[], None]) -> str:
+    """As RQ stores it."""
+    try:
+        raising()
+    except Exception as error:  # noqa: BLE001 - whatever it raises is what is wanted
+        return "".join(traceback.format_exception(error))
+    raise AssertionError
+
+
+def raise_group() -> None:
+    inner = ExceptionGroup("inner", [KeyError("k")])
+    try:
+        raise ValueError("first part\nof two lines")
+    except ValueError as error:
+        raise ExceptionGroup("many went wrong", [error, OSError(2, "no such file"), inner]) from error
+
+
+def raise_chained() -> None:
+    try:
+        raise KeyError("secret detail " * 5_000)
+    except KeyError as error:
+        raise RuntimeError("in the end") from error
+
+
+def raise_nested_text() -> None:
+    raise RuntimeError(f"remote said:\n{TRACEBACK}\nand that was it")
+
+
+def raise_local() -> None:
+    class Local(Exception):
+        pass
+
+    raise Local
+
+
+def raise_noted() -> None:
+    error = ValueError("noted")
+    error.add_note("while reading page 7")
+    raise error
+
+
+def raise_syntax() -> None:
+    compile("a b", "f.py", "exec")
+
+
+@pytest.mark.req("S4-34")
+@pytest.mark.parametrize(
+    ("raising", "error_type", "message"),
+    [
+        (
+            raise_group,
+            "ExceptionGroup",
+            (
+                "ExceptionGroup: many went wrong (3 sub-exceptions): ValueError: first part; "
+                "FileNotFoundError: [Errno 2] no such file; ExceptionGroup: inner (1 sub-exception); KeyError: 'k'"
+            ),
+        ),
+        (raise_chained, "RuntimeError", "RuntimeError: in the end"),
+        (raise_noted, "ValueError", "ValueError: noted while reading page 7"),
+        (raise_syntax, "SyntaxError", "SyntaxError: invalid syntax"),
+    ],
+)
+def test_an_exception_is_told_by_its_own_words_and_no_traceback(raising, error_type, message):
+    assert summary(formatted(raising)) == (error_type, message)
+
+
+def test_a_group_in_a_group_and_a_group_after_another_error_are_groups():
+    text = formatted(raise_group)
+    assert "Exception Group Traceback" in text
+    error_type, message = summary('Traceback (most recent call last):\n  File "a.py", line 1, in f\nE: 1\n\n'
+                                  "During handling of the above exception, another exception occurred:\n\n" + text)  # fmt: skip
+    assert error_type == "ExceptionGroup"
+    for word in ('File "', "Traceback", "line ", "^^^", "+-"):
+        assert word not in message
+
+
+def test_a_traceback_quoted_in_a_message_is_a_part_of_the_message():
+    error_type, message = summary(formatted(raise_nested_text))
+    assert error_type == "RuntimeError"
+    assert message.startswith("RuntimeError: remote said:")
+
+
+def test_a_local_class_is_a_type():
+    assert summary(formatted(raise_local))[0].endswith("raise_local.<locals>.Local")
+
+
+@pytest.mark.parametrize("size", [600, 20_000, 2_000_000, 20_000_000])
+def test_a_long_message_keeps_its_type_and_its_beginning(size):
+    text = f'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    f()\nmy.Error: begins {"x" * size}'
+    assert summary(exception_text(stored(text))) == ("my.Error", ("my.Error: begins " + "x" * size)[:500])
+
+
 @pytest.mark.req("S4-34")
 def test_secrets_in_an_exception_are_not_told():
     assert (
@@ -102,10 +197,13 @@ def test_a_message_is_bounded():
     assert len(summary("x" * 10_000)[1]) == 500
 
 
-def test_the_end_of_a_huge_exception_is_read_without_opening_all_of_it():
+def test_both_ends_of_a_huge_exception_are_read_without_keeping_all_of_it():
     bomb = base64.b64encode(zlib.compress(b"0" * 40_000_000))
-    assert exception_text(bomb) == "0" * 8192
-    assert exception_text(stored("a" * 100_000 + "the end")).endswith("the end")
+    assert len(exception_text(bomb)) <= 1024 * 1024
+    text = exception_text(stored("the beginning" + "a" * 9_000_000 + "the end"))
+    assert text.startswith("the beginning")
+    assert text.endswith("the end")
+    assert len(text) <= 1024 * 1024
 
 
 @given(st.binary(max_size=200))
@@ -156,13 +254,13 @@ def test_stream_ids_compare_by_number():
     [
         (job(result(outcome="successful"), status="finished"), False, "finished"),
         (job(result(outcome="retried"), status="queued"), False, "retried"),
-        (job(result()), False, "told"),
+        (job(result()), False, "reported"),
         (job(result(execution="another"), status="started", running="x"), True, "open"),
         (job(status="started", running="another"), False, "retried"),
         (job(status="started"), False, "open"),
         (job(exists=False), False, "gone"),
-        (job(), False, "told"),
-        (job(status="stopped"), False, "told"),
+        (job(), False, "reported"),
+        (job(status="stopped"), False, "reported"),
         (job(status="canceled"), True, "open"),
         (job(status="canceled"), False, "lost"),
         (job(status="finished"), False, "finished"),
@@ -170,7 +268,20 @@ def test_stream_ids_compare_by_number():
     ],
 )
 def test_what_became_of_an_execution(record, exists, expected):
-    assert outcome(record, "x", execution_exists=exists) == expected
+    assert outcome(record, "x", execution_exists=exists, listed=False, lost=False) == expected
+
+
+@pytest.mark.parametrize("status", ["failed", "canceled", "finished", "queued", "started"])
+def test_an_execution_in_the_started_registry_is_not_decided_whatever_another_one_did_to_the_job(status):
+    record = job(status=status, running="another")
+    assert outcome(record, "x", execution_exists=True, listed=True, lost=False) == "open"
+    assert outcome(job(result(outcome="successful")), "x", execution_exists=True, listed=True, lost=False) == "finished"
+
+
+def test_a_lost_execution_that_rq_gave_up_may_still_come_to_something():
+    assert outcome(job(), "x", execution_exists=False, listed=False, lost=True) == "abandoned"
+    successful = job(result(outcome="successful"), status="finished")
+    assert outcome(successful, "x", execution_exists=False, listed=False, lost=True) == "finished"
 
 
 def test_a_job_is_never_stuck_before_its_own_timeout():
@@ -183,6 +294,14 @@ def test_a_job_is_never_stuck_before_its_own_timeout():
 def test_members_of_the_started_registry_are_split_at_the_last_colon():
     assert split_member("a:b:c") == ("a:b", "c")
     assert split_member("alone") == ("alone", "")
+
+
+@pytest.mark.parametrize(
+    ("enqueued", "back"),
+    [("1970-01-01T00:01:40Z", False), ("1970-01-01T00:01:41.5Z", True), ("", False), ("soon", False)],
+)
+def test_a_job_enqueued_after_the_second_of_its_cancellation_was_put_back(enqueued, back):
+    assert put_back_since(RqJobRecord("j", exists=True, enqueued_at=enqueued), 100.0) is back
 
 
 @pytest.mark.parametrize(("score", "second"), [(1_000.0, 1_000), (0.0, 5_000), (9e12, 5_000), (float("inf"), 5_000)])
@@ -229,7 +348,7 @@ def test_an_event_has_the_facts_the_fixed_fields_and_the_arguments_asked_for():
     assert json.loads(event.as_json()) == {
         "id": "digits:j:x:failed",
         "type": "my.failed",
-        "time": "1970-01-01T00:00:01Z",
+        "at": "1970-01-01T00:00:01Z",
         "source": "headway.watcher",
         "job": "j",
         "version": 1,

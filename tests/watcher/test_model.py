@@ -29,7 +29,7 @@ class RegistryEdits(RuleBasedStateMachine):
         self.happened = 0
         self.forever: set[str] = set()
 
-    def told(self) -> Counter[str]:
+    def delivered(self) -> Counter[str]:
         return Counter(json.loads(body)["data"]["execution_id"] for body in self.stand.redis.published)
 
     def announce(self, command: str, *, heard: bool) -> None:
@@ -81,14 +81,14 @@ class RegistryEdits(RuleBasedStateMachine):
         self.check_told(set(self.stand.redis.zsets["F"]))
 
     def check_told(self, jobs: set[str]) -> None:
-        told = self.told()
+        told = self.delivered()
         for job in jobs:
             for result in self.stand.redis.records[job].results:
                 assert told[result.execution_id] == 1, f"{job}: {result.id}"
 
     @invariant()
     def nothing_is_told_twice(self) -> None:
-        assert all(count == 1 for count in self.told().values())
+        assert all(count == 1 for count in self.delivered().values())
 
 
 @pytest.mark.req("S4-19")

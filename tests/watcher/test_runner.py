@@ -28,10 +28,17 @@ ENVIRONMENT = {
 }
 
 
+STARTED: list[subprocess.Popen[str]] = []
+
+
 @pytest.fixture(autouse=True)
 def _quiet_again() -> Iterator[None]:
-    """`main` sends the log to stderr; later tests have theirs as it was."""
+    """`main` sends the log to stderr; later tests have theirs as it was. What a failed test left running is ended."""
     yield
+    for process in STARTED:
+        process.kill()
+        process.wait()
+    STARTED.clear()
     logger = logging.getLogger("headway")
     for handler in [one for one in logger.handlers if isinstance(one.formatter, telemetry.LineFormatter)]:
         logger.removeHandler(handler)
@@ -40,9 +47,11 @@ def _quiet_again() -> Iterator[None]:
 
 def start(*command: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
     mine = {name: value for name, value in os.environ.items() if not name.startswith(("HEADWAY_", "RQ_"))}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         command, cwd=cwd, env=mine | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+    STARTED.append(process)
+    return process
 
 
 @pytest.mark.req("S4-17", "S4-28")
@@ -67,6 +76,15 @@ def test_each_required_setting_is_required(name, value, capfd):
         ({"RQ_WATCHER_FIELDS": "{"}, ConfigError),
         ({"RQ_WATCHER_FIELDS": "[]"}, ConfigError),
         ({"RQ__QUEUE": " , "}, InvalidInput),
+        ({"RQ__QUEUE": "q\udcff"}, InvalidInput),
+        ({"RQ_WATCHER_FIELDS": '{"a": NaN}'}, ConfigError),
+        ({"RQ_WATCHER_FIELDS": '{"a": "\\ud800"}'}, ConfigError),
+        ({"RQ_WATCHER_PAGE_SIZE": "inf"}, ConfigError),
+        ({"RQ_WATCHER_PAGE_SIZE": "nan"}, ConfigError),
+        ({"RQ_WATCHER_PAGE_SIZE": "2.5"}, ConfigError),
+        ({"RQ_WATCHER_PAGE_SIZE": "1"}, InvalidInput),
+        ({"RQ_WATCHER_STREAM_LENGTH": "-inf"}, ConfigError),
+        ({"RQ_WATCHER_SWEEP_SECONDS": "inf"}, InvalidInput),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(changes, error):
@@ -134,7 +152,7 @@ def test_an_error_of_a_command_is_logged_once_and_ends_it(tmp_path, monkeypatch,
     assert capfd.readouterr().err.count("OOM command not allowed") == 1
 
 
-@pytest.mark.req("S4-30")
+@pytest.mark.req("S4-01", "S4-30")
 @pytest.mark.parametrize("store", ["", "redis"])
 def test_the_command_watches_until_it_is_told_to_stop(scene: Scene, tmp_path, store):
     watcher = start(
@@ -144,11 +162,11 @@ def test_the_command_watches_until_it_is_told_to_stop(scene: Scene, tmp_path, st
     )
     eventually(lambda: scene.redis.pubsub_numpat() == 3 or watcher.poll() is not None, 30)
     scene.burst(1)
-    scene.events.told(("burst-00000", "failed"))
+    scene.events.expect(("burst-00000", "failed"))
     watcher.send_signal(signal.SIGTERM)
     _, errors = watcher.communicate(timeout=10)
     assert watcher.returncode == 0
-    assert "watching" in errors
+    assert errors.count("reported") == 1
     assert (tmp_path / "headway.db").exists() is (store == "")
 
 
@@ -178,6 +196,41 @@ def test_without_a_redis_it_ends_with_exit_code_6_and_no_secret_in_its_message(t
     assert watcher.returncode == 6
     assert errors.count("cannot be reached") == 1
     assert "hunter2222" not in errors
+
+
+@pytest.mark.req("S4-12")
+@pytest.mark.parametrize("url", ["nonsense", "redis://h:port/1", "redis://:qqq#zzz@h/0", "redis://h/0?protocol=3"])
+@pytest.mark.parametrize("store", ["", "redis"])
+def test_an_address_that_makes_no_sense_is_exit_code_2_and_one_message(tmp_path, url, store):
+    watcher = start(
+        sys.executable, "-m", "headway", "watch", cwd=tmp_path,
+        **ENVIRONMENT | {"REDIS_URL": url, "RQ_WATCHER_STORE": store},
+    )  # fmt: skip
+    _, errors = watcher.communicate(timeout=30)
+    assert watcher.returncode == 2
+    assert errors.count("REDIS_URL is not an address that can be used") == 1
+    assert "Traceback" not in errors
+    assert "qqq" not in errors
+    assert "zzz" not in errors
+
+
+@pytest.mark.parametrize("store", ["", "redis"])
+def test_told_to_stop_during_a_long_catch_up_it_ends_and_the_next_one_goes_on(scene: Scene, tmp_path, store):
+    ids = scene.burst(4_000)
+    environment = ENVIRONMENT | {
+        "REDIS_URL": scene.url, "RQ_WATCHER_STORE": store, "RQ_WATCHER_PAGE_SIZE": "50", "PYTHONWARNINGS": "error",
+    }  # fmt: skip
+    command = ("sh", "-c", f"exec {sys.executable} -m headway watch 2>>log")  # nobody empties a pipe meanwhile
+    watcher = start(*command, cwd=tmp_path, **environment)
+    eventually(lambda: len(scene.events.hear()) > 0, 30)
+    watcher.send_signal(signal.SIGTERM)
+    assert watcher.wait(10) == 0
+    assert 0 < len(scene.events.hear()) < len(ids)
+    assert ": watching" not in (tmp_path / "log").read_text()  # it had not caught up yet
+    watcher = start(*command, cwd=tmp_path, **environment)
+    scene.events.expect(*[(job_id, "failed") for job_id in ids], timeout=60)
+    watcher.send_signal(signal.SIGTERM)
+    assert watcher.wait(10) == 0
 
 
 def test_the_example_runs_and_its_events_are_those_it_expects():

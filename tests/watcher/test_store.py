@@ -45,7 +45,7 @@ def test_marking_again_replaces(open_store: Open):
 
 
 def test_queues_and_registries_are_apart(open_store: Open):
-    open_store("q@0").mark("failed", [Seen("a", 5.0, "1-0", 100.0)], [Follow("a:x", "stuck", "e")], [])
+    open_store("q@0").mark("failed", [Seen("a", 5.0, "1-0", 100.0)], [Follow("a:x", "stuck", "e", 1.5)], [])
     assert open_store("q@0").look("canceled", ["a"]) == {}
     assert open_store("q@1").look("failed", ["a"]) == {}
     assert open_store("q@1").follows() == []
@@ -59,11 +59,11 @@ def test_the_first_start_is_remembered(open_store: Open):
 
 def test_what_is_awaited_is_kept_until_it_is_not(open_store: Open):
     store = open_store("q@0")
-    store.mark("started", [], [Follow("b:y", "lost", "e2"), Follow("a:x", "stuck", "e1")], [])
-    store.mark("canceled", [], [Follow("a:x", "canceled", "e3")], [])
-    assert open_store("q@0").follows() == [Follow("a:x", "canceled", "e3"), Follow("b:y", "lost", "e2")]
+    store.mark("started", [], [Follow("b:y", "lost", "e2", 2.5), Follow("a:x", "stuck", "e1", 1.5)], [])
+    store.mark("canceled", [], [Follow("a:x", "canceled", "e3", 3.5)], [])
+    assert open_store("q@0").follows() == [Follow("a:x", "canceled", "e3", 3.5), Follow("b:y", "lost", "e2", 2.5)]
     store.mark("started", [], [], ["a:x", "unknown"])
-    assert open_store("q@0").follows() == [Follow("b:y", "lost", "e2")]
+    assert open_store("q@0").follows() == [Follow("b:y", "lost", "e2", 2.5)]
 
 
 def test_only_what_was_not_found_for_long_is_forgotten(open_store: Open):
@@ -71,11 +71,49 @@ def test_only_what_was_not_found_for_long_is_forgotten(open_store: Open):
     store.mark("failed", [Seen(member, 5.0, "1-0", 100.0) for member in "abc"], [], [])
     store.mark("canceled", [Seen("a", 5.0, "1-0", 100.0)], [], [])
     store.found("failed", ["b", "unknown"], 200.0)
-    assert store.prune("failed", 150.0) == 2
-    assert store.prune("failed", 150.0) == 0
+    assert store.stale("failed", 150.0, 1) == ["a"]
+    stale = store.stale("failed", 150.0, 10)
+    assert stale == ["a", "c"]
+    store.forget("failed", stale)
+    assert store.stale("failed", 150.0, 10) == []
     assert set(store.look("failed", ["a", "b", "c", "unknown"])) == {"b"}
     assert set(store.look("canceled", ["a"])) == {"a"}
     assert store.newest("failed") == 100.0
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 10_000])
+def test_any_number_of_members_may_be_given(open_store: Open, count):
+    store = open_store("q@0")
+    members = [f"job-{number:05}" for number in range(count)]
+    store.mark("failed", [Seen(member, 5.0, "1-0", 100.0) for member in members], [], [])
+    assert store.look("failed", [*members]).keys() == set(members)
+    assert store.look("canceled", members) == {}
+    store.found("failed", members, 200.0)
+    assert store.stale("failed", 200.0, 5) == []
+    assert len(store.stale("failed", 300.0, 50_000)) == count
+    store.forget("failed", members)
+    assert store.look("failed", members) == {}
+    assert store.newest("failed") == 0
+    store.mark("started", [], [Follow(f"{member}:x", "lost", "e", 1.0) for member in members], [])
+    assert len(store.follows()) == count
+    store.mark("started", [], [], [f"{member}:x" for member in members])
+    assert store.follows() == []
+
+
+@pytest.mark.parametrize("member", ["a\0b", "\udcff", "x" * 100_000, "\u2603" * 300, "\u0661"])
+def test_a_member_may_be_any_text(open_store: Open, member):
+    open_store("q@0").mark("failed", [Seen(member, 5.0, "1-0", 100.0), Seen("a", 5.0, "2-0", 100.0)], [], [])
+    assert open_store("q@0").look("failed", [member])[member].seen == "1-0"
+    (other, stale) = sorted(open_store("q@0").stale("failed", 200.0, 5), key=lambda one: one != "a")
+    assert other == "a"
+    open_store("q@0").forget("failed", [stale])
+    assert open_store("q@0").look("failed", [member, "a"]).keys() == {"a"}
+
+
+def test_what_an_earlier_release_awaited_in_redis_is_read(redis_server):
+    redis_server.client().hset("headway:watcher:{q@0}:followed", "a:x", '["stuck", "e"]')
+    store = RedisProcessedStore(connect_redis(redis_server.url()), "q@0")
+    assert store.follows() == [Follow("a:x", "stuck", "e", 0.0)]
 
 
 def test_a_damaged_record_in_redis_is_not_taken_for_nothing(redis_server):

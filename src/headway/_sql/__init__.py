@@ -1,7 +1,8 @@
 """The records: one small door to SQLite and PostgreSQL.
 
-`connect` takes an address and gives a `Database`; everything else about it is in ``database.py``, what differs between
-the engines in ``sqlite.py`` and ``postgresql.py``.
+`connect` takes an address and gives a `Database`. Its verbs are in ``database.py``, its connections in ``pool.py``, an
+open transaction in ``tx.py``, the numbered migrations in ``schema.py``; what differs between the engines in
+``sqlite.py`` and ``postgresql.py``.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from pathlib import Path
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from headway._sql import sqlite_file
-from headway._sql.database import NOW, Database, Engine, Row, Tx, Value, marks, migrations
+from headway._sql.database import Database
+from headway._sql.schema import migrations
 from headway._sql.sqlite import SQLite
+from headway._sql.tx import NOW, Engine, Row, Tx, Value, marks
 from headway.errors import InvalidInput, NotFound, StorageError
 from headway.retry import STORE, pause
 from headway.telemetry import Log, redact

@@ -1,25 +1,27 @@
-"""PostgreSQL, through psycopg 3, which is imported when it is used."""
+"""PostgreSQL, through psycopg 3, which is imported when it is used.
+
+*Nothing waits for ever.* The server ends a statement after `STATEMENT_SECONDS`; and because a server that is stopped
+ends nothing, this side waits `GRACE_SECONDS` longer and then gives the connection up. COMMIT is a statement like any other.
+
+*Nothing is done twice.* Each connection that writes has a row in the table ``transactions``, and every transaction begins
+by writing its number there, in the round trip of its BEGIN. When the answer to COMMIT is lost, that row says whether the
+transaction was committed: it is locked by the transaction until that has ended, and it is content like any other, so it
+is right after a crash and on the server that takes over. (A transaction id would not be: after a crash the server may
+give the same one to somebody else.)
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+import time
+import uuid
+from collections.abc import Generator, Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from headway._sql.database import (
-    UNACCEPTABLE,
-    Cursor,
-    Database,
-    Engine,
-    Row,
-    Transient,
-    Tx,
-    Value,
-    migrations,
-    refuse_newer,
-    unacceptable,
-)
+from headway._sql.database import UNACCEPTABLE, Database, Transient, unacceptable
+from headway._sql.schema import migrations, refuse_newer
+from headway._sql.tx import NOW, Cursor, Engine, Row, Tx, Value
 from headway.errors import (
     HeadwayError,
     InvalidInput,
@@ -36,33 +38,49 @@ from headway.telemetry import metrics, redact
 if TYPE_CHECKING:
     from psycopg import Connection
 
+#: Seconds to connect, and seconds a statement may take; a migration may take longer.
+CONNECT_SECONDS = 5
+STATEMENT_SECONDS = 20.0
+SLOW_SECONDS = 3600.0
+#: So much longer we wait for the server to say that a statement took too long.
+GRACE_SECONDS = 5.0
+#: Rows of connections that have not written for so long are removed.
+FORGET_SECONDS = 7 * 86400
+
+_KNOW_SESSION = (
+    f"INSERT INTO headway.transactions VALUES (%s, 0, {NOW['postgresql']}) "
+    "ON CONFLICT (session) DO UPDATE SET at = excluded.at RETURNING no"
+)
+_REMEMBER = f"UPDATE headway.transactions SET no = %d, at = {NOW['postgresql']} WHERE session = '%s'"
+
 
 class PostgreSQL(Database):
     """Everything lives in the schema ``headway``, so that our short table names collide with nobody's."""
 
     engine: Engine = "postgresql"
+    # A restart of the server takes seconds, not the milliseconds of a busy SQLite file.
+    retry = RetryPolicy(retries=7, base=0.1, cap=4.0, jitter=0.2)
+    patience = 15.0
 
     def __init__(self, url: str, *, stop: threading.Event | None) -> None:
         super().__init__(redact(url), stop=stop)
         self._url = url
 
+    def check(self, *, writable: bool) -> None:
+        """Nothing to look at before the schema is."""
+
+    def verify(self) -> None:
+        """The server checks its own pages."""
+
     def migrate(self) -> None:
+        steps = migrations("postgresql")
+        # First without a transaction that writes: a reader of a standby, or one who may not write, needs none.
+        if self._ask(self._found_version) == len(steps):
+            return
+
         def work(tx: Tx) -> None:
             tx.execute("SELECT pg_advisory_xact_lock(hashtext('headway.migrate'))")
-            exists = tx.one("SELECT to_regclass('headway.meta')")
-            found = 0
-            if exists is not None and exists[0] is not None:
-                row = tx.one("SELECT value FROM headway.meta WHERE name = 'schema'")
-                found = int(row[0]) if row else 0
-            elif tx.one("SELECT 1 FROM pg_namespace WHERE nspname = 'headway'") is not None and tx.one(
-                "SELECT 1 FROM pg_tables WHERE schemaname = 'headway'"
-            ):
-                raise StoreForeign(
-                    f"The schema 'headway' in {self.name} holds tables that are not ours.",
-                    hint="Use another database: --database postgresql://.../headway",
-                )
-            steps = migrations("postgresql")
-            refuse_newer(self.name, found, steps)
+            found = self._found_version(tx)
             if found == 0:
                 tx.execute("CREATE SCHEMA IF NOT EXISTS headway")
             for version, statements in steps[found:]:
@@ -70,7 +88,21 @@ class PostgreSQL(Database):
                     tx.execute(statement)
                 tx.execute("UPDATE meta SET value = ? WHERE name = 'schema'", (str(version),))
 
-        self.run(work, operation="migrate")
+        self._transact(work, "migrate", slow=True)
+
+    def _found_version(self, tx: Tx) -> int:
+        """The schema's version, 0 where there is none; refuses a newer one and tables that are not ours."""
+        found = 0
+        if tx.one("SELECT 1 FROM pg_tables WHERE schemaname = 'headway' AND tablename = 'meta'") is not None:
+            row = tx.one("SELECT value FROM headway.meta WHERE name = 'schema'")
+            found = int(row[0]) if row else 0
+        elif tx.one("SELECT 1 FROM pg_tables WHERE schemaname = 'headway'") is not None:
+            raise StoreForeign(
+                f"The schema 'headway' in {self.name} holds tables that are not ours.",
+                hint="Use another database: --database postgresql://.../headway",
+            )
+        refuse_newer(self.name, found, migrations("postgresql"))
+        return found
 
     def exists(self) -> bool:
         """Whether a headway was here before."""
@@ -88,16 +120,17 @@ class PostgreSQL(Database):
     def _open(self) -> Connection[Row]:
         psycopg = _psycopg()
         try:
-            connection: Connection[Row] = psycopg.connect(
+            connection: Connection[Row] = _bounded_connection().connect(
                 self._url,
                 autocommit=True,
-                connect_timeout=5,
+                connect_timeout=CONNECT_SECONDS,
                 application_name="headway",
                 keepalives_idle=10,
                 keepalives_interval=5,
                 keepalives_count=2,
                 tcp_user_timeout=15_000,  # keepalives do not run while something sent is unacknowledged
-                options="-c search_path=headway,public -c idle_in_transaction_session_timeout=60000",
+                options="-c search_path=headway,public -c idle_in_transaction_session_timeout=60000 "
+                f"-c statement_timeout={int(STATEMENT_SECONDS * 1000)}",
             )
             return connection
         except psycopg.OperationalError as error:
@@ -132,14 +165,68 @@ class PostgreSQL(Database):
 
         return Tx("postgresql", execute, executemany)
 
-    def _begin(self, connection: Connection[Row]) -> None:
-        connection.execute("BEGIN")
+    def _begin(self, connection: Any, *, slow: bool) -> None:
+        if slow:  # a migration: it begins where the table `transactions` may not be yet, and reads what it has to do
+            connection.seconds = SLOW_SECONDS
+            connection.execute(f"BEGIN; SET LOCAL statement_timeout = {int(SLOW_SECONDS * 1000)}", prepare=False)
+            return
+        if not connection.begun:
+            connection.execute(_KNOW_SESSION, (connection.session,), prepare=False)
+        connection.begun += 1
+        remember = _REMEMBER % (connection.begun, connection.session)
+        cursor = connection.execute(f"BEGIN; {remember}", prepare=False)
+        cursor.nextset()
+        if cursor.rowcount != 1:  # it wrote nothing for so long that its row was removed
+            connection.execute(_KNOW_SESSION, (connection.session,), prepare=False)
+            connection.execute(remember, prepare=False)
+
+    def _unanswered(self, connection: Any) -> tuple[str, int, int] | None:
+        if not connection.closed or connection.seconds == SLOW_SECONDS:
+            return None
+        return connection.session, connection.begun, connection.server_pid
+
+    def _was_committed(self, transaction: tuple[str, int, int]) -> bool:
+        session, no, pid = transaction
+        psycopg = _psycopg()
+        unknown = Unavailable(
+            f"Whether PostgreSQL at {self.name} recorded the last transaction is not known: it is still under way there.",
+            hint="Run the same command again when the server answers.",
+        )
+        connection = self._take()
+        try:
+            connection.execute("BEGIN; SET LOCAL lock_timeout = 1000")
+            # This waits for a transaction that is under way: it has locked the row.
+            row = connection.execute(_KNOW_SESSION, (session,)).fetchone()
+            connection.execute("DELETE FROM headway.transactions WHERE at < %s", (time.time() - FORGET_SECONDS,))
+            connection.execute("COMMIT")
+            return bool(row[0] >= no)
+        except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
+            self._rollback(connection)
+            # Its client is gone, which the server may not notice for a long time, and then not commit but roll back.
+            connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s AND application_name = 'headway' "
+                "AND usename = current_user AND backend_xid IS NOT NULL",
+                (pid,),
+            )
+            raise Transient(unknown) from error
+        except self._errors() as error:
+            self._rollback(connection)
+            raise self._translate(error) from error
+        finally:
+            self._give(connection)
+
+    def _write_alone(self, sql: str, parameters: Sequence[Value]) -> list[Row]:
+        return self._ask_once(lambda tx: tx.returned(sql, parameters))
+
+    def _give(self, connection: Any) -> None:
+        connection.seconds = STATEMENT_SECONDS
+        super()._give(connection)
 
     def _begin_read(self, connection: Connection[Row]) -> None:
         connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
 
     def _commit(self, connection: Connection[Row]) -> None:
-        connection.execute("COMMIT")
+        connection.execute("COMMIT", prepare=False)
 
     def _rollback(self, connection: Connection[Row]) -> None:
         psycopg = _psycopg()
@@ -153,15 +240,11 @@ class PostgreSQL(Database):
         psycopg = _psycopg()
         return connection.closed or connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE
 
-    def _policy(self) -> RetryPolicy:
-        # A restart of the server takes seconds, not the milliseconds of a busy SQLite file.
-        return RetryPolicy(retries=7, base=0.1, cap=4.0, jitter=0.2)
-
     def _errors(self) -> tuple[type[Exception], ...]:
         error: type[Exception] = _psycopg().Error
         return (error, *UNACCEPTABLE)
 
-    def _explained(self, error: Exception) -> HeadwayError | Transient:
+    def _translate(self, error: Exception) -> HeadwayError | Transient:
         psycopg = _psycopg()
         errors = psycopg.errors
         said = redact(str(error)).strip()
@@ -169,7 +252,13 @@ class PostgreSQL(Database):
             case errors.DiskFull() | errors.OutOfMemory():
                 return StoreFull(f"PostgreSQL at {self.name} has no space left.")
             case errors.InsufficientPrivilege() | errors.ReadOnlySqlTransaction():
-                return StoreReadOnly(f"PostgreSQL at {self.name} does not let us write: {said}.")
+                return StoreReadOnly(
+                    f"PostgreSQL at {self.name} does not let us write: {said}.",
+                    hint="Name a server that takes writes (a standby does not) and a user that may write to the schema "
+                    "headway: --database postgresql://user@host/name",
+                )
+            case errors.QueryCanceled():
+                return Transient(StorageError(f"A statement took PostgreSQL at {self.name} too long: {said}"))
             case errors.SerializationFailure() | errors.DeadlockDetected() | errors.LockNotAvailable():
                 return Transient(StorageError(f"PostgreSQL at {self.name} was too busy: {said}"))
             case OverflowError() | UnicodeEncodeError():
@@ -190,6 +279,45 @@ def _psycopg() -> Any:
     except ImportError as error:
         raise MissingExtra("postgres", "A postgresql:// database") from error
     return psycopg
+
+
+@lru_cache(maxsize=1)
+def _bounded_connection() -> Any:
+    """A connection of psycopg's that waits for an answer no longer than it is allowed."""
+    psycopg = _psycopg()
+    active = psycopg.pq.TransactionStatus.ACTIVE
+
+    base: Any = psycopg.Connection
+
+    class Bounded(base):  # type: ignore[misc]  # its type is known when psycopg is imported
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.seconds = STATEMENT_SECONDS
+            self.session = uuid.uuid4().hex
+            self.begun = 0  # transactions
+            self.server_pid = self.pgconn.backend_pid
+
+        def wait(self, gen: Generator[Any, Any, Any], *arguments: Any, **options: Any) -> Any:
+            return super().wait(self._bounded(gen), *arguments, **options)
+
+        def _bounded(self, gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+            """``gen`` asks to be called when the socket is ready, and psycopg calls at least ten times a second."""
+            try:
+                wanted = next(gen)
+                deadline = time.monotonic() + self.seconds + GRACE_SECONDS
+                while True:
+                    ready = yield wanted
+                    # One who waits for notifications has asked nothing, and may wait.
+                    if not ready and time.monotonic() > deadline and self.pgconn.transaction_status == active:
+                        self.close()
+                        raise psycopg.OperationalError(
+                            f"the server did not answer within {self.seconds + GRACE_SECONDS:.0f} s"
+                        )
+                    wanted = gen.send(ready)
+            except StopIteration as end:
+                return end.value
+
+    return Bounded
 
 
 @lru_cache(maxsize=512)

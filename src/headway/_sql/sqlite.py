@@ -13,18 +13,9 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from headway._sql import sqlite_file
-from headway._sql.database import (
-    UNACCEPTABLE,
-    Database,
-    Engine,
-    Row,
-    Transient,
-    Tx,
-    Value,
-    migrations,
-    refuse_newer,
-    unacceptable,
-)
+from headway._sql.database import UNACCEPTABLE, Database, Transient, unacceptable
+from headway._sql.schema import migrations, refuse_newer
+from headway._sql.tx import Engine, Row, Tx, Value, check_query
 from headway.errors import HeadwayError, StoreCorrupt
 from headway.retry import STORE, pause
 from headway.telemetry import metrics
@@ -33,6 +24,9 @@ T = TypeVar("T")
 
 #: How long a writer waits for another process's transaction before it gives up.
 LOCK_SECONDS = 30.0
+
+#: So often is looked whether the file and its -wal are still those that were opened; for the file also at every commit.
+LOOK_SECONDS = 0.1
 
 
 class SQLite(Database):
@@ -44,10 +38,12 @@ class SQLite(Database):
     def __init__(self, path: Path | None, *, synchronous: str, stop: threading.Event | None) -> None:
         super().__init__(f"sqlite:///{path}" if path else "sqlite:///:memory:", stop=stop)
         self.path = path
+        self._target = os.path.abspath(path) if path else ":memory:"  # a program may change its directory
         self._synchronous = synchronous
         self._writing = threading.Lock()
         self.forking = False
-        self._hold: sqlite_file.Hold | None = None
+        self._file: sqlite_file.OpenFile | None = None
+        self._looked_at = 0.0
         _open_files.add(self)
         if path is None:
             self._one_at_a_time = threading.Lock()
@@ -72,26 +68,29 @@ class SQLite(Database):
                     tx.execute(statement)
                 tx.execute(f"PRAGMA user_version = {version}")
 
-        self.run(work, operation="migrate")
+        self._transact(work, "migrate", slow=True)
 
     def verify(self) -> None:
         rows = self.all("PRAGMA integrity_check(3)")
         if rows != [("ok",)]:
             raise StoreCorrupt(f"The database {self.path} is damaged: {rows[0][0]}.")
-        if self._hold is not None:
-            sqlite_file.check_identity(self._hold)
+        if self._file is not None:
+            sqlite_file.check_identity(self._file)
+
+    def exists(self) -> bool:
+        return True  # a file that is not there is not opened, and one that is there was checked
 
     def check(self, *, writable: bool) -> None:
         """Refuse a file that is not a headway database, or beside which lies the -wal of another one."""
         if self.path is not None:
-            self._hold = sqlite_file.Hold(self.path)
-            sqlite_file.check_header(self._hold, writable=writable)
-            sqlite_file.check_identity(self._hold)
+            self._file = sqlite_file.OpenFile(self.path)
+            sqlite_file.check_header(self._file, writable=writable)
+            sqlite_file.check_identity(self._file)
 
     def close(self) -> None:
         super().close()
-        if self._hold is not None:
-            self._hold.release()
+        if self._file is not None:
+            self._file.release()
 
     def size(self) -> int:
         if self.path is None:
@@ -106,7 +105,7 @@ class SQLite(Database):
         connection = None
         try:
             connection = sqlite3.connect(
-                self.path or ":memory:",
+                self._target,
                 isolation_level=None,
                 timeout=0.25,
                 check_same_thread=False,
@@ -123,7 +122,7 @@ class SQLite(Database):
         except (sqlite3.Error, UnicodeDecodeError) as error:
             if connection is not None:
                 connection.close()
-            raise self._explained(error) from error
+            raise self._translate(error) from error
 
     def _take(self) -> Any:
         if self.path is None:
@@ -132,7 +131,11 @@ class SQLite(Database):
             self._leave_inheritance()
             while self.forking:
                 time.sleep(0.001)  # for 2 s at the most: see close_before_fork
-            return super()._take()
+            if self._file is not None and (now := time.monotonic()) - self._looked_at > LOOK_SECONDS:
+                self._looked_at = now
+                self._file.check_place()
+                self._file.check_wal()
+            return self._idle_or_new()
         except BaseException:
             if self.path is None:
                 self._one_at_a_time.release()
@@ -145,25 +148,26 @@ class SQLite(Database):
 
     def one(self, sql: str, parameters: Sequence[Value] = ()) -> Row | None:
         # Written out: asking whether an item is done takes 10 microseconds, and two context managers as much again.
+        check_query(sql)
         try:
             connection = self._take()
-        except Transient as trouble:
-            raise trouble.final from trouble.__cause__
-        try:
-            row: Row | None = connection.execute(sql, parameters).fetchone()
-            return row
-        except self._errors() as error:
-            raise self._meaning(error) from error
-        finally:
-            self._give(connection)
+            try:
+                row: Row | None = connection.execute(sql, parameters).fetchone()
+                return row
+            except self._errors() as error:
+                raise self._translate(error) from error
+            finally:
+                self._give(connection)
+        except Transient:
+            return super().one(sql, parameters)  # with its pauses
 
     def _tx(self, connection: sqlite3.Connection) -> Tx:
         return Tx("sqlite", connection.execute, connection.executemany)
 
-    def _once(self, work: Callable[[Tx], T], operation: str) -> T:
+    def _once(self, work: Callable[[Tx], T], operation: str, *, slow: bool = False) -> T:
         self._leave_inheritance()
         with self._writing:
-            return super()._once(work, operation)
+            return super()._once(work, operation, slow=slow)
 
     def _leave_inheritance(self) -> None:
         if self._guard.crossed:
@@ -189,7 +193,7 @@ class SQLite(Database):
             if self._connections:
                 time.sleep(0.001)
 
-    def _begin(self, connection: sqlite3.Connection) -> None:
+    def _begin(self, connection: sqlite3.Connection, *, slow: bool) -> None:
         # This try's share of the whole wait; `run` says in the log that it tries again.
         deadline = time.monotonic() + LOCK_SECONDS / (STORE.retries + 1)
         while True:
@@ -206,6 +210,23 @@ class SQLite(Database):
 
     def _commit(self, connection: sqlite3.Connection) -> None:
         connection.execute("COMMIT")
+        if self._file is not None:
+            # Afterwards: a file that is in its place now was in its place when the commit reached it.
+            self._file.check_place()
+
+    def _unanswered(self, connection: sqlite3.Connection) -> None:
+        return None  # COMMIT is a call of a library: it answers, or the process is gone
+
+    def _was_committed(self, transaction: object) -> bool:
+        raise AssertionError("no transaction of SQLite is left unanswered")
+
+    def _broken(self, connection: sqlite3.Connection) -> bool:
+        return False
+
+    def _drop(self, connection: sqlite3.Connection) -> None:
+        super()._drop(connection)
+        if self._file is not None and not self._connections:
+            self._file.forget_wal()  # whoever closes last removes it
 
     def _rollback(self, connection: sqlite3.Connection) -> None:
         if connection.in_transaction:  # SQLITE_FULL and the like have already rolled back by themselves
@@ -214,13 +235,11 @@ class SQLite(Database):
     def _errors(self) -> tuple[type[Exception], ...]:
         return (sqlite3.Error, UnicodeDecodeError, *UNACCEPTABLE)
 
-    def _explained(self, error: Exception) -> HeadwayError | Transient:
-        return Transient(self._meaning(error)) if _is_busy(error) else self._meaning(error)
-
-    def _meaning(self, error: Exception) -> HeadwayError:
-        if isinstance(error, sqlite3.Error | UnicodeDecodeError):
-            return sqlite_file.translate(error, self.path)
-        return unacceptable(error)
+    def _translate(self, error: Exception) -> HeadwayError | Transient:
+        if not isinstance(error, sqlite3.Error | UnicodeDecodeError):
+            return unacceptable(error)
+        found = sqlite_file.translate(error, self.path)
+        return Transient(found) if _is_busy(error) else found
 
 
 _open_files: WeakSet[SQLite] = WeakSet()

@@ -61,7 +61,7 @@ def create(path: Path, migrations: Sequence[tuple[int, list[str]]]) -> None:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise _meaning_of_os_error(error, path) from error
+        raise _translate_os_error(error, path) from error
     except sqlite3.Error as error:
         raise translate(error, path) from error
     finally:
@@ -98,11 +98,11 @@ def exists(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        raise _meaning_of_os_error(error, path) from error
+        raise _translate_os_error(error, path) from error
     return True
 
 
-class Hold:
+class OpenFile:
     """The one descriptor by which this process looks into a database file, open for as long as it has the database open.
 
     POSIX drops *every* lock a process has on a file when the process closes *any* descriptor of it, SQLite's locks
@@ -112,10 +112,13 @@ class Hold:
     """
 
     _lock = threading.Lock()
-    _open: ClassVar[dict[tuple[int, int], tuple[int, int]]] = {}  # device and inode: descriptor, holds
+    _open: ClassVar[dict[tuple[int, int], tuple[int, int]]] = {}  # device and inode: descriptor, users
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._name = os.fspath(path.absolute())
+        self._wal_name = f"{self._name}-wal"
+        self._wal: tuple[int, int] | None = None
         self._released = False
         try:
             with self._lock:
@@ -126,33 +129,65 @@ class Hold:
                     kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
                     raise StoreForeign(f"{path} is {kind}, not a database.")
                 self._file = (status.st_dev, status.st_ino)
-                self._descriptor, holds = self._open.get(self._file) or (os.open(path, os.O_RDONLY | os.O_CLOEXEC), 0)
-                self._open[self._file] = (self._descriptor, holds + 1)
+                self._descriptor, users = self._open.get(self._file) or (os.open(path, os.O_RDONLY | os.O_CLOEXEC), 0)
+                self._open[self._file] = (self._descriptor, users + 1)
         except OSError as error:
-            raise _meaning_of_os_error(error, path) from error
+            raise _translate_os_error(error, path) from error
 
     def read(self, offset: int, count: int) -> bytes:
         return os.pread(self._descriptor, count, offset)
+
+    def check_place(self) -> None:
+        """Raise unless the file still has its name. Whoever writes into one that was deleted or replaced is told by
+        SQLite that all is well, and what is written there is gone with the process."""
+        if self._found(self._name) != self._file:
+            raise self._misplaced(self._name)
+
+    def check_wal(self) -> None:
+        """The same for its ``-wal`` file, which is one and the same while this process has the database open."""
+        found = self._found(self._wal_name)
+        if self._wal is None:
+            self._wal = found  # None while nobody has opened the database
+        elif found != self._wal:
+            raise self._misplaced(self._wal_name)
+
+    @staticmethod
+    def _found(name: str) -> tuple[int, int] | None:
+        try:
+            status = os.stat(name)
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino
+
+    def _misplaced(self, name: str) -> StorageError:
+        return StorageError(
+            f"{name} was deleted, moved or replaced while it was in use: what this process wrote last is not in it.",
+            hint="Put the file back with its -wal file and run the same command again. Stop every run before you move it.",
+        )
+
+    def forget_wal(self) -> None:
+        """This process has closed the database: the next -wal may be another one."""
+        self._wal = None
 
     def release(self) -> None:
         with self._lock:
             if self._released:
                 return
             self._released = True
-            descriptor, holds = self._open.pop(self._file)
-            if holds > 1:
-                self._open[self._file] = (descriptor, holds - 1)
+            descriptor, users = self._open.pop(self._file)
+            if users > 1:
+                self._open[self._file] = (descriptor, users - 1)
             else:
                 os.close(descriptor)
 
 
-def check_header(hold: Hold, *, writable: bool) -> None:
+def check_header(file: OpenFile, *, writable: bool) -> None:
     """Refuse what is not a headway database by looking at its first bytes, before SQLite may change anything."""
-    path = hold.path
+    path = file.path
     try:
-        header = hold.read(0, 100)
+        header = file.read(0, 100)
     except OSError as error:
-        raise _meaning_of_os_error(error, path) from error
+        raise _translate_os_error(error, path) from error
     if not header:
         raise StoreCorrupt(f"The database {path} is empty (0 bytes): its content was lost.")
     if len(header) < 100 or not header.startswith(_MAGIC):
@@ -171,7 +206,7 @@ def check_header(hold: Hold, *, writable: bool) -> None:
                 os.chmod(name, 0o600)  # made by a reader while the database itself was read-only
 
 
-def check_identity(hold: Hold) -> None:
+def check_identity(file: OpenFile) -> None:
     """Notice a ``-wal`` file that belongs to another database: SQLite would replay it without a word.
 
     It is looked at through a connection that may only read: one that may write would, on closing, copy the wrong
@@ -181,14 +216,14 @@ def check_identity(hold: Hold) -> None:
     same in the bare file as through SQLite, which looks into the ``-wal`` first. Every job row repeats the uuid,
     because each commit rewrites that page.
     """
-    path = hold.path
+    path = file.path
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)) as connection:
-            genuine = _is_genuine(hold, connection)
+            genuine = _is_genuine(file, connection)
     except (sqlite3.Error, UnicodeDecodeError) as error:
         raise translate(error, path) from error
     except OSError as error:
-        raise _meaning_of_os_error(error, path) from error
+        raise _translate_os_error(error, path) from error
     if not genuine:
         raise StoreCorrupt(
             f"The file {path}-wal belongs to another database than {path}.",
@@ -196,7 +231,7 @@ def check_identity(hold: Hold) -> None:
         )
 
 
-def _is_genuine(hold: Hold, connection: sqlite3.Connection) -> bool:
+def _is_genuine(file: OpenFile, connection: sqlite3.Connection) -> bool:
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema WHERE name IN ('meta', 'jobs')").fetchone()
     row = (
         tables == 2
@@ -205,10 +240,10 @@ def _is_genuine(hold: Hold, connection: sqlite3.Connection) -> bool:
         ).fetchone()
     )
     if not row or not isinstance(row[0], str) or not isinstance(row[1], int) or row[1] < 1:
-        raise StoreCorrupt(f"The database {hold.path} has lost its identity.")
+        raise StoreCorrupt(f"The database {file.path} has lost its identity.")
     uuid, rootpage = row
     (page_size,) = connection.execute("PRAGMA page_size").fetchone()
-    if uuid.encode() not in hold.read((rootpage - 1) * page_size, page_size):
+    if uuid.encode() not in file.read((rootpage - 1) * page_size, page_size):
         return False
     return connection.execute("SELECT 1 FROM jobs WHERE origin <> ? LIMIT 1", (uuid,)).fetchone() is None
 
@@ -270,7 +305,7 @@ def _no_room(path: Path | None) -> bool:
     return room.f_bavail * room.f_frsize < 64 * 1024 or largest + 64 * 1024 > limit != resource.RLIM_INFINITY
 
 
-def _meaning_of_os_error(error: OSError, path: Path) -> HeadwayError:
+def _translate_os_error(error: OSError, path: Path) -> HeadwayError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreFull(f"There is no space left for {path}.")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

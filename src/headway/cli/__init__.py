@@ -41,6 +41,7 @@ COMMANDS: dict[str, str] = {
     "queue": "headway.cli.queue:queue",
     "workers": "headway.cli.queue:workers",
     "watch": "headway.cli.watch:watch",
+    "relay": "headway.cli.relay:relay",
     "forget": "headway.cli.admin:forget",
     "purge": "headway.cli.admin:purge",
     "audit": "headway.cli.admin:audit",
@@ -56,7 +57,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Projects": ("progress", "project"),
     "States": ("states",),
     "Queue": ("worker", "queues", "tasks", "task", "queue", "workers"),
-    "Watch and serve": ("watch",),
+    "Watch and serve": ("watch", "relay"),
     "Maintenance": ("doctor", "config", "audit", "forget", "purge", "completion"),
 }
 
@@ -103,6 +104,7 @@ EXAMPLES: dict[str, str] = {
     "queue migrate": "headway queue migrate --to rq --app shop:queue --dry-run",
     "workers": "headway workers --json",
     "watch": "headway watch --queue digits --channel digits:events --stuck-timeout 3600",
+    "relay": "headway relay --status",
     "doctor": "headway doctor",
     "config": "headway config --show-origin",
     "audit": "headway audit ads",

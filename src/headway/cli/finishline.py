@@ -45,7 +45,7 @@ def open_line(projects_redis: str | None, database: str | None, *, journal: bool
     record = config.text("database") if config.is_set("database") else None
     # Somebody waits at the terminal: one more try, and then the answer is that Redis is away.
     retry = RetryPolicy(retries=1, base=0.5)
-    return FinishLine(config.text("projects_redis"), record, journal, keeper=False, retry=retry)
+    return FinishLine(config.text("projects_redis"), record, journal, checkpointer=False, retry=retry)
 
 
 @click.command()

@@ -7,16 +7,17 @@ import os
 import shlex
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from headway.cli import database_option, say
-from headway.errors import InvalidInput
+from headway.errors import HeadwayError, InvalidInput
 from headway.telemetry import redact
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from headway.ledger import Hold, Job, Ledger
     from headway.lifecycle import Shutdown
     from headway.run import Ending, Settings
+    from headway.run.display import Display
     from headway.run.items import PipedItems, Source
     from headway.run.plan import Changes, Plan
 
@@ -39,10 +41,13 @@ _ONCE = {"--fresh", "--accept-changes", "--dry-run"}
     required=True,
     type=click.Path(allow_dash=True),
     metavar="FILE",
-    help="Items: JSON lines, CSV or plain lines; - for a pipe.",
+    help="Items: JSON lines, a JSON array, CSV or plain lines; - for a pipe.",
 )
 @click.option(
-    "--format", "format_", type=click.Choice(["jsonl", "csv", "lines"]), help="If the file's name does not tell."
+    "--format",
+    "format_",
+    type=click.Choice(["jsonl", "json", "csv", "lines"]),
+    help="If the file's name does not tell; json is an array.",
 )
 @click.option("--job", "-j", metavar="ID", help="What to call the job.  [default: made of function and file]")
 @database_option
@@ -102,31 +107,47 @@ def run(
             "rate": rate, "max_failures": max_failures, "progress": progress, "color": color,
         }
     )  # fmt: skip
-    telemetry.configure(level=config.text("log_level").upper(), as_json=config["log_format"] == "json")
-    call = functions.load(function)
-    order = Order(
-        config=config,
-        call=call,
-        function=function,
-        settings=_settings(config, call, function, last_pass=last_pass),
-        job=None if job is None else check_id(job, "a job id"),
-        output=output,
-        fresh=fresh,
-        accept=accept_changes,
-        as_json=as_json,
-        shutdown=Shutdown(),
-    )
-    limit = int(config["payload_limit"] or 0)
-    with on_signals(order.shutdown):
-        if items == "-" and not _is_a_file(sys.stdin.fileno()):
-            if dry_run or accept_changes:
-                raise InvalidInput(
-                    "A pipe can be read only once, so nothing can be compared beforehand.", hint="Use a file."
-                )
-            return _run_pipe(order, format_, key, limit)
-        path = Path("/dev/stdin" if items == "-" else items)
-        source = FileItems(path, format=format_, key=key, limit=limit, name=items)
-        return _dry_run(order, source) if dry_run else _run_file(order, source)
+    # Where progress is read by a program, everything on stderr is.
+    as_lines = config["log_format"] == "json" or config["progress"] == "json"
+    telemetry.configure(level=config.text("log_level").upper(), as_json=as_lines)
+    with _errors_as_progress(config):
+        call = functions.load(function)
+        order = Order(
+            config=config,
+            call=call,
+            function=function,
+            settings=_settings(config, call, function, last_pass=last_pass),
+            job=None if job is None else check_id(job, "a job id"),
+            output=output,
+            fresh=fresh,
+            accept=accept_changes,
+            as_json=as_json,
+            shutdown=Shutdown(),
+        )
+        limit = int(config["payload_limit"] or 0)
+        with on_signals(order.shutdown):
+            if items == "-" and not _is_a_file(sys.stdin.fileno()):
+                if dry_run or accept_changes:
+                    raise InvalidInput(
+                        "A pipe can be read only once, so nothing can be compared beforehand.", hint="Use a file."
+                    )
+                return _run_pipe(order, format_, key, limit)
+            path = Path("/dev/stdin" if items == "-" else items)
+            source = FileItems(path, format=format_, key=key, limit=limit, name=items)
+            return _dry_run(order, source) if dry_run else _run_file(order, source)
+
+
+@contextmanager
+def _errors_as_progress(config: Config) -> Iterator[None]:
+    """With ``--progress json`` an error is a line of JSON too."""
+    try:
+        yield
+    except HeadwayError as error:
+        if config["progress"] != "json":
+            raise
+        facts = {"message": str(error), "hint": error.hint, "exit_code": error.exit_code}
+        say(json.dumps({"t": datetime.now(UTC).isoformat(timespec="seconds"), "event": "error", **facts}))
+        raise click.exceptions.Exit(error.exit_code) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,35 +204,46 @@ def _look(order: Order, source: Source) -> tuple[Ledger | None, Plan]:
 
 
 def _dry_run(order: Order, source: Source) -> int:
+    """Say what the same command would do without --dry-run; where that would be refused, so is this."""
+    from headway.errors import JobHeld
+    from headway.run import check_output
+    from headway.run import plan as plans
+
     ledger, plan = _look(order, source)
-    left = plan.changes.new + (plan.existing.remaining if plan.existing else 0)
-    if order.as_json:
-        facts = {
-            "job": plan.id, "new": plan.changes.new, "kept": plan.changes.kept, "changed": len(plan.changes.changed),
-            "gone": len(plan.changes.gone), "to_do": left, "first_keys": list(plan.first_keys),
-        }  # fmt: skip
-        click.echo(json.dumps({"schema": "headway.dry-run/1", **facts}))
-    else:
-        say(
-            f"Run {plan.id} would work on {left:,} items with {order.function}: {plan.changes}, {plan.changes.kept:,} kept."
-        )
-        say(f"The first ones: {', '.join(plan.first_keys)}. Nothing was written.")
-    if ledger is not None:
-        ledger.close()
-    return 0
+    with ledger or nullcontext():
+        ahead = plans.preview(ledger, plan)
+        if order.as_json:
+            facts = {
+                "job": plan.id, "new": plan.changes.new, "kept": ahead.kept, "changed": len(plan.changes.changed),
+                "gone": len(plan.changes.gone), "to_do": ahead.to_do, "first_keys": list(ahead.first_keys),
+            }  # fmt: skip
+            click.echo(json.dumps({"schema": "headway.dry-run/1", **facts}))
+        else:
+            say(
+                f"Run {plan.id} would work on {ahead.to_do:,} items with {order.function}: {plan.changes}, "
+                f"{ahead.kept:,} kept."
+            )
+            say(f"The first ones: {', '.join(ahead.first_keys)}." if ahead.first_keys else "Nothing is left to do.")
+            say("Nothing was written.")
+        if not order.accept:
+            plans.refuse_doubt(plan)
+        if order.output is not None:
+            check_output(order.output, ledger, plan)
+        if plan.existing is not None and plan.existing.held:
+            raise JobHeld(f"Job {plan.id} is being run.", hint=f"See how far it is: headway show {plan.id}")
+        return 3 if ahead.dead else 0
 
 
 def _run_file(order: Order, source: Source) -> int:
     from headway.ledger import Ledger
+    from headway.run import check_output, take
     from headway.run import plan as plans
-    from headway.run import take
-    from headway.run.output import refuse_foreign
 
     found, plan = _look(order, source)
     if not order.accept:
         plans.refuse_doubt(plan)
     if order.output is not None:
-        refuse_foreign(order.output, found.job(plan.id) if found and plan.existing else None)
+        check_output(order.output, found, plan)
     ledger = found or Ledger.open(order.config.text("database"), stop=order.shutdown.abandon)
     with ledger:
         job, hold = take(ledger, plan, order.settings, command=_command(), accept=order.accept)
@@ -224,18 +256,30 @@ def _run_pipe(order: Order, format: str | None, key: str | None, limit: int) -> 
     from headway.run import describe
     from headway.run import plan as plans
     from headway.run.items import PipedItems
+    from headway.run.output import refuse_foreign, refuse_incomplete
 
     with Ledger.open(order.config.text("database"), stop=order.shutdown.abandon) as ledger:
         id = order.job or plans.default_id(ledger, order.function, "-")
+        existing = None if order.fresh else plans.find(ledger, id)
+        if existing is not None:
+            plans.refuse_other(existing, order.function, key)
+        if order.output is not None:
+            refuse_foreign(order.output, ledger, id)
+            if existing is not None:
+                refuse_incomplete(ledger.job(id))
         if order.fresh:
             ledger.archive(id)
         job = ledger.create(id)
         hold = ledger.hold(job, describe(order.settings))
-        ledger.describe(
-            job, function=order.function, source="-", command=_command(), keyed_by=key,
-            max_retries=order.settings.policy.retries,
-        )  # fmt: skip
-        feed = PipedItems(job, sys.stdin.fileno(), format=format, key=key, limit=limit)
+        try:
+            ledger.describe(
+                job, function=order.function, source="-", command=_command(), keyed_by=key,
+                max_retries=order.settings.policy.retries,
+            )  # fmt: skip
+            feed = PipedItems(job, sys.stdin.fileno(), format=format, key=key, limit=limit)
+        except BaseException:
+            ledger.release(hold, "failed")
+            raise
         return _perform(order, ledger, job, hold, _greeting(job, None), feed=feed)
 
 
@@ -249,12 +293,12 @@ def _perform(order: Order, ledger: Ledger, job: Job, hold: Hold, text: str, *, f
         ledger, job, hold, order.call, order.settings,
         display=display, shutdown=order.shutdown, output=order.output, feed=feed, sinks=configured_sinks(order.config),
     )  # fmt: skip
-    return _conclude(order, job, ending)
+    return _conclude(order, display, job, ending)
 
 
-def _conclude(order: Order, job: Job, ending: Ending) -> int:
+def _conclude(order: Order, display: Display, job: Job, ending: Ending) -> int:
     """Say how it ended and what to type next; the exit code."""
-    from headway.run.display import Snapshot, interrupted, summary
+    from headway.run.display import RunSnapshot, interrupted, summary, terminal_columns
 
     info = job.info()
     code = 3 if info.dead else 0
@@ -262,33 +306,35 @@ def _conclude(order: Order, job: Job, ending: Ending) -> int:
         code = 4
     elif ending.outcome == "interrupted":
         code = order.shutdown.exit_code
-    shown = Snapshot(
+    shown = RunSnapshot(
         total=info.total if info.sealed else None, kept=ending.kept, done=ending.done, running=0, retrying=info.failed,
         dead=info.dead, failures=ending.failures,
     )  # fmt: skip
+    facts = {
+        "job": job.id, "outcome": ending.outcome, "total": info.total, "done": info.done, "kept": ending.kept,
+        "dead": info.dead, "retrying": info.failed, "failures": ending.failures,
+        "seconds": round(ending.seconds, 3), "exit_code": code,
+    }  # fmt: skip
     if order.as_json:
-        facts = {
-            "job": job.id, "outcome": ending.outcome, "total": info.total, "done": info.done, "kept": ending.kept,
-            "dead": info.dead, "retrying": info.failed, "failures": ending.failures,
-            "seconds": round(ending.seconds, 3), "exit_code": code,
-        }  # fmt: skip
         click.echo(json.dumps({"schema": "headway.run/1", **facts}))
+    columns = terminal_columns(sys.stderr, os.environ) if sys.stderr.isatty() else 120
     options = ""
     if order.config.origin("database") == "command line":
         options = f"--database {shlex.quote(redact(order.config.text('database')))}"
     if ending.outcome == "finished":
         causes = [cause for cause in job.causes() if cause.dead]
         retries = max(0, ending.failures - ending.died)
-        lines = summary(job.id, shown, seconds=ending.seconds, retries=retries, causes=causes, options=options)
+        lines = summary(
+            job.id, shown, seconds=ending.seconds, retries=retries, causes=causes, options=options, columns=columns
+        )
         if ending.rescued:
             lines.insert(1, f"  {ending.rescued:,} of them succeeded only in the pass over dead letters at the end")
     else:
-        lines = interrupted(job.id, shown, info.command)
+        lines = interrupted(job.id, shown, info.command, columns=columns)
         if ending.outcome == "stopped":
             lines.insert(0, f"Stopped: {ending.died:,} items died in this run (--max-failures).")
             lines.append(f"See why first:  headway dead show {job.id} {options}".rstrip())
-    for line in lines:
-        say(line)
+    display.conclude(lines, facts)
     return code
 
 

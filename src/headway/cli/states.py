@@ -22,9 +22,9 @@ from headway.cli.toolkit import (
 )
 from headway.config import Config
 from headway.errors import InvalidInput
-from headway.states import FINISHED, STARTED, Manager, Subscription
+from headway.states import FINISHED, STARTED, Manager, WentBack
 from headway.views.shape import iso
-from headway.views.states import event_view, read_states, read_states_jobs
+from headway.views.states import StateEvent, event_view, read_states, read_states_jobs
 from headway.wording import plural, printable
 
 if TYPE_CHECKING:
@@ -82,8 +82,7 @@ def show(job: str, task: int | None, tag: str | None, follow: bool, store: str |
     """Show the states of JOB."""
     with _monitor(store, job) as manager:
         if follow:
-            with manager.subscribe(task_id=task, tag=tag) as subscription:
-                _follow(subscription, as_json)
+            _follow(manager, task, tag, as_json)
             return
         found = read_states(manager, task_id=task, tag=tag)
     if as_json:
@@ -105,19 +104,33 @@ def show(job: str, task: int | None, tag: str | None, follow: bool, store: str |
         put_table(heads, rows, right=("TASK", "VERSION"), whole=("STATUS",), drop=("VERSION", "UPDATED"))
 
 
-def _follow(subscription: Subscription, as_json: bool) -> None:
-    for event in subscription:
-        view = event_view(event)
-        if as_json:
-            put_json_line(view)
-        elif view.state is not None:
-            state = view.state
-            put(
-                f"{state.task_id:<5} {printable(state.tag):<20} {_word(state.status):<11} {state.version:<8} "
-                f"{clock(state.timestamp):<20}  {printable(state.message)}".rstrip()
-            )
-        else:
-            say("-- these are the current states; changes follow --")
+def _follow(manager: Manager, task: int | None, tag: str | None, as_json: bool) -> None:
+    """Until Ctrl-C, or until the job is gone. A store that went back in time is shown from the beginning."""
+    while True:
+        try:
+            with manager.subscribe(task_id=task, tag=tag) as subscription:
+                for event in subscription:
+                    _put_event(event_view(event), as_json)
+                return
+        except WentBack as error:
+            if as_json:
+                put_json_line(StateEvent("went_back", None))
+            say(str(error))
+
+
+def _put_event(event: StateEvent, as_json: bool) -> None:
+    if as_json:
+        put_json_line(event)
+    elif event.state is not None:
+        if isinstance(event.skipped, int):
+            say(f"-- {event.skipped} changes of the next were skipped: the output is too slow --")
+        state = event.state
+        put(
+            f"{state.task_id:<5} {printable(state.tag):<20} {_word(state.status):<11} {state.version:<8} "
+            f"{clock(state.timestamp):<20}  {printable(state.message)}".rstrip()
+        )
+    else:
+        say("-- these are the current states; changes follow --")
 
 
 @group.command()
@@ -130,7 +143,7 @@ def _follow(subscription: Subscription, as_json: bool) -> None:
 def wait(job: str, tag: str, status: str, timeout: float | None, ignore_errors: bool, store: str | None) -> None:
     """Wait until every task of JOB has reached a status with a tag.
 
-    Ends with 0 when they have, 3 when a task reported an error, 1 when it took too long.
+    Ends with 0 when they have, 3 when a task reported an error, 1 when it took too long, 2 when JOB was deleted.
     """
     with _monitor(store, job) as manager:
         manager.wait_for(tag, _status(status), timeout=timeout, ignore_errors=ignore_errors)

@@ -45,7 +45,7 @@ def open_store(database: str | None) -> Database:
 
 
 def open_ledger(database: str | None) -> Ledger:
-    from headway.ledger.records import Ledger
+    from headway.ledger.ledger import Ledger
 
     return Ledger(open_store(database))
 
@@ -132,7 +132,7 @@ def _within_time(find: Callable[[click.Context, str], list[Any]]) -> Completer:
         import threading
 
         import headway.config
-        import headway.ledger.records  # noqa: F401  # loaded before the time begins: it is the store's time
+        import headway.ledger.ledger  # noqa: F401  # loaded before the time begins: it is the store's time
 
         found: list[Any] = []
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import re
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 
 from headway.errors import InvalidInput, StoreCorrupt
+from headway.ids import check_id
 
-#: Item numbers below this are kept in a bitmap of at most 8 MB; larger ones as text.
+#: Item numbers below this may be kept in a bitmap, of at most 8 MB; larger ones are texts.
 BITMAP_LIMIT = 2**26
 #: A total beyond this would lose its last digit in Lua, whose numbers are doubles.
 TOTAL_LIMIT = 2**53
@@ -95,13 +98,19 @@ def from_hash(project_id: str, fields: Mapping[str, str]) -> Progress | None:
         restored = float(fields["restored"]) if "restored" in fields else None
         return Progress(
             Status(fields["status"]),
-            int(fields["total"]),
-            int(fields["done"]),
-            int(fields["errors"]),
+            _whole(fields["total"]),
+            _whole(fields["done"]),
+            _whole(fields["errors"]),
             restored=datetime.fromtimestamp(restored, UTC) if restored is not None else None,
         )
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, OverflowError, OSError) as error:
         raise corrupt(project_id) from error
+
+
+def _whole(text: str) -> int:
+    if not re.fullmatch(r"-?[0-9]{1,16}", text):
+        raise ValueError(text)
+    return int(text)
 
 
 def corrupt(project_id: str) -> StoreCorrupt:
@@ -111,14 +120,17 @@ def corrupt(project_id: str) -> StoreCorrupt:
     )
 
 
+def checked_project(project_id: str) -> str:
+    """An id as a plain text: that of an enum's member would be written by its name in one place, its value in another."""
+    return str.__str__(check_id(project_id, "a project id"))
+
+
 def identity(item_id: int | str) -> str:
     """``#17`` or ``$text``. 17 and "17" are the same item, for an id that went through JSON may be either."""
     if type(item_id) is int and 0 <= item_id < BITMAP_LIMIT:
         return f"#{item_id}"
-    if type(item_id) is not int and type(item_id) is not str:
-        raise InvalidInput(f"{item_id!r} cannot be an item id.", hint="Use a whole number or a text.")
-    text = str(item_id)
-    if not 1 <= len(text) <= 512 or not text.isprintable():
+    text = _text(item_id)
+    if not 1 <= len(text) <= 512 or not (text.isprintable() or not any(map(_is_control, text))):
         raise InvalidInput(
             f"{text[:40]!r} cannot be an item id.", hint="Use 1 to 512 characters, none of them a control character."
         )
@@ -132,9 +144,30 @@ def identity(item_id: int | str) -> str:
     return "$" + text
 
 
+def _text(item_id: object) -> str:
+    """As a plain text, also from a subclass (an enum's member); its own methods are not asked."""
+    if isinstance(item_id, str):
+        return str.__str__(item_id)
+    if isinstance(item_id, int) and not isinstance(item_id, bool):
+        if abs(int(item_id)) >= 10**512:  # its text would be refused, and Python refuses to make it
+            raise InvalidInput("This number cannot be an item id: it is too long.", hint="Use up to 512 digits.")
+        return int.__repr__(item_id)
+    raise InvalidInput(f"A {type(item_id).__name__} cannot be an item id.", hint="Use a whole number or a text.")
+
+
+def _is_control(character: str) -> bool:
+    """Control characters, surrogates, line separators. Joiners and marks of direction belong to texts."""
+    return unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
+
+
 def checked_total(total: int) -> int:
     if type(total) is not int or not 0 <= total < TOTAL_LIMIT:
-        raise InvalidInput(f"{total!r} cannot be a total.", hint="Use a whole number from 0.")
+        shown = (
+            str(total)
+            if type(total) is int and -TOTAL_LIMIT < total < 2 * TOTAL_LIMIT
+            else f"This {type(total).__name__}"
+        )
+        raise InvalidInput(f"{shown} cannot be a total.", hint="Use a whole number from 0 to 2^53.")
     return total
 
 

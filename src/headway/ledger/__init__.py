@@ -1,7 +1,7 @@
 """The ledger: which items of which job are done, which failed and why, that a job finished (once).
 
     Ledger ── Job ── items ── attempts, dead letters, causes
-       │        └── Books: the job's counters, open in one transaction
+       │        └── Recorder: the job's counters, open in one transaction
        └── Hold: who runs it
 
 `ProgressManager` is the ledger for one job of one SQLite file, in the shape of its source document.
@@ -14,19 +14,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headway.failure import Failure, describe, normalise
     from headway.ledger.content import canonical, fingerprint
-    from headway.ledger.failure import describe, normalise
-    from headway.ledger.holding import Hold
     from headway.ledger.job import Job
+    from headway.ledger.job_lease import Hold
+    from headway.ledger.ledger import Ledger
     from headway.ledger.manager import ProgressManager
-    from headway.ledger.records import Ledger
     from headway.ledger.values import (
         Attempt,
         Cause,
         DeadLetter,
         Done,
         Failed,
-        Failure,
         Item,
         ItemInfo,
         JobInfo,
@@ -63,16 +62,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    name: module
+    name: f"{__name__}.{module}" if module != "failure" else "headway.failure"
     for module, names in {
+        "failure": "Failure describe normalise",
         "content": "canonical fingerprint",
-        "failure": "describe normalise",
-        "holding": "Hold",
+        "job_lease": "Hold",
         "job": "Job",
         "manager": "ProgressManager",
-        "records": "Ledger",
-        "values": "Attempt Cause DeadLetter Done Failed Failure Item ItemInfo JobInfo NewItem Outcome Progress "
-        "Recorded Run",
+        "ledger": "Ledger",
+        "values": "Attempt Cause DeadLetter Done Failed Item ItemInfo JobInfo NewItem Outcome Progress Recorded Run",
     }.items()
     for name in names.split()
 }
@@ -81,6 +79,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    found = getattr(import_module(_HOMES[name]), name)
     globals()[name] = found  # the next time it is an ordinary name
     return found

@@ -7,13 +7,16 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 
-from headway._sql import Tx, marks
+from headway._lease import Owner, has_ended, write_owner
+from headway._sql import Row, Tx, marks
 from headway.errors import InvalidInput
-from headway.ledger.books import Books, audit, put_one_done
-from headway.ledger.holding import Hold
+from headway.failure import Failure
+from headway.ledger.content import is_intact
+from headway.ledger.job_lease import Hold
+from headway.ledger.recorder import Recorder, audit, put_one_done
 from headway.ledger.report import Reports
-from headway.ledger.values import Done, Failed, Failure, Item, NewItem, Outcome, Recorded, check_index, check_text
-from headway.retry import ITEM, RetryPolicy
+from headway.ledger.values import MAX_INDEX, Done, Failed, Item, NewItem, Outcome, Recorded, check_index, check_text
+from headway.retry import RetryPolicy
 from headway.telemetry import Log
 
 log = Log("ledger")
@@ -22,12 +25,21 @@ log = Log("ledger")
 CHUNK = 5000
 
 LOST = Failure("ProcessLost", "the process that worked on this item was killed or lost its lease")
+DAMAGED = Failure("DamagedPayload", "the payload in the database is not what was registered; it was not run")
 
 _ONE_DONE = Recorded(done=1, failed=0, dead=0, repeated=0, completed=False, due={}, died=(), waiting=0, stale=())
 
 
 def _checked_key(key: str | None) -> str | None:
     return None if key is None else check_text(key, "an item's key")
+
+
+#: An item whose wait is over: by its time, or because it failed in what is now the future (the clock was set back).
+_DUE = "(p.next_attempt_at <= ? OR (p.updated_at > ? AND p.lease_until IS NULL AND p.next_attempt_at IS NOT NULL))"
+_CLAIMABLE = (
+    "SELECT i.idx, i.key, i.payload, i.fingerprint, p.attempts, coalesce(p.token, 0), p.lease_until, p.worker, p.holder "
+    "FROM progress p JOIN input_products i ON i.job = p.job AND i.idx = p.idx WHERE p.job = ? AND p.status <> 'done'"
+)
 
 
 class _NotThatSimple(Exception):
@@ -55,33 +67,41 @@ class Job(Reports):
         return new
 
     def _insert(self, tx: Tx, rows: list[NewRow]) -> int:
-        books = Books(tx, self.no)
+        recorder = Recorder(tx, self.no)
         new = tx.insert(
             "INSERT INTO input_products (job, idx, key, payload, fingerprint) VALUES (?, ?, ?, ?, ?) "
             "ON CONFLICT (job, idx) DO NOTHING",
             rows,
         )
-        books.total += new
-        books.frontier = min(books.frontier, *(row[1] for row in rows))
-        books.close(settle=False)
+        recorder.total += new
+        recorder.frontier = min(recorder.frontier, *(row[1] for row in rows))
+        recorder.close(settle=False)
         return new
 
     def seal(self, digest: str | None = None, *, settle: bool = True) -> bool:
         """Say that all items are known: from now on the job can finish. Whether it just did."""
 
         def work(tx: Tx) -> bool:
-            books = Books(tx, self.no)
+            recorder = Recorder(tx, self.no)
             tx.execute("UPDATE jobs SET digest = ? WHERE no = ?", (digest, self.no))
-            books.sealed = 1
-            return books.close(settle=settle)
+            recorder.sealed = 1
+            return recorder.close(settle=settle)
 
         return self._database.run(work, operation="seal")
 
-    def renew_items(self, items: Sequence[NewItem]) -> None:
+    def replace_items(self, items: Sequence[NewItem]) -> None:
         """Give known items new content. They are pending again, whatever they were; their history stays."""
 
         def work(tx: Tx) -> None:
-            books = Books(tx, self.no)
+            recorder = Recorder(tx, self.no)
+            tx.executemany(
+                # The successful run of an item is its progress row, which goes: it joins the other runs.
+                "INSERT INTO attempts (job, idx, no, outcome, error, worker, at, seconds) SELECT p.job, p.idx, "
+                "coalesce((SELECT max(a.no) FROM attempts a WHERE a.job = p.job AND a.idx = p.idx), 0) + 1, "
+                "'done', '', p.worker, p.updated_at, p.seconds FROM progress p "
+                "WHERE p.job = ? AND p.idx = ? AND p.status = 'done'",
+                [(self.no, item.idx) for item in items],
+            )
             tx.executemany(
                 "UPDATE input_products SET key = ?, payload = ?, fingerprint = ? WHERE job = ? AND idx = ?",
                 [(item.key, item.payload, item.fingerprint, self.no, item.idx) for item in items],
@@ -90,21 +110,21 @@ class Job(Reports):
                 tx.executemany(
                     f"DELETE FROM {table} WHERE job = ? AND idx = ?", [(self.no, item.idx) for item in items]
                 )
-            books.frontier = min(books.frontier, *(item.idx for item in items))
-            books.recount()
-            books.close(settle=False)
+            recorder.frontier = min(recorder.frontier, *(item.idx for item in items))
+            recorder.recount()
+            recorder.close(settle=False)
 
         if items:
-            self._database.run(work, operation="renew_items")
+            self._database.run(work, operation="replace_items")
 
     def drop(self, indices: Sequence[int]) -> None:
         """Take items out of the job, with what was recorded of them."""
 
         def work(tx: Tx) -> None:
-            books = Books(tx, self.no)
+            recorder = Recorder(tx, self.no)
             tx.executemany("DELETE FROM input_products WHERE job = ? AND idx = ?", [(self.no, idx) for idx in indices])
-            books.recount()
-            books.close(settle=False)
+            recorder.recount()
+            recorder.close(settle=False)
 
         if indices:
             self._database.run(work, operation="drop")
@@ -118,38 +138,72 @@ class Job(Reports):
 
     # ---- handing out -----------------------------------------------------------------------------------------------
 
+    # Whatever is handed out is what was registered. A payload that is damaged makes its item a dead letter, here.
+
     def untouched(self, after: int, limit: int) -> list[Item]:
-        """Items nobody has tried yet, by index from the one after ``after``."""
-        rows = self._database.all(
-            "SELECT i.idx, i.key, i.payload FROM input_products i WHERE i.job = ? AND i.idx > ? AND NOT EXISTS "
-            "(SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx) ORDER BY i.idx LIMIT ?",
-            (self.no, after, limit),
-        )
-        return [Item(idx, key, payload) for idx, key, payload in rows]
+        """Items nobody has tried yet, by index from the one after ``after``; fewer than ``limit`` are all there are."""
+        items: list[Item] = []
+        while (wanted := limit - len(items)) > 0:
+            rows = self._database.all(
+                "SELECT i.idx, i.key, i.payload, i.fingerprint FROM input_products i WHERE i.job = ? AND i.idx > ? "
+                "AND NOT EXISTS (SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx) "
+                "ORDER BY i.idx LIMIT ?",
+                (self.no, after, wanted),
+            )
+            intact = [Item(idx, key, payload) for idx, key, payload, mark in rows if is_intact(payload, mark)]
+            if len(intact) < len(rows):
+                self._give_up_damaged([row[0] for row in rows], intact)
+            items += intact
+            if len(rows) < wanted:
+                break
+            after = rows[-1][0]
+        return items
 
     def due(self, limit: int, *, within: float = 0.0) -> list[tuple[Item, float]]:
-        """Items that wait for another try, soonest first, each with the seconds left until it may run."""
+        """Items that wait for another try, soonest first, each with the seconds left until it may run.
+
+        One that failed in what is now the future failed before the clock was set back: it has waited enough.
+        """
         with self._database.read() as tx:
             now = tx.now()
             rows = tx.all(
-                "SELECT i.idx, i.key, i.payload, p.attempts, p.next_attempt_at FROM progress p "
-                "JOIN input_products i ON i.job = p.job AND i.idx = p.idx "
-                "WHERE p.job = ? AND p.status <> 'done' AND p.next_attempt_at <= ? "
-                "ORDER BY p.next_attempt_at, p.idx LIMIT ?",
-                (self.no, now + within, limit),
+                "SELECT i.idx, i.key, i.payload, i.fingerprint, p.attempts, p.next_attempt_at, p.updated_at "
+                "FROM progress p JOIN input_products i ON i.job = p.job AND i.idx = p.idx "
+                f"WHERE p.job = ? AND p.status <> 'done' AND {_DUE} ORDER BY p.next_attempt_at, p.idx LIMIT ?",
+                (self.no, now + within, now, limit),
             )
-        return [(Item(idx, key, payload, attempts), at - now) for idx, key, payload, attempts, at in rows]
+        intact = [
+            (Item(idx, key, payload, attempts), at - now if failed_at <= now else 0.0)
+            for idx, key, payload, mark, attempts, at, failed_at in rows
+            if is_intact(payload, mark)
+        ]
+        if len(intact) < len(rows):
+            self._give_up_damaged([row[0] for row in rows], [item for item, _ in intact])
+        return sorted(intact, key=lambda each: each[1])
 
     def last_pass(self, limit: int) -> list[Item]:
-        """Dead letters that have not had their pass at the end of a run yet."""
+        """Dead letters that have not had their pass at the end of a run yet, and whose failure did not say that trying
+        again is useless."""
         rows = self._database.all(
-            "SELECT i.idx, i.key, i.payload, p.attempts FROM dead_letters d "
+            "SELECT i.idx, i.key, i.payload, i.fingerprint, p.attempts FROM dead_letters d "
             "JOIN input_products i ON i.job = d.job AND i.idx = d.idx "
             "JOIN progress p ON p.job = d.job AND p.idx = d.idx "
             "WHERE d.job = ? AND d.last_pass = 0 ORDER BY d.idx LIMIT ?",
             (self.no, limit),
         )
-        return [Item(*row) for row in rows]
+        intact = [
+            Item(idx, key, payload, attempts) for idx, key, payload, mark, attempts in rows if is_intact(payload, mark)
+        ]
+        if len(intact) < len(rows):
+            self._give_up_damaged([row[0] for row in rows], intact)
+            return intact or self.last_pass(limit)
+        return intact
+
+    def _give_up_damaged(self, indices: Sequence[int], intact: Sequence[Item]) -> None:
+        sound = {item.idx for item in intact}
+        damaged = [idx for idx in indices if idx not in sound]
+        log.error("payloads in the database are damaged", job=self.id, count=len(damaged), idx=damaged[0])
+        self.record([Failed(idx, DAMAGED, retryable=False) for idx in damaged], settle=False)
 
     def claim(self, worker: str, *, limit: int = 1, lease: float = 30.0) -> list[Item]:
         """Take up to ``limit`` items for ``lease`` seconds. Each carries a fencing token: whoever's lease lapsed
@@ -157,62 +211,93 @@ class Job(Reports):
         if limit < 1 or not 0 < lease < 10**9:
             raise InvalidInput("A claim needs a limit of at least 1 and a lease above 0 seconds.")
         check_text(worker, "a worker's name")
+        holder = write_owner(Owner.current(), lease)
 
         def work(tx: Tx) -> list[Item]:
-            books = Books(tx, self.no)
-            items = self._due_or_lapsed(books, limit)
-            items += self._fresh(books, limit - len(items))
-            until = books.now + lease
+            recorder = Recorder(tx, self.no)
+            items = self._due_or_lapsed(recorder, limit)
+            items += self._fresh(recorder, limit - len(items))
+            if not items:
+                items = self._abandoned(recorder, limit)
+            until = recorder.now + lease
             tx.executemany(
-                "INSERT INTO progress (job, idx, status, updated_at, worker, next_attempt_at, token, lease_until) "
-                "VALUES (?, ?, 'pending', ?, ?, ?, ?, ?) ON CONFLICT (job, idx) DO UPDATE SET worker = excluded.worker, "
-                "next_attempt_at = excluded.next_attempt_at, token = excluded.token, lease_until = excluded.lease_until",
+                "INSERT INTO progress (job, idx, status, updated_at, worker, next_attempt_at, token, lease_until, holder) "
+                "VALUES (?, ?, 'pending', ?, ?, ?, ?, ?, ?) ON CONFLICT (job, idx) DO UPDATE SET "
+                "worker = excluded.worker, next_attempt_at = excluded.next_attempt_at, token = excluded.token, "
+                "lease_until = excluded.lease_until, holder = excluded.holder",
                 # The moment the lease lapses is the moment the item may be handed out again.
-                [(self.no, item.idx, books.now, worker, until, item.token, until) for item in items],
+                [(self.no, item.idx, recorder.now, worker, until, item.token, until, holder) for item in items],
             )
-            books.close(settle=True)  # a lapsed claim may have been the last open item, and its last try
+            recorder.close(settle=True)  # a lapsed claim may have been the last open item, and its last try
             return items
 
         return self._database.run(work, operation="claim")
 
-    def _due_or_lapsed(self, books: Books, limit: int) -> list[Item]:
+    def _due_or_lapsed(self, recorder: Recorder, limit: int) -> list[Item]:
         """Items whose wait is over, or whose claim lapsed (that run is written down as lost)."""
-        rows = books.tx.all(
-            "SELECT i.idx, i.key, i.payload, p.attempts, coalesce(p.token, 0), p.lease_until, p.worker FROM progress p "
-            "JOIN input_products i ON i.job = p.job AND i.idx = p.idx "
-            "WHERE p.job = ? AND p.status <> 'done' AND p.next_attempt_at <= ? ORDER BY p.next_attempt_at, p.idx LIMIT ?",
-            (self.no, books.now, limit),
+        rows = recorder.tx.all(
+            f"{_CLAIMABLE} AND {_DUE} ORDER BY p.next_attempt_at, p.idx LIMIT ?",
+            (self.no, recorder.now, recorder.now, limit),
         )
-        lapsed = {idx: worker for idx, _, _, _, _, lease_until, worker in rows if lease_until is not None}
-        lost = [Failed(idx, LOST, outcome="lost", worker=worker) for idx, worker in lapsed.items()]
-        died = set(books.write(lost, ITEM).died) if lost else set()
-        return [
-            Item(idx, key, payload, attempts + (idx in lapsed), token + 1)
-            for idx, key, payload, attempts, token, _, _ in rows
-            if idx not in died
-        ]
+        return self._take_over(recorder, rows)
 
-    def _fresh(self, books: Books, limit: int) -> list[Item]:
-        if limit <= 0:
-            return []
-        rows = books.tx.all(
-            "SELECT i.idx, i.key, i.payload FROM input_products i WHERE i.job = ? AND i.idx >= ? AND NOT EXISTS "
-            "(SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx) ORDER BY i.idx LIMIT ?",
-            (self.no, books.frontier, limit),
+    def _abandoned(self, recorder: Recorder, limit: int) -> list[Item]:
+        """Items whose claimant can be seen to be dead, or whose lease is over by the clock that nobody can set. Looked
+        for when there is nothing else: the end of their lease frees them anyway."""
+        rows = recorder.tx.all(
+            f"{_CLAIMABLE} AND p.holder IS NOT NULL AND p.lease_until IS NOT NULL ORDER BY p.next_attempt_at, p.idx",
+            (self.no,),
         )
-        if rows:
-            books.frontier = rows[-1][0] + 1
-        return [Item(idx, key, payload, 0, 1) for idx, key, payload in rows]
+        return self._take_over(recorder, rows)[:limit]
+
+    def _take_over(self, recorder: Recorder, rows: list[Row]) -> list[Item]:
+        """What of ``rows`` may be claimed now. A claim that is still good stays its claimant's."""
+        items, lost, damaged = [], [], []
+        for idx, key, payload, mark, attempts, token, lease_until, worker, holder in rows:
+            if lease_until is not None:
+                if not has_ended(holder, lease_until, recorder.now):
+                    continue  # the wall clock was set forward, and the claimant lives
+                lost.append(Failed(idx, LOST, outcome="lost", worker=worker))
+            if not is_intact(payload, mark):
+                damaged.append(Failed(idx, DAMAGED, retryable=False))
+                continue
+            items.append(Item(idx, key, payload, attempts + (lease_until is not None), token + 1))
+        died = set(recorder.write(lost).died) if lost else set()
+        if damaged:
+            recorder.write(damaged)
+        return [item for item in items if item.idx not in died]
+
+    def _fresh(self, recorder: Recorder, limit: int) -> list[Item]:
+        items: list[Item] = []
+        while (wanted := limit - len(items)) > 0:
+            rows = recorder.tx.all(
+                "SELECT i.idx, i.key, i.payload, i.fingerprint FROM input_products i WHERE i.job = ? AND i.idx >= ? "
+                "AND NOT EXISTS (SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx) "
+                "ORDER BY i.idx LIMIT ?",
+                (self.no, recorder.frontier, wanted),
+            )
+            if not rows:
+                break
+            recorder.frontier = min(rows[-1][0] + 1, MAX_INDEX)
+            intact = [Item(idx, key, payload, 0, 1) for idx, key, payload, mark in rows if is_intact(payload, mark)]
+            if len(intact) < len(rows):
+                sound = {item.idx for item in intact}
+                recorder.write([Failed(row[0], DAMAGED, retryable=False) for row in rows if row[0] not in sound])
+            items += intact
+            if len(rows) < wanted:
+                break
+        return items
 
     def renew(self, items: Sequence[Item], *, lease: float = 30.0) -> int:
         """Prolong claims; how many of them are still ours."""
+        holder = write_owner(Owner.current(), lease)
 
         def work(tx: Tx) -> int:
             until = tx.now() + lease
             return tx.executemany(
-                "UPDATE progress SET lease_until = ?, next_attempt_at = ? "
+                "UPDATE progress SET lease_until = ?, next_attempt_at = ?, holder = ? "
                 "WHERE job = ? AND idx = ? AND token = ? AND lease_until IS NOT NULL AND status <> 'done'",
-                [(until, until, self.no, item.idx, item.token) for item in items],
+                [(until, until, holder, self.no, item.idx, item.token) for item in items],
             )
 
         return self._database.run(work, operation="renew")
@@ -224,14 +309,14 @@ class Job(Reports):
         """
 
         def work(tx: Tx) -> None:
-            books = Books(tx, self.no, token=hold.token)
-            until = books.now + hold.lease
+            recorder = Recorder(tx, self.no, token=hold.token)
+            until = recorder.now + hold.lease
             tx.executemany(
                 "INSERT INTO progress (job, idx, status, updated_at, worker, next_attempt_at, lease_until) "
                 "VALUES (?, ?, 'pending', ?, ?, ?, ?) ON CONFLICT (job, idx) DO UPDATE SET worker = excluded.worker, "
-                "next_attempt_at = excluded.next_attempt_at, lease_until = excluded.lease_until "
+                "next_attempt_at = excluded.next_attempt_at, lease_until = excluded.lease_until, holder = NULL "
                 "WHERE progress.status <> 'done'",
-                [(self.no, idx, books.now, worker, until, until) for idx, worker in items],
+                [(self.no, idx, recorder.now, worker, until, until) for idx, worker in items],
             )
 
         if items:
@@ -241,11 +326,11 @@ class Job(Reports):
         """Return items that were noted or claimed and not tried to the end (a shutdown): no attempt is counted."""
 
         def work(tx: Tx) -> None:
-            books = Books(tx, self.no, token=hold.token if hold else None)
+            recorder = Recorder(tx, self.no, token=hold.token if hold else None)
             tx.executemany(
-                "UPDATE progress SET lease_until = NULL, next_attempt_at = ? "
+                "UPDATE progress SET lease_until = NULL, holder = NULL, next_attempt_at = ? "
                 "WHERE job = ? AND idx = ? AND status <> 'done' AND lease_until IS NOT NULL",
-                [(books.now, self.no, idx) for idx in indices],
+                [(recorder.now, self.no, idx) for idx in indices],
             )
 
         if indices:
@@ -258,7 +343,7 @@ class Job(Reports):
         outcomes: Sequence[Outcome],
         *,
         hold: Hold | None = None,
-        policy: RetryPolicy = ITEM,
+        policy: RetryPolicy | None = None,
         settle: bool = True,
         register: bool = False,
     ) -> Recorded:
@@ -266,15 +351,16 @@ class Job(Reports):
 
         Repeating a call changes nothing: a done item stays done, a failure names the run it belongs to (``seen`` or
         ``token``). With ``settle`` the call that records the last item also finishes the job and decides its event.
-        With ``register`` an unknown index is registered on the way.
+        With ``register`` an unknown index is registered on the way. ``policy``: how failed items wait, if not by the
+        job's own.
         """
         if len(outcomes) == 1 and hold is None and self._put_one_done(outcomes[0], register=register):
             return _ONE_DONE
 
         def work(tx: Tx) -> Recorded:
-            books = Books(tx, self.no, token=hold.token if hold else None)
-            recorded = books.write(outcomes, policy, register=register)
-            return replace(recorded, completed=books.close(settle=settle))
+            recorder = Recorder(tx, self.no, token=hold.token if hold else None)
+            recorded = recorder.write(outcomes, policy, register=register)
+            return replace(recorded, completed=recorder.close(settle=settle))
 
         return self._database.run(work, operation="record")
 
@@ -300,7 +386,7 @@ class Job(Reports):
         """Finish the job if every item is done or dead; True for the one call that did."""
 
         def work(tx: Tx) -> bool:
-            return Books(tx, self.no, token=hold.token if hold else None).close(settle=True)
+            return Recorder(tx, self.no, token=hold.token if hold else None).close(settle=True)
 
         return self._database.run(work, operation="finish")
 
@@ -317,7 +403,7 @@ class Job(Reports):
         """Give dead letters (all, of one cause, or these) a new life: pending, with no attempt counted. How many."""
 
         def work(tx: Tx) -> int:
-            books = Books(tx, self.no)
+            recorder = Recorder(tx, self.no)
             where, parameters = "job = ?", [self.no]
             if cause is not None:
                 where, parameters = f"{where} AND cause = ?", [*parameters, cause]
@@ -329,12 +415,12 @@ class Job(Reports):
             tx.execute(f"DELETE FROM dead_letters WHERE {where}", parameters)
             tx.executemany(
                 "UPDATE progress SET status = 'pending', attempts = 0, next_attempt_at = ?, lease_until = NULL, "
-                "updated_at = ? WHERE job = ? AND idx = ?",
-                [(books.now, books.now, self.no, idx) for (idx,) in dead],
+                "holder = NULL, updated_at = ? WHERE job = ? AND idx = ?",
+                [(recorder.now, recorder.now, self.no, idx) for (idx,) in dead],
             )
-            books.dead -= len(dead)
-            audit(tx, books.now, actor, "retry", self.id, {"count": len(dead), "cause": cause, "reason": reason})
-            books.close(settle=False)
+            recorder.dead -= len(dead)
+            audit(tx, recorder.now, actor, "retry", self.id, {"count": len(dead), "cause": cause, "reason": reason})
+            recorder.close(settle=False)
             return len(dead)
 
         count = self._database.run(work, operation="retry_dead")

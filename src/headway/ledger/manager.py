@@ -25,21 +25,11 @@ from urllib.parse import quote
 
 from headway.config import Config
 from headway.errors import InvalidInput, StaleClaim
+from headway.failure import Failure, bounded_error, describe
 from headway.ledger.content import bounded_meta, canonical, fingerprint
-from headway.ledger.failure import bounded_error, describe
 from headway.ledger.job import Job
-from headway.ledger.records import Ledger
-from headway.ledger.report import PAGE
-from headway.ledger.values import (
-    DeadLetter,
-    Done,
-    Failed,
-    Failure,
-    Item,
-    NewItem,
-    Outcome,
-    check_index,
-)
+from headway.ledger.ledger import Ledger
+from headway.ledger.values import DeadLetter, Done, Failed, Item, NewItem, Outcome, check_index
 from headway.retry import RetryPolicy
 from headway.telemetry import Log, metrics, names_a_secret, redact
 
@@ -67,7 +57,7 @@ class ProgressManager:
                 aside = self._ledger.archive(JOB)
                 if aside is not None:
                     log.info("starting anew; the earlier progress was put aside", job=JOB, new=aside)
-            self._job: Job = self._ledger.create(JOB, max_retries=max_retries)
+            self._job: Job = self._ledger.create(JOB, max_retries=max_retries, policy=_AT_ONCE)
             info = self._job.info()
             if info.max_retries != max_retries:
                 self._ledger.describe(
@@ -154,16 +144,15 @@ class ProgressManager:
 
     def pending(self) -> Iterator[int]:
         """Indices still to be processed: never tried, or failed and not dead."""
-        after = -1
-        while page := self._ledger.database.all(
+        for page in self._ledger.database.pages(
             "SELECT i.idx FROM input_products i LEFT JOIN progress p ON p.job = i.job AND p.idx = i.idx "
             "LEFT JOIN dead_letters d ON d.job = i.job AND d.idx = i.idx "
             "WHERE i.job = ? AND i.idx > ? AND (p.status IS NULL OR p.status <> 'done') AND d.idx IS NULL "
             "ORDER BY i.idx LIMIT ?",
-            (self._job.no, after, PAGE),
+            (self._job.no,),
+            after=(-1,),
         ):
             yield from (idx for (idx,) in page)
-            after = page[-1][0]
 
     def dead_letters(self) -> Iterator[DeadLetter]:
         """Products given up, each with its last error."""

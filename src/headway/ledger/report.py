@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from headway._sql import Database, Row, Value
+from headway._lease import has_ended
+from headway._sql import Database, Row, Tx, Value, marks
 from headway.errors import InvalidInput, NotFound
 from headway.ledger.values import (
+    NOTED,
     Attempt,
     Cause,
     DeadLetter,
@@ -23,13 +25,13 @@ from headway.ledger.values import (
 #: Rows read at a time by the iterators.
 PAGE = 1000
 
-#: The words an item can be asked for by, with the condition that finds it.
+#: The words an item can be asked for by, with the condition that finds it; {live} is what `Live` says.
 STATES = {
-    "pending": "p.idx IS NULL OR (p.status = 'pending' AND (p.lease_until IS NULL OR p.lease_until <= ?))",
-    "processing": "p.status <> 'done' AND p.lease_until > ?",
-    "retrying": "p.status = 'failed' AND d.idx IS NULL AND (p.lease_until IS NULL OR p.lease_until <= ?)",
-    "done": "p.status = 'done' AND 0 <= ?",
-    "dead": "d.idx IS NOT NULL AND 0 <= ?",
+    "pending": "(p.idx IS NULL OR p.status = 'pending') AND NOT {live}",
+    "processing": "{live}",
+    "retrying": "p.status = 'failed' AND d.idx IS NULL AND NOT {live}",
+    "done": "p.status = 'done'",
+    "dead": "d.idx IS NOT NULL",
 }
 
 _JOB = (
@@ -38,7 +40,7 @@ _JOB = (
 )
 _ITEM = (
     "SELECT i.idx, i.key, p.status, d.idx, p.lease_until, coalesce(p.attempts, 0), p.updated_at, p.seconds, p.worker, "
-    "p.meta, p.next_attempt_at, i.payload, "
+    "p.meta, p.next_attempt_at, i.payload, p.holder, "
     "coalesce(d.error, (SELECT a.error FROM attempts a WHERE a.job = i.job AND a.idx = i.idx ORDER BY a.no DESC LIMIT 1)), "
     "coalesce(d.cause, (SELECT a.cause FROM attempts a WHERE a.job = i.job AND a.idx = i.idx ORDER BY a.no DESC LIMIT 1)) "
     "FROM input_products i LEFT JOIN progress p ON p.job = i.job AND p.idx = i.idx "
@@ -51,9 +53,12 @@ def job_info(row: Row, now: float) -> JobInfo:
      failed, dead, failures, created_at, updated_at, finished_at, holder, lease_until) = row  # fmt: skip
     return JobInfo(
         no, id, function, source, command, keyed_by, digest, bool(sealed), bool(archived), generation, version, max_retries,
-        total, done, failed, dead, failures, utc(created_at), utc(updated_at), maybe_utc(finished_at),
+        total, done, failed, dead, failures,
+        # The clock may have been set back since; nothing ends before it began.
+        utc(created_at), utc(max(created_at, updated_at)),
+        None if finished_at is None else utc(max(created_at, finished_at)),
         json.loads(holder) if holder else None, maybe_utc(lease_until),
-        held=holder is not None and lease_until is not None and lease_until > now,
+        held=holder is not None and not has_ended(holder, lease_until, now),
     )  # fmt: skip
 
 
@@ -61,6 +66,40 @@ def find_jobs(database: Database, where: str = "", parameters: Sequence[Value] =
     with database.read() as tx:
         now = tx.now()
         return [job_info(row, now) for row in tx.all(f"{_JOB} {where}", parameters)]
+
+
+class Live:
+    """Which items of a job somebody works on at this moment: whose claim, or whose run, has not ended.
+
+    Whether a process lives is not for a database to say, so the few distinct claimants are looked at here.
+    """
+
+    def __init__(self, tx: Tx, job: int) -> None:
+        self.now = tx.now()
+        row = tx.one("SELECT holder, lease_until FROM jobs WHERE no = ?", (job,))
+        self._held = row is not None and row[0] is not None and not has_ended(row[0], row[1], self.now)
+        claims = tx.all(
+            "SELECT holder, max(lease_until) FROM progress WHERE job = ? AND status <> 'done' "
+            "AND lease_until IS NOT NULL AND holder IS NOT NULL GROUP BY holder",
+            (job,),
+        )
+        self._claimants = {holder for holder, until in claims if not has_ended(holder, until, self.now)}
+
+    def condition(self) -> tuple[str, list[Value]]:
+        """For a statement that calls the table progress ``p``, with its parameters."""
+        sql = (
+            "(p.lease_until IS NOT NULL AND p.status <> 'done' AND "
+            f"(p.holder IN ({marks(len(self._claimants))}) OR (p.holder IS NULL AND "
+            "CASE WHEN p.worker LIKE ? THEN ? = 1 ELSE p.lease_until > ? END)))"
+        )
+        return sql, [*self._claimants, f"{NOTED}%", int(self._held), self.now]
+
+    def has(self, status: str | None, holder: str | None, worker: str | None, lease_until: float | None) -> bool:
+        if lease_until is None or status in (None, "done"):
+            return False
+        if holder is not None:
+            return holder in self._claimants
+        return self._held if (worker or "").startswith(NOTED) else lease_until > self.now
 
 
 def all_jobs(database: Database, *, archived: bool = False) -> list[JobInfo]:
@@ -88,10 +127,12 @@ class Reports:
 
     def progress(self) -> Progress:
         info = self.info()
-        running = self._database.one(
-            "SELECT count(*) FROM progress WHERE job = ? AND status <> 'done' AND lease_until > ?",
-            (self.no, self._database.now()),
-        )
+        with self._database.read() as tx:
+            live, parameters = Live(tx, self.no).condition()
+            running = tx.one(
+                f"SELECT count(*) FROM progress p WHERE p.job = ? AND p.status <> 'done' AND {live}",
+                (self.no, *parameters),
+            )
         return Progress(
             status=info.status,
             total=info.total,
@@ -118,31 +159,34 @@ class Reports:
         limit: int = PAGE,
     ) -> list[ItemInfo]:
         """One page of items by index from the one after ``after``."""
-        where, parameters = "i.job = ? AND i.idx > ?", [self.no, after]
-        values: list[Value] = list(parameters)
-        now = self._database.now()
-        if status is not None:
-            if status not in STATES:
-                raise InvalidInput(f"{status!r} is no state of an item.", hint="Use one of: " + ", ".join(STATES))
-            where += f" AND ({STATES[status]})"
-            values.append(now)
-        if cause is not None:
-            where += " AND EXISTS (SELECT 1 FROM attempts a WHERE a.job = i.job AND a.idx = i.idx AND a.cause = ?)"
-            values.append(cause)
-        rows = self._database.all(f"{_ITEM} WHERE {where} ORDER BY i.idx LIMIT ?", (*values, limit))
-        return [_item_info(row, now) for row in rows]
+        where = "i.job = ? AND i.idx > ?"
+        values: list[Value] = [self.no, after]
+        with self._database.read() as tx:
+            live = Live(tx, self.no)
+            if status is not None:
+                if status not in STATES:
+                    raise InvalidInput(f"{status!r} is no state of an item.", hint="Use one of: " + ", ".join(STATES))
+                condition, parameters = live.condition()
+                where += f" AND ({STATES[status].format(live=f'coalesce({condition}, 1 = 0)')})"
+                values += parameters if "{live}" in STATES[status] else []
+            if cause is not None:
+                where += " AND EXISTS (SELECT 1 FROM attempts a WHERE a.job = i.job AND a.idx = i.idx AND a.cause = ?)"
+                values.append(cause)
+            rows = tx.all(f"{_ITEM} WHERE {where} ORDER BY i.idx LIMIT ?", (*values, limit))
+        return [_item_info(row, live) for row in rows]
 
     def item(self, name: str | int) -> ItemInfo:
         """An item by its key or its index."""
-        now = self._database.now()
         rows: list[Row] = []
-        if isinstance(name, str):
-            rows = self._database.all(f"{_ITEM} WHERE i.job = ? AND i.key = ?", (self.no, name))
-        if not rows and str(name).isdecimal():
-            rows = self._database.all(f"{_ITEM} WHERE i.job = ? AND i.idx = ?", (self.no, check_index(int(name))))
+        with self._database.read() as tx:
+            live = Live(tx, self.no)
+            if isinstance(name, str):
+                rows = tx.all(f"{_ITEM} WHERE i.job = ? AND i.key = ?", (self.no, name))
+            if not rows and str(name).isdecimal():
+                rows = tx.all(f"{_ITEM} WHERE i.job = ? AND i.idx = ?", (self.no, check_index(int(name))))
         if not rows:
             raise NotFound(f"Job {self.id} has no item {name!r}.", hint=f"List them: headway items {self.id}")
-        return _item_info(rows[0], now)
+        return _item_info(rows[0], live)
 
     def history(self, idx: int) -> list[Attempt]:
         """Every run of an item, first to last. The successful one is the item's own row."""
@@ -152,7 +196,7 @@ class Reports:
             (self.no, idx),
         )
         past = [
-            Attempt(no, outcome, utc(at), seconds, worker, error, detail, cause)
+            Attempt(no, outcome, utc(at), seconds, worker, error or None, detail, cause)
             for no, outcome, at, seconds, worker, error, detail, cause in rows
         ]
         done = self._database.one(
@@ -164,7 +208,7 @@ class Reports:
             past.append(Attempt(len(past) + 1, "done", utc(at), seconds, worker, None, None, None))
         return past
 
-    def finished(self) -> Iterator[tuple[int, str | None, str, float, float | None, str | None, str | None]]:
+    def log(self) -> Iterator[tuple[int, str | None, str, float, float | None, str | None, str | None]]:
         """Every ended run of every item: idx, key, outcome, when, seconds, worker, error; in the order of the items."""
         after = -1
         while True:
@@ -175,7 +219,7 @@ class Reports:
             if bound is None or bound[0] is None:
                 return
             rows = self._database.all(
-                "SELECT i.idx, i.key, h.outcome, h.at, h.seconds, h.worker, h.error FROM input_products i JOIN ("
+                "SELECT i.idx, i.key, h.outcome, h.at, h.seconds, h.worker, nullif(h.error, '') FROM input_products i JOIN ("
                 "SELECT job, idx, no, outcome, at, seconds, worker, error FROM attempts "
                 "WHERE job = ? AND idx > ? AND idx <= ? "
                 "UNION ALL SELECT job, idx, 2147483647, 'done', updated_at, seconds, worker, NULL FROM progress "
@@ -188,13 +232,11 @@ class Reports:
 
     def fingerprints(self) -> Iterator[tuple[int, str | None, int | None]]:
         """(idx, key, fingerprint) of every item, by index."""
-        after = -1
-        while rows := self._database.all(
-            "SELECT idx, key, fingerprint FROM input_products WHERE job = ? AND idx > ? ORDER BY idx LIMIT 5000",
-            (self.no, after),
-        ):
-            yield from rows
-            after = rows[-1][0]
+        for page in self._database.pages(
+            "SELECT idx, key, fingerprint FROM input_products WHERE job = ? AND idx > ? ORDER BY idx LIMIT ?",
+            (self.no,), after=(-1,), size=5000,
+        ):  # fmt: skip
+            yield from page
 
     def worked_on(self, indices: Sequence[int]) -> set[int]:
         """Those of ``indices`` that somebody has tried: done, failed or dead."""
@@ -202,7 +244,7 @@ class Reports:
         for start in range(0, len(indices), PAGE):
             part = indices[start : start + PAGE]
             rows = self._database.all(
-                f"SELECT idx FROM progress WHERE job = ? AND idx IN ({','.join('?' * len(part))})", (self.no, *part)
+                f"SELECT idx FROM progress WHERE job = ? AND idx IN ({marks(len(part))})", (self.no, *part)
             )
             found.update(idx for (idx,) in rows)
         return found
@@ -239,14 +281,22 @@ class Reports:
     # ---- the past --------------------------------------------------------------------------------------------------
 
     def runs(self) -> list[Run]:
-        rows = self._database.all(
-            "SELECT no, host, pid, settings, kept, started_at, ended_at, outcome FROM runs WHERE job = ? ORDER BY no",
-            (self.no,),
-        )
+        """Every run, first to last. One whose process was killed is ``lost`` at once, also before anybody takes over."""
+        with self._database.read() as tx:
+            now = tx.now()
+            held = any(job_info(row, now).held for row in tx.all(f"{_JOB} WHERE no = ?", (self.no,)))
+            rows = tx.all(
+                "SELECT no, host, pid, settings, kept, started_at, ended_at, outcome FROM runs WHERE job = ? ORDER BY no",
+                (self.no,),
+            )
         return [
-            Run(no, host, pid, json.loads(settings), kept, utc(started), maybe_utc(ended), outcome)
+            Run(
+                no, host, pid, json.loads(settings), kept, utc(started),
+                None if ended is None else utc(max(started, ended)),
+                "lost" if outcome is None and not held else outcome,
+            )
             for no, host, pid, settings, kept, started, ended, outcome in rows
-        ]
+        ]  # fmt: skip
 
     def minutes(self, since: int) -> list[tuple[int, int, int, int, float]]:
         """(minute, done, failed, dead, seconds spent) from the minute ``since`` (Unix time / 60) on."""
@@ -267,18 +317,18 @@ class Reports:
         )
 
 
-def _item_info(row: Row, now: float) -> ItemInfo:
-    (idx, key, status, dead, lease_until, attempts, updated_at, seconds, worker, meta, next_at, payload, error,
+def _item_info(row: Row, live: Live) -> ItemInfo:
+    (idx, key, status, dead, lease_until, attempts, updated_at, seconds, worker, meta, next_at, payload, holder, error,
      cause) = row  # fmt: skip
     if dead is not None:
         word = "dead"
     elif status == "done":
         word = "done"
-    elif lease_until is not None and lease_until > now:
+    elif live.has(status, holder, worker, lease_until):
         word = "processing"
     else:
         word = "retrying" if status == "failed" else "pending"
     return ItemInfo(
         idx, key, word, attempts, maybe_utc(updated_at), seconds, worker, meta,  # type: ignore[arg-type]  # one of the words
-        error, cause, maybe_utc(next_at) if word == "retrying" else None, payload,
+        error or None, cause, maybe_utc(next_at) if word == "retrying" else None, payload,
     )  # fmt: skip

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from headway.errors import InvalidInput
 
-#: Characters of an error's text; with an item's bounded meta, an entry stays below 1 KB.
-ERROR_LIMIT = 300
-#: Characters of a traceback kept with a failed run.
-DETAIL_LIMIT = 4000
+if TYPE_CHECKING:
+    from headway.failure import Failure
+
 #: The largest index: what both engines' BIGINT holds.
 MAX_INDEX = 2**63 - 1
 
+#: Names of workers that `Job.note_running` wrote begin with this; such notes end with the hold.
+NOTED = "run "
+
 Status = Literal["pending", "done", "failed"]
-Miss = Literal["failed", "timeout", "lost"]
+FailedOutcome = Literal["failed", "timeout", "lost"]
 
 
 # Those that are recorded pass by the hundred thousand a second: named tuples are made four times as fast as frozen
@@ -50,20 +52,6 @@ class Item(NamedTuple):
         return self.key if self.key is not None else str(self.idx)
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An error as far as it is remembered, already redacted and bounded; see `headway.ledger.failure`."""
-
-    type: str
-    message: str
-    frame: str = ""
-    detail: str | None = None
-
-    @property
-    def text(self) -> str:
-        return f"{self.type}: {self.message}" if self.type and self.message else self.type or self.message
-
-
 class Done(NamedTuple):
     """A run of an item that succeeded."""
 
@@ -80,7 +68,7 @@ class Failed(NamedTuple):
 
     idx: int
     failure: Failure
-    outcome: Miss = "failed"
+    outcome: FailedOutcome = "failed"
     meta: str | None = None
     seconds: float | None = None
     worker: str | None = None
@@ -151,8 +139,13 @@ class JobInfo(NamedTuple):
     finished_at: datetime | None
     holder: Mapping[str, Any] | None
     lease_until: datetime | None
-    #: Whether the holder's lease was still good when this was read, by the database's clock.
+    #: Whether the holder had its lease when this was read. One that was killed on this machine has none.
     held: bool
+
+    @property
+    def lost(self) -> bool:
+        """Whether somebody ran it, did not give it back, and is gone."""
+        return self.holder is not None and not self.held
 
     @property
     def remaining(self) -> int:
@@ -182,7 +175,7 @@ class Run(NamedTuple):
     kept: int
     started_at: datetime
     ended_at: datetime | None
-    #: finished, interrupted, stopped, failed, lost (its process was killed); None while it runs.
+    #: finished, interrupted, stopped, failed, lost (its process was killed, or let its lease lapse); None while it runs.
     outcome: str | None
 
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from headway._lease import Owner, is_over, read_owner, write_owner
+from headway._lease import Owner, has_ended, write_owner
 from headway._sql import Row, Tx, Value, marks
 from headway.errors import StaleClaim
-from headway.ledger.failure import normalise
-from headway.ledger.values import Failure
+from headway.failure import Failure, normalise
 from headway.queue.limits import Limits
 from headway.queue.records import _COLUMNS, count_minutes, pages, task_of, tell
 from headway.queue.values import PRIORITIES, Claim, Priority, Status, Task
@@ -290,8 +289,7 @@ def lapsed(tx: Tx, *, limit: int = 100) -> list[Task]:
     )
     ended = []
     for no, id, kind, queue, token, version, attempts, retries, delay, timeout, user, role, holder, until in rows:
-        found = read_owner(holder)
-        if not (is_over(found, until, now) if found is not None else until is None or until <= now):
+        if not has_ended(holder, until, now):
             continue
         claim = Claim(
             no, id, kind, Priority(queue), token, version, "", attempts, retries, delay, timeout, user, role, 0.0

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
-from headway.ledger.failure import describe
-from headway.ledger.values import Failure
+from headway.failure import Failure, describe
 from headway.queue.codec import PAYLOAD_LIMIT
 from headway.queue.taskqueue import Context
 from headway.queue.values import Claim

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-from headway.ledger.values import Failure
+from headway.failure import Failure
 from headway.queue.claims import LEASE
 from headway.queue.execution import Ended, Interrupts, TaskCancelled, TaskStopped, TaskTimeout
 from headway.queue.values import PRIORITIES, Claim, Priority

@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from headway import __version__
 from headway._lease import Owner, write_owner
 from headway._sql import Tx
+from headway._version import __version__
 from headway.errors import HeadwayError, StaleClaim, StorageError
-from headway.ledger.values import Failure
+from headway.failure import Failure
 from headway.lifecycle import Budget, Shutdown
 from headway.queue import claims
 from headway.queue.claims import Claimant

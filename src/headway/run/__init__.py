@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headway import events
 from headway.config import Config
 from headway.errors import HeadwayError, InvalidInput, JobHeld, Stopping
-from headway.events import CallableSink, Event, Relay, Sink, SqlOutbox, WebhookSink
+from headway.events import CallableSink, Event, Sink
 from headway.ids import check_id
 from headway.ledger import Cause, DeadLetter, Hold, Job, Ledger
 from headway.lifecycle import Shutdown, on_signals
@@ -26,7 +29,7 @@ from headway.run import plan as plans
 from headway.run.display import Display, open_display
 from headway.run.items import GivenItems
 from headway.run.loop import OpenJob
-from headway.run.output import Output, refuse_foreign
+from headway.run.output import Output, keeps_results, refuse_foreign, refuse_incomplete
 from headway.run.pool import Ending, Feed, Pool, Settings
 from headway.run.worker import GiveUp
 from headway.telemetry import Log
@@ -81,20 +84,23 @@ def map(
     max_failures: int | None = None,
     last_pass: bool = True,
     output: str | Path | None = None,
+    payload_limit: int | None = None,
     progress: str = "auto",
     on_complete: Callable[[Event], None] | None = None,
 ) -> Result:
     """Call ``function`` with every item, in worker processes (``mode="process"``), in threads of one worker process or
     on its event loop, and remember what became of each.
 
-    Called again with the same ``job`` it goes on where it was, whatever ended it. Items are JSON values; an item that
-    fails is tried ``retries`` more times, then it is a dead letter. ``on_complete`` is told when the job finished: once
-    per completion, at least once if this process dies in between, always with the same event id. Ctrl-C lets running
-    items finish, then raises KeyboardInterrupt.
+    Called again with the same ``job`` it goes on where it was, whatever ended it. Without ``job`` the id is made of the
+    function: its name, file and code; changed code is another job. Items are JSON values; an item that fails is tried
+    ``retries`` more times, then it is a dead letter. ``on_complete`` is told when the job finished: once per
+    completion, at least once if this process dies in between, always with the same event id. Ctrl-C lets running items
+    finish, then raises KeyboardInterrupt.
     """
     name = functions.name_of(functions.check(function, "The function"))
-    config = Config(cli={"database": database})
+    config = Config(cli={"database": database, "payload_limit": payload_limit})
     mode = functions.choose_mode(function, mode, name)
+    id = check_id(job, "a job id") if job is not None else functions.default_job(function)
     settings = Settings(
         workers=functions.choose_workers(workers, mode),
         mode=mode,
@@ -107,16 +113,15 @@ def map(
     check_settings(settings)
     source = GivenItems(items, key=key, limit=int(config["payload_limit"] or 0))
     sinks: list[Sink] = configured_sinks(config)
-    if on_complete is not None:
-        sinks.append(CallableSink(f"on_complete {name}", on_complete))
     shutdown = Shutdown()
     with Ledger.open(config.text("database"), stop=shutdown.abandon) as ledger, on_signals(shutdown):
-        id = check_id(job, "a job id") if job is not None else plans.default_id(ledger, name, "")
+        if on_complete is not None:
+            sinks.append(CallableSink(f"on_complete {id}", on_complete, job=id))
         plan = plans.look(ledger, id, name, source, fresh=fresh)
         if not accept_changes:
             plans.refuse_doubt(plan)
         if output is not None:
-            refuse_foreign(Path(output), ledger.job(id) if plan.existing else None)
+            check_output(Path(output), ledger, plan)
         display = open_display(progress, stream=sys.stderr)
         held, hold = take(ledger, plan, settings, accept=accept_changes)
         ending = perform(
@@ -144,13 +149,15 @@ def open_job(
     key: str | None = None,
     fresh: bool = False,
     accept_changes: bool = False,
+    payload_limit: int | None = None,
 ) -> OpenJob:
     """Hold a job in this process and work its items off in a loop of your own.
 
     ``items`` makes the job at first and is compared with it later, as in `map`; leave it out to go on with what is
     known.
     """
-    config = Config(cli={"database": database})
+    config = Config(cli={"database": database, "payload_limit": payload_limit})
+    sinks = configured_sinks(config)
     ledger = Ledger.open(config.text("database"), create=items is not None)
     try:
         policy = RetryPolicy(retries, retry_delay, jitter=0.5, cap=300.0)
@@ -164,10 +171,17 @@ def open_job(
             if not accept_changes:
                 plans.refuse_doubt(plan)
             held, hold = take(ledger, plan, settings, accept=accept_changes)
-        return OpenJob(ledger, held, hold, policy)
+        return OpenJob(ledger, held, hold, policy, tell=partial(tell, ledger, sinks))
     except BaseException:
         ledger.close()
         raise
+
+
+def check_output(path: Path, ledger: Ledger | None, plan: plans.Plan) -> None:
+    """Refuse a file of results that is not this job's, or that would lack some; nothing is written."""
+    refuse_foreign(path, ledger, plan.id)
+    if ledger is not None and plan.existing is not None:
+        refuse_incomplete(ledger.job(plan.id))
 
 
 def take(
@@ -183,7 +197,7 @@ def take(
     if fresh or plan.existing is None:
         ledger.archive(plan.id)
     job = ledger.create(plan.id, max_retries=settings.policy.retries)
-    hold = ledger.hold(job, describe(settings))
+    hold = ledger.hold(job, describe(settings), policy=settings.policy)
     try:
         if plan.existing is None and job.info().total:
             raise JobHeld(f"Job {plan.id} was started by another process at the same moment.", hint="Run it again.")
@@ -207,22 +221,35 @@ def perform(
     feed: Feed | None = None,
     sinks: Sequence[Sink] = (),
 ) -> Ending:
-    """Work the job off under ``hold``, let go of it, and tell the sinks what was decided."""
+    """Work the job off under ``hold``, release it, and tell the sinks what was decided."""
     outcome = "failed"
     file: Output | None = None
     try:
-        relay = Relay(SqlOutbox(ledger.database), sinks)
         file = None if output is None else Output(job, output)
-        pool = Pool(ledger, job, hold, function, settings, display=display, shutdown=shutdown, output=file, feed=feed)
+        pool = Pool(
+            ledger, job, hold, function, settings,
+            display=display, shutdown=shutdown, output=file, keep=keeps_results(job), feed=feed,
+        )  # fmt: skip
         ending = pool.run()
         outcome = ending.outcome
     finally:
         if file is not None:
             file.close()
         _release(ledger, hold, outcome)
-    if sinks:
-        relay.drain(TELL_SECONDS)
+    tell(ledger, sinks, shutdown.abandon)
     return ending
+
+
+def tell(ledger: Ledger, sinks: Sequence[Sink], stop: threading.Event | None = None) -> None:
+    """Deliver what waits in the outbox, for a moment: whatever a sink does not take then, a later relay delivers. It
+    begins after the last fork of this process, for the relay has threads."""
+    own = [sink for sink in sinks if isinstance(sink, CallableSink)]
+    others = [sink for sink in sinks if sink not in own]
+    if sinks:
+        with events.start(database=ledger.database, sinks=others, stop=stop) as relay:
+            if own:
+                events.Relay(events.SqlOutbox(ledger.database), own).drain_here(TELL_SECONDS, stop)
+            relay.drain(TELL_SECONDS)
 
 
 def _release(ledger: Ledger, hold: Hold, outcome: str) -> None:
@@ -236,7 +263,7 @@ def _release(ledger: Ledger, hold: Hold, outcome: str) -> None:
 
 
 def configured_sinks(config: Config) -> list[Sink]:
-    return [WebhookSink(config.text("webhook"))] if config["webhook"] else []
+    return events.open_sinks(config["sinks"], config["webhook"])
 
 
 def describe(settings: Settings) -> dict[str, Any]:

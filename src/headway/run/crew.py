@@ -7,21 +7,21 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
 from headway.ledger import Item
 from headway.lifecycle import Budget
 from headway.run import worker as worker_process
-from headway.run.talk import Talk
-from headway.run.wire import Slots, Wire
+from headway.run.console import Console
+from headway.run.wire import Slots, Wire, work_frame
 
 RECALL = '{"recall":true}'
 STOP = '{"stop":true}'
 
 
-class Worker:
+class WorkerHandle:
     """One of them."""
 
     def __init__(self, pid: int, wire: Wire, slots: Slots, name: str, *, alone: bool) -> None:
@@ -30,7 +30,10 @@ class Worker:
         self.alone = alone
         #: What it has been given and has not reported.
         self.out: dict[int, Item] = {}
-        self.began = False
+        #: How many failures it has reported, and how many it may have had in all before it gives the rest back.
+        self.failures = 0
+        self.most_failures: int | None = None
+        self.reported = False
         self.recalled = False
         self.stopping = False
 
@@ -38,10 +41,25 @@ class Worker:
         """(idx, since when by the monotonic clock) of what it runs right now and has not reported."""
         return [(idx, began) for idx, began in self.slots.running() if idx in self.out]
 
+    def begun(self) -> list[int]:
+        """What it has begun and not reported: it takes items in the order they were sent, so that is everything up to
+        the one a slot began last."""
+        last = self.slots.last()
+        order = list(self.out)
+        upto = max((place for place, idx in enumerate(order) if idx in last), default=-1)
+        return order[: upto + 1]
+
+    @property
+    def may_fail(self) -> int:
+        """How many further failures it may report before it gives back what it has not begun."""
+        return 0 if self.most_failures is None or not self.out else max(0, self.most_failures - self.failures)
+
     def kill(self) -> None:
         """End it and everything it started."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # a function may have put the process into another group
+            os.kill(self.pid, signal.SIGKILL)
 
     def last_frames(self) -> Iterator[Any]:
         """What it had still sent, once it is no more. Only the end of the stream may not come: see `Crew.dead`."""
@@ -66,17 +84,17 @@ class Crew:
         mark: str,
         timeout: float | None,
         keep: bool,
-        talk: Talk | None,
+        console: Console | None,
     ) -> None:
         self._selector = selector
-        self._function, self._mode, self._timeout, self._keep, self._talk = function, mode, timeout, keep, talk
+        self._function, self._mode, self._timeout, self._keep, self._console = function, mode, timeout, keep, console
         self._mark = mark
         self._started = 0
-        self._members: dict[int, Worker] = {}
+        self._members: dict[int, WorkerHandle] = {}
         #: Processes, and how many items each of them runs at once.
         self.processes, self._slots = (size, 1) if mode == "process" else (1, size)
 
-    def __iter__(self) -> Iterator[Worker]:
+    def __iter__(self) -> Iterator[WorkerHandle]:
         return iter(list(self._members.values()))
 
     def __len__(self) -> int:
@@ -92,67 +110,64 @@ class Crew:
         """Nobody has anything."""
         return not any(worker.out for worker in self)
 
-    def common(self, wanted: int) -> list[Worker]:
+    def common(self, wanted: int) -> list[WorkerHandle]:
         """Those that take any item, at least ``wanted`` of them (as far as that is allowed)."""
         found = [worker for worker in self if not worker.alone]
         found += [self._start(alone=False) for _ in range(min(wanted, self.processes) - len(found))]
         return found
 
-    def examiner(self) -> Worker:
+    def examiner(self) -> WorkerHandle:
         """The one that runs suspects."""
         return next((worker for worker in self if worker.alone), None) or self._start(alone=True)
 
-    def give(self, worker: Worker, items: Iterable[Item]) -> None:
-        work = []
+    def give(self, worker: WorkerHandle, items: Sequence[Item], *, may_fail: int | None = None) -> None:
+        """Send items. ``may_fail``: after so many further failures it gives back what it has not begun."""
+        worker.most_failures = None if may_fail is None else worker.failures + may_fail
         for item in items:
             worker.out[item.idx] = item
-            work.append(f"[{item.idx},{item.attempts},{item.payload or 'null'}]")
-        self.tell(worker, f'{{"work":[{",".join(work)}]}}')
+        self.tell(worker, work_frame(items, worker.most_failures))
 
-    def tell(self, worker: Worker, frame: str) -> None:
+    def tell(self, worker: WorkerHandle, frame: str) -> None:
         with suppress(OSError):  # it has just died: the end of its stream tells us, and what it held comes back then
             worker.wire.send(frame)
         self.watch(worker)
 
-    def watch(self, worker: Worker) -> None:
+    def watch(self, worker: WorkerHandle) -> None:
         """Look out for room in its socket as long as something waits to be sent."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.wire.pending else 0)
         self._selector.modify(worker.wire, events, worker)
 
-    def recall(self, worker: Worker) -> None:
+    def recall(self, worker: WorkerHandle) -> None:
         """Ask for what it has not begun."""
         if not worker.recalled:
             worker.recalled = True
             self.tell(worker, RECALL)
 
-    def dismiss(self, worker: Worker) -> None:
+    def dismiss(self, worker: WorkerHandle) -> None:
         """Let it end when it has done what it has."""
         if not worker.stopping:
             worker.stopping = True
             self.tell(worker, STOP)
 
-    def dead(self) -> list[tuple[Worker, int]]:
-        """Workers that have ended, with their status. Their streams need not have: what the function started may have
-        inherited our socket."""
-        ended = []
-        for worker in self:
-            pid, status = os.waitpid(worker.pid, os.WNOHANG)
-            if pid:
-                ended.append((worker, status))
-        return ended
+    def dead(self) -> list[WorkerHandle]:
+        """Workers that have ended. Their streams need not have: what the function started may have our socket."""
+        return [worker for worker in self if _has_ended(worker.pid)]
 
-    def remove(self, worker: Worker, status: int | None = None) -> str:
-        """Take leave of one whose process or stream has ended; how it died."""
-        if status is None:
-            worker.kill()  # it cannot report any more, so it must not go on either
-            _, status = os.waitpid(worker.pid, 0)
+    def remove(self, worker: WorkerHandle) -> tuple[str, bool]:
+        """Forget one whose process or stream has ended; how it ended, and whether it was cut off from us: then its
+        function closed our socket, and what it ran at its end need not be what did it."""
+        patience = Budget(1.0)
+        while not (ended := _has_ended(worker.pid)) and not patience.spent:
+            time.sleep(0.002)  # a process closes its descriptors a moment before it has ended
+        cut_off = worker.slots.cut_off or not ended
+        status = _end(worker)
         self._selector.unregister(worker.wire)
         del self._members[worker.pid]
         worker.wire.close()
-        return _how_it_died(status)
+        return ("lost its connection to the run" if cut_off else _how_it_died(status)), cut_off
 
     def close(self) -> None:
-        """Let all of them go, by force whoever holds something."""
+        """End all of them, by force whoever holds something."""
         deadline = Budget(2.0)
         for worker in self:
             if worker.out:
@@ -160,17 +175,14 @@ class Crew:
             else:
                 self.dismiss(worker)
         for worker in self:
-            while not os.waitpid(worker.pid, os.WNOHANG)[0]:
-                if deadline.spent:
-                    worker.kill()
-                    os.waitpid(worker.pid, 0)
-                    break
+            while not _has_ended(worker.pid) and not deadline.spent:
                 time.sleep(0.002)
+            _end(worker)
             worker.wire.close()
             worker.slots.close()
         self._members.clear()
 
-    def _start(self, *, alone: bool) -> Worker:
+    def _start(self, *, alone: bool) -> WorkerHandle:
         ours, theirs = socket.socketpair()
         slots = Slots(1 if alone else self._slots)
         self._started += 1
@@ -179,7 +191,7 @@ class Crew:
             self._become_worker(ours, theirs, slots)
         theirs.close()
         name = f"{self._mark} worker {self._started}"
-        worker = self._members[pid] = Worker(pid, Wire(ours, blocking=False), slots, name, alone=alone)
+        worker = self._members[pid] = WorkerHandle(pid, Wire(ours, blocking=False), slots, name, alone=alone)
         self._selector.register(worker.wire, selectors.EVENT_READ, worker)
         return worker
 
@@ -192,12 +204,23 @@ class Crew:
                 sibling.wire.close()
             self._selector.close()
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            if self._talk is not None:
-                self._talk.enter_worker()
+            if self._console is not None:
+                self._console.enter_worker()
             wire = Wire(theirs, blocking=True)
             worker_process.main(wire, slots, self._function, mode=self._mode, timeout=self._timeout, keep=self._keep)
         finally:
             os._exit(70)
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether the process has ended. It is left to be waited for: until then nobody else gets its number."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _end(worker: WorkerHandle) -> int:
+    """End the worker, if it has not ended, and what its function left behind in its group; its exit status."""
+    worker.kill()
+    return os.waitpid(worker.pid, 0)[1]
 
 
 def _how_it_died(status: int) -> str:

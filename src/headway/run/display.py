@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from textwrap import wrap
 from typing import ClassVar, Protocol, TextIO
 from unicodedata import east_asian_width
 
-from headway.run.estimate import Estimator, Snapshot
+from headway.run.estimate import Estimator, RunSnapshot
 from headway.run.summary import interrupted, summary
 from headway.wording import duration, pace, printable, roughly, shows_color
 
@@ -21,7 +22,7 @@ __all__ = [
     "PROGRESS_KEYS",
     "Display",
     "Estimator",
-    "Snapshot",
+    "RunSnapshot",
     "bar",
     "interrupted",
     "open_display",
@@ -52,8 +53,8 @@ PROGRESS_KEYS = {
     "eta_low_seconds": "the lower end of its range",
     "eta_high_seconds": "the upper end of its range",
     "stalled_seconds": "for how long nothing has finished, once that is unusual; else null",
-    "last_error": "type of the most frequent error of this run; null if there is none",
-    "last_error_count": "how often it came",
+    "last_error": "type of the last error of this run; null if there is none",
+    "last_error_count": "how often an error of that type came",
 }
 #: A bar narrower than this says nothing; then it is left out.
 SHORTEST_BAR = 10
@@ -68,6 +69,9 @@ _GREEN, _BLUE, _DIM, _RED, _YELLOW, _RESET = (
     "\x1b[0m",
 )
 
+#: Begin and end of a synchronised update; terminals that do not know it ignore it.
+_HOLD, _SHOW = "\x1b[?2026h", "\x1b[?2026l"
+
 
 class Display(Protocol):
     """What the loop of a run tells, ten times a second or when something happens."""
@@ -78,14 +82,17 @@ class Display(Protocol):
     def begin(self, text: str) -> None:
         """What this run is, once, before anything else."""
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: RunSnapshot) -> None:
         """Where the run is. Called often; the display decides when to draw or print."""
 
     def say(self, text: str) -> None:
         """A line of talk in between."""
 
-    def end(self, snapshot: Snapshot) -> None:
+    def end(self, snapshot: RunSnapshot) -> None:
         """The run is over; what is written next to the stream starts on a line of its own."""
+
+    def conclude(self, lines: Sequence[str], facts: Mapping[str, object]) -> None:
+        """The last words, after `end`: ``lines`` for people, the same as ``facts`` for programs."""
 
 
 def open_display(
@@ -111,7 +118,7 @@ def open_display(
         case "json":
             return _Json(writer, clock)
         case "none":
-            return _Silent()
+            return _Silent(writer)
         case _:
             raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
 
@@ -151,7 +158,7 @@ class _Writer:
 # What the lines say
 
 
-def _state(snapshot: Snapshot, estimator: Estimator) -> str:
+def _state(snapshot: RunSnapshot, estimator: Estimator) -> str:
     """The last field of the first line: when it will be through, or why that cannot be said."""
     silence, forecast = estimator.stalled, estimator.forecast
     if silence is not None:
@@ -166,11 +173,11 @@ def _tenths(percent: float) -> float:
     return percent if percent >= 100.0 else min(99.9, round(percent, 1))
 
 
-def _position(snapshot: Snapshot) -> str:
+def _position(snapshot: RunSnapshot) -> str:
     return f"{snapshot.position:,}" + (f"/{snapshot.total:,}" if snapshot.total is not None else "")
 
 
-def _counts(snapshot: Snapshot) -> list[str]:
+def _counts(snapshot: RunSnapshot) -> list[str]:
     return [
         f"kept {snapshot.kept:,}",
         f"done {snapshot.done:,}",
@@ -180,7 +187,7 @@ def _counts(snapshot: Snapshot) -> list[str]:
     ]
 
 
-def _last_error(snapshot: Snapshot) -> str:
+def _last_error(snapshot: RunSnapshot) -> str:
     if not snapshot.last_error:
         return ""
     return f"last error: {printable(snapshot.last_error)} x{snapshot.last_error_count:,}"
@@ -239,9 +246,10 @@ class _Bar:
         self._drawn = self._ended = False
 
     def begin(self, text: str) -> None:
-        self.say(text)
+        for line in wrap(text, max(20, self._columns() - 1), subsequent_indent="  ", break_on_hyphens=False):
+            self.say(line)
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: RunSnapshot) -> None:
         self._estimator.update(snapshot)
         if self._clock() - self._drawn_at >= REDRAW_SECONDS:
             self._draw(snapshot, after="\x1b[1A\r")
@@ -251,26 +259,30 @@ class _Bar:
         self._write(text + "\n")
         self._drawn_at = float("-inf")  # the lines belong below the talk, at once
 
-    def end(self, snapshot: Snapshot) -> None:
+    def end(self, snapshot: RunSnapshot) -> None:
         self._estimator.update(snapshot)
         self._ended = True
         self._draw(snapshot, after="\n")
         self._drawn = False
+
+    def conclude(self, lines: Sequence[str], facts: Mapping[str, object]) -> None:
+        self._write("".join(f"{line}\n" for line in lines))
 
     def _clear(self) -> None:
         if self._drawn:
             self._write("\r\x1b[J")
         self._drawn = False
 
-    def _draw(self, snapshot: Snapshot, *, after: str) -> None:
+    def _draw(self, snapshot: RunSnapshot, *, after: str) -> None:
         # The last column stays free: writing into it makes some terminals wrap.
         room = max(1, self._columns() - 1)
         start = "\r\x1b[J" if self._drawn else ""
-        # In one write, so that nothing is seen half drawn.
-        self._write(f"{start}{self._first_line(snapshot, room)}\n{self._second_line(snapshot, room)}{after}")
+        # In one write, and a terminal that can is asked to show it at once, so that nothing is seen half drawn.
+        lines = f"{self._first_line(snapshot, room)}\n{self._second_line(snapshot, room)}"
+        self._write(f"{_HOLD}{start}{lines}{after}{_SHOW}")
         self._drawn_at, self._drawn = self._clock(), True
 
-    def _first_line(self, snapshot: Snapshot, room: int) -> str:
+    def _first_line(self, snapshot: RunSnapshot, room: int) -> str:
         state = "" if self._ended else _state(snapshot, self._estimator)
         fields = [_position(snapshot), pace(self._estimator.rate) or "-", *([state] if state else [])]
         percent = snapshot.percent
@@ -289,11 +301,14 @@ class _Bar:
         drawn = bar(kept, done, width, ascii_only=self._ascii, colored=self._colored)
         return f"{head} {drawn}{tail}".rstrip()
 
-    def _second_line(self, snapshot: Snapshot, room: int) -> str:
+    def _second_line(self, snapshot: RunSnapshot, room: int) -> str:
         between = " - " if self._ascii else " · "
         fields = _counts(snapshot)
+        # Where there is no room for all, what is zero goes first, then what matters least.
+        droppable = [field for field in fields if field.endswith(" 0")]
+        droppable += [field for field in (fields[2], fields[0], fields[3], fields[1]) if field not in droppable]
         while len(fields) > 1 and cells(between.join(fields)) + 1 > room:
-            fields.pop()
+            fields.remove(droppable.pop(0))
         line = _clip(" " + between.join(fields), room)
         error = _last_error(snapshot)
         padding = room - cells(line) - cells(error)
@@ -321,13 +336,13 @@ class _Plain:
         self._write, self._clock = writer.write, clock
         self._estimator = Estimator(clock)
         self._printed_at = clock()
-        self._printed: Snapshot | None = None
+        self._printed: RunSnapshot | None = None
         self._stalled = False
 
     def begin(self, text: str) -> None:
         self.say(text)
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: RunSnapshot) -> None:
         self._estimator.update(snapshot)
         stalled = self._estimator.stalled is not None
         self._printed = self._printed or snapshot
@@ -338,21 +353,24 @@ class _Plain:
     def say(self, text: str) -> None:
         self._write(f"{_now()} {printable(text)}\n")
 
-    def end(self, snapshot: Snapshot) -> None:
+    def end(self, snapshot: RunSnapshot) -> None:
         self._estimator.update(snapshot)
         self._print(snapshot, ended=True)
+
+    def conclude(self, lines: Sequence[str], facts: Mapping[str, object]) -> None:
+        self._write("".join(f"{line}\n" for line in lines))
 
     def _is_time(self) -> bool:
         return self._clock() - self._printed_at >= PLAIN_SECONDS
 
     @staticmethod
-    def _has_moved(snapshot: Snapshot, printed: Snapshot) -> bool:
+    def _has_moved(snapshot: RunSnapshot, printed: RunSnapshot) -> bool:
         """By 5 %, or by anything at all where there is no percentage."""
         if snapshot.percent is None or printed.percent is None:
             return snapshot.position != printed.position
         return snapshot.percent - printed.percent >= PLAIN_PERCENT
 
-    def _print(self, snapshot: Snapshot, *, ended: bool = False) -> None:
+    def _print(self, snapshot: RunSnapshot, *, ended: bool = False) -> None:
         percent = f"{_tenths(snapshot.percent):.1f}%" if snapshot.percent is not None else ""
         state = "" if ended else _state(snapshot, self._estimator)
         fields = [percent, _position(snapshot), pace(self._estimator.rate), state]
@@ -374,7 +392,7 @@ class _Json:
     def begin(self, text: str) -> None:
         self._put("begin", message=text)
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: RunSnapshot) -> None:
         self._estimator.update(snapshot)
         if self._clock() - self._printed_at >= JSON_SECONDS:
             self._printed_at = self._clock()
@@ -383,11 +401,14 @@ class _Json:
     def say(self, text: str) -> None:
         self._put("message", message=text)
 
-    def end(self, snapshot: Snapshot) -> None:
+    def end(self, snapshot: RunSnapshot) -> None:
         self._estimator.update(snapshot)
         self._progress("end", snapshot)
 
-    def _progress(self, event: str, snapshot: Snapshot) -> None:
+    def conclude(self, lines: Sequence[str], facts: Mapping[str, object]) -> None:
+        self._put("summary", message="\n".join(lines), **facts)
+
+    def _progress(self, event: str, snapshot: RunSnapshot) -> None:
         estimator = self._estimator
         forecast, percent, rate, silence = (
             estimator.forecast,
@@ -419,21 +440,27 @@ class _Json:
 
 
 class _Silent:
-    """Shows nothing at all."""
+    """Shows nothing but the last words."""
 
     live: ClassVar[bool] = False
+
+    def __init__(self, writer: _Writer) -> None:
+        self._write = writer.write
 
     def begin(self, text: str) -> None:
         pass
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: RunSnapshot) -> None:
         pass
 
     def say(self, text: str) -> None:
         pass
 
-    def end(self, snapshot: Snapshot) -> None:
+    def end(self, snapshot: RunSnapshot) -> None:
         pass
+
+    def conclude(self, lines: Sequence[str], facts: Mapping[str, object]) -> None:
+        self._write("".join(f"{line}\n" for line in lines))
 
 
 def _now() -> str:

@@ -20,7 +20,7 @@ FIRST_STALL_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class RunSnapshot:
     """A run at one moment."""
 
     #: None while a stream of items is still open.
@@ -34,7 +34,7 @@ class Snapshot:
     dead: int
     #: Failed runs of items in this run.
     failures: int
-    #: The type of this run's most frequent error.
+    #: The type of this run's last error, and how often that came.
     last_error: str = ""
     last_error_count: int = 0
 
@@ -65,17 +65,17 @@ class Estimator:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began = self._seen = self._moved = clock()
-        self._first: Snapshot | None = None
-        self._last: Snapshot | None = None
+        self._first: RunSnapshot | None = None
+        self._last: RunSnapshot | None = None
         # Faded sums: finished items, runs of items and the seconds they took. Their quotients are the averages.
         self._items = self._runs = self._seconds = 0.0
         self._gap = 0.0
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: RunSnapshot) -> None:
         now = self._clock()
         if self._last is None:
             # The first look: what it shows was finished since the estimator was made.
-            self._first = self._last = Snapshot(
+            self._first = self._last = RunSnapshot(
                 snapshot.total, snapshot.kept, 0, 0, snapshot.retrying, snapshot.dead, 0
             )
         finished = self._finished(snapshot) - self._finished(self._last)
@@ -126,7 +126,7 @@ class Estimator:
             return None
         return max(0, self._last.total - self._last.position - self._last.dead)
 
-    def _finished(self, snapshot: Snapshot) -> int:
+    def _finished(self, snapshot: RunSnapshot) -> int:
         """Items this run brought to an end, good or bad. A dead letter that is rescued counts once."""
         assert self._first is not None
         return snapshot.done + snapshot.dead - self._first.dead

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import os
+import re
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from headway.errors import InvalidInput
+from headway.ledger import canonical
 from headway.telemetry import redact
 
 #: How many items run at once when nobody says.
@@ -24,6 +31,9 @@ def load(spec: str) -> Callable[..., Any]:
         raise InvalidInput(
             f"{spec!r} does not name a function.", hint="Write module:function, for example jobs:make_ad"
         )
+    if module_name.endswith(".py"):
+        meant = module_name.removesuffix(".py").strip("./").replace("/", ".")
+        raise InvalidInput(f"{module_name!r} is a file, not a module's name.", hint=f"Write {meant}:{name}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -55,6 +65,7 @@ def load(spec: str) -> Callable[..., Any]:
 def check(function: object, name: str) -> Callable[..., Any]:
     if not callable(function):
         raise InvalidInput(f"{name} is not a function but {type(function).__name__}.")
+    _refuse_generator(function, name)
     try:
         inspect.signature(function).bind(object())
     except TypeError as error:
@@ -64,8 +75,119 @@ def check(function: object, name: str) -> Callable[..., Any]:
     return function
 
 
+def _refuse_generator(function: Callable[..., Any], name: str) -> None:
+    """Calling a generator function executes nothing of it."""
+    for each in (function, getattr(function, "__call__", None)):  # noqa: B004 - a callable object may have one as its __call__
+        if inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each):
+            raise InvalidInput(
+                f"{name} is a generator function (it has a yield): calling it would execute nothing.",
+                hint="Do the work and return the result, for example a list, instead of yielding.",
+            )
+
+
 def name_of(function: Callable[..., Any]) -> str:
     return f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def default_job(function: Callable[..., Any]) -> str:
+    """The id of a job that nobody named: the function's name, and a hash of where it is defined and of its code. Other
+    code under the same name (another lambda, a function defined again, a function of another file) is another job."""
+    short = re.sub(r"[^A-Za-z0-9._-]", "", getattr(function, "__name__", type(function).__name__)) or "function"
+    digest = blake2b(digest_size=6)
+    for part in _identity(function, set()):
+        digest.update(f"{len(part)}:{part}".encode(errors="backslashreplace"))
+    return f"{short[:60].strip('.') or 'function'}-{digest.hexdigest()}"
+
+
+def _identity(function: object, seen: set[int]) -> Iterator[str]:
+    """What tells this function from others, the same in every process: names, file, code and what it has closed over."""
+    if id(function) in seen:
+        return
+    seen.add(id(function))
+    if isinstance(function, functools.partial):
+        yield "partial"
+        for each in (function.func, *function.args, *chain.from_iterable(sorted(function.keywords.items()))):
+            yield from _value(each, seen)
+    elif isinstance(function, types.MethodType):
+        yield from _identity(function.__func__, seen)
+        yield from _value(function.__self__, seen)
+    elif isinstance(function, types.FunctionType):
+        yield from _of_function(function, seen)
+    elif isinstance(function, type):
+        yield name_of(function)
+        for each in [each for _, each in sorted(vars(function).items()) if isinstance(each, types.FunctionType)]:
+            yield from _identity(each, seen)
+    elif isinstance(function, types.BuiltinFunctionType) and isinstance(function.__self__, types.ModuleType | None):
+        yield name_of(function)
+    elif hasattr(function, "__wrapped__"):  # functools.lru_cache and its like
+        yield name_of(type(function))
+        yield from _identity(function.__wrapped__, seen)
+    else:
+        raise InvalidInput(
+            f"Nobody can tell this {type(function).__name__} from another one when it is called again.",
+            hint='Name the job: headway.map(function, items, job="...")',
+        )
+
+
+def _of_function(function: types.FunctionType, seen: set[int]) -> Iterator[str]:
+    code = function.__code__
+    yield name_of(function)
+    yield os.path.realpath(code.co_filename)
+    yield from _code(code)
+    for each in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        yield from _value(each, seen)
+    for cell in function.__closure__ or ():
+        yield from _value(_content(cell), seen)
+    # Functions of the same file that it calls are its code as well.
+    called = (function.__globals__.get(name) for name in sorted(_names(code)))
+    for each in called:
+        if isinstance(each, types.FunctionType) and each.__code__.co_filename == code.co_filename:
+            yield from _identity(each, seen)
+
+
+def _value(value: object, seen: set[int]) -> Iterator[str]:
+    """A value that a function carries with it. One that has no form of its own that is the same next time cannot name a
+    job."""
+    if callable(value):
+        yield from _identity(value, seen)
+    elif isinstance(value, types.ModuleType):
+        yield value.__name__
+    elif isinstance(value, Path):
+        yield str(value)
+    else:
+        try:
+            yield canonical(value)
+        except InvalidInput as error:
+            raise InvalidInput(
+                f"The function carries a {type(value).__name__} with it, so nobody can tell whether it is the same "
+                "function when it is called again.",
+                hint='Name the job: headway.map(function, items, job="...")',
+            ) from error
+
+
+def _content(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing in it yet
+        return None
+
+
+def _code(code: types.CodeType) -> Iterator[str]:
+    """The code without its line numbers: a function that only moved is the same."""
+    yield code.co_code.hex()
+    yield repr((code.co_names, code.co_varnames, code.co_freevars))
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _code(constant)
+        elif isinstance(constant, frozenset):
+            yield repr(sorted(map(repr, constant)))  # their order is another one in every process
+        else:
+            yield repr(constant)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def choose_mode(function: Callable[..., Any], mode: str | None, name: str) -> str:

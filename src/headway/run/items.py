@@ -6,10 +6,13 @@ that a bad line 90,000 is found before anything is written.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -17,8 +20,8 @@ from typing import Any, NamedTuple, Protocol
 from headway.errors import InputChanged, InvalidInput
 from headway.ledger import Job, NewItem, canonical, fingerprint
 
-FORMATS = ("jsonl", "csv", "lines")
-_BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv"}
+FORMATS = ("jsonl", "json", "csv", "lines")
+_BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv"}
 
 #: Bytes one item's payload may have, unless the settings say otherwise.
 PAYLOAD_LIMIT = 262_144
@@ -54,11 +57,16 @@ class Source(Protocol):
         """The same for the same content, much quicker to get than the items."""
         ...
 
+    @property
+    def digest_read(self) -> str:
+        """The digest of what the last complete iteration read."""
+        ...
+
     def __iter__(self) -> Iterator[Read]: ...
 
 
 class FileItems:
-    """A file of items. Blank lines do not count."""
+    """A file of items. Blank lines do not count. In the format ``json`` the file is one array, or JSON lines."""
 
     def __init__(
         self,
@@ -71,6 +79,8 @@ class FileItems:
     ) -> None:
         self.path, self.key, self._limit = path, key, limit
         self.name = name or str(path)
+        self.digest_read = ""
+        self._is_array = False
         self.format = format or _BY_SUFFIX.get(path.suffix.lower(), "lines")
         if key is not None and self.format == "lines":
             raise InvalidInput(
@@ -87,34 +97,67 @@ class FileItems:
             raise InvalidInput(f"The items file {path} cannot be read: {error.strerror}.") from error
 
     def place(self, number: int) -> str:
-        return f"line {number:,}"
+        return f"element {number:,}" if self._is_array else f"line {number:,}"
 
     def digest(self) -> str:
         with self.path.open("rb") as file:
-            digest = blake2b(f"{self.format}\0{self.key}\0".encode(), digest_size=16)
+            digest = self._new_digest()
             while block := file.read(1 << 20):
                 digest.update(block)
         return digest.hexdigest()
 
-    def __iter__(self) -> Iterator[Read]:
-        if self.format == "csv":
-            yield from self._checked(self._csv())
-        else:
-            parse = parser(self.format)
-            yield from self._checked((number, parse(line, number, self.name)) for number, line in self._lines())
+    def _new_digest(self) -> blake2b:
+        format = self.format
+        if format == "json" and not self._begins_array():
+            format = "jsonl"
+        return blake2b(f"{format}\0{self.key}\0".encode(), digest_size=16)
 
-    def _lines(self) -> Iterator[tuple[int, str]]:
+    def _begins_array(self) -> bool:
         with self.path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                text = decode(line, number, self.name).strip("\r\n" if self.format == "lines" else None)
-                if text.strip():
-                    yield number, text
+            return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
-    def _csv(self) -> Iterator[tuple[int, Any]]:
-        with self.path.open("rb") as raw:
+    def __iter__(self) -> Iterator[Read]:
+        digest = self._new_digest()
+        if self.format == "csv":
+            yield from self._checked(self._csv(digest))
+        elif self.format == "json":
+            yield from self._checked(self._json(digest))
+        else:
+            yield from self._checked(self._lines(digest))
+        self.digest_read = digest.hexdigest()
+
+    def _raw_lines(self, digest: blake2b) -> Generator[bytes, None, None]:
+        with self.path.open("rb") as file:
+            for line in file:
+                digest.update(line)
+                yield line
+
+    def _lines(self, digest: blake2b) -> Iterator[tuple[int, Any]]:
+        parse = parser(self.format)
+        for number, line in enumerate(self._raw_lines(digest), 1):
+            text = decode(line, number, self.name).strip("\r\n" if self.format == "lines" else None)
+            if text.strip():
+                yield number, parse(text, number, self.name)
+
+    def _json(self, digest: blake2b) -> Iterator[tuple[int, Any]]:
+        """The elements of the one array in the file; else its lines. An array is read whole: it takes memory."""
+        content = self.path.read_bytes() if self._begins_array() else b""
+        values = _array(content)
+        self._is_array = values is not None
+        if values is None:
+            yield from self._lines(digest)
+        else:
+            digest.update(content)
+            yield from enumerate(values, 1)
+
+    def _csv(self, digest: blake2b) -> Iterator[tuple[int, Any]]:
+        # One field may be as long as an item may; the module's own limit is half of that.
+        csv.field_size_limit(max(csv.field_size_limit(), self._limit))
+        with closing(self._raw_lines(digest)) as raw:
             texts = (decode(line, number, self.name) for number, line in enumerate(raw, 1))
             rows = csv.DictReader(texts, strict=True)
             try:
+                self._refuse_repeated(rows.fieldnames or ())
                 for row in rows:
                     if None in row or None in row.values():
                         found = len([value for value in row.values() if value is not None])
@@ -125,7 +168,22 @@ class FileItems:
                         )
                     yield rows.line_num, row
             except csv.Error as error:
-                raise InvalidInput(f"{self.path}, line {rows.line_num:,}: not CSV: {error}.") from error
+                too_long = "field larger than" in str(error)
+                raise InvalidInput(
+                    f"{self.path}, line {rows.line_num:,}: not CSV: {error}.",
+                    hint="Is a quote not closed? Else keep large content in files, or raise payload_limit."
+                    if too_long
+                    else "Quote fields that contain quotes, commas or line breaks.",
+                ) from error
+
+    def _refuse_repeated(self, names: Sequence[str]) -> None:
+        """Of two columns of one name a row would keep the last only."""
+        repeated = [name for name, count in Counter(names).items() if count > 1]
+        if repeated:
+            raise InvalidInput(
+                f"{self.path}, line 1: the column {repeated[0]!r} is there twice.",
+                hint="Give every column a name of its own.",
+            )
 
     def _checked(self, values: Iterable[tuple[int, Any]]) -> Iterator[Read]:
         count = 0
@@ -144,6 +202,7 @@ class GivenItems:
         # An iterator can be read once only, and we read it again to find out what changed.
         self._items = items if isinstance(items, list | tuple | range) else list(items)
         self.key, self._limit = key, limit
+        self.digest_read = ""
 
     @property
     def name(self) -> str:
@@ -153,15 +212,18 @@ class GivenItems:
         return f"item {number - 1:,}"
 
     def digest(self) -> str:
-        digest = blake2b(f"given\0{self.key}\0".encode(), digest_size=16)
-        for read in self:
-            digest.update(read.payload.encode() + b"\n")
-        return digest.hexdigest()
+        for _ in self:
+            pass
+        return self.digest_read
 
     def __iter__(self) -> Iterator[Read]:
         seen: set[int] = set()
+        digest = blake2b(f"given\0{self.key}\0".encode(), digest_size=16)
         for number, value in enumerate(self._items, 1):
-            yield check(value, number, self.key, self._limit, seen, self.place(number))
+            read = check(value, number, self.key, self._limit, seen, self.place(number))
+            digest.update(read.payload.encode() + b"\n")
+            yield read
+        self.digest_read = digest.hexdigest()
 
 
 class PipedItems:
@@ -174,6 +236,8 @@ class PipedItems:
         self, job: Job, descriptor: int, *, format: str | None, key: str | None, limit: int = PAYLOAD_LIMIT
     ) -> None:
         self._job, self._descriptor, self._key, self._limit = job, descriptor, key, limit
+        if format in ("json", "csv"):
+            raise InvalidInput(f"A pipe cannot be read as {format}.", hint="Use a file, or pipe JSON lines.")
         self._format = format
         self._rest = b""
         self._line = 0
@@ -200,6 +264,12 @@ class PipedItems:
             self.ended = True
             if self._idx == 0:
                 raise InvalidInput("There were no items on standard input.", hint="Pipe some in: ... | headway run ...")
+            if next(self._known, None) is not None:
+                raise InputChanged(
+                    f"Standard input ended after {self._idx:,} items, but job {self._job.id} has "
+                    f"{self._job.info().total:,}: the rest of them did not come.",
+                    hint="Did the command before the pipe fail? Pipe the same items again, or start over with --fresh.",
+                )
             self._job.seal(settle=False)
         return count
 
@@ -234,7 +304,16 @@ def decode(line: bytes, number: int, name: str) -> str:
 
 
 def parser(format: str) -> Callable[[str, int, str], Any]:
-    return _parse_json if format == "jsonl" else _parse_line
+    return _parse_line if format == "lines" else _parse_json
+
+
+def _array(content: bytes) -> list[Any] | None:
+    """The elements if the content is one JSON array; None if it is anything else, or nothing that can be read."""
+    try:
+        value, end = _DECODER.raw_decode(text := content.decode("utf-8-sig").strip())
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, list) and end == len(text) else None
 
 
 def _parse_line(text: str, number: int, name: str) -> str:  # noqa: ARG001 - the same shape as _parse_json
@@ -248,7 +327,8 @@ def _parse_json(text: str, number: int, name: str) -> Any:
         where = f" (column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
         raise InvalidInput(
             f"{name}, line {number:,}: not JSON{where}: {error.msg if isinstance(error, json.JSONDecodeError) else error}.",
-            hint="Correct that line; every line must be one JSON value. For plain text say --format lines.",
+            hint="Correct that line; every line must be one JSON value (an array over several lines: name the file "
+            ".json, or say --format json). For plain text say --format lines.",
         ) from error
 
 

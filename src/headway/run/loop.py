@@ -12,15 +12,15 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
 from headway.errors import HeadwayError, StaleClaim
-from headway.ledger import Done, Failed, Hold, Item, Job, Ledger, Progress, describe
+from headway.ledger import Done, Failed, Hold, Item, Job, Ledger, Progress
 from headway.ledger.content import bounded_meta
 from headway.retry import RetryPolicy
-from headway.run.worker import GiveUp
+from headway.run.worker import GiveUp, describe_safely
 
 PAGE = 500
 
@@ -69,10 +69,10 @@ class OpenItem:
         self._job.record(
             Failed(
                 self._item.idx,
-                describe(error),
+                describe_safely(error),
                 seconds=seconds,
                 seen=self._item.attempts,
-                retryable=not isinstance(error, GiveUp),
+                retryable=not issubclass(type(error), GiveUp),
             )
         )
         return True
@@ -81,8 +81,11 @@ class OpenItem:
 class OpenJob:
     """The right to work on a job until it is closed. A thread prolongs the lease while the program works."""
 
-    def __init__(self, ledger: Ledger, job: Job, hold: Hold, policy: RetryPolicy) -> None:
-        self._ledger, self._job, self._hold, self._policy = ledger, job, hold, policy
+    def __init__(
+        self, ledger: Ledger, job: Job, hold: Hold, policy: RetryPolicy, tell: Callable[[], None] = lambda: None
+    ) -> None:
+        """``tell`` delivers the events that wait, once the job has finished."""
+        self._ledger, self._job, self._hold, self._policy, self._tell = ledger, job, hold, policy, tell
         self._stop = threading.Event()
         self._lost: StaleClaim | None = None
         self._closed = False
@@ -106,8 +109,10 @@ class OpenJob:
                 break
             cursor = page[-1].idx
             yield from (OpenItem(self, item) for item in page)
+        offered: dict[int, int] = {}  # with how many failures: an item that was skipped is not offered again and again
         while True:
-            due = self._job.due(PAGE, within=10**8)
+            due = self._job.due(PAGE + len(offered), within=10**8)
+            due = [(item, left) for item, left in due if offered.get(item.idx) != item.attempts]
             ready.extend(item for item, left in due if left <= 0)
             if not ready:
                 if not due or not wait:
@@ -115,7 +120,9 @@ class OpenJob:
                 self._stop.wait(min(due[0][1], 1.0))
                 continue
             while ready:
-                yield OpenItem(self, ready.popleft())
+                item = ready.popleft()
+                offered[item.idx] = item.attempts
+                yield OpenItem(self, item)
 
     def record(self, outcome: Done | Failed) -> None:
         if self._lost is not None:
@@ -123,7 +130,7 @@ class OpenJob:
         self._job.record([outcome], hold=self._hold, policy=self._policy)
 
     def close(self, outcome: str = "interrupted") -> None:
-        """Let go of the job."""
+        """Release the job."""
         if self._closed:
             return
         self._closed = True
@@ -133,6 +140,8 @@ class OpenJob:
             self._job.finish(self._hold)
             finished = self._job.info().finished_at is not None
             self._ledger.release(self._hold, "finished" if finished else outcome)
+            if finished:
+                self._tell()
         except StaleClaim:
             pass  # taken over: it is not ours to release
         finally:

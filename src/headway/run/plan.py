@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
@@ -57,7 +57,6 @@ class Plan:
     existing: JobInfo | None
     changes: Changes
     digest: str
-    first_keys: tuple[str, ...]
 
 
 def default_id(ledger: Ledger | None, function: str, source: str) -> str:
@@ -65,7 +64,7 @@ def default_id(ledger: Ledger | None, function: str, source: str) -> str:
     place = str(Path(source).resolve()) if source not in ("", "-") else source
     long = blake2b(f"{function}\0{place}".encode(), digest_size=8).hexdigest()
     for length in (_SHORT, 8, _LONG):
-        known = _find(ledger, long[:length])
+        known = find(ledger, long[:length])
         if known is None or (known.function, known.source) == (function, place):
             return long[:length]
     return long
@@ -80,23 +79,68 @@ def look(
     fresh: bool = False,
 ) -> Plan:
     """Compare the input with the ledger; nothing is written. ``ledger`` None: there is no database yet."""
-    existing = None if fresh else _find(ledger, id)
-    digest = source.digest()
+    existing = None if fresh else find(ledger, id)
     if existing is None or ledger is None:
         count = sum(1 for _ in source)  # reads and so checks every item
-        return Plan(id, source, function, None, Changes(new=count), digest, _first_keys(source))
-    if existing.sealed and existing.digest == digest:
-        changes = Changes(kept=existing.done)
-    elif source.key is not None and existing.keyed_by == source.key:
+        return Plan(id, source, function, None, Changes(new=count), source.digest_read)
+    if existing.sealed and existing.digest == (digest := source.digest()):
+        return Plan(id, source, function, existing, Changes(kept=existing.done), digest)
+    if source.key is not None and existing.keyed_by == source.key:
         changes = _compare_keys(ledger.job(id), source)
     else:
         changes = _compare_places(ledger.job(id), source, sealed=existing.sealed)
     changes.kept = existing.done
-    return Plan(id, source, function, existing, changes, digest, _first_keys(source))
+    return Plan(id, source, function, existing, changes, source.digest_read)
 
 
-def _first_keys(source: Source) -> tuple[str, ...]:
-    return tuple(read.key or str(position) for position, read in islice(enumerate(source), 3))
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What a run would do."""
+
+    to_do: int
+    kept: int
+    dead: int
+    first_keys: tuple[str, ...]
+
+
+def preview(ledger: Ledger | None, plan: Plan) -> Preview:
+    """What carrying out the plan would leave to do, had its changes been accepted; nothing is written."""
+    if plan.existing is None or ledger is None:
+        return Preview(plan.changes.new, 0, 0, _names(enumerate(plan.source)))
+    job = ledger.job(plan.id)
+    if str(plan.changes) == "nothing changed":
+        waiting = [item.name for item in job.untouched(-1, 3)]
+        waiting += [item.name for item, _ in job.due(3, within=10**8)]
+        known = plan.existing
+        return Preview(known.remaining, known.done, known.dead, tuple(waiting[:3]))
+    finished = {idx: True for idx, _ in _ended(job, "progress", "AND status = 'done' ")}
+    finished |= {idx: False for idx, _ in _ended(job, "dead_letters")}
+    matched = _match_keys(job, plan.source) if plan.source.key is not None else _match_contents(job, plan.source)
+    to_do = kept = dead = 0
+    first: list[tuple[int, Read]] = []
+    for position, read, idx in matched:
+        if idx in finished:
+            kept += finished[idx]
+            dead += not finished[idx]
+            continue
+        to_do += 1
+        if len(first) < 3:
+            first.append((idx if idx is not None else position, read))
+    return Preview(to_do, kept, dead, _names(first))
+
+
+def _names(reads: Iterable[tuple[int, Read]]) -> tuple[str, ...]:
+    return tuple(read.key or str(position) for position, read in islice(reads, 3))
+
+
+def _ended(job: Job, table: str, condition: str = "") -> Iterator[tuple[int, int]]:
+    """(idx, 1) of every item that has a row of that kind, by index."""
+    after = -1
+    while rows := job.database.all(
+        f"SELECT idx, 1 FROM {table} WHERE job = ? AND idx > ? {condition}ORDER BY idx LIMIT 5000", (job.no, after)
+    ):
+        yield from rows
+        after = rows[-1][0]
 
 
 def refuse_doubt(plan: Plan) -> None:
@@ -104,15 +148,20 @@ def refuse_doubt(plan: Plan) -> None:
     old = plan.existing
     if old is None:
         return
-    if old.function and old.function != plan.function:
-        raise InputChanged(f"Job {plan.id} was started with the function {old.function}, now it is {plan.function}.")
-    if old.keyed_by != plan.source.key:
-        before, now = (f"--key {key}" if key else "no --key" for key in (old.keyed_by, plan.source.key))
-        raise InputChanged(f"Job {plan.id} was started with {before}, now there is {now}: items cannot be recognised.")
+    refuse_other(old, plan.function, plan.source.key)
     if not plan.changes.harmless or (plan.changes.new and plan.source.key is None and old.sealed):
         raise InputChanged(
             f"The items of job {plan.id} changed since it was started: {plan.changes}.{plan.changes.first}"
         )
+
+
+def refuse_other(job: JobInfo, function: str, key: str | None) -> None:
+    """Raise `InputChanged` if the job was started with another function or another key."""
+    if job.function and job.function != function:
+        raise InputChanged(f"Job {job.id} was started with the function {job.function}, now it is {function}.")
+    if job.keyed_by != key:
+        before, now = (f"--key {key}" if key else "no --key" for key in (job.keyed_by, key))
+        raise InputChanged(f"Job {job.id} was started with {before}, now there is {now}: items cannot be recognised.")
 
 
 def carry_out(
@@ -133,6 +182,10 @@ def carry_out(
             known = 0 if plan.existing is None else plan.existing.total
             rest = islice(enumerate(plan.source), known, None)
             job.register(NewItem(position, read.payload, read.key, read.fingerprint) for position, read in rest)
+        if plan.source.digest_read != plan.digest:
+            raise InputChanged(
+                f"The items of job {plan.id} changed while they were being read.", hint="Run the same command again."
+            )
     job.seal(plan.digest, settle=False)
 
 
@@ -148,7 +201,8 @@ def _describe(ledger: Ledger, job: Job, plan: Plan, max_retries: int, command: s
     )
 
 
-def _find(ledger: Ledger | None, id: str) -> JobInfo | None:
+def find(ledger: Ledger | None, id: str) -> JobInfo | None:
+    """The job of that id, if there is one."""
     if ledger is None:
         return None
     return next((info for info in ledger.jobs() if info.id == id), None)
@@ -195,8 +249,8 @@ def _difference(known: array[int], now: array[int]) -> tuple[list[int], list[int
     return sorted(position for left in places.values() for position in left), added
 
 
-def _apply_contents(job: Job, source: Source) -> None:
-    """Keep what is the same content wherever it stands now, drop what is gone, add what is new."""
+def _places(job: Job) -> tuple[defaultdict[int, list[int]], int]:
+    """Indices by content, those of equal items from the last to the first; and the first index that is free."""
     places: defaultdict[int, list[int]] = defaultdict(list)
     following = 0
     for idx, _, mark in job.fingerprints():
@@ -204,6 +258,12 @@ def _apply_contents(job: Job, source: Source) -> None:
         following = idx + 1
     for indices in places.values():
         indices.reverse()  # the first of equal items is matched first
+    return places, following
+
+
+def _apply_contents(job: Job, source: Source) -> None:
+    """Keep what is the same content wherever it stands now, drop what is gone, add what is new."""
+    places, following = _places(job)
 
     def added() -> Iterator[NewItem]:
         nonlocal following
@@ -216,6 +276,13 @@ def _apply_contents(job: Job, source: Source) -> None:
 
     job.register(added())
     job.drop([idx for left in places.values() for idx in left])
+
+
+def _match_contents(job: Job, source: Source) -> Iterator[tuple[int, Read, int | None]]:
+    """(position, item read, index of the known item it is) as `_apply_contents` will find them."""
+    places, _ = _places(job)
+    for position, read in enumerate(source):
+        yield position, read, places[read.fingerprint].pop() if places[read.fingerprint] else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -254,6 +321,14 @@ def _compare_keys(job: Job, source: Source) -> Changes:
     return changes
 
 
+def _match_keys(job: Job, source: Source) -> Iterator[tuple[int, Read, int | None]]:
+    """(position, item read, index of the known item that it is, with the content that it has)."""
+    known, _ = _by_key(job)
+    for position, read in enumerate(source):
+        idx, mark = known.get(read.key or "", (-1, 0))
+        yield position, read, idx if idx >= 0 and mark == read.fingerprint else None
+
+
 def _apply_keys(job: Job, source: Source) -> None:
     known, following = _by_key(job)
     new: list[NewItem] = []
@@ -265,5 +340,5 @@ def _apply_keys(job: Job, source: Source) -> None:
         elif mark != read.fingerprint:
             changed.append(NewItem(idx, read.payload, read.key, read.fingerprint))
     job.drop([idx for idx, _ in known.values()])
-    job.renew_items(changed)
+    job.replace_items(changed)
     job.register(new)

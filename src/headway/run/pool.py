@@ -18,14 +18,14 @@ from typing import Any, Protocol
 
 from headway.errors import HeadwayError
 from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, Outcome
-from headway.ledger.values import Miss
+from headway.ledger.values import FailedOutcome
 from headway.lifecycle import Budget, Shutdown
 from headway.retry import RetryPolicy
-from headway.run.crew import Crew, Worker
-from headway.run.display import Display, Snapshot
+from headway.run.backlog import Backlog
+from headway.run.console import Console
+from headway.run.crew import Crew, WorkerHandle
+from headway.run.display import Display, RunSnapshot
 from headway.run.output import Output
-from headway.run.stock import Stock
-from headway.run.talk import Talk
 from headway.telemetry import Log, metrics
 
 log = Log("run")
@@ -101,19 +101,21 @@ class Pool:
         display: Display,
         shutdown: Shutdown,
         output: Output | None = None,
+        keep: bool = False,
         feed: Feed | None = None,
     ) -> None:
         self._ledger, self._job, self._hold, self._settings = ledger, job, hold, settings
         self._display, self._shutdown, self._output, self._feed = display, shutdown, output, feed
-        self._talk = Talk() if display.live and Talk.is_needed() else None
+        self._console = Console() if display.live and Console.is_needed() else None
         self._selector = selectors.DefaultSelector()
-        self._stock = Stock(job)
+        self._backlog = Backlog(job)
         self._crew = Crew(
             self._selector, function,
             mode=settings.mode, size=settings.workers, mark=hold.mark, timeout=settings.timeout,
-            keep=output is not None, talk=self._talk,
+            keep=keep, console=self._console,
         )  # fmt: skip
         self._inbox: list[Outcome] = []
+        self._unrecorded_failures = 0
         self._noted: set[int] = set()
         self._stillborn = 0
         self._item_seconds: float | None = None
@@ -125,7 +127,8 @@ class Pool:
         self._total, self._kept, self._dead, self._failed = info.total, info.done, info.dead, info.failed
         self._done = self._died = self._failures = self._rescued = 0
         self._completed = False
-        self._causes: Counter[str] = Counter()
+        self._errors: Counter[str] = Counter()
+        self._last_error = ""
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
@@ -134,12 +137,12 @@ class Pool:
         wake_in, wake_out = socket.socketpair()
         wake_in.setblocking(False)
         wake_out.setblocking(False)
-        self._shutdown.on_request(lambda: _poke(wake_in))
+        self._shutdown.on_request(lambda: _wake(wake_in))
         self._selector.register(wake_out, selectors.EVENT_READ, None)
         if self._feed is not None and not self._feed.ended:
             self._selector.register(self._feed.fileno(), selectors.EVENT_READ, "feed")
-        if self._talk is not None:
-            self._selector.register(self._talk, selectors.EVENT_READ, "talk")
+        if self._console is not None:
+            self._selector.register(self._console, selectors.EVENT_READ, "console")
         try:
             self._loop(wake_out)
             self._commit()
@@ -150,7 +153,7 @@ class Pool:
                 self._completed = self._job.finish(self._hold)
         finally:
             self._crew.close()
-            for line in self._talk.close() if self._talk is not None else ():
+            for line in self._console.close() if self._console is not None else ():
                 self._display.say(line)
             self._selector.close()
             wake_in.close()
@@ -179,11 +182,11 @@ class Pool:
             if grace is not None and (self._shutdown.abandon.is_set() or grace.spent):
                 self._abandon()
                 return
-            if self._inbox and (now >= commit_at or len(self._inbox) >= COMMIT_MOST):
+            if self._inbox and (now >= commit_at or len(self._inbox) >= COMMIT_MOST or self._failures_left() == 0):
                 self._commit()
                 commit_at = time.monotonic() + COMMIT_SECONDS
             if self._stop_reason is None:
-                self._stock.refill(now)
+                self._backlog.refill(now)
                 self._dispatch(now)
                 if self._is_through():
                     return
@@ -202,9 +205,9 @@ class Pool:
         until = now + 0.1
         if commit_at is not None:
             until = min(until, commit_at)
-        if self._stock.next_due is not None and not self._stock.ready:
-            until = min(until, self._stock.next_due)
-        if self._settings.rate and self._stock.ready:
+        if self._backlog.next_due is not None and not self._backlog.ready:
+            until = min(until, self._backlog.next_due)
+        if self._settings.rate and self._backlog.ready:
             until = min(until, now + 1 / self._settings.rate)
         return max(0.0, until - now)
 
@@ -214,12 +217,12 @@ class Pool:
                 wake.recv(4096)
             elif key.data == "feed":
                 self._take_feed()
-            elif key.data == "talk":
-                self._relay_talk()
+            elif key.data == "console":
+                self._relay_console()
             else:
                 self._attend(key.data, events)
 
-    def _attend(self, worker: Worker, events: int) -> None:
+    def _attend(self, worker: WorkerHandle, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             with suppress(OSError):  # the end of its stream says the rest
                 worker.wire.push()
@@ -229,25 +232,25 @@ class Pool:
             for frame in worker.wire.frames():
                 self._take(worker, frame)
             if not alive:
-                self._bury(worker)
+                self._worker_ended(worker)
 
     def _take_feed(self) -> None:
         assert self._feed is not None
         self._total += self._feed.take()
-        self._stock.more_arrived()
+        self._backlog.more_arrived()
         if self._feed.ended:
             self._selector.unregister(self._feed.fileno())
 
-    def _relay_talk(self) -> None:
-        assert self._talk is not None
-        for line in self._talk.lines():
+    def _relay_console(self) -> None:
+        assert self._console is not None
+        for line in self._console.lines():
             self._display.say(line)
 
     def _is_through(self) -> bool:
         """Whether nothing is left to do: the last thing is the pass over dead letters."""
-        if not self._stock.empty or self._inbox or self._feed_is_open():
+        if not self._backlog.empty or self._inbox or self._feed_is_open():
             return False
-        if self._settings.last_pass and self._stock.take_last_pass():
+        if self._settings.last_pass and self._backlog.take_last_pass():
             self._passing = True
             return False
         return True
@@ -258,36 +261,58 @@ class Pool:
     # ---- handing out -----------------------------------------------------------------------------------------------
 
     def _dispatch(self, now: float) -> None:
-        stock = self._stock
-        if stock.suspects:
+        backlog = self._backlog
+        if not backlog.suspects and not backlog.ready:
+            return
+        if self._failures_left() == 0:
+            return  # as many failures wait to be recorded as there may be deaths: first see how many are
+        if backlog.suspects:
             examiner = self._crew.examiner()
             if not examiner.out:
-                self._crew.give(examiner, [stock.suspects.popleft()])
-        if not stock.ready:
+                self._crew.give(examiner, [backlog.suspects.popleft()])
+        if not backlog.ready:
             return
         batch = self._batch_size()
         # Those with least to do first, so that the last items of a job are spread over all of them.
-        for worker in sorted(self._crew.common(len(stock.held)), key=lambda each: len(each.out)):
+        for worker in sorted(self._crew.common(len(backlog.held)), key=lambda each: len(each.out)):
             if worker.stopping or worker.wire.pending:
                 continue
             slots = worker.slots.count
             room = slots * (2 * batch if batch > 1 else 1) - len(worker.out)
             if room >= slots * batch / 2:
-                fair = -(-len(stock.ready) // self._crew.processes)
-                count = self._allowed(min(room, slots * batch, max(slots, fair), len(stock.ready)), now)
+                fair = -(-len(backlog.ready) // self._crew.processes)
+                count = self._allowed(min(room, slots * batch, max(slots, fair), len(backlog.ready)), now)
                 self._give(worker, count)
-            if not stock.ready:
+            if not backlog.ready:
                 return
 
-    def _give(self, worker: Worker, count: int) -> None:
+    def _give(self, worker: WorkerHandle, count: int) -> None:
         """Send up to ``count`` items, fewer if they are large."""
         items: list[Item] = []
         size = 0
         while len(items) < count and size < BATCH_BYTES:
-            items.append(self._stock.ready.popleft())
+            items.append(self._backlog.ready.popleft())
             size += len(items[-1].payload or "")
         if items:
-            self._crew.give(worker, items)
+            self._crew.give(worker, items, may_fail=self._may_fail(worker))
+
+    def _failures_left(self) -> int | None:
+        """How many items may still die before ``max_failures`` ends the run, if every failure that is not recorded yet
+        were a death; None without a limit."""
+        most = self._settings.max_failures
+        if most is None or self._passing:
+            return None
+        return max(0, most - self._died - self._unrecorded_failures)
+
+    def _may_fail(self, worker: WorkerHandle) -> int | None:
+        """This worker's share of what may still fail: after that it gives back what it has not begun. Shares never add
+        up to more than is left, except that each worker may always run one item per slot."""
+        left = self._failures_left()
+        if left is None:
+            return None
+        others = [each for each in self._crew if each is not worker]
+        idle = sum(1 for each in others if not each.out)
+        return max(1, (left - sum(each.may_fail for each in others)) // (idle + 1))
 
     def _allowed(self, count: int, now: float) -> int:
         """At most ``count``, fewer if the rate says so."""
@@ -308,14 +333,20 @@ class Pool:
 
     # ---- what workers say ------------------------------------------------------------------------------------------
 
-    def _take(self, worker: Worker, frame: Any) -> None:
+    def _take(self, worker: WorkerHandle, frame: Any) -> None:
         if "back" in frame:
             worker.recalled = False
-            self._stock.put_back(worker.out.pop(idx) for idx in frame["back"] if idx in worker.out)
+            self._backlog.put_back(worker.out.pop(idx) for idx in frame["back"] if idx in worker.out)
             if self._stop_reason is not None:
-                self._stock.let_go()
+                self._backlog.release()
             return
-        worker.began, self._stillborn = True, 0
+        if "alone" in frame:
+            self._backlog.suspects.extend(worker.out.pop(idx) for idx in frame["alone"] if idx in worker.out)
+            if self._stop_reason is not None:
+                self._backlog.release()
+            return
+        worker.reported, self._stillborn = True, 0
+        worker.failures += len(frame["failed"])
         name, seconds = worker.name, 0.0
         for idx, took, result in frame["done"]:
             if worker.out.pop(idx, None) is not None:
@@ -337,49 +368,55 @@ class Pool:
         idx: int,
         attempts: int,
         failure: Failure,
-        outcome: Miss,
+        outcome: FailedOutcome,
         seconds: float | None,
         name: str,
         *,
         retryable: bool = True,
     ) -> None:
-        self._causes[failure.type] += 1
+        self._errors[failure.type] += 1
+        self._last_error = failure.type
+        self._unrecorded_failures += 1
         self._inbox.append(
             Failed(idx, failure, outcome, None, seconds, name, seen=attempts, retryable=retryable and not self._passing)
         )
 
-    def _bury(self, worker: Worker, status: int | None = None) -> None:
+    def _worker_ended(self, worker: WorkerHandle) -> None:
         """A worker has ended: find out why, charge the item that killed it and nobody else."""
-        how = self._crew.remove(worker, status)
-        running = worker.running()
+        how, cut_off = self._crew.remove(worker)
+        running, begun = dict(worker.running()), worker.begun()
         worker.slots.close()
-        if running or not worker.stopping:
+        if begun or not worker.stopping:
             log.warning("a worker died", worker=worker.name, reason=how, count=len(running))
             metrics.count("headway_worker_deaths")
-        if len(running) == 1:
-            ((idx, began),) = running
+        # What ran when it was cut off, or when it ended by itself between two items, need not be what did that.
+        suspects = list(running) if running and not cut_off else begun
+        if len(suspects) == 1:
+            (idx,) = suspects
             item = worker.out.pop(idx)
-            failure = Failure("WorkerDied", f"the worker process {how} while it ran this item")
-            self._fail(idx, item.attempts, failure, "failed", time.monotonic() - began, worker.name)
-        elif running:
-            # Several items ran in it and one of them is to blame: each runs again, alone, at no cost to the others.
-            self._stock.suspects.extend(worker.out.pop(idx) for idx, _ in running)
-        elif not worker.began and not worker.stopping:
+            why = " (did the function close file descriptors that are not its own?)" if cut_off else ""
+            failure = Failure("WorkerDied", f"the worker process {how} while it ran this item{why}")
+            seconds = time.monotonic() - running[idx] if idx in running else None
+            self._fail(idx, item.attempts, failure, "failed", seconds, worker.name)
+        elif suspects:
+            # One of several items is to blame: each runs again, alone, at no cost to the others.
+            self._backlog.suspects.extend(worker.out.pop(idx) for idx in suspects)
+        elif not worker.reported and not worker.stopping:
             self._stillborn += 1
             if self._stillborn >= STILLBORN_MOST:
                 raise HeadwayError(
                     f"{self._stillborn} workers in a row {how} before they began an item.",
                     hint="Run the function once by hand in a fresh process to see why.",
                 )
-        self._stock.put_back(worker.out.values())
+        self._backlog.put_back(worker.out.values())
 
     # ---- chores, ten times a second --------------------------------------------------------------------------------
 
     def _chores(self, now: float) -> None:
-        for worker, status in self._crew.dead():
+        for worker in self._crew.dead():
             for frame in worker.last_frames():
                 self._take(worker, frame)
-            self._bury(worker, status)
+            self._worker_ended(worker)
         to_note: list[tuple[int, str]] = []
         for worker in self._crew:
             running = worker.running()
@@ -390,7 +427,7 @@ class Pool:
             to_note += [
                 (idx, worker.name) for idx, began in running if now - began > NOTE_SECONDS and idx not in self._noted
             ]
-            if worker.alone and not worker.out and not self._stock.suspects:
+            if worker.alone and not worker.out and not self._backlog.suspects:
                 self._crew.dismiss(worker)
         if to_note:
             self._noted.update(idx for idx, _ in to_note)
@@ -399,7 +436,7 @@ class Pool:
             self._output.write_sometimes()
         self._display.show(self._snapshot())
 
-    def _end_overdue(self, worker: Worker, running: list[tuple[int, float]], now: float) -> None:
+    def _end_overdue(self, worker: WorkerHandle, running: list[tuple[int, float]], now: float) -> None:
         limit = self._settings.timeout
         if limit is None:
             return
@@ -412,13 +449,17 @@ class Pool:
         worker.stopping = True
         for frame in worker.last_frames():
             self._take(worker, frame)
+        if self._settings.mode == "async" and len(running) > 1:
+            # Its loop is blocked, by which item nobody can tell: each runs again, alone, at no cost to the others.
+            self._backlog.suspects.extend(worker.out.pop(idx) for idx, _ in running if idx in worker.out)
+            overdue = []
         for idx, began in overdue:
             item = worker.out.pop(idx, None)
             if item is not None:  # it did not report in the last moment
                 failure = Failure(TIMED_OUT, f"no result within {self._settings.timeout:g} s")
                 self._fail(idx, item.attempts, failure, "timeout", now - began, worker.name)
         # What else ran in that process did nothing wrong: it runs again and is charged nothing.
-        self._stock.put_back(worker.out.values())
+        self._backlog.put_back(worker.out.values())
         worker.out.clear()
 
     # ---- recording -------------------------------------------------------------------------------------------------
@@ -426,10 +467,10 @@ class Pool:
     def _commit(self) -> None:
         if not self._inbox:
             return
-        outcomes, self._inbox = self._inbox, []
+        outcomes, self._inbox, self._unrecorded_failures = self._inbox, [], 0
         recorded = self._job.record(outcomes, hold=self._hold, policy=self._settings.policy, settle=False)
         for outcome in outcomes:
-            self._stock.settled(outcome.idx)
+            self._backlog.settled(outcome.idx)
             self._noted.discard(outcome.idx)
         self._done += recorded.done
         self._failures += recorded.failed + recorded.dead
@@ -442,15 +483,14 @@ class Pool:
             self._dead += recorded.dead
         if recorded.due:
             left = min(recorded.due.values()) - self._ledger.database.now()
-            self._stock.due_at(time.monotonic() + left)
+            self._backlog.due_at(time.monotonic() + left)
         most = self._settings.max_failures
         if most is not None and self._died >= most and self._stop_reason is None:
             self._stop_reason = "stopped"
             self._recall_all()
 
-    def _snapshot(self) -> Snapshot:
-        most = self._causes.most_common(1)
-        return Snapshot(
+    def _snapshot(self) -> RunSnapshot:
+        return RunSnapshot(
             total=None if self._feed_is_open() else self._total,
             kept=self._kept,
             done=self._done,
@@ -458,8 +498,8 @@ class Pool:
             retrying=self._failed,
             dead=self._dead,
             failures=self._failures,
-            last_error=most[0][0] if most else "",
-            last_error_count=most[0][1] if most else 0,
+            last_error=self._last_error,
+            last_error_count=self._errors[self._last_error],
         )
 
     # ---- ending ----------------------------------------------------------------------------------------------------
@@ -475,7 +515,7 @@ class Pool:
         return Budget(TERM_SECONDS)
 
     def _recall_all(self) -> None:
-        self._stock.let_go()
+        self._backlog.release()
         for worker in self._crew:
             self._crew.recall(worker)
 
@@ -488,7 +528,7 @@ class Pool:
         self._commit()
 
 
-def _poke(wake: socket.socket) -> None:
+def _wake(wake: socket.socket) -> None:
     with suppress(OSError):  # full: then it is awake already
         wake.send(b"!")
 

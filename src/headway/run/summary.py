@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import Protocol
 
-from headway.run.estimate import Snapshot
+from headway.run.estimate import RunSnapshot
 from headway.wording import cut, duration, pace, printable
 
 
@@ -24,7 +25,7 @@ class CauseLike(Protocol):
 
 def summary(
     job: str,
-    snapshot: Snapshot,
+    snapshot: RunSnapshot,
     *,
     seconds: float,
     retries: int,
@@ -47,8 +48,8 @@ def summary(
     lines = [f"Run {job} finished in {duration(seconds)}: " + ", ".join([*facts, *([rate] if rate else [])])]
     deadly = sorted((cause for cause in causes if cause.dead), key=lambda cause: -cause.dead)
     if deadly:
-        lines += _beside(cause_lines(deadly, columns=columns), _commands(job, deadly[0].no, options))
-    return lines
+        lines += _with_commands(deadly, _commands(job, deadly[0].no, options), columns)
+    return [part for line in lines for part in _wrapped(line, columns)]
 
 
 def _commands(job: str, cause: int, options: str) -> list[str]:
@@ -57,24 +58,40 @@ def _commands(job: str, cause: int, options: str) -> list[str]:
 
 
 def cause_lines(causes: Sequence[CauseLike], *, columns: int = 120) -> list[str]:
-    """``  41  UpstreamTimeout     GET https://store.internal/... timed out``, in columns."""
-    pairs = [(f"{cause.dead:,}", cause) for cause in causes]
-    wide = max(len(count) for count, _ in pairs)
+    """``  41  #1  UpstreamTimeout     GET https://store.internal/... timed out``, in columns. The number is what
+    ``--cause`` takes."""
+    pairs = [(f"{cause.dead:,}", f"#{cause.no}", cause) for cause in causes]
+    wide = max(len(count) for count, _, _ in pairs)
+    numbered = max(len(no) for _, no, _ in pairs)
     named = min(30, max(len(cause.type) for cause in causes))
-    room = max(20, columns - wide - named - 8)
-    rows = [(count, cut(printable(cause.type), named), cut(printable(cause.message), room)) for count, cause in pairs]
-    return [f"  {count:>{wide}}  {type:<{named}}  {message}".rstrip() for count, type, message in rows]
+    room = max(8, columns - wide - numbered - named - 8)
+    return [
+        f"  {count:>{wide}}  {no:<{numbered}}  {cut(printable(cause.type), named):<{named}}  "
+        f"{cut(printable(cause.message), room)}".rstrip()
+        for count, no, cause in pairs
+    ]
 
 
-def _beside(lines: list[str], commands: list[str]) -> list[str]:
-    """Commands to the right of the first lines; lines of their own where there are fewer causes than commands."""
+def _with_commands(causes: Sequence[CauseLike], commands: list[str], columns: int) -> list[str]:
+    """Commands to the right of the causes where there is room for both, else below them."""
+    lines = cause_lines(causes, columns=max(60, columns - max(len(command) for command in commands) - 4))
     width = max(len(line) for line in lines[: len(commands)])
-    lines = lines + [""] * (len(commands) - len(lines))
+    if width + 4 + max(len(command) for command in commands) > columns:
+        return [*cause_lines(causes, columns=columns), *(f"  {command}" for command in commands)]
+    lines += [""] * (len(commands) - len(lines))
     beside = [f"{line:<{width}}    {command}" for line, command in zip(lines, commands, strict=False)]
     return beside + lines[len(commands) :]
 
 
-def interrupted(job: str, snapshot: Snapshot, command: str) -> list[str]:
+def _wrapped(line: str, columns: int) -> list[str]:
+    """A line that is too long for the terminal, broken between words; a command is left whole, to be copied."""
+    if len(line) <= columns or "headway " in line:
+        return [line]
+    return wrap(line, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def interrupted(job: str, snapshot: RunSnapshot, command: str, *, columns: int = 120) -> list[str]:
     """How far an interrupted run came and how to go on."""
     of = f" of {snapshot.total:,}" if snapshot.total is not None else ""
-    return [f"Run {job} is at {snapshot.position:,}{of}. Continue:  {command}"]
+    where, how = f"Run {job} is at {snapshot.position:,}{of}. Continue:", f"  {command}"
+    return [where + how] if len(where + how) <= columns else [where, how]

@@ -2,6 +2,10 @@
 
 Its main thread (or threads, or loop) runs items; a second thread listens to the parent. When the parent dies the
 socket ends, and the worker takes itself and whatever it started down with it.
+
+Nothing an item does may cost another one anything: whatever leaves the function, an exception of any kind or a result
+that cannot be kept, is turned into text here, guarded, and is the outcome of that item. What cannot be guarded (a crash,
+a closed socket) ends the process, and the parent finds the item by the shared page.
 """
 
 from __future__ import annotations
@@ -16,19 +20,31 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, NoReturn
 
 from headway.errors import HeadwayError
 from headway.ledger import Failure, describe
-from headway.run.wire import Slots, Wire
+from headway.lifecycle import STOP_SIGNALS
+from headway.run.wire import Slots, Wire, unpack_work
 
 #: Results wait at most this long for company before they are reported.
 FLUSH_SECONDS = 0.02
 FLUSH_COUNT = 500
 
+#: How the process ends when it cannot reach its parent; only to be told apart in a log.
+CUT_OFF = 71
+
 Function = Callable[[Any], Any]  # the user's: any JSON in, anything out
+
+_LAZY = (CoroutineType, GeneratorType, AsyncGeneratorType)
+_PLAIN = frozenset({dict, list, str, int, float, bool, tuple})
+_DECODER = json.JSONDecoder()
+_scan = _DECODER.scan_once  # type: ignore[attr-defined]  # documented in the standard library's source only
 
 
 class GiveUp(Exception):
@@ -41,15 +57,104 @@ class ResultNotJson(HeadwayError):
     hint = "Return dicts, lists, strings and numbers, or run without --output."
 
 
+class NothingRan(HeadwayError):
+    """The function returned a coroutine or a generator: its body has not been executed."""
+
+
+class PayloadDamaged(HeadwayError):
+    """What the ledger has as the item's payload is no JSON: a foreign hand or a broken disk changed it."""
+
+
+#: Trying again cannot help.
+_FINAL = (GiveUp, ResultNotJson, NothingRan, PayloadDamaged)
+
+
+def describe_safely(error: BaseException) -> Failure:
+    """`describe`, whatever the exception does when it is looked at. It is the user's class: each of its methods may
+    raise anything."""
+    try:
+        failure = describe(error)
+        if issubclass(type(error), SystemExit):
+            failure = replace(failure, message=f"the function called sys.exit({failure.message})")
+        elif not failure.message and not issubclass(type(error), Exception):
+            failure = replace(failure, message="raised by the function")
+        json.dumps([failure.type, failure.message, failure.frame, failure.detail]).encode()
+    except BaseException:  # noqa: BLE001 - nothing the exception does may reach further than its item
+        return Failure(_name_of(type(error)), "(it cannot be shown: describing it raised another error)")
+    return failure
+
+
+def _name_of(kind: type) -> str:
+    """The class's name past its metaclass, which is the user's too."""
+    try:
+        return "".join(type.__dict__["__name__"].__get__(kind))[:80]
+    except BaseException:  # noqa: BLE001 - see above
+        return "Exception"
+
+
+def encoded(result: object) -> str:
+    """The result as JSON text, or `ResultNotJson`."""
+    try:
+        text = json.dumps(result, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except MemoryError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - methods of the result may raise anything
+        why = describe_safely(error)
+        raise ResultNotJson(f"the function returned {_name_of(type(result))}, which is not JSON: {why.text}") from None
+    return text
+
+
+def refuse_lazy(result: object) -> None:
+    """Raise `NothingRan` for a result that only promises to do something."""
+    kind = type(result)
+    if kind in _PLAIN:
+        return
+    try:
+        lazy = issubclass(kind, _LAZY) or hasattr(kind, "__await__")
+        if issubclass(kind, CoroutineType):
+            result.close()  # type: ignore[attr-defined]  # of a coroutine: else Python complains that nobody awaited it
+    except BaseException:  # noqa: BLE001 - a class with a hostile metaclass is no coroutine
+        return
+    if lazy:
+        what = (
+            "a generator" if issubclass(kind, GeneratorType | AsyncGeneratorType) else f"an awaitable ({kind.__name__})"
+        )
+        raise NothingRan(
+            f"the function returned {what}, so nothing was executed. Make it an async function that awaits, or a plain "
+            "one that returns when its work is done"
+        )
+
+
+def decoded(text: str) -> Any:
+    """A payload. Canonical JSON has no space around it; what a program registered itself may."""
+    try:
+        value, end = _scan(text, 0)
+        return value if end == len(text) else _DECODER.decode(text)
+    except StopIteration:
+        pass
+    except (ValueError, RecursionError) as error:
+        raise PayloadDamaged(f"the stored payload is not JSON any more: {error}") from None
+    try:
+        return _DECODER.decode(text)
+    except (ValueError, RecursionError) as error:
+        raise PayloadDamaged(f"the stored payload is not JSON any more: {error}") from None
+
+
 def main(wire: Wire, slots: Slots, function: Function, *, mode: str, timeout: float | None, keep: bool) -> NoReturn:
     """Serve until told to stop. Ends the process: a fork's finalisers belong to the parent."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         # The parent decides when we end. A handler, not SIG_IGN: what the function starts must not inherit that.
-        signal.signal(number, lambda *_: None)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(-1)
     _print_line_by_line()
-    worker = Worker(wire, slots, function, keep=keep)
+    code = 1
     try:
+        worker = Worker(wire, slots, function, keep=keep)
+        os.register_at_fork(
+            before=worker.before_fork, after_in_parent=worker.after_fork, after_in_child=worker.leave_in_child
+        )
         if mode == "async":
             asyncio.run(worker.serve_async(timeout))
         elif slots.count == 1:
@@ -57,13 +162,12 @@ def main(wire: Wire, slots: Slots, function: Function, *, mode: str, timeout: fl
         else:
             worker.serve_threads()
         worker.flush()
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # the parent is gone; there is nobody to tell
+        code = 0
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # a line that was begun and not ended; nobody may be there to read it
+            with suppress(Exception):  # a line that was begun and not ended; nobody may be there to read it
                 stream.flush()
-        os._exit(0)
+        os._exit(code)
 
 
 def _print_line_by_line() -> None:
@@ -77,18 +181,26 @@ def _print_line_by_line() -> None:
 
 
 class Worker:
+    """The process from inside; its parent has a `headway.run.crew.WorkerHandle` of it."""
+
     def __init__(self, wire: Wire, slots: Slots, function: Function, *, keep: bool) -> None:
         self._wire = wire
+        self._descriptor = wire.fileno()
+        self._inode = os.fstat(self._descriptor).st_ino
         self._slots = slots
         self._function = function
         self._keep = keep
-        self._todo: deque[tuple[int, int, Any]] = deque()
+        self._todo: deque[tuple[int, int, str]] = deque()
         self._wake = threading.Semaphore(0)
         self._stopping = False
         self._sending = threading.Lock()
-        self._done: deque[tuple[int, float, Any]] = deque()
+        self._done: deque[tuple[int, float, str | None]] = deque()
         self._failed: deque[tuple[Any, ...]] = deque()
+        self._failures = 0
+        self._most_failures: int | None = None
         self._flushed_at = time.monotonic()
+        self._is_child = False
+        self._mask = threading.local()
         self._on_work: Callable[[int], None] = self._wake_threads
         threading.Thread(target=self._listen, name="headway-listen", daemon=True).start()
 
@@ -100,55 +212,81 @@ class Worker:
             self._run(slot, *work)
 
     def serve_threads(self) -> None:
-        threads = [threading.Thread(target=self.serve, args=(slot,)) for slot in range(self._slots.count)]
+        def serve(slot: int) -> None:
+            # Should one slot fail in a way we did not foresee, all end: the parent sees that and finds the item.
+            with _or_exit():
+                self.serve(slot)
+
+        threads = [threading.Thread(target=serve, args=(slot,)) for slot in range(self._slots.count)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
     async def serve_async(self, timeout: float | None) -> None:
+        """Each item is a task of its own, started as soon as a slot is free: what it cancels or leaves behind is its
+        own, and no task of ours runs beside it that a function could cancel."""
         loop = asyncio.get_running_loop()
-        arrived = asyncio.Semaphore(0)
+        ended = loop.create_future()
+        free = list(range(self._slots.count))
+        running: set[asyncio.Task[tuple[Any, BaseException | None]]] = set()
 
-        def on_work(count: int) -> None:
-            def release() -> None:
-                for _ in range(count):
-                    arrived.release()
+        def fill() -> None:
+            while free and self._todo:
+                idx, attempts, text = self._todo.popleft()
+                slot, began = free.pop(), time.monotonic()
+                self._slots.begin(slot, idx, began)
+                task = loop.create_task(self._attempt(text, timeout))
+                running.add(task)
+                task.add_done_callback(partial(finish, slot, idx, attempts, began))
+            if not running:
+                self.flush()
+                if self._stopping and not ended.done():
+                    ended.set_result(None)
 
+        def finish(
+            slot: int, idx: int, attempts: int, began: float, task: asyncio.Task[tuple[Any, BaseException | None]]
+        ) -> None:
+            with _or_exit():
+                running.discard(task)
+                # Cancelled by another item before it began, if it has no outcome of its own.
+                cancelled = None, asyncio.CancelledError("its task was cancelled")
+                result, error = cancelled if task.cancelled() else task.result()
+                if error is None:
+                    self._report(idx, attempts, began, result)
+                elif issubclass(type(error), asyncio.CancelledError) and self._slots.count > 1:
+                    self._report_disturbed(idx)  # by itself or by another item, nobody can tell
+                else:
+                    self._report_failure(idx, attempts, began, error)
+                self._slots.end(slot)
+                free.append(slot)
+                fill()
+
+        def on_work(_: int) -> None:
             with suppress(RuntimeError):  # the loop has ended: so has the work
-                loop.call_soon_threadsafe(release)
+                loop.call_soon_threadsafe(fill)
 
         self._on_work = on_work
-        on_work(len(self._todo))  # what came before we listened
-        async with asyncio.TaskGroup() as group:
-            for slot in range(self._slots.count):
-                group.create_task(self._serve_slot(slot, arrived, timeout))
+        fill()  # what came before we listened
+        while not ended.done():
+            with suppress(asyncio.CancelledError):  # a function cancelled every task there is
+                await asyncio.wait([ended])
 
-    async def _serve_slot(self, slot: int, arrived: asyncio.Semaphore, timeout: float | None) -> None:
-        while True:
-            try:
-                idx, attempts, payload = self._todo.popleft()
-            except IndexError:
-                if self._stopping:
-                    return
-                self.flush()
-                await arrived.acquire()
-                continue
-            began = time.monotonic()
-            self._slots.begin(slot, idx, began)
-            try:
-                async with asyncio.timeout(timeout):
-                    result = await self._function(payload)
-            except Exception as error:  # noqa: BLE001 - whatever the user's function raises is the item's outcome
-                self._report_failure(idx, attempts, began, error)
-            else:
-                self._report(idx, attempts, began, result)
-            finally:
-                self._slots.end(slot)
+    async def _attempt(self, text: str, timeout: float | None) -> tuple[Any, BaseException | None]:
+        # Nothing may leave here as an exception: KeyboardInterrupt and SystemExit would end the loop.
+        try:
+            payload = decoded(text)
+            async with asyncio.timeout(timeout):
+                result = await self._function(payload)
+        except BaseException as error:  # noqa: BLE001 - whatever the user's function raises is the item's outcome
+            self._end_child()
+            return None, error
+        self._end_child()
+        return result, None
 
     # ---- one item --------------------------------------------------------------------------------------------------
 
-    def _next(self) -> tuple[int, int, Any] | None:
+    def _next(self) -> tuple[int, int, str] | None:
         while True:
             try:
                 return self._todo.popleft()
@@ -158,45 +296,78 @@ class Worker:
                 self.flush()
                 self._wake.acquire()
 
-    def _run(self, slot: int, idx: int, attempts: int, payload: Any) -> None:
+    def _run(self, slot: int, idx: int, attempts: int, text: str) -> None:
         began = time.monotonic()
         self._slots.begin(slot, idx, began)
         try:
-            result = self._function(payload)
-        except Exception as error:  # noqa: BLE001 - whatever the user's function raises is the item's outcome
+            result = self._function(decoded(text))
+        except BaseException as error:  # noqa: BLE001 - whatever the user's function raises is the item's outcome
+            if self._is_child:
+                self._end_child()
             self._report_failure(idx, attempts, began, error)
-        except SystemExit as error:
-            # sys.exit() inside a function ends that item, not the worker.
-            self._report_failure(idx, attempts, began, RuntimeError(f"the function called sys.exit({error.code!r})"))
         else:
+            if self._is_child:
+                self._end_child()
             self._report(idx, attempts, began, result)
-        finally:
-            self._slots.end(slot)
+        self._slots.end(slot)
 
     def _report(self, idx: int, attempts: int, began: float, result: Any) -> None:
         now = time.monotonic()
         kept = None
-        if self._keep:
-            try:
-                kept = json.dumps(result, ensure_ascii=False, allow_nan=False)
-                kept.encode()
-            except (TypeError, ValueError, RecursionError) as error:
-                failure = ResultNotJson(f"the function returned {type(result).__name__}, which is not JSON: {error}")
-                self._report_failure(idx, attempts, began, failure)
-                return
+        try:
+            if result is not None:
+                refuse_lazy(result)
+            if self._keep:
+                kept = encoded(result)
+        except (HeadwayError, MemoryError) as error:
+            self._report_failure(idx, attempts, began, error)
+            return
         self._done.append((idx, now - began, kept))
         if now - self._flushed_at > FLUSH_SECONDS or len(self._done) >= FLUSH_COUNT:
             self.flush()
 
-    def _report_failure(self, idx: int, attempts: int, began: float, error: Exception) -> None:
-        failure: Failure = describe(error)
-        retryable = not isinstance(error, GiveUp | ResultNotJson)
+    def _report_failure(self, idx: int, attempts: int, began: float, error: BaseException) -> None:
+        failure = describe_safely(error)
+        # By the type alone: isinstance would ask the exception for its __class__, which is the user's to refuse.
+        retryable = not issubclass(type(error), _FINAL)
         seconds = time.monotonic() - began
         self._failed.append(
             (idx, attempts, seconds, failure.type, failure.message, failure.frame, failure.detail, retryable)
         )
-        if time.monotonic() - self._flushed_at > FLUSH_SECONDS:
+        self._failures += 1
+        if self._most_failures is not None and self._failures >= self._most_failures:
             self.flush()
+            self._give_back(ending=False)
+        elif time.monotonic() - self._flushed_at > FLUSH_SECONDS:
+            self.flush()
+
+    def _report_disturbed(self, idx: int) -> None:
+        with self._sending:
+            self._send({"alone": [idx]})
+
+    # ---- children of the function ----------------------------------------------------------------------------------
+
+    def before_fork(self) -> None:
+        # A signal for the child must wait until its handlers are the usual ones, or our own would swallow it.
+        self._mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def after_fork(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask.before)
+
+    def leave_in_child(self) -> None:
+        """In a process that the function forked: it is the function's own, with signals as any process has them at its
+        start, and without our socket."""
+        self._is_child = True
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        self._wire.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask.before)
+
+    def _end_child(self) -> None:
+        """A forked child that came back from the function must not go on with our work: it would run it twice."""
+        if self._is_child:
+            os._exit(0)
 
     # ---- talking to the parent -------------------------------------------------------------------------------------
 
@@ -207,27 +378,59 @@ class Worker:
             done = [self._done.popleft() for _ in range(len(self._done))]
             failed = [self._failed.popleft() for _ in range(len(self._failed))]
             if done or failed:
-                self._wire.send(json.dumps({"done": done, "failed": failed}))
+                self._send({"done": done, "failed": failed})
+
+    def _send(self, frame: dict[str, Any]) -> None:
+        self._check_socket()
+        try:
+            self._wire.send(json.dumps(frame))
+        except (BrokenPipeError, ConnectionResetError):
+            _end_group()
+        except OSError:
+            self._end_cut_off()
+
+    def _check_socket(self) -> None:
+        """Is our descriptor still our socket? A function may close descriptors it does not know, and the next file that
+        is opened gets our number."""
+        try:
+            if os.fstat(self._descriptor).st_ino == self._inode:
+                return
+        except OSError:
+            pass
+        self._end_cut_off()
+
+    def _end_cut_off(self) -> NoReturn:
+        """The parent cannot be told anything any more. The page tells it that, and what was begun."""
+        self._slots.mark_cut_off()
+        os._exit(CUT_OFF)
 
     def _listen(self) -> None:
         try:
-            while self._await_frame():
+            poll = select.poll()
+            poll.register(self._descriptor, select.POLLIN)
+            while self._await_frame(poll):
                 for frame in self._wire.frames():
                     if "work" in frame:
-                        self._todo.extend(map(tuple, frame["work"]))
-                        self._on_work(len(frame["work"]))
+                        self._take_work(frame)
                     else:
                         self._give_back(ending="stop" in frame)
-        except OSError:
-            pass
-        # The parent is gone. The function may be busy for an hour: end it, and all it started, now.
-        os.killpg(0, signal.SIGKILL)
+        finally:
+            # The parent is gone. The function may be busy for an hour: end it, and all it started, now.
+            _end_group()
 
-    def _await_frame(self) -> bool:
+    def _take_work(self, frame: dict[str, Any]) -> None:
+        self._most_failures = frame["failures"]
+        self._todo.extend(unpack_work(frame))
+        if self._most_failures is not None and self._failures >= self._most_failures:
+            self._give_back(ending=False)  # it was sent before the parent heard of the last failures
+        self._on_work(len(frame["work"]))
+
+    def _await_frame(self, poll: select.poll) -> bool:
         """Wait for the parent; meanwhile results must not grow old while the function is busy with a long item."""
-        while not select.select([self._wire], [], [], FLUSH_SECONDS * 2 if self._done or self._failed else 0.25)[0]:
+        while not poll.poll(2000 * FLUSH_SECONDS if self._done or self._failed else 250):
             if time.monotonic() - self._flushed_at > FLUSH_SECONDS:
                 self.flush()
+        self._check_socket()
         return self._wire.receive()
 
     def _give_back(self, *, ending: bool) -> None:
@@ -239,8 +442,24 @@ class Worker:
             self._stopping = True
             self._on_work(self._slots.count)
         with self._sending:
-            self._wire.send(json.dumps({"back": back}))
+            self._send({"back": back})
 
     def _wake_threads(self, count: int) -> None:
         for _ in range(min(count, self._slots.count)):
             self._wake.release()
+
+
+@contextmanager
+def _or_exit() -> Iterator[None]:
+    """End the process if the block raises: nobody else would notice."""
+    try:
+        yield
+    except BaseException:  # noqa: BLE001 - whatever it is, the parent is told by our end
+        os._exit(1)
+
+
+def _end_group() -> NoReturn:
+    """End this process and whatever the function started. The group is named: a function may have changed ours."""
+    with suppress(ProcessLookupError):
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(CUT_OFF)

@@ -6,7 +6,7 @@
         ...
         manager.set_finished("ingest")
         manager.wait_for("ingest")                      # everybody has ingested
-        for event in manager.subscribe(tag="export"):   # what stands, a sentinel, then what happens
+        for event in manager.subscribe(tag="export"):   # what is current, a sentinel, then what happens
             ...
 
 The status of a whole is its lowest: a job is as far as the task that is least far.
@@ -28,7 +28,7 @@ from headway.states.state import (
     StateEvent,
     status_class,
 )
-from headway.states.store import Backend, JobRecord, Store
+from headway.states.store import Backend, JobGone, JobRecord, Store, WentBack
 from headway.states.subscription import Subscription, SubscriptionClosed
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "STARTED",
     "WARNING",
     "Backend",
+    "JobGone",
     "JobRecord",
     "LiveStore",
     "Manager",
@@ -50,6 +51,7 @@ __all__ = [
     "Summary",
     "TaskFailed",
     "WaitTimeout",
+    "WentBack",
     "delete_job",
     "list_jobs",
     "mark_job_deleted",

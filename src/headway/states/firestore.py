@@ -5,6 +5,10 @@ client's listener says nothing when its connection is lost and spins until it is
 without a word, and its transactions cannot be given a time limit. Here one stream per process listens; when it breaks
 the supervisor in `headway.states.live` knows at once, waits by its own policy, and lists again.
 
+A job's incarnation is the time at which the service created its document. A document of a state that appears, disappears
+or was created anew makes the listener look at the job's own document before anybody is told, so that the states of a job
+that was made again are never taken for those of the one before.
+
 The project is always said, never taken from the environment (``FIRESTORE_EMULATOR_HOST`` is, by tests).
 """
 
@@ -13,17 +17,29 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from headway.errors import HeadwayError, InvalidInput, MissingExtra, StorageError, Unavailable
 from headway.retry import RetryPolicy, call
 from headway.states import firestore_values as values
-from headway.states.state import Key, State
-from headway.states.store import Change, JobRecord, Relist, Snapshot, marked_deleted, no_such_job
+from headway.states.state import Key, State, moment
+from headway.states.store import (
+    Change,
+    JobRecord,
+    Mark,
+    Relist,
+    Snapshot,
+    found_in_recent,
+    job_gone,
+    marked_deleted,
+    no_such_job,
+    readable,
+    recent_with,
+)
 from headway.telemetry import redact
 
 if TYPE_CHECKING:
@@ -33,12 +49,16 @@ T = TypeVar("T")
 
 #: Seconds one call may take.
 CALL_SECONDS = 8.0
-#: Seconds of silence before the listener asks whether the service is still there, and seconds it has to answer.
-HEARTBEAT, PROBE_SECONDS = 4.0, 4.0
+#: Seconds a rollback may take; a transaction that is not rolled back holds its documents for a minute.
+ROLLBACK_SECONDS = 2.0
+#: Seconds of silence before the listener asks whether the service and the job are still there, and seconds it has to answer.
+HEARTBEAT, PROBE_SECONDS = 3.0, 4.0
 #: Documents removed in one commit; the service takes 500.
 DELETE_BATCH = 200
-#: A transaction that lost against another one is tried again this often, soon.
-CONFLICT = RetryPolicy(retries=8, base=0.02, cap=1.0, jitter=0.5)
+#: A transaction that lost against another one is tried again this often, soon: for half a minute in all.
+CONFLICT = RetryPolicy(retries=20, base=0.02, cap=2.0, jitter=0.5)
+#: A service that is away for a moment when a store is opened.
+OPENING = RetryPolicy(retries=3, base=0.25, cap=1.0)
 # The channel's own waiting between two connections must not outlast ours.
 _CHANNEL = [
     ("grpc.use_local_subchannel_pool", 1),
@@ -69,7 +89,8 @@ class FirestoreStates:
         self._database = f"projects/{project}/databases/{database}"
         self._api, self._channel = _connect(os.environ.get("FIRESTORE_EMULATOR_HOST"))
         # When each document was created, over the life of this store: a new one of the same name is another document.
-        self._births: dict[str, dict[Key, str]] = {}
+        self._created: dict[str, dict[Key, str]] = {}
+        self._written: dict[tuple[str, Key], str] = {}  # our own last event of each key
 
     # ---- names ---------------------------------------------------------------------------------------------------
 
@@ -92,7 +113,7 @@ class FirestoreStates:
         query: dict[str, Any] = {"from_": [{"collection_id": collection}]}
         if limit is not None:
             query["limit"] = limit
-        with _translated():
+        with _translating():
             for response in self._ask("run_query", parent=parent, structured_query=query):
                 if response.document.name:
                     yield response.document
@@ -102,7 +123,11 @@ class FirestoreStates:
         return {answer.found.name: answer.found for answer in answers if answer.found.name}
 
     def _transact(self, work: Callable[[bytes], tuple[T, list[dict[str, Any]]]]) -> tuple[T, Any]:
-        """Run ``work(transaction)``, which reads and gives a result and the writes to commit; again after conflicts."""
+        """Run ``work(transaction)``, which reads and gives a result and the writes to commit; again after conflicts.
+
+        A conflict is no outage: somebody else was quicker, and after a moment it is our turn. Whatever ends a transaction
+        but its commit, it is rolled back, because the service keeps its documents locked until then.
+        """
         from google.api_core.exceptions import Aborted
 
         def once() -> tuple[T, Any]:
@@ -110,112 +135,157 @@ class FirestoreStates:
             try:
                 result, writes = work(token)
                 return result, self._ask("commit", writes=writes, transaction=token)
-            except HeadwayError:
+            except BaseException:
                 with suppress(Exception):  # it would lapse by itself; the reason is what matters
-                    self._ask("rollback", transaction=token)
+                    self._ask("rollback", transaction=token, seconds=ROLLBACK_SECONDS)
                 raise
 
-        with _translated():
-            return call(once, CONFLICT, retry_on=Aborted)
+        with _translating():
+            try:
+                return call(once, CONFLICT, retry_on=Aborted)
+            except Aborted as error:
+                raise StorageError(
+                    f"Others write the same documents of Firestore all the time: {redact(str(error))}",
+                    hint="Let fewer processes write one task, or less often.",
+                ) from error
 
     # ---- the job -------------------------------------------------------------------------------------------------
 
     def register(self, job_id: str, num_tasks: int, *, history: bool) -> JobRecord:
-        name = self._job(job_id)
+        """Created only if there is none, which the service decides: of many who try at once none waits for another."""
+        from google.api_core.exceptions import AlreadyExists, FailedPrecondition
 
-        def work(token: bytes) -> tuple[None, list[dict[str, Any]]]:
-            if self._get([name], transaction=token):
-                return None, []
-            fields: dict[str, Any] = {"numTasks": num_tasks} | ({"history": True} if history else {})
-            return None, [values.write(name, fields, server_time="createdAt")]
-
-        self._transact(work)
-        record = self.find(job_id)
-        assert record is not None, "it was there or was made above"
-        return record
+        fields: dict[str, Any] = {"numTasks": num_tasks} | ({"history": True} if history else {})
+        creation = values.write(self._job(job_id), fields, server_time="createdAt") | {
+            "current_document": {"exists": False}
+        }
+        while True:
+            record = call(lambda: self.find(job_id), OPENING, retry_on=Unavailable)
+            if record is not None:
+                return record
+            with _translating(), suppress(AlreadyExists, FailedPrecondition):
+                self._ask("commit", writes=[creation])
 
     def find(self, job_id: str) -> JobRecord | None:
-        with _translated():
-            found = self._get([self._job(job_id)])
+        return self._find(job_id)
+
+    def _find(self, job_id: str, **options: Any) -> JobRecord | None:
+        with _translating():
+            found = self._get([self._job(job_id)], **options)
         return _record(next(iter(found.values()))) if found else None
 
-    def probe(self, job_id: str) -> None:
-        """Ask something, on the channel of the listener, to see whether it still carries anything."""
-        with _translated():
-            self._get([self._job(job_id)], seconds=PROBE_SECONDS)
+    def same(self, job: JobRecord, *, deleted: bool) -> bool:
+        """Whether the job is still what it was. Asked on the channel of the listener, so its answer also shows that this
+        still carries anything."""
+        found = self._find(job.job_id, seconds=PROBE_SECONDS)
+        return found is not None and (found.incarnation, found.deleted) == (job.incarnation, deleted)
 
     def jobs(self) -> Iterator[JobRecord]:
         return map(_record, self._documents(f"{self._database}/documents", "jobs"))
 
-    def mark_deleted(self, job_id: str) -> None:
-        if self.find(job_id) is None:
-            raise no_such_job(job_id)
-        with _translated():
-            write = values.write(self._job(job_id), {"deleted": True}, only=["deleted"])
-            self._ask("commit", writes=[write])
+    def mark_deleted(self, job_id: str, incarnation: str | None = None) -> None:
+        name = self._job(job_id)
 
-    def delete(self, job_id: str) -> bool:
+        def work(token: bytes) -> tuple[None, list[dict[str, Any]]]:
+            found = self._get([name], transaction=token)
+            if name not in found:
+                raise no_such_job(job_id) if incarnation is None else job_gone(job_id)
+            if incarnation not in (None, _record(found[name]).incarnation):
+                raise job_gone(job_id, remade=True)
+            return None, [values.write(name, {"deleted": True}, only=["deleted"])]
+
+        self._transact(work)
+
+    def delete(self, job_id: str, incarnation: str | None = None) -> bool:
         """In batches, the job's own document last: interrupted, it is still listed and can be deleted again."""
         record = self.find(job_id)
+        if incarnation is not None and (record is None or record.incarnation != incarnation):
+            return False
         if record is not None and not record.deleted:
-            self.mark_deleted(job_id)  # so that nobody writes behind us
+            self.mark_deleted(job_id, record.incarnation)  # so that nobody writes behind us
         found = record is not None
         for collection in ("states", "history"):
             while names := [doc.name for doc in self._documents(self._job(job_id), collection, DELETE_BATCH)]:
                 found = True
-                self._remove(names)
-        self._remove([self._job(job_id)])
+                if not self._remove(job_id, record, names):
+                    return found
+        self._remove(job_id, record, [self._job(job_id)])
         return found
 
-    def _remove(self, names: list[str]) -> None:
-        with _translated():
-            self._ask("commit", writes=[{"delete": name} for name in names])
+    def _remove(self, job_id: str, record: JobRecord | None, names: list[str]) -> bool:
+        """Delete documents, if the job is still the one that was to be deleted: another process may have deleted it
+        before us, and made it again."""
+        job, incarnation = self._job(job_id), record.incarnation if record is not None else ""
+
+        def work(token: bytes) -> tuple[bool, list[dict[str, Any]]]:
+            found = self._get([job], transaction=token)
+            now = _record(found[job]).incarnation if job in found else ""
+            return now == incarnation, [{"delete": name} for name in names] if now == incarnation else []
+
+        return self._transact(work)[0]
 
     # ---- states --------------------------------------------------------------------------------------------------
 
-    def write(self, state: State) -> State:
-        job, name = self._job(state.job_id), self._name(state.job_id, state.key)
+    def write(self, state: State, job: JobRecord, writer: str) -> State:
+        name, ours = self._name(state.job_id, state.key), (writer, state.key)
 
         def work(token: bytes) -> tuple[State, list[dict[str, Any]]]:
-            found = self._get([job, name], transaction=token)
-            if job not in found:
-                raise no_such_job(state.job_id)
-            if _record(found[job]).deleted:
-                raise marked_deleted(state.job_id)
-            before = values.state(state.job_id, found[name]) if name in found else None
-            if before is not None and before.event_id == state.event_id:
-                return before, []
-            fields = values.fields(state, 1 if before is None else before.version + 1)
+            found = self._get([self._job(job.job_id), name], transaction=token)
+            self._check_writable(job, found)
+            if name not in found:
+                version, recent = 1, ""
+            else:
+                before, recent = values.state(job.job_id, found[name]), values.recent(found[name])
+                if before.event_id == state.event_id:
+                    return before, []
+                if (repeated := found_in_recent(recent, state.event_id)) is not None:
+                    return replace(state, version=repeated[0], timestamp=moment(repeated[1])), []
+                version = before.version + 1
+                if before.event_id and before.event_id != self._written.get(ours):
+                    time = before.timestamp.timestamp() if before.timestamp is not None else 0
+                    recent = recent_with(recent, "", before.event_id, before.version, time, now=writer)
+            fields = values.fields(state, version, recent)
             writes = [values.write(name, fields, server_time="timestamp")]
-            if _record(found[job]).history:
-                kept = f"{job}/history/{state.task_id}-{state.tag}-{fields['version']}"
-                writes.append(values.write(kept, fields, server_time="timestamp"))
-            return replace(state, version=fields["version"], timestamp=None), writes
+            if job.history:
+                kept = f"{self._job(job.job_id)}/history/{state.task_id}-{state.tag}-{version}"
+                writes.append(values.write(kept, values.fields(state, version), server_time="timestamp"))
+            return replace(state, version=version, timestamp=None), writes
 
         stored, committed = self._transact(work)
+        self._written[ours] = state.event_id
         return values.stamped(stored, committed)
 
-    def read_all(self, job_id: str) -> Snapshot:
-        states = [values.state(job_id, doc) for doc in self._documents(self._job(job_id), "states")]
-        return Snapshot("", tuple(states))
+    def _check_writable(self, job: JobRecord, found: dict[str, Any]) -> None:
+        name = self._job(job.job_id)
+        now = _record(found[name]) if name in found else None
+        if now is None or now.incarnation != job.incarnation:
+            raise job_gone(job.job_id, remade=now is not None)
+        if now.deleted:
+            raise marked_deleted(job.job_id)
 
-    def read_again(self, job_id: str) -> Snapshot:
-        """`read_all` for the listener, who remembers when each document was created."""
-        births, reborn, states = self._births.setdefault(job_id, {}), set(), []
-        for doc in self._documents(self._job(job_id), "states"):
-            state, born = values.state(job_id, doc), values.born(doc)
-            if births.setdefault(state.key, born) != born:
-                reborn.add(state.key)
-                births[state.key] = born
-            states.append(state)
-        return Snapshot("", tuple(states), frozenset(reborn))
+    def read_all(self, job: JobRecord, since: Mark) -> Snapshot:
+        """The states, then the job: if it is the same after the listing, it was all the time."""
+        del since  # what Firestore holds goes forward only; a document that was made again is known by its creation
+        created, recreated, documents = self._created.setdefault(job.job_id, {}), set(), {}
+        for document in self._documents(self._job(job.job_id), "states"):
+            documents[document.name] = document
+        states = readable(documents.values(), lambda found: values.state(job.job_id, found), job.job_id)
+        for state in states:
+            made = values.created(documents[self._name(job.job_id, state.key)])
+            if created.setdefault(state.key, made) != made:
+                recreated.add(state.key)
+                created[state.key] = made
+        now = self.find(job.job_id)
+        if now is None:
+            return Snapshot("")
+        return Snapshot(now.incarnation, tuple(states), deleted=now.deleted, recreated=frozenset(recreated))
 
     def read_history(self, job_id: str, task_id: int, tag: str) -> list[State]:
-        kept = (values.state(job_id, doc) for doc in self._documents(self._job(job_id), "history"))
+        kept = readable(self._documents(self._job(job_id), "history"), lambda doc: values.state(job_id, doc), job_id)
         return sorted((state for state in kept if state.key == (task_id, tag)), key=lambda state: state.version)
 
-    def listen(self, job_id: str) -> FirestoreListener:
-        return FirestoreListener(self, job_id, self._births.setdefault(job_id, {}))
+    def listen(self, job: JobRecord) -> FirestoreListener:
+        return FirestoreListener(self, job, self._created.setdefault(job.job_id, {}))
 
     def begin_listening(self, job_id: str, requests: Iterator[Any], send: Callable[[Any], None]) -> Any:
         """A Listen stream. Asked of the transport, which gives the call at once; the client would first wait for an
@@ -231,42 +301,79 @@ class FirestoreStates:
         self._channel.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A document the stream told of: with its state and when it was created, or gone."""
+
+    key: Key
+    state: State | None = None
+    created: str = ""
+
+
 class FirestoreListener:
     """One Listen stream over the states of one job. A thread reads it; `changes` takes what the thread found."""
 
-    def __init__(self, states: FirestoreStates, job_id: str, births: dict[Key, str]) -> None:
+    mark: Mark = None
+
+    def __init__(self, states: FirestoreStates, job: JobRecord, created: dict[Key, str]) -> None:
         self._states = states
-        self._job_id = job_id
-        self._births = births
-        self._heard: queue.SimpleQueue[list[Change] | Exception] = queue.SimpleQueue()
+        self._job = job
+        self._deleted = job.deleted
+        self._created = created
+        self._heard: queue.SimpleQueue[list[_Seen] | Exception] = queue.SimpleQueue()
         self._closing = threading.Event()
+        self._woken = False
         self._listening = threading.Event()
-        # Both belong to the reading thread: what the stream has told, and what it tells anew after a reset.
-        self._told: set[Key] = set()
-        self._standing: set[Key] | None = None
+        # Both belong to the reading thread: the names the stream has delivered, and those it delivers anew after a reset.
+        self._delivered: set[str] = set()
+        self._current: set[str] | None = None
         # The stream lives as long as there may be another request: until the None that `close` puts.
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._call = states.begin_listening(job_id, iter(self._requests.get, None), self._requests.put)
-        self._thread = threading.Thread(target=self._read, name=f"headway-firestore-{job_id}", daemon=True)
+        self._call = states.begin_listening(job.job_id, iter(self._requests.get, None), self._requests.put)
+        self._thread = threading.Thread(target=self._read, name=f"headway-firestore-{job.job_id}", daemon=True)
         self._thread.start()
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, since: Mark) -> Snapshot:
         if not self._listening.wait(CALL_SECONDS):  # what is written after the listing must find us listening
             raise Unavailable(f"Firestore has not begun to tell within {CALL_SECONDS:g} s.")
-        return self._states.read_again(self._job_id)
+        snapshot = self._states.read_all(self._job, since)
+        self._deleted = snapshot.deleted
+        return snapshot
 
     def changes(self) -> list[Change]:
+        seen, look = self._next(), False
+        changes: list[Change] = []
+        for document in seen:
+            before = self._created.get(document.key)
+            if document.state is None:
+                look = True
+                self._created.pop(document.key, None)
+            elif before != document.created:
+                look = True
+                self._created[document.key] = document.created
+                if before is not None:
+                    changes.append(Change(document.key, None))  # it was removed in between, unseen
+            changes.append(Change(document.key, document.state))
+        if (look or not seen) and not self._woken and not self._states.same(self._job, deleted=self._deleted):
+            raise Relist
+        return changes
+
+    def _next(self) -> list[_Seen]:
+        """All that was heard up to now; nothing after a silence."""
+        seen: list[_Seen] = []
         try:
             heard = self._heard.get(timeout=HEARTBEAT)
+            while True:
+                if isinstance(heard, Exception):
+                    with _translating():
+                        raise heard
+                seen += heard
+                heard = self._heard.get_nowait()
         except queue.Empty:
-            self._states.probe(self._job_id)  # silence may also be a dead connection
-            return []
-        if isinstance(heard, Exception):
-            with _translated():
-                raise heard
-        return heard
+            return seen
 
     def wake(self) -> None:
+        self._woken = True
         self._heard.put([])
 
     def close(self) -> None:
@@ -279,7 +386,8 @@ class FirestoreListener:
         try:
             for response in self._call:
                 try:
-                    self._heard.put(self._meaning(response))
+                    if seen := self._translate(response):
+                        self._heard.put(seen)
                 except Relist as relist:
                     self._heard.put(relist)
             self._heard.put(Unavailable("Firestore ended the stream."))
@@ -288,52 +396,49 @@ class FirestoreListener:
                 self._heard.put(error)
                 self._listening.set()  # whoever waits for the beginning will find the error
 
-    def _meaning(self, response: Any) -> list[Change]:
+    def _translate(self, response: Any) -> list[_Seen]:
         if response.document_change.document.name:
             document = response.document_change.document
             if _TARGET in response.document_change.removed_target_ids:
-                return self._removed([values.key(document.name)])
+                return self._removed(document.name)
             return self._found(document)
         if response.document_delete.document:
-            return self._removed([values.key(response.document_delete.document)])
+            return self._removed(response.document_delete.document)
         if response.document_remove.document:
-            return self._removed([values.key(response.document_remove.document)])
-        if "filter" in response and response.filter.count != len(self._told):
+            return self._removed(response.document_remove.document)
+        if "filter" in response and response.filter.count != len(self._delivered):
             raise Relist  # the service says that we missed something
-        return self._turn(response.target_change) if "target_change" in response else []
+        if "target_change" in response:
+            self._turn(response.target_change)
+        return []
 
-    def _found(self, document: Any) -> list[Change]:
-        state, born = values.state(self._job_id, document), values.born(document)
-        self._told.add(state.key)
-        if self._standing is not None:
-            self._standing.add(state.key)
-        told = [Change(state.key, state)]
-        if self._births.get(state.key, born) != born:
-            told.insert(0, Change(state.key, None))  # it was removed in between, unseen
-        self._births[state.key] = born
-        return told
+    def _found(self, document: Any) -> list[_Seen]:
+        self._delivered.add(document.name)
+        if self._current is not None:
+            self._current.add(document.name)
+        states = readable([document], lambda found: values.state(self._job.job_id, found), self._job.job_id)
+        return [_Seen(state.key, state, values.created(document)) for state in states]
 
-    def _removed(self, keys: Iterable[Key]) -> list[Change]:
-        keys = list(keys)
-        for key in keys:
-            self._births.pop(key, None)
-            self._told.discard(key)
-        return [Change(key, None) for key in keys]
+    def _removed(self, name: str) -> list[_Seen]:
+        self._delivered.discard(name)
+        try:
+            return [_Seen(values.key(name))]
+        except ValueError:
+            return []  # it was no state
 
-    def _turn(self, turn: Any) -> list[Change]:
+    def _turn(self, turn: Any) -> None:
         if turn.target_change_type.name == "REMOVE":
             raise Unavailable(f"Firestore stopped telling: {turn.cause.message or turn.cause.code}")
         if turn.target_change_type.name == "RESET":
-            self._standing = set()  # all that stands is told again
+            self._current = set()  # all that is current is told again
         elif turn.target_change_type.name == "CURRENT":
             self._listening.set()
-            gone = set() if self._standing is None else self._told - self._standing
-            self._standing = None
+            gone = set() if self._current is None else self._delivered - self._current
+            self._current = None
             if gone:
                 # Removed, it seems. But a CURRENT may come between a reset and what is told after it: the listing decides.
-                self._told -= gone
+                self._delivered -= gone
                 raise Relist
-        return []
 
 
 def _connect(emulator: str | None) -> tuple[FirestoreClient, Any]:
@@ -366,19 +471,18 @@ def _metadata(database: str) -> tuple[tuple[str, str]]:
 def _record(document: Any) -> JobRecord:
     fields = values.plain(document.fields)
     job_id = document.name.rsplit("/", 1)[1]
-    # Each document's own creation time tells a new one from an old one, so the job needs no incarnation.
     return JobRecord(
         job_id,
         int(fields["numTasks"]),
         fields.get("createdAt"),
-        "",
+        values.created(document),
         deleted=bool(fields.get("deleted", False)),
         history=bool(fields.get("history", False)),
     )
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def _translating() -> Iterator[None]:
     import grpc
     from google.api_core import exceptions
 
@@ -395,7 +499,7 @@ def _translated() -> Iterator[None]:
             f"Firestore refused us: {redact(error.message)}",
             hint="The service account needs roles/datastore.user in that project.",
         ) from error
-    except (exceptions.ServerError, exceptions.RetryError, exceptions.TooManyRequests, exceptions.Aborted) as error:
+    except (exceptions.ServerError, exceptions.RetryError, exceptions.TooManyRequests) as error:
         _away(error)
     except exceptions.GoogleAPICallError as error:
         raise StorageError(f"Firestore did not do it: {redact(str(error))}") from error

@@ -10,8 +10,8 @@ from typing import Any
 from headway.states.state import Key, State
 
 
-def fields(state: State, version: int) -> dict[str, Any]:
-    """A state document, without its time, which the service sets."""
+def fields(state: State, version: int, recent: str = "") -> dict[str, Any]:
+    """A state document, without its time, which the service sets. ``recent`` is there only when several write the key."""
     document: dict[str, Any] = {
         "taskID": state.task_id,
         "tag": state.tag,
@@ -23,12 +23,25 @@ def fields(state: State, version: int) -> dict[str, Any]:
     }
     if state.payload is not None:
         document["payload"] = state.payload
+    if recent:
+        document["recent"] = recent
     return document
+
+
+def recent(document: Any) -> str:
+    """The last events of the key's earlier writers."""
+    found = document.fields.get("recent")
+    return "" if found is None else str(found.string_value)
 
 
 def state(job_id: str, document: Any) -> State:
     """The state in a document. Fields we do not know are left alone: a newer writer may have added them."""
     found = plain(document.fields)
+    for name, kind in (("taskID", int), ("tag", str), ("status", int), ("message", str), ("version", int)):
+        if type(found[name]) is not kind:
+            raise ValueError(f"{name} of {document.name} is {type(found[name]).__name__}")
+    if key(document.name) != (found["taskID"], found["tag"]) and "/states/" in document.name:
+        raise ValueError(f"{document.name} has another task or tag")
     return State(
         job_id,
         found["taskID"],
@@ -56,7 +69,7 @@ def key(name: str) -> Key:
     return (int(task_id), tag)
 
 
-def born(document: Any) -> str:
+def created(document: Any) -> str:
     return _moment(document.create_time).isoformat()
 
 

@@ -7,10 +7,9 @@ from datetime import UTC, datetime, timedelta
 from urllib.parse import urlsplit
 
 from headway.errors import InvalidInput
-from headway.ids import check_id
 from headway.retry import LISTENER, RetryPolicy
 from headway.states.live import LiveStore
-from headway.states.state import FINISHED, State, check_num_tasks
+from headway.states.state import FINISHED, State, checked_id, checked_num_tasks
 from headway.states.store import Backend, JobRecord, no_such_job
 from headway.telemetry import Log, redact
 
@@ -32,9 +31,8 @@ def open_store(
     ``history``. Without ``num_tasks`` it must exist (for monitors). ``max_concurrency`` bounds how many writes of this
     process are under way at once; ``retry`` is how the listener comes back.
     """
-    check_id(job_id, "a job id")
-    if num_tasks is not None:
-        check_num_tasks(num_tasks)
+    job_id = checked_id(job_id, "a job id")
+    num_tasks = None if num_tasks is None else checked_num_tasks(num_tasks)
     backend = open_backend(url, create=num_tasks is not None)
     try:
         record = _record(backend, job_id, num_tasks, history=history)
@@ -83,7 +81,7 @@ def list_jobs(url: str) -> list[JobRecord]:
 
 def mark_job_deleted(url: str, job_id: str) -> None:
     """Leave a tombstone: no more states are taken, and the next `purge` removes the job."""
-    check_id(job_id, "a job id")
+    job_id = checked_id(job_id, "a job id")
     with closing(open_backend(url, create=False)) as backend:
         backend.mark_deleted(job_id)
     log.info("job marked as deleted", jobID=job_id)
@@ -91,7 +89,7 @@ def mark_job_deleted(url: str, job_id: str) -> None:
 
 def delete_job(url: str, job_id: str) -> None:
     """Remove a job with all its states. Interrupted, it is finished by calling it again."""
-    check_id(job_id, "a job id")
+    job_id = checked_id(job_id, "a job id")
     with closing(open_backend(url, create=False)) as backend:
         if not backend.delete(job_id):
             raise no_such_job(job_id)
@@ -101,14 +99,17 @@ def delete_job(url: str, job_id: str) -> None:
 def purge(url: str, *, older_than: float, now: datetime | None = None) -> list[str]:
     """Remove the jobs that are marked as deleted, and those in which every task has finished everything it reported
     and nothing was written for ``older_than`` seconds. Gives the ids of those removed."""
-    if older_than < 0:
-        raise InvalidInput(f"older_than={older_than:g} is in the future.")
-    before = (now or datetime.now(UTC)) - timedelta(seconds=older_than)
+    if not older_than >= 0:  # NaN is neither
+        raise InvalidInput(f"older_than={older_than:g} is no time that has passed.", hint="Use a number from 0.")
+    try:
+        before = (now or datetime.now(UTC)) - timedelta(seconds=older_than)
+    except OverflowError as error:
+        raise InvalidInput(f"older_than={older_than:g} is before any time there is.") from error
     removed = []
     with closing(open_backend(url, create=False)) as backend:
         for record in list(backend.jobs()):
-            if record.deleted or _finished_before(backend.read_all(record.job_id).states, record.num_tasks, before):
-                backend.delete(record.job_id)
+            old = record.deleted or _finished_before(backend.read_all(record, None).states, record.num_tasks, before)
+            if old and backend.delete(record.job_id, record.incarnation):  # not one that was made again meanwhile
                 log.info("job purged", jobID=record.job_id, reason="marked" if record.deleted else "finished")
                 removed.append(record.job_id)
     return removed

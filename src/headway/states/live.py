@@ -7,20 +7,39 @@ One thread per store listens, whatever the number of subscribers; a store that o
 lists, then applies changes; at every reconnect it does the same again, so what happened in between is never missed, and
 versions keep it from being told twice. While the listener is not connected the cache is stale: reads then go to the
 backend, or fail; they never answer from a cache that nobody keeps.
+
+A store belongs to the incarnation of the job it was opened for. Every write carries it, and every listing is compared
+with it: once the job is another one, or none, every subscription ends with `JobGone` and so does every call. A store that
+was put back to an earlier moment is recognised by what the reader heard last (the backend's `Mark`) and by the versions
+of its keys: the subscriptions end with `WentBack`, and everything known is replaced by what the store has.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from uuid import uuid4
+from weakref import WeakSet
 
 from headway.errors import HeadwayError, InvalidInput, StorageError, Unavailable
 from headway.lifecycle import ForkGuard
 from headway.retry import LISTENER, RetryPolicy, call
-from headway.states.state import Key, State, check_task, checked, replay_order
-from headway.states.store import Backend, Change, JobRecord, Listener, Relist, Snapshot
+from headway.states.state import Key, State, checked, checked_id, checked_task, replay_order
+from headway.states.store import (
+    Backend,
+    Change,
+    JobGone,
+    JobRecord,
+    Listener,
+    Mark,
+    Relist,
+    Snapshot,
+    WentBack,
+    job_gone,
+)
 from headway.states.subscription import DEPTH, Overflow, Subscription
 from headway.telemetry import Field, Log, metrics
 
@@ -48,6 +67,7 @@ class LiveStore:
         self._record = record
         self._retry = retry
         self._clock = clock
+        self._writer = uuid4().hex[:12]  # by which the backend tells our writes from other processes'
         self._guard = ForkGuard(f"The store of the job {record.job_id!r}")
         self._stop = threading.Event()
         self._slots = nullcontext() if max_concurrency is None else threading.BoundedSemaphore(max_concurrency)
@@ -57,16 +77,20 @@ class LiveStore:
         # Guards everything below; held for memory's work only, never while waiting for the backend.
         self._lock = threading.Lock()
         self._cache: dict[Key, State] = {}
-        self._incarnation = record.incarnation
+        self._mark: Mark = None  # how far we have heard
         self._heard: dict[Key, int] = {}  # the last version the listener told, to notice gaps
         self._touched: set[Key] = set()  # written or heard of since the last listing began
         self._written: dict[Key, int] = {}  # the last version we wrote, to notice another writer
         self._under_way: dict[Key, tuple[int, float]] = {}  # our last write, until the listener tells it
         self._key_locks: dict[Key, threading.Lock] = {}
-        self._subscriptions: list[Subscription] = []
+        # Weak: a subscription that its reader dropped is closed by that. What waited in it is counted at the next tick.
+        self._subscriptions: WeakSet[Subscription] = WeakSet()
+        self._abandoned: deque[int] = deque()
         self._listener: Listener | None = None
         self._fresh_until = 0.0
         self._gave_up: HeadwayError | None = None
+        self._gone: JobGone | None = None
+        self._tombstone = record.deleted
         self._thread: threading.Thread | None = None
         if backend.listens_at_once:
             self._ensure_listening()
@@ -88,6 +112,17 @@ class LiveStore:
         """Whether the cache is being kept up to date right now."""
         return self._clock() < self._fresh_until
 
+    @property
+    def subscribers(self) -> int:
+        """How many subscriptions there are."""
+        with self._lock:
+            return sum(not subscription.closed for subscription in self._subscriptions)
+
+    @property
+    def patience(self) -> RetryPolicy:
+        """How a call that finds the store away is tried again."""
+        return self._backend.write_policy
+
     # ---- writing ---------------------------------------------------------------------
 
     def set_state(self, state: State) -> State:
@@ -106,7 +141,7 @@ class LiveStore:
             # Two writers of one key take turns here, so that neither loses time to a conflict in the backend.
             with self._lock_of(state.key), self._slots:
                 stored = call(
-                    lambda: self._backend.write(state),
+                    lambda: self._backend.write(state, self._record, self._writer),
                     self._backend.write_policy,
                     retry_on=Unavailable,
                     stop=self._stop,
@@ -122,6 +157,11 @@ class LiveStore:
             metrics.count("headway_states_writes", store=self._backend.kind, result="error")
             log.error("🔴 failed to write state", error=str(error), **facts)  # noqa: TRY400  (it is raised, whole)
             raise type(error)(f"🔴 The state could not be written: {error}", hint=error.hint) from error
+        except JobGone as gone:
+            self._lose(gone)
+            raise
+        if (stored.status, stored.message, stored.payload) != (state.status, state.message, state.payload):
+            log.warning("🟡 nothing was written: another state was stored under this event id", **facts)
         self._remember(stored)
         metrics.observe("headway_states_write_seconds", self._clock() - began, store=self._backend.kind)
         metrics.count("headway_states_writes", store=self._backend.kind, result="ok")
@@ -137,7 +177,7 @@ class LiveStore:
         with self._lock:
             self._touched.add(stored.key)
             before = self._written.get(stored.key)
-            self._written[stored.key] = stored.version
+            self._written[stored.key] = max(stored.version, before or 0)
             if stored.version > self._version(stored.key):
                 self._cache[stored.key] = stored
             if stored.version > self._heard.get(stored.key, 0):
@@ -157,7 +197,9 @@ class LiveStore:
     # ---- reading ---------------------------------------------------------------------
 
     def get_state(self, task_id: int, tag: str) -> State:
-        check_task(task_id, self.num_tasks)
+        task_id = checked_task(task_id, self.num_tasks)
+        if type(tag) is not str:
+            tag = checked_id(tag, "a tag")
         self._refresh_if_stale()
         state = self._cache.get((task_id, tag))  # one step of the interpreter: no lock needed
         return State(self.job_id, task_id, tag) if state is None else state
@@ -173,7 +215,7 @@ class LiveStore:
     def history(self, task_id: int, tag: str) -> list[State]:
         """Every version of one key, oldest first. Only for a job made with ``history=True``."""
         self._usable()
-        check_task(task_id, self.num_tasks)
+        task_id, tag = checked_task(task_id, self.num_tasks), checked_id(tag, "a tag")
         if not self._record.history:
             raise InvalidInput(
                 f"The job {self.job_id!r} keeps no history.",
@@ -191,12 +233,14 @@ class LiveStore:
         metrics.count("headway_states_reads", result="miss")
         with self._listing:
             if not self.fresh:
-                self._list(lambda: self._backend.read_all(self.job_id))
+                self._list(lambda since: self._backend.read_all(self._record, since))
 
     def _usable(self) -> None:
         self._guard.check()
         if self._stop.is_set():
             raise HeadwayError(f"The store of the job {self.job_id!r} was closed.")
+        if self._gone is not None:
+            raise JobGone(str(self._gone))
 
     # ---- subscribing ---------------------------------------------------------------------
 
@@ -217,42 +261,50 @@ class LiveStore:
             overflow=overflow,
             timeout=timeout,
             on_close=self._unsubscribe,
+            abandoned=self._abandoned,
             clock=self._clock,
         )
-        with self._lock:  # no change can come between what stands and what happens
+        with self._lock:  # no change can come between what is current and what happens
             subscription.start(self._cache.values())
-            self._subscriptions.append(subscription)
+            if self._gone is not None:
+                subscription.end(self._gone)
+            elif self._tombstone:
+                subscription.end(job_gone(self.job_id, marked=True))
+            else:
+                self._subscriptions.add(subscription)
         return subscription
 
     def _unsubscribe(self, subscription: Subscription) -> None:
         with self._lock:
-            if subscription in self._subscriptions:
-                self._subscriptions.remove(subscription)
+            self._subscriptions.discard(subscription)
+
+    def _end_subscriptions(self, why: HeadwayError | None) -> None:
+        """What waits in them can still be read; then they say why. The caller holds no lock."""
+        with self._lock:
+            ending = list(self._subscriptions)
+            self._subscriptions.clear()
+        for subscription in ending:
+            subscription.end(why)
 
     # ---- the job ---------------------------------------------------------------------
 
     def mark_job_deleted(self) -> None:
         """Leave a tombstone: nothing more is written, and `purge` may remove the job."""
         self._usable()
-        self._backend.mark_deleted(self.job_id)
+        self._backend.mark_deleted(self.job_id, self._record.incarnation)
 
     def delete_job(self) -> None:
         """Remove the job and all its states."""
         self._usable()
-        self._backend.delete(self.job_id)
-        with self._lock:
-            self._clear()
-            self._touched.clear()
+        self._backend.delete(self.job_id, self._record.incarnation)
+        self._lose(job_gone(self.job_id))
 
     def close(self) -> None:
         if self._guard.crossed or self._stop.is_set():
             return
         self._stop.set()
         self._await_listener()
-        with self._lock:
-            ending, self._subscriptions = self._subscriptions, []
-        for subscription in ending:
-            subscription.end()
+        self._end_subscriptions(None)
         self._backend.close()
 
     def _await_listener(self) -> None:
@@ -272,6 +324,7 @@ class LiveStore:
         """
         with self._starting:
             if self._thread is None or (again and self._gave_up is not None):
+                self._usable()
                 self._listener = self._connect()
                 self._gave_up = None
                 self._thread = threading.Thread(target=self._run, name=f"headway-states-{self.job_id}", daemon=True)
@@ -286,6 +339,8 @@ class LiveStore:
                     log.info("listening again", jobID=self.job_id, attempt=failures)
                 self._tick(self._listener)
                 failures = 0
+            except JobGone:
+                break  # the subscriptions were told
             except Exception as error:  # noqa: BLE001  (a listener that died silently would leave a lying cache)
                 self._disconnect()
                 if self._stop.is_set():
@@ -304,7 +359,11 @@ class LiveStore:
         self._disconnect()
 
     def _connect(self) -> Listener:
-        listener = self._backend.listen(self.job_id)
+        try:
+            listener = self._backend.listen(self._record)
+        except JobGone as gone:
+            self._lose(gone)
+            raise
         try:
             with self._listing:
                 self._list(listener.snapshot)
@@ -316,16 +375,43 @@ class LiveStore:
 
     def _tick(self, listener: Listener) -> None:
         try:
-            self._apply(listener.changes())
+            changes = listener.changes()
         except Relist:
             with self._listing:
                 self._list(listener.snapshot)
+        except JobGone as gone:
+            self._lose(gone)
+            raise
+        else:
+            self._apply(changes)
+            self._mark = listener.mark
         self._fresh_until = self._clock() + SILENCE_SECONDS
+        while self._abandoned:
+            if waited := self._abandoned.popleft():
+                metrics.count("headway_states_dropped", waited)
 
-    def _list(self, read: Callable[[], Snapshot]) -> None:
+    def _list(self, read: Callable[[Mark], Snapshot]) -> None:
         with self._lock:
             self._touched.clear()
-        self._reconcile(read())
+        try:
+            snapshot = read(self._mark)
+            if snapshot.incarnation != self._record.incarnation:
+                raise job_gone(self.job_id, remade=bool(snapshot.incarnation))
+        except JobGone as gone:
+            self._lose(gone)
+            raise
+        self._reconcile(snapshot)
+
+    def _lose(self, gone: JobGone) -> None:
+        """The job is not there any more: say so to everybody who waits for it, and answer nothing from memory."""
+        with self._lock:
+            first, self._gone = self._gone is None, self._gone or gone
+            self._fresh_until = 0.0
+            self._clear()
+            self._touched.clear()
+        if first:
+            log.critical("🔴 the job is gone; its subscriptions end", jobID=self.job_id, error=str(gone))
+            self._end_subscriptions(gone)
 
     def _disconnect(self) -> None:
         self._fresh_until = 0.0
@@ -338,12 +424,9 @@ class LiveStore:
             f"🔴 The store of the job {self.job_id!r} cannot be listened to any more: {error}",
             hint="Subscribe again when it can be reached; reads go to it directly until then.",
         )
-        with self._lock:
-            self._gave_up = why
-            ending, self._subscriptions = self._subscriptions, []
+        self._gave_up = why
         log.critical("🔴 the listener gave up", jobID=self.job_id, attempt=failures, error=str(error))
-        for subscription in ending:
-            subscription.end(why)
+        self._end_subscriptions(why)
 
     # ---- what was heard ---------------------------------------------------------------------
 
@@ -381,21 +464,45 @@ class LiveStore:
             subscription.forget(key)
 
     def _clear(self) -> None:
-        for key in list(self._cache):
-            self._forget(key)
+        for known in (self._cache, self._heard, self._written, self._under_way):
+            known.clear()
 
     def _reconcile(self, snapshot: Snapshot) -> None:
         """Make the cache what the store says, keeping of each key the highest version, and tell what is new."""
+        why: HeadwayError | None = None
         with self._lock:
-            if snapshot.incarnation != self._incarnation:
-                self._clear()  # another job of the same name: its versions began anew
-                self._incarnation = snapshot.incarnation
-            for key in snapshot.reborn:
+            if not snapshot.continuous or self._contradicted_by(snapshot):
+                why = WentBack(f"🔴 The store of the job {self.job_id!r} was put back to an earlier moment.")
+                self._clear()
+                self._touched.clear()
+            elif snapshot.deleted:
+                why = job_gone(self.job_id, marked=True)
+            self._tombstone = snapshot.deleted
+            ending = list(self._subscriptions) if why is not None else []
+            if isinstance(why, WentBack):
+                self._subscriptions.clear()  # they must not be offered what follows as if it came after what they heard
+            for key in snapshot.recreated:
                 self._forget(key)
             # What came after the listing began is newer than the listing, whether it was made or removed.
-            standing = {state.key for state in snapshot.states} | self._touched
-            for key in [key for key in self._cache if key not in standing]:
+            current = {state.key for state in snapshot.states} | self._touched
+            for key in [key for key in self._cache if key not in current]:
                 self._forget(key)
             for state in sorted(snapshot.states, key=replay_order):
                 if state.key in self._cache or state.key not in self._touched:
                     self._hear(state)
+            self._mark = snapshot.mark
+        if isinstance(why, WentBack):
+            log.critical("🔴 the store went back in time; its subscriptions end", jobID=self.job_id)
+        for subscription in ending:
+            subscription.end(why)
+
+    def _contradicted_by(self, snapshot: Snapshot) -> bool:
+        """Whether the store has less of a key, or another event, than it had. A key that was written or heard of since
+        the listing began does not count: the listing may be older."""
+        for state in snapshot.states:
+            known = self._cache.get(state.key)
+            if known is None or state.key in self._touched or state.key in snapshot.recreated:
+                continue
+            if (state.version, state.event_id) != (known.version, known.event_id) and state.version <= known.version:
+                return True
+        return False

@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Self
+from weakref import WeakSet
 
-from headway.errors import HeadwayError, InvalidInput
+from headway.errors import HeadwayError, InvalidInput, Unavailable
 from headway.events import Json
-from headway.ids import check_id
+from headway.retry import call
 from headway.states.live import LiveStore
 from headway.states.state import (
     BLACK,
@@ -28,13 +29,15 @@ from headway.states.state import (
     YELLOW,
     State,
     StatusClass,
-    check_num_tasks,
-    check_status,
-    check_task,
+    checked_id,
+    checked_num_tasks,
+    checked_seconds,
+    checked_status,
+    checked_task,
     status_class,
     storable,
 )
-from headway.states.store import Store
+from headway.states.store import Store, WentBack
 from headway.states.subscription import DEPTH, Overflow, Subscription
 from headway.telemetry import Log, redact
 
@@ -79,9 +82,8 @@ class Manager:
     def __init__(
         self, job_id: str, task_index: int, num_tasks: int, store: Store, *, expected_tags: Iterable[str] = ()
     ) -> None:
-        check_id(job_id, "a job id")
-        check_num_tasks(num_tasks)
-        check_task(task_index, num_tasks)
+        job_id, num_tasks = checked_id(job_id, "a job id"), checked_num_tasks(num_tasks)
+        task_index = checked_task(task_index, num_tasks)
         if (store.job_id, store.num_tasks) != (job_id, num_tasks):
             raise InvalidInput(
                 f"The store keeps {store.job_id!r} with {store.num_tasks} tasks, not {job_id!r} with {num_tasks}.",
@@ -91,8 +93,9 @@ class Manager:
         self._task_index = task_index
         self._num_tasks = num_tasks
         self._store = store
-        self._expected_tags = tuple(check_id(tag, "a tag") for tag in expected_tags)
-        self._subscriptions: set[Subscription] = set()
+        self._expected_tags = tuple(checked_id(tag, "a tag") for tag in expected_tags)
+        self._progress: dict[str, int] = {}  # our own last positive status by tag, for `_setback` in an outage
+        self._subscriptions: WeakSet[Subscription] = WeakSet()
 
     @property
     def job_id(self) -> str:
@@ -118,7 +121,7 @@ class Manager:
         event_id: str | None = None,
     ) -> State:
         """Report where this task is; gives the state as stored. ``state`` is a whole `State` or just its tag."""
-        return self._store.set_state(self._own(state, status, message, payload, event_id))
+        return self._write(self._own(state, status, message, payload, event_id))
 
     def set_started(
         self,
@@ -130,7 +133,7 @@ class Manager:
     ) -> State:
         """Status 1; the message is ``🟢 Started`` unless there is one."""
         own = self._own(state, STARTED, message, payload, event_id)
-        return self._store.set_state(replace(own, message=own.message or f"{GREEN} Started"))
+        return self._write(replace(own, message=own.message or f"{GREEN} Started"))
 
     def set_finished(
         self,
@@ -142,7 +145,7 @@ class Manager:
     ) -> State:
         """Status 2147483647; the message is ``⚫ Finished`` unless there is one."""
         own = self._own(state, FINISHED, message, payload, event_id)
-        return self._store.set_state(replace(own, message=own.message or f"{BLACK} Finished"))
+        return self._write(replace(own, message=own.message or f"{BLACK} Finished"))
 
     def set_error(
         self,
@@ -154,8 +157,8 @@ class Manager:
     ) -> State:
         """Status -1, or the exception's own negative ``status_code``; the message is ``🔴`` and the error, without
         secrets. The progress it replaces is kept in the payload as ``last_status``."""
-        text = storable(f"{RED} {redact(str(error) or type(error).__name__)}")
-        return self._store.set_state(self._setback(self._own(state, _error_status(error), text, payload, event_id)))
+        text = storable(f"{RED} {redact(_said(error) or type(error).__name__)}")
+        return self._write(self._setback(self._own(state, _error_status(error), text, payload, event_id)))
 
     def set_warning(
         self,
@@ -167,7 +170,12 @@ class Manager:
     ) -> State:
         """Status -2; the message is ``🟡`` and the warning. The progress it replaces is kept as ``last_status``."""
         text = storable(f"{YELLOW} {redact(warning)}")
-        return self._store.set_state(self._setback(self._own(state, WARNING, text, payload, event_id)))
+        return self._write(self._setback(self._own(state, WARNING, text, payload, event_id)))
+
+    def _write(self, state: State) -> State:
+        stored = self._store.set_state(state)
+        self._progress[stored.tag] = effective_status(stored)
+        return stored
 
     def _own(
         self,
@@ -196,11 +204,26 @@ class Manager:
 
     def _setback(self, state: State) -> State:
         """``state`` with the last positive status of its key in its payload, so that progress is not forgotten."""
-        check_id(state.tag, "a tag")
-        before = effective_status(self._store.get_state(state.task_id, state.tag))
+        tag = checked_id(state.tag, "a tag")
+        try:
+            before = effective_status(self._store.get_state(self._task_index, tag))
+        except Unavailable:  # then what this manager wrote last must do: nobody else writes its task
+            before = self._progress[tag] if tag in self._progress else self._progress_at_last(tag)
         if before <= 0 or LAST_STATUS in (state.payload or {}):
             return state
         return replace(state, payload={**(state.payload or {}), LAST_STATUS: before})
+
+    def _progress_at_last(self, tag: str) -> int:
+        """The stored progress, asked for as patiently as a write is tried. If it stays away the write says so."""
+        if not isinstance(self._store, LiveStore):
+            return NOT_STARTED
+        try:
+            state = call(
+                lambda: self._store.get_state(self._task_index, tag), self._store.patience, retry_on=Unavailable
+            )
+        except Unavailable:
+            return NOT_STARTED
+        return effective_status(state)
 
     # ---- the view of the whole ---------------------------------------------------------------------
 
@@ -210,14 +233,14 @@ class Manager:
         Of several that are equally low it is the one of the lowest task, then tag. What nobody reported has status 0,
         version 0 and no time.
         """
-        self._check_scope(task_id, tag)
+        task_id, tag = self._checked_scope(task_id, tag)
         if task_id is not None and tag is not None:
             return self._store.get_state(task_id, tag)
         return min(self._view(task_id, tag), key=_rank)
 
     def summary(self, *, tag: str | None = None) -> Summary:
         """Counts per class of status over the job or one tag, with the deciding state and the worst error."""
-        self._check_scope(None, tag)
+        _, tag = self._checked_scope(None, tag)
         view = self._view(None, tag)
         errors = [state for state in view if status_class(state.status) == "error"]
         counts: dict[StatusClass, int] = dict.fromkeys(("not_started", "running", "finished", "warning", "error"), 0)
@@ -238,15 +261,14 @@ class Manager:
             missing = [(task, "") for task in tasks if task not in reported]
         return present + [State(self._job_id, task, name) for task, name in missing]
 
-    def _check_scope(self, task_id: int | None, tag: str | None) -> None:
-        if task_id is not None:
-            check_task(task_id, self._num_tasks)
-        if tag is not None:
-            check_id(tag, "a tag")
+    def _checked_scope(self, task_id: int | None, tag: str | None) -> tuple[int | None, str | None]:
+        return (
+            None if task_id is None else checked_task(task_id, self._num_tasks),
+            None if tag is None else checked_id(tag, "a tag"),
+        )
 
     def history(self, *, task_id: int, tag: str) -> list[State]:
         """Every version of one key, oldest first, if the job was made with ``history=True``."""
-        self._check_scope(task_id, tag)
         return self._live_store("history").history(task_id, tag)
 
     # ---- following ---------------------------------------------------------------------
@@ -263,16 +285,16 @@ class Manager:
         """Follow what is asked for: the states that exist, oldest first, then one sentinel, then every change.
 
         ``timeout`` is how long iteration waits for an event before it raises TimeoutError. ``depth`` events wait for a
-        reader that is busy; what happens beyond is ``overflow``: ``latest`` keeps the newest of each key, ``close``
-        ends the subscription with an error.
+        reader that is busy; what happens beyond is ``overflow``: ``latest`` keeps the newest of each key, each saying
+        how many it stands for (``event.skipped``); ``close`` ends the subscription with an error.
         """
-        self._check_scope(task_id, tag)
+        only_task, only_tag = self._checked_scope(task_id, tag)
 
         def accepts(state: State) -> bool:
-            return task_id in (None, state.task_id) and tag in (None, state.tag)
+            return only_task in (None, state.task_id) and only_tag in (None, state.tag)
 
         subscription = self._store.subscribe(accepts=accepts, timeout=timeout, depth=depth, overflow=overflow)
-        self._subscriptions = {known for known in self._subscriptions if not known.closed} | {subscription}
+        self._subscriptions.add(subscription)
         return subscription
 
     def wait_for(
@@ -287,31 +309,39 @@ class Manager:
         """A barrier: return when every task has reached ``status`` with ``tag``.
 
         Raises `TaskFailed` as soon as one of them has reported an error (unless ``ignore_errors``: it may yet be
-        tried again), and `WaitTimeout` after ``timeout`` seconds. A task in a warning is as far as it was before.
+        tried again), `WaitTimeout` after ``timeout`` seconds, and `JobGone` when the job is deleted meanwhile: what was
+        reached in a job that is gone counts for nothing. A task in a warning is as far as it was before.
         """
-        check_status(status)
+        status, tag = checked_status(status), checked_id(tag, "a tag")
         if status <= 0:
             raise InvalidInput(f"Every task has reached status {status} from the start.", hint="Wait for one above 0.")
-        deadline = None if timeout is None else clock() + timeout
-        with self.subscribe(tag=tag, depth=self._num_tasks + DEPTH) as subscription:
-            reached: dict[int, int] = {}
-            while True:
-                left = None if deadline is None else max(0.0, deadline - clock())
-                try:
-                    event = subscription.get(left)
-                except TimeoutError:
-                    raise self._too_late(tag, status, timeout, reached) from None
-                if event.state is not None:
-                    state = event.state
-                    if not ignore_errors and status_class(state.status) == "error":
-                        raise TaskFailed(f"Task {state.task_id} reported an error for {tag!r}: {state.message}")
-                    reached[state.task_id] = effective_status(state)
-                if sum(far >= status for far in reached.values()) == self._num_tasks:
+        limit = checked_seconds(timeout, "The timeout")
+        deadline = None if limit is None else clock() + limit
+        while True:
+            behind = set(range(self._num_tasks))
+            try:
+                with self.subscribe(tag=tag, depth=self._num_tasks + DEPTH) as subscription:
+                    while behind:
+                        left = None if deadline is None else max(0.0, deadline - clock())
+                        event = subscription.get(left)
+                        if event.state is not None:
+                            self._move(event.state, status, behind, ignore_errors=ignore_errors)
                     return self.summary(tag=tag)
+            except WentBack:
+                continue  # what was reached may be lost with what the store lost: begin again with what it has
+            except TimeoutError:
+                raise self._too_late(tag, status, limit, behind) from None
 
-    def _too_late(self, tag: str, status: int, timeout: float | None, reached: Mapping[int, int]) -> WaitTimeout:
-        behind = [task for task in range(self._num_tasks) if reached.get(task, NOT_STARTED) < status]
-        shown = ", ".join(map(str, behind[:10])) + (", ..." if len(behind) > 10 else "")
+    def _move(self, state: State, status: int, behind: set[int], *, ignore_errors: bool) -> None:
+        if not ignore_errors and status_class(state.status) == "error":
+            raise TaskFailed(f"Task {state.task_id} reported an error for {state.tag!r}: {state.message}")
+        if effective_status(state) >= status:
+            behind.discard(state.task_id)
+        else:
+            behind.add(state.task_id)  # it may have begun again
+
+    def _too_late(self, tag: str, status: int, timeout: float | None, behind: set[int]) -> WaitTimeout:
+        shown = ", ".join(map(str, sorted(behind)[:10])) + (", ..." if len(behind) > 10 else "")
         return WaitTimeout(
             f"After {timeout:g} s {len(behind)} of {self._num_tasks} tasks have not reached {tag!r}: {shown}.",
             hint=f"See where they are: headway states {self._job_id} --tag {tag}",
@@ -338,9 +368,8 @@ class Manager:
 
     def close(self) -> None:
         """End this manager's subscriptions and close the store, which ends those of the other managers on it too."""
-        for subscription in self._subscriptions:
+        for subscription in list(self._subscriptions):
             subscription.close()
-        self._subscriptions = set()
         self._store.close()
 
     def __enter__(self) -> Self:
@@ -358,12 +387,22 @@ def effective_status(state: State) -> int:
     return state.status
 
 
+def _said(error: BaseException | str) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  (an exception that cannot say itself must still be reported)
+        return ""
+
+
 def _rank(state: State) -> tuple[int, int, str]:
     return (state.status, state.task_id, state.tag)
 
 
 def _error_status(error: BaseException | str) -> int:
-    code = getattr(error, "status_code", None)
-    if isinstance(code, int) and not isinstance(code, bool) and -(2**31) <= code < 0 and code != WARNING:
-        return code
+    try:
+        code = getattr(error, "status_code", None)
+    except Exception:  # noqa: BLE001  (a property of somebody's exception; see _said)
+        code = None
+    if isinstance(code, int) and not isinstance(code, bool) and -(2**31) <= int.__int__(code) < 0 and code != WARNING:
+        return int.__int__(code)
     return ERROR

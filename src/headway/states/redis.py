@@ -1,23 +1,41 @@
 """States in Redis: a hash of the newest, a stream of the changes, both written by one script.
 
-They are as durable as that Redis is (``appendonly yes``); a Redis that was wiped has lost the job, and writers are
-told so. Blocking reads of the stream wake the reader; every entry carries the job's change number, so a reader notices
-that the stream was cut or the job made anew, and lists again.
+They are as durable as that Redis is (``appendonly yes``); a Redis that was wiped has lost the job, and writers and
+subscribers are told so. Blocking reads of the stream wake the reader; every entry carries the job's change number, so a
+reader notices that the stream was cut or the job made anew, and lists again.
+
+A Redis that came back older (restored from an RDB file, a failover) has the same job with fewer changes, or others. A
+reader remembers the entry it heard last: the store continues what it heard only if that entry is still in the stream. If
+the stream was cut past it, the server must at least be the same process with the same data (its run and replication ids).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from headway import _redis
 from headway.errors import HeadwayError
-from headway.retry import REDIS_OPERATION
+from headway.retry import REDIS_OPERATION, RetryPolicy, call
 from headway.states.state import State, encoded, moment
-from headway.states.store import Change, JobRecord, Relist, Snapshot, marked_deleted, no_such_job
+from headway.states.store import (
+    RECENT_LIMIT,
+    Change,
+    JobRecord,
+    Mark,
+    Relist,
+    Snapshot,
+    job_gone,
+    marked_deleted,
+    no_such_job,
+    readable,
+)
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -29,6 +47,13 @@ BATCH = 512
 #: A blocking read answers at least this often; a server that does not is taken for dead after `SILENCE`.
 HEARTBEAT_MS = 2_000
 SILENCE = 6.0
+#: A server that is away for a moment when a store is opened.
+OPENING = RetryPolicy(retries=3, base=0.25, cap=1.0)
+
+#: A connection that was answered so lately is taken for alive.
+WARM_SECONDS = 1.0
+#: Nothing of the stream was read yet.
+BEGINNING = "0-0"
 
 
 class RedisStates:
@@ -41,25 +66,60 @@ class RedisStates:
     def __init__(self, url: str) -> None:
         self._url = url
         self._client: Redis = _redis.connect(url, role="state", name="states")
+        self._warm: list[tuple[Any, float]] = []  # connections that were answered, and when
         try:
-            with self._translated():
-                _redis.preflight(self._client, role="state", where=url)
+            call(self._preflight, OPENING, retry_on=_Away)
+        except _Away as away:
+            self._client.close()
+            raise away.said from away.__cause__
         except BaseException:
             self._client.close()
             raise
 
+    def _preflight(self) -> None:
+        try:
+            _redis.preflight(self._client, role="state", where=self._url)
+        except _redis.failures() as error:
+            said = _redis.translate(error, self._url)
+            raise (_Away(said) if _redis.is_transient(error) else said) from error
+
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _translating(self) -> Iterator[None]:
         try:
             yield
         except HeadwayError:
             raise
         except _redis.failures() as error:
             raise _redis.translate(error, self._url) from error
+        except BaseException:
+            # Somebody's signal handler raised. A connection that was interrupted while it introduced itself goes back to
+            # the pool open, and speaks to database 0 from then on, where there is no job.
+            self._client.connection_pool.disconnect(inuse_connections=False)
+            raise
 
-    def _run(self, name: str, keys: list[str], *arguments: str | int) -> Any:
-        with self._translated():
-            return _redis.script(name)(self._client, keys, arguments)
+    def _run(self, name: str, keys: Sequence[str], *arguments: str | int) -> Any:
+        """One script, once. A connection that was in use a moment ago is taken past the client's pool, whose care for it
+        costs as much as the round trip; one that failed, or was interrupted before its answer was read, is closed."""
+        with self._translating():
+            connection = self._take()
+            try:
+                answer = _redis.script(name).on(connection, keys, arguments)
+            except BaseException:
+                connection.disconnect()
+                self._client.connection_pool.release(connection)
+                raise
+            self._warm.append((connection, time.monotonic()))
+            return answer
+
+    def _take(self) -> Any:
+        try:
+            connection, used = self._warm.pop()  # atomic; the last one used is the next one taken
+        except IndexError:
+            return _redis.borrow(self._client)
+        if time.monotonic() - used < WARM_SECONDS:
+            return connection
+        self._client.connection_pool.release(connection)  # the server may have closed it: the pool looks
+        return _redis.borrow(self._client)
 
     def register(self, job_id: str, num_tasks: int, *, history: bool) -> JobRecord:
         keys = [_redis.STATE_JOB(job_id=job_id), _redis.STATE_JOBS()]
@@ -67,63 +127,80 @@ class RedisStates:
         return _record(job_id, dict(zip(flat[::2], flat[1::2], strict=True)))
 
     def find(self, job_id: str) -> JobRecord | None:
-        with self._translated():
+        with self._translating():
             fields: Any = self._client.hgetall(_redis.STATE_JOB(job_id=job_id))
         return _record(job_id, fields) if fields else None
 
     def jobs(self) -> Iterator[JobRecord]:
-        with self._translated():
+        with self._translating():
             names: Any = self._client.smembers(_redis.STATE_JOBS())
         for job_id in sorted(names):
             if (record := self.find(job_id)) is not None:
                 yield record
 
-    def write(self, state: State) -> State:
-        keys = _keys(state.job_id)
+    def write(self, state: State, job: JobRecord, writer: str) -> State:
         field, body = f"{state.task_id}-{state.tag}", _body(state)
-        word, *stored = self._run("states/write", keys, field, state.event_id, body, LOG_KEPT)
-        if word == "NOT_FOUND":
-            raise no_such_job(state.job_id)
+        word, *found = self._run(
+            "states/write", _keys(state.job_id), field, state.event_id, body, LOG_KEPT, job.incarnation, writer,
+            RECENT_LIMIT,
+        )  # fmt: skip
+        if word == "GONE":
+            raise job_gone(state.job_id, remade=bool(found[0]))
         if word == "DELETED":
             raise marked_deleted(state.job_id)
-        return _state(state.job_id, stored[0])
+        if word == "DUPLICATE":
+            return _state(state.job_id, found[0])
+        return replace(state, version=int(found[0]), timestamp=moment(int(found[1]) / 1e6))
 
-    def read_all(self, job_id: str) -> Snapshot:
-        return self.read_at(job_id)[0]
-
-    def read_at(self, job_id: str) -> tuple[Snapshot, int, str]:
-        """Everything of one moment, with its change number and the id of the newest entry of the stream."""
-        job, states, log = _keys(job_id)
-        with self._translated(), self._client.pipeline(transaction=True) as pipeline:
-            pipeline.hmget(job, ["incarnation", "change"])
-            pipeline.hgetall(states)
-            pipeline.xrevrange(log, count=1)
-            (incarnation, change), standing, newest = pipeline.execute()
+    def read_all(self, job: JobRecord, since: Mark) -> Snapshot:
+        """Everything of one moment. Its mark: the change number, the newest entry of the stream, and the server."""
+        keys = _keys(job.job_id)
+        change, position, server = since or (0, BEGINNING, "")
+        with self._translating(), self._client.pipeline(transaction=True) as pipeline:
+            pipeline.hmget(keys[0], ["incarnation", "change", "deleted"])
+            pipeline.hgetall(keys[1])
+            pipeline.xrevrange(keys[2], count=1)
+            pipeline.xrange(keys[2], count=1)
+            pipeline.xrange(keys[2], min=position, max=position)
+            pipeline.info()
+            (incarnation, now, deleted), current, newest, oldest, last, info = pipeline.execute()
         if incarnation is None:
-            return Snapshot("", ()), 0, "0-0"
-        found = tuple(_state(job_id, value) for value in standing.values())
-        return Snapshot(incarnation, found), int(change), newest[0][0] if newest else "0-0"
-
-    def incarnation(self, job_id: str) -> str:
-        with self._translated():
-            found: Any = self._client.hget(_redis.STATE_JOB(job_id=job_id), "incarnation")
-        return found or ""
+            return Snapshot("")
+        same_server = _server(info)
+        if since is None or change == 0:
+            continuous = True
+        elif last:
+            continuous = int(last[0][1]["change"]) == change
+        else:  # it was cut off, or never was in this server's past
+            cut = bool(oldest) and int(oldest[0][1]["change"]) > int(change)
+            continuous = cut and same_server == server and int(now) >= int(change)
+        return Snapshot(
+            incarnation,
+            tuple(readable(current.values(), lambda value: _state(job.job_id, value), job.job_id)),
+            (int(now), newest[0][0] if newest else BEGINNING, same_server),
+            deleted == "1",
+            continuous,
+        )
 
     def read_history(self, job_id: str, task_id: int, tag: str) -> list[State]:
-        with self._translated():
+        with self._translating():
             entries: Any = self._client.xrange(_redis.STATE_LOG(job_id=job_id))
         states = (_state(job_id, fields["state"]) for _, fields in entries)
         return [state for state in states if state.key == (task_id, tag)]
 
-    def mark_deleted(self, job_id: str) -> None:
-        if self._run("states/mark_deleted", [_redis.STATE_JOB(job_id=job_id)]) == "NOT_FOUND":
-            raise no_such_job(job_id)
+    def mark_deleted(self, job_id: str, incarnation: str | None = None) -> None:
+        word = self._run("states/mark_deleted", [_redis.STATE_JOB(job_id=job_id)], incarnation or "")
+        if word == "GONE":
+            raise job_gone(job_id, remade=True)
+        if word == "NOT_FOUND":
+            raise no_such_job(job_id) if incarnation is None else job_gone(job_id)
 
-    def delete(self, job_id: str) -> bool:
-        return int(self._run("states/delete", [*_keys(job_id), _redis.STATE_JOBS()], job_id)) > 0
+    def delete(self, job_id: str, incarnation: str | None = None) -> bool:
+        keys = [*_keys(job_id), _redis.STATE_JOBS()]
+        return int(self._run("states/delete", keys, job_id, incarnation or "")) > 0
 
-    def listen(self, job_id: str) -> RedisListener:
-        return RedisListener(self, self._url, job_id)
+    def listen(self, job: JobRecord) -> RedisListener:
+        return RedisListener(self, self._url, job)
 
     def unblock(self, client_id: int) -> None:
         """End a blocking read that another connection of ours waits in."""
@@ -131,19 +208,30 @@ class RedisStates:
             self._client.client_unblock(client_id)
 
     def close(self) -> None:
+        while self._warm:
+            self._client.connection_pool.release(self._warm.pop()[0])
         self._client.close()
+
+
+class _Away(Exception):
+    """The server cannot be reached just now; ``said`` is what to raise when it stays so."""
+
+    def __init__(self, said: HeadwayError) -> None:
+        super().__init__(str(said))
+        self.said = said
 
 
 class RedisListener:
     """Follows one job's stream on a connection of its own."""
 
-    def __init__(self, states: RedisStates, url: str, job_id: str) -> None:
+    def __init__(self, states: RedisStates, url: str, job: JobRecord) -> None:
         self._states = states
         self._url = url
-        self._job_id = job_id
-        self._incarnation = ""
+        self._job = job
+        self._deleted = job.deleted
         self._change = 0
-        self._position = "0-0"
+        self._position = BEGINNING
+        self._server = ""
         self._client = _redis.connect(url, role="state", name="states-listener", timeout=SILENCE, max_connections=1)
         try:
             # The reply of a blocking read needs nothing of redis-py's command layer, which costs as much as the read.
@@ -159,31 +247,47 @@ class RedisListener:
         self._connection.send_command(*command)
         return self._connection.read_response()
 
-    def snapshot(self) -> Snapshot:
-        snapshot, self._change, self._position = self._states.read_at(self._job_id)
-        self._incarnation = snapshot.incarnation
+    @property
+    def mark(self) -> Mark:
+        return (self._change, self._position, self._server)
+
+    def snapshot(self, since: Mark) -> Snapshot:
+        snapshot = self._states.read_all(self._job, since)
+        if snapshot.mark is not None:
+            change, position, server = snapshot.mark
+            self._change, self._position, self._server = int(change), str(position), str(server)
+        self._deleted = snapshot.deleted
         return snapshot
 
     def changes(self) -> list[Change]:
-        stream = _redis.STATE_LOG(job_id=self._job_id)
+        stream = _redis.STATE_LOG(job_id=self._job.job_id)
         try:
             reply = self._ask("XREAD", "COUNT", BATCH, "BLOCK", HEARTBEAT_MS, "STREAMS", stream, self._position)
+            if reply is None:
+                self._check(stream)
+                return []
         except _redis.failures() as error:
             raise _redis.translate(error, self._url) from error
-        if reply is None:
-            # A stream that was deleted wakes nobody, so silence is the time to ask.
-            if self._states.incarnation(self._job_id) != self._incarnation:
-                raise Relist
-            return []
-        changes = []
+        states = []
         for position, flat in reply[0][1]:
             entry = dict(zip(flat[::2], flat[1::2], strict=True))
-            if entry["incarnation"] != self._incarnation or int(entry["change"]) != self._change + 1:
+            if entry["incarnation"] != self._job.incarnation or int(entry["change"]) != self._change + 1:
                 raise Relist
             self._change, self._position = self._change + 1, position
-            state = _state(self._job_id, entry["state"])
-            changes.append(Change(state.key, state))
-        return changes
+            states.append(entry["state"])
+        found = readable(states, lambda value: _state(self._job.job_id, value), self._job.job_id)
+        return [Change(state.key, state) for state in found]
+
+    def _check(self, stream: str) -> None:
+        """A stream that was deleted or put back wakes nobody, so silence is the time to ask."""
+        job = _redis.STATE_JOB(job_id=self._job.job_id)
+        incarnation, deleted, change = self._ask("HMGET", job, "incarnation", "deleted", "change")
+        if incarnation != self._job.incarnation or (deleted == "1") != self._deleted:
+            raise Relist
+        if int(change) < self._change or (
+            self._position != BEGINNING and not self._ask("XRANGE", stream, self._position, self._position)
+        ):
+            raise Relist
 
     def wake(self) -> None:
         self._states.unblock(self._id)
@@ -193,8 +297,15 @@ class RedisListener:
         self._client.close()
 
 
-def _keys(job_id: str) -> list[str]:
-    return [key(job_id=job_id) for key in (_redis.STATE_JOB, _redis.STATES, _redis.STATE_LOG)]
+@lru_cache(maxsize=256)
+def _keys(job_id: str) -> tuple[str, ...]:
+    families = (_redis.STATE_JOB, _redis.STATES, _redis.STATE_LOG, _redis.STATE_WRITERS)
+    return tuple(key(job_id=job_id) for key in families)
+
+
+def _server(info: dict[str, Any]) -> str:
+    """Which process with which past: both ids change when it is restarted, the second also when it takes over."""
+    return f"{info.get('run_id', '')}/{info.get('master_replid', '')}"
 
 
 def _body(state: State) -> str:

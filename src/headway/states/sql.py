@@ -2,33 +2,44 @@
 
 A write is one transaction: the key's row with its next version, the job's change number, an entry in the log. The
 change number is taken from the job's row, whose lock is held until the commit, so that numbers become visible in order
-and a reader may follow them with a cursor. The log keeps the newest entries (all of them with ``history``); a reader
-that fell further behind notices the gap and lists again.
+and a reader may follow them with a cursor. The log keeps the newest entries; a reader that fell further behind notices
+the gap and lists again. The job's row is locked first and its incarnation compared under that lock, so that a write meets
+the job it was meant for or none: deleting begins with the same row.
 
 What wakes a reader: PostgreSQL notifies; SQLite's ``data_version`` is looked at, a few microseconds every few
-milliseconds. Either only says *look*; the data is read from the tables.
+milliseconds. A notification carries a small state with its change number: a reader that has the number before takes it
+from there, and reads the log wherever one is missing, too large, or nothing came for a while.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import select
-import sqlite3
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
 from uuid import uuid4
 
-from headway._sql import Database, Row, Tx, Value, connect
+from headway._sql import NOW, Row, Tx, connect
 from headway._sql.sqlite import SQLite
-from headway.errors import Unavailable
+from headway.errors import StorageError
 from headway.retry import RetryPolicy
-from headway.states.state import State, decoded, encoded, moment
-from headway.states.store import Change, JobRecord, Relist, Snapshot, marked_deleted, no_such_job
+from headway.states import sql_rows
+from headway.states.sql_wakers import DataVersionWaker, LocalWaker, NotificationWaker, Waker
+from headway.states.state import State, moment
+from headway.states.store import (
+    RECENT_LIMIT,
+    Change,
+    JobGone,
+    JobRecord,
+    Mark,
+    Relist,
+    Snapshot,
+    job_gone,
+    no_such_job,
+    readable,
+    recent_with,
+)
 
 #: Entries of the log kept for readers that are a little behind.
 LOG_KEPT = 1_024
@@ -36,42 +47,42 @@ LOG_KEPT = 1_024
 CUT_EVERY = 64
 #: Entries read at once.
 BATCH = 512
-#: A listener answers at least this often, also when there is nothing to tell; PostgreSQL is then asked for a sign
-#: of life, and has this long to give it.
-HEARTBEAT, PING_SECONDS = 3.0, 4.0
+#: A listener answers at least this often, also when there is nothing to tell.
+HEARTBEAT = 3.0
 
-#: Between two looks at a SQLite file: while it changes, and after a second without a change.
-BUSY_SECONDS, IDLE_SECONDS = 0.004, 0.03
-
-_NOW = {
-    "sqlite": "(julianday('now') - 2440587.5) * 86400.0",
-    "postgresql": "extract(epoch FROM clock_timestamp())::double precision",
-}
-_STATE = "task_id, tag, status, message, timestamp, version, event_id, payload, schema_version"
-# The WHERE of the conflict makes a repeated event id touch nothing; the FROM, a job that is not there.
-_UPSERT = """
-INSERT INTO states (job, task_id, tag, status, message, timestamp, version, event_id, payload, schema_version)
-SELECT id, ?, ?, ?, ?, {now}, 1, ?, ?, ? FROM state_jobs WHERE id = ? AND deleted = 0
-ON CONFLICT (job, task_id, tag) DO UPDATE SET
-    status = excluded.status, message = excluded.message, timestamp = excluded.timestamp, version = states.version + 1,
-    event_id = excluded.event_id, payload = excluded.payload, schema_version = excluded.schema_version
-WHERE states.event_id <> excluded.event_id
-RETURNING version, timestamp
-"""
-# The same, the log and the notification in one round trip. The job's row is locked after the key's.
+# In SQLite nobody writes between the look and the write. The WHERE of the conflict is for PostgreSQL: it makes a
+# repeated event id touch nothing.
 _POSTGRES_WRITE = f"""
-WITH stored AS ({_UPSERT.format(now=_NOW["postgresql"])}),
-job AS (
-    UPDATE state_jobs SET change = change + 1 WHERE id = ? AND EXISTS (SELECT 1 FROM stored) RETURNING change, history
+WITH job AS (
+    SELECT id, change + 1 AS change, history FROM state_jobs WHERE id = ? AND incarnation = ? AND deleted = 0
+    FOR NO KEY UPDATE
 ),
+stored AS (
+    INSERT INTO states (job, task_id, tag, status, message, timestamp, version, event_id, payload, schema_version, writer)
+    SELECT id, ?, ?, ?, ?, {NOW["postgresql"]}, 1, ?, ?, ?, ? FROM job
+    ON CONFLICT (job, task_id, tag) DO UPDATE SET
+        status = excluded.status, message = excluded.message, timestamp = excluded.timestamp,
+        version = states.version + 1, event_id = excluded.event_id, payload = excluded.payload,
+        schema_version = excluded.schema_version, writer = excluded.writer,
+        recent = CASE WHEN states.writer = excluded.writer THEN states.recent ELSE left(
+            concat(coalesce(nullif(states.writer, ''), '-'), ':', states.event_id, ':', states.version, ':',
+                states.timestamp, ' ', regexp_replace(states.recent, excluded.writer || ':[^ ]* ', '')),
+            {RECENT_LIMIT}) END
+    WHERE states.event_id <> excluded.event_id AND strpos(states.recent, ':' || excluded.event_id || ':') = 0
+    RETURNING job, {sql_rows.STATE}
+),
+counted AS (UPDATE state_jobs SET change = change + 1 FROM stored WHERE id = stored.job),
 logged AS (
-    INSERT INTO state_log
-        (job, seq, task_id, tag, status, message, timestamp, version, event_id, payload, schema_version)
-    SELECT ?, job.change, ?, ?, ?, ?, stored.timestamp, stored.version, ?, ?, ? FROM stored, job
-    RETURNING version, timestamp
+    INSERT INTO state_log (job, seq, {sql_rows.STATE})
+    SELECT stored.job, job.change, {{columns}} FROM stored, job
+),
+kept AS (
+    INSERT INTO state_history (job, {sql_rows.STATE}) SELECT stored.job, {{columns}} FROM stored, job WHERE job.history = 1
 )
-SELECT logged.version, logged.timestamp, job.change, job.history, pg_notify(?, '') FROM logged, job
-"""
+SELECT stored.version, stored.timestamp, job.change,
+    pg_notify(?, concat(job.change, ' ', stored.version, ' ', stored.timestamp, ' ', ?::text))
+FROM stored, job
+""".format(columns=", ".join(f"stored.{column}" for column in sql_rows.STATE.split(", ")))
 
 
 class SqlStates:
@@ -83,11 +94,42 @@ class SqlStates:
         self._stop = threading.Event()
         self._database = connect(url, create=create, stop=self._stop)
         self.kind: str = self._database.engine
+        self._path = self._database.path if isinstance(self._database, SQLite) else None
+        self._file = self._file_now()
         # SQLite's own transactions are tried again below; a restart of PostgreSQL takes seconds.
         postgresql = RetryPolicy(retries=7, base=0.1, cap=4.0, jitter=0.2)
         self.write_policy = postgresql if self.kind == "postgresql" else RetryPolicy(retries=0)
-        self._now = _NOW[self._database.engine]
-        self._local_bells: list[_Bell] = []  # rung by our own writes; PostgreSQL's notification rings by itself
+        self._now = NOW[self._database.engine]
+        self._local_wakers: list[Waker] = []  # woken by our own writes; PostgreSQL's notification wakes by itself
+
+    # ---- whether it is still there -----------------------------------------------------------------------------------
+
+    def _file_now(self) -> tuple[int, int] | None:
+        if self._path is None:
+            return None
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return None
+        return (found.st_dev, found.st_ino)
+
+    def _check_file(self) -> None:
+        """A SQLite file that was removed or replaced lives on for those who have it open, and for nobody else."""
+        if self._path is not None and (found := self._file_now()) != self._file:
+            raise JobGone(f"The database {self._path} was {'replaced' if found else 'removed'} while it was in use.")
+
+    @contextmanager
+    def _there(self, job_id: str) -> Iterator[None]:
+        """Our tables are a part of the job: without them (the schema was dropped) it is gone."""
+        self._check_file()
+        try:
+            yield
+        except StorageError as error:
+            if getattr(error.__cause__, "sqlstate", None) in ("42P01", "3F000"):  # no such table, no such schema
+                raise job_gone(job_id) from error
+            raise
+
+    # ---- the job -----------------------------------------------------------------------------------------------------
 
     def register(self, job_id: str, num_tasks: int, *, history: bool) -> JobRecord:
         def work(tx: Tx) -> JobRecord:
@@ -96,117 +138,167 @@ class SqlStates:
                 f"VALUES (?, ?, ?, ?, {self._now}) ON CONFLICT (id) DO NOTHING",
                 (job_id, num_tasks, uuid4().hex, int(history)),
             )
-            row = tx.one(f"{_JOBS} WHERE id = ?", (job_id,))
+            row = tx.one(f"{sql_rows.JOBS} WHERE id = ?", (job_id,))
             assert row is not None, "it was there or was made above"
-            return _record(row)
+            return sql_rows.record_of(row)
 
         return self._database.run(work, operation="register")
 
     def find(self, job_id: str) -> JobRecord | None:
-        row = self._database.one(f"{_JOBS} WHERE id = ?", (job_id,))
-        return None if row is None else _record(row)
+        row = self._database.one(f"{sql_rows.JOBS} WHERE id = ?", (job_id,))
+        return None if row is None else sql_rows.record_of(row)
 
     def jobs(self) -> Iterator[JobRecord]:
-        return map(_record, self._database.all(f"{_JOBS} ORDER BY created_at, id"))
+        return map(sql_rows.record_of, self._database.all(f"{sql_rows.JOBS} ORDER BY created_at, id"))
 
-    def write(self, state: State) -> State:
-        if self.kind == "postgresql":
-            return self._write_in_postgresql(state)
-        stored = self._database.run(self._write_in_sqlite(state), operation="set_state")
-        for bell in self._local_bells:
-            bell.ring()
+    def mark_deleted(self, job_id: str, incarnation: str | None = None) -> None:
+        def work(tx: Tx) -> None:
+            found = sql_rows.locked(tx, job_id)
+            if found is None:
+                raise no_such_job(job_id) if incarnation is None else job_gone(job_id)
+            if incarnation not in (None, found):
+                raise job_gone(job_id, remade=True)
+            tx.execute("UPDATE state_jobs SET deleted = 1 WHERE id = ?", (job_id,))
+            sql_rows.notify(tx, job_id)
+
+        self._database.run(work, operation="mark_deleted")
+        self._wake()
+
+    def delete(self, job_id: str, incarnation: str | None = None) -> bool:
+        """The answer is what was found before: a transaction that was repeated, because the answer to its COMMIT was
+        lost, finds nothing any more, and has deleted it all the same."""
+        found = self.find(job_id)
+        if found is None or incarnation not in (None, found.incarnation):
+            return False
+
+        def work(tx: Tx) -> None:  # the job's row first, as a writer does; its states, log and history go with it
+            tx.execute("DELETE FROM state_jobs WHERE id = ? AND incarnation = ?", (job_id, found.incarnation))
+            sql_rows.notify(tx, job_id)
+
+        self._database.run(work, operation="delete")
+        self._wake()
+        return True
+
+    # ---- states ------------------------------------------------------------------------------------------------------
+
+    def write(self, state: State, job: JobRecord, writer: str) -> State:
+        with self._there(job.job_id):
+            if self.kind == "postgresql":
+                return self._write_in_postgresql(state, job, writer)
+            stored = self._database.run(self._write_in_sqlite(state, job, writer), operation="set_state")
+        self._wake()
         return stored
 
-    def _write_in_sqlite(self, state: State) -> Callable[[Tx], State]:
-        values = _values(state)
-        upsert = _UPSERT.format(now=self._now)
+    def _wake(self) -> None:
+        for waker in self._local_wakers:
+            waker.wake()
 
+    def _write_in_sqlite(self, state: State, job: JobRecord, writer: str) -> Callable[[Tx], State]:
         def work(tx: Tx) -> State:
-            row = tx.one(upsert, (*values, state.job_id))
-            if row is None:
-                return _stored_or_refused(tx, state)
-            version, timestamp = row
-            change, history = tx.one(
-                "UPDATE state_jobs SET change = change + 1 WHERE id = ? RETURNING change, history",
-                (state.job_id,),
-            ) or (0, 0)
-            tx.execute(
-                "INSERT INTO state_log (job, seq, task_id, tag, status, message, event_id, payload, schema_version, "
-                "timestamp, version) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (state.job_id, change, *values, timestamp, version),
+            change, history = sql_rows.writable(tx, job)
+            before = tx.one(
+                "SELECT version, timestamp, event_id, writer, recent FROM states WHERE job = ? AND task_id = ? AND tag = ?",
+                (state.job_id, *state.key),
             )
-            _cut(tx, state.job_id, change, history)
+            version, recent = 1, ""
+            if before is not None:
+                if (repeated := sql_rows.repeated(tx, state, before)) is not None:
+                    return repeated
+                version, recent = before[0] + 1, before[4]
+                if before[3] != writer:
+                    recent = recent_with(recent, before[3], before[2], before[0], before[1], now=writer)
+            values = sql_rows.values(state)
+            (timestamp,) = tx.one(
+                "INSERT OR REPLACE INTO states (job, task_id, tag, status, message, event_id, payload, schema_version, "
+                f"version, writer, recent, timestamp) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, {self._now}) "
+                "RETURNING timestamp",
+                (state.job_id, *values, version, writer, recent),
+            ) or (0.0,)
+            tx.execute("UPDATE state_jobs SET change = ? WHERE id = ?", (change + 1, state.job_id))
+            columns = "task_id, tag, status, message, event_id, payload, schema_version, timestamp, version"
+            row = (*values, timestamp, version)
+            tx.execute(
+                f"INSERT INTO state_log (job, seq, {columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (state.job_id, change + 1, *row),
+            )
+            if history:
+                tx.execute(
+                    f"INSERT INTO state_history (job, {columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (state.job_id, *row),
+                )
+            _cut(tx, state.job_id, change + 1)
             return replace(state, version=version, timestamp=moment(timestamp))
 
         return work
 
-    def _write_in_postgresql(self, state: State) -> State:
-        """One statement is one transaction, committed when its answer comes: a third of the round trips."""
-        values = _values(state)
-        parameters = (*values, state.job_id, state.job_id, state.job_id, *values, _channel(state.job_id))
-        row = self._database.one(_POSTGRES_WRITE, parameters)
-        if row is None:
+    def _write_in_postgresql(self, state: State, job: JobRecord, writer: str) -> State:
+        """One statement is one transaction, committed when its answer comes: one round trip. It is not repeated here;
+        whoever asked repeats it under the same event id."""
+        text = sql_rows.notification(state, job.incarnation)
+        parameters = (
+            job.job_id,
+            job.incarnation,
+            *sql_rows.values(state),
+            writer,
+            sql_rows.channel(state.job_id),
+            text,
+        )
+        while not (rows := self._database.write(_POSTGRES_WRITE, parameters, operation="set_state", idempotent=True)):
             with self._database.read() as tx:
-                return _stored_or_refused(tx, state)
-        version, timestamp, change, history, _ = row
+                sql_rows.writable(tx, job)
+                before = tx.one(
+                    "SELECT version, timestamp, event_id, writer, recent FROM states "
+                    "WHERE job = ? AND task_id = ? AND tag = ?",
+                    (state.job_id, *state.key),
+                )
+                if before is not None and (repeated := sql_rows.repeated(tx, state, before)) is not None:
+                    return repeated
+            # Between the two somebody else changed what stood in the way.
+        version, timestamp, change, _ = rows[0]
         if change % CUT_EVERY == 0:
-            self._database.run(lambda tx: _cut(tx, state.job_id, change, history), operation="cut")
+            self._database.run(lambda tx: _cut(tx, state.job_id, change), operation="cut")
         return replace(state, version=version, timestamp=moment(timestamp))
 
-    def read_all(self, job_id: str) -> Snapshot:
-        return self.read_at(job_id)[0]
-
-    def read_at(self, job_id: str) -> tuple[Snapshot, int]:
-        """Everything of one moment, and that moment's change number."""
-        with self._database.read() as tx:
-            job = tx.one("SELECT incarnation, change FROM state_jobs WHERE id = ?", (job_id,))
-            if job is None:
-                return Snapshot("", ()), 0
-            rows = tx.all(f"SELECT {_STATE} FROM states WHERE job = ?", (job_id,))
-        return Snapshot(job[0], tuple(_state(job_id, row) for row in rows)), int(job[1])
+    def read_all(self, job: JobRecord, since: Mark) -> Snapshot:
+        """Everything of one moment. Its mark: the change number, and the event that made it."""
+        with self._there(job.job_id), self._database.read() as tx:
+            found = tx.one("SELECT incarnation, deleted, change FROM state_jobs WHERE id = ?", (job.job_id,))
+            if found is None:
+                return Snapshot("")
+            incarnation, deleted, change = found
+            rows = tx.all(f"SELECT {sql_rows.STATE} FROM states WHERE job = ?", (job.job_id,))
+            mark = (change, sql_rows.event_at(tx, job.job_id, change) or "")
+            continuous = since is None or sql_rows.continues(tx, job.job_id, change, int(since[0]), str(since[1]))
+        states = readable(rows, lambda row: sql_rows.state_of(job.job_id, row), job.job_id)
+        return Snapshot(incarnation, tuple(states), mark, bool(deleted), continuous)
 
     def read_log(self, job_id: str, after: int) -> list[Row]:
-        """The job's incarnation with each entry of its log after ``after``; one row without an entry if there is none,
-        no row without the job."""
-        return self._database.all(
-            f"SELECT j.incarnation, l.seq, {_of('l')} FROM state_jobs j "
-            "LEFT JOIN state_log l ON l.job = j.id AND l.seq > ? WHERE j.id = ? ORDER BY l.seq LIMIT ?",
-            (after, job_id, BATCH),
-        )
+        """The job's incarnation, tombstone and change number with each entry of its log after ``after``; one row
+        without an entry if there is none, no row without the job."""
+        columns = ", ".join(f"l.{column}" for column in sql_rows.STATE.split(", "))
+        with self._there(job_id):
+            return self._database.all(
+                f"SELECT j.incarnation, j.deleted, j.change, l.seq, {columns} FROM state_jobs j LEFT JOIN "
+                "(SELECT * FROM state_log WHERE job = ? AND seq > ? ORDER BY seq LIMIT ?) l ON l.job = j.id "
+                "WHERE j.id = ? ORDER BY l.seq",
+                (job_id, after, BATCH, job_id),
+            )
 
     def read_history(self, job_id: str, task_id: int, tag: str) -> list[State]:
         rows = self._database.all(
-            f"SELECT {_STATE} FROM state_log WHERE job = ? AND task_id = ? AND tag = ? ORDER BY version",
+            f"SELECT {sql_rows.STATE} FROM state_history WHERE job = ? AND task_id = ? AND tag = ? ORDER BY version",
             (job_id, task_id, tag),
         )
-        return [_state(job_id, row) for row in rows]
+        return readable(rows, lambda row: sql_rows.state_of(job_id, row), job_id)
 
-    def mark_deleted(self, job_id: str) -> None:
-        touched = self._database.run(
-            lambda tx: tx.execute("UPDATE state_jobs SET deleted = 1 WHERE id = ?", (job_id,)),
-            operation="mark_deleted",
-        )
-        if not touched:
-            raise no_such_job(job_id)
-
-    def delete(self, job_id: str) -> bool:
-        def work(tx: Tx) -> bool:
-            # States first: the order in which a writer locks.
-            tx.execute("DELETE FROM states WHERE job = ?", (job_id,))
-            gone = tx.execute("DELETE FROM state_jobs WHERE id = ?", (job_id,)) > 0
-            if tx.engine == "postgresql":
-                tx.execute("SELECT pg_notify(?, '')", (_channel(job_id),))
-            return gone
-
-        return self._database.run(work, operation="delete")
-
-    def listen(self, job_id: str) -> SqlListener:
+    def listen(self, job: JobRecord) -> SqlListener:
         if isinstance(self._database, SQLite):
-            bell: _Bell = _Rung() if self._database.path is None else _DataVersion(self._database)
-            self._local_bells = [bell]
+            self._check_file()
+            waker: Waker = LocalWaker() if self._path is None else DataVersionWaker(self._database)
+            self._local_wakers = [waker]
         else:
-            bell = _Notified(self._database, job_id)
-        return SqlListener(self, job_id, bell)
+            waker = NotificationWaker(self._database, sql_rows.channel(job.job_id))
+        return SqlListener(self, job, waker)
 
     def close(self) -> None:
         self._stop.set()
@@ -216,215 +308,73 @@ class SqlStates:
 class SqlListener:
     """Follows one job's log by its change number."""
 
-    def __init__(self, states: SqlStates, job_id: str, bell: _Bell) -> None:
+    def __init__(self, states: SqlStates, job: JobRecord, waker: Waker) -> None:
         self._states = states
-        self._job_id = job_id
-        self._bell = bell
-        self._incarnation = ""
-        self._cursor = 0
+        self._job = job
+        self._waker = waker
+        self._deleted = job.deleted
+        self._cursor, self._event = 0, ""
         self._more = False
 
-    def snapshot(self) -> Snapshot:
-        snapshot, self._cursor = self._states.read_at(self._job_id)
-        self._incarnation = snapshot.incarnation
+    @property
+    def mark(self) -> Mark:
+        return (self._cursor, self._event)
+
+    def snapshot(self, since: Mark) -> Snapshot:
+        snapshot = self._states.read_all(self._job, since)
+        if snapshot.mark is not None:
+            self._cursor, self._event = int(snapshot.mark[0]), str(snapshot.mark[1])
+        self._deleted = snapshot.deleted
+        self._more = False
         return snapshot
 
     def changes(self) -> list[Change]:
-        if not self._more:
-            self._bell.wait(HEARTBEAT)
-        rows = self._states.read_log(self._job_id, self._cursor)
-        if (rows[0][0] if rows else "") != self._incarnation:
+        texts = None if self._more else self._waker.wait(HEARTBEAT)
+        if texts is not None and (heard := self._take(texts)) is not None:
+            return heard
+        return self._look()
+
+    def _take(self, texts: list[str]) -> list[Change] | None:
+        """The changes that came with notifications, or None if something must be read: one is missing, or came without
+        its state. What was taken up to there is found again by the look, and is no news then."""
+        changes = []
+        cursor, event = self._cursor, self._event
+        for text in texts:
+            notified = sql_rows.notified(self._job, text)
+            if notified is None:
+                return None
+            change, state = notified
+            if change <= cursor:
+                continue  # a look was quicker
+            if change != cursor + 1:
+                return None
+            cursor, event = change, state.event_id
+            changes.append(Change(state.key, state))
+        self._cursor, self._event = cursor, event
+        return changes
+
+    def _look(self) -> list[Change]:
+        rows = self._states.read_log(self._job.job_id, self._cursor)
+        if not rows or rows[0][0] != self._job.incarnation or bool(rows[0][1]) != self._deleted:
             raise Relist
-        entries = [row for row in rows if row[1] is not None]
-        if entries and entries[0][1] != self._cursor + 1:
+        if rows[0][2] < self._cursor:
+            raise Relist  # the store was put back
+        entries = [row[3:] for row in rows if row[3] is not None]
+        if entries and entries[0][0] != self._cursor + 1:
             raise Relist  # the log was cut between where we are and where it begins
         if entries:
-            self._cursor = entries[-1][1]
+            self._cursor, self._event = entries[-1][0], entries[-1][7]
         self._more = len(entries) == BATCH
-        states = [_state(self._job_id, row[2:]) for row in entries]
+        states = readable(entries, lambda row: sql_rows.state_of(self._job.job_id, row[1:]), self._job.job_id)
         return [Change(state.key, state) for state in states]
 
     def wake(self) -> None:
-        self._bell.ring()
+        self._waker.wake()
 
     def close(self) -> None:
-        self._bell.close()
+        self._waker.close()
 
 
-# ------------------------------------------------------------------------------------------------------------
-# What wakes a reader
-
-
-class _Bell(Protocol):
-    def wait(self, seconds: float) -> None:
-        """Return when something may have changed, or after ``seconds``."""
-        ...
-
-    def ring(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _Rung:
-    """For a database in memory: nobody else can write to it."""
-
-    def __init__(self) -> None:
-        self._rung = threading.Event()
-
-    def wait(self, seconds: float) -> None:
-        if self._rung.wait(seconds):
-            self._rung.clear()
-
-    def ring(self) -> None:
-        self._rung.set()
-
-    def close(self) -> None:
-        self._rung.set()
-
-
-class _DataVersion(_Rung):
-    """Looks at ``PRAGMA data_version``, which another connection's commit changes, wherever that connection is."""
-
-    def __init__(self, database: SQLite) -> None:
-        super().__init__()
-        self._connection: sqlite3.Connection = database.own_connection()
-        self._version = self._look()
-        self._changed_at = time.monotonic()
-
-    def wait(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while (now := time.monotonic()) < deadline:
-            if self._rung.wait(BUSY_SECONDS if now - self._changed_at < 1.0 else IDLE_SECONDS):
-                self._rung.clear()
-                break
-            if (version := self._look()) != self._version:
-                self._version = version
-                break
-        else:
-            return
-        self._changed_at = now
-
-    def _look(self) -> int:
-        try:
-            return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
-        except sqlite3.OperationalError:
-            return -1  # locked for a moment (recovery): counts as a change, so the tables are read
-
-    def close(self) -> None:
-        super().close()
-        self._connection.close()
-
-
-class _Notified:
-    """LISTEN on a connection of its own, watched together with a pipe by which `ring` ends the wait."""
-
-    def __init__(self, database: Database, job_id: str) -> None:
-        self._connection: Any = database.own_connection()
-        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            with database.translated():
-                self._connection.execute(f"LISTEN {_channel(job_id)}")
-        except BaseException:
-            self.close()
-            raise
-        self._translated = database.translated
-
-    def wait(self, seconds: float) -> None:
-        ready, _, _ = select.select([self._connection.fileno(), self._reader], [], [], seconds)
-        if self._reader in ready:
-            os.read(self._reader, 4_096)
-        with self._translated():
-            if not ready:
-                self._ping()
-            self._connection.pgconn.consume_input()
-            while self._connection.pgconn.notifies() is not None:
-                pass
-
-    def _ping(self) -> None:
-        """Silence may also be a dead connection. Asked below psycopg, whose own calls wait without an end."""
-        libpq = self._connection.pgconn
-        libpq.send_query(b"SELECT 1")
-        deadline = time.monotonic() + PING_SECONDS
-        while libpq.is_busy():
-            left = max(0.0, deadline - time.monotonic())
-            if not select.select([libpq.socket], [], [], left)[0]:
-                raise Unavailable(f"PostgreSQL has not answered for {HEARTBEAT + PING_SECONDS:g} s.")
-            libpq.consume_input()
-        while libpq.get_result() is not None:
-            pass
-
-    def ring(self) -> None:
-        with suppress(OSError):  # full: it rings already; closed: nobody waits any more
-            os.write(self._writer, b"!")
-
-    def close(self) -> None:
-        for descriptor in (self._reader, self._writer):
-            with suppress(OSError):
-                os.close(descriptor)
-        self._connection.close()
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Rows
-
-_JOBS = "SELECT id, num_tasks, created_at, incarnation, deleted, history FROM state_jobs"
-
-
-def _channel(job_id: str) -> str:
-    """One per job, so that a process is woken by its own job only. A channel's name has 63 characters at most."""
-    return "headway_states_" + hashlib.blake2s(job_id.encode(), digest_size=16).hexdigest()
-
-
-def _of(alias: str) -> str:
-    return ", ".join(f"{alias}.{column}" for column in _STATE.split(", "))
-
-
-def _values(state: State) -> tuple[Value, ...]:
-    payload = None if state.payload is None else encoded(state.payload)
-    return (
-        state.task_id,
-        state.tag,
-        state.status,
-        state.message,
-        state.event_id,
-        payload,
-        state.schema_version,
-    )
-
-
-def _stored_or_refused(tx: Tx, state: State) -> State:
-    """Nothing was written: because this event is stored already, or because of the job."""
-    job = tx.one("SELECT deleted FROM state_jobs WHERE id = ?", (state.job_id,))
-    if job is None:
-        raise no_such_job(state.job_id)
-    if job[0]:
-        raise marked_deleted(state.job_id)
-    row = tx.one(f"SELECT {_STATE} FROM states WHERE job = ? AND task_id = ? AND tag = ?", (state.job_id, *state.key))
-    assert row is not None, "a row of this key stood in the way of the insert"
-    return _state(state.job_id, row)
-
-
-def _cut(tx: Tx, job_id: str, change: int, history: int) -> None:
-    if not history and change % CUT_EVERY == 0:
+def _cut(tx: Tx, job_id: str, change: int) -> None:
+    if change % CUT_EVERY == 0:
         tx.execute("DELETE FROM state_log WHERE job = ? AND seq <= ?", (job_id, change - LOG_KEPT))
-
-
-def _state(job_id: str, row: Row) -> State:
-    task_id, tag, status, message, timestamp, version, event_id, payload, schema_version = row
-    return State(
-        job_id,
-        task_id,
-        tag,
-        status,
-        message,
-        moment(timestamp),
-        version,
-        event_id,
-        decoded(payload),
-        schema_version,
-    )
-
-
-def _record(row: Row) -> JobRecord:
-    job_id, num_tasks, created_at, incarnation, deleted, history = row
-    return JobRecord(job_id, num_tasks, moment(created_at), incarnation, bool(deleted), bool(history))

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import random
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal, TypeGuard
-from uuid import uuid4
+from functools import lru_cache
+from typing import Any, Literal
 
 from headway.errors import InvalidInput
 from headway.events import Json
@@ -43,9 +46,6 @@ TASKS_LIMIT = 1_000_000
 #: What a state is about within its job: (task_id, tag).
 Key = tuple[int, str]
 StatusClass = Literal["not_started", "running", "finished", "warning", "error"]
-
-_INT32 = range(-(2**31), 2**31)
-_INT64 = range(-(2**63), 2**63)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +90,16 @@ class State:
 @dataclass(frozen=True, slots=True)
 class StateEvent:
     """What a subscription gives: a state that stood when it began (``replay``), the end of those (no ``state``),
-    then every change (neither)."""
+    then every change (neither). ``skipped`` is how many earlier changes of the same key this one stands for, because
+    the reader was too far behind to be given each."""
 
     state: State | None
     replay: bool = False
+    skipped: int = 0
 
     @property
     def replay_complete(self) -> bool:
-        """Whether this is the one event between what stood and what happens."""
+        """Whether this is the one event between what was current and what happens."""
         return self.state is None
 
 
@@ -121,40 +123,84 @@ def status_class(status: int) -> StatusClass:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The edge
+# The edge. What passes is an exact `int` or `str`: an enumeration's member has a hash of its own, so it would be another
+# key of a dictionary, and a store would keep its name or its number as it pleases.
 
 
 def checked(state: State, num_tasks: int) -> State:
     """``state`` as it may be stored, its event id made if it has none; `InvalidInput` says what is wrong with it."""
-    check_id(state.job_id, "a job id")
-    check_task(state.task_id, num_tasks)
-    check_id(state.tag, "a tag")
-    check_status(state.status)
-    _check_text(state.message, "The message")
-    if len(state.message) > MESSAGE_LIMIT:
-        raise InvalidInput(f"The message has {len(state.message):,} characters; at most {MESSAGE_LIMIT:,} are kept.")
-    if not _is_int(state.schema_version) or not 1 <= state.schema_version < 2**31:
-        raise InvalidInput(f"{state.schema_version!r} cannot be a schema version: it is a whole number from 1.")
-    if state.event_id:
-        check_id(state.event_id, "an event id")
-    return replace(state, event_id=state.event_id or uuid4().hex, payload=checked_payload(state.payload))
+    message = _checked_text(state.message, "The message")
+    if len(message) > MESSAGE_LIMIT:
+        raise InvalidInput(f"The message has {len(message):,} characters; at most {MESSAGE_LIMIT:,} are kept.")
+    schema_version = _exact_int(state.schema_version)
+    if schema_version is None or not 1 <= schema_version < 2**31:
+        raise InvalidInput(f"{_shown(state.schema_version)} cannot be a schema version: it is a whole number from 1.")
+    return State(
+        checked_id(state.job_id, "a job id"),
+        checked_task(state.task_id, num_tasks),
+        checked_id(state.tag, "a tag"),
+        checked_status(state.status),
+        message,
+        state.timestamp,
+        state.version,
+        checked_id(state.event_id, "an event id") if state.event_id != "" else new_event_id(),
+        checked_payload(state.payload),
+        schema_version,
+    )
 
 
-def check_task(task_id: object, num_tasks: int) -> None:
-    if not _is_int(task_id) or not 0 <= task_id < num_tasks:
-        raise InvalidInput(f"There is no task {task_id!r}: this job has the tasks 0 to {num_tasks - 1}.")
+# Seeded by the operating system, whose own numbers cost more than the rest of the check. Not the generator programs
+# seed themselves (`random.seed(1)` in two processes would give both the same ids), and seeded anew in a forked child.
+_ids = random.Random()
+os.register_at_fork(after_in_child=_ids.seed)
 
 
-def check_num_tasks(num_tasks: object) -> None:
-    if not _is_int(num_tasks) or not 1 <= num_tasks <= TASKS_LIMIT:
+def new_event_id() -> str:
+    return f"{_ids.getrandbits(128):032x}"
+
+
+def checked_id(value: object, what: str) -> str:
+    return _known_id(value, what) if type(value) is str else str.__str__(check_id(value, what))
+
+
+@lru_cache(maxsize=4_096)
+def _known_id(value: str, what: str) -> str:
+    """The same few tags are written again and again."""
+    return check_id(value, what)
+
+
+def checked_task(task_id: object, num_tasks: int) -> int:
+    if type(task_id) is int and 0 <= task_id < num_tasks:  # nearly always: a read takes a few microseconds in all
+        return task_id
+    number = _exact_int(task_id)
+    if number is None or not 0 <= number < num_tasks:
+        raise InvalidInput(f"There is no task {_shown(task_id)}: this job has the tasks 0 to {num_tasks - 1}.")
+    return number
+
+
+def checked_num_tasks(num_tasks: object) -> int:
+    number = _exact_int(num_tasks)
+    if number is None or not 1 <= number <= TASKS_LIMIT:
         raise InvalidInput(
-            f"{num_tasks!r} cannot be a number of tasks: it is a whole number from 1 to {TASKS_LIMIT:,}."
+            f"{_shown(num_tasks)} cannot be a number of tasks: it is a whole number from 1 to {TASKS_LIMIT:,}."
         )
+    return number
 
 
-def check_status(status: object) -> None:
-    if not _is_int(status) or status not in _INT32:
-        raise InvalidInput(f"{status!r} cannot be a status: it is a whole number of 32 bits.")
+def checked_status(status: object) -> int:
+    number = _exact_int(status)
+    if number is None or not -(2**31) <= number < 2**31:
+        raise InvalidInput(f"{_shown(status)} cannot be a status: it is a whole number of 32 bits.")
+    return number
+
+
+def checked_seconds(seconds: float | None, what: str) -> float | None:
+    """A time limit as a lock can wait for it; None is no limit."""
+    if seconds is None:
+        return None
+    if not seconds >= 0:  # NaN is neither
+        raise InvalidInput(f"{what} cannot be {_shown(seconds)}: it is a number of seconds from 0.")
+    return float(min(seconds, threading.TIMEOUT_MAX))
 
 
 def checked_payload(payload: object) -> dict[str, Json] | None:
@@ -163,56 +209,62 @@ def checked_payload(payload: object) -> dict[str, Json] | None:
         return None
     if not isinstance(payload, Mapping):
         raise InvalidInput(f"A payload is a JSON object, not {type(payload).__name__}.")
-    _check_json(payload, 1)
-    text = encoded(payload)
-    if len(text) > PAYLOAD_LIMIT:
+    copy, most = _copied(payload, 1)
+    if most > PAYLOAD_LIMIT and (length := len(encoded(copy))) > PAYLOAD_LIMIT:
         raise InvalidInput(
-            f"The payload has {len(text):,} bytes of JSON; at most {PAYLOAD_LIMIT:,} are kept.",
+            f"The payload has {length:,} bytes of JSON; at most {PAYLOAD_LIMIT:,} are kept.",
             hint="Store it elsewhere and put its address into the payload.",
         )
-    return decoded(text)
+    found: dict[str, Json] = copy
+    return found
 
 
-def _check_json(value: Any, depth: int) -> None:
+def _copied(value: Any, depth: int) -> tuple[Any, int]:
+    """A copy in exact types, and the most bytes it can have as JSON, which spares writing out what is small."""
     if depth > DEPTH_LIMIT:
         raise InvalidInput(f"The payload is nested deeper than {DEPTH_LIMIT} levels.")
     if value is None or isinstance(value, bool):
-        return
+        return value, 5
     if isinstance(value, str):
-        _check_text(value, "A text in the payload")
-    elif isinstance(value, int | float):
-        _check_number(value)
-    elif isinstance(value, Mapping):
+        return _checked_text(value, "A text in the payload"), 12 * len(value) + 2
+    if isinstance(value, int | float):
+        return _checked_number(value), 25
+    if isinstance(value, Mapping):
+        made: dict[str, Any] = {}
+        most = 2
         for name, inner in value.items():
-            _check_name(name)
-            _check_json(inner, depth + 1)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            if isinstance(inner, list | tuple):
-                raise InvalidInput(
-                    "A list directly inside a list cannot be kept by every store.",
-                    hint="Put the inner one into an object.",
-                )
-            _check_json(inner, depth + 1)
-    else:
-        raise InvalidInput(f"A {type(value).__name__} in the payload is not JSON.")
+            plain = _checked_name(name)
+            made[plain], size = _copied(inner, depth + 1)
+            most += 12 * len(plain) + 4 + size
+        return made, most
+    if isinstance(value, list | tuple):
+        if any(isinstance(inner, list | tuple) for inner in value):
+            raise InvalidInput(
+                "A list directly inside a list cannot be kept by every store.", hint="Put the inner one into an object."
+            )
+        copies = [_copied(inner, depth + 1) for inner in value]
+        return [copy for copy, _ in copies], 2 + sum(size + 1 for _, size in copies)
+    raise InvalidInput(f"A {type(value).__name__} in the payload is not JSON.")
 
 
-def _check_number(value: float) -> None:
+def _checked_number(value: float) -> float:
     if isinstance(value, int):
-        if value not in _INT64:
+        number = int.__int__(value)
+        if not -(2**63) <= number < 2**63:
             raise InvalidInput("A number in the payload has more than 64 bits.", hint="Write it as text.")
-    elif not math.isfinite(value):
-        raise InvalidInput(f"{value} is not a number of JSON.", hint="Use null or a text for it.")
+        return number
+    if not math.isfinite(value):
+        raise InvalidInput(f"{float.__repr__(value)} is not a number of JSON.", hint="Use null or a text for it.")
+    return float.__float__(value)
 
 
-def _check_name(name: object) -> None:
+def _checked_name(name: object) -> str:
     if not isinstance(name, str) or not name or (name.startswith("__") and name.endswith("__")):
-        raise InvalidInput(f"{name!r} cannot be a name in a payload: it is a text, not empty and not '__x__'.")
-    _check_text(name, "A name in the payload")
+        raise InvalidInput(f"{_shown(name)} cannot be a name in a payload: it is a text, not empty and not '__x__'.")
+    return _checked_text(name, "A name in the payload")
 
 
-def _check_text(text: object, what: str) -> None:
+def _checked_text(text: object, what: str) -> str:
     if not isinstance(text, str):
         raise InvalidInput(f"{what} is {type(text).__name__}, not text.")
     if "\0" in text:
@@ -223,10 +275,20 @@ def _check_text(text: object, what: str) -> None:
         raise InvalidInput(
             f"{what} holds half a surrogate pair at character {error.start}: it is not Unicode."
         ) from error
+    return str.__str__(text)
 
 
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _exact_int(value: object) -> int | None:
+    return int.__int__(value) if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _shown(value: object) -> str:
+    """``value`` for an error's text. Another object's repr may be endless, or fail (an int of 5000 digits)."""
+    if isinstance(value, str):
+        return repr(str.__str__(value)[:60])
+    if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(int.__int__(value)) < 2**64):
+        return repr(value)[:60]
+    return "a number of more than 64 bits" if isinstance(value, int) else f"a {type(value).__name__}"
 
 
 def storable(text: str, limit: int = MESSAGE_LIMIT) -> str:

@@ -1,9 +1,12 @@
-"""One reader of a job's states: first what stands, then one sentinel, then what happens.
+"""One reader of a job's states: first what is current, then one sentinel, then what happens.
 
 The store's listener hands every change to every subscription by `offer`, which neither blocks nor raises, so that no
 reader can hold up the listener or another reader. A reader that falls behind by more than ``depth`` events keeps, of
 those beyond, the newest state of each key: its memory stays bounded by the size of the job, it still ends at the last
-version of everything, and what was skipped is counted.
+version of everything, each event says how many it stands for, and the log says that it began to happen.
+
+A subscription belongs to one life of the job in its store. When that ends (the job was deleted, the store wiped,
+replaced or put back to an earlier moment) the subscription ends too, with the reason as its error.
 """
 
 from __future__ import annotations
@@ -12,11 +15,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Literal, Self
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal, Self
 
 from headway.errors import HeadwayError, InvalidInput, Unavailable
-from headway.states.state import REPLAY_COMPLETE, Key, State, StateEvent, replay_order
+from headway.lifecycle import ForkGuard
+from headway.states.state import REPLAY_COMPLETE, Key, State, StateEvent, checked_seconds, replay_order
 from headway.telemetry import Log, metrics
+
+if TYPE_CHECKING:
+    import asyncio
 
 log = Log("states")
 
@@ -34,10 +42,11 @@ class SubscriptionClosed(HeadwayError):
 
 
 class Subscription:
-    """An iterator of `StateEvent`, and a context manager that ends it.
+    """An iterator of `StateEvent` (``for`` and ``async for``), and a context manager that ends it.
 
     ``close`` may be called from any thread; a reader that waits then stops. ``timeout`` is how long iteration waits
     for the next event before it raises TimeoutError; without one it waits for as long as the subscription lives.
+    Nobody but its reader holds it: one that is dropped (``for event in subscribe(): break``) is closed by that.
     """
 
     def __init__(
@@ -48,37 +57,42 @@ class Subscription:
         overflow: Overflow = "latest",
         timeout: float | None = None,
         on_close: Callable[[Subscription], None] | None = None,
+        abandoned: deque[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if depth < LEAST_DEPTH:
+        self._closed = True  # until it is whole, so that `__del__` has nothing to count
+        if not depth >= LEAST_DEPTH:
             raise InvalidInput(
                 f"A subscription holds at least {LEAST_DEPTH} events, so a depth of {depth} is too little."
             )
         if overflow not in ("latest", "close"):
             raise InvalidInput(f"overflow={overflow!r} is not known.", hint="Use 'latest' or 'close'.")
-        self.timeout = timeout
+        self.timeout = checked_seconds(timeout, "The timeout of a subscription")
         self._accepts = accepts
         self._depth = depth
         self._overflow = overflow
         self._on_close = on_close
+        self._abandoned = abandoned
         self._clock = clock
         self._began = clock()
+        self._guard = ForkGuard("A subscription")
         self._changed = threading.Condition()
+        self._loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []  # readers that wait in an event loop
         self._seen: dict[Key, int] = {}
         self._replay: deque[State] = deque()
         self._replaying = True
         self._live: deque[tuple[State, float]] = deque()
-        self._late: dict[Key, tuple[State, float]] = {}
-        self._closed = False
+        self._late: dict[Key, tuple[State, float, int]] = {}
         self._error: HeadwayError | None = None
+        self._closed = False
 
     # ---- for the store ---------------------------------------------------------------------
 
-    def start(self, standing: Iterable[State]) -> None:
-        """Say what stands now. Called once, before the reader has it, by a store that registered it before it looked:
-        a state that was offered in between is news, not replay."""
+    def start(self, current: Iterable[State]) -> None:
+        """Say what is current. Called once, before the reader has it, by a store that registered it before it looked:
+        a state that was offered in between is news, not replay. What ``accepts`` raises here reaches the subscriber."""
         with self._changed:
-            for state in sorted(standing, key=replay_order):
+            for state in sorted(current, key=replay_order):
                 accepted = self._accepts is None or self._accepts(state)
                 if accepted and state.version > self._seen.get(state.key, 0):
                     self._seen[state.key] = state.version
@@ -87,22 +101,38 @@ class Subscription:
     def offer(self, state: State) -> None:
         """A change. Given again or out of order it is ignored: only a version that grew is news."""
         with self._changed:
-            if self._closed or (self._accepts is not None and not self._accepts(state)):
-                return
-            if state.version <= self._seen.get(state.key, 0):
+            if self._closed or not self._accepted(state) or state.version <= self._seen.get(state.key, 0):
                 return
             self._seen[state.key] = state.version
-            entry = (state, self._clock())
+            now = self._clock()
             if not self._late and len(self._live) < self._depth:
-                self._live.append(entry)
+                self._live.append((state, now))
             elif self._overflow == "close":
                 self._end(Unavailable("🔴 The reader of this subscription is too slow: its buffer ran over."))
                 return
             else:
-                if self._late.pop(state.key, None) is not None:
-                    metrics.count("headway_states_skipped")
-                self._late[state.key] = entry
-            self._changed.notify()
+                self._offer_late(state, now)
+            self._wake()
+
+    def _accepted(self, state: State) -> bool:
+        try:
+            return self._accepts is None or self._accepts(state)
+        except BaseException as error:  # noqa: BLE001  (it is the subscriber's own code, in the thread that serves all)
+            failed = HeadwayError(f"🔴 What this subscription accepts could not be decided: {type(error).__name__}.")
+            failed.__cause__ = error
+            self._end(failed)
+            return False
+
+    def _offer_late(self, state: State, now: float) -> None:
+        if not self._late:
+            log.warning(
+                "🟡 a reader is too slow; it is given only the newest state of each key until it has caught up",
+                jobID=state.job_id, count=self._depth,
+            )  # fmt: skip
+        replaced = self._late.pop(state.key, None)
+        if replaced is not None:
+            metrics.count("headway_states_skipped")
+        self._late[state.key] = (state, now, 0 if replaced is None else replaced[2] + 1)
 
     def forget(self, key: Key) -> None:
         """The state of ``key`` was removed; if it is made again its versions begin at 1."""
@@ -112,12 +142,21 @@ class Subscription:
     def end(self, error: HeadwayError | None = None) -> None:
         """No more will come: what is waiting can still be read, then ``error`` is raised, or iteration stops."""
         with self._changed:
-            self._end(error)
+            if not self._closed:
+                self._end(error)
 
     def _end(self, error: HeadwayError | None) -> None:
         self._closed = True
         self._error = error
         self._changed.notify_all()
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.notify()
+        loops, self._loops = self._loops, []
+        for loop, arrived in loops:
+            with suppress(RuntimeError):  # that loop has ended, and its reader with it
+                loop.call_soon_threadsafe(arrived.set)
 
     # ---- for the reader ---------------------------------------------------------------------
 
@@ -128,13 +167,17 @@ class Subscription:
     @property
     def waiting(self) -> int:
         """How many events can be read at once."""
+        self._guard.check()
         with self._changed:
             return len(self._replay) + self._replaying + len(self._live) + len(self._late)
 
     def get(self, timeout: float | None = None) -> StateEvent:
-        """The next event. Raises TimeoutError when none comes in time, `SubscriptionClosed` when none will come."""
+        """The next event. Raises TimeoutError when none comes in time, `SubscriptionClosed` when none will come, or
+        the error with which the store ended it."""
+        self._guard.check()  # before the lock, which a thread of the parent may have held when this process was forked
+        limit = checked_seconds(timeout, "The timeout")
         with self._changed:
-            if not self._changed.wait_for(self._readable, timeout):
+            if not self._changed.wait_for(self._readable, limit):
                 raise TimeoutError(f"No event within {timeout:g} s.")
             if self._replay:
                 return StateEvent(self._replay.popleft(), replay=True)
@@ -142,16 +185,17 @@ class Subscription:
                 self._replaying = False
                 metrics.observe("headway_states_replay_seconds", self._clock() - self._began)
                 return REPLAY_COMPLETE
+            skipped = 0
             if self._live:
                 state, since = self._live.popleft()
             elif self._late:
-                state, since = self._late.pop(next(iter(self._late)))
+                state, since, skipped = self._late.pop(next(iter(self._late)))
             elif self._error is not None:
                 raise self._error
             else:
                 raise SubscriptionClosed("The subscription is closed.")
         metrics.observe("headway_states_delivery_seconds", self._clock() - since)
-        return StateEvent(state)
+        return StateEvent(state, skipped=skipped)
 
     def _readable(self) -> bool:
         return bool(self._replay or self._replaying or self._live or self._late or self._closed)
@@ -165,19 +209,59 @@ class Subscription:
         except SubscriptionClosed:
             raise StopIteration from None
 
+    def __aiter__(self) -> Subscription:
+        return self
+
+    async def __anext__(self) -> StateEvent:
+        """Waits in the event loop and takes no thread, so thousands of readers may wait at once."""
+        import asyncio
+
+        self._guard.check()
+        deadline = None if self.timeout is None else self._clock() + self.timeout
+        while True:
+            arrived = asyncio.Event()
+            waiter = (asyncio.get_running_loop(), arrived)
+            with self._changed:
+                if not (readable := self._readable()):
+                    self._loops.append(waiter)
+            try:
+                if readable:
+                    return self.get(0)
+                async with asyncio.timeout(None if deadline is None else max(0.0, deadline - self._clock())):
+                    await arrived.wait()
+            except SubscriptionClosed:
+                raise StopAsyncIteration from None
+            except TimeoutError:
+                if not readable:  # else another reader was quicker
+                    raise TimeoutError(f"No event within {self.timeout:g} s.") from None
+            finally:
+                with self._changed, suppress(ValueError):  # it was woken, or never waited
+                    self._loops.remove(waiter)
+
     def close(self) -> None:
         """End it now. What was waiting is dropped, and counted."""
+        if self._guard.crossed:
+            return  # it is the parent's
         with self._changed:
-            dropped = len(self._replay) + len(self._live) + len(self._late)
-            for buffer in (self._replay, self._live, self._late):
-                buffer.clear()
-            self._replaying = False
+            dropped = self._drop()
             if not self._closed:
                 self._end(None)
         if dropped:
             metrics.count("headway_states_dropped", dropped)
         if self._on_close is not None:
             self._on_close(self)
+
+    def _drop(self) -> int:
+        dropped = len(self._replay) + len(self._live) + len(self._late)
+        for buffer in (self._replay, self._live, self._late):
+            buffer.clear()
+        self._replaying = False
+        return dropped
+
+    def __del__(self) -> None:
+        # The collector may run this anywhere, also inside a lock of ours: it takes none, and the store counts later.
+        if not self._closed and self._abandoned is not None:
+            self._abandoned.append(len(self._replay) + len(self._live) + len(self._late))
 
     def __enter__(self) -> Self:
         return self

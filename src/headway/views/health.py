@@ -65,7 +65,7 @@ def examine(address: str | None, *, version: str) -> Iterator[Finding]:
     """Every check, in an order in which the first failure explains those after it."""
     from headway._sql import sqlite_path
     from headway.config import Config
-    from headway.ledger.records import Ledger
+    from headway.ledger.ledger import Ledger
 
     yield Finding("version", "ok", f"headway {version}, Python {python_version()}, {_sqlite_version()}")
     try:

@@ -116,7 +116,7 @@ def read_log(job: ledger.Job) -> Iterator[LogEntry]:
     """Every ended attempt, read page by page: a million of them need no memory."""
     from headway.ledger.values import utc
 
-    for idx, key, outcome, at, seconds, worker, error in job.finished():
+    for idx, key, outcome, at, seconds, worker, error in job.log():
         yield LogEntry(idx, key, outcome, utc(at), seconds, worker, error)  # type: ignore[arg-type]  # one of the words
 
 

@@ -79,6 +79,8 @@ def shown(name: str, value: Value) -> Value:
         return value
     if names_a_secret(name):
         return "***"
+    if name == "sinks":
+        return _names_of_sinks(value)
     if value.startswith(("http://", "https://")):
         return _host_only(value)
     return redact(value)
@@ -90,3 +92,14 @@ def _host_only(address: str) -> str:
         return f"{parts.scheme}://{parts.hostname or ''}/***"
     except ValueError:  # half an IPv6 address
         return "***"
+
+
+def _names_of_sinks(addresses: str) -> str:
+    """Sinks by their names, which have no secrets in them."""
+    from headway.errors import HeadwayError
+    from headway.events import open_sinks
+
+    try:
+        return ", ".join(sink.name for sink in open_sinks(addresses))
+    except HeadwayError as error:
+        return f"*** ({error})"

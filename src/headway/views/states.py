@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from headway.views.shape import Json, document
+from headway.views.shape import ABSENT, Absent, Json, document
 
 if TYPE_CHECKING:
     from headway import states
@@ -45,8 +45,12 @@ class States(NamedTuple):
 class StateEvent(NamedTuple):
     """`headway states JOB --follow`: one line per event."""
 
-    event: Annotated[Literal["replay", "replay_complete", "change"], "whether it stood already, or changed"]
+    event: Annotated[
+        Literal["replay", "replay_complete", "change", "went_back"],
+        "whether it stood already, or changed; or that the store went back in time, and all is said again",
+    ]
     state: Annotated[State | None, "the state; null at the end of the replay"]
+    skipped: Annotated[int | Absent, "changes of it that were left out because the reader is too slow"] = ABSENT
 
     def as_json(self) -> Json:
         return document(self)
@@ -97,7 +101,8 @@ def read_states_jobs(url: str) -> StatesJobs:
 def event_view(event: states.StateEvent) -> StateEvent:
     if event.state is None:
         return StateEvent("replay_complete", None)
-    return StateEvent("replay" if event.replay else "change", state_view(event.state))
+    kind: Literal["replay", "change"] = "replay" if event.replay else "change"
+    return StateEvent(kind, state_view(event.state), event.skipped or ABSENT)
 
 
 def state_view(state: states.State) -> State:

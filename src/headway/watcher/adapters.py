@@ -1,8 +1,9 @@
 """The ports on redis-py and RQ. The only module of this package that imports either.
 
-Replies are taken raw (RESP2, no response callbacks), because what redis-py makes of them differs between its
-releases; each is turned into a typed value here or refused. The client never retries: a command whose reply was lost
-and a link that was cut both raise, so that nothing is resubscribed behind our back and no event is missed silently.
+The client is made by `headway._redis.connect`: it never retries. A command whose reply was lost and a link that was cut
+both raise, so that nothing is resubscribed behind our back and no event is missed silently. Replies are taken raw (no
+response callbacks), because what redis-py makes of them differs between its releases; each is turned into a typed value
+here or refused. What a job contains is anybody's and refuses nothing: a value that makes no sense counts as absent.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from typing import Literal, Protocol
+from urllib.parse import parse_qsl, urlsplit
 
-from headway.errors import MissingExtra, ServerRefused, Unavailable
+from headway import _redis
+from headway.errors import InvalidInput, MissingExtra, ServerRefused
 from headway.telemetry import redact
 from headway.watcher.logic import moment, split_member
 from headway.watcher.ports import (
-    Change,
     ExecutionRecord,
-    JobRecord,
+    GuardProto,
     Member,
     Message,
     MessageKind,
@@ -28,15 +31,15 @@ from headway.watcher.ports import (
     RedisHashes,
     RedisProto,
     ResultRecord,
+    RqJobRecord,
     RqProto,
     WatcherPorts,
+    Write,
 )
 
 try:
     import redis
     import redis.exceptions
-    from redis.backoff import NoBackoff
-    from redis.retry import Retry
     from rq.executions import Execution, ExecutionRegistry
     from rq.job import Job
     from rq.registry import CanceledJobRegistry, FailedJobRegistry, StartedJobRegistry
@@ -52,7 +55,12 @@ REPLY_S = 5.0
 #: A peer that vanished without a word is noticed by the kernel after 10 + 2 * 5 s, at no cost in commands.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 2}
 
-_JOB_FIELDS = ("status", "created_at", "enqueued_at", "started_at", "ended_at", "worker_name", "data")
+#: What may stand behind the question mark of an address. The rest is ours to decide (limits, retries, the protocol).
+_URL_OPTIONS = frozenset(
+    ["db", "ssl_cert_reqs", "ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname"]
+)
+
+_JOB_FIELDS = ("status", "created_at", "enqueued_at", "started_at", "ended_at", "worker_name")
 _RESULTS = 10  # RQ keeps no more of one job
 _OUTCOMES: Mapping[int, Literal["successful", "failed", "retried"]] = {
     Result.Type.SUCCESSFUL.value: "successful",
@@ -63,8 +71,11 @@ _OUTCOMES: Mapping[int, Literal["successful", "failed", "retried"]] = {
 }
 _KINDS: Mapping[str, MessageKind] = {
     "pmessage": "event",
+    "message": "event",
     "psubscribe": "subscribed",
+    "subscribe": "subscribed",
     "punsubscribe": "unsubscribed",
+    "unsubscribe": "unsubscribed",
     "pong": "pong",
 }
 
@@ -73,7 +84,10 @@ class Pipe(Protocol):
     """What we use of redis-py's pipeline."""
 
     def execute_command(self, *words: Word) -> object: ...
-    def execute(self) -> list[object]: ...
+    def execute(self, raise_on_error: bool = True) -> list[object]: ...
+    def watch(self, *names: Word) -> object: ...
+    def multi(self) -> None: ...
+    def reset(self) -> None: ...
 
 
 class Connection(Protocol):
@@ -89,6 +103,8 @@ class PubSub(Protocol):
     def connection(self) -> Connection: ...
     def psubscribe(self, *patterns: str) -> object: ...
     def punsubscribe(self, *patterns: str) -> object: ...
+    def subscribe(self, *channels: str) -> object: ...
+    def unsubscribe(self, *channels: str) -> object: ...
     def get_message(self, *, timeout: float) -> Mapping[str, object] | None: ...
     def ping(self, message: str) -> object: ...
     def close(self) -> object: ...
@@ -109,25 +125,50 @@ def default_ports() -> WatcherPorts:
 
 def connect(url: str) -> RedisAdapter:
     """A client of its own; nothing is sent until its first command."""
-    try:
-        client = redis.Redis.from_url(
-            url,
-            socket_timeout=REPLY_S,
-            socket_connect_timeout=REPLY_S,
-            socket_keepalive=True,
-            socket_keepalive_options=KEEPALIVE,
-            health_check_interval=0,
-            retry=Retry(NoBackoff(), 0),
-            client_name="headway-watcher",
-            protocol=2,
-        )
-    except ValueError as error:
-        raise Unavailable(
-            f"{redact(url)!r} is not the address of a Redis: {error}.",
-            hint="REDIS_URL looks like redis://host:6379/0",
-        ) from error
+    place = checked_url(url)
+    client = _redis.connect(url, role="queue", name="watcher", timeout=REPLY_S, connect_timeout=REPLY_S, decode=False)
+    kwargs = client.get_connection_kwargs()
+    if "path" in kwargs:
+        kwargs.pop("socket_keepalive", None)  # a peer on this machine does not vanish; redis-py refuses it there
+    else:
+        kwargs["socket_keepalive_options"] = KEEPALIVE
     client.response_callbacks.clear()
-    return RedisAdapter(client, int(client.get_connection_kwargs().get("db") or 0), redact(url))
+    return RedisAdapter(client, int(kwargs.get("db") or 0), place)
+
+
+def checked_url(url: str) -> str:
+    """``host:port/db`` of an address that we can use as it stands; `InvalidInput` for any other.
+
+    No part of a refused address is repeated: with an unescaped ``#``, ``/`` or ``?`` in the password, any part of it
+    may be a part of the password.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port or 6379
+    except ValueError:
+        raise _no_address("its host or port makes no sense") from None
+    if parts.scheme not in ("redis", "rediss", "unix"):
+        raise _no_address("it begins with none of redis://, rediss:// and unix://")
+    if parts.fragment or "@" in parts.path + parts.query:
+        raise _no_address("a character in it is not escaped")
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if not options.keys() <= _URL_OPTIONS:
+        allowed = ", ".join(sorted(_URL_OPTIONS))
+        raise _no_address(f"options other than {allowed} are not taken from it: limits and protocol are the watcher's")
+    db = options.get("db") or (parts.path.strip("/") if parts.scheme != "unix" else "")
+    if db and not (db.isascii() and db.isdigit()):
+        raise _no_address("its database is not a number")
+    if parts.scheme == "unix":
+        return f"{parts.path}/{db or 0}"
+    return f"{parts.hostname or 'localhost'}:{port}/{db or 0}"
+
+
+def _no_address(why: str) -> InvalidInput:
+    return InvalidInput(
+        f"REDIS_URL is not an address that can be used: {why}.",
+        hint="It looks like redis://user:password@host:6379/0; in a password write %23 for #, %2F for /, %3F for ?, "
+        "%40 for @ and %25 for %.",
+    )
 
 
 class RqAdapter(RqProto):
@@ -147,6 +188,10 @@ class RqAdapter(RqProto):
 #: RQ's key methods want a connection only to keep it; this one is never connected.
 _NOWHERE = redis.Redis()
 _results_key: Callable[[str], str] = Result.get_key
+
+
+def _job_key(job_id: str) -> str:
+    return f"{Job.redis_job_namespace_prefix}{job_id}"
 
 
 def _executions_key(job_id: str) -> str:
@@ -174,7 +219,8 @@ class RedisAdapter(RedisProto, RedisHashes):
         return PubSubAdapter(self._client.pubsub(), self._name)
 
     def config_get(self, name: str) -> str | None:
-        pairs = _items(self._command("CONFIG", "GET", name))
+        (reply,) = self._try([("CONFIG", "GET", name)], forgiving=redis.exceptions.ResponseError)
+        pairs = [] if isinstance(reply, Exception) else _items(reply)
         return _text(pairs[1]) if len(pairs) == 2 else None
 
     def time(self) -> float:
@@ -191,6 +237,10 @@ class RedisAdapter(RedisProto, RedisHashes):
 
     def zrange(self, key: str, start: int, count: int) -> list[Member]:
         return _members(self._command("ZRANGE", key, start, start + count - 1, "WITHSCORES"))
+
+    def zscan(self, key: str, cursor: int, count: int) -> tuple[int, list[Member]]:
+        following, members = _items(self._command("ZSCAN", key, cursor, "COUNT", count))
+        return int(_number(following)), _members(members)
 
     def zcard(self, key: str) -> int:
         return int(_number(self._command("ZCARD", key)))
@@ -209,34 +259,41 @@ class RedisAdapter(RedisProto, RedisHashes):
     def unlink(self, key: str) -> None:
         self._command("UNLINK", key)
 
-    def jobs(self, job_ids: Sequence[str], *, running: bool) -> list[JobRecord]:
+    def jobs(self, job_ids: Sequence[str], *, running: bool, payload: bool = False) -> list[RqJobRecord]:
+        fields = (*_JOB_FIELDS, "data") if payload else _JOB_FIELDS
         commands: list[tuple[Word, ...]] = []
         for job_id in job_ids:
-            commands.append(("HMGET", Job.key_for(job_id), *_JOB_FIELDS))
+            commands.append(("HMGET", _job_key(job_id), *fields))
             commands.append(("XREVRANGE", _results_key(job_id), "+", "-", "COUNT", _RESULTS))
             if running:
                 commands.append(("ZRANGE", _executions_key(job_id), -1, -1))
-        replies, step = self._commands(commands), 3 if running else 2
+        replies, step = self._try(commands), 3 if running else 2
         return [
             _job(job_id, *replies[number : number + step])
             for job_id, number in zip(job_ids, range(0, len(replies), step), strict=True)
         ]
 
+    def have_results(self, job_ids: Sequence[str]) -> list[bool]:
+        return [reply == 1 for reply in self._commands([("EXISTS", _results_key(job_id)) for job_id in job_ids])]
+
     def executions(self, members: Sequence[str]) -> list[ExecutionRecord]:
         commands: list[tuple[Word, ...]] = []
         for member in members:
             commands.append(("HMGET", _execution_key(member), "created_at", "worker_name"))
-            commands.append(("HMGET", Job.key_for(split_member(member)[0]), "timeout", "worker_name"))
-        replies = [_items(reply) for reply in self._commands(commands)]
+            commands.append(("HMGET", _job_key(split_member(member)[0]), "timeout", "worker_name"))
+        replies = [_values(reply, 2) for reply in self._try(commands)]
         return [
             ExecutionRecord(
-                exists=execution[0] is not None,
-                created_at=_number(execution[0] or 0),
-                worker=_text(execution[1] or job[1] or b""),
-                timeout=_number(job[0] or 0),
+                exists=_seconds(execution[0]) is not None,
+                created_at=_seconds(execution[0]) or 0.0,
+                worker=_text(execution[1] or job[1]),
+                timeout=_seconds(job[0]) or 0.0,
             )
             for execution, job in zip(replies[0::2], replies[1::2], strict=True)
         ]
+
+    def guard(self, keys: Sequence[str]) -> GuardProto:
+        return GuardAdapter(self._client, [_word(key) for key in keys])
 
     def publish(self, channel: str, stream: str, stream_length: int, bodies: Sequence[str]) -> None:
         commands: list[tuple[Word, ...]] = []
@@ -244,7 +301,14 @@ class RedisAdapter(RedisProto, RedisHashes):
             if stream:
                 commands.append(("XADD", stream, "MAXLEN", "~", stream_length, "*", "event", body))
             commands.append(("PUBLISH", channel, body))
-        self._commands(commands)
+        if not stream:
+            self._commands(commands)
+            return
+        # Together or not at all: a server that refuses to publish must not keep one more copy at each of our restarts.
+        replies = self._commands([("MULTI",), *commands, ("EXEC",)])
+        for reply in _items(replies[-1]):
+            if isinstance(reply, redis.exceptions.RedisError):
+                raise ServerRefused(f"Redis at {self._name} refused to publish: {redact(str(reply))}")
 
     def setnx(self, key: str, value: str) -> str:
         self._command("SET", key, value, "NX")
@@ -267,7 +331,7 @@ class RedisAdapter(RedisProto, RedisHashes):
             for member in _items(self._command("ZRANGE", key, "-inf", f"({before!r}", "BYSCORE", "LIMIT", 0, count))
         ]
 
-    def together(self, changes: Sequence[Change]) -> None:
+    def together(self, changes: Sequence[Write]) -> None:
         if changes:
             self._commands([("MULTI",), *changes, ("EXEC",)])
 
@@ -275,15 +339,63 @@ class RedisAdapter(RedisProto, RedisHashes):
         self._client.close()
 
     def _command(self, *words: Word) -> object:
-        with _translated(self._name, str(words[0])):
-            return self._client.execute_command(*words)
+        with _translating(self._name):
+            return self._client.execute_command(*map(_word, words))
 
     def _commands(self, commands: Sequence[tuple[Word, ...]]) -> list[object]:
-        with _translated(self._name, str(commands[0][0])):
-            pipe = self._client.pipeline(transaction=False)
-            for words in commands:
-                pipe.execute_command(*words)
-            return pipe.execute()
+        with _translating(self._name):
+            return self._pipe(commands).execute() if commands else []
+
+    def _try(self, commands: Sequence[tuple[Word, ...]], *, forgiving: type[Exception] | None = None) -> list[object]:
+        """The same, with an error in the place of its reply when a key is of a wrong type, or of the ``forgiving``
+        class."""
+        with _translating(self._name):
+            replies = self._pipe(commands).execute(raise_on_error=False) if commands else []
+            for reply in replies:
+                if isinstance(reply, Exception) and not (
+                    str(reply).startswith("WRONGTYPE") or (forgiving is not None and isinstance(reply, forgiving))
+                ):
+                    raise reply
+            return replies
+
+    def _pipe(self, commands: Sequence[tuple[Word, ...]]) -> Pipe:
+        pipe = self._client.pipeline(transaction=False)
+        for words in commands:
+            pipe.execute_command(*map(_word, words))
+        return pipe
+
+
+class GuardAdapter(GuardProto):
+    """WATCH: the server fails a transaction when a watched key was touched, by whichever command.
+
+    The next one watches before the last one is asked, so that nothing happens unnoticed in between. A server that
+    cannot say (it closed the connection because it was idle, it denies WATCH) is answered for with False.
+    """
+
+    def __init__(self, client: Client, keys: Sequence[Word]) -> None:
+        self._client = client
+        self._keys = keys
+        self._pipe = self._watch()
+
+    def untouched(self) -> bool:
+        before, self._pipe = self._pipe, self._watch()
+        if before is None:
+            return False
+        try:
+            before.multi()
+            before.execute()
+        except (redis.exceptions.RedisError, OSError):
+            return False
+        return True
+
+    def _watch(self) -> Pipe | None:
+        pipe = self._client.pipeline(transaction=True)
+        try:
+            pipe.watch(*self._keys)
+        except (redis.exceptions.RedisError, OSError):
+            pipe.reset()
+            return None
+        return pipe
 
 
 class PubSubAdapter(PubSubProto):
@@ -292,15 +404,23 @@ class PubSubAdapter(PubSubProto):
         self._name = name
 
     def psubscribe(self, *patterns: str) -> None:
-        with _translated(self._name, "PSUBSCRIBE"):
+        with _translating(self._name):
             self._pubsub.psubscribe(*patterns)
 
     def punsubscribe(self, *patterns: str) -> None:
-        with _translated(self._name, "PUNSUBSCRIBE"):
+        with _translating(self._name):
             self._pubsub.punsubscribe(*patterns)
 
+    def subscribe(self, *channels: str) -> None:
+        with _translating(self._name):
+            self._pubsub.subscribe(*channels)
+
+    def unsubscribe(self, *channels: str) -> None:
+        with _translating(self._name):
+            self._pubsub.unsubscribe(*channels)
+
     def get_message(self, timeout: float) -> Message | None:
-        with _translated(self._name, "PSUBSCRIBE"):
+        with _translating(self._name):
             # The wait is for a message to begin. Given to get_message, newer releases of redis-py would also allow
             # no more than that for the rest of it, and take a message that is half here for a dead link.
             if not self._pubsub.connection.can_read(timeout):
@@ -316,7 +436,7 @@ class PubSubAdapter(PubSubProto):
         return Message(kind, "" if kind == "pong" else _text(found["channel"]))
 
     def ping(self) -> None:
-        with _translated(self._name, "PING"):
+        with _translating(self._name):
             self._pubsub.ping("headway")
 
     def close(self) -> None:
@@ -324,25 +444,25 @@ class PubSubAdapter(PubSubProto):
 
 
 @contextmanager
-def _translated(name: str, command: str) -> Iterator[None]:
+def _translating(name: str) -> Iterator[None]:
     try:
         yield
-    except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
-        raise Unavailable(
-            f"Redis at {name} cannot be reached ({command}): {redact(str(error))}",
-            hint="Check that it runs and that REDIS_URL is right; the supervisor starts the watcher again.",
-        ) from error
-    except redis.exceptions.RedisError as error:
-        raise ServerRefused(f"Redis at {name} refused {command}: {redact(str(error))}") from error
+    except _redis.failures() as error:
+        raise _redis.translate(error, name) from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Replies
 
 
+def _word(word: Word) -> Word:
+    """A name may consist of any bytes; `_text` and this one keep them."""
+    return word.encode("utf-8", "surrogateescape") if isinstance(word, str) else word
+
+
 def _text(reply: object) -> str:
     if isinstance(reply, bytes):
-        return reply.decode("utf-8", "replace")
+        return reply.decode("utf-8", "surrogateescape")
     if isinstance(reply, str):
         return reply
     raise ServerRefused(f"Redis answered {type(reply).__name__} where a text belongs.")
@@ -368,12 +488,29 @@ def _members(reply: object) -> list[Member]:
     return [(_text(member), _number(score)) for member, score in zip(flat[0::2], flat[1::2], strict=True)]
 
 
-def _job(job_id: str, fields: object, results: object, executions: object = None) -> JobRecord:
-    status, created_at, enqueued_at, started_at, ended_at, worker, data = (
-        value if isinstance(value, bytes) else b"" for value in _items(fields)
-    )
-    running = [] if executions is None else _items(executions)
-    return JobRecord(
+def _values(reply: object, count: int) -> list[bytes]:
+    """The values of an HMGET; a key of another type has none."""
+    values = reply if isinstance(reply, list) else [None] * count
+    return [value if isinstance(value, bytes) else b"" for value in values]
+
+
+def _entries(reply: object) -> list[object]:
+    return reply if isinstance(reply, list) else []
+
+
+def _seconds(value: object) -> float | None:
+    """A number that a stranger wrote; None when it is none."""
+    try:
+        number = float(value) if isinstance(value, bytes) else float("nan")
+    except ValueError:
+        return None
+    return number if isfinite(number) else None
+
+
+def _job(job_id: str, fields: object, results: object, executions: object = None) -> RqJobRecord:
+    status, created_at, enqueued_at, started_at, ended_at, worker, *data = _values(fields, len(_JOB_FIELDS))
+    running = _entries(executions)
+    return RqJobRecord(
         job_id=job_id,
         exists=bool(created_at),  # a late heartbeat may leave a hash with nothing but itself in it
         status=_text(status),
@@ -383,8 +520,8 @@ def _job(job_id: str, fields: object, results: object, executions: object = None
         ended_at=_text(ended_at),
         worker=_text(worker),
         running=_text(running[0]) if running else "",
-        results=tuple(_result(*_items(entry)) for entry in _items(results)),
-        payload=data,
+        results=tuple(_result(*_items(entry)) for entry in _entries(results)),
+        payload=data[0] if data else b"",
     )
 
 
@@ -395,7 +532,7 @@ def _result(entry_id: object, entry: object) -> ResultRecord:
     return ResultRecord(
         id=_text(entry_id),
         # A type that a later RQ may add is at any rate an end we know nothing of: told as a failure, not dropped.
-        outcome=_OUTCOMES.get(int(_number(fields.get("type", 0))), "failed"),
+        outcome=_OUTCOMES.get(int(_seconds(fields.get("type")) or 0), "failed"),
         execution_id=_text(fields.get("execution_id", "")),
         worker=_text(fields.get("worker_name", "")),
         started_at=_moment(fields.get("execution_started_at")),
@@ -404,6 +541,7 @@ def _result(entry_id: object, entry: object) -> ResultRecord:
     )
 
 
-def _moment(seconds: object) -> str:
+def _moment(value: object) -> str:
     """RQ writes a job's times as text and a result's as seconds; events have them alike."""
-    return "" if seconds is None else moment(_number(seconds))
+    seconds = _seconds(value)
+    return "" if seconds is None else moment(seconds)

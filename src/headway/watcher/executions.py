@@ -1,4 +1,4 @@
-"""Executions under way: which run too long, whose worker is gone, and what became of those that were told of."""
+"""Executions under way: which run too long, whose worker is gone, and what became of those that were reported of."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
-from headway.watcher.logic import Report, loss, outcome, overrun, sequel, split_member, stuck_after
-from headway.watcher.publisher import event_id
-from headway.watcher.registry import KEEP_S, Desk, RegistryView
+from headway.telemetry import Log
+from headway.watcher.logic import Report, clean_text, loss, outcome, overrun, sequel, split_member, stuck_after
+from headway.watcher.registry import KEEP_S, QueueContext, RegistryView
 from headway.watcher.store import Follow, Seen
+
+log = Log("watcher")
 
 #: A started registry is read at most this often: heartbeats touch it all the time, and nothing in it is urgent.
 SETTLE_S = 15.0
+
+#: The same while an outcome is awaited: that an execution left may be it, if its own key does not say so.
+FOLLOWING_S = 1.0
 
 
 @dataclass(slots=True)
@@ -25,25 +30,25 @@ class Running:
     limit: float
     #: Until when its worker vouches for it; every heartbeat moves it.
     lease: float
-    #: What was told of it: nothing, stuck, or lost.
-    told: str
+    #: What was reported of it: nothing, stuck, or lost.
+    reported: str
 
     @property
     def due(self) -> float | None:
         """When there will be something to tell of it, as things stand."""
-        if self.told == "lost":
+        if self.reported == "lost":
             return None
-        return self.lease if self.told == "stuck" else min(self.lease, self.created_at + self.limit)
+        return self.lease if self.reported == "stuck" else min(self.lease, self.created_at + self.limit)
 
 
 class StartedView:
     """The started registry, kept as a map from ``job_id:execution_id``. It has one entry per busy worker."""
 
     def __init__(
-        self, key: str, desk: Desk, *, stuck_timeout: float, lost_grace: float, sync: Callable[[], None]
+        self, key: str, context: QueueContext, *, stuck_timeout: float, lost_grace: float, sync: Callable[[], None]
     ) -> None:
         self._key = key
-        self._desk = desk
+        self._context = context
         self._stuck_timeout = stuck_timeout
         self._lost_grace = lost_grace
         self._sync = sync
@@ -53,9 +58,8 @@ class StartedView:
 
     def hint(self, command: str) -> None:
         """Something happened to the key; whatever it was, it means *look*."""
-        # Somebody waits for an outcome: that an execution left may be it.
-        settle = 0.0 if self._desk.follows else self._settle
-        moment = self._desk.now() + settle
+        settle = min(FOLLOWING_S, self._settle) if self._context.follows else self._settle
+        moment = self._context.now() + settle
         self.read_at = moment if self.read_at is None else min(self.read_at, moment)
 
     @property
@@ -69,13 +73,12 @@ class StartedView:
         restart of ours changes nothing."""
         self.read_at = None
         found: dict[str, float] = {}
-        size, offset = self._desk.page_size, 0
-        while page := self._desk.redis.zrevrangebyscore(self._key, offset, size):
+        cursor = -1
+        while cursor != 0:
+            cursor, page = self._context.redis.zscan(self._key, max(cursor, 0), self._context.page_size)
             found.update(page)
-            offset += size
-            self._meet([member for member, _ in page if member not in self.running])
-            if len(page) < size:
-                break
+            self._meet([member for member in dict(page) if member not in self.running])
+            self._context.breathe()
         left = self.running.keys() - found.keys()
         for member in left:
             del self.running[member]
@@ -83,92 +86,112 @@ class StartedView:
             self.running[member].lease = score + self._lost_grace
         return left
 
+    def lists(self, member: str) -> bool:
+        """Whether it is in the registry at this moment."""
+        return member in self.running and self._context.redis.zscore(self._key, member) is not None
+
     def check(self) -> None:
-        """Tell of what is stuck or lost by now. Only then is an execution asked after on its own."""
-        now = self._desk.now()
+        """Report what is stuck or lost by now. Only then is an execution asked after on its own."""
+        now = self._context.now()
         overdue = [member for member, running in self.running.items() if running.due is not None and running.due <= now]
         if overdue:
             self._sync()
             for member in overdue:
-                self._check(member, self.running[member], self._desk.now())
+                self._check(member, self.running[member], self._context.now())
 
     def _check(self, member: str, running: Running, now: float) -> None:
         if running.lease <= now:
-            score = self._desk.redis.zscore(self._key, member)
+            score = self._context.redis.zscore(self._key, member)
             if score is None:
                 del self.running[member]
                 return
             running.lease = score + self._lost_grace
             if running.lease <= now:
-                self._tell(member, running, "lost")
+                self._report(member, running, "lost")
                 return
-        if running.told == "" and running.created_at + running.limit <= now:
-            if self._desk.redis.zrank(self._key, member) is None:
+        if running.reported == "" and running.created_at + running.limit <= now:
+            if self._context.redis.zrank(self._key, member) is None:
                 del self.running[member]
             else:
-                self._tell(member, running, "stuck")
+                self._report(member, running, "stuck")
 
-    def _tell(self, member: str, running: Running, kind: Literal["stuck", "lost"]) -> None:
+    def _report(self, member: str, running: Running, kind: Literal["stuck", "lost"]) -> None:
         job_id, execution_id = split_member(member)
-        record, now = self._desk.redis.jobs([job_id], running=True)[0], self._desk.now()
+        record, now = (
+            self._context.redis.jobs([job_id], running=True, payload=self._context.payload)[0],
+            self._context.now(),
+        )
         if kind == "lost":
             report = loss(record, execution_id, running.created_at, now)
         else:
             report = overrun(record, execution_id, running.created_at, running.limit, now)
-        earlier = self._desk.follows.get(member)
+        earlier = self._context.follows.get(member)
         report = replace(report, follows=earlier.event) if earlier else report
-        follow = Follow(member, kind, event_id(self._desk.queue, report))
-        self._desk.tell("started", [report], [Seen(member, running.lease, kind, now)], [follow])
-        running.told = kind
+        follow = self._context.follow(member, kind, report)
+        self._context.publish("started", [report], [Seen(member, running.lease, kind, now)], [follow])
+        running.reported = kind
 
     def _meet(self, members: Sequence[str]) -> None:
         """Executions seen for the first time by this process."""
         if not members:
             return
-        told = self._desk.store.look("started", members)
-        for member, execution in zip(members, self._desk.redis.executions(members), strict=True):
+        reported = self._context.store.look("started", members)
+        for member, execution in zip(members, self._context.redis.executions(members), strict=True):
             self.running[member] = Running(
                 # Without its record (it expired with the lease) the best we know is that it runs now.
-                created_at=execution.created_at if execution.exists else self._desk.now(),
+                created_at=execution.created_at if execution.exists else self._context.now(),
                 limit=stuck_after(self._stuck_timeout, execution.timeout),
                 lease=inf,
-                told=told[member].seen if member in told else "",
+                reported=reported[member].seen if member in reported else "",
             )
 
     def forget(self) -> None:
-        """Drop what was told of executions that left the registry long ago, and keep what is still in it."""
-        if self.running:
-            self._desk.store.found("started", list(self.running), self._desk.now())
-        self._desk.store.prune("started", self._desk.now() - KEEP_S)
+        """Drop what was reported of executions that left the registry long ago, and keep what is still in it."""
+        store, now = self._context.store, self._context.now()
+        store.found("started", list(self.running), now)
+        while stale := store.stale("started", now - KEEP_S, self._context.page_size):
+            store.forget("started", stale)
 
 
 class Follower:
-    """Waits for the outcome of executions that were told of as canceled, stuck or lost: they may end otherwise."""
+    """Waits for the outcome of executions that were reported canceled, stuck or lost: they may end otherwise."""
 
-    def __init__(self, desk: Desk, failed: RegistryView) -> None:
-        self._desk = desk
+    def __init__(self, context: QueueContext, failed: RegistryView, started: StartedView) -> None:
+        self._context = context
         self._failed = failed
+        self._started = started
 
     def resolve(self, members: Iterable[str]) -> None:
-        """Tell what became of each, unless that is not decided yet or the failed registry tells it."""
+        """Report what became of each, unless that is not decided yet or the failed registry shows it."""
         for member in members:
-            follow = self._desk.follows.get(member)
+            follow = self._context.follows.get(member)
             if follow is not None:
                 self._resolve(follow)
+                self._context.breathe()
 
     def _resolve(self, follow: Follow) -> None:
         job_id, execution_id = split_member(follow.member)
         # In this order: RQ removes the execution and records its outcome at once, so one that is gone has a record.
-        exists = self._desk.redis.executions([follow.member])[0].exists
-        record = self._desk.redis.jobs([job_id], running=True)[0]
-        kind = outcome(record, execution_id, execution_exists=exists)
+        exists = self._context.redis.executions([follow.member])[0].exists
+        record = self._context.redis.jobs([job_id], running=True, payload=self._context.payload)[0]
+        kind = outcome(
+            record,
+            execution_id,
+            execution_exists=exists,
+            listed=self._started.lists(follow.member),
+            lost=follow.kind == "lost",
+        )
         reports: list[Report] = []
         if kind == "open":
             return
-        if kind == "told":
+        if kind == "abandoned":
+            if self._context.now() - follow.since < KEEP_S:
+                return
+            log.info("the outcome of a lost execution is no longer awaited", job=clean_text(job_id))
+        elif kind == "reported":
             self._failed.diff()  # it names the earlier event, so it has to come first
         elif kind != follow.kind:
             reports = [
-                sequel(record, execution_id, kind, earlier=follow.kind, event=follow.event, now=self._desk.now())
+                sequel(record, execution_id, kind, earlier=follow.kind, event=follow.event, now=self._context.now())
             ]
-        self._desk.tell("started", reports, [], unfollow=[follow.member])
+        self._context.publish("started", reports, [], unfollow=[follow.member])

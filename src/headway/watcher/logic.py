@@ -8,13 +8,15 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from hashlib import sha256
+from math import isfinite
 from typing import Literal
 
 from headway.events import Json
 from headway.telemetry import redact
-from headway.watcher.ports import JobRecord, ResultRecord
+from headway.watcher.ports import ResultRecord, RqJobRecord
 
 #: failed: its code raised, or RQ ended it at its timeout. killed: the process that ran it died (a signal, memory).
 #: lost: the worker is gone, its lease on the execution lapsed. stuck: runs longer than it may. canceled and stopped:
@@ -33,11 +35,23 @@ ADDITIONS = frozenset({"zadd", "zincr"})
 TIMEOUT_GRACE_S = 5.0
 
 _MESSAGE_LIMIT = 500
-_EXCEPTION_TAIL = 8_192
+#: Read of a message before secrets are taken out of it and it is cut; more would only cost time.
+_MESSAGE_READ = 4_096
+#: Kept of either end of a stored exception; the traceback's head and its last exception are there.
+_EXCEPTION_END = 512 * 1024
 _EXCEPTION_LIMIT = 16 * 1024 * 1024
 _PAYLOAD_LIMIT = 1024 * 1024
-_FRAME = re.compile(r'^ +File ".*", line \d+')
-_ERROR_TYPE = re.compile(r"^([A-Za-z_][\w.]*)(?::|$)")
+_TEXT_LIMIT = 1_000
+_LAST_SECOND = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
+#: Where the traceback of the exception that counts begins: at the start, or after what links it to an earlier one.
+_TRACEBACK = re.compile(
+    r"(?:\A|(?:direct cause of the following exception:|another exception occurred:)[ |]*\n[ |]*\n)"
+    r"(?P<margin>[ |]*)(?P<group>\+ Exception Group )?Traceback \(most recent call last\):\n"
+)
+_FRAME = re.compile(r' +File ".*", line \d+')
+_SUBEXCEPTION = re.compile(r"^\s*[|+ -]*\+-+ (?:\d+|\.\.\.) -+\n", re.MULTILINE)
+_GROUP_END = re.compile(r"^[|+ -]*\+-+\s*\Z", re.MULTILINE)
+_ERROR_TYPE = re.compile(r"^([^\W\d][\w.<>]*)(?::|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +94,7 @@ def channel(db: int, key: str) -> str:
 
 def pattern(db: int, key: str) -> str:
     """The pattern that matches this key's channel and no other: a queue may be called ``q[1]`` or ``jobs*``."""
-    return re.sub(r"([\\*?\[\]^-])", r"\\\1", channel(db, key))
+    return re.sub(r"([\\*?\[\]])", r"\\\1", channel(db, key))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -93,7 +107,7 @@ def result_order(result_id: str) -> tuple[int, int]:
     return (int(milliseconds), int(number)) if milliseconds.isdigit() and number.isdigit() else (0, 0)
 
 
-def fresh_failures(record: JobRecord, seen: str | None, baseline: float) -> list[ResultRecord]:
+def fresh_failures(record: RqJobRecord, seen: str | None, baseline: float) -> list[ResultRecord]:
     """The failed executions that were not reported yet, oldest first.
 
     Of a job met for the first time those since ``baseline`` (when the watcher first ran, seconds) count, and its
@@ -108,7 +122,7 @@ def fresh_failures(record: JobRecord, seen: str | None, baseline: float) -> list
     return fresh[::-1]
 
 
-def failure(record: JobRecord, result: ResultRecord) -> Report:
+def failure(record: RqJobRecord, result: ResultRecord) -> Report:
     text = exception_text(result.exception)
     kind, error_kind = _kind(text, stopped=record.status == "stopped" and result is record.results[0])
     error_type, message = summary(text)
@@ -118,7 +132,7 @@ def failure(record: JobRecord, result: ResultRecord) -> Report:
         error_kind=error_kind,
         message=message or "Job failed",
         identity=result.execution_id or result.id,
-        at=datetime.fromtimestamp(result_order(result.id)[0] / 1000, UTC),
+        at=_time(result_order(result.id)[0] / 1000),
         error_type=error_type,
         execution_id=result.execution_id,
         worker=result.worker,
@@ -130,7 +144,7 @@ def failure(record: JobRecord, result: ResultRecord) -> Report:
     )
 
 
-def failure_without_result(record: JobRecord, identity: str, now: float) -> Report:
+def failure_without_result(record: RqJobRecord, identity: str, now: float) -> Report:
     """A job in the failed registry of which RQ kept no result (``failure_ttl=0``, or deleted meanwhile)."""
     return Report(
         job_id=record.job_id,
@@ -147,7 +161,19 @@ def failure_without_result(record: JobRecord, identity: str, now: float) -> Repo
     )
 
 
-def cancellation(record: JobRecord, identity: str, score: float, now: float) -> Report:
+def unreadable(job_id: str, kind: Literal["failed", "canceled"], score: float, now: float) -> Report:
+    """A job whose record makes no sense: that it failed or was canceled is known all the same."""
+    return Report(
+        job_id=job_id,
+        kind=kind,
+        error_kind="user" if kind == "canceled" else "system",
+        message=f"Job {kind}; its record makes no sense",
+        identity=entry_name(score),
+        at=_time(now),
+    )
+
+
+def cancellation(record: RqJobRecord, identity: str, score: float, now: float) -> Report:
     return Report(
         job_id=record.job_id,
         kind="canceled",
@@ -165,20 +191,20 @@ def cancellation(record: JobRecord, identity: str, score: float, now: float) -> 
     )
 
 
-def overrun(record: JobRecord, execution_id: str, created_at: float, limit: float, now: float) -> Report:
+def overrun(record: RqJobRecord, execution_id: str, created_at: float, limit: float, now: float) -> Report:
     """It runs longer than it may and is still in the started registry."""
     message = f"Job has been running for {now - created_at:.0f} s, more than the {limit:.0f} s it may take"
     return _unfinished(record, "stuck", message, execution_id=execution_id, created_at=created_at, now=now)
 
 
-def loss(record: JobRecord, execution_id: str, created_at: float, now: float) -> Report:
+def loss(record: RqJobRecord, execution_id: str, created_at: float, now: float) -> Report:
     """The lease on the execution lapsed: no worker has given a sign of life for it."""
     message = "Worker lost: the lease on the execution lapsed without a heartbeat"
     return _unfinished(record, "lost", message, execution_id=execution_id, created_at=created_at, now=now)
 
 
 def _unfinished(
-    record: JobRecord, kind: Kind, message: str, *, execution_id: str, created_at: float, now: float
+    record: RqJobRecord, kind: Kind, message: str, *, execution_id: str, created_at: float, now: float
 ) -> Report:
     return Report(
         job_id=record.job_id,
@@ -196,7 +222,7 @@ def _unfinished(
     )
 
 
-def sequel(record: JobRecord, execution_id: str, kind: Kind, *, earlier: str, event: str, now: float) -> Report:
+def sequel(record: RqJobRecord, execution_id: str, kind: Kind, *, earlier: str, event: str, now: float) -> Report:
     """What became of an execution that was told of as ``earlier`` by ``event``."""
     words = {
         "finished": "Job finished",
@@ -223,7 +249,25 @@ def sequel(record: JobRecord, execution_id: str, kind: Kind, *, earlier: str, ev
 
 def moment(seconds: float) -> str:
     """A time as RQ writes it into a job."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    return _time(seconds).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def _time(seconds: float) -> datetime:
+    """A time that a stranger wrote; one that no calendar has is the nearest it has."""
+    return datetime.fromtimestamp(min(max(seconds, 0.0), _LAST_SECOND), UTC)
+
+
+def entry_name(score: float) -> str:
+    """What tells two entries of one member apart."""
+    return f"score {score:.17g}"
+
+
+def put_back_since(record: RqJobRecord, score: float) -> bool:
+    """Whether a canceled job was enqueued again after its cancellation, which is scored by its second."""
+    try:
+        return datetime.fromisoformat(record.enqueued_at).timestamp() >= score + 1
+    except (ValueError, OverflowError):
+        return False
 
 
 def _kind(text: str, *, stopped: bool) -> tuple[Kind, ErrorKind]:
@@ -242,24 +286,28 @@ def abandoned(text: str) -> bool:
 
 
 def outcome(
-    record: JobRecord, execution_id: str, *, execution_exists: bool
-) -> Literal["open", "told", "finished", "retried", "gone", "lost"]:
+    record: RqJobRecord, execution_id: str, *, execution_exists: bool, listed: bool, lost: bool
+) -> Literal["open", "reported", "abandoned", "finished", "retried", "gone", "lost"]:
     """What became of an execution that was reported canceled, stuck or lost.
 
-    ``open``: not decided yet. ``told``: a registry tells it. ``lost``: it ended without leaving a word.
+    ``open``: not decided yet. ``reported``: a registry shows it. ``abandoned``: it was ``lost`` and RQ gave it up, but
+    its worker may come back. ``lost``: it ended without leaving a word. ``listed``: it is in the started registry, so
+    whatever the job's record says is about another execution.
     """
     for result in record.results:
         if result.execution_id == execution_id:
-            answers: Mapping[str, Literal["finished", "told", "retried"]] = {
+            answers: Mapping[str, Literal["finished", "reported", "retried"]] = {
                 "successful": "finished",
-                "failed": "told",
+                "failed": "reported",
                 "retried": "retried",
             }
             return answers[result.outcome]
     if not record.exists:
         return "gone"
+    if listed:
+        return "open"
     if record.status in ("failed", "stopped"):
-        return "told"
+        return "abandoned" if lost else "reported"
     if record.status == "canceled":
         return "open" if execution_exists else "lost"
     if record.status == "started" and record.running in ("", execution_id):
@@ -283,36 +331,104 @@ def split_member(member: str) -> tuple[str, str]:
 
 
 def exception_text(stored: bytes) -> str:
-    """The end of the stored exception, which is where a traceback says what it is about.
+    """The stored exception, of a very long one its two ends.
 
     A stream that swells beyond reason or is damaged yields what was readable.
     """
     inflate = zlib.decompressobj()
-    tail, total = b"", 0
+    head, tail, total = b"", b"", 0
     try:
         data = base64.b64decode(stored)
         while data and total < _EXCEPTION_LIMIT:
             piece = inflate.decompress(data, 65_536)
             total += len(piece)
-            tail = (tail + piece)[-_EXCEPTION_TAIL:]
+            if total <= _EXCEPTION_END:
+                head += piece
+            else:
+                tail = (tail + piece)[-_EXCEPTION_END:]
             data = inflate.unconsumed_tail
     except (binascii.Error, zlib.error):
         pass
-    return tail.decode("utf-8", "replace")
+    return (head + tail).decode("utf-8", "replace")
 
 
 def summary(text: str) -> tuple[str, str]:
     """(type, one redacted line) of a traceback or of a sentence RQ wrote itself."""
-    lines = text.rstrip().splitlines()
-    frames = [number for number, line in enumerate(lines) if _FRAME.match(line)]
-    if frames:
-        rest = lines[frames[-1] + 1 :]
-        while rest and rest[0].startswith("    "):
-            rest = rest[1:]
-        lines = rest
-    line = " ".join(" ".join(lines).split())
-    found = _ERROR_TYPE.match(line) if frames else None
-    return (found.group(1) if found else ""), redact(line)[:_MESSAGE_LIMIT]
+    beginnings = list(_TRACEBACK.finditer(text))
+    if not beginnings and not _FRAME.match(text):
+        return "", _one_line(text)
+    rest = text[beginnings[-1].end() :] if beginnings else text
+    if beginnings and beginnings[-1]["group"]:
+        return _group_summary(rest)
+    line = _one_line(_exception(rest))
+    found = _ERROR_TYPE.match(line)
+    return (found.group(1) if found else ""), line
+
+
+def _exception(rest: str) -> str:
+    """What follows the frames of a traceback. Frames are indented, an exception's first line is not."""
+    lines = rest.split("\n")
+    for number, line in enumerate(lines):
+        if not line.startswith("  "):
+            return "\n".join(lines[number:])
+    return ""
+
+
+def _group_summary(rest: str) -> tuple[str, str]:
+    """An exception group says what it is and how many it holds; what they are is said by their own lines."""
+    own, *parts = _SUBEXCEPTION.split(rest)
+    line = _one_line(_exception(_without_margin(own)))
+    found = _ERROR_TYPE.match(line)
+    members = [_one_line(_first_exception(_without_margin(part))) for part in parts]
+    shown = "; ".join(member for member in members if member)
+    return (found.group(1) if found else ""), f"{line}: {shown}"[:_MESSAGE_LIMIT] if shown else line
+
+
+def _first_exception(part: str) -> str:
+    """The exception's line of one member of a group, with or without a traceback before it."""
+    lines = part.lstrip("\n").split("\n")
+    if lines[0].endswith("Traceback (most recent call last):"):
+        lines = _exception("\n".join(lines[1:])).split("\n")
+    return lines[0]
+
+
+def _without_margin(text: str) -> str:
+    """Without the bars that an exception group draws along its members."""
+    return re.sub(r"^\s*\| ?", "", _GROUP_END.sub("", text), flags=re.MULTILINE)
+
+
+def _one_line(text: str) -> str:
+    return redact(" ".join(text[:_MESSAGE_READ].split()))[:_MESSAGE_LIMIT]
+
+
+#: Half a character, and the one that PostgreSQL cannot keep.
+_HALF_OR_NUL = re.compile("[\ud800-\udfff\0]")
+
+
+def clean_text(text: str, limit: int = _TEXT_LIMIT) -> str:
+    """A text that every receiver can read: valid Unicode, no NUL, not endless. A long one keeps what tells it apart."""
+    raw = text.encode("utf-8", "surrogatepass")
+    text = _HALF_OR_NUL.sub("\ufffd", text)
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit - 17]}\u2026{sha256(raw).hexdigest()[:16]}"
+
+
+def clean(report: Report) -> Report:
+    """The same report in texts that can be published, whatever the job contained."""
+    return replace(
+        report,
+        job_id=clean_text(report.job_id),
+        message=clean_text(report.message),
+        identity=clean_text(report.identity),
+        error_type=clean_text(report.error_type),
+        execution_id=clean_text(report.execution_id),
+        worker=clean_text(report.worker),
+        enqueued_at=clean_text(report.enqueued_at),
+        started_at=clean_text(report.started_at),
+        ended_at=clean_text(report.ended_at),
+        follows=clean_text(report.follows, 4 * _TEXT_LIMIT),
+    )
 
 
 def payload_fields(payload: bytes, names: Iterable[str]) -> dict[str, Json]:
@@ -333,7 +449,19 @@ def payload_fields(payload: bytes, names: Iterable[str]) -> dict[str, Json]:
     if not isinstance(arguments, dict):
         return {}
     given: Mapping[str, object] = arguments
-    return {name: value for name in wanted if isinstance(value := given.get(name), str | int | float | bool)}
+    return {name: value for name in wanted if (value := _plain(given.get(name))) is not None}
+
+
+def _plain(value: object) -> str | int | float | None:
+    """A text, number or boolean as JSON can carry it; None for anything else (NaN is none)."""
+    match value:
+        case str():
+            return clean_text(value)
+        case float():
+            return value if isfinite(value) else None
+        case int():
+            return value
+    return None
 
 
 def oldest_first(reports: Sequence[Report]) -> list[Report]:

@@ -10,16 +10,19 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from headway.errors import ConfigError, InvalidInput, ServerRefused, Unavailable
+from headway._redis.keys import PROBE
+from headway.errors import ConfigError, InvalidInput, Unavailable
+from headway.events import Event
 from headway.telemetry import Log
 from headway.watcher.executions import Follower, StartedView
-from headway.watcher.logic import ADDITIONS, channel, notifies, pattern, split_member
-from headway.watcher.ports import Message, PubSubProto, RedisProto, WatcherPorts
+from headway.watcher.logic import ADDITIONS, channel, clean_text, notifies, pattern, split_member
+from headway.watcher.ports import GuardProto, Message, PubSubProto, RedisProto, WatcherPorts
 from headway.watcher.publisher import EventForm, Publisher
-from headway.watcher.registry import Desk, RegistryView, judge_canceled, judge_failed
+from headway.watcher.registry import QueueContext, RegistryView, judge_canceled, judge_failed
 from headway.watcher.store import ProcessedStore
 
 log = Log("watcher")
@@ -73,10 +76,15 @@ class WatcherSettings:
         for name, number in numbers.items():
             if not 0 < number < 1e9:
                 raise InvalidInput(f"{name} is {number}; it has to be above 0.")
-        if self.page_size > 10_000:
-            raise InvalidInput(f"page_size is {self.page_size}; more than 10,000 at a time would not be a window.")
+        if not 2 <= self.page_size <= 10_000:
+            raise InvalidInput(f"page_size is {self.page_size}; a window has 2 to 10,000 entries.")
         if not 0 <= self.lost_grace_s < 1e9:
             raise InvalidInput(f"lost_grace_s is {self.lost_grace_s}; it has to be 0 or more.")
+        for text in (*self.queues, self.channel, self.stream, self.form.failed, self.form.outcome):
+            if clean_text(text) != text:
+                raise InvalidInput(
+                    f"{clean_text(text)!r} names a queue, a channel, a stream or an event, and is no valid text."
+                )
 
 
 #: Gives the store of one queue, named ``queue@db``.
@@ -86,25 +94,34 @@ OpenStore = Callable[[str], ProcessedStore]
 class QueueWatch:
     """The three registries of one queue and the executions whose outcome is awaited."""
 
-    def __init__(self, desk: Desk, failed: RegistryView, canceled: RegistryView, started: StartedView) -> None:
-        self.desk = desk
+    def __init__(
+        self, context: QueueContext, failed: RegistryView, canceled: RegistryView, started: StartedView
+    ) -> None:
+        self.context = context
         self.failed = failed
         self.canceled = canceled
         self.started = started
-        self._follower = Follower(desk, failed)
+        self._follower = Follower(context, failed, started)
         self._ended: set[str] = set()
 
     def catch_up(self) -> None:
         for view in (self.failed, self.canceled):
-            view.walk()
+            view.diff()  # the oldest first, as long as scores tell
+            view.walk(prune=True)
         self.started.diff()
         self.started.forget()
-        self._follower.resolve(list(self.desk.follows))
+        self._follower.resolve(list(self.context.follows))
         self.started.check()
+
+    def look(self) -> None:
+        """At what was announced, unless that is under way."""
+        for view in (self.failed, self.canceled):
+            if view.pending and not view.looking:
+                view.diff()
 
     def ended(self, job_id: str) -> None:
         """An execution of this job ended; if it is one we follow, its outcome can be had now."""
-        self._ended |= {member for member in self.desk.follows if split_member(member)[0] == job_id}
+        self._ended |= {member for member in self.context.follows if split_member(member)[0] == job_id}
 
     @property
     def due(self) -> float | None:
@@ -115,10 +132,9 @@ class QueueWatch:
         return min((moment for moment in times if moment is not None), default=None)
 
     def work(self) -> None:
-        now = self.desk.now()
+        now = self.context.now()
+        self.look()
         for view in (self.failed, self.canceled):
-            if view.pending:
-                view.diff()
             if view.walk_at is not None and view.walk_at <= now:
                 view.walk()
         if self.started.read_at is not None and self.started.read_at <= now:
@@ -127,22 +143,35 @@ class QueueWatch:
         ended, self._ended = self._ended, set()
         self._follower.resolve(sorted(ended))
 
-    def sweep(self) -> bool:
+    def sweep(self, *, touched: bool, unheard: bool) -> bool:
         """Look although nothing was announced; whether that found something."""
         before = self.failed.reported + self.canceled.reported
-        self.failed.sweep()
-        self.canceled.sweep()
-        self.started.diff()
-        self.started.forget()
-        self._follower.resolve(list(self.desk.follows))
+        self.failed.sweep(touched=touched, unheard=unheard)
+        self.canceled.sweep(touched=touched, unheard=unheard)
+        if touched:
+            self.started.diff()
+            self.started.forget()
+        self._follower.resolve(list(self.context.follows))
         return self.failed.reported + self.canceled.reported > before
+
+
+class _Stopped(Exception):
+    """Somebody asked to stop while there was much to do."""
 
 
 class NotificationWatcher:
     """Watches queues of one Redis database. `open`, then `tick` again and again; `run` does both until told to stop."""
 
-    def __init__(self, settings: WatcherSettings, ports: WatcherPorts, open_store: OpenStore) -> None:
+    def __init__(
+        self,
+        settings: WatcherSettings,
+        ports: WatcherPorts,
+        open_store: OpenStore,
+        append: Callable[[Sequence[Event]], None] = lambda _: None,
+    ) -> None:
+        """``append`` puts events into the outbox: see `Publisher`."""
         self._settings = settings
+        self._append = append
         self._clock = ports.clock
         self._redis = ports.redis(settings.redis_url)
         self._rq = ports.rq()
@@ -150,9 +179,15 @@ class NotificationWatcher:
         self._link: PubSubProto | None = None
         self._queues: list[QueueWatch] = []
         self._routes: dict[str, Callable[[str], None]] = {}
-        #: Patterns asked for and not confirmed yet. A confirmation nobody waits for means the link was made anew.
-        self._unconfirmed: set[str] = set()
-        self._following: set[tuple[int, str]] = set()
+        #: Patterns and channels asked for and not confirmed yet. A confirmation nobody waits for means the link was
+        #: made anew.
+        self._unconfirmed: Counter[str] = Counter()
+        #: Jobs whose executions are listened to, and the queues that want to know.
+        self._following: dict[str, list[QueueWatch]] = {}
+        self._guard: GuardProto | None = None
+        #: Something was announced since the last sweep.
+        self._heard = False
+        self._stop = threading.Event()
         self._offset = 0.0
         self._heard_at = 0.0
         self._pinged_at: float | None = None
@@ -160,10 +195,13 @@ class NotificationWatcher:
 
     def run(self, stop: threading.Event) -> None:
         """Until ``stop`` is set. Any error ends it and is raised: there is no second try here."""
+        self._stop = stop
         try:
             self.open()
             while not stop.is_set():
                 self.tick()
+        except _Stopped:
+            pass
         finally:
             self.close()
 
@@ -177,16 +215,20 @@ class NotificationWatcher:
             self._settings.channel,
             stream=self._settings.stream,
             stream_length=self._settings.stream_length,
+            append=self._append,
         )
         self._queues = [self._watch(queue, publisher) for queue in dict.fromkeys(self._settings.queues)]
         self._link = self._redis.pubsub()
-        self._subscribe([pattern(self._redis.db, key) for key in self._keys()])
+        patterns = [pattern(self._redis.db, key) for key in self._keys()]
+        self._unconfirmed.update(patterns)
+        self._link.psubscribe(*patterns)
         self._await_confirmation()
+        self._guard = self._redis.guard(self._keys())
         for queue in self._queues:
             queue.catch_up()
         self._follow()
         self._swept_at = self._clock()
-        log.info("watching", queue=", ".join(queue.desk.queue for queue in self._queues))
+        log.info("watching", queue=", ".join(queue.context.queue for queue in self._queues))
 
     def tick(self) -> None:
         """Wait for a message, or until something is due, half a second at most; then do what there is to do."""
@@ -198,6 +240,16 @@ class NotificationWatcher:
         self._follow()
         self._watchdog()
 
+    def _breathe(self) -> None:
+        """Between two windows of anything long: take what was announced and look at it, so that a job that leaves its
+        registry soon is not missed meanwhile; see that the link lives; end when that is asked for."""
+        if self._stop.is_set():
+            raise _Stopped
+        self._receive(0.0)
+        for queue in self._queues:
+            queue.look()
+        self._watchdog()
+
     def close(self) -> None:
         if self._link is not None:
             self._link.close()
@@ -207,7 +259,7 @@ class NotificationWatcher:
     @property
     def started(self) -> Mapping[str, StartedView]:
         """By queue, what is known to run."""
-        return {queue.desk.queue: queue.started for queue in self._queues}
+        return {queue.context.queue: queue.started for queue in self._queues}
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
@@ -236,25 +288,21 @@ class NotificationWatcher:
     def _take(self, message: Message) -> None:
         self._heard_at, self._pinged_at = self._clock(), None
         if message.kind == "event":
+            self._heard = True
             route = self._routes.get(message.channel)
             if route is not None:
                 route(message.name)
         elif message.kind == "subscribed":
-            if message.channel not in self._unconfirmed:
+            if not self._unconfirmed[message.channel]:
                 raise Unavailable(
                     "The link to Redis was cut and mended behind our back: events may be lost.",
                     hint="The supervisor starts the watcher again, which catches up.",
                 )
-            self._unconfirmed.discard(message.channel)
-
-    def _subscribe(self, patterns: Sequence[str]) -> None:
-        self._unconfirmed.update(patterns)
-        self._linked.psubscribe(*patterns)
-        self._heard_at = self._clock()
+            self._unconfirmed[message.channel] -= 1
 
     def _await_confirmation(self) -> None:
         deadline = self._clock() + REPLY_S
-        while self._unconfirmed:
+        while self._unconfirmed.total():
             left = deadline - self._clock()
             if left <= 0:
                 raise Unavailable("Redis did not confirm the subscription.")
@@ -265,6 +313,8 @@ class NotificationWatcher:
     def _watchdog(self) -> None:
         """A link can be dead without saying so: nothing arrives, nothing fails. Only a pong tells it from quiet."""
         now = self._clock()
+        if self._pinged_at is not None and now - self._pinged_at > REPLY_S:
+            self._receive(0.0)  # we may have been busy for that long ourselves
         if self._pinged_at is not None:
             if now - self._pinged_at > REPLY_S:
                 raise Unavailable(
@@ -285,22 +335,25 @@ class NotificationWatcher:
     def _watch(self, queue: str, publisher: Publisher) -> QueueWatch:
         db = self._redis.db
         store = self._open_store(f"{queue}@{db}")
-        desk = Desk(
+        context = QueueContext(
             queue=queue,
             redis=self._redis,
             store=store,
             publisher=publisher,
             now=self._now,
+            breathe=self._breathe,
             page_size=self._settings.page_size,
             baseline=store.baseline(self._now()),
-            follows={follow.member: follow for follow in store.follows()},
+            payload=bool(self._settings.form.payload_fields),
+            # One noted by an earlier release, without a time, is awaited from now on.
+            follows={one.member: replace(one, since=one.since or self._now()) for one in store.follows()},
         )
         keys = self._rq.registries(queue)
-        failed = RegistryView("failed", keys.failed, desk, judge_failed)
-        canceled = RegistryView("canceled", keys.canceled, desk, judge_canceled)
+        failed = RegistryView("failed", keys.failed, context, judge_failed)
+        canceled = RegistryView("canceled", keys.canceled, context, judge_canceled)
         started = StartedView(
             keys.started,
-            desk,
+            context,
             stuck_timeout=self._settings.stuck_job_timeout_s,
             lost_grace=self._settings.lost_grace_s,
             sync=self._sync,
@@ -308,42 +361,54 @@ class NotificationWatcher:
         self._routes[channel(db, keys.failed)] = failed.hint
         self._routes[channel(db, keys.canceled)] = canceled.hint
         self._routes[channel(db, keys.started)] = started.hint
-        return QueueWatch(desk, failed, canceled, started)
+        return QueueWatch(context, failed, canceled, started)
 
     def _keys(self) -> list[str]:
-        keys = [self._rq.registries(queue.desk.queue) for queue in self._queues]
+        keys = [self._rq.registries(queue.context.queue) for queue in self._queues]
         return [key for one in keys for key in (one.failed, one.canceled, one.started)]
 
     def _sweep(self) -> None:
-        self._swept_at = self._clock()
-        found = [queue.sweep() for queue in self._queues]
+        """Look although nothing was announced, and see that it would have been: whoever switches notifications off
+        blinds us without a word."""
+        assert self._guard is not None, "open() comes first"
+        self._swept_at, heard, self._heard = self._clock(), self._heard, False
+        touched = not self._guard.untouched()
+        found = [queue.sweep(touched=touched, unheard=touched and not heard) for queue in self._queues]
         if any(found):
-            # A change that was not announced: the server may have lost its setting. Then listening is worth nothing.
             log.warning("found what was not announced")
-            preflight(self._redis, self._clock)
+        preflight(self._redis, self._clock)
 
     def _follow(self) -> None:
         """Listen to the ends of the executions whose outcome is awaited, and no longer to those that have one."""
-        wanted = {
-            (number, split_member(member)[0])
-            for number, queue in enumerate(self._queues)
-            for member in queue.desk.follows
-        }
-        for _, job_id in sorted(self._following - wanted):
-            key = self._rq.executions(job_id)
-            del self._routes[channel(self._redis.db, key)]
-            self._linked.punsubscribe(pattern(self._redis.db, key))
-        for number, job_id in sorted(wanted - self._following):
-            key, queue = self._rq.executions(job_id), self._queues[number]
-
-            def ended(command: str, queue: QueueWatch = queue, job_id: str = job_id) -> None:
-                if command not in ADDITIONS:
-                    queue.ended(job_id)
-
-            self._routes[channel(self._redis.db, key)] = ended
-            self._subscribe([pattern(self._redis.db, key)])
-            queue.ended(job_id)  # it may have ended just before we listened
+        wanted: dict[str, list[QueueWatch]] = {}
+        for queue in self._queues:
+            for job_id in {split_member(member)[0] for member in queue.context.follows}:
+                wanted.setdefault(job_id, []).append(queue)
+        if wanted == self._following:
+            return
+        for job_id in sorted(self._following.keys() - wanted.keys()):
+            name = channel(self._redis.db, self._rq.executions(job_id))
+            del self._routes[name]
+            self._linked.unsubscribe(name)
+        for job_id, queues in sorted(wanted.items()):
+            name, known = channel(self._redis.db, self._rq.executions(job_id)), self._following.get(job_id, [])
+            if not known:
+                self._unconfirmed[name] += 1
+                self._linked.subscribe(name)
+            for queue in queues:
+                if queue not in known:
+                    queue.ended(job_id)  # it may have ended just before we listened
+            self._routes[name] = _ender(job_id, queues)
         self._following = wanted
+
+
+def _ender(job_id: str, queues: Sequence[QueueWatch]) -> Callable[[str], None]:
+    def ended(command: str) -> None:
+        if command not in ADDITIONS:
+            for queue in queues:
+                queue.ended(job_id)
+
+    return ended
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -352,11 +417,8 @@ class NotificationWatcher:
 
 def preflight(redis: RedisProto, clock: Callable[[], float] = time.monotonic) -> None:
     """Make sure the server announces what we listen to. It is never set here: that is the operator's decision."""
-    try:
-        flags = redis.config_get(SETTING)
-    except ServerRefused:
-        flags = None  # many managed servers deny CONFIG
-    if flags is None:
+    flags = redis.config_get(SETTING)
+    if flags is None:  # many managed servers deny CONFIG
         if not probe(redis, clock):
             raise _silent("A probe was not announced")
     elif not notifies(flags):
@@ -365,10 +427,10 @@ def preflight(redis: RedisProto, clock: Callable[[], float] = time.monotonic) ->
 
 def probe(redis: RedisProto, clock: Callable[[], float]) -> bool:
     """Whether a change of a sorted set of our own is announced."""
-    key = f"headway:probe:{uuid.uuid4().hex}"
+    key = PROBE(token=uuid.uuid4().hex)
     link = redis.pubsub()
     try:
-        link.psubscribe(pattern(redis.db, key))
+        link.subscribe(channel(redis.db, key))
         deadline = clock() + PROBE_S
         while (left := deadline - clock()) > 0:
             message = link.get_message(left)

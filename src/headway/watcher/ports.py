@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 Member = tuple[str, float]
 
 #: HSET key field value | HDEL key field | ZADD key [XX] score member | ZREM key member, as words.
-Change = tuple[str | float, ...]
+Write = tuple[str | float, ...]
 
 MessageKind = Literal["event", "subscribed", "unsubscribed", "pong"]
 
@@ -23,8 +23,8 @@ MessageKind = Literal["event", "subscribed", "unsubscribed", "pong"]
 class Message:
     """One thing that arrived on the subscribed link.
 
-    ``channel`` is the channel of an event, the pattern of a confirmation, empty for a pong. ``name`` is the name of
-    the command that changed the key; which member it changed is never said.
+    ``channel`` is the channel of an event, the channel or pattern of a confirmation, empty for a pong. ``name`` is
+    the name of the command that changed the key; which member it changed is never said.
     """
 
     kind: MessageKind
@@ -56,7 +56,7 @@ class ResultRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class JobRecord:
+class RqJobRecord:
     """What is left of a job. When its hash is gone, ``exists`` is False and the rest is empty."""
 
     job_id: str
@@ -92,6 +92,10 @@ class PubSubProto(Protocol):
 
     def punsubscribe(self, *patterns: str) -> None: ...
 
+    def subscribe(self, *channels: str) -> None: ...
+
+    def unsubscribe(self, *channels: str) -> None: ...
+
     def get_message(self, timeout: float) -> Message | None:
         """The next message, waiting at most ``timeout`` seconds for it."""
         ...
@@ -103,9 +107,21 @@ class PubSubProto(Protocol):
     def close(self) -> None: ...
 
 
+class GuardProto(Protocol):
+    """Notices whether any of some keys was touched, by whatever command: also by those that are not announced."""
+
+    def untouched(self) -> bool:
+        """Whether none of them was touched since this was asked last, or since it was made. False when the server
+        cannot say."""
+        ...
+
+
 class RedisProto(Protocol):
-    """The commands the watcher issues. `Unavailable` when the server cannot be reached in time, `ServerRefused` when
-    it says no; neither is ever retried here."""
+    """The commands the watcher issues. `Unavailable` when the server cannot be reached in time or refuses us, another
+    `HeadwayError` when it refuses a command; neither is ever retried here.
+
+    What a job's keys hold is anybody's: a value of a wrong kind counts as absent and never raises.
+    """
 
     @property
     def db(self) -> int: ...
@@ -113,7 +129,7 @@ class RedisProto(Protocol):
     def pubsub(self) -> PubSubProto: ...
 
     def config_get(self, name: str) -> str | None:
-        """A setting of the server; None when it knows no such setting."""
+        """A setting of the server; None when it does not say: no such setting, or no right to ask."""
         ...
 
     def time(self) -> float:
@@ -128,6 +144,13 @@ class RedisProto(Protocol):
         """``count`` members by rank, from the lowest score up, beginning at rank ``start``."""
         ...
 
+    def zscan(self, key: str, cursor: int, count: int) -> tuple[int, list[Member]]:
+        """About ``count`` members, and the cursor to go on with; it begins and ends with 0.
+
+        A member that is there from the first call to the last is given at least once, whatever else changes.
+        """
+        ...
+
     def zcard(self, key: str) -> int: ...
 
     def zrank(self, key: str, member: str) -> int | None: ...
@@ -138,13 +161,20 @@ class RedisProto(Protocol):
 
     def unlink(self, key: str) -> None: ...
 
-    def jobs(self, job_ids: Sequence[str], *, running: bool) -> list[JobRecord]:
-        """What is left of each job, in one round trip, in the order asked. What runs of it costs a command more."""
+    def jobs(self, job_ids: Sequence[str], *, running: bool, payload: bool = False) -> list[RqJobRecord]:
+        """What is left of each job, in one round trip, in the order asked. What runs of it costs a command more; its
+        payload, which may be large, is read only when it is wanted."""
+        ...
+
+    def have_results(self, job_ids: Sequence[str]) -> list[bool]:
+        """Of which jobs RQ still keeps results, in one round trip, in the order asked."""
         ...
 
     def executions(self, members: Sequence[str]) -> list[ExecutionRecord]:
         """Each member ``job_id:execution_id`` of the started registry, in one round trip, in the order asked."""
         ...
+
+    def guard(self, keys: Sequence[str]) -> GuardProto: ...
 
     def publish(self, channel: str, stream: str, stream_length: int, bodies: Sequence[str]) -> None:
         """Every body to ``channel``, and to ``stream`` first unless that is empty; in one round trip."""
@@ -172,7 +202,7 @@ class RedisHashes(Protocol):
         """Up to ``count`` members with a score below ``before``."""
         ...
 
-    def together(self, changes: Sequence[Change]) -> None:
+    def together(self, changes: Sequence[Write]) -> None:
         """All of them in one transaction."""
         ...
 

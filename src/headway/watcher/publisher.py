@@ -1,11 +1,13 @@
-"""Tells a report to the world: one event on a channel, and a durable copy in a stream when one is named."""
+"""Tells a report to the world: one event on a channel, a durable copy in a stream when one is named, and in the outbox
+when sinks are configured, from where the relay takes it to them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headway.events import Event, Json
+from headway.events.envelope import plain
 from headway.telemetry import Log, metrics
 from headway.watcher.logic import Report, oldest_first, payload_fields
 from headway.watcher.ports import RedisProto
@@ -32,22 +34,34 @@ class EventForm:
 
 
 class Publisher:
-    """Publishes to ``channel``, and before that to ``stream`` if it has a name (trimmed to about its length)."""
+    """Publishes to ``channel``, and in the same step to ``stream`` if it has a name (trimmed to about its length).
+
+    ``append`` puts events into the outbox; it comes first, and an event that is there already is not added again.
+    """
 
     def __init__(
-        self, redis: RedisProto, form: EventForm, channel: str, *, stream: str = "", stream_length: int = 100_000
+        self,
+        redis: RedisProto,
+        form: EventForm,
+        channel: str,
+        *,
+        stream: str = "",
+        stream_length: int = 100_000,
+        append: Callable[[Sequence[Event]], None] = lambda _: None,
     ) -> None:
         self._redis = redis
         self._form = form
         self._channel = channel
         self._stream = stream
         self._stream_length = stream_length
+        self._append = append
 
     def publish(self, queue: str, reports: Sequence[Report]) -> None:
         """All of them in one round trip, oldest first. Raises when the server did not take them."""
         ordered = oldest_first(reports)
         events = [self.event(queue, report) for report in ordered]
         bodies = [event.as_json() for event in events]
+        self._append(events)
         self._redis.publish(self._channel, self._stream, self._stream_length, bodies)
         for event, report in zip(events, ordered, strict=True):
             metrics.count("headway_watcher_events", queue=queue, kind=report.kind)
@@ -61,24 +75,31 @@ class Publisher:
             source=SOURCE,
             job=report.job_id,
             version=1,
-            data={
-                **self._form.fields,
-                **payload_fields(report.payload, self._form.payload_fields),
-                "queue": queue,
-                "job_id": report.job_id,
-                "kind": report.kind,
-                "error_kind": report.error_kind,
-                "message": report.message,
-                "error_type": report.error_type or None,
-                "execution_id": report.execution_id or None,
-                "worker": report.worker or None,
-                "enqueued_at": report.enqueued_at or None,
-                "started_at": report.started_at or None,
-                "ended_at": report.ended_at or None,
-                "running": report.running,
-                "follows": report.follows or None,
-            },
+            data=_holdable(
+                {
+                    **self._form.fields,
+                    **payload_fields(report.payload, self._form.payload_fields),
+                    "queue": queue,
+                    "job_id": report.job_id,
+                    "kind": report.kind,
+                    "error_kind": report.error_kind,
+                    "message": report.message,
+                    "error_type": report.error_type or None,
+                    "execution_id": report.execution_id or None,
+                    "worker": report.worker or None,
+                    "enqueued_at": report.enqueued_at or None,
+                    "started_at": report.started_at or None,
+                    "ended_at": report.ended_at or None,
+                    "running": report.running,
+                    "follows": report.follows or None,
+                }
+            ),
         )
+
+
+def _holdable(data: Mapping[str, Json]) -> Mapping[str, Json]:
+    """As JSON can hold it: nothing that a job contains (NaN, half a character) may keep the others from being told."""
+    return {name: plain(value, lenient=True) for name, value in data.items()}
 
 
 def event_id(queue: str, report: Report) -> str:

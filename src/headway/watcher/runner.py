@@ -7,10 +7,11 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import NoReturn
 
-from headway import telemetry
-from headway._sql import connect
+from headway import events, telemetry
+from headway._sql import Database, connect
 from headway.config import Config
 from headway.errors import ConfigError, HeadwayError
 from headway.events import Json
@@ -20,6 +21,8 @@ from headway.watcher.notify import NotificationWatcher, OpenStore, WatcherSettin
 from headway.watcher.ports import WatcherPorts
 from headway.watcher.publisher import EventForm
 from headway.watcher.store import RedisProcessedStore, SqlProcessedStore
+
+log = telemetry.Log("watcher")
 
 REQUIRED = ("REDIS_URL", "RQ__QUEUE", "DIGITS_EVENTS_CHANNEL", "RQ_WATCHER_STUCK_TIMEOUT_SECONDS")
 
@@ -43,13 +46,17 @@ def main(environment: Mapping[str, str], ports: WatcherPorts | None = None, shut
 
 def watch(environment: Mapping[str, str], config: Config, ports: WatcherPorts, shutdown: Shutdown) -> None:
     settings = settings_from(environment)
-    with (
-        on_signals(shutdown),
-        _stores(
-            environment.get("RQ_WATCHER_STORE") or config.text("database"), settings.redis_url, ports
-        ) as open_store,
-    ):
-        NotificationWatcher(settings, ports, open_store).run(shutdown.stop)
+    sinks = events.open_sinks(config["sinks"], config["webhook"])
+    where = environment.get("RQ_WATCHER_STORE") or config.text("database")
+    with on_signals(shutdown), _stores(where, settings.redis_url, ports) as (open_store, database):
+        if not sinks or database is None:
+            if sinks:
+                log.warning("sinks are not told: RQ_WATCHER_STORE=redis has no outbox", count=len(sinks))
+            NotificationWatcher(settings, ports, open_store).run(shutdown.stop)
+            return
+        with events.start(database=database, sinks=sinks, stop=shutdown.stop):
+            append = partial(events.append_all, database)
+            NotificationWatcher(settings, ports, open_store, append).run(shutdown.stop)
 
 
 def settings_from(environment: Mapping[str, str]) -> WatcherSettings:
@@ -65,9 +72,15 @@ def settings_from(environment: Mapping[str, str]) -> WatcherSettings:
     def number(name: str, default: float) -> float:
         text = environment.get(name)
         try:
-            return default if not text else float(text)
+            return float(text or default)
         except ValueError as error:
             raise ConfigError(f"{name} is {redact(text or '')!r}; it has to be a number.") from error
+
+    def whole(name: str, default: int) -> int:
+        given = number(name, default)
+        if not given.is_integer():
+            raise ConfigError(f"{name} is {given}; it has to be a whole number.")
+        return int(given)
 
     default = WatcherSettings("redis://", ("-",), "-", 1.0)
     return WatcherSettings(
@@ -82,8 +95,8 @@ def settings_from(environment: Mapping[str, str]) -> WatcherSettings:
             payload_fields=_list(environment.get("RQ_WATCHER_PAYLOAD_FIELDS") or ""),
         ),
         stream=environment.get("RQ_WATCHER_STREAM") or "",
-        stream_length=int(number("RQ_WATCHER_STREAM_LENGTH", default.stream_length)),
-        page_size=int(number("RQ_WATCHER_PAGE_SIZE", default.page_size)),
+        stream_length=whole("RQ_WATCHER_STREAM_LENGTH", default.stream_length),
+        page_size=whole("RQ_WATCHER_PAGE_SIZE", default.page_size),
         sweep_s=number("RQ_WATCHER_SWEEP_SECONDS", default.sweep_s),
         ping_s=number("RQ_WATCHER_PING_SECONDS", default.ping_s),
         lost_grace_s=number("RQ_WATCHER_LOST_GRACE_SECONDS", default.lost_grace_s),
@@ -96,25 +109,31 @@ def _list(text: str) -> tuple[str, ...]:
 
 def _fields(text: str) -> dict[str, Json]:
     try:
-        parsed: object = json.loads(text)
-    except ValueError:
+        parsed: object = json.loads(text, parse_constant=_no_constant)
+        json.dumps(parsed, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
         raise ConfigError(
-            "RQ_WATCHER_FIELDS has to be a JSON object.", hint='For example {"environment": "production"}'
+            "RQ_WATCHER_FIELDS has to be a JSON object, without NaN and with valid texts.",
+            hint='For example {"environment": "production"}',
         )
     return {str(name): value for name, value in parsed.items()}
 
 
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
 @contextmanager
-def _stores(url: str, redis_url: str, ports: WatcherPorts) -> Iterator[OpenStore]:
+def _stores(url: str, redis_url: str, ports: WatcherPorts) -> Iterator[tuple[OpenStore, Database | None]]:
     """Where reports are remembered: a database, or the watched Redis itself when ``url`` is the word redis."""
     if url == "redis":
         hashes = ports.hashes(redis_url)
-        yield lambda queue: RedisProcessedStore(hashes, queue)
+        yield (lambda queue: RedisProcessedStore(hashes, queue)), None
     else:
         with connect(url) as database:
-            yield lambda queue: SqlProcessedStore(database, queue)
+            yield (lambda queue: SqlProcessedStore(database, queue)), database
 
 
 def _default_ports() -> WatcherPorts:

@@ -7,13 +7,15 @@ written after their events were published: a crash in between publishes them aga
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Literal, Protocol
 
+from headway import _redis
 from headway._sql import Database, Tx, marks
 from headway.errors import StoreCorrupt
-from headway.watcher.ports import Change, RedisHashes
+from headway.watcher.ports import RedisHashes, Write
 
 Registry = Literal["failed", "canceled", "started"]
 
@@ -31,15 +33,18 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """An execution (``job_id:execution_id``) whose outcome is still awaited, and what was told of it."""
+    """An execution (``job_id:execution_id``) whose outcome is still awaited, and what was reported of it."""
 
     member: str
     kind: str
     event: str
+    #: Since when, by Redis's clock.
+    since: float
 
 
 class ProcessedStore(Protocol):
-    """Few verbs over one queue. Each write is durable when it returns, and may be repeated."""
+    """Few verbs over one queue. Each write is durable when it returns, and may be repeated. Any number of members may
+    be given, none among them, and they may contain anything."""
 
     def baseline(self, now: float) -> float:
         """When this queue was first watched: ``now`` the first time, that same moment ever after."""
@@ -61,9 +66,11 @@ class ProcessedStore(Protocol):
         """These are still in the registry."""
         ...
 
-    def prune(self, registry: Registry, before: float) -> int:
-        """Forget members not found since ``before``; how many."""
+    def stale(self, registry: Registry, before: float, count: int) -> list[str]:
+        """Up to ``count`` members that were not found since ``before``."""
         ...
+
+    def forget(self, registry: Registry, members: Sequence[str]) -> None: ...
 
 
 class SqlProcessedStore:
@@ -81,12 +88,17 @@ class SqlProcessedStore:
         return self._database.run(work, operation="watcher.baseline")
 
     def look(self, registry: Registry, members: Sequence[str]) -> dict[str, Seen]:
-        rows = self._database.all(
-            "SELECT member, score, seen, at FROM watched WHERE queue = ? AND registry = ? "
-            f"AND member IN ({marks(len(members))})",
-            (self._queue, registry, *members),
-        )
-        return {str(row[0]): Seen(str(row[0]), float(row[1]), str(row[2]), float(row[3])) for row in rows}
+        found: dict[str, Seen] = {}
+        for some in _portions(members):
+            names = {_name(member): member for member in some}
+            for row in self._database.all(
+                "SELECT member, score, seen, at FROM watched WHERE queue = ? AND registry = ? "
+                f"AND member IN ({marks(len(names))})",
+                (self._queue, registry, *names),
+            ):
+                member = names[str(row[0])]
+                found[member] = Seen(member, float(row[1]), str(row[2]), float(row[3]))
+        return found
 
     def newest(self, registry: Registry) -> float:
         return _first(
@@ -102,43 +114,55 @@ class SqlProcessedStore:
                 "INSERT INTO watched VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (queue, registry, member) "
                 "DO UPDATE SET score = excluded.score, seen = excluded.seen, at = excluded.at, "
                 "found = excluded.found",
-                [(self._queue, registry, row.member, row.score, row.seen, row.at, row.at) for row in rows],
+                [
+                    (self._queue, registry, _name(row.member), row.score, _name(row.seen), row.at, row.at)
+                    for row in rows
+                ],
             )
             tx.executemany(
                 "DELETE FROM followed WHERE queue = ? AND member = ?",
-                [(self._queue, member) for member in unfollow],
+                [(self._queue, _name(member)) for member in unfollow],
             )
             tx.executemany(
-                "INSERT INTO followed VALUES (?, ?, ?, ?) ON CONFLICT (queue, member) "
-                "DO UPDATE SET kind = excluded.kind, event = excluded.event",
-                [(self._queue, one.member, one.kind, one.event) for one in follow],
+                "INSERT INTO followed (queue, member, kind, event, since) VALUES (?, ?, ?, ?, ?) "
+                "ON CONFLICT (queue, member) "
+                "DO UPDATE SET kind = excluded.kind, event = excluded.event, since = excluded.since",
+                [(self._queue, _name(one.member), one.kind, one.event, one.since) for one in follow],
             )
 
         self._database.run(work, operation="watcher.mark")
 
     def follows(self) -> list[Follow]:
         rows = self._database.all(
-            "SELECT member, kind, event FROM followed WHERE queue = ? ORDER BY member", (self._queue,)
+            "SELECT member, kind, event, since FROM followed WHERE queue = ? ORDER BY member", (self._queue,)
         )
-        return [Follow(str(row[0]), str(row[1]), str(row[2])) for row in rows]
+        return [Follow(str(row[0]), str(row[1]), str(row[2]), float(row[3])) for row in rows]
 
     def found(self, registry: Registry, members: Sequence[str], now: float) -> None:
-        self._database.run(
-            lambda tx: tx.execute(
-                f"UPDATE watched SET found = ? WHERE queue = ? AND registry = ? AND member IN ({marks(len(members))})",
-                (now, self._queue, registry, *members),
-            ),
-            operation="watcher.found",
-        )
+        self._each("UPDATE watched SET found = ?", (now,), registry, members, operation="watcher.found")
 
-    def prune(self, registry: Registry, before: float) -> int:
-        return self._database.run(
-            lambda tx: tx.execute(
-                "DELETE FROM watched WHERE queue = ? AND registry = ? AND found < ?",
-                (self._queue, registry, before),
-            ),
-            operation="watcher.prune",
+    def stale(self, registry: Registry, before: float, count: int) -> list[str]:
+        rows = self._database.all(
+            "SELECT member FROM watched WHERE queue = ? AND registry = ? AND found < ? ORDER BY found, member LIMIT ?",
+            (self._queue, registry, before, count),
         )
+        return [str(row[0]) for row in rows]
+
+    def forget(self, registry: Registry, members: Sequence[str]) -> None:
+        self._each("DELETE FROM watched", (), registry, members, operation="watcher.forget")
+
+    def _each(
+        self, change: str, values: tuple[float, ...], registry: Registry, members: Sequence[str], *, operation: str
+    ) -> None:
+        def work(tx: Tx) -> None:
+            for some in _portions(members):
+                tx.execute(
+                    f"{change} WHERE queue = ? AND registry = ? AND member IN ({marks(len(some))})",
+                    (*values, self._queue, registry, *map(_name, some)),
+                )
+
+        if members:
+            self._database.run(work, operation=operation)
 
 
 class RedisProcessedStore:
@@ -151,51 +175,85 @@ class RedisProcessedStore:
     def __init__(self, redis: RedisHashes, queue: str) -> None:
         self._redis = redis
         # Braces keep one queue's keys in one slot of a cluster: they are changed in one transaction.
-        self._prefix = f"headway:watcher:{{{queue}}}"
+        self._slot = f"{{{queue}}}"
 
     def baseline(self, now: float) -> float:
-        return float(self._redis.setnx(f"{self._prefix}:baseline", repr(now)))
+        return float(self._redis.setnx(_redis.WATCHER_BASELINE(queue=self._slot), repr(now)))
 
     def look(self, registry: Registry, members: Sequence[str]) -> dict[str, Seen]:
-        rows = self._redis.hmget(f"{self._prefix}:{registry}", members)
-        return {member: _seen(member, row) for member, row in zip(members, rows, strict=True) if row is not None}
+        found: dict[str, Seen] = {}
+        for some in _portions(members):
+            rows = self._redis.hmget(
+                _redis.WATCHED(queue=self._slot, registry=registry), [_name(member) for member in some]
+            )
+            found |= {member: _seen(member, row) for member, row in zip(some, rows, strict=True) if row is not None}
+        return found
 
     def newest(self, registry: Registry) -> float:
-        return self._redis.highest(f"{self._prefix}:{registry}:at") or 0.0
+        return self._redis.highest(_redis.WATCHED_AT(queue=self._slot, registry=registry)) or 0.0
 
     def mark(self, registry: Registry, rows: Sequence[Seen], follow: Sequence[Follow], unfollow: Sequence[str]) -> None:
-        key, followed = f"{self._prefix}:{registry}", f"{self._prefix}:followed"
-        changes: list[Change] = []
+        key, found, at = self._keys(registry)
+        followed = _redis.WATCHER_FOLLOWED(queue=self._slot)
+        writes: list[Write] = []
         for row in rows:
-            changes.append(("HSET", key, row.member, json.dumps([row.score, row.seen, row.at])))
-            changes.append(("ZADD", f"{key}:found", row.at, row.member))
-            changes.append(("ZADD", f"{key}:at", row.at, row.member))
-        changes += [("HDEL", followed, member) for member in unfollow]
-        changes += [("HSET", followed, one.member, json.dumps([one.kind, one.event])) for one in follow]
-        self._redis.together(changes)
+            member = _name(row.member)
+            writes.append(("HSET", key, member, json.dumps([row.score, row.seen, row.at])))
+            writes.append(("ZADD", found, row.at, member))
+            writes.append(("ZADD", at, row.at, member))
+        writes += [("HDEL", followed, _name(member)) for member in unfollow]
+        writes += [
+            ("HSET", followed, _name(one.member), json.dumps([one.kind, one.event, one.since])) for one in follow
+        ]
+        self._redis.together(writes)
 
     def follows(self) -> list[Follow]:
-        kept = self._redis.hgetall(f"{self._prefix}:followed")
-        return [Follow(member, *_words(text)) for member, text in sorted(kept.items())]
+        kept = self._redis.hgetall(_redis.WATCHER_FOLLOWED(queue=self._slot))
+        return [_followed(member, text) for member, text in sorted(kept.items())]
 
     def found(self, registry: Registry, members: Sequence[str], now: float) -> None:
-        key = f"{self._prefix}:{registry}:found"
-        self._redis.together([("ZADD", key, "XX", now, member) for member in members])
+        key = _redis.WATCHED_FOUND(queue=self._slot, registry=registry)
+        for some in _portions(members):
+            self._redis.together([("ZADD", key, "XX", now, _name(member)) for member in some])
 
-    def prune(self, registry: Registry, before: float) -> int:
-        key, pruned = f"{self._prefix}:{registry}", 0
-        while gone := self._redis.lowest(f"{key}:found", before, 500):
-            self._redis.together(_forget(key, gone))
-            pruned += len(gone)
-        return pruned
+    def stale(self, registry: Registry, before: float, count: int) -> list[str]:
+        return self._redis.lowest(_redis.WATCHED_FOUND(queue=self._slot, registry=registry), before, count)
+
+    def forget(self, registry: Registry, members: Sequence[str]) -> None:
+        key, found, at = self._keys(registry)
+        for some in _portions([_name(member) for member in members]):
+            self._redis.together(
+                [
+                    write
+                    for member in some
+                    for write in (
+                        ("HDEL", key, member),
+                        ("ZREM", found, member),
+                        ("ZREM", at, member),
+                    )
+                ]
+            )
+
+    def _keys(self, registry: Registry) -> tuple[str, str, str]:
+        return (
+            _redis.WATCHED(queue=self._slot, registry=registry),
+            _redis.WATCHED_FOUND(queue=self._slot, registry=registry),
+            _redis.WATCHED_AT(queue=self._slot, registry=registry),
+        )
 
 
-def _forget(key: str, members: Iterable[str]) -> list[Change]:
-    return [
-        change
-        for member in members
-        for change in (("HDEL", key, member), ("ZREM", f"{key}:found", member), ("ZREM", f"{key}:at", member))
-    ]
+def _portions(members: Sequence[str]) -> Iterator[Sequence[str]]:
+    """As many as one statement takes; nothing for an empty list, which no engine takes."""
+    for start in range(0, len(members), 5_000):
+        yield members[start : start + 5_000]
+
+
+def _name(member: str) -> str:
+    """The member as every engine can keep and index it: whoever named a job may have used any bytes, and any number."""
+    raw = member.encode("utf-8", "surrogatepass")
+    if len(raw) <= 512 and "\0" not in member and raw.decode("utf-8", "ignore") == member:
+        return member
+    return f"sha256 {sha256(raw).hexdigest()}"
 
 
 def _first(row: Sequence[float] | None) -> float:
@@ -211,9 +269,11 @@ def _seen(member: str, text: str) -> Seen:
     raise StoreCorrupt(f"The watcher's record of {member} in Redis is damaged.")
 
 
-def _words(text: str) -> tuple[str, str]:
+def _followed(member: str, text: str) -> Follow:
     parsed: object = json.loads(text)
     match parsed:
-        case [str() as kind, str() as event]:
-            return kind, event
+        case [str() as kind, str() as event]:  # written before it was noted since when
+            return Follow(member, kind, event, 0.0)
+        case [str() as kind, str() as event, float() | int() as since]:
+            return Follow(member, kind, event, float(since))
     raise StoreCorrupt("The watcher's record of a followed job in Redis is damaged.")

@@ -7,25 +7,42 @@ if missing then return { 'NOT_FOUND', 0, 0 } end
 if not read() then return { 'CORRUPT', 0, 0 } end
 local before = earlier()
 if before then return before end
-if book.journal and ARGV[4] == '' then return { 'JOURNALED', done, 0 } end
+if meta.journal and ARGV[4] == '' then return { 'JOURNALED', done, 0 } end
 
-local fresh, failed = 0, 0
-local numbers, texts = string.find(book.kinds, 'b', 1, true), string.find(book.kinds, 's', 1, true)
+local added = { [43] = 0, [45] = 0 } -- + and -
+local members = { [43] = {}, [45] = {} }
+local numbers, texts = string.find(meta.kinds, 'b', 1, true), string.find(meta.kinds, 's', 1, true)
+local limit = dense()
+local bits -- how long the bitmap is, once it matters
 for i = 5, #ARGV do
   local item = ARGV[i]
-  local kind, id, add = string.byte(item, 2), string.sub(item, 3), 0
-  if kind == 35 then -- #
-    add = 1 - redis.call('SETBIT', KEYS[3], id, 1)
-    numbers = true
-  elseif kind == 36 then -- $
-    add = redis.call('SADD', KEYS[4], id)
-    texts = true
+  local sign, kind = string.byte(item, 1, 2)
+  local id = string.sub(item, 3)
+  if kind == 36 then -- $
+    members[sign][#members[sign] + 1] = id
+  elseif kind == 35 and tonumber(id) >= limit then -- # that stands alone
+    -- It may be a bit all the same, if it came when more was expected.
+    if not bits then bits = numbers and 8 * redis.call('STRLEN', KEYS[3]) or 0 end
+    if tonumber(id) >= bits or redis.call('GETBIT', KEYS[3], id) == 0 then
+      members[sign][#members[sign] + 1] = id
+    end
+  elseif kind == 35 then -- #
+    -- It may be a member, if it came when the numbers were few.
+    if not texts or redis.call('SISMEMBER', KEYS[4], id) == 0 then
+      added[sign] = added[sign] + 1 - redis.call('SETBIT', KEYS[3], id, 1)
+      numbers = true
+    end
   else
-    add = tonumber(id)
+    added[sign] = added[sign] + tonumber(id)
   end
-  fresh = fresh + add
-  if string.byte(item, 1) == 45 then failed = failed + add end -- -
 end
+for sign, ids in pairs(members) do
+  for first = 1, #ids, 1000 do
+    added[sign] = added[sign] + redis.call('SADD', KEYS[4], unpack(ids, first, math.min(first + 999, #ids)))
+    texts = true
+  end
+end
+local fresh, failed = added[43] + added[45], added[45]
 local kinds = (numbers and 'b' or '') .. (texts and 's' or '')
 if fresh == 0 then return answer('DUPLICATE', 0, kinds) end
 done = redis.call('HINCRBY', KEYS[1], 'done', fresh)

@@ -1,13 +1,12 @@
 -- create.lua: a project begins, unless it is there already.
 -- include: finishline/project
--- ARGV[4] epoch, part of its event's id   ARGV[5] total   ARGV[6] version   ARGV[7] "journal" | ""
+-- ARGV[4] epoch, part of its event's id   ARGV[5] total
 -- returns CREATED | EXISTS
 if not missing then return { 'EXISTS', 0, 0 } end
 -- What is left of an earlier project of this name (its hash was deleted by hand) is not of this one.
 redis.call('DEL', KEYS[2], KEYS[3], KEYS[4])
 redis.call('HSET', KEYS[1], 'status', 'INITIALIZING', 'total', ARGV[5], 'done', 0, 'errors', 0)
 redis.call('EXPIRE', KEYS[1], ARGV[1])
-redis.call('HSET', KEYS[2], 'epoch', ARGV[4], 'version', ARGV[6])
-if ARGV[7] ~= '' then redis.call('HSET', KEYS[2], 'journal', 1) end
+redis.call('HSET', KEYS[2], 'epoch', ARGV[4], 'version', 0)
 keep()
 return { 'CREATED', 0, 0 }

@@ -1,27 +1,49 @@
--- install.lua: a project that Redis lost comes back whole, in one step, unless it is there already.
+-- install.lua: a project comes (back) whole as the SQL record has it, in one step, unless it is there already.
 -- include: finishline/project
 -- KEYS[6] smap:proj:{id}:bits:{token}   KEYS[7] smap:proj:{id}:seen:{token}: staged identities
+-- KEYS[8] smap:proj:{id}:rebuild   string   the lease under which this is done, "token owner"
 -- ARGV[4] status   ARGV[5] total   ARGV[6] done   ARGV[7] errors   ARGV[8] epoch   ARGV[9] version
--- ARGV[10] "crawled" | ""   ARGV[11] "journal" | ""   ARGV[12] "told" when its event was delivered already, else ""
--- ARGV[13] time of the checkpoint these counts are from, "" when they are exact
+-- ARGV[10] "crawled" | ""   ARGV[11] "journal" | ""   ARGV[12] "delivered" when its event needs no telling, else ""
+-- ARGV[13] time of the checkpoint these counts are from, "" when they are exact   ARGV[14] what the lease must say
+-- ARGV[15] which database has its record
 -- returns RESTORED | COMPLETED | EXISTS (it is there; a live counter is never lowered) | AGAIN (staged ids are lost)
-if not missing then
+--         | STALE (the lease went to somebody else) | UNRECORDED (one of no database, or of another, is in its place)
+if redis.call('GET', KEYS[8]) ~= ARGV[14] then
   redis.call('DEL', KEYS[6], KEYS[7])
-  -- There, but with less than its own checkpoint: an older state came back. With a journal the count goes by identity.
-  if not read() or ARGV[11] ~= '' or book.epoch ~= ARGV[8] or done >= tonumber(ARGV[6]) then
+  return { 'STALE', 0, 0 }
+end
+local delivered = ARGV[12] ~= ''
+if not missing then
+  local sound = read()
+  local other = meta.epoch ~= ARGV[8]
+  if other and redis.call('HGET', KEYS[2], 'record') ~= ARGV[15] then
+    redis.call('DEL', KEYS[6], KEYS[7])
+    return { 'UNRECORDED', 0, 0 }
+  end
+  local behind = sound and (done < tonumber(ARGV[6]) or (delivered and status ~= 'DONE'))
+  if not other and (not behind or (ARGV[11] ~= '' and not delivered)) then
+    redis.call('DEL', KEYS[6], KEYS[7]) -- with a journal the count is raised by identity
     return { 'EXISTS', 0, 0 }
   end
-  done, errors = tonumber(ARGV[6]), math.max(errors, tonumber(ARGV[7]))
-  redis.call('HSET', KEYS[1], 'done', ARGV[6], 'errors', string.format('%.0f', errors))
-  if ARGV[13] ~= '' then redis.call('HSET', KEYS[1], 'restored', ARGV[13]) end
-  return answer(finished(ARGV[12] ~= '') and 'COMPLETED' or 'RESTORED', 0)
+  if not other and ARGV[11] == '' then
+    -- There, but with less than its own checkpoint: an older state came back.
+    done, errors = math.max(done, tonumber(ARGV[6])), math.max(errors, tonumber(ARGV[7]))
+    redis.call('HSET', KEYS[1], 'done', string.format('%.0f', done), 'errors', string.format('%.0f', errors))
+    if delivered then
+      status, total, meta.crawled = ARGV[4], tonumber(ARGV[5]), ARGV[10] ~= ''
+      redis.call('HSET', KEYS[1], 'total', ARGV[5], 'status', status)
+    end
+    if ARGV[13] ~= '' then redis.call('HSET', KEYS[1], 'restored', ARGV[13]) end
+    return { finished(delivered) and 'COMPLETED' or 'RESTORED', done, 0 }
+  end
+  -- What is left of a project of this name that SQL has deleted, or one that was delivered and came back older.
 end
 -- A count without its identities would count again: a wipe between staging and this must not go unnoticed.
 if ARGV[11] ~= '' and redis.call('BITCOUNT', KEYS[6]) + redis.call('SCARD', KEYS[7]) ~= tonumber(ARGV[6]) then
   redis.call('DEL', KEYS[6], KEYS[7])
   return { 'AGAIN', 0, 0 }
 end
-redis.call('DEL', KEYS[2], KEYS[3], KEYS[4])
+redis.call('DEL', KEYS[1], KEYS[2], KEYS[3], KEYS[4])
 local kinds = ''
 if redis.call('EXISTS', KEYS[6]) == 1 then
   redis.call('RENAME', KEYS[6], KEYS[3])
@@ -31,12 +53,13 @@ if redis.call('EXISTS', KEYS[7]) == 1 then
   redis.call('RENAME', KEYS[7], KEYS[4])
   kinds = kinds .. 's'
 end
-redis.call('HSET', KEYS[1], 'status', ARGV[4], 'total', ARGV[5], 'done', ARGV[6], 'errors', ARGV[7])
+status, total, done, errors = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+redis.call('HSET', KEYS[1], 'status', status, 'total', ARGV[5], 'done', ARGV[6], 'errors', ARGV[7])
 if ARGV[13] ~= '' then redis.call('HSET', KEYS[1], 'restored', ARGV[13]) end
 redis.call('EXPIRE', KEYS[1], ARGV[1])
-redis.call('HSET', KEYS[2], 'epoch', ARGV[8], 'version', ARGV[9])
+redis.call('HSET', KEYS[2], 'epoch', ARGV[8], 'version', ARGV[9], 'record', ARGV[15], 'kinds', kinds)
 if ARGV[10] ~= '' then redis.call('HSET', KEYS[2], 'crawled', 1) end
 if ARGV[11] ~= '' then redis.call('HSET', KEYS[2], 'journal', 1) end
 keep()
 read()
-return answer(finished(ARGV[12] ~= '') and 'COMPLETED' or 'RESTORED', 0, kinds)
+return { finished(delivered) and 'COMPLETED' or 'RESTORED', done, 0 }

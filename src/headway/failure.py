@@ -1,0 +1,237 @@
+"""From an exception to what is remembered of it, and from many of them to few causes.
+
+A cause is the exception's type, its message with the parts that differ from item to item replaced, and the topmost
+frame of the user's own code. Line numbers stay out: an edited file must not split a cause.
+
+`describe` is called where a failure is about to be recorded, so it never raises: what an exception does when it is
+asked (a raising ``__str__``, an attribute that is not there, no memory left) costs that part of the description only.
+"""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from headway.telemetry import error_message, redact
+
+#: Characters of an error's text; with an item's bounded meta, an entry stays below 1 KB.
+ERROR_LIMIT = 300
+#: Characters of a traceback kept with a failed run.
+DETAIL_LIMIT = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error as far as it is remembered, already redacted and bounded."""
+
+    type: str
+    message: str
+    frame: str = ""
+    detail: str | None = None
+
+    @property
+    def text(self) -> str:
+        return f"{self.type}: {self.message}" if self.type and self.message else self.type or self.message
+
+
+_LIBRARIES = tuple(
+    {str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+_OURS = str(Path(__file__).resolve().parent)
+
+#: What is shown of an exception that came of another, of a group, of a deep stack.
+_CHAIN, _MEMBERS, _FRAMES, _NOTES = 5, 5, 30, 5
+_LINE = 200
+
+# ---- causes ----------------------------------------------------------------------------------------------------------
+
+# A number that says which error it is stays: 404 and 500 are two causes, item 404 and item 500 are one.
+_CODE_WORDS = (
+    r"status(?:[ _]?code)?|(?:exit|return|error|response|result|reason|http|grpc|sql)[ _]?(?:code|status)|code|errno|winerror"
+    r"|returncode|rc|errcode|err|error|exit(?:ed)?(?: with)?(?: status| code)?|http(?:/[\d.]+)?|signal"
+)
+_ANSWERS = r"(?:answered|responded|replied|returned|got|received|gave)(?:\ (?:with|a|an|http|status))*"
+_COUNTED = r"(?:rows?|items?|bytes?|records?|results?|lines?|entries|values?|times?|ms|s|seconds?|of)"
+_PHRASES = (
+    r"client\ error|server\ error|ok|created|accepted|no\ content|moved|found|not\ modified|bad\ request|unauthori[sz]ed"
+    r"|payment|forbidden|not\ found|method\ not|not\ acceptable|request\ time|conflict|gone|length\ req|precondition|payload"
+    r"|request\ entity|uri\ too|unsupported|unprocessable|locked|too\ (?:early|many)|internal|not\ impl|bad\ gateway"
+    r"|service\ un|gateway|http\ ver|insufficient"
+)
+_VARIABLE_PARTS = re.compile(
+    rf"""
+    (?P<keep>
+        (?<![\w-]) (?:{_CODE_WORDS}) (?:\s+(?:is|was|of|no\.?|number))? [\s:=\#(\['"]{{1,3}}
+        -?(?:\d{{1,5}}|0x[0-9a-f]{{1,8}}) (?![\w.,:-]*\d)
+      | sqlstate [\s:=\[('"]{{0,3}} [0-9a-z]{{5}} \b
+      | (?<![\w-]) {_ANSWERS} \s [1-5]\d\d (?![\w.,:-]*\d) (?!\s+{_COUNTED}\b)
+      | (?:^|(?<=[:,;>=-]\ )|(?<=[(\[<"'])) [1-5]\d\d (?=[:,]?\ (?:{_PHRASES})\b)
+      | <signals\.\w+:\ \d+>
+      | ^\(-?\d{{1,5}} (?=,\ ['"])                   # (1205, 'Lock wait timeout exceeded')
+      | \b(?:ora-\d{{5}}|e\d{{4,5}}|sqlite_\w+) \b
+    )
+  | (?P<id> \b[0-9a-f]{{8}}-[0-9a-f]{{4}}-[0-9a-f]{{4}}-[0-9a-f]{{4}}-[0-9a-f]{{12}}\b )
+  | (?P<time> \b\d{{4}}-\d\d-\d\d (?:[T\ ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)? (?:Z|[+-]\d\d:?\d\d)?)? )
+  | (?P<address> \b0x[0-9a-f]+\b )
+    # inv-00421, page_7, A17b, deadbeef12: a word that has both letters and digits
+  | (?P<word> \b(?=[\w-]{{0,200}}\d)(?=[\w-]{{0,200}}[a-z])[a-z0-9]+(?:[-_][a-z0-9]+)*\b )
+  | (?P<n> (?<![\w{{])[-+]?\d+(?:[.,]\d+)*(?![\w}}]) )
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+_REPLACED = {"id": "{id}", "time": "{time}", "address": "{address}", "word": "{id}", "n": "{n}"}
+
+
+def normalise(message: str, name: str | None = None) -> str:
+    """``message`` without what differs between items; ``name`` is the item's own key."""
+    line = " ".join(message[:2000].split())
+    if name and len(name) >= 3:
+        line = line.replace(name, "{id}")
+    return _VARIABLE_PARTS.sub(_replacement, line)[:200]
+
+
+def _replacement(found: re.Match[str]) -> str:
+    return _REPLACED.get(found.lastgroup or "", found[0])
+
+
+# ---- one exception ---------------------------------------------------------------------------------------------------
+
+# Used as it stands when there is no memory or no stack left to make another.
+_INDESCRIBABLE = Failure("Exception", "(it cannot be described)")
+
+
+def describe(error: BaseException) -> Failure:
+    """An exception, redacted and bounded in size and time. Never raises.
+
+    That includes what ``error`` itself raises while it is described, KeyboardInterrupt and SystemExit too. (How long its
+    own ``__str__`` takes is the item's time.)
+    """
+    try:
+        name = _try(_type_name, error) or "Exception"
+        return Failure(
+            type=name,
+            message=_try(_message, error, name) or "",
+            frame=_try(_own_frame, _field(error, "__traceback__")) or "",
+            detail=_try(_detail, error),
+        )
+    except BaseException:  # noqa: BLE001 - no memory, no stack
+        return _INDESCRIBABLE
+
+
+def bounded_error(message: str) -> str:
+    """Redacted, printable, of bounded length; what was cut is said."""
+    return _storable(redact(message, ERROR_LIMIT))
+
+
+def _try(part: Callable[..., str], *arguments: Any) -> str | None:
+    try:
+        return part(*arguments)
+    except BaseException:  # noqa: BLE001 - the other parts are still worth having
+        return None
+
+
+def _storable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode().replace("\0", "\N{SYMBOL FOR NULL}")
+
+
+def _type_name(error: BaseException) -> str:
+    """By ``type`` itself: neither ``__class__`` nor a metaclass is asked."""
+    return _storable(type.__getattribute__(type(error), "__name__")[:80])
+
+
+def _message(error: BaseException, name: str) -> str:
+    """Redacted beside the type, because an ``AuthError`` says what its bare arguments are."""
+    prefix = f"{name} | "
+    return _storable(redact(prefix + error_message(error), ERROR_LIMIT + len(prefix))[len(prefix) :])
+
+
+def _field(error: BaseException, name: str) -> Any:
+    """A field of every exception, whatever its class does on the way to an attribute."""
+    return getattr(BaseException, name).__get__(error)
+
+
+@lru_cache(maxsize=4096)
+def _is_own(filename: str) -> bool:
+    if filename.startswith("<frozen"):
+        return False
+    path = str(Path(filename).resolve()) if not filename.startswith("<") else filename
+    return not path.startswith(_LIBRARIES) and not path.startswith(_OURS)
+
+
+def _steps(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _own_frame(trace: TracebackType | None) -> str:
+    """``file.py:function`` of the innermost frame that is neither a library's nor ours."""
+    codes = [step.tb_frame.f_code for step in _steps(trace)]
+    if not codes:
+        return ""
+    code = next((code for code in reversed(codes) if _is_own(code.co_filename)), codes[-1])
+    return _storable(f"{Path(code.co_filename).name}:{code.co_name}"[:120])
+
+
+def _detail(error: BaseException) -> str:
+    """The traceback without our own frames, the exceptions it came of first, cut at its beginning."""
+    blocks, seen, follow = [_block(error)], {id(error)}, ""
+    while True:
+        cause, context = _field(error, "__cause__"), _field(error, "__context__")
+        if cause is not None:
+            error, follow = cause, "The above exception was the direct cause of the following exception:"
+        elif context is not None and not _field(error, "__suppress_context__"):
+            error, follow = context, "During handling of the above exception, another exception occurred:"
+        else:
+            break
+        if id(error) in seen or len(blocks) == _CHAIN:
+            blocks.append(f"...\n\n{follow}\n\n")
+            break
+        seen.add(id(error))
+        blocks.append(f"{_block(error)}\n{follow}\n\n")
+    text = _storable(redact("".join(reversed(blocks))))
+    return text if len(text) <= DETAIL_LIMIT else "...\n" + text[-DETAIL_LIMIT:]
+
+
+def _block(error: BaseException) -> str:
+    """One exception as Python prints it, each part bounded."""
+    lines = [_try(_stack, _field(error, "__traceback__")) or "", _said(error)]
+    lines += [f"{redact(note, _LINE)}\n" for note in (_notes(error) or [])]
+    if issubclass(type(error), BaseExceptionGroup):  # isinstance would ask the exception
+        members: tuple[BaseException, ...] = BaseExceptionGroup.exceptions.__get__(error)
+        for number, member in enumerate(members[:_MEMBERS], 1):
+            frame = _try(_own_frame, _field(member, "__traceback__"))
+            lines.append(f"  {number}. {_said(member).rstrip()}{f' ({frame})' if frame else ''}\n")
+        if len(members) > _MEMBERS:
+            lines.append(f"  and {len(members) - _MEMBERS} more\n")
+    return "".join(lines)
+
+
+def _said(error: BaseException) -> str:
+    message = redact(error_message(error), DETAIL_LIMIT // 4)
+    name = _try(_type_name, error) or "Exception"
+    return f"{name}: {message}\n" if message else f"{name}\n"
+
+
+def _stack(trace: TracebackType | None) -> str:
+    steps = [step for step in _steps(trace) if not step.tb_frame.f_code.co_filename.startswith(_OURS)][-_FRAMES:]
+    if not steps:
+        return ""
+    frames = traceback.StackSummary.extract((step.tb_frame, step.tb_lineno) for step in steps)
+    shown = [line if len(line) <= 3 * _LINE else f"{redact(line, 3 * _LINE)}\n" for line in frames.format()]
+    return "Traceback (most recent call last):\n" + "".join(shown)
+
+
+def _notes(error: BaseException) -> list[str] | None:
+    try:
+        notes = object.__getattribute__(error, "__dict__").get("__notes__")
+        return [note for note in notes[:_NOTES] if type(note) is str] if type(notes) is list else None
+    except BaseException:  # noqa: BLE001 - notes may be anything
+        return None

@@ -1,0 +1,225 @@
+"""The SQL record of each project: what is known of it when Redis is not asked."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from headway._sql import Database, Tx
+from headway._sql import Row as SqlRow
+from headway.errors import NotFound
+from headway.finishline.progress import Progress, Status
+
+#: Projects in one page.
+CHUNK = 200
+#: Seconds a project lives in Redis after its last write.
+LIFE = 604_800
+
+_COLUMNS = (
+    "no, id, epoch, status, total, done, errors, crawled, journaled, version, "
+    "live_at, checkpoint_at, completed_at, delivered_at"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A project as SQL knows it."""
+
+    no: int
+    id: str
+    epoch: str
+    status: Status
+    total: int
+    done: int
+    errors: int
+    crawled: bool
+    journaled: bool
+    version: int
+    live_at: float | None
+    checkpoint_at: float | None
+    completed_at: float | None
+    delivered_at: float | None
+
+    def progress(self) -> Progress:
+        restored = self.checkpoint_at if self.completed_at is None and not self.journaled else None
+        return Progress(
+            Status.DONE if self.completed_at is not None else self.status,
+            self.total,
+            self.done,
+            self.errors,
+            live=False,
+            restored=datetime.fromtimestamp(restored, UTC) if restored is not None else None,
+        )
+
+
+def _row(values: SqlRow) -> Row:
+    no, id, epoch, status, total, done, errors, crawled, journaled, version, *times = values
+    return Row(no, id, epoch, Status(status), total, done, errors, bool(crawled), bool(journaled), version, *times)
+
+
+class Records:
+    """The table ``projects``."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._id: str | None = None
+
+    def create(self, project_id: str, *, total: int, journaled: bool, live: bool) -> tuple[Row, bool]:
+        """The project's row and whether it is new. ``live``: Redis is about to hold it."""
+        epoch = uuid.uuid4().hex[:12]
+
+        def work(tx: Tx) -> tuple[Row, bool]:
+            now = tx.now()
+            new = tx.execute(
+                "INSERT INTO projects (id, epoch, status, total, journaled, created_at, live_at) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING",
+                (project_id, epoch, Status.INITIALIZING, total, int(journaled), now, now if live else None),
+            )
+            row = _find(tx, project_id)
+            assert row is not None
+            return row, bool(new) or row.epoch == epoch  # the same epoch: our own COMMIT whose answer was lost
+
+        return self._database.run(work, operation="project.create")
+
+    def database(self) -> str:
+        """Which database this is. A project in Redis names the one that has its record."""
+        if self._id is None:
+            found = self._database.one("SELECT value FROM meta WHERE name = 'database'")
+            self._id = str(found[0]) if found else ""
+        return self._id
+
+    def find(self, project_id: str) -> Row | None:
+        found = self._database.one(f"SELECT {_COLUMNS} FROM projects WHERE id = ?", (project_id,))
+        return _row(found) if found else None
+
+    def not_live(self, row: Row) -> None:
+        """Redis could not take it: so far nothing has been counted there."""
+        self._database.run(
+            lambda tx: tx.execute("UPDATE projects SET live_at = NULL WHERE no = ?", (row.no,)),
+            operation="project.not_live",
+        )
+
+    def live(self, row: Row) -> None:
+        self._database.run(
+            lambda tx: tx.execute(
+                "UPDATE projects SET live_at = ? WHERE no = ? AND live_at IS NULL", (tx.now(), row.no)
+            ),
+            operation="project.live",
+        )
+
+    def change(self, project_id: str, *, total: int | None, status: Status | None, crawled: bool | None) -> Row | None:
+        """Set what is given. A completed project stays as it is."""
+
+        def work(tx: Tx) -> Row | None:
+            tx.execute(
+                "UPDATE projects SET total = coalesce(?, total), status = coalesce(?, status), "
+                "crawled = coalesce(?, crawled), version = version + 1 WHERE id = ? AND completed_at IS NULL",
+                (total, status, None if crawled is None else int(crawled), project_id),
+            )
+            return _find(tx, project_id)
+
+        return self._database.run(work, operation="project.change")
+
+    def delete(self, project_id: str) -> bool:
+        existed = self.find(project_id) is not None  # asked first: a repetition after a lost COMMIT finds none
+        self._database.run(
+            lambda tx: tx.execute("DELETE FROM projects WHERE id = ?", (project_id,)), operation="project.delete"
+        )
+        return existed
+
+    def completed(self, project_id: str, epoch: str, state: Progress) -> None:
+        """It is DONE with these counts; said again, nothing changes."""
+        self._close(project_id, epoch, state, delivered=False)
+
+    def delivered(self, project_id: str, epoch: str, data: Mapping[str, object]) -> None:
+        """Every sink took its event, whose ``data`` has the counts of that moment."""
+        total, succeeded, failed = (_number(data.get(name)) for name in ("total", "succeeded", "failed"))
+        self._close(project_id, epoch, Progress(Status.DONE, total, succeeded + failed, failed), delivered=True)
+
+    def _close(self, project_id: str, epoch: str, state: Progress, *, delivered: bool) -> None:
+        self._database.run(
+            lambda tx: tx.execute(
+                "UPDATE projects SET status = 'DONE', total = CASE WHEN completed_at IS NULL THEN ? ELSE total END, "
+                "done = CASE WHEN done > ? THEN done ELSE ? END, "
+                "errors = CASE WHEN errors > ? THEN errors ELSE ? END, "
+                "completed_at = coalesce(completed_at, ?), "
+                "delivered_at = CASE WHEN ? = 1 THEN coalesce(delivered_at, ?) ELSE delivered_at END "
+                "WHERE id = ? AND epoch = ?",
+                (state.total, state.done, state.done, state.errors, state.errors, now := tx.now(),
+                 int(delivered), now, project_id, epoch),
+            ),
+            operation="project.completed",
+        )  # fmt: skip
+
+    def checkpoint(self, states: Sequence[tuple[Row, Progress]]) -> None:
+        """Note how far Redis is, for projects without a journal. A checkpoint never goes back."""
+
+        def work(tx: Tx) -> None:
+            now = tx.now()
+            for row, state in states:
+                tx.execute(
+                    "UPDATE projects SET done = ?, errors = ?, checkpoint_at = ? "
+                    "WHERE no = ? AND done <= ? AND journaled = 0 AND completed_at IS NULL",
+                    (state.done, state.errors, now, row.no, state.done),
+                )
+
+        self._database.run(work, operation="project.checkpoint")
+
+    def recent(self, *, delivered: bool) -> Iterator[list[Row]]:
+        """Pages of the projects that Redis should have: those that are not completed, and those that were within the
+        last 7 days. Of the latter the ones whose event was delivered are looked at seldom, so they are asked for."""
+        after = 0
+        now = self._database.now()
+        which = "" if delivered else "AND delivered_at IS NULL "
+        while True:
+            rows = self._database.all(
+                f"SELECT {_COLUMNS} FROM projects WHERE no > ? {which}"
+                "AND (completed_at IS NULL OR completed_at > ?) ORDER BY no LIMIT ?",
+                (after, now - LIFE, CHUNK),
+            )
+            if rows:
+                yield [_row(values) for values in rows]
+            if len(rows) < CHUNK:
+                return
+            after = rows[-1][0]
+
+    def is_over(self, row: Row) -> bool:
+        """Whether nothing is to be announced any more: its event was delivered, or it completed so long ago that Redis
+        let it go and what became of the event then is settled."""
+        if row.completed_at is None:
+            return False
+        return row.delivered_at is not None or row.completed_at < self._database.now() - LIFE
+
+    def counts(self, row: Row) -> Iterator[list[tuple[str, bool]]]:
+        """The journal of a project in pages. A count committed meanwhile may be missing: its caller, who has yet
+        to tell Redis, does that himself."""
+        after = ""
+        while True:
+            page = self._database.all(
+                "SELECT item, failed FROM project_counts WHERE project = ? AND item > ? ORDER BY item LIMIT 5000",
+                (row.no, after),
+            )
+            if page:
+                yield [(item, bool(failed)) for item, failed in page]
+            if len(page) < 5000:
+                return
+            after = page[-1][0]
+
+
+def _find(tx: Tx, project_id: str) -> Row | None:
+    found = tx.one(f"SELECT {_COLUMNS} FROM projects WHERE id = ?", (project_id,))
+    return _row(found) if found else None
+
+
+def _number(value: object) -> int:
+    """A count of an event; what is none (anybody may append to the stream) counts as 0, and SQL keeps what it has."""
+    return value if type(value) is int and 0 <= value < 2**53 else 0
+
+
+def no_project(project_id: str) -> NotFound:
+    return NotFound(
+        f"There is no project {project_id!r}: it was never created, was deleted, or has expired.",
+        hint=f"Create it: headway project create {project_id}",
+    )

@@ -1,0 +1,178 @@
+"""Who runs a job: at most one process at a time, by a lease on the job's row (`headway._lease`)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from headway._lease import Lease, Owner, SqlLeases
+from headway._sql import Database, Tx
+from headway.errors import Held, JobHeld, NotFound
+from headway.failure import Failure
+from headway.ledger.recorder import Recorder, audit
+from headway.ledger.values import NOTED, Failed
+from headway.retry import RetryPolicy
+from headway.telemetry import Log
+
+log = Log("ledger")
+
+#: A killed holder's job is free again after so many seconds at the latest; on the same machine at once.
+LEASE = 25.0
+
+RUN_LOST = Failure("RunLost", "the whole run was killed while it worked on this item")
+
+_LEASES = SqlLeases("jobs", "no")
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """The right to record for a whole job. ``token`` fences: once somebody else holds the job, this one is refused."""
+
+    job: int
+    token: int
+    run: int
+    lease: float
+    owner: Owner
+
+    @property
+    def mark(self) -> str:
+        """How workers of this run are named in the ledger."""
+        return f"{NOTED}{self.run}"
+
+
+def acquire(
+    database: Database, job: int, settings: dict[str, Any], *, policy: RetryPolicy | None, lease: float = LEASE
+) -> Hold:
+    """Hold the job, or raise `JobHeld` and say who does.
+
+    Taking over from a run that was killed also writes down the runs of items that were lost with it, puts right what
+    the known corrections can put right, and counts anew.
+    """
+    me = Owner.current()
+
+    def work(tx: Tx) -> Hold:
+        recorder = Recorder(tx, job)
+        try:
+            token = _LEASES.acquire(tx, job, me, lease).token
+        except Held as error:
+            who = _LEASES.holder(tx, job) or "another process"
+            raise JobHeld(
+                f"Job {recorder.id} is being run by {who}.",
+                hint=f"See how far it is: headway show {recorder.id}. It is freed within 30 s of that process's death.",
+            ) from error
+        if policy is not None:
+            recorder.set_policy(policy)
+        end_lost_runs(tx, job, recorder.now)
+        _correct(recorder)
+        _charge_lost(recorder)
+        run = tx.one("SELECT coalesce(max(no), 0) + 1 FROM runs WHERE job = ?", (job,))
+        assert run is not None
+        tx.execute(
+            "INSERT INTO runs (job, no, token, host, pid, settings, kept, started_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (job, run[0], token, me.host, me.pid, json.dumps(settings), recorder.done, recorder.now),
+        )
+        recorder.close(settle=False)
+        return Hold(job, token, run[0], lease, me)
+
+    return database.run(work, operation="hold")
+
+
+def end_lost_runs(tx: Tx, job: int, now: float) -> None:
+    """Runs that nobody ended were lost: when they recorded last is the end that is known of them."""
+    tx.execute(
+        "UPDATE runs SET outcome = 'lost', ended_at = "
+        "(SELECT CASE WHEN updated_at < started_at THEN started_at WHEN updated_at > ? THEN ? ELSE updated_at END "
+        "FROM jobs WHERE no = ?) WHERE job = ? AND outcome IS NULL",
+        (now, now, job, job),
+    )
+
+
+def renew(database: Database, hold: Hold) -> None:
+    """Prolong the lease and the notes on long-running items; raises `StaleClaim` if the job was taken over."""
+
+    def work(tx: Tx) -> None:
+        recorder = Recorder(tx, hold.job, token=hold.token)
+        _LEASES.renew(tx, Lease(hold.job, hold.token, hold.owner, hold.lease))
+        until = recorder.now + hold.lease
+        tx.execute(
+            "UPDATE progress SET lease_until = ?, next_attempt_at = ? "
+            "WHERE job = ? AND status <> 'done' AND lease_until IS NOT NULL AND worker LIKE ?",
+            (until, until, hold.job, f"{hold.mark} %"),
+        )
+
+    database.run(work, operation="renew")
+
+
+def release(database: Database, hold: Hold, outcome: str) -> None:
+    """End the run and give the job back."""
+
+    def work(tx: Tx) -> None:
+        recorder = Recorder(tx, hold.job, token=hold.token)
+        _LEASES.release(tx, Lease(hold.job, hold.token, hold.owner, hold.lease))
+        tx.execute(
+            "UPDATE runs SET outcome = ?, ended_at = CASE WHEN started_at > ? THEN started_at ELSE ? END "
+            "WHERE job = ? AND no = ?",
+            (outcome, recorder.now, recorder.now, hold.job, hold.run),
+        )
+
+    try:
+        database.run(work, operation="release")
+    except NotFound:
+        log.info("the job was forgotten while it ran")
+
+
+def _charge_lost(recorder: Recorder) -> None:
+    """What an earlier run noted as running was lost with it: one attempt each."""
+    rows = recorder.tx.all(
+        "SELECT idx, worker FROM progress WHERE job = ? AND status <> 'done' AND lease_until IS NOT NULL AND worker LIKE ?",
+        (recorder.no, f"{NOTED}%"),
+    )
+    if rows:
+        lost = [Failed(idx, RUN_LOST, outcome="lost", worker=worker) for idx, worker in rows]
+        recorder.write(lost)
+        log.warning("the earlier run was killed; what it worked on is tried again", job=recorder.id, count=len(rows))
+
+
+def _correct(recorder: Recorder) -> None:
+    """Known inconsistencies, which only a foreign hand can make: each is put right, logged and audited."""
+    unknown = recorder.tx.all(
+        "SELECT idx, status FROM progress WHERE job = ? AND status NOT IN ('pending', 'done', 'failed')", (recorder.no,)
+    )
+    for idx, status in unknown:
+        recorder.tx.execute(
+            "UPDATE progress SET status = 'pending', next_attempt_at = ? WHERE job = ? AND idx = ?",
+            (recorder.now, recorder.no, idx),
+        )
+        _say_corrected(recorder, f"item {idx} had the unknown status {status!r}; it is pending again")
+    both = recorder.tx.all(
+        "SELECT d.idx FROM dead_letters d JOIN progress p ON p.job = d.job AND p.idx = d.idx "
+        "WHERE d.job = ? AND p.status = 'done'",
+        (recorder.no,),
+    )
+    for (idx,) in both:
+        recorder.tx.execute("DELETE FROM dead_letters WHERE job = ? AND idx = ?", (recorder.no, idx))
+        _say_corrected(recorder, f"item {idx} was done and dead; it is done")
+    waiting = recorder.tx.execute(
+        "UPDATE progress SET next_attempt_at = ? WHERE job = ? AND status <> 'done' AND next_attempt_at IS NULL "
+        "AND NOT EXISTS (SELECT 1 FROM dead_letters d WHERE d.job = progress.job AND d.idx = progress.idx)",
+        (recorder.now, recorder.no),
+    )
+    if waiting:
+        _say_corrected(recorder, f"{waiting} items waited for no moment at all; they may be tried now")
+    strange = recorder.tx.one(
+        "SELECT count(*), min(d.idx) FROM dead_letters d WHERE d.job = ? AND NOT EXISTS "
+        "(SELECT 1 FROM progress p WHERE p.job = d.job AND p.idx = d.idx)",
+        (recorder.no,),
+    )
+    if strange is not None and strange[0]:
+        what = f"{strange[0]} dead letters, the first is item {strange[1]}, have no failure recorded; they were left so"
+        audit(recorder.tx, recorder.now, "headway", "inconsistent", recorder.id, {"what": what})
+        log.error(f"inconsistent: {what}", job=recorder.id)
+    if recorder.recount():
+        _say_corrected(recorder, "the counters did not agree with the items and were counted anew")
+
+
+def _say_corrected(recorder: Recorder, what: str) -> None:
+    audit(recorder.tx, recorder.now, "headway", "corrected", recorder.id, {"what": what})
+    log.warning(f"corrected: {what}", job=recorder.id)

@@ -1,0 +1,242 @@
+"""The ledger: all jobs of one database."""
+
+from __future__ import annotations
+
+import getpass
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any, Self
+
+from headway import events
+from headway._lease import has_ended
+from headway._sql import Database, Tx, connect
+from headway.errors import InvalidInput, JobHeld, NotFound
+from headway.ids import check_id
+from headway.ledger import job_lease
+from headway.ledger.job import CHUNK, Job
+from headway.ledger.job_lease import Hold
+from headway.ledger.recorder import Recorder, audit
+from headway.ledger.report import all_jobs
+from headway.ledger.values import JobInfo
+from headway.retry import ITEM, RetryPolicy
+from headway.telemetry import Log
+
+log = Log("ledger")
+
+_NEXT_NUMBER = (
+    "max((SELECT coalesce(max(no), 0) FROM jobs), "
+    "(SELECT coalesce(max(CAST(value AS INTEGER)), 0) FROM meta WHERE name = 'last_forgotten')) + 1"
+)
+_REMEMBER_NUMBER = (
+    "INSERT INTO meta (name, value) VALUES ('last_forgotten', ?) ON CONFLICT (name) DO UPDATE SET "
+    "value = max(CAST(value AS INTEGER), CAST(excluded.value AS INTEGER))"
+)
+
+
+class Ledger:
+    """Which jobs there are. Everything about one job is a `Job`."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    @classmethod
+    def open(cls, url: str, *, create: bool = True, stop: threading.Event | None = None) -> Ledger:
+        """Open the database at ``url``; without ``create`` a missing one raises `NotFound` and is not made."""
+        return cls(connect(url, create=create, stop=stop))
+
+    def close(self) -> None:
+        self.database.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- jobs ------------------------------------------------------------------------------------------------------
+
+    def job(self, id: str) -> Job:
+        """The job of that id, or `NotFound`."""
+        row = self.database.one("SELECT no FROM jobs WHERE id = ?", (check_id(id, "a job id"),))
+        if row is None:
+            raise NotFound(f"There is no job {id!r} in {self.database.name}.", hint="List them: headway jobs")
+        return Job(self.database, row[0], id)
+
+    def create(
+        self,
+        id: str,
+        *,
+        function: str = "",
+        source: str = "",
+        keyed_by: str | None = None,
+        max_retries: int = 2,
+        policy: RetryPolicy = ITEM,
+    ) -> Job:
+        """The job of that id, made if there is none; one that exists is left as it is.
+
+        ``policy`` says how long failed items wait; how often they are tried again is ``max_retries``.
+        """
+        check_id(id, "a job id")
+        if type(max_retries) is not int or not 0 <= max_retries <= 1_000_000:
+            raise InvalidInput(f"{max_retries!r} is no number of retries.", hint="Use a whole number from 0.")
+
+        # A number is never given again: whoever still works on a job that was deleted must not meet another one under it.
+        # PostgreSQL's sequence sees to that; SQLite would take the largest there is, and add one.
+        number, next_number = ("no, ", f"{_NEXT_NUMBER}, ") if self.database.engine == "sqlite" else ("", "")
+
+        def work(tx: Tx) -> int:
+            now = tx.now()
+            tx.execute(
+                f"INSERT INTO jobs ({number}id, origin, function, source, keyed_by, max_retries, created_at, updated_at, "
+                f"retry_base, retry_factor, retry_cap, retry_jitter) SELECT {next_number}?, value, ?, ?, ?, ?, ?, ?, ?, ?, "
+                "?, ? FROM meta WHERE name = 'database' ON CONFLICT (id) DO NOTHING",
+                (id, function, source, keyed_by, max_retries, now, now,
+                 policy.base, policy.factor, policy.cap, policy.jitter),
+            )  # fmt: skip
+            row = tx.one("SELECT no FROM jobs WHERE id = ?", (id,))
+            assert row is not None
+            return int(row[0])
+
+        return Job(self.database, self.database.run(work, operation="create"), id)
+
+    def jobs(self, *, archived: bool = False) -> list[JobInfo]:
+        """All jobs, the one that changed last first."""
+        return all_jobs(self.database, archived=archived)
+
+    def describe(
+        self, job: Job, *, function: str, source: str, command: str, keyed_by: str | None, max_retries: int
+    ) -> None:
+        """Say how the job is run now: shown to people, and what the same command is compared with next time."""
+        self.database.run(
+            lambda tx: tx.execute(
+                "UPDATE jobs SET function = ?, source = ?, command = ?, keyed_by = ?, max_retries = ? WHERE no = ?",
+                (function, source, command, keyed_by, max_retries, job.no),
+            ),
+            operation="describe",
+        )
+
+    # ---- job_lease ---------------------------------------------------------------------------------------------------
+
+    def hold(
+        self,
+        job: Job,
+        settings: dict[str, Any],
+        *,
+        policy: RetryPolicy | None = None,
+        lease: float = job_lease.LEASE,
+    ) -> Hold:
+        """Become the one process that runs the job. ``policy``: how its items are tried again from now on; it is kept
+        with the job, for whoever takes over."""
+        return job_lease.acquire(self.database, job.no, settings, policy=policy, lease=lease)
+
+    def renew(self, hold: Hold) -> None:
+        job_lease.renew(self.database, hold)
+
+    def release(self, hold: Hold, outcome: str) -> None:
+        job_lease.release(self.database, hold, outcome)
+
+    # ---- ending ----------------------------------------------------------------------------------------------------
+
+    def archive(self, id: str, *, actor: str | None = None) -> str | None:
+        """Put a job aside under another id, so that its id can start fresh; the new id, None if there was no such job.
+
+        Nothing is deleted: `purge` does that when its time has come. Whoever held the job and was stopped is fenced off:
+        what it reports when it wakes up is refused, so two never work on the same items unknown to each other.
+        """
+
+        def work(tx: Tx) -> str | None:
+            row = tx.one("SELECT no FROM jobs WHERE id = ?", (id,))
+            if row is None:
+                return None
+            _refuse_held(tx, row[0], id)
+            now = tx.now()
+            aside = _put_aside(tx, row[0], id, now)
+            audit(tx, now, actor or current_user(), "reset", id, {"archived_as": aside})
+            return aside
+
+        return self.database.run(work, operation="archive")
+
+    def forget(self, id: str, *, actor: str | None = None, action: str = "forget") -> int:
+        """Delete a job with all its records; how many items it had. Audited."""
+        job = self.job(id)
+
+        def begin(tx: Tx) -> int:
+            _refuse_held(tx, job.no, id)
+            recorder = Recorder(tx, job.no, archived_too=True)
+            if tx.engine == "sqlite":
+                tx.execute(_REMEMBER_NUMBER, (str(job.no),))
+            _put_aside(tx, job.no, id, recorder.now)  # killed in what follows, the id is free and `purge` does the rest
+            audit(
+                tx, recorder.now, actor or current_user(), action, id, {"total": recorder.total, "done": recorder.done}
+            )
+            return int(recorder.total)
+
+        total = self.database.run(begin, operation=action)
+
+        def step(tx: Tx) -> int:
+            return tx.execute(
+                "DELETE FROM input_products WHERE job = ? AND idx IN "
+                "(SELECT idx FROM input_products WHERE job = ? ORDER BY idx LIMIT ?)",
+                (job.no, job.no, CHUNK),
+            )
+
+        while self.database.run(step, operation=action):
+            pass  # in steps, so that the write-ahead log stays small
+        self.database.run(lambda tx: tx.execute("DELETE FROM jobs WHERE no = ?", (job.no,)), operation=action)
+        return total
+
+    def purge(self, *, older_than: float, actor: str | None = None) -> list[str]:
+        """Delete finished and archived jobs that have not changed for ``older_than`` seconds, and old delivered events."""
+        limit = self.database.now() - older_than
+        old = self.database.all(
+            "SELECT id FROM jobs WHERE (finished_at IS NOT NULL OR archived = 1) AND updated_at < ? ORDER BY no",
+            (limit,),
+        )
+        gone = [id for (id,) in old]
+        for id in gone:
+            self.forget(id, actor=actor, action="purge")
+        self.database.run(lambda tx: events.purge(tx, limit), operation="purge")
+        return gone
+
+    def note(self, action: str, job: str, detail: dict[str, object], *, actor: str | None = None) -> None:
+        """Add a line to the audit trail."""
+        self.database.run(
+            lambda tx: audit(tx, tx.now(), actor or current_user(), action, job, detail), operation="audit"
+        )
+
+    def audit_trail(self, job: str | None = None) -> Iterator[tuple[float, str, str, str, str]]:
+        """(when, who, what, job, detail as JSON), oldest first."""
+        where, parameters = ("WHERE job = ?", (job,)) if job else ("", ())
+        yield from self.database.all(
+            f"SELECT at, actor, action, job, detail FROM audit {where} ORDER BY seq", parameters
+        )
+
+
+def _put_aside(tx: Tx, no: int, id: str, now: float) -> str:
+    """Give the job another id, and refuse what its holder may still report; the new id."""
+    aside = f"{id[:100]}.{datetime.fromtimestamp(now, UTC):%Y%m%dT%H%M%S}.{no}"
+    job_lease.end_lost_runs(tx, no, now)
+    tx.execute(
+        "UPDATE jobs SET id = ?, archived = 1, updated_at = ?, token = token + 1, holder = NULL, lease_until = NULL "
+        "WHERE no = ?",
+        (aside, now, no),
+    )
+    return aside
+
+
+def _refuse_held(tx: Tx, no: int, id: str) -> None:
+    locked = " FOR UPDATE" if tx.engine == "postgresql" else ""  # nobody takes it between this look and the change
+    row = tx.one(f"SELECT holder, lease_until FROM jobs WHERE no = ?{locked}", (no,))
+    if row is not None and row[0] is not None and not has_ended(row[0], row[1], tx.now()):
+        raise JobHeld(
+            f"Job {id} is being run.", hint="Stop that run first: Ctrl-C where it runs, or see: headway show JOB"
+        )
+
+
+def current_user() -> str:
+    """Who is at the keyboard, for the audit trail."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user id without a name, as in many containers
+        return "unknown"

@@ -1,0 +1,389 @@
+"""The recorder of a job: its counters and outcomes, open in one transaction.
+
+Opening it takes the job's row (SQLite: the write lock; PostgreSQL: the row lock), so whoever writes an outcome sees
+every earlier one. That is what makes counting by identity exact: an item's old and new place are both known here.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+
+from headway._sql import NOW, Engine, Tx, marks
+from headway.errors import NotFound, StaleClaim
+from headway.events import Event, append
+from headway.failure import Failure, normalise
+from headway.ledger.values import Done, Failed, Outcome, Recorded
+from headway.retry import RetryPolicy
+from headway.telemetry import Log
+
+log = Log("ledger")
+
+#: Items looked up by one statement; SQLite as some systems build it allows 32,766 parameters.
+PAGE = 1000
+
+ENGINES: tuple[Engine, ...] = ("sqlite", "postgresql")
+
+_COLUMNS = (
+    "id, origin, version, generation, sealed, finished_at, max_retries, total, done, failed, dead, failures, frontier, token, "
+    "minute, minute_done, minute_failed, minute_dead, minute_seconds, archived, retry_base, retry_factor, retry_cap, "
+    "retry_jitter"
+)
+_OPEN = {
+    # BEGIN IMMEDIATE has the write lock already; on PostgreSQL it is the row's own.
+    "sqlite": f"SELECT {_COLUMNS}, {NOW['sqlite']} FROM jobs WHERE no = ?",
+    "postgresql": f"SELECT {_COLUMNS}, {NOW['postgresql']} FROM jobs WHERE no = ? FOR UPDATE",
+}
+
+
+def _near(table: str) -> dict[Engine, str]:
+    """A batch's items lie near each other. PostgreSQL must be told: without statistics, which a table that was just
+    filled has none of, it reads the whole job for every batch."""
+    return {"sqlite": "", "postgresql": f" AND {table}.idx BETWEEN ? AND ?"}
+
+
+_PRIOR = {
+    engine: "SELECT i.idx, i.key, p.status, p.attempts, p.token, p.lease_until, d.idx FROM input_products i "
+    f"LEFT JOIN progress p ON p.job = i.job AND p.idx = i.idx{_near('p')[engine]} "
+    f"LEFT JOIN dead_letters d ON d.job = i.job AND d.idx = i.idx{_near('d')[engine]} "
+    f"WHERE i.job = ?{_near('i')[engine]} AND i.idx IN "
+    for engine in ENGINES
+}
+_UNTOUCHED = {
+    engine: "SELECT count(*) FROM input_products i WHERE NOT EXISTS "
+    f"(SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx{_near('p')[engine]}) "
+    f"AND i.job = ?{_near('i')[engine]} AND i.idx IN "
+    for engine in ENGINES
+}
+_PUT_ITEM = "INSERT INTO input_products (job, idx) VALUES (?, ?) ON CONFLICT (job, idx) DO NOTHING"
+_PUT_ONE_DONE = (
+    "INSERT INTO progress (job, idx, status, meta, updated_at, seconds, worker) "
+    "SELECT job, idx, 'done', ?, ?, ?, ? FROM input_products WHERE job = ? AND idx = ? "
+    "ON CONFLICT (job, idx) DO NOTHING"
+)
+_PUT_DONE = (
+    "INSERT INTO progress (job, idx, status, meta, updated_at, seconds, worker) VALUES (?, ?, 'done', ?, ?, ?, ?) "
+    "ON CONFLICT (job, idx) DO UPDATE SET status = 'done', meta = excluded.meta, updated_at = excluded.updated_at, "
+    "seconds = excluded.seconds, worker = excluded.worker, next_attempt_at = NULL, lease_until = NULL, holder = NULL"
+)
+_PUT_FAILED = (
+    "INSERT INTO progress (job, idx, status, meta, attempts, updated_at, seconds, worker, next_attempt_at) "
+    "VALUES (?, ?, 'failed', ?, ?, ?, ?, ?, ?) ON CONFLICT (job, idx) DO UPDATE SET status = 'failed', "
+    "meta = excluded.meta, attempts = excluded.attempts, updated_at = excluded.updated_at, seconds = excluded.seconds, "
+    "worker = excluded.worker, next_attempt_at = excluded.next_attempt_at, lease_until = NULL, holder = NULL"
+)
+_PUT_ATTEMPT = (
+    "INSERT INTO attempts (job, idx, no, outcome, error, detail, cause, worker, at, seconds) "
+    "SELECT ?, ?, coalesce(max(no), 0) + 1, ?, ?, ?, ?, ?, ?, ? FROM attempts WHERE job = ? AND idx = ?"
+)
+_PUT_DEAD = (
+    "INSERT INTO dead_letters (job, idx, meta, error, created_at, cause, last_pass) VALUES (?, ?, ?, ?, ?, ?, ?) "
+    "ON CONFLICT (job, idx) DO UPDATE SET meta = excluded.meta, error = excluded.error, "
+    "created_at = excluded.created_at, cause = excluded.cause, last_pass = excluded.last_pass"
+)
+
+
+class Recorder:
+    """Counters of one job while its row is ours; `close` writes them back."""
+
+    def __init__(self, tx: Tx, no: int, *, token: int | None = None, archived_too: bool = False) -> None:
+        """``token``: of the hold under which the caller works, if it has one; a newer hold refuses it.
+
+        A job that was put aside is refused to everybody but those who delete it: whoever was stopped while it was
+        replaced by a fresh start must not go on beside the new one.
+        """
+        row = tx.one(_OPEN[tx.engine], (no,))
+        if row is None:
+            raise NotFound("The job was forgotten while it was in use.")
+        self.tx, self.no = tx, no
+        self.id: str
+        (self.id, self.origin, self.version, self.generation, self.sealed, self.finished_at, self.max_retries,
+         self.total, self.done, self.failed, self.dead, self.failures, self.frontier, held,
+         self.minute, self.minute_done, self.minute_failed, self.minute_dead, self.minute_seconds, archived,
+         *self._retry, self.now) = row  # fmt: skip
+        if archived and not archived_too:
+            raise StaleClaim(
+                f"Job {self.id} was put aside by a fresh start; nothing was recorded.",
+                hint="Stop this process: another one began the job anew.",
+            )
+        if token is not None and token != held:
+            raise StaleClaim(
+                f"Job {self.id} was taken over by another process while this one was not responding.",
+                hint="Nothing was recorded by this one since. See who runs it: headway show JOB",
+            )
+        if self.minute != self.now // 60:
+            self._turn_minute()
+
+    @property
+    def policy(self) -> RetryPolicy:
+        """How the job's items are tried again, as whoever ran it last said."""
+        base, factor, cap, jitter = self._retry
+        return RetryPolicy(self.max_retries, base, factor, cap, jitter)
+
+    def set_policy(self, policy: RetryPolicy) -> None:
+        """Tell whoever charges an item later, maybe another process, how long it waits."""
+        self._retry = [policy.base, policy.factor, policy.cap, policy.jitter]
+        self.tx.execute(
+            "UPDATE jobs SET retry_base = ?, retry_factor = ?, retry_cap = ?, retry_jitter = ? WHERE no = ?",
+            (*self._retry, self.no),
+        )
+
+    # ---- outcomes --------------------------------------------------------------------------------------------------
+
+    def write(
+        self, outcomes: Sequence[Outcome], policy: RetryPolicy | None = None, *, register: bool = False
+    ) -> Recorded:
+        """Record outcomes. ``policy``: how failed items wait, if not by the job's own."""
+        successes = _plain_successes(outcomes)
+        if successes and self._all_untouched([success.idx for success in successes]):
+            # Nearly every batch of a run: nothing there to be compared with.
+            self._succeed(successes)
+            return Recorded(len(successes), 0, 0, 0, False, {}, (), self.failed, ())
+        return self._compare_and_write(outcomes, policy or self.policy, register=register)
+
+    def _compare_and_write(self, outcomes: Sequence[Outcome], policy: RetryPolicy, *, register: bool) -> Recorded:
+        indices = [outcome.idx for outcome in outcomes]
+        prior = self._prior(indices)
+        if register and len(prior) < len(indices):
+            self.total += self.tx.insert(_PUT_ITEM, [(self.no, idx) for idx in indices])
+            prior = self._prior(indices)
+        done: list[Done] = []
+        repeated, stale, due, died = 0, [], {}, []
+        for outcome in outcomes:
+            try:
+                name, status, attempts, token, lease_until, dead = prior[outcome.idx]
+            except KeyError:
+                raise NotFound(f"Item {outcome.idx} is not registered in job {self.id}.") from None
+            if status == "done":
+                # Done is final: a late failure or a second success of the same item changes nothing.
+                repeated += 1
+                if isinstance(outcome, Failed):
+                    log.info("a failure of an item that is done was ignored", job=self.id, idx=outcome.idx)
+                continue
+            if outcome.token is not None and (token != outcome.token or lease_until is None):
+                stale.append(outcome.idx)
+                continue
+            if isinstance(outcome, Done):
+                done.append(outcome)
+                prior[outcome.idx] = (name, "done", attempts, token, None, False)
+                self._leave(status, dead)
+                if dead:
+                    self._rescue(outcome.idx)
+                continue
+            if outcome.seen is not None and outcome.seen != attempts:
+                repeated += 1
+                continue
+            self._leave(status, dead)
+            dies = dead or not outcome.retryable or attempts + 1 > self.max_retries
+            at = None if dies else self.now + policy.delay(attempts + 1)
+            self._fail(outcome, name, attempts + 1, at, was_dead=dead)
+            prior[outcome.idx] = (name, "failed", attempts + 1, token, None, dies)
+            if at is None:
+                died.append(outcome.idx)
+            else:
+                due[outcome.idx] = at
+        if done:
+            self._succeed(done)
+        return Recorded(len(done), len(due), len(died), repeated, False, due, died, self.failed, stale)
+
+    def _all_untouched(self, indices: list[int]) -> bool:
+        """Whether these are different items, all registered, and nobody has tried one of them."""
+        for page in _pages(indices):
+            row = self.tx.one(f"{_UNTOUCHED[self.tx.engine]}({marks(len(page))})", self._bounds(page, before=1))
+            assert row is not None
+            if row[0] < len(page):
+                return False
+        return len(set(indices)) == len(indices)
+
+    def _prior(
+        self, indices: list[int]
+    ) -> dict[int, tuple[str | None, str | None, int, int | None, float | None, bool]]:
+        found = {}
+        for page in _pages(indices):
+            for idx, key, status, attempts, token, lease_until, dead in self.tx.all(
+                f"{_PRIOR[self.tx.engine]}({marks(len(page))})", self._bounds(page, before=2)
+            ):
+                found[idx] = (key, status, attempts or 0, token, lease_until, dead is not None)
+        return found
+
+    def _bounds(self, page: list[int], *, before: int) -> list[int]:
+        """The parameters of a lookup that asks ``before`` other tables before it names the job; see `_near`."""
+        near = [min(page), max(page)] if self.tx.engine == "postgresql" else []
+        return [*near * before, self.no, *near, *page]
+
+    def _leave(self, status: str | None, dead: bool) -> None:
+        """The item leaves the place it is counted under; pending is what remains of the total."""
+        if dead:
+            self.dead -= 1
+        elif status == "failed":
+            self.failed -= 1
+
+    def _succeed(self, outcomes: list[Done]) -> None:
+        no, now = self.no, self.now
+        self.tx.insert(_PUT_DONE, [(no, o.idx, o.meta, now, o.seconds, o.worker) for o in outcomes])
+        results = [(no, o.idx, o.result) for o in outcomes if o.result is not None]
+        if results:
+            self.tx.insert(
+                "INSERT INTO results (job, idx, result) VALUES (?, ?, ?) "
+                "ON CONFLICT (job, idx) DO UPDATE SET result = excluded.result",
+                results,
+            )
+        self.done += len(outcomes)
+        self.minute_done += len(outcomes)
+        self.minute_seconds += sum(o.seconds or 0.0 for o in outcomes)
+
+    def _rescue(self, idx: int) -> None:
+        """A dead letter that succeeded after all is no dead letter any more."""
+        self.tx.execute("DELETE FROM dead_letters WHERE job = ? AND idx = ?", (self.no, idx))
+        audit(self.tx, self.now, "headway", "rescued", self.id, {"idx": idx})
+
+    def _fail(self, outcome: Failed, name: str | None, attempts: int, at: float | None, *, was_dead: bool) -> None:
+        no, now, failure = self.no, self.now, outcome.failure
+        cause = self._cause(failure, name)
+        self.tx.execute(
+            _PUT_FAILED, (no, outcome.idx, outcome.meta, attempts, now, outcome.seconds, outcome.worker, at)
+        )
+        self.tx.execute(
+            _PUT_ATTEMPT,
+            (no, outcome.idx, outcome.outcome, failure.text, failure.detail, cause, outcome.worker, now, outcome.seconds,
+             no, outcome.idx),
+        )  # fmt: skip
+        self.failures += 1
+        self.minute_failed += 1
+        self.minute_seconds += outcome.seconds or 0.0
+        if at is None:
+            # An item that was dead before has just had its pass at the end; one that cannot succeed gets none.
+            passed = int(was_dead or not outcome.retryable)
+            self.tx.execute(_PUT_DEAD, (no, outcome.idx, outcome.meta, failure.text, now, cause, passed))
+            self.dead += 1
+            self.minute_dead += not was_dead
+        else:
+            self.failed += 1
+        log.info(
+            "item failed" if at is not None else "item is dead",
+            job=self.id, idx=outcome.idx, attempt=attempts, error=failure.text, cause=cause,
+        )  # fmt: skip
+
+    def _cause(self, failure: Failure, name: str | None) -> int:
+        key = (self.no, failure.type, normalise(failure.message, name), failure.frame)
+        row = self.tx.one(
+            "UPDATE causes SET count = count + 1, last_seen = ? "
+            "WHERE job = ? AND type = ? AND message = ? AND frame = ? RETURNING no",
+            (self.now, *key),
+        ) or self.tx.one(
+            "INSERT INTO causes (job, type, message, frame, no, count, first_seen, last_seen) "
+            "SELECT ?, ?, ?, ?, coalesce(max(no), 0) + 1, 1, ?, ? FROM causes WHERE job = ? RETURNING no",
+            (*key, self.now, self.now, self.no),
+        )
+        assert row is not None
+        return int(row[0])
+
+    # ---- the counters ----------------------------------------------------------------------------------------------
+
+    def close(self, *, settle: bool) -> bool:
+        """Write the counters back. With ``settle``, decide whether the job is finished; True if that was just now."""
+        completed = settle and bool(self.sealed) and self.finished_at is None and self.done + self.dead >= self.total
+        if completed:
+            self.finished_at = self.now
+            append(self.tx, self._completion())
+            log.info("job completed", job=self.id, total=self.total, done=self.done, dead=self.dead)
+        elif self.finished_at is not None and self.done + self.dead < self.total:
+            self.finished_at = None  # opened again: its next completion is another one
+            self.generation += 1
+        self.tx.execute(
+            "UPDATE jobs SET version = version + 1, sealed = ?, generation = ?, total = ?, done = ?, failed = ?, dead = ?, "
+            "failures = ?, frontier = ?, finished_at = ?, updated_at = ?, minute = ?, minute_done = ?, minute_failed = ?, "
+            "minute_dead = ?, minute_seconds = ? WHERE no = ?",
+            (self.sealed, self.generation, self.total, self.done, self.failed, self.dead, self.failures,
+             self.frontier, self.finished_at, self.now, self.minute, self.minute_done, self.minute_failed,
+             self.minute_dead, self.minute_seconds, self.no),
+        )  # fmt: skip
+        return completed
+
+    def _turn_minute(self) -> None:
+        """The minute is over: its sums go to their own row."""
+        if self.minute_done or self.minute_failed:
+            self.tx.execute(
+                "INSERT INTO minutes (job, minute, done, failed, dead, seconds) VALUES (?, ?, ?, ?, ?, ?) "
+                # The clock may have been set back into a minute that has its row already.
+                "ON CONFLICT (job, minute) DO UPDATE SET done = minutes.done + excluded.done, "
+                "failed = minutes.failed + excluded.failed, dead = minutes.dead + excluded.dead, "
+                "seconds = minutes.seconds + excluded.seconds",
+                (self.no, self.minute, self.minute_done, self.minute_failed, self.minute_dead, self.minute_seconds),
+            )
+        self.minute = int(self.now // 60)
+        self.minute_done = self.minute_failed = self.minute_dead = 0
+        self.minute_seconds = 0.0
+
+    def _completion(self) -> Event:
+        return Event(
+            id=f"{self.origin}-{self.no}-{self.generation}-completed",
+            type="job.completed",
+            at=datetime.fromtimestamp(self.now, UTC),
+            source="headway.ledger",
+            job=self.id,
+            version=self.version + 1,
+            data={"total": self.total, "succeeded": self.done, "failed": self.dead},
+        )
+
+    def recount(self) -> bool:
+        """Count anew from the rows; whether the counters had been wrong."""
+        before = (self.total, self.done, self.failed, self.dead)
+        total = self.tx.one("SELECT count(*) FROM input_products WHERE job = ?", (self.no,))
+        done = self.tx.one("SELECT count(*) FROM progress WHERE job = ? AND status = 'done'", (self.no,))
+        dead = self.tx.one("SELECT count(*) FROM dead_letters WHERE job = ?", (self.no,))
+        failed = self.tx.one(
+            "SELECT count(*) FROM progress p WHERE p.job = ? AND p.status = 'failed' AND NOT EXISTS "
+            "(SELECT 1 FROM dead_letters d WHERE d.job = p.job AND d.idx = p.idx)",
+            (self.no,),
+        )
+        assert total is not None
+        assert done is not None
+        assert dead is not None
+        assert failed is not None
+        self.total, self.done, self.failed, self.dead = total[0], done[0], failed[0], dead[0]
+        return before != (self.total, self.done, self.failed, self.dead)
+
+
+def _pages(indices: list[int]) -> Iterator[list[int]]:
+    return (indices[start : start + PAGE] for start in range(0, len(indices), PAGE))
+
+
+def _plain_successes(outcomes: Sequence[Outcome]) -> list[Done]:
+    """The same outcomes, if all of them are successes and none shows a claim's token."""
+    successes = [outcome for outcome in outcomes if isinstance(outcome, Done) and outcome.token is None]
+    return successes if len(successes) == len(outcomes) else []
+
+
+def put_one_done(tx: Tx, job: int, outcome: Done, *, register: bool = False) -> bool:
+    """The commonest record of all in two statements: an item nobody has tried is done, and that finishes nothing.
+
+    False if it is not that simple; then nothing counts and the transaction must be rolled back.
+    """
+    now = time.time()
+    row = (outcome.meta, now, outcome.seconds, outcome.worker, job, outcome.idx)
+    fresh, new = tx.execute(_PUT_ONE_DONE, row), 0
+    if not fresh and register:
+        new = tx.execute(_PUT_ITEM, (job, outcome.idx))
+        fresh = tx.execute(_PUT_ONE_DONE, row) if new else 0
+    return (
+        fresh == 1
+        and tx.execute(
+            "UPDATE jobs SET version = version + 1, total = total + ?, done = done + 1, minute_done = minute_done + 1, "
+            "minute_seconds = minute_seconds + ?, updated_at = ? WHERE no = ? AND minute = ? AND finished_at IS NULL "
+            "AND archived = 0 "
+            "AND (sealed = 0 OR done + dead + 1 < total + ?)",
+            (new, outcome.seconds or 0.0, now, job, int(now // 60), new),
+        )
+        == 1
+    )
+
+
+def audit(tx: Tx, now: float, actor: str, action: str, job: str, detail: dict[str, object]) -> None:
+    """Write down who changed recorded work, in the transaction that changes it."""
+    tx.execute(
+        "INSERT INTO audit (at, actor, action, job, detail) VALUES (?, ?, ?, ?, ?)",
+        (now, actor, action, job, json.dumps(detail, ensure_ascii=False)),
+    )

@@ -1,0 +1,141 @@
+"""What is particular to the outbox in Redis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headway.events import CallableSink, Event, RedisOutbox, Relay
+from tests.events.conftest import redis_store
+from tests.events.scene import Ear, event, ids, numbers
+from tests.services.redis import RedisServer
+
+WELL = {"id": "1", "type": "t", "source": "s", "job": "j", "version": "1", "at": "1", "data": "{}"}
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        {"x": "y"},
+        WELL | {"at": "never"},
+        WELL | {"at": "1e400"},
+        WELL | {"at": "nan"},
+        WELL | {"data": "[1]"},
+        WELL | {"data": "{"},
+        WELL | {"data": '{"a": NaN}'},
+        WELL | {"data": "[" * 100_000},
+        WELL | {"version": "x"},
+        WELL | {"id": ""},
+        WELL | {"id": b"\xff\xfe"},
+        WELL | {b"\xff": "a field"},
+        WELL | {"type": "job.completed", "data": '{"total": null, "done": 1, "errors": 0}'},
+        WELL | {"type": "job.completed", "data": '{"total": 1}'},
+        WELL | {"type": "job.completed", "data": '{"total": 1, "done": 1, "errors": 5}'},
+    ],
+)
+def test_an_entry_that_is_no_event_is_put_aside_and_the_others_go_on(
+    garbage: dict[Any, Any], redis_server: RedisServer
+):
+    store, state = redis_store(redis_server), redis_server.client(1)
+    noted: list[str] = []
+    box = RedisOutbox(state, on_delivered=lambda found: noted.extend(one.id for one in found))
+    state.xadd("smap:events", garbage)
+    store.decide(event(1))
+    ear = Ear()
+    relay = Relay(box, [ear])
+    relay.tick()
+    relay.tick()
+    assert ear.heard == noted == ["e-1"]
+    assert len(box.refused("ear")) == 1
+    assert state.xlen("smap:events") == 0
+    [again] = box.refused()
+    box.retry(again)  # it is no event now either
+    relay.tick()
+    assert len(box.refused("ear")) == 1
+    box.discard(box.refused()[0])
+    assert box.refused() == []
+
+
+def test_a_thousand_entries_that_are_no_events_are_put_aside_one_batch_after_another(redis_server: RedisServer):
+    store, state = redis_store(redis_server), redis_server.client(1)
+    pipeline = state.pipeline(transaction=False)
+    for _ in range(1_100):
+        pipeline.xadd("smap:events", {"x": "y"})
+    pipeline.execute()
+    store.decide(event(1))
+    ear = Ear()
+    relay = Relay(store.outbox(), [ear])
+    relay.tick(limit=1)  # one at a time, deeper than any stack
+    assert ear.heard == ["e-1"]
+    assert len(store.outbox().refused()) == 1_100
+
+
+def test_what_a_relay_of_an_earlier_headway_had_taken_is_adopted(redis_server: RedisServer):
+    """Its consumers had names of their own."""
+    store, state = redis_store(redis_server), redis_server.client(1)
+    store.decide(*numbers(1, 2, 3))
+    state.xgroup_create("smap:events", "ear", id="0")
+    state.xreadgroup("ear", "relay-0a1b2c", {"smap:events": ">"}, count=2)
+    ear = Ear()
+    assert Relay(store.outbox(), [ear]).drain(20)
+    assert sorted(ear.heard) == ids([1, 2, 3])
+
+
+def test_after_a_wipe_the_relay_subscribes_again_and_goes_on(redis_server: RedisServer):
+    store = redis_store(redis_server)
+    ear = Ear()
+    relay = Relay(store.outbox(), [ear])
+    store.decide(event(1))
+    relay.tick()
+    redis_server.client().flushall()
+    relay.tick()
+    store.decide(event(2))
+    relay.tick()
+    assert ear.heard == ids([1, 2])
+
+
+def test_an_entry_deleted_under_the_relay_is_passed_over(redis_server: RedisServer):
+    store, state = redis_store(redis_server), redis_server.client(1)
+    store.decide(*numbers(1, 2))
+    box = store.outbox()
+    box.subscribe("ear")
+    box.waiting("ear", 10)
+    first: Any = state.xrange("smap:events", count=1)
+    state.xdel("smap:events", first[0][0])
+    ear = Ear()
+    assert Relay(box, [ear]).drain(20)
+    assert ear.heard == ["e-2"]
+    assert state.xpending("smap:events", "ear")["pending"] == 0
+
+
+def test_an_entry_is_kept_until_every_sink_has_it_and_then_noted_and_removed(redis_server: RedisServer):
+    store, state = redis_store(redis_server), redis_server.client(1)
+    noted: list[Event] = []
+    box = RedisOutbox(state, on_delivered=noted.extend)
+    slow = Ear("slow", RuntimeError("down"))
+    now = [0.0]
+    relay = Relay(box, [slow, CallableSink("quick", lambda _: None)], clock=lambda: now[0])
+    store.decide(event(1))
+    for _ in range(3):
+        relay.tick()
+    assert (state.xlen("smap:events"), noted) == (1, [])
+    slow.trouble = None
+    now[0] += 100
+    relay.tick()
+    relay.tick()
+    assert (state.xlen("smap:events"), [one.id for one in noted]) == (0, ["e-1"])
+
+
+def test_many_waiting_entries_are_counted_without_reading_them_all(redis_server: RedisServer):
+    store, state = redis_store(redis_server), redis_server.client(1)
+    store.outbox().subscribe("ear")
+    pipeline = state.pipeline(transaction=False)
+    for _ in range(2_500):
+        pipeline.xadd("smap:events", {"x": "y"})
+    pipeline.execute()
+    [behind] = store.outbox().backlog()
+    assert behind.waiting == 2_500
+    store.outbox().waiting("nobody", 1)
+    [behind] = store.outbox().backlog("ear")
+    assert behind.waiting == 2_500

@@ -1,0 +1,391 @@
+"""The relay as it lives in a process: every sink at its own pace, a stop that waits for nobody, two outboxes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from headway import _sql, events
+from headway.errors import HeadwayError, InvalidInput, Unavailable
+from headway.events import CallableSink, CommandSink, Event, Relay, Sink, SqlOutbox, WebhookSink, outbox, relay
+from headway.telemetry import metrics
+from tests.core.databases import exit_code, forked
+from tests.events.conftest import Store, redis_store, sql_store
+from tests.events.scene import Ear, event, hanging, ids, numbers
+from tests.services.postgres import PostgresServer
+from tests.services.redis import RedisServer
+from tests.services.waiting import eventually
+
+
+@pytest.fixture
+def running() -> Any:
+    """`running(relay)`: it serves until the test is over."""
+    stop, threads = threading.Event(), []
+
+    def start(one: Relay) -> Relay:
+        threads.append(threading.Thread(target=one.run, args=(stop,)))
+        threads[-1].start()
+        return one
+
+    yield start
+    stop.set()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+Running = Callable[[Relay], Relay]
+
+
+def test_a_sink_that_hangs_keeps_no_other_waiting(store: Store, running: Running, gate: threading.Event):
+    """The well sink hears everything while the other is still inside its first delivery: whatever the machine's load,
+    nobody waited for it."""
+    entered = threading.Event()
+    well = Ear("well")
+    store.decide(event(1))
+    running(Relay(store.outbox(), [hanging("hangs", gate, entered), well], rest=0.02))
+    assert entered.wait(30)
+    eventually(lambda: well.heard == ["e-1"], 30)
+    store.decide(*numbers(2, 3))
+    eventually(lambda: well.heard == ids([1, 2, 3]), 30)
+    assert not gate.is_set()  # it hangs to this moment
+
+
+def test_a_receiver_that_drips_or_is_slow_keeps_no_other_waiting(
+    store: Store, running: Running, receiver: Any, gate: threading.Event
+):
+    dripping = threading.Event()
+
+    def drip(handler: Any) -> None:
+        for _ in range(100):
+            handler.wfile.write(b"H")
+            handler.wfile.flush()
+            dripping.set()
+            if gate.wait(0.05):
+                return
+
+    receiver.answers = [drip]
+    well = Ear("well")
+    store.decide(*numbers(1, 2))
+    running(Relay(store.outbox(), [WebhookSink(receiver.url, 60), well], rest=0.02))
+    assert dripping.wait(30)
+    eventually(lambda: well.heard == ids([1, 2]), 30)
+    store.decide(event(3))
+    eventually(lambda: well.heard == ids([1, 2, 3]), 30)
+    assert len(receiver.requests) == 1  # still in its first delivery
+
+
+def test_a_stop_does_not_wait_for_a_hanging_function(store: Store, gate: threading.Event):
+    entered = threading.Event()
+    store.decide(event(1))
+    one = Relay(store.outbox(), [hanging("hangs", gate, entered)], rest=0.02).start()
+    assert entered.wait(30)
+    assert one.close(grace=0.05) is False
+    assert not gate.is_set()
+
+
+def test_a_stop_ends_a_hanging_webhook_and_a_hanging_program(
+    store: Store, receiver: Any, gate: threading.Event, tmp_path
+):
+    """Both would go on for a minute; the stop ends them, so that it need not leave them behind."""
+    receiver.answers = [lambda handler: gate.wait(60)]
+    script = tmp_path / "hang"
+    script.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
+    script.chmod(0o755)
+    store.decide(event(1))
+    sinks: list[Sink] = [WebhookSink(receiver.url, 60), CommandSink([str(script)], 60)]
+    one = Relay(store.outbox(), sinks, rest=0.02).start()
+    eventually(lambda: receiver.requests and (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip(), 30)
+    one.close(grace=0.05)
+    eventually(lambda: not any(thread.name.startswith("headway-relay") for thread in threading.enumerate()), 30)
+    pid = int((tmp_path / "pid").read_text())
+    eventually(lambda: not _alive(pid), 30)
+    assert store.outbox().backlog(sinks[0].name)[0].waiting == 1
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_sink_that_fails_is_left_alone_longer_each_time(store: Store):
+    now = [0.0]
+    ear = Ear(trouble=Unavailable("down"))
+    store.decide(event(1))
+    failures = metrics.value("headway_event_failures", sink="ear")
+    one = Relay(store.outbox(), [ear], clock=lambda: now[0])
+    waits = []
+    for _ in range(8):
+        waits.append(one.tick())
+        now[0] += waits[-1] - 0.01
+        assert one.tick() == pytest.approx(0.01)  # it is not asked before its time
+        now[0] += 0.011
+    assert ear.tries == 8
+    assert metrics.value("headway_event_failures", sink="ear") == failures + 8
+    for number, wait in enumerate(waits):
+        assert 0.8 * min(60, 2**number) <= wait <= min(60, 2**number)
+    ear.trouble = None
+    one.tick()
+    assert ear.heard == ["e-1"]
+    ear.trouble = Unavailable("down again")
+    store.decide(event(2))
+    assert one.tick() <= 1.0  # a success begins anew
+
+
+class Odd(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize("odd", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), Odd(), MemoryError()])
+def test_whatever_a_sink_raises_costs_only_its_own_delivery(tmp_path, running: Running, odd: BaseException):
+    store = sql_store("sqlite", f"sqlite:///{tmp_path}/e.db")
+    raised = threading.Event()
+
+    def call(_: Event) -> None:
+        if not raised.is_set():
+            raised.set()
+            raise odd
+        heard.append(1)
+
+    heard: list[int] = []
+    well = Ear("well")
+    store.decide(event(1))
+    running(Relay(store.outbox(), [CallableSink("odd", call), well], rest=0.02))
+    eventually(lambda: well.heard == ["e-1"] and heard == [1], 30)
+
+
+def test_two_sinks_of_one_name_are_refused(store: Store):
+    with pytest.raises(InvalidInput, match="'s'"):
+        Relay(store.outbox(), [Ear("s"), Ear("s")])
+
+
+def test_draining_delivers_what_waits_and_says_whether_that_was_all(store: Store):
+    store.decide(*numbers(*range(1, 251)))
+    ear, down = Ear(), Ear("down", Unavailable("away"))
+    store.outbox().subscribe("down")
+    assert Relay(store.outbox(), [ear]).drain(60)
+    assert ear.heard == ids(range(1, 251))
+    assert not Relay(store.outbox(), [ear, down]).drain(0.3)
+    assert down.tries == 1  # it was not pestered meanwhile
+
+
+def test_a_relay_without_sinks_has_nothing_to_do(store: Store):
+    store.decide(event(1))
+    assert Relay(store.outbox(), []).drain(30)
+    assert Relay(store.outbox(), []).tick() > 0
+
+
+def test_draining_ends_although_one_sink_hangs_and_the_others_have_everything(store: Store, gate: threading.Event):
+    entered = threading.Event()
+    ear = Ear()
+    store.decide(event(1))
+    one = Relay(store.outbox(), [hanging("hangs", gate, entered), ear]).start()
+    assert entered.wait(30)
+    eventually(lambda: ear.heard == ["e-1"], 30)
+    assert not one.drain(0.1)
+    one.close(grace=0.05)
+
+
+def test_one_outbox_out_of_reach_does_not_stop_the_other(
+    redis_server: RedisServer, postgres_server: PostgresServer, postgres_url: str, running: Running
+):
+    sql, stream = sql_store("postgresql", postgres_url), redis_store(redis_server)
+    ear = Ear()
+    running(Relay([sql.outbox(), stream.outbox()], [ear], rest=0.02))
+    sql.decide(event(1))
+    stream.decide(event(2))
+    eventually(lambda: sorted(ear.heard) == ids([1, 2]), 30)
+    postgres_server.stop()
+    ear.trouble = Unavailable("the sink is down too")
+    stream.decide(event(3))
+    ear.trouble = None  # and has recovered, while the database is still away
+    eventually(lambda: ear.heard[2:] == ["e-3"], 30)
+    postgres_server.start()
+    redis_server.stop()
+    eventually(lambda: _decided(sql, event(4)), 60)
+    eventually(lambda: ear.heard[3:] == ["e-4"], 90)
+    redis_server.start()
+    stream.decide(event(5))
+    eventually(lambda: ear.heard[4:] == ["e-5"], 90)
+    for close in sql.closing + stream.closing:
+        close()
+
+
+def _decided(store: Store, one: Event) -> bool:
+    try:
+        store.decide(one)
+    except Unavailable:
+        return False
+    return True
+
+
+def test_a_note_that_sql_cannot_take_leaves_the_entry_in_the_stream_and_the_sinks_served(redis_server: RedisServer):
+    """What is noted once every sink has an event is kept in SQL, and SQL may be away."""
+    store = redis_store(redis_server)
+    away = [True]
+    noted: list[str] = []
+
+    def note(found: Any) -> None:
+        if away[0]:
+            raise Unavailable("SQL is away")
+        noted.extend(one.id for one in found)
+
+    client: Any = redis_server.client(1)
+    box = events.RedisOutbox(client, on_delivered=note)
+    ear, late = Ear(), Ear("late")
+    one = Relay(box, [ear, late])
+    store.decide(event(1))
+    one.tick()
+    one.tick()
+    assert (ear.heard, late.heard) == (["e-1"], ["e-1"])
+    assert client.xlen("smap:events") == 1
+    store.decide(event(2))
+    one.tick()
+    assert ear.heard == late.heard == ids([1, 2])
+    away[0] = False
+    one.tick()
+    assert noted == ids([1, 2])
+    assert client.xlen("smap:events") == 0
+
+
+def test_too_many_waiting_events_are_said_once_and_none_is_dropped(store: Store, monkeypatch, caplog):
+    monkeypatch.setattr(relay, "MANY", 3)
+    monkeypatch.setattr(relay, "MEASURE", 0.0)
+    ear = Ear(trouble=Unavailable("down"))
+    now = [0.0]
+    store.decide(*numbers(1, 2, 3, 4, 5))
+    one = Relay(store.outbox(), [ear], clock=lambda: now[0])
+    with caplog.at_level("CRITICAL"):
+        for _ in range(3):
+            one.tick()
+            now[0] += 100
+    assert [record.message for record in caplog.records] == [
+        "too many events wait for a sink; none is dropped, and the store grows"
+    ]
+    assert metrics.value("headway_events_waiting", sink="ear", outbox=store.outbox().name) == 5
+    ear.trouble = None
+    one.tick()
+    assert ear.heard == ids([1, 2, 3, 4, 5])
+
+
+def test_a_relay_renews_its_lease_while_it_works_through_many_events(store: Store):
+    """Each delivery takes a sixth of the lease: after six of them it would have ended."""
+    now = [0.0]
+    box: Any = store.outbox()
+    renewed: list[float] = []
+    renew = box.renew
+
+    def watched(lease: Any) -> None:
+        renewed.append(now[0])
+        renew(lease)
+
+    box.renew = watched
+    store.decide(*numbers(*range(1, 13)))
+
+    def deliver(_: Event) -> None:
+        now[0] += outbox.LEASE / 6
+
+    Relay(box, [CallableSink("s", deliver)], clock=lambda: now[0]).tick()
+    gaps = [after - before for before, after in zip([0.0, *renewed], renewed, strict=False)]
+    assert renewed
+    assert max(gaps) <= outbox.LEASE / 2
+
+
+def test_a_relay_inherited_by_a_fork_is_not_running_there_and_says_so(redis_server: RedisServer):
+    store = redis_store(redis_server)
+    ear = Ear()
+    with Relay(store.outbox(), [ear], rest=0.02).start() as one:
+        store.decide(event(1))
+        eventually(lambda: ear.heard == ["e-1"], 30)
+        assert one.running
+
+        def child() -> None:
+            assert not one.running
+            for use in (one.tick, one.start, lambda: one.drain(1)):
+                with pytest.raises(HeadwayError, match="forked"):
+                    use()
+            assert one.close()
+            own = Ear("own")  # a relay of its own works, over the inherited client
+            store.decide(event(2))
+            assert Relay(store.outbox(), [own]).drain(20)
+            assert own.heard[-1] == "e-2"
+
+        assert exit_code(forked(child)) == 0
+        assert one.running
+    assert not one.running
+
+
+def test_started_for_a_while_it_serves_beside_other_work(tmp_path):
+    ear = Ear()
+    stop = threading.Event()
+    with _sql.connect(f"sqlite:///{tmp_path}/e.db") as database:
+        with events.start(database=database, sinks=[ear], stop=stop, rest=0.02) as one:
+            database.run(lambda tx: events.append(tx, event(1)))
+            eventually(lambda: ear.heard == ["e-1"], 30)
+            with pytest.raises(HeadwayError, match="running already"):
+                one.start()
+            stop.set()
+            eventually(lambda: not one.running, 30)
+        database.run(lambda tx: events.append(tx, event(2)))
+        assert SqlOutbox(database).waits("ear")
+
+
+def test_a_relay_outlives_its_database(postgres_server: PostgresServer, postgres_url: str, running: Running):
+    ear = Ear()
+    store = sql_store("postgresql", postgres_url)
+    running(Relay(store.outbox(), [ear], rest=0.02))
+    store.decide(event(1))
+    eventually(lambda: ear.heard == ["e-1"], 30)
+    postgres_server.stop()
+    eventually(lambda: not postgres_server.running, 20)
+    postgres_server.start()
+    eventually(lambda: _decided(store, event(2)), 60)
+    eventually(lambda: ear.heard == ids([1, 2]), 90)
+    for close in store.closing:
+        close()
+
+
+def test_events_of_one_job_reach_a_sink_in_order_however_many_relays_there_are(store: Store):
+    heard: list[tuple[str, int]] = []
+    lock = threading.Lock()
+
+    def hear(found: Event) -> None:
+        with lock:
+            heard.append((found.job, found.version))
+
+    relays = [Relay(store.outbox(), [CallableSink("s", hear)], rest=0.001) for _ in range(4)]
+    for one in relays:
+        one.start()
+    for number in range(1, 101):
+        store.decide(event(number, f"job-{number % 3}"))
+    eventually(lambda: len(heard) >= 100, 60)
+    for one in relays:
+        one.close()
+    assert len(heard) == 100  # each once
+    for job in range(3):
+        versions = [version for name, version in heard if name == f"job-{job}"]
+        assert versions == sorted(versions)
+
+
+def test_time_is_up_means_the_whole_delivery(receiver: Any, gate: threading.Event):
+    """Each byte comes well within any limit on one read; all of them never would."""
+
+    def drip(handler: Any) -> None:
+        while not gate.wait(0.01):
+            handler.wfile.write(b"H")
+
+    receiver.answers = [drip]
+    sink = WebhookSink(receiver.url, 0.3)
+    began = time.monotonic()
+    with pytest.raises(Unavailable, match=r"within 0\.3 s"):
+        sink.deliver(event())
+    assert time.monotonic() - began < 30  # the receiver would have gone on for ever

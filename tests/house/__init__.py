@@ -1,0 +1,1 @@
+"""The house itself: its tools, its documents, its contracts."""

@@ -1,0 +1,91 @@
+"""The documents of the house mention what exists, and list everything once."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tools import docs
+
+HOUSE = docs.house_pages()
+
+
+@pytest.mark.parametrize("page", HOUSE, ids=lambda page: page.name)
+def test_what_a_page_for_contributors_mentions_exists(page: Path):
+    assert list(docs.broken_mentions(page)) == []
+    assert list(docs.broken_links(page)) == []
+
+
+def test_the_pages_for_contributors_are_there():
+    names = {page.name for page in HOUSE}
+    assert names >= {
+        "CONTRIBUTING.md", "SECURITY.md", "architecture.md", "add-a-store.md", "add-a-verb.md", "add-a-migration.md",
+    }  # fmt: skip
+
+
+def test_the_diagram_shows_every_package():
+    """A package that is not drawn is a package nobody is told of."""
+    drawn = (docs.ROOT / "docs" / "architecture.md").read_text("utf-8")
+    packages = {path.parent.name for path in docs.SOURCE.glob("*/__init__.py")} - {"cli"}
+    missing = {name for name in packages if not re.search(rf"\b{name}\b", drawn)}
+    assert missing == set()
+
+
+@pytest.mark.parametrize(
+    "mention",
+    [
+        "src/headway/ledger/",
+        "tests/conftest.py",
+        "tests/mutants/",
+        "headway.ledger",
+        "headway.failure.describe",
+        "headway.errors.HeadwayError",
+        "headway.map",
+        "make check",
+        "make test",
+        "CONTRIBUTING.md",
+        "src/headway/_sql/migrations/*.sql",
+        "an ordinary `word`",
+    ],
+)
+def test_what_exists_may_be_mentioned(mention: str):
+    assert docs.wrong_mention(mention) == ""
+
+
+@pytest.mark.parametrize(
+    "mention",
+    [
+        "src/headway/nowhere.py",
+        "tests/conftest_of_old.py",
+        "headway.nowhere",
+        "headway.ledger.nowhere",
+        "headway.failure.nowhere",
+        "make coffee",
+        "NOTHING.md",
+    ],
+)
+def test_what_does_not_exist_is_told(mention: str):
+    assert docs.wrong_mention(mention) != ""
+
+
+def test_a_list_that_lacks_doubles_or_invents_something_is_told():
+    told = list(docs.list_problems("the table", "storage.md", ["a", "b", "b", "d"], {"a", "b", "c"}))
+    assert told == [
+        "docs/storage.md lists the table b 2 times",
+        "docs/storage.md lacks the table c",
+        "docs/storage.md lists the table d, which there is not",
+    ]
+
+
+def test_every_table_metric_key_decision_exit_code_and_event_is_listed_once():
+    assert list(docs.list_of_everything()) == []
+    assert len(docs.tables()) > 15
+    assert len(docs.measured()) > 20
+
+
+def test_hooks_before_a_commit_are_local_and_need_no_network():
+    text = (docs.ROOT / ".pre-commit-config.yaml").read_text("utf-8")
+    assert re.findall(r"repo: (.+)", text) == ["local"]
+    assert "://" not in text

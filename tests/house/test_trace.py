@@ -1,0 +1,164 @@
+"""A requirement is proved by a test that ran and passed, by nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import trace
+
+ROOT = Path(__file__).parents[2]
+PAGE = """# Requirements
+## Done (003)
+| ID | What holds |
+|---|---|
+| S3-01 | the first |
+| S3-02 | the second, measured by bench/ledger.py |
+## Later (002) (open)
+| S2-01 | not yet |
+"""
+TESTS = """
+import pytest
+
+@pytest.mark.req("S3-01")
+def test_too(): pass
+
+@pytest.mark.req("S3-01")
+def test_passes(): pass
+
+@pytest.mark.req("S3-02")
+def test_fails(): assert 0
+
+@pytest.mark.req("S3-03")
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.req("S3-04"))])
+def test_many(n): pass
+
+@pytest.mark.req("S3-05")
+def test_skips(): pytest.skip("no server")
+
+@pytest.mark.req("S3-06")
+@pytest.mark.xfail
+def test_expected(): assert 0
+
+@pytest.mark.req("S3-07")
+@pytest.mark.slow
+def test_deselected(): pass
+
+@pytest.fixture
+def broken():
+    yield
+    raise ValueError
+
+@pytest.mark.req("S3-08")
+def test_teardown(broken): pass
+
+@pytest.mark.req("S3-09")
+class TestGroup:
+    def test_in_class(self): pass
+"""
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["alone", "xdist"])
+def test_the_results_say_what_became_of_every_test_that_ran(tmp_path: Path, workers: list[str]):
+    (tmp_path / "tests").mkdir()
+    for name in ("conftest.py", "__init__.py", "services"):
+        (tmp_path / "tests" / name).symlink_to(ROOT / "tests" / name)
+    (tmp_path / "tests" / "test_it.py").write_text(TESTS)
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--results", "out.json", *workers,
+               "tests/test_it.py"]  # fmt: skip
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["exit"] == 1
+    found = {test["test"].partition("::")[2]: (test["outcome"], test["requirements"]) for test in written["tests"]}
+    assert found == {
+        "test_too": ("passed", ["S3-01"]),
+        "test_passes": ("passed", ["S3-01"]),
+        "test_fails": ("failed", ["S3-02"]),
+        "test_many[1]": ("passed", ["S3-03"]),
+        "test_many[2]": ("passed", ["S3-03", "S3-04"]),
+        "test_skips": ("skipped", ["S3-05"]),
+        "test_expected": ("xfailed", ["S3-06"]),
+        "test_teardown": ("failed", ["S3-08"]),
+        "TestGroup::test_in_class": ("passed", ["S3-09"]),
+    }
+
+
+def test_a_skip_is_a_failure_under_ci(tmp_path: Path):
+    (tmp_path / "tests").mkdir()
+    for name in ("conftest.py", "__init__.py", "services"):
+        (tmp_path / "tests" / name).symlink_to(ROOT / "tests" / name)
+    (tmp_path / "tests" / "test_it.py").write_text("import pytest\n\ndef test_skips(): pytest.skip('no server')\n")
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_it.py"]
+    for environment, code in (({}, 0), ({"CI": "true"}, 1)):
+        basics = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, env=basics | environment, check=False
+        )
+        assert done.returncode == code, done.stdout
+
+
+@pytest.mark.parametrize(("verb", "told"), [("test", "pytest CI="), ("check", "pytest CI=true")])
+def test_make_check_lets_nothing_be_skipped_and_make_test_does(tmp_path: Path, verb: str, told: str):
+    for name in ("ruff", "mypy", "lint-imports", "python", "pytest", "coverage"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} CI=$CI $*"\n')
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / ".installed").touch()
+    command = ["make", "-s", "-C", str(ROOT), verb, f"BIN={tmp_path}", f"SETUP={tmp_path}/.installed"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("CI", "MAKEFLAGS", "MAKELEVEL")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    lines = done.stdout.splitlines()
+    (run,) = [line for line in lines if line.startswith("pytest")]
+    assert run.startswith(f"{told} ")
+    assert "--results .test-results.json" in run
+    if verb == "check":
+        assert "python CI=true tools/trace.py .test-results.json" in lines
+
+
+def result(test: str, outcome: str, *requirements: str) -> dict[str, Any]:
+    return {"test": test, "outcome": outcome, "requirements": list(requirements)}
+
+
+def found(tmp_path: Path, results: list[dict[str, Any]]) -> list[str]:
+    return list(trace.problems(trace.requirements(PAGE), results, tmp_path))
+
+
+def test_a_requirement_is_proved_by_one_test_that_passed(tmp_path: Path):
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "ledger.py").touch()
+    assert found(tmp_path, [result("a", "passed", "S3-01", "S3-02"), result("b", "failed", "S3-01")]) == []
+
+
+@pytest.mark.parametrize("outcome", ["skipped", "failed", "xfailed"])
+def test_a_requirement_whose_only_test_did_not_pass_is_unproved(tmp_path: Path, outcome: str):
+    told = found(tmp_path, [result("a", outcome, "S3-01")])
+    assert told[0] == f"unproved: S3-01 the first: a ({outcome})"
+    assert told[1].startswith("unproved: S3-02 the second")
+    assert told[1].endswith("no test of this run is marked with it")
+    assert told[2] == "S3-02 names bench/ledger.py, which does not exist"
+    assert len(told) == 3, "a requirement of an open part may wait"
+
+
+def test_a_mark_that_names_nothing_is_told(tmp_path: Path):
+    assert "not in docs/requirements.md: S9-99, claimed by a" in found(tmp_path, [result("a", "passed", "S9-99")])
+
+
+def test_a_test_too_by_another_of_its_name_is_told(tmp_path: Path):
+    (tmp_path / "tests").mkdir()
+    group = "class TestB:\n    def test_c(self): pass\n    async def test_c(self): pass\n"
+    source = f"def test_a(): pass\ndef helper(): pass\ndef helper(): pass\n{group}def test_a(): pass\n"
+    (tmp_path / "tests" / "test_x.py").write_text(source)
+    told = [one for one in found(tmp_path, []) if "twice" in one]
+    assert told == [
+        "tests/test_x.py: test_a is there twice; the first is never run",
+        "tests/test_x.py: test_c is there twice; the first is never run",
+    ]

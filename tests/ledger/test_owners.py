@@ -1,0 +1,314 @@
+"""Who holds what: the dead are seen to be dead, the fenced stay out, and no clock that is set makes a difference."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+
+from headway._lease import Owner, write_owner
+from headway.errors import JobHeld, StaleClaim
+from headway.ledger import Done, Failed, Failure, Item, Job, Ledger, NewItem
+from headway.retry import RetryPolicy
+from tests.core.databases import python
+
+BOOM = Failure("ValueError", "boom")
+
+#: Holds the job, notes an item and claims another one, says so, and waits to be killed.
+HOLDER = """
+import sys
+from headway.ledger import Ledger
+ledger = Ledger.open(sys.argv[1])
+job = ledger.job("ads")
+hold = ledger.hold(job, {}, lease=1000)
+job.note_running(hold, [(3, f"{hold.mark} worker 1")])
+job.claim("claimant", lease=1000)
+print("held", flush=True)
+sys.stdin.readline()
+from headway.ledger import Done
+try:
+    job.record([Done(5)], hold=hold)
+except Exception as error:
+    print(type(error).__name__, flush=True)
+"""
+
+shared_engines = pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
+
+
+@pytest.fixture
+def dead_holder(url: str, job: Job) -> None:
+    """Somebody on this machine held the job and was killed."""
+    process = python(HOLDER, url)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+# ---- killed on this machine -----------------------------------------------------------------------------------------
+
+
+@shared_engines
+def test_who_was_killed_on_this_machine_is_seen_to_be_gone_at_once(ledger: Ledger, job: Job, dead_holder: None):
+    """No lease is waited for: every view says it, before anybody takes over."""
+    info = job.info()
+    assert (info.held, info.lost, info.status) == (False, True, "pending")
+    assert [found.held for found in ledger.jobs()] == [False]
+    assert [(run.outcome, run.ended_at) for run in job.runs()] == [("lost", None)]
+    assert job.progress().running == 0
+    assert job.items(status="processing") == []
+    assert {item.status for item in job.items()} == {"pending"}
+    assert job.item(3).status == "pending"
+
+
+@shared_engines
+@pytest.mark.parametrize("verb", ["archive", "forget", "hold"])
+def test_who_was_killed_on_this_machine_is_in_nobodys_way(ledger: Ledger, job: Job, dead_holder: None, verb: str):
+    if verb == "hold":
+        assert ledger.hold(job, {}).run == 2
+        assert [run.outcome for run in job.runs()] == ["lost", None]
+        assert [run.outcome for run in job.history(3)] == ["lost"]
+    else:
+        assert getattr(ledger, verb)("ads")
+
+
+@shared_engines
+def test_what_a_killed_process_had_claimed_is_given_to_another_when_nothing_else_is_left(
+    ledger: Ledger, job: Job, dead_holder: None
+):
+    taken = [job.claim("other", lease=1000)[0].idx for _ in range(8)]
+    assert 0 not in taken
+    assert 3 not in taken, "it was noted under the hold, whose next holder charges it"
+    (item,) = job.claim("other", lease=1000)
+    assert (item.idx, item.attempts) == (0, 1)
+    assert [(run.outcome, run.worker) for run in job.history(0)] == [("lost", "claimant")]
+    assert job.claim("other") == []
+
+
+def test_a_process_id_that_was_given_to_another_process_does_not_keep_the_job(ledger: Ledger, job: Job):
+    """Our own id is alive, but it is not the process that took the job."""
+    ledger.hold(job, {}, lease=1000)
+    me = Owner.current()
+    earlier = write_owner(Owner(me.host, me.machine, me.space, me.pid, "1", "earlier"), 1000.0)
+    ledger.database.write("UPDATE jobs SET holder = ?", (earlier,))
+    assert not job.info().held
+    assert ledger.hold(job, {}).run == 2
+
+
+def test_a_holder_of_another_machine_is_believed_until_its_lease_ends(ledger: Ledger, job: Job):
+    ledger.hold(job, {}, lease=1000)
+    elsewhere = write_owner(Owner("far", "boot 1", "boot 1", os.getpid(), "1", "theirs"), 1000.0)
+    ledger.database.write("UPDATE jobs SET holder = ?", (elsewhere,))
+    assert job.info().held
+    with pytest.raises(JobHeld, match="on far"):
+        ledger.hold(job, {})
+    with pytest.raises(JobHeld):
+        ledger.archive("ads")
+    ledger.database.write("UPDATE jobs SET lease_until = lease_until - 1001")
+    assert not job.info().held
+    assert ledger.hold(job, {}).run == 2
+
+
+def test_a_holder_that_an_earlier_version_wrote_is_believed_until_its_lease_ends(ledger: Ledger, job: Job):
+    ledger.hold(job, {}, lease=1000)
+    old = json.dumps({"host": "h", "space": "s", "pid": 1, "born": "1"})
+    ledger.database.write("UPDATE jobs SET holder = ?", (old,))
+    with pytest.raises(JobHeld):
+        ledger.hold(job, {})
+    with pytest.raises(JobHeld):
+        ledger.forget("ads")
+    ledger.database.write("UPDATE jobs SET lease_until = lease_until - 1001")
+    assert ledger.hold(job, {}).run == 2
+
+
+# ---- fences ---------------------------------------------------------------------------------------------------------
+
+
+@shared_engines
+@pytest.mark.parametrize("verb", ["archive", "forget"])
+def test_a_stopped_holder_that_wakes_up_after_a_fresh_start_records_nothing(
+    url: str, ledger: Ledger, job: Job, verb: str
+):
+    sleeper = python(HOLDER, url)
+    assert sleeper.stdout is not None
+    assert sleeper.stdin is not None
+    assert sleeper.stdout.readline() == "held\n"
+    sleeper.send_signal(signal.SIGSTOP)
+    # Its lease lapses while it sleeps; for this machine's clock and for everybody else's.
+    lapsed = write_owner(Owner("far", "", "", 1, "1", "theirs"))
+    ledger.database.write("UPDATE jobs SET lease_until = 0, holder = ? WHERE no = ?", (lapsed, job.no))
+    getattr(ledger, verb)("ads")
+    fresh = ledger.create("ads")
+    fresh.register(NewItem(idx) for idx in range(10))
+    ledger.hold(fresh, {})  # with a token as the sleeper's was
+    sleeper.send_signal(signal.SIGCONT)
+    said, _ = sleeper.communicate("\n", 60)
+    assert said.split() == ["StaleClaim" if verb == "archive" else "NotFound"]
+    assert fresh.info().done == 0
+    assert ledger.job("ads").no == fresh.no
+
+
+def test_nobody_records_anything_in_a_job_that_was_put_aside(ledger: Ledger, job: Job):
+    (claimed,) = job.claim("w", lease=1000)
+    assert ledger.archive("ads") is not None
+    calls: list[Callable[[], object]] = [
+        lambda: job.record([Done(5)]),
+        lambda: job.record([Done(claimed.idx, token=claimed.token)]),
+        lambda: job.record([Failed(5, BOOM)]),
+        lambda: job.claim("w"),
+        lambda: job.register([NewItem(99)]),
+        job.retry_dead,
+        lambda: ledger.hold(job, {}),
+    ]
+    for call in calls:
+        with pytest.raises(StaleClaim, match="put aside"):
+            call()
+    info = job.info()
+    assert (info.done, info.total, info.failures) == (0, 10, 0)
+
+
+def test_a_renewed_hold_is_kept_past_the_end_it_first_had(ledger: Ledger, job: Job):
+    hold = ledger.hold(job, {}, lease=1000)
+    job.note_running(hold, [(3, f"{hold.mark} worker 1")])
+    before = ledger.database.one("SELECT lease_until, holder FROM jobs")
+    assert before is not None
+    ledger.database.write("UPDATE jobs SET lease_until = lease_until - 900")
+    ledger.database.write("UPDATE progress SET lease_until = lease_until - 900")
+    ledger.renew(hold)
+    after = ledger.database.one("SELECT lease_until, holder FROM jobs")
+    assert after is not None
+    assert after[0] >= before[0]
+    assert json.loads(after[1])["until"] > json.loads(before[1])["until"]
+    noted = ledger.database.one("SELECT lease_until FROM progress WHERE idx = 3")
+    assert noted is not None
+    assert noted[0] >= before[0]
+
+
+def test_a_renewed_claim_is_kept_past_the_end_it_first_had(ledger: Ledger, job: Job):
+    (item,) = job.claim("w", lease=1000)
+    before = ledger.database.one("SELECT lease_until, holder FROM progress")
+    assert before is not None
+    assert job.renew([item], lease=5000) == 1
+    after = ledger.database.one("SELECT lease_until, holder FROM progress")
+    assert after is not None
+    assert after[0] >= before[0] + 3000
+    assert json.loads(after[1])["until"] >= json.loads(before[1])["until"] + 3000
+
+
+def test_a_claim_that_lapsed_for_the_last_time_as_the_last_open_item_finishes_the_job(ledger: Ledger):
+    job = ledger.create("last", max_retries=0)
+    job.register([NewItem(0), NewItem(1)])
+    job.seal()
+    job.record([Done(0)])
+    job.claim("slow", lease=1e-6)
+    assert job.info().finished_at is None
+    assert job.claim("other") == []
+    info = job.info()
+    assert (info.status, info.done, info.dead) == ("completed", 1, 1)
+    rows = ledger.database.all("SELECT type, data FROM outbox")
+    assert [(kind, json.loads(data)) for kind, data in rows] == [
+        ("job.completed", {"total": 2, "succeeded": 1, "failed": 1})
+    ]
+
+
+# ---- clocks ---------------------------------------------------------------------------------------------------------
+
+
+def set_clock(ledger: Ledger, seconds: float) -> None:
+    """What the records look like after the wall clock was set forward (or back, if negative) by so much."""
+    for table, columns in {
+        "jobs": ("created_at", "updated_at", "finished_at", "lease_until"),
+        "progress": ("updated_at", "next_attempt_at", "lease_until"),
+        "runs": ("started_at", "ended_at"),
+    }.items():
+        changes = ", ".join(f"{column} = {column} - ?" for column in columns)
+        ledger.database.write(f"UPDATE {table} SET {changes}", [seconds] * len(columns))
+
+
+def test_a_clock_set_forward_takes_nothing_from_those_who_live(ledger: Ledger, job: Job):
+    ledger.hold(job, {}, lease=1000)
+    (item,) = job.claim("w", lease=1000)
+    set_clock(ledger, 7200)
+    assert job.info().held
+    with pytest.raises(JobHeld):
+        ledger.hold(job, {})
+    assert [other.idx for other in job.claim("v", limit=20)] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert job.claim("v") == []
+    assert job.record([Done(item.idx, token=item.token)]).done == 1
+
+
+def test_a_clock_set_back_makes_nobody_wait_for_the_lapsed(ledger: Ledger, job: Job):
+    ledger.hold(job, {}, lease=1e-6)
+    job.claim("w", limit=10, lease=1e-6)
+    set_clock(ledger, -7200)
+    assert not job.info().held
+    assert ledger.hold(job, {}).run == 2
+    assert len(job.claim("v", limit=10)) == 10
+
+
+def test_a_clock_set_back_makes_no_item_wait_for_another_try(job: Job, ledger: Ledger):
+    waiting = RetryPolicy(2, base=60.0, cap=60.0)
+    job.record([Failed(0, BOOM), Failed(1, BOOM)], policy=waiting)
+    assert job.due(10) == []
+    set_clock(ledger, -7200)
+    assert [(item.idx, left) for item, left in job.due(10)] == [(0, 0.0), (1, 0.0)]
+    assert [item.idx for item in job.claim("w", limit=2)] == [0, 1]
+
+
+def test_no_duration_is_negative_after_the_clock_was_set_back(job: Job, ledger: Ledger):
+    hold = ledger.hold(job, {})
+    set_clock(ledger, -7200)  # everything so far is in the future
+    job.record([Done(idx) for idx in range(10)], hold=hold)
+    ledger.release(hold, "finished")
+    ledger.hold(job, {}, lease=1e-6)
+    set_clock(ledger, -7200)
+    ledger.hold(job, {})
+    for run in job.runs():
+        assert run.ended_at is None or run.ended_at - run.started_at >= timedelta(0)
+    info = job.info()
+    assert info.finished_at is not None
+    assert info.finished_at >= info.created_at
+    assert info.updated_at >= info.created_at
+
+
+# ---- the job's own policy -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow_job(ledger: Ledger) -> Job:
+    made = ledger.create("slow", policy=RetryPolicy(2, base=5000.0, cap=5000.0))
+    made.register([NewItem(0), NewItem(1)])
+    made.seal()
+    return made
+
+
+def left(job: Job, idx: int) -> float:
+    return next(seconds for item, seconds in job.due(10, within=1e6) if item.idx == idx)
+
+
+def test_what_was_lost_with_a_run_waits_by_the_policy_of_the_run_that_takes_over(ledger: Ledger, slow_job: Job):
+    lost = ledger.hold(slow_job, {}, policy=RetryPolicy(2, base=2000.0, cap=2000.0), lease=1e-6)
+    slow_job.note_running(lost, [(0, f"{lost.mark} worker 1")])
+    ledger.hold(slow_job, {}, lease=1e-6)
+    assert 1000 < left(slow_job, 0) <= 2000, "the policy of the run that was lost, for one who names none"
+    again = ledger.hold(slow_job, {}, lease=1e-6)
+    slow_job.note_running(again, [(1, f"{again.mark} worker 1")])
+    ledger.hold(slow_job, {}, policy=RetryPolicy(2, base=300.0, cap=300.0))
+    assert 100 < left(slow_job, 1) <= 300
+
+
+def test_a_failure_waits_by_the_jobs_policy_unless_its_reporter_names_one(slow_job: Job):
+    slow_job.record([Failed(0, BOOM)])
+    slow_job.record([Failed(1, BOOM)], policy=RetryPolicy(2, base=10.0, cap=10.0))
+    assert 4000 < left(slow_job, 0) <= 5000
+    assert left(slow_job, 1) <= 10
+
+
+def test_renewing_claims_that_are_not_ours_renews_nothing(job: Job):
+    (item,) = job.claim("w", lease=1000)
+    assert job.renew([Item(item.idx, None, None, 0, token=99)], lease=5000) == 0
+    assert job.renew([], lease=5000) == 0

@@ -1,0 +1,119 @@
+"""What a function prints while the bar is drawn on the same terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headway.run.console import shown
+
+
+def run_on_a_terminal(place: Path, *arguments: str) -> tuple[int, str]:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headway", *arguments],
+        stdin=theirs, stdout=theirs, stderr=theirs, cwd=place, env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+    )  # fmt: skip
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            data = os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not data:
+            break
+        seen += data
+    os.close(ours)
+    return process.wait(30), seen.decode()
+
+
+def screen(text: str) -> list[str]:
+    """The lines a person sees: what was wiped out is not among them. Enough of a terminal for what we send."""
+    lines, row, column = [""], 0, 0
+    for token in re.findall(r"\x1b\[\??\d*[A-Za-z]|\x1b\[[\d;]*m|[\r\n]|[^\x1b\r\n]+", text):
+        if token == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+        elif token == "\r":
+            column = 0
+        elif token == "\x1b[J":
+            lines[row] = lines[row][:column]
+            del lines[row + 1 :]
+        elif token == "\x1b[K":
+            lines[row] = lines[row][:column]
+        elif re.fullmatch(r"\x1b\[\d*A", token):
+            row = max(0, row - int(token[2:-1] or 1))
+        elif not token.startswith("\x1b"):
+            lines[row] = lines[row][:column].ljust(column) + token + lines[row][column + len(token) :]
+            column += len(token)
+    return lines
+
+
+def test_every_printed_line_stays_above_the_bar(tmp_path: Path):
+    (tmp_path / "loud.py").write_text(
+        "import sys, time\n"
+        "def shout(item):\n"
+        "    print(f'out {item}')\n"
+        "    print(f'err {item}', file=sys.stderr)\n"
+        "    time.sleep(0.02)\n"
+    )
+    (tmp_path / "items.txt").write_text("".join(f"item-{n:02}\n" for n in range(30)))
+    code, text = run_on_a_terminal(tmp_path, "run", "loud:shout", "-i", "items.txt", "-j", "loud", "-w", "2")
+    assert code == 0, text
+    lines = screen(text)
+    for n in range(30):
+        assert lines.count(f"out item-{n:02}") == 1
+        assert lines.count(f"err item-{n:02}") == 1
+    bar = [number for number, line in enumerate(lines) if "30/30" in line]
+    assert len(bar) == 1, "one bar is left, the earlier drawings are gone"
+    assert bar[0] > max(number for number, line in enumerate(lines) if line.startswith(("out", "err")))
+
+
+def test_output_into_a_pipe_is_left_to_the_function_and_none_of_it_is_lost(tmp_path: Path):
+    (tmp_path / "loud.py").write_text(
+        "def shout(item):\n    print(item)\n    print('end of', item, end=' ')\n    return item\n"
+    )
+    (tmp_path / "items.txt").write_text("a\nb\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "headway", "run", "loud:shout", "-i", "items.txt", "-w", "1"],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+    )  # fmt: skip
+    assert done.stdout.split() == ["a", "end", "of", "a", "b", "end", "of", "b"]
+
+
+NASTY = {
+    "wipes the screen \x1b[2J\x1b[H": "wipes the screen ",
+    "goes up \x1b[5A\x1b[1G": "goes up ",
+    "names the window \x1b]0;mine\x07 done": "names the window  done",
+    "is \x1b[31mred\x1b[0m": "is \x1b[31mred\x1b[0m\x1b[0m",
+    "10%\r50%\r100%": "100%",
+    "50%\r": "50%",
+    "rings \a and \b deletes": "rings   and   deletes",
+    "ends in \x1b": "ends in ",
+    "C1 \x9b2J": "C1  2J",
+    "a\tb": "a       b",
+    "hides \x1b[?25l the cursor": "hides  the cursor",
+}
+
+
+@pytest.mark.parametrize("line", NASTY, ids=repr)
+def test_what_a_function_prints_cannot_move_the_bar(line: str):
+    assert shown(line) == NASTY[line]
+
+
+def test_a_function_that_clears_the_screen_does_not_clear_ours(tmp_path: Path):
+    (tmp_path / "loud.py").write_text("def shout(item):\n    print(f'\\x1b[2J\\x1b[H\\x1b[9A{item}\\rover {item}')\n")
+    (tmp_path / "items.txt").write_text("".join(f"item-{n:02}\n" for n in range(10)))
+    code, text = run_on_a_terminal(tmp_path, "run", "loud:shout", "-i", "items.txt", "-j", "loud", "-w", "1")
+    assert code == 0, text
+    lines = screen(text)
+    assert lines[0].startswith("Run loud: 10 items")
+    assert [line for line in lines if line.startswith("over")] == [f"over item-{n:02}" for n in range(10)]

@@ -1,0 +1,299 @@
+"""Where items come from: arrays, odd CSV, pipes that end early; and what a dry run says of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headway.errors import InputChanged
+from headway.ledger import Ledger
+from headway.run import plan as plans
+from headway.run.items import FileItems
+from tests.services.waiting import eventually
+
+Cli = Callable[..., "subprocess.CompletedProcess[str]"]
+Spawn = Callable[..., "subprocess.Popen[str]"]
+
+FUNCTIONS = """
+import time
+
+def echo(item):
+    with open("executed", "a") as file:
+        file.write(f"{item if not isinstance(item, dict) else item.get('id')}\\n")
+    return item
+
+def fails(item):
+    echo(item)
+    raise ValueError("no")
+
+def slow(item):
+    echo(item)
+    time.sleep(0.05)
+"""
+RUN = ("run", "jobs:echo", "-j", "ads", "-w", "1")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "jobs.py").write_text(FUNCTIONS)
+    return tmp_path
+
+
+def outcome(place: Path) -> list[object]:
+    lines = [json.loads(line) for line in (place / "out.jsonl").read_text().splitlines()]
+    return [line["result"] for line in sorted(lines, key=lambda line: line["index"])]
+
+
+def executed(place: Path) -> Counter[str]:
+    file = place / "executed"
+    return Counter(file.read_text().split()) if file.exists() else Counter()
+
+
+# ---- arrays ---------------------------------------------------------------------------------------------------------
+
+ARRAY = [{"id": "a"}, {"id": "b"}, 3, [4, 5]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(ARRAY),
+        json.dumps(ARRAY, indent=2),
+        "\n\n  " + json.dumps(ARRAY, indent=2) + "\n\n",
+        "\ufeff" + json.dumps(ARRAY),
+        json.dumps(ARRAY, indent=4).replace("\n", "\r\n"),
+    ],
+    ids=["one line", "pretty", "with blank lines", "with a mark", "of Windows"],
+)
+def test_the_elements_of_a_json_array_are_the_items(place: Path, headway_cli: Cli, text: str):
+    (place / "items.json").write_bytes(text.encode())
+    done = headway_cli(*RUN, "-i", "items.json", "-o", "out.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert outcome(place) == ARRAY
+    again = headway_cli(*RUN, "-i", "items.json", "-o", "out.jsonl")
+    assert "was finished already" in again.stderr
+
+
+def test_a_json_file_with_a_value_on_each_line_is_read_by_lines_also_if_they_are_arrays(place: Path, headway_cli: Cli):
+    (place / "items.json").write_text("[1, 2]\n[3]\n")
+    assert headway_cli(*RUN, "-i", "items.json", "-o", "out.jsonl").returncode == 0
+    assert outcome(place) == [[1, 2], [3]]
+
+
+def test_an_array_in_a_file_of_another_name_is_asked_for_by_its_format(place: Path, headway_cli: Cli):
+    (place / "items.txt").write_text(json.dumps(ARRAY, indent=2))
+    assert headway_cli(*RUN, "-i", "items.txt", "--format", "json", "-o", "out.jsonl").returncode == 0
+    assert outcome(place) == ARRAY
+
+
+def test_in_a_jsonl_file_a_line_with_an_array_is_one_item(place: Path, headway_cli: Cli):
+    (place / "items.jsonl").write_text("[1, 2]\n")
+    assert headway_cli(*RUN, "-i", "items.jsonl", "-o", "out.jsonl").returncode == 0
+    assert outcome(place) == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("broken.json", "[\n  1,\n  2\n", "broken.json, line 1: not JSON"),
+        ("pretty.jsonl", "[\n  1\n]\n", "an array over several lines: name the file .json"),
+        ("empty.json", "[]", "has no items"),
+        ("key.json", '[{"id": 1},\n {"name": 2}]', "key.json, element 2: the item has no usable key"),
+    ],
+)
+def test_a_bad_array_is_one_clear_error(place: Path, headway_cli: Cli, name: str, text: str, said: str):
+    (place / name).write_text(text)
+    done = headway_cli("run", "jobs:echo", "-i", name, *(("--key", "id") if name == "key.json" else ()))
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert not (place / "headway.db").exists()
+
+
+# ---- CSV and text ---------------------------------------------------------------------------------------------------
+
+
+def test_a_column_that_is_there_twice_is_refused_by_its_name(place: Path, headway_cli: Cli):
+    (place / "rows.csv").write_text("id,price,price\n1,2,3\n")
+    done = headway_cli(*RUN, "-i", "rows.csv")
+    assert done.returncode == 2
+    assert "the column 'price' is there twice" in done.stderr
+    assert not (place / "headway.db").exists()
+
+
+def test_a_long_field_is_taken_up_to_the_limit_of_an_item_and_beyond_it_the_error_says_what_to_do(
+    place: Path, headway_cli: Cli
+):
+    (place / "rows.csv").write_text(f"id,text\n1,{'x' * 200_000}\n")
+    done = headway_cli(*RUN, "-i", "rows.csv", "-o", "out.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert outcome(place) == [{"id": "1", "text": "x" * 200_000}]
+    (place / "rows.csv").write_text(f"id,text\n1,{'x' * 300_000}\n")
+    refused = headway_cli("run", "jobs:echo", "-i", "rows.csv")
+    assert refused.returncode == 2
+    assert "payload_limit" in refused.stderr
+
+
+def test_the_six_characters_of_an_escaped_nul_are_a_text_like_any_other(place: Path, headway_cli: Cli):
+    (place / "items.jsonl").write_text(r'"a\\u0000b"' + "\n" + r'"\\\\u0000"' + "\n")
+    done = headway_cli(*RUN, "-i", "items.jsonl", "-o", "out.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert outcome(place) == [r"a\u0000b", r"\\u0000"]
+    (place / "nul.jsonl").write_text(r'"\\\u0000"' + "\n")
+    assert "NUL" in headway_cli(*RUN[:2], "-i", "nul.jsonl").stderr
+
+
+def test_a_file_instead_of_a_module_gets_the_right_words_to_type(place: Path, headway_cli: Cli):
+    (place / "items.jsonl").write_text("1\n")
+    done = headway_cli("run", "jobs.py:echo", "-i", "items.jsonl")
+    assert done.returncode == 2
+    assert "Write jobs:echo" in done.stderr
+
+
+def test_an_items_file_that_changes_while_it_is_registered_is_noticed(tmp_path: Path):
+    path = tmp_path / "items.jsonl"
+    path.write_text("1\n2\n3\n")
+    with Ledger.open(f"sqlite:///{tmp_path}/a.db") as ledger:
+        plan = plans.look(ledger, "ads", "jobs:echo", FileItems(path))
+        path.write_text("1\n2\n4\n")
+        job = ledger.create("ads")
+        with pytest.raises(InputChanged, match="changed while they were being read"):
+            plans.carry_out(ledger, job, plan, max_retries=2)
+        assert job.info().sealed is False
+
+
+def test_a_new_job_reads_its_file_twice_and_a_known_one_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "items.jsonl"
+    path.write_text("1\n2\n3\n")
+    reads: list[object] = []
+
+    class Counted(FileItems):
+        def __iter__(self):
+            reads.append("items")
+            return super().__iter__()
+
+        def digest(self) -> str:
+            reads.append("bytes")
+            return super().digest()
+
+    with Ledger.open(f"sqlite:///{tmp_path}/a.db") as ledger:
+        plan = plans.look(ledger, "ads", "jobs:echo", Counted(path))
+        plans.carry_out(ledger, ledger.create("ads"), plan, max_retries=2)
+        assert reads == ["items", "items"], "checked as a whole, then registered"
+        plans.look(ledger, "ads", "jobs:echo", Counted(path))
+        assert reads[2:] == ["bytes"]
+
+
+# ---- a pipe ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_pipe_that_ends_earlier_than_the_last_time_is_refused(place: Path, headway_cli: Cli):
+    items = "".join(f"{n}\n" for n in range(30))
+    assert headway_cli(*RUN, "-i", "-", stdin=items).returncode == 0
+    shorter = headway_cli(*RUN, "-i", "-", stdin="".join(f"{n}\n" for n in range(20)))
+    assert shorter.returncode == 5, shorter.stderr
+    assert "ended after 20 items, but job ads has 30" in shorter.stderr
+    assert headway_cli(*RUN, "-i", "-", stdin=items).returncode == 0, "the whole of it is taken again"
+    assert executed(place) == Counter(str(n) for n in range(30))
+
+
+def test_another_function_for_the_items_of_a_pipe_is_refused(place: Path, headway_cli: Cli):
+    assert headway_cli(*RUN, "-i", "-", stdin="1\n2\n").returncode == 0
+    other = headway_cli("run", "jobs:slow", "-i", "-", "-j", "ads", stdin="1\n2\n")
+    assert other.returncode == 5
+    assert "jobs:echo" in other.stderr
+
+
+# ---- a dry run ------------------------------------------------------------------------------------------------------
+
+
+def write_items(place: Path, names: list[str], *, value: int = 0) -> None:
+    (place / "items.jsonl").write_text("".join(json.dumps({"id": name, "v": value}) + "\n" for name in names))
+
+
+NAMES = [f"p{n}" for n in range(10)]
+
+
+def interrupt_after(place: Path, spawn_cli: Spawn, count: int, *arguments: str) -> None:
+    run = spawn_cli(*arguments, stderr=subprocess.DEVNULL)
+    eventually(lambda: sum(executed(place).values()) >= count, timeout=20)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(30) == 130
+
+
+def test_the_first_ones_of_a_dry_run_are_those_that_are_left(place: Path, headway_cli: Cli, spawn_cli: Spawn):
+    write_items(place, NAMES * 1)
+    arguments = ("run", "jobs:slow", "-i", "items.jsonl", "-j", "ads", "--key", "id", "-w", "1")
+    interrupt_after(place, spawn_cli, 3, *arguments)
+    finished = set(executed(place))
+    dry = headway_cli(*arguments, "--dry-run", "--json")
+    facts = json.loads(dry.stdout)
+    left = [name for name in NAMES if name not in finished]
+    assert dry.returncode == 0
+    assert (facts["to_do"], facts["kept"], facts["first_keys"]) == (len(left), len(finished), left[:3])
+
+
+EDITS: dict[str, tuple[list[str], int]] = {
+    "changed": (NAMES, 1),
+    "gone": (NAMES[3:], 0),
+    "new": ([*NAMES, "q0", "q1"], 0),
+    "gone and new": (["q0", *NAMES[4:], "q1"], 0),
+    "nothing": (NAMES, 0),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("key", [("--key", "id"), ()], ids=["by key", "by place"])
+@pytest.mark.parametrize("accept", [("--accept-changes",), ()], ids=["accepted", "not accepted"])
+def test_a_dry_run_foretells_what_the_same_command_does(
+    place: Path, headway_cli: Cli, edit: str, key: tuple[str, ...], accept: tuple[str, ...]
+):
+    arguments = ("run", "jobs:echo", "-i", "items.jsonl", "-j", "ads", "-w", "1", *key)
+    write_items(place, NAMES)
+    assert headway_cli(*arguments).returncode == 0
+    names, value = EDITS[edit]
+    write_items(place, names, value=value)
+    before = executed(place)
+    dry = headway_cli(*arguments, *accept, "--dry-run", "--json")
+    facts = json.loads(dry.stdout)
+    assert executed(place) == before
+    real = headway_cli(*arguments, *accept, "--json")
+    assert dry.returncode == real.returncode, (dry.stderr, real.stderr)
+    if real.returncode == 0:
+        assert facts["to_do"] == sum((executed(place) - before).values())
+        assert facts["kept"] == json.loads(real.stdout)["kept"]
+        assert facts["first_keys"][:1] in (
+            [],
+            *([name] for name in executed(place) - before),
+            *([str(n)] for n in range(20)),
+        )
+
+
+def test_a_dry_run_ends_with_3_where_the_dead_stay_dead(place: Path, headway_cli: Cli):
+    write_items(place, NAMES)
+    arguments = ("run", "jobs:fails", "-i", "items.jsonl", "-j", "ads", "--retries", "0")
+    assert headway_cli(*arguments).returncode == 3
+    dry = headway_cli(*arguments, "--dry-run")
+    assert dry.returncode == 3
+    assert "Nothing is left to do" in dry.stderr
+
+
+def test_a_dry_run_is_refused_where_the_real_one_would_be(place: Path, headway_cli: Cli, spawn_cli: Spawn):
+    write_items(place, NAMES * 1)
+    (place / "precious").write_text("mine")
+    arguments = ("run", "jobs:slow", "-i", "items.jsonl", "-j", "ads", "-w", "1")
+    assert headway_cli(*arguments, "-o", "precious", "--dry-run").returncode == 2
+    (place / "items.jsonl").write_text("".join(f"{n}\n" for n in range(2000)))
+    run = spawn_cli(*arguments, stderr=subprocess.DEVNULL)
+    try:
+        eventually(lambda: executed(place), timeout=20)
+        assert headway_cli(*arguments, "--dry-run").returncode == 5
+    finally:
+        os.kill(run.pid, signal.SIGINT)
+        run.wait(30)
