@@ -21,6 +21,9 @@ from headway.events import CallableSink, Event, Relay, SqlOutbox, append
 from headway.events.envelope import plain
 from headway.finishline import FinishLine
 from headway.ledger import Ledger, ProgressManager
+from headway.queue.taskqueue import TaskQueue
+from headway.queue.values import Status
+from headway.queue.worker import Worker
 from headway.watcher import EventForm, Publisher
 from headway.watcher.logic import Kind, Report
 from headway.watcher.publisher import OUTCOMES
@@ -78,6 +81,18 @@ def test_what_the_finish_line_decides_is_as_the_schema_says(redis_server: RedisS
     assert check(found, "job.completed")["data"] == {"total": 3, "succeeded": 2, "failed": 1}
 
 
+def test_what_the_queue_decides_is_as_the_schemas_say(tmp_path: Path, heard: list[Event]):
+    with TaskQueue(f"sqlite:///{tmp_path}/q.db") as queue:
+        queue.handler("caption", retries=0, isolation="none")(lambda task, payload: 1 / payload)
+        tasks = [queue.submit("caption", payload, user_id=f"u{payload}") for payload in (1, 0)]
+        queue.cancel(queue.submit("caption", 2).id, by="admin")
+        Worker(queue).run(burst=True)
+        Relay(SqlOutbox(queue.database), [CallableSink("all", heard.append)]).tick()
+    told = [check(found, found.type) for found in heard]
+    assert {one["type"] for one in told} == {type for type in events.TYPES if type.startswith("task.")}
+    assert [one["type"] for one in told if one["job"] == tasks[1].id] == ["task.queued", "task.running", "task.failed"]
+
+
 @pytest.mark.parametrize("kind", get_args(Kind))
 def test_what_the_watcher_decides_is_as_the_schema_says(kind: Kind):
     publisher = Publisher(FakeRedis(), EventForm(fields={"region": "eu"}), "channel")
@@ -111,7 +126,8 @@ def test_no_event_is_decided_whose_type_has_no_schema():
     for path in (ROOT / "src" / "headway").rglob("*.lua"):
         made |= set(re.findall(r"'type', '([\w.]+)'", path.read_text("utf-8")))
     form = EventForm()
-    assert made | {form.failed, form.outcome} == set(events.TYPES)
+    tasks = {f"task.{status.lower()}" for status in Status}
+    assert made | tasks | {form.failed, form.outcome} == set(events.TYPES)
 
 
 # ---- JSON -------------------------------------------------------------------------------------------------------------

@@ -122,11 +122,11 @@ class RqHints:
 
     def missing(self, tasks: Sequence[tuple[str, Priority]]) -> list[tuple[str, Priority]]:
         """Those of ``tasks`` that stand in no queue of RQ: their hint was popped and came to nothing, or was lost."""
-        standing: set[str] = set()
+        present: set[str] = set()
         for name in sorted({priority.value for _, priority in tasks}):
             found: Any = self._client.lrange(_list_key(name), 0, -1)
-            standing.update(raw.decode("utf-8", "replace") for raw in found)
-        return [(task_id, priority) for task_id, priority in tasks if task_id not in standing]
+            present.update(raw.decode("utf-8", "replace") for raw in found)
+        return [(task_id, priority) for task_id, priority in tasks if task_id not in present]
 
     def look_at_memory(self) -> bool:
         """Whether Redis is so full that new tasks wait in SQL alone. Said once when it begins and once when it is over;

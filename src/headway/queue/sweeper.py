@@ -150,8 +150,8 @@ class Sweeper:
         )
         if old:
             lost = {task_id for task_id, _ in hints.missing(old)}
-            standing = [task_id for task_id, _ in old if task_id not in lost]
-            database.run(lambda tx: claims.hinted(tx, standing), operation="queue.hinted")  # looked at again later
+            present = [task_id for task_id, _ in old if task_id not in lost]
+            database.run(lambda tx: claims.hinted(tx, present), operation="queue.hinted")  # looked at again later
             database.run(lambda tx: claims.unhint(tx, lost), operation="queue.unhint")
         waiting = database.run(lambda tx: claims.unhinted(tx, limit=_BATCH), operation="queue.unhinted")
         done = hints.push(waiting)

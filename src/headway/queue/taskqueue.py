@@ -216,10 +216,10 @@ class TaskQueue:
         if hints is not None:
             # It is accepted: whatever happens to the hint, the task is not lost.
             new = [(task.id, task.priority) for task in accepted if task.version == 1]
-            told = set(hints.push(new))
-            untold = [task_id for task_id, _ in new if task_id not in told]
-            if untold:
-                self._run(lambda tx: claims.unhint(tx, untold), "unhint")
+            hinted = set(hints.push(new))
+            missed = [task_id for task_id, _ in new if task_id not in hinted]
+            if missed:
+                self._run(lambda tx: claims.unhint(tx, missed), "unhint")
         if self._on_submit is not None:
             self._on_submit()
         return accepted
