@@ -25,6 +25,7 @@ from headway.telemetry import Log
 log = Log("queue")
 
 Hook = Callable[[Any], None]  # Gunicorn gives its arbiter, which has no type of its own
+_LOOK = 0.5
 _DIED = RetryPolicy(retries=0, base=0.5, cap=30.0)
 
 
@@ -66,7 +67,9 @@ class Guard:
         while not self._stop.is_set():
             # A session of its own: a Ctrl-C at the terminal goes to Gunicorn, and Gunicorn ends us.
             self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, start_new_session=True)
-            status = self._process.wait()
+            # Looked for, not waited for: Gunicorn collects every child of the process, and who waits may wait for ever.
+            while (status := self._process.poll()) is None and not self._stop.wait(_LOOK):
+                pass
             if self._stop.is_set():
                 return
             deaths = deaths + 1 if status else 0
