@@ -139,7 +139,18 @@ def _odd_tail(words: list[str], text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "address", ["foo://bar", "bar", "", "redis://", "://", "sqlite://", "redis://[::1", "redis://h:x/1"]
+    "address",
+    [
+        "foo://bar",
+        "bar",
+        "",
+        "redis://",
+        "://",
+        "sqlite://",
+        "redis://[::1",
+        "redis://h:x/1",
+        "redis://127.0.0.1:1/1?x=1",
+    ],
 )
 @pytest.mark.parametrize("call", ["jobs -d", "doctor -d", "states jobs -s", "progress p --projects-redis", "config -d"])
 def test_what_is_no_address_is_exit_2_everywhere(cli: Cli, ads: Path, call: str, address: str):

@@ -499,14 +499,15 @@ def test_what_cannot_be_handed_out_takes_no_other_items_place_in_a_claim(ledger:
     assert damaged(marked) == [0, 3]
 
 
-def test_a_ledger_full_of_damaged_dead_letters_is_gone_through_page_by_page(ledger: Ledger):
-    job = ledger.create("marked", max_retries=0)
-    job.register(NewItem(idx, "1", None, 5) for idx in range(1200))
-    job.record([Failed(idx, BOOM) for idx in range(1200)])
-    told: list[Recorded] = []
-    assert job.last_pass(1, on_damaged=told.append) == []
-    assert len(told) == 1200
-    assert job.info().dead == 1200
+def test_a_ledger_full_of_damaged_dead_letters_is_gone_through_page_by_page():
+    with Ledger.open("sqlite:///:memory:") as ledger:
+        job = ledger.create("marked", max_retries=0)
+        job.register(NewItem(idx, "1", None, 5) for idx in range(1200))
+        job.record([Failed(idx, BOOM) for idx in range(1200)])
+        told: list[Recorded] = []
+        assert job.last_pass(1, on_damaged=told.append) == []
+        assert len(told) == 1200
+        assert job.info().dead == 1200
 
 
 def test_a_payload_without_a_fingerprint_must_at_least_be_json(ledger: Ledger, job: Job):
