@@ -510,6 +510,16 @@ def test_a_ledger_full_of_damaged_dead_letters_is_gone_through_page_by_page():
         assert job.info().dead == 1200
 
 
+@pytest.mark.parametrize("mark", [None, fingerprint("1")])
+def test_a_payload_that_became_bytes_is_damaged(mark: int | None):
+    with Ledger.open("sqlite:///:memory:") as ledger:  # keeps them in a column of texts
+        job = ledger.create("marked")
+        job.register(NewItem(idx, "1", None, mark) for idx in range(3))
+        ledger.database.write("UPDATE input_products SET payload = ? WHERE idx = 1", (b"1",))
+        assert [item.idx for item in job.untouched(-1, 5)] == [0, 2]
+        assert damaged(job) == [1]
+
+
 def test_a_payload_without_a_fingerprint_must_at_least_be_json(ledger: Ledger, job: Job):
     ledger.database.write("UPDATE input_products SET payload = '{bad' WHERE idx = 0")
     assert [item.idx for item in job.untouched(-1, 2)] == [1, 2]

@@ -379,9 +379,7 @@ class Pool:
         self._errors[failure.type] += 1
         self._last_error = failure.type
         self._unrecorded_failures += 1
-        self._inbox.append(
-            Failed(idx, failure, outcome, None, seconds, name, seen=attempts, retryable=retryable and not self._passing)
-        )
+        self._inbox.append(Failed(idx, failure, outcome, None, seconds, name, seen=attempts, retryable=retryable))
 
     def _worker_ended(self, worker: WorkerHandle) -> None:
         """A worker has ended: find out why, charge the item that killed it and nobody else."""
