@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from headway.errors import ConfigError
 from headway.telemetry import forget_secrets, redact
@@ -79,7 +79,12 @@ def _addresses(text: str) -> str:
 
 
 def _redis_address(text: str) -> str:
-    return _address(text, REDIS_SCHEMES, "redis://host:6379/0, rediss://host:6379/0 or unix:///path/to/socket")
+    """Whether it names a server. What it may say besides, `headway._redis` checks when it is used: a command that needs
+    no Redis does not load that."""
+    examples = "redis://host:6379/0, rediss://host:6379/0 or unix:///path/to/socket"
+    if text.partition("://")[0] not in REDIS_SCHEMES:  # a capital letter or a missing // is refused there too
+        raise ValueError(f"an address is needed: {examples}")
+    return _address(text, REDIS_SCHEMES, examples)
 
 
 def _store_address(text: str) -> str:
@@ -95,7 +100,7 @@ def on_database(number: int) -> Callable[[str], str]:
 
     def move(address: str) -> str:
         parts = urlsplit(address, allow_fragments=False)
-        options = [part for part in parts.query.split("&") if part and not part.startswith("db=")]
+        options = [part for part in parts.query.split("&") if part and unquote(part.partition("=")[0]) != "db"]
         path = f"/{number}"
         if parts.scheme == "unix":  # the path is the socket's
             path, options = parts.path, [*options, f"db={number}"]

@@ -34,6 +34,7 @@ CALLS: dict[str, list[tuple[str, ...]]] = {
     "progress": [("crawl",), ("nobody",), ("crawl", "--watch")],
     "states show": [("nightly",), ("nightly", "--task", "1")],
     "states jobs": [()],
+    "relay": [("--status",), ("--poison", "list")],
     "run": [],  # its two documents are those of headway.run; tests/run has them
 }
 

@@ -51,7 +51,7 @@ REQUIRED = {
     "forget": "nobody --yes", "purge": "--yes", "progress": "p", "project create": "p", "project total": "p 3",
     "project status": "p CRAWLING", "project finish-crawl": "p", "project delete": "p --yes", "states show": "nobody",
     "states wait": "nobody --tag t", "states delete": "nobody --yes", "states purge": "--older-than 1",
-    "completion": "bash",
+    "completion": "bash", "relay": "--once",
 }  # fmt: skip
 ABSENT_REDIS = "redis://127.0.0.1:1/1"
 ABSENT_POSTGRESQL = "postgresql://headway:geheim@127.0.0.1:1/x"
@@ -139,7 +139,18 @@ def _odd_tail(words: list[str], text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "address", ["foo://bar", "bar", "", "redis://", "://", "sqlite://", "redis://[::1", "redis://h:x/1"]
+    "address",
+    [
+        "foo://bar",
+        "bar",
+        "",
+        "redis://",
+        "://",
+        "sqlite://",
+        "redis://[::1",
+        "redis://h:x/1",
+        "redis://127.0.0.1:1/1?x=1",
+    ],
 )
 @pytest.mark.parametrize("call", ["jobs -d", "doctor -d", "states jobs -s", "progress p --projects-redis", "config -d"])
 def test_what_is_no_address_is_exit_2_everywhere(cli: Cli, ads: Path, call: str, address: str):
@@ -253,8 +264,9 @@ def audited(ads: Path) -> Path:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """As a person has it: without our settings, and with output that is buffered."""
-    dropped = ("HEADWAY_", "PYTHONUNBUFFERED")
+    """As a person has it: without our settings, with output that is buffered, and as wide as the terminal is. (Whoever
+    starts the tests may have said how wide theirs is.)"""
+    dropped = ("HEADWAY_", "PYTHONUNBUFFERED", "COLUMNS", "LINES")
     return {name: value for name, value in os.environ.items() if not name.startswith(dropped)} | more
 
 

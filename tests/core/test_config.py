@@ -189,9 +189,10 @@ def test_what_follows_can_be_named_apart_and_be_given_back(tmp_path: Path):
         ("redis://h", "redis://h/1"),
         ("redis://h:6379/", "redis://h:6379/1"),
         ("rediss://u:p%40@h/15", "rediss://u:p%40@h/1"),
-        ("redis://h/0?db=3&x=1", "redis://h/1?x=1"),
+        ("rediss://h/0?db=3&ssl_cert_reqs=none", "rediss://h/1?ssl_cert_reqs=none"),
+        ("redis://h/0?%64b=3", "redis://h/1"),
         ("unix:///run/redis.sock", "unix:///run/redis.sock?db=1"),
-        ("unix:///run/redis.sock?db=0&x=1", "unix:///run/redis.sock?x=1&db=1"),
+        ("unix:///run/redis.sock?db=0&username=u", "unix:///run/redis.sock?username=u&db=1"),
     ],
 )
 def test_projects_live_in_database_1_of_the_server(tmp_path: Path, address: str, moved: str):
@@ -202,7 +203,10 @@ def test_projects_live_in_database_1_of_the_server(tmp_path: Path, address: str,
     assert database_of(found.text("projects_redis"), "state") == 1
 
 
-@pytest.mark.parametrize("address", ["foo://bar", "localhost", "redis://h:x/0", "redis://[::1", "http://h/1"])
+@pytest.mark.parametrize(
+    "address",
+    ["foo://bar", "localhost", "redis://h:x/0", "redis://[::1", "http://h/1", "REDIS://h/1", "redis:h", "redis:/h/1"],
+)
 @pytest.mark.parametrize("name", ["redis", "projects_redis", "queue_redis"])
 def test_what_is_no_redis_address_is_refused_wherever_it_comes_from(tmp_path: Path, name: str, address: str):
     for arguments in (

@@ -11,7 +11,7 @@ import pytest
 
 from headway.errors import InvalidInput, JobHeld, NotFound, StaleClaim
 from headway.events import SqlOutbox
-from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, NewItem
+from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, NewItem, Recorded
 from headway.ledger.content import fingerprint
 from headway.retry import RetryPolicy
 from tests.services.waiting import eventually
@@ -477,6 +477,47 @@ def test_a_dead_letter_whose_payload_is_damaged_gets_no_last_pass(ledger: Ledger
     assert [item.idx for item in marked.last_pass(1)] == [3]
     assert [letter.error.partition(":")[0] for letter in marked.dead_letters()] == ["DamagedPayload", "ValueError"]
     assert marked.info().dead == 2
+
+
+def test_what_is_damaged_takes_no_other_items_place_among_those_that_wait(ledger: Ledger, marked: Job):
+    for idx in (0, 3, 5):
+        fail(marked, idx)
+    ledger.database.write("UPDATE input_products SET payload = '7' WHERE idx IN (0, 3)")
+    told: list[Recorded] = []
+    assert [item.idx for item, _ in marked.due(1, on_damaged=told.append)] == [5], (
+        "fewer than asked for are all there are"
+    )
+    assert [recorded.died for recorded in told] == [[0], [3]]
+    assert (told[-1].dead, told[-1].waiting) == (1, 1)
+
+
+def test_what_cannot_be_handed_out_takes_no_other_items_place_in_a_claim(ledger: Ledger, job: Job, marked: Job):
+    for idx in (0, 3, 5):
+        fail(marked, idx)
+    ledger.database.write("UPDATE input_products SET payload = '7' WHERE idx IN (0, 3) AND job = ?", (marked.no,))
+    assert [item.idx for item in marked.claim("w", limit=1)] == [5]
+    assert damaged(marked) == [0, 3]
+
+
+def test_a_ledger_full_of_damaged_dead_letters_is_gone_through_page_by_page():
+    with Ledger.open("sqlite:///:memory:") as ledger:
+        job = ledger.create("marked", max_retries=0)
+        job.register(NewItem(idx, "1", None, 5) for idx in range(1200))
+        job.record([Failed(idx, BOOM) for idx in range(1200)])
+        told: list[Recorded] = []
+        assert job.last_pass(1, on_damaged=told.append) == []
+        assert len(told) == 1200
+        assert job.info().dead == 1200
+
+
+@pytest.mark.parametrize("mark", [None, fingerprint("1")])
+def test_a_payload_that_became_bytes_is_damaged(mark: int | None):
+    with Ledger.open("sqlite:///:memory:") as ledger:  # keeps them in a column of texts
+        job = ledger.create("marked")
+        job.register(NewItem(idx, "1", None, mark) for idx in range(3))
+        ledger.database.write("UPDATE input_products SET payload = ? WHERE idx = 1", (b"1",))
+        assert [item.idx for item in job.untouched(-1, 5)] == [0, 2]
+        assert damaged(job) == [1]
 
 
 def test_a_payload_without_a_fingerprint_must_at_least_be_json(ledger: Ledger, job: Job):

@@ -227,7 +227,7 @@ def test_an_odd_item_alone_is_charged_with_a_reason_and_the_run_ends(
     (letter,) = job_in(place).dead_letters()
     said = {
         "interrupt": "KeyboardInterrupt: raised by the function",
-        "no str at all": "NoStrAtAll: (it cannot be shown: describing it raised another error)",
+        "no str at all": "NoStrAtAll: (its message cannot be shown)",
         "hostile mapping": "ResultNotJson: the function returned Mapping, which is not JSON: Own: no items of me",
         "descriptors": "WorkerDied: the worker process lost its connection to the run while it ran this item",
     }
@@ -417,3 +417,36 @@ def test_a_damaged_payload_kills_its_own_item_at_once_and_no_other(
     job = job_in(place)
     assert [letter.idx for letter in job.dead_letters()] == [7]
     assert (job.info().done, job.info().failures) == (29, 1), "trying again cannot help"
+
+
+def damage(place: Path, indices: range) -> None:
+    """A job of 30 items, none of them run, with the payloads of some changed."""
+    write_items(place, [], 30)
+    with Ledger.open(f"sqlite:///{place / 'headway.db'}") as ledger:
+        plan = plans.look(ledger, "ads", "odd:plain", FileItems(place / "items.jsonl"))
+        plans.carry_out(ledger, ledger.create("ads"), plan, max_retries=3)
+        for idx in indices:
+            ledger.database.write("UPDATE input_products SET payload = '7' WHERE idx = ?", (idx,))
+
+
+def test_damaged_payloads_are_counted_by_the_run_that_finds_them(place: Path, headway_cli: Cli):
+    damage(place, range(5, 8))
+    done = headway_cli("run", "odd:plain", "-i", "items.jsonl", "-j", "ads", "-w", "2", "--json")
+    assert done.returncode == 3, done.stderr
+    facts = json.loads(done.stdout)
+    assert {name: facts[name] for name in ("done", "dead", "retrying", "failures")} == {
+        "done": 27, "dead": 3, "retrying": 0, "failures": 3,
+    }  # fmt: skip
+    last = next(line for line in reversed(done.stderr.splitlines()) if "27/30" in line)
+    assert "dead 3" in last
+    assert "last error: DamagedPayload x3" in last
+    assert "27 done, 3 dead, 0 retries" in done.stderr
+
+
+def test_damaged_payloads_count_towards_the_deaths_that_stop_a_run(place: Path, headway_cli: Cli):
+    damage(place, range(5, 8))
+    done = headway_cli("run", "odd:plain", "-i", "items.jsonl", "-j", "ads", "-w", "2", "--max-failures", "3")
+    assert done.returncode == 4, done.stderr
+    assert "3 items died in this run" in done.stderr
+    assert not (place / "executed").exists(), "it stops before anything is handed to a worker"
+    assert job_in(place).info().remaining == 27

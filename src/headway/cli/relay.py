@@ -71,6 +71,8 @@ def relay(
         raise UsageError("--once, --status, --poison and --forget cannot be combined.")
     if (sink or event) and not poison:
         raise UsageError("--sink and --event belong to --poison.")
+    if as_json and not (status or poison == "list"):
+        raise UsageError("--json belongs to --status and --poison list.")
     config = Config(cli={"database": database, "projects_redis": projects_redis})
     telemetry.configure(level=config.text("log_level").upper(), as_json=config["log_format"] == "json")
     sinks = open_sinks(config["sinks"], config["webhook"])

@@ -36,13 +36,16 @@ def fingerprint(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def is_intact(payload: str | None, mark: int | None) -> bool:
+def is_intact(payload: object, mark: int | None) -> bool:
     """Whether a stored payload is the one whose fingerprint was stored beside it; without a fingerprint, whether it is
-    JSON at all. A foreign hand or a flipped bit changes one and not the other."""
-    if mark is not None:
-        return payload is not None and fingerprint(payload) == mark
+    JSON at all. A foreign hand or a flipped bit changes one and not the other. (SQLite keeps bytes in a column of texts
+    if somebody puts them there.)"""
     if payload is None:
-        return True
+        return mark is None
+    if not isinstance(payload, str):
+        return False
+    if mark is not None:
+        return fingerprint(payload) == mark
     try:
         json.loads(payload)
     except (ValueError, RecursionError):

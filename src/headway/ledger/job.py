@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -27,7 +27,14 @@ CHUNK = 5000
 LOST = Failure("ProcessLost", "the process that worked on this item was killed or lost its lease")
 DAMAGED = Failure("DamagedPayload", "the payload in the database is not what was registered; it was not run")
 
+#: Gets what was recorded of items that could not be handed out.
+OnDamaged = Callable[[Recorded], object]
+
 _ONE_DONE = Recorded(done=1, failed=0, dead=0, repeated=0, completed=False, due={}, died=(), waiting=0, stale=())
+
+
+def _ignore(_: Recorded) -> None:
+    """Nobody counts."""
 
 
 def _checked_key(key: str | None) -> str | None:
@@ -138,9 +145,10 @@ class Job(Reports):
 
     # ---- handing out -----------------------------------------------------------------------------------------------
 
-    # Whatever is handed out is what was registered. A payload that is damaged makes its item a dead letter, here.
+    # Whatever is handed out is what was registered. A payload that is damaged makes its item a dead letter, here. Who
+    # counts what becomes of items learns of it by ``on_damaged``.
 
-    def untouched(self, after: int, limit: int) -> list[Item]:
+    def untouched(self, after: int, limit: int, *, on_damaged: OnDamaged = _ignore) -> list[Item]:
         """Items nobody has tried yet, by index from the one after ``after``; fewer than ``limit`` are all there are."""
         items: list[Item] = []
         while (wanted := limit - len(items)) > 0:
@@ -151,59 +159,65 @@ class Job(Reports):
                 (self.no, after, wanted),
             )
             intact = [Item(idx, key, payload) for idx, key, payload, mark in rows if is_intact(payload, mark)]
-            if len(intact) < len(rows):
-                self._give_up_damaged([row[0] for row in rows], intact)
+            self._give_up_damaged(rows, intact, on_damaged)
             items += intact
             if len(rows) < wanted:
                 break
             after = rows[-1][0]
         return items
 
-    def due(self, limit: int, *, within: float = 0.0) -> list[tuple[Item, float]]:
-        """Items that wait for another try, soonest first, each with the seconds left until it may run.
+    def due(self, limit: int, *, within: float = 0.0, on_damaged: OnDamaged = _ignore) -> list[tuple[Item, float]]:
+        """Items that wait for another try, soonest first, each with the seconds left until it may run; fewer than
+        ``limit`` are all there are.
 
         One that failed in what is now the future failed before the clock was set back: it has waited enough.
         """
-        with self._database.read() as tx:
-            now = tx.now()
-            rows = tx.all(
-                "SELECT i.idx, i.key, i.payload, i.fingerprint, p.attempts, p.next_attempt_at, p.updated_at "
-                "FROM progress p JOIN input_products i ON i.job = p.job AND i.idx = p.idx "
-                f"WHERE p.job = ? AND p.status <> 'done' AND {_DUE} ORDER BY p.next_attempt_at, p.idx LIMIT ?",
-                (self.no, now + within, now, limit),
-            )
-        intact = [
-            (Item(idx, key, payload, attempts), at - now if failed_at <= now else 0.0)
-            for idx, key, payload, mark, attempts, at, failed_at in rows
-            if is_intact(payload, mark)
-        ]
-        if len(intact) < len(rows):
-            self._give_up_damaged([row[0] for row in rows], [item for item, _ in intact])
-        return sorted(intact, key=lambda each: each[1])
+        while True:
+            with self._database.read() as tx:
+                now = tx.now()
+                rows = tx.all(
+                    "SELECT i.idx, i.key, i.payload, i.fingerprint, p.attempts, p.next_attempt_at, p.updated_at "
+                    "FROM progress p JOIN input_products i ON i.job = p.job AND i.idx = p.idx "
+                    f"WHERE p.job = ? AND p.status <> 'done' AND {_DUE} ORDER BY p.next_attempt_at, p.idx LIMIT ?",
+                    (self.no, now + within, now, limit),
+                )
+            intact = [
+                (Item(idx, key, payload, attempts), at - now if failed_at <= now else 0.0)
+                for idx, key, payload, mark, attempts, at, failed_at in rows
+                if is_intact(payload, mark)
+            ]
+            # Those that were given up wait no more, so the places they took are for others.
+            if not self._give_up_damaged(rows, [item for item, _ in intact], on_damaged):
+                return sorted(intact, key=lambda each: each[1])
 
-    def last_pass(self, limit: int) -> list[Item]:
+    def last_pass(self, limit: int, *, on_damaged: OnDamaged = _ignore) -> list[Item]:
         """Dead letters that have not had their pass at the end of a run yet, and whose failure did not say that trying
         again is useless."""
-        rows = self._database.all(
-            "SELECT i.idx, i.key, i.payload, i.fingerprint, p.attempts FROM dead_letters d "
-            "JOIN input_products i ON i.job = d.job AND i.idx = d.idx "
-            "JOIN progress p ON p.job = d.job AND p.idx = d.idx "
-            "WHERE d.job = ? AND d.last_pass = 0 ORDER BY d.idx LIMIT ?",
-            (self.no, limit),
-        )
-        intact = [
-            Item(idx, key, payload, attempts) for idx, key, payload, mark, attempts in rows if is_intact(payload, mark)
-        ]
-        if len(intact) < len(rows):
-            self._give_up_damaged([row[0] for row in rows], intact)
-            return intact or self.last_pass(limit)
-        return intact
+        while True:
+            rows = self._database.all(
+                "SELECT i.idx, i.key, i.payload, i.fingerprint, p.attempts FROM dead_letters d "
+                "JOIN input_products i ON i.job = d.job AND i.idx = d.idx "
+                "JOIN progress p ON p.job = d.job AND p.idx = d.idx "
+                "WHERE d.job = ? AND d.last_pass = 0 ORDER BY d.idx LIMIT ?",
+                (self.no, limit),
+            )
+            intact = [
+                Item(idx, key, payload, attempts)
+                for idx, key, payload, mark, attempts in rows
+                if is_intact(payload, mark)
+            ]
+            if not self._give_up_damaged(rows, intact, on_damaged):
+                return intact
 
-    def _give_up_damaged(self, indices: Sequence[int], intact: Sequence[Item]) -> None:
+    def _give_up_damaged(self, rows: Sequence[Row], intact: Sequence[Item], on_damaged: OnDamaged) -> bool:
+        """Make dead letters of what is in ``rows`` and not intact; whether there was any."""
+        if len(intact) == len(rows):
+            return False
         sound = {item.idx for item in intact}
-        damaged = [idx for idx in indices if idx not in sound]
+        damaged = [row[0] for row in rows if row[0] not in sound]
         log.error("payloads in the database are damaged", job=self.id, count=len(damaged), idx=damaged[0])
-        self.record([Failed(idx, DAMAGED, retryable=False) for idx in damaged], settle=False)
+        on_damaged(self.record([Failed(idx, DAMAGED, retryable=False) for idx in damaged], settle=False))
+        return True
 
     def claim(self, worker: str, *, limit: int = 1, lease: float = 30.0) -> list[Item]:
         """Take up to ``limit`` items for ``lease`` seconds. Each carries a fencing token: whoever's lease lapsed
@@ -234,12 +248,24 @@ class Job(Reports):
         return self._database.run(work, operation="claim")
 
     def _due_or_lapsed(self, recorder: Recorder, limit: int) -> list[Item]:
-        """Items whose wait is over, or whose claim lapsed (that run is written down as lost)."""
-        rows = recorder.tx.all(
-            f"{_CLAIMABLE} AND {_DUE} ORDER BY p.next_attempt_at, p.idx LIMIT ?",
-            (self.no, recorder.now, recorder.now, limit),
-        )
-        return self._take_over(recorder, rows)
+        """Items whose wait is over, or whose claim lapsed (that run is written down as lost).
+
+        What cannot be handed out (damaged, dead now, or still its claimant's) takes no other item's place.
+        """
+        items: list[Item] = []
+        seen: set[int] = set()
+        while (wanted := limit - len(items)) > 0:
+            most = wanted + len(seen)
+            rows = recorder.tx.all(
+                f"{_CLAIMABLE} AND {_DUE} ORDER BY p.next_attempt_at, p.idx LIMIT ?",
+                (self.no, recorder.now, recorder.now, most),
+            )
+            new = [row for row in rows if row[0] not in seen][:wanted]
+            seen.update(row[0] for row in new)
+            items += self._take_over(recorder, new)
+            if len(rows) < most:
+                break
+        return items
 
     def _abandoned(self, recorder: Recorder, limit: int) -> list[Item]:
         """Items whose claimant can be seen to be dead, or whose lease is over by the clock that nobody can set. Looked

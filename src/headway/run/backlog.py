@@ -7,9 +7,9 @@ knows all that is not in the ledger alone, so that nothing is handed out twice.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from headway.ledger import Item, Job
+from headway.ledger import Item, Job, Recorded
 
 #: Read ahead at most so many items, and at most about so many bytes of payload.
 MOST = 4000
@@ -17,8 +17,10 @@ BYTES = 8 * 2**20
 
 
 class Backlog:
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, on_damaged: Callable[[Recorded], object]) -> None:
+        """``on_damaged`` gets what the ledger recorded of items that it could not hand out."""
         self._job = job
+        self._on_damaged = on_damaged
         self.ready: deque[Item] = deque()
         #: Items one of which killed its worker; each is run alone.
         self.suspects: deque[Item] = deque()
@@ -36,7 +38,7 @@ class Backlog:
         if self.next_due is not None and now >= self.next_due:
             self._take_due(now)
         if self._untouched_left:
-            page = self._job.untouched(self._cursor, self._page)
+            page = self._job.untouched(self._cursor, self._page, on_damaged=self._on_damaged)
             self._untouched_left = len(page) == self._page
             if page:
                 self._cursor = page[-1].idx
@@ -46,7 +48,7 @@ class Backlog:
 
     def take_last_pass(self) -> bool:
         """Take the dead letters that have not had their pass; whether there are any."""
-        self._take(self._job.last_pass(self._page))
+        self._take(self._job.last_pass(self._page, on_damaged=self._on_damaged))
         return bool(self.ready)
 
     def more_arrived(self) -> None:
@@ -80,7 +82,7 @@ class Backlog:
     def _take_due(self, now: float) -> None:
         """Fetch items whose wait is over, and learn when the next one's is."""
         most = self._page + len(self.held)
-        rows = self._job.due(most, within=10**8)
+        rows = self._job.due(most, within=10**8, on_damaged=self._on_damaged)
         self.next_due = now if len(rows) == most else None
         for item, left in rows:
             if item.idx in self.held:

@@ -17,10 +17,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from headway.errors import HeadwayError, StaleClaim
-from headway.ledger import Done, Failed, Hold, Item, Job, Ledger, Progress
+from headway.ledger import Done, Failed, Hold, Item, Job, Ledger, Progress, describe
 from headway.ledger.content import bounded_meta
 from headway.retry import RetryPolicy
-from headway.run.worker import GiveUp, describe_safely
+from headway.run.worker import GiveUp
 
 PAGE = 500
 
@@ -69,7 +69,7 @@ class OpenItem:
         self._job.record(
             Failed(
                 self._item.idx,
-                describe_safely(error),
+                describe(error),
                 seconds=seconds,
                 seen=self._item.attempts,
                 retryable=not issubclass(type(error), GiveUp),

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headway.errors import HeadwayError
-from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, Outcome
+from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, Outcome, Recorded
+from headway.ledger.job import DAMAGED
 from headway.ledger.values import FailedOutcome
 from headway.lifecycle import Budget, Shutdown
 from headway.retry import RetryPolicy
@@ -108,7 +109,7 @@ class Pool:
         self._display, self._shutdown, self._output, self._feed = display, shutdown, output, feed
         self._console = Console() if display.live and Console.is_needed() else None
         self._selector = selectors.DefaultSelector()
-        self._backlog = Backlog(job)
+        self._backlog = Backlog(job, on_damaged=self._count_damaged)
         self._crew = Crew(
             self._selector, function,
             mode=settings.mode, size=settings.workers, mark=hold.mark, timeout=settings.timeout,
@@ -187,6 +188,7 @@ class Pool:
                 commit_at = time.monotonic() + COMMIT_SECONDS
             if self._stop_reason is None:
                 self._backlog.refill(now)
+            if self._stop_reason is None:
                 self._dispatch(now)
                 if self._is_through():
                     return
@@ -250,10 +252,10 @@ class Pool:
         """Whether nothing is left to do: the last thing is the pass over dead letters."""
         if not self._backlog.empty or self._inbox or self._feed_is_open():
             return False
-        if self._settings.last_pass and self._backlog.take_last_pass():
-            self._passing = True
-            return False
-        return True
+        if not self._settings.last_pass:
+            return True
+        self._passing = True  # before the first is taken: what is found to be damaged then was dead already
+        return not self._backlog.take_last_pass()
 
     def _feed_is_open(self) -> bool:
         return self._feed is not None and not self._feed.ended
@@ -377,9 +379,7 @@ class Pool:
         self._errors[failure.type] += 1
         self._last_error = failure.type
         self._unrecorded_failures += 1
-        self._inbox.append(
-            Failed(idx, failure, outcome, None, seconds, name, seen=attempts, retryable=retryable and not self._passing)
-        )
+        self._inbox.append(Failed(idx, failure, outcome, None, seconds, name, seen=attempts, retryable=retryable))
 
     def _worker_ended(self, worker: WorkerHandle) -> None:
         """A worker has ended: find out why, charge the item that killed it and nobody else."""
@@ -472,6 +472,15 @@ class Pool:
         for outcome in outcomes:
             self._backlog.settled(outcome.idx)
             self._noted.discard(outcome.idx)
+        self._count(recorded)
+
+    def _count_damaged(self, recorded: Recorded) -> None:
+        """The ledger gave items up instead of handing them out: no worker reports these."""
+        self._errors[DAMAGED.type] += recorded.dead
+        self._last_error = DAMAGED.type
+        self._count(recorded)
+
+    def _count(self, recorded: Recorded) -> None:
         self._done += recorded.done
         self._failures += recorded.failed + recorded.dead
         self._failed = recorded.waiting

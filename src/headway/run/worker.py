@@ -69,27 +69,20 @@ class PayloadDamaged(HeadwayError):
 _FINAL = (GiveUp, ResultNotJson, NothingRan, PayloadDamaged)
 
 
-def describe_safely(error: BaseException) -> Failure:
-    """`describe`, whatever the exception does when it is looked at. It is the user's class: each of its methods may
-    raise anything."""
-    try:
-        failure = describe(error)
-        if issubclass(type(error), SystemExit):
-            failure = replace(failure, message=f"the function called sys.exit({failure.message})")
-        elif not failure.message and not issubclass(type(error), Exception):
-            failure = replace(failure, message="raised by the function")
-        json.dumps([failure.type, failure.message, failure.frame, failure.detail]).encode()
-    except BaseException:  # noqa: BLE001 - nothing the exception does may reach further than its item
-        return Failure(_name_of(type(error)), "(it cannot be shown: describing it raised another error)")
+def describe_raised(error: BaseException) -> Failure:
+    """`describe`, which never raises, and in words what a function did that ends a process elsewhere."""
+    failure = describe(error)
+    if issubclass(type(error), SystemExit):
+        return replace(failure, message=f"the function called sys.exit({failure.message})")
+    if not failure.message and not issubclass(type(error), Exception):
+        return replace(failure, message="raised by the function")
     return failure
 
 
 def _name_of(kind: type) -> str:
     """The class's name past its metaclass, which is the user's too."""
-    try:
-        return "".join(type.__dict__["__name__"].__get__(kind))[:80]
-    except BaseException:  # noqa: BLE001 - see above
-        return "Exception"
+    name: str = type.__getattribute__(kind, "__name__")
+    return name[:80].encode("utf-8", "replace").decode()
 
 
 def encoded(result: object) -> str:
@@ -100,7 +93,7 @@ def encoded(result: object) -> str:
     except MemoryError:
         raise
     except BaseException as error:  # noqa: BLE001 - methods of the result may raise anything
-        why = describe_safely(error)
+        why = describe(error)
         raise ResultNotJson(f"the function returned {_name_of(type(result))}, which is not JSON: {why.text}") from None
     return text
 
@@ -121,8 +114,9 @@ def refuse_lazy(result: object) -> None:
             "a generator" if issubclass(kind, GeneratorType | AsyncGeneratorType) else f"an awaitable ({kind.__name__})"
         )
         raise NothingRan(
-            f"the function returned {what}, so nothing was executed. Make it an async function that awaits, or a plain "
-            "one that returns when its work is done"
+            # The summary of a run shows the beginning only.
+            f"nothing was executed: the function returned {what}. Make it an async function that awaits, or a plain one "
+            "that returns when its work is done"
         )
 
 
@@ -327,7 +321,7 @@ class Worker:
             self.flush()
 
     def _report_failure(self, idx: int, attempts: int, began: float, error: BaseException) -> None:
-        failure = describe_safely(error)
+        failure = describe_raised(error)
         # By the type alone: isinstance would ask the exception for its __class__, which is the user's to refuse.
         retryable = not issubclass(type(error), _FINAL)
         seconds = time.monotonic() - began
