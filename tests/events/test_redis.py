@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from redis.exceptions import OutOfMemoryError
 
+from headway.errors import StoreFull
 from headway.events import CallableSink, Event, RedisOutbox, Relay
 from tests.events.conftest import redis_store
 from tests.events.scene import Ear, event, ids, numbers
@@ -93,6 +96,41 @@ def test_after_a_wipe_the_relay_subscribes_again_and_goes_on(redis_server: Redis
     store.decide(event(2))
     relay.tick()
     assert ear.heard == ids([1, 2])
+
+
+def test_on_a_server_at_its_maxmemory_a_sink_that_is_new_is_told_what_waits(redis_factory: Callable[..., RedisServer]):
+    """Otherwise nothing would leave the stream, and the server would stay full."""
+    server = redis_factory(maxmemory_policy="noeviction")
+    store, state = redis_store(server), server.client(1)
+    store.decide(*numbers(1, 2))
+    state.config_set("maxmemory", 1)
+    with pytest.raises(OutOfMemoryError):
+        store.decide(event(3))
+    ear = Ear()
+    assert Relay(store.outbox(), [ear]).drain(20)
+    assert ear.heard == ids([1, 2])
+    assert state.xlen("smap:events") == 0
+    assert Relay(store.outbox(), [ear]).drain(20)  # subscribed already
+
+
+def test_on_a_server_at_its_maxmemory_what_a_sink_refuses_waits_until_it_can_be_put_aside(
+    redis_factory: Callable[..., RedisServer],
+):
+    server = redis_factory(maxmemory_policy="noeviction")
+    store, state = redis_store(server), server.client(1)
+    store.decide(*numbers(1, 2))
+    box, ear = store.outbox(), Ear()
+    box.subscribe("ear")
+    [(first, _), _] = box.waiting("ear", 10)
+    state.config_set("maxmemory", 1)
+    with pytest.raises(StoreFull):
+        box.put_aside("ear", first, "it will never take this")
+    state.config_set("maxmemory", 0)
+    assert box.refused() == []
+    assert box.waiting("ear", 10)[0][0] == first
+    box.put_aside("ear", first, "it will never take this")
+    assert Relay(box, [ear]).drain(20)
+    assert (ear.heard, [one.id for one in box.refused()]) == (["e-2"], ["e-1"])
 
 
 def test_an_entry_deleted_under_the_relay_is_passed_over(redis_server: RedisServer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _given(metafunc: pytest.Metafunc) -> bool:
     """Whether the test says the stores itself, with something else of each."""
     return any("place" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+
+
+@pytest.fixture(autouse=True)
+def no_listener_is_left_over() -> Iterator[None]:
+    """One that goes on would spend this process's time, and log and count in the tests that follow."""
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("headway-states-")]
+    assert left == [], "close every store that was opened"
 
 
 @pytest.fixture

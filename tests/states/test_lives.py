@@ -6,7 +6,7 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -312,9 +312,12 @@ def test_a_file_that_was_removed_while_the_listener_was_away_is_told_to_those_wh
 
 
 @pytest.fixture
-def aged(redis_factory: Callable[..., RedisServer], tcp_proxy: Callable[[int], TcpProxy]) -> Aged:
+def aged(redis_factory: Callable[..., RedisServer], tcp_proxy: Callable[[int], TcpProxy]) -> Iterator[Aged]:
     server = redis_factory(dbfilename="dump.rdb")
-    return Aged(server, tcp_proxy(server.port))
+    aged = Aged(server, tcp_proxy(server.port))
+    yield aged
+    for store in aged.opened:
+        store.close()
 
 
 class Aged:

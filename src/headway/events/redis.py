@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from headway._lease import Lease, Owner, RedisLeases, read_owner
-from headway._redis import EVENTS, EVENTS_LEASE, EVENTS_QUARANTINE, failures, translate
+from headway._redis import EVENTS, EVENTS_LEASE, EVENTS_QUARANTINE, failures, script, translate
 from headway.errors import InvalidInput
 from headway.events.envelope import Event, from_fields, whole
 from headway.events.outbox import LEASE, Backlog, Refused
@@ -167,11 +167,7 @@ class RedisOutbox:
             raise translate(error, f"{place.get('host', place.get('path'))}:{place.get('port', '')}") from error
 
     def _subscribe(self, sink: str) -> None:
-        try:
-            self._client.xgroup_create(self._key, sink, id="0", mkstream=True)
-        except failures() as error:
-            if "BUSYGROUP" not in str(error):
-                raise
+        script("events/subscribe")(self._client, [self._key], [sink])
 
     def _raw(self, *words: object) -> Any:
         """A reply as it is in the server: anybody can have appended bytes that are no UTF-8."""
