@@ -111,9 +111,12 @@ class Checkpointer:
 
     def _look_after(self, rows: Sequence[Row], *, returned: bool) -> None:
         ahead: list[tuple[Row, Progress]] = []
-        for row, state in self._states(rows):
+        for row, state, epoch in self._states(rows):
             try:
-                if row.delivered_at is not None:
+                if state is not None and epoch not in (None, row.epoch):
+                    # Another project of this name: created since the row was read, or brought back by an older dump.
+                    self._rebuilder.restore(row.id, wait=False)
+                elif row.delivered_at is not None:
                     self._compare_delivered(row, state)
                 elif state is None:
                     self._rebuilder.restore(row.id, wait=False)
@@ -143,17 +146,18 @@ class Checkpointer:
             self._say_older(row, state)
             self._rebuilder.restore(row.id, wait=False)
 
-    def _states(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Progress | None]]:
-        """What Redis has of each, in one round trip. A damaged one is left out: the others go on."""
+    def _states(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Progress | None, str | None]]:
+        """What Redis has of each, and its epoch, in one round trip. A damaged one is left out: the others go on."""
         pipeline = self._server.client.pipeline(transaction=False)
         for row in rows:
             pipeline.hgetall(_redis.PROJECT(project_id=row.id))
+            pipeline.hget(_redis.PROJECT_META(project_id=row.id), "epoch")
         replies = pipeline.execute(raise_on_error=False) if rows else []
-        for row, fields in zip(rows, replies, strict=True):
+        for row, fields, epoch in zip(rows, replies[::2], replies[1::2], strict=True):
             try:
                 if isinstance(fields, Exception):
                     raise corrupt(row.id) from fields
-                yield row, from_hash(row.id, fields)
+                yield row, from_hash(row.id, fields), epoch if isinstance(epoch, str) else None
             except StoreCorrupt as error:
                 log.warning("a project cannot be read", operation="checkpoint", project_id=row.id, error=str(error))
 
@@ -172,7 +176,7 @@ class Checkpointer:
             self._calls += 1
             items = [("-" if failed else "+") + item for item, failed in page]
             _redis.script("finishline/count")(
-                self._server.client, project_keys(row.id), [LIFE, self._name, self._calls, "journal", *items]
+                self._server.client, project_keys(row.id), [LIFE, self._name, self._calls, row.epoch, *items]
             )
 
     def _say_older(self, row: Row, state: Progress) -> None:
@@ -187,5 +191,14 @@ class Checkpointer:
         _redis.script("finishline/change")(
             self._server.client,
             project_keys(row.id),
-            [LIFE, self._name, self._calls, row.version, row.total, status_to_restore(row), int(row.crawled)],
+            [
+                LIFE,
+                self._name,
+                self._calls,
+                row.version,
+                row.total,
+                status_to_restore(row),
+                int(row.crawled),
+                row.epoch,
+            ],
         )

@@ -26,6 +26,7 @@ class _Entry:
     settled: threading.Event = field(default_factory=threading.Event)
     verdicts: dict[str, bool] = field(default_factory=dict)  # identity -> failed, as it stands in the journal
     fresh: int = 0
+    epoch: str = ""  # of the project in whose journal they are
     trouble: BaseException | None = None
 
 
@@ -38,8 +39,9 @@ class Journal:
         self._waiting: list[_Entry] = []
         self._writing = threading.Lock()
 
-    def write(self, project_id: str, items: dict[str, tuple[bool, str | None]]) -> tuple[dict[str, bool], int]:
-        """Commit the counts. What each item counts as (an earlier word on it stands), and how many were new."""
+    def write(self, project_id: str, items: dict[str, tuple[bool, str | None]]) -> tuple[dict[str, bool], int, str]:
+        """Commit the counts. What each item counts as (an earlier word on it stands), how many were new, and the epoch of
+        the project that has them: it may be deleted and created again before Redis is told."""
         entry = _Entry(project_id, items)
         self._waiting.append(entry)  # atomic
         while not entry.settled.is_set():
@@ -50,7 +52,7 @@ class Journal:
                     self._commit()
         if entry.trouble is not None:
             raise entry.trouble
-        return entry.verdicts, entry.fresh
+        return entry.verdicts, entry.fresh, entry.epoch
 
     def _commit(self) -> None:
         group: list[_Entry] = []
@@ -72,14 +74,15 @@ class Journal:
 def _write(tx: Tx, group: Sequence[_Entry]) -> None:
     """All counts of the group in one transaction. Rows are sorted, so that two processes never lock crosswise."""
     numbers: dict[str, int] = {}
+    epochs: dict[str, str] = {}
     for entry in group:
         entry.trouble = None
         if entry.project_id not in numbers:
-            found = tx.one("SELECT no, journaled FROM projects WHERE id = ?", (entry.project_id,))
+            found = tx.one("SELECT no, journaled, epoch FROM projects WHERE id = ?", (entry.project_id,))
             if found is None or not found[1]:
                 entry.trouble = no_journal(entry.project_id) if found else no_project(entry.project_id)
                 continue
-            numbers[entry.project_id] = found[0]
+            numbers[entry.project_id], epochs[entry.project_id] = found[0], found[2]
     wanted: dict[tuple[int, str], tuple[bool, str | None]] = {}
     for entry in group:
         if entry.trouble is None:
@@ -94,6 +97,7 @@ def _write(tx: Tx, group: Sequence[_Entry]) -> None:
         )
     for entry in group:
         if entry.trouble is None:
+            entry.epoch = epochs[entry.project_id]
             keys = {item: (numbers[entry.project_id], item) for item in entry.items}
             entry.verdicts = {item: current[key] if key in current else wanted[key][0] for item, key in keys.items()}
             entry.fresh = sum(key in fresh for key in keys.values())

@@ -6,6 +6,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Self, TypeVar
@@ -48,6 +49,10 @@ BATCH_LIMIT = 10_000
 EVENTS_ALERT = 100_000
 
 _lines: WeakSet[FinishLine] = WeakSet()
+
+
+class _Remade(Exception):
+    """The project was deleted and created again between what SQL heard and what Redis heard."""
 
 
 def _begin_in_child() -> None:
@@ -251,15 +256,18 @@ class FinishLine:
                 )
             # Without an item id the call is the identity: it is repeated by us alone, under this name.
             items = items or [f"$op:{uuid.uuid4().hex}"]
-            reason = cut(error)
-            verdicts, fresh = self._journal.write(project_id, dict.fromkeys(items, (sign == "-", reason)))
-            signed = [("-" if failed else "+") + item for item, failed in verdicts.items()]
-            answer = self._send(operation, "finishline/count", project_id, ["journal", *signed])
-            if fresh and not answer.counted:
-                # The project was rebuilt from the journal between our commit and this: our items counted there.
-                outcome = Outcome.COUNTED if answer.outcome is Outcome.DUPLICATE else answer.outcome
-                return replace(answer, outcome=outcome, counted=fresh)
-            return answer
+            wanted = dict.fromkeys(items, (sign == "-", cut(error)))
+            return self._for_one_project(project_id, partial(self._count_journaled, operation, project_id, wanted))
+
+    def _count_journaled(self, operation: str, project_id: str, wanted: dict[str, tuple[bool, str | None]]) -> Answer:
+        verdicts, fresh, epoch = self._journal.write(project_id, wanted)
+        signed = [("-" if failed else "+") + item for item, failed in verdicts.items()]
+        answer = self._send(operation, "finishline/count", project_id, [epoch, *signed])
+        if fresh and not answer.counted:
+            # The project was rebuilt from the journal between our commit and this: our items counted there.
+            outcome = Outcome.COUNTED if answer.outcome is Outcome.DUPLICATE else answer.outcome
+            return replace(answer, outcome=outcome, counted=fresh)
+        return answer
 
     # ---- asking --------------------------------------------------------------------------------------------
 
@@ -373,23 +381,36 @@ class FinishLine:
         crawled: bool | None = None,
     ) -> Answer:
         project_id = checked_project(project_id)
-        with self._server.operation:
-            self._accept()
-            version: int | str = ""
+
+        def work() -> Answer:
+            known, version, epoch = (total, status, crawled), 0, ""
             if self._records is not None:
                 # SQL first: it orders the changes, and what Redis hears of is all of them up to this one.
                 row = self._records.change(project_id, total=total, status=status, crawled=crawled)
                 if row is None:
                     raise no_project(project_id)
-                version, total, crawled = row.version, row.total, row.crawled
-                status = None if row.status is Status.DONE else row.status
+                known = (row.total, None if row.status is Status.DONE else row.status, row.crawled)
+                version, epoch = row.version, row.epoch
             arguments = [
-                version,
-                "" if total is None else total,
-                "" if status is None else status.value,
-                "" if crawled is None else int(crawled),
+                version if epoch else "",
+                "" if known[0] is None else known[0],
+                "" if known[1] is None else known[1].value,
+                "" if known[2] is None else int(known[2]),
+                epoch,
             ]
             return self._send(operation, "finishline/change", project_id, arguments)
+
+        with self._server.operation:
+            self._accept()
+            return self._for_one_project(project_id, work)
+
+    def _for_one_project(self, project_id: str, work: Callable[[], T]) -> T:
+        """``work`` tells SQL, then Redis. It is done again when the project was deleted and created again in between, so
+        that both hear it of the same project: what SQL said of the one before must not reach the one after."""
+        for _ in range(20):
+            with suppress(_Remade):
+                return work()
+        raise Unavailable(f"Project {project_id!r} was deleted and created again each time it was changed.")
 
     def _send(self, operation: str, script: str, project_id: str, arguments: Sequence[str | int]) -> Answer:
         """One script under one identity: repeated by `StateServer.write` after a lost reply, it answers the same."""
@@ -413,6 +434,10 @@ class FinishLine:
                     break
         finally:
             self._callers.give_back(caller)
+        if outcome == "REMADE":
+            # Should it be Redis that has the older one of the two, the record replaces it.
+            self._restore(operation, project_id, self._server.write)
+            raise _Remade
         if outcome == "NOT_FOUND" and restored is not None:
             raise Unavailable(f"Redis lost project {project_id!r} again each time it was rebuilt.")
         _refuse(operation, project_id, outcome, int(done))

@@ -97,14 +97,15 @@ class Records:
     def not_live(self, row: Row) -> None:
         """Redis could not take it: so far nothing has been counted there."""
         self._database.run(
-            lambda tx: tx.execute("UPDATE projects SET live_at = NULL WHERE no = ?", (row.no,)),
+            lambda tx: tx.execute("UPDATE projects SET live_at = NULL WHERE id = ? AND epoch = ?", (row.id, row.epoch)),
             operation="project.not_live",
         )
 
     def live(self, row: Row) -> None:
         self._database.run(
             lambda tx: tx.execute(
-                "UPDATE projects SET live_at = ? WHERE no = ? AND live_at IS NULL", (tx.now(), row.no)
+                "UPDATE projects SET live_at = ? WHERE id = ? AND epoch = ? AND live_at IS NULL",
+                (tx.now(), row.id, row.epoch),
             ),
             operation="project.live",
         )
@@ -154,15 +155,16 @@ class Records:
         )  # fmt: skip
 
     def checkpoint(self, states: Sequence[tuple[Row, Progress]]) -> None:
-        """Note how far Redis is, for projects without a journal. A checkpoint never goes back."""
+        """Note how far Redis is, for projects without a journal. A checkpoint never goes back, and one of a project that
+        was deleted meanwhile is not noted for the next of its name, which SQLite may give the same number."""
 
         def work(tx: Tx) -> None:
             now = tx.now()
             for row, state in states:
                 tx.execute(
                     "UPDATE projects SET done = ?, errors = ?, checkpoint_at = ? "
-                    "WHERE no = ? AND done <= ? AND journaled = 0 AND completed_at IS NULL",
-                    (state.done, state.errors, now, row.no, state.done),
+                    "WHERE id = ? AND epoch = ? AND done <= ? AND journaled = 0 AND completed_at IS NULL",
+                    (state.done, state.errors, now, row.id, row.epoch, state.done),
                 )
 
         self._database.run(work, operation="project.checkpoint")

@@ -3,11 +3,13 @@
 -- ARGV[4] version by the SQL record, or "" without one: an older change never replaces a newer one
 -- ARGV[5] total, or "" to leave it   ARGV[6] status, or "" to leave it
 -- ARGV[7] "1" the crawl has ended, "0" it goes on, "" to leave it
+-- ARGV[8] epoch of the project that SQL changed, or "" without a record
 -- returns UPDATED | COMPLETED | LATE (it is DONE, nothing changed) | NO_TOTAL (updated; items are through and the total
 --         is 0, so it cannot finish yet) | RECORDED (SQL has the total and the status; change them there first)
---         | NOT_FOUND | CORRUPT
+--         | REMADE (it was deleted and created again since SQL was asked; nothing changed) | NOT_FOUND | CORRUPT
 if missing then return { 'NOT_FOUND', 0, 0 } end
 if not read() then return { 'CORRUPT', 0, 0 } end
+if remade(ARGV[8]) then return { 'REMADE', done, 0 } end
 local before = earlier()
 if before then return before end
 if ARGV[4] == '' and meta.version > 0 then return { 'RECORDED', done, 0 } end

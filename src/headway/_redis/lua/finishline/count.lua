@@ -1,10 +1,12 @@
 -- count.lua: items of a project are through; count each one once and see whether the project is finished.
 -- include: finishline/project
--- ARGV[4] "journal" when the counts are in the journal already, else ""
+-- ARGV[4] epoch of the project in whose journal the counts are already, "" without a journal
 -- ARGV[5...] one per item: "+" done or "-" failed, then "#number" | "$id" | "*how many" (no identity but the call's)
--- returns also JOURNALED (a project with a journal wants its counts there first) and CORRUPT
+-- returns also JOURNALED (a project with a journal wants its counts there first), REMADE (it was deleted and created
+--         again since they were written there) and CORRUPT
 if missing then return { 'NOT_FOUND', 0, 0 } end
 if not read() then return { 'CORRUPT', 0, 0 } end
+if remade(ARGV[4]) then return { 'REMADE', done, 0 } end
 local before = earlier()
 if before then return before end
 if meta.journal and ARGV[4] == '' then return { 'JOURNALED', done, 0 } end

@@ -26,6 +26,12 @@ local function read()
   return status and total and done and errors
 end
 
+-- Whether this is another project of the same name than the one SQL told of: it was deleted and created again between
+-- SQL and this script, or an older dump brought back the one that was deleted.
+local function remade(epoch)
+  return epoch ~= '' and meta.epoch and meta.epoch ~= epoch
+end
+
 -- Forget callers that have not called for a day: their processes have ended, and a lost reply is asked for again
 -- within seconds. `hours` counts the times this was called, which are an hour apart or more. Names of callers have a
 -- dot, the other fields have none.
