@@ -8,10 +8,12 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import Redis
 
 from headway._lease import Owner, RedisLeases
 from headway.errors import HeadwayError, InvalidInput, NotFound, Refused, StorageError
@@ -101,6 +103,82 @@ def test_a_project_deleted_while_it_is_rebuilt_does_not_come_back(
         assert line.item_done("p", 1).counted == 1
         line.delete("p")
     assert number > 50
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        ("sqlite", lambda line: line.set_total("p", 50)),
+        ("sqlite", lambda line: line.checkpointer.tick()),
+        ("sqlite-journal", lambda line: line.item_done("p", 4)),
+        ("sqlite-journal", lambda line: line.checkpointer.tick()),
+    ],
+    ids=["change", "checkpoint", "journal", "journal-checkpoint"],
+)
+def test_what_sql_said_of_a_deleted_project_does_not_reach_the_next_of_its_name(
+    kind: str, call: Callable[[FinishLine], object], open_line: OpenLine, redis_server: RedisServer
+):
+    """Redis would take the older one's version for the newer, and answer UPDATED to changes it ignores, for good."""
+    line, operator = open_line(kind), open_line(kind)
+    assert line._records is not None
+    state = redis_server.client(1)
+    for number in range(400):
+        line.create("p", total=100)
+        line.items_done("p", [1, 2, 3])
+        for total in (101, 102, 103):
+            line._records.change("p", total=total, status=None, crawled=None)  # of a caller that was killed then
+
+        def remake() -> None:
+            state.delete("smap:proj:p:rebuild")  # as if whoever has it had been stopped for a minute
+            operator.delete("p")
+            operator.create("p", total=9)
+
+        state.delete("smap:checkpointer")
+        with at_line(number, remake, "finishline/line.py", "finishline/checkpointer.py") as steps:
+            call(line)
+        if not steps.reached:
+            break
+        assert line.set_total("p", 7).outcome is Outcome.UPDATED
+        found, row = line.progress("p"), line._records.find("p")
+        assert row is not None
+        assert (found.total, row.total) == (7, 7), number
+        assert row.done == found.done <= 1 if kind == "sqlite-journal" else row.done == 0, number
+        line.delete("p")
+    assert number > 10
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "sqlite-journal"])
+def test_a_deleted_project_that_an_older_dump_brings_back_gives_way_to_the_next_of_its_name(
+    kind: str, open_line: OpenLine, redis_server: RedisServer
+):
+    line = open_line(kind)
+    assert line.checkpointer is not None
+    assert line._records is not None
+    state = redis_server.client(1)
+
+    def keep() -> dict[str, bytes]:
+        raw: Any = Redis(port=redis_server.port, db=1)
+        return {name: raw.dump(name) for name in state.scan_iter("smap:proj:p*")}
+
+    for done in (3, 5):  # the second one was finished
+        line.create("p", total=5)
+        line.items_done("p", range(done))
+        older = keep()
+        line.delete("p")
+        for act, expected in (
+            (lambda: line.checkpointer and line.checkpointer.tick(), Progress(Status.INITIALIZING, 8)),
+            (lambda: line.set_total("p", 6), Progress(Status.INITIALIZING, 6)),
+        ):
+            line.create("p", total=8)
+            for name, value in older.items():
+                state.restore(name, 0, value, replace=True)
+            state.delete("smap:checkpointer")
+            act()
+            row = line._records.find("p")
+            assert row is not None
+            found = replace(line.progress("p"), restored=None)  # without a journal it may say so: counts may be missing
+            assert (found, row.done, row.completed_at) == (expected, 0, None)
+            line.delete("p")
 
 
 def test_a_rebuild_that_is_under_way_is_waited_for_by_a_deletion_of_its_project_and_by_nobody_else(

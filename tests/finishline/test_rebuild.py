@@ -247,7 +247,7 @@ def test_changes_are_ordered_by_the_record_even_when_redis_hears_of_them_in_anot
     late = line._records.change("p", total=5, status=None, crawled=None)  # committed, not yet told to Redis
     assert late is not None
     line.set_total("p", 7)
-    arguments = [late.version, late.total, late.status.value, int(late.crawled)]
+    arguments = [late.version, late.total, late.status.value, int(late.crawled), late.epoch]
     line._send("set_total", "finishline/change", "p", arguments)
     assert counts(redis_server)["total"] == "7"
 
