@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from headway.finishline import FinishLine
+from headway.queue.taskqueue import TaskQueue
+from headway.queue.worker import Worker
 from headway.states import Manager, open_store
 from headway.views.schemas import documents, json_schema
 from tests.cli.conftest import Answer, every_command, takes
@@ -35,6 +37,10 @@ CALLS: dict[str, list[tuple[str, ...]]] = {
     "states show": [("nightly",), ("nightly", "--task", "1")],
     "states jobs": [()],
     "relay": [("--status",), ("--poison", "list")],
+    "queues": [()],
+    "tasks": [(), ("--status", "failed")],
+    "task show": [("t-failed",), ("t-waiting",)],
+    "workers": [()],
     "run": [],  # its two documents are those of headway.run; tests/run has them
 }
 
@@ -51,6 +57,11 @@ def everything(ads: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyP
     with Manager("nightly", 1, 2, store) as manager:
         manager.set_started("ingest", payload={"rows": 3})
         manager.set_error(ValueError("disk full"), "export")
+    with TaskQueue(f"sqlite:///{ads}") as queue:
+        queue.handler("caption", retries=0, isolation="none")(lambda task, payload: 1 / payload)
+        queue.submit("caption", 0, id="t-failed", user_id="anna")
+        Worker(queue).run(burst=True)
+        queue.submit("caption", 1, id="t-waiting", user_id="anna")
 
 
 def test_every_command_with_json_is_called_here():

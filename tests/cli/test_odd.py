@@ -51,7 +51,9 @@ REQUIRED = {
     "forget": "nobody --yes", "purge": "--yes", "progress": "p", "project create": "p", "project total": "p 3",
     "project status": "p CRAWLING", "project finish-crawl": "p", "project delete": "p --yes", "states show": "nobody",
     "states wait": "nobody --tag t", "states delete": "nobody --yes", "states purge": "--older-than 1",
-    "completion": "bash", "relay": "--once",
+    "completion": "bash", "relay": "--once", "worker": "--app no_such_module:queue", "task show": "t", "task cancel": "t --yes",
+    "task retry": "t --yes", "queue pause": "low", "queue resume": "low", "queue limit": "queue low",
+    "queue migrate": "--to rq --app no_such_module:queue",
 }  # fmt: skip
 ABSENT_REDIS = "redis://127.0.0.1:1/1"
 ABSENT_POSTGRESQL = "postgresql://headway:geheim@127.0.0.1:1/x"
