@@ -29,6 +29,12 @@ def square(item):
     with open("executed", "a") as file:
         file.write(f"{item}\\n")
     return item * item
+
+def square_when_allowed(item):
+    open("begun", "a").close()
+    while os.path.exists("blocked"):
+        time.sleep(0.02)
+    return item * item
 """
 RUN = ("run", "jobs:square", "-i", "items.jsonl", "-j", "ads", "-w", "2")
 
@@ -184,6 +190,78 @@ def test_a_file_that_took_the_place_of_ours_is_not_touched(place: Path, headway_
     refused = headway_cli(*RUN, "-o", "out.jsonl")
     assert refused.returncode == 2
     assert (place / "out.jsonl").read_text() == "precious\n" * 10_000
+
+
+def test_two_jobs_at_once_cannot_write_one_file(place: Path, headway_cli: Cli, spawn_cli: Spawn):
+    """Before the first line is written the file is empty, and nobody's by its looks."""
+    (place / "blocked").touch()
+    blocked = ("run", "jobs:square_when_allowed", "-i", "items.jsonl", "-j", "ads", "-o", "out.jsonl")
+    first = spawn_cli(*blocked, stderr=subprocess.DEVNULL)
+    eventually((place / "out.jsonl").exists, timeout=30)
+    second = headway_cli("run", "jobs:square", "-i", "items.jsonl", "-j", "other", "-o", "out.jsonl")
+    (place / "blocked").unlink()
+    assert second.returncode == 5, second.stderr
+    assert "Another run is writing results to out.jsonl" in second.stderr
+    assert first.wait(60) == 0
+    assert results(place) == ALL
+    refused = headway_cli("run", "jobs:square", "-i", "items.jsonl", "-j", "other", "-o", "out.jsonl")
+    assert refused.returncode == 2
+    assert results(place) == ALL
+
+
+def test_who_takes_a_job_over_from_a_stopped_run_writes_its_file(place: Path, headway_cli: Cli, spawn_cli: Spawn):
+    (place / "blocked").touch()
+    command = ("run", "jobs:square_when_allowed", "-i", "items.jsonl", "-j", "ads", "-o", "out.jsonl")
+    stopped = spawn_cli(*command, stderr=subprocess.PIPE)
+    eventually((place / "begun").exists, timeout=30)
+    stopped.send_signal(signal.SIGSTOP)  # it waits for its items, and writes nothing at this moment
+    try:
+        (place / "blocked").unlink()
+        with Ledger.open(f"sqlite:///{place}/headway.db") as ledger:  # as if its lease had lapsed
+            ledger.database.run(lambda tx: tx.execute("UPDATE jobs SET holder = NULL, lease_until = NULL"))
+        successor = headway_cli(*command)
+        assert successor.returncode == 0, successor.stderr
+    finally:
+        stopped.send_signal(signal.SIGCONT)
+    said = stopped.communicate(timeout=60)[1]
+    assert stopped.returncode == 5, said
+    assert results(place) == ALL
+
+
+@pytest.mark.parametrize("change", ["removed", "emptied", "moved"])
+def test_a_file_that_was_changed_while_the_run_went_on_is_whole_at_the_end(place: Path, spawn_cli: Spawn, change: str):
+    (place / "slow").touch()
+    (place / "items.jsonl").write_text("".join(f"{n}\n" for n in range(400)))
+    run = spawn_cli(*RUN, "-o", "out.jsonl", stderr=subprocess.DEVNULL)
+    file = place / "out.jsonl"
+    eventually(lambda: file.exists() and file.stat().st_size > 0, timeout=30)
+    if change == "removed":
+        file.unlink()
+    elif change == "moved":
+        file.rename(place / "elsewhere.jsonl")
+    else:
+        os.truncate(file, 0)
+    assert run.wait(60) == 0
+    assert results(place) == sorted(n * n for n in range(400))
+
+
+def test_what_somebody_put_in_the_place_of_the_file_while_the_run_went_on_is_not_touched(
+    place: Path, headway_cli: Cli, spawn_cli: Spawn
+):
+    (place / "slow").touch()
+    (place / "items.jsonl").write_text("".join(f"{n}\n" for n in range(400)))
+    run = spawn_cli(*RUN, "-o", "out.jsonl", stderr=subprocess.PIPE)
+    file = place / "out.jsonl"
+    eventually(lambda: file.exists() and file.stat().st_size > 0, timeout=30)
+    (place / "mine").write_text("my notes\n" * 10_000)
+    (place / "mine").replace(file)
+    said = run.communicate(timeout=60)[1]
+    assert run.returncode == 2, said
+    assert "was not written by this job" in said
+    assert file.read_text() == "my notes\n" * 10_000
+    file.unlink()
+    assert headway_cli(*RUN, "-o", "out.jsonl").returncode == 0
+    assert results(place) == sorted(n * n for n in range(400))
 
 
 def test_a_pipe_does_not_overwrite_a_foreign_file_either(place: Path, headway_cli: Cli):
