@@ -221,3 +221,13 @@ def test_a_run_tells_the_sinks_of_the_settings(headway_cli: Cli, tmp_path: Path,
     [(_, _, body)] = receiver.requests
     assert json.loads(body)["data"] == {"total": 2, "succeeded": 2, "failed": 0}
     assert json.loads((tmp_path / "told").read_text()) == json.loads(body)
+
+
+def test_a_run_with_a_wrong_address_of_a_sink_is_refused_before_anything_is_written(headway_cli: Cli, tmp_path: Path):
+    (tmp_path / "items.txt").write_text("1\n2\n")
+    (tmp_path / "jobs.py").write_text("def work(item):\n    return item\n")
+    (tmp_path / "headway.toml").write_text('sinks = ["smtp://somebody"]\n')
+    refused = headway_cli("run", "jobs:work", "--items", "items.txt", "--job", "a", "--progress", "none")
+    assert refused.returncode == 2
+    assert "no address of a sink" in refused.stderr
+    assert not (tmp_path / "headway.db").exists()

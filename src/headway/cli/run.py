@@ -7,7 +7,7 @@ import os
 import shlex
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,6 +22,7 @@ from headway.telemetry import redact
 
 if TYPE_CHECKING:
     from headway.config import Config
+    from headway.events import Sink
     from headway.ledger import Hold, Job, Ledger
     from headway.lifecycle import Shutdown
     from headway.run import Ending, Settings
@@ -98,6 +99,7 @@ def run(
     from headway.config import Config
     from headway.ids import check_id
     from headway.lifecycle import Shutdown, on_signals
+    from headway.run import configured_sinks
     from headway.run import function as functions
     from headway.run.items import FileItems
 
@@ -123,6 +125,7 @@ def run(
             accept=accept_changes,
             as_json=as_json,
             shutdown=Shutdown(),
+            sinks=configured_sinks(config),  # a wrong address is said before anything is written
         )
         limit = int(config["payload_limit"] or 0)
         with on_signals(order.shutdown):
@@ -164,6 +167,7 @@ class Order:
     accept: bool
     as_json: bool
     shutdown: Shutdown
+    sinks: Sequence[Sink]
 
 
 def _settings(config: Config, call: Callable[[Any], Any], name: str, *, last_pass: bool) -> Settings:
@@ -284,14 +288,14 @@ def _run_pipe(order: Order, format: str | None, key: str | None, limit: int) -> 
 
 
 def _perform(order: Order, ledger: Ledger, job: Job, hold: Hold, text: str, *, feed: PipedItems | None) -> int:
-    from headway.run import configured_sinks, perform
+    from headway.run import perform
     from headway.run.display import open_display
 
     display = open_display(order.config.text("progress"), stream=sys.stderr, color=order.config.text("color"))
     display.begin(text)
     ending = perform(
         ledger, job, hold, order.call, order.settings,
-        display=display, shutdown=order.shutdown, output=order.output, feed=feed, sinks=configured_sinks(order.config),
+        display=display, shutdown=order.shutdown, output=order.output, feed=feed, sinks=order.sinks,
     )  # fmt: skip
     return _conclude(order, display, job, ending)
 
