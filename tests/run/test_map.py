@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ import headway
 from headway.errors import InputChanged, InvalidInput, JobHeld, NotFound, StaleClaim
 from headway.events import Event
 from headway.ledger import Job, Ledger
+from headway.run import Settings, take
+from headway.run import plan as plans
+from headway.run.items import GivenItems
 from tests.services.waiting import eventually
 
 PRODUCTS = [{"n": n} for n in range(30)]
@@ -365,6 +369,44 @@ def test_a_job_that_is_open_elsewhere_is_refused(database: str):
             headway.open_job("ads", database=database)
         with pytest.raises(JobHeld):
             headway.map(abs, [1], job="ads", database=database, progress="none", accept_changes=True)
+
+
+def test_a_job_that_another_process_did_while_the_items_were_read_is_not_put_aside(database: str, log: Path):
+    def work(item: dict[str, int]) -> None:
+        note(log, item["n"])
+
+    with Ledger.open(database) as ledger:
+        plan = plans.look(ledger, "ads", "work", GivenItems(PRODUCTS, key=None, limit=10_000))
+        headway.map(work, PRODUCTS, job="ads", database=database, workers=1, progress="none")
+        with pytest.raises(JobHeld, match="at the same moment"):
+            take(ledger, plan, Settings(workers=1))
+        assert [(job.id, job.done, job.held) for job in ledger.jobs(archived=True)] == [("ads", 30, False)]
+
+
+def test_a_plan_for_items_that_another_process_replaced_is_not_carried_out(database: str):
+    headway.map(abs, [-1, -2], job="ads", database=database, workers=1, progress="none")
+    with Ledger.open(database) as ledger:
+        plan = plans.look(ledger, "ads", "builtins:abs", GivenItems([-1, -2], key=None, limit=10_000))
+        headway.map(abs, [-3], job="ads", database=database, workers=1, progress="none", fresh=True)
+        with pytest.raises(JobHeld, match="at the same moment"):
+            take(ledger, plan, Settings(workers=1))
+
+
+def test_a_child_that_leaves_the_block_of_its_parent_does_not_release_the_job(database: str):
+    with headway.open_job("ads", PRODUCTS, database=database) as job:
+        child = os.fork()
+        if not child:
+            with suppress(BaseException):
+                job.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        with Ledger.open(database) as ledger:
+            assert ledger.job("ads").info().held
+        for item in job.remaining(wait=False):
+            with item:
+                pass
+    with Ledger.open(database) as ledger:
+        assert [run.outcome for run in ledger.job("ads").runs()] == ["finished"]
 
 
 def test_a_loop_that_lost_its_job_records_nothing_more(database: str):

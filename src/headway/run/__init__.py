@@ -191,16 +191,18 @@ def take(
     *,
     command: str = "",
     accept: bool = False,
-    fresh: bool = False,
 ) -> tuple[Job, Hold]:
-    """Hold the planned job and carry the plan out: nobody else can change its items meanwhile."""
-    if fresh or plan.existing is None:
+    """Hold the planned job and carry the plan out: nobody else can change its items meanwhile. A job that somebody else
+    began, replaced or changed since the plan was made is left as it is."""
+    if plan.fresh:
         ledger.archive(plan.id)
     job = ledger.create(plan.id, max_retries=settings.policy.retries)
     hold = ledger.hold(job, describe(settings), policy=settings.policy)
     try:
-        if plan.existing is None and job.info().total:
-            raise JobHeld(f"Job {plan.id} was started by another process at the same moment.", hint="Run it again.")
+        if not plans.is_current(plan, job):
+            raise JobHeld(
+                f"Job {plan.id} was started or changed by another process at the same moment.", hint="Run it again."
+            )
         plans.carry_out(ledger, job, plan, max_retries=settings.policy.retries, command=command, accept=accept)
     except BaseException:
         ledger.release(hold, "failed")

@@ -19,6 +19,7 @@ from typing import Any, Self
 from headway.errors import HeadwayError, StaleClaim
 from headway.ledger import Done, Failed, Hold, Item, Job, Ledger, Progress
 from headway.ledger.content import bounded_meta
+from headway.lifecycle import ForkGuard
 from headway.retry import RetryPolicy
 from headway.run.worker import GiveUp, describe_safely
 
@@ -86,6 +87,7 @@ class OpenJob:
     ) -> None:
         """``tell`` delivers the events that wait, once the job has finished."""
         self._ledger, self._job, self._hold, self._policy, self._tell = ledger, job, hold, policy, tell
+        self._guard = ForkGuard("The job")
         self._stop = threading.Event()
         self._lost: StaleClaim | None = None
         self._closed = False
@@ -130,8 +132,8 @@ class OpenJob:
         self._job.record([outcome], hold=self._hold, policy=self._policy)
 
     def close(self, outcome: str = "interrupted") -> None:
-        """Release the job."""
-        if self._closed:
+        """Release the job. In a forked child this does nothing: the job is its parent's."""
+        if self._closed or self._guard.crossed:
             return
         self._closed = True
         self._stop.set()

@@ -57,6 +57,7 @@ class Plan:
     existing: JobInfo | None
     changes: Changes
     digest: str
+    fresh: bool = False  # what is known of the job is to be put aside
 
 
 def default_id(ledger: Ledger | None, function: str, source: str) -> str:
@@ -82,7 +83,7 @@ def look(
     existing = None if fresh else find(ledger, id)
     if existing is None or ledger is None:
         count = sum(1 for _ in source)  # reads and so checks every item
-        return Plan(id, source, function, None, Changes(new=count), source.digest_read)
+        return Plan(id, source, function, None, Changes(new=count), source.digest_read, fresh)
     if existing.sealed and existing.digest == (digest := source.digest()):
         return Plan(id, source, function, existing, Changes(kept=existing.done), digest)
     if source.key is not None and existing.keyed_by == source.key:
@@ -91,6 +92,14 @@ def look(
         changes = _compare_places(ledger.job(id), source, sealed=existing.sealed)
     changes.kept = existing.done
     return Plan(id, source, function, existing, changes, source.digest_read)
+
+
+def is_current(plan: Plan, job: Job) -> bool:
+    """Whether ``job``, which the caller holds by now, is still what the plan was made from."""
+    known, now = plan.existing, job.info()
+    if known is None:
+        return now.total == 0
+    return (known.no, known.total, known.digest) == (now.no, now.total, now.digest)
 
 
 @dataclass(frozen=True, slots=True)
