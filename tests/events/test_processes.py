@@ -74,6 +74,7 @@ def test_a_relay_killed_at_a_step_is_followed_by_one_that_leaves_nothing_out(
     doomed = start(store, log, point)
     doomed.communicate(timeout=60)
     assert doomed.returncode == -signal.SIGKILL
+    assert [one.holder for one in store.outbox().backlog()] == [None], "the dead serve nobody"
     follower = start(store, log, "never")
     follower.communicate(timeout=60)
     assert follower.returncode == 0

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from headway import ProgressManager
-from headway.errors import InvalidInput, StaleClaim
+from headway.errors import InputChanged, InvalidInput, StaleClaim
 from headway.ledger.content import META_LIMIT
 from tests.services.waiting import eventually
 
@@ -425,6 +425,23 @@ def test_meta_that_is_not_json_is_refused_and_nothing_is_written(progress: Progr
         with pytest.raises(InvalidInput):
             verb(0, meta)  # type: ignore[arg-type]
     assert progress.job.info().total == 0
+
+
+@pytest.mark.parametrize("changed", [["x", "b", "c"], ["b", "a", "c"], ["b", "c"], ["a", "x", "c", "new"]])
+def test_a_payload_in_the_place_of_another_is_refused(progress: ProgressManager, changed: list[str]):
+    """What was recorded of the one would count for the other."""
+    progress.register(["a", "b", "c"])
+    progress.mark_done(0)
+    with pytest.raises(InputChanged, match="is known with another payload"):
+        progress.register(changed)
+    assert list(progress.pending()) == [1, 2]
+    assert progress.register(["a", "b", "c", "d"]) == 1, "the same with one more"
+
+
+def test_indices_and_payloads_in_one_call_are_refused(progress: ProgressManager):
+    with pytest.raises(InvalidInput, match="some are payloads"):
+        progress.register([{"name": "chair"}, 0])
+    assert list(progress.pending()) == []
 
 
 def test_items_may_be_registered_as_payloads(progress: ProgressManager):

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -238,3 +239,18 @@ def test_the_last_error_is_the_last_one_not_the_most_frequent(place: Path, headw
     )  # fmt: skip
     (end,) = [line for line in map(json.loads, done.stderr.splitlines()) if line["event"] == "end"]
     assert (end["last_error"], end["last_error_count"]) == ("OSError", 1)
+
+
+def test_a_run_that_is_told_to_end_does_not_wait_for_sinks(place: Path, headway_cli: Cli, spawn_cli: Spawn):
+    """An earlier job's completion waits for a receiver that never answers; whoever says SIGTERM waits for neither."""
+    assert headway_cli("run", "jobs:note", "-i", "items.jsonl", "-j", "earlier").returncode == 0
+    (place / "executed").unlink()
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        (place / "headway.toml").write_text(f'sinks = ["http://127.0.0.1:{deaf.getsockname()[1]}/"]\n')
+        run = spawn_cli("run", "jobs:slow", "-i", "items.jsonl", "-j", "ads", stderr=subprocess.DEVNULL)
+        eventually((place / "executed").exists, timeout=30)
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(60) == 143
+        deaf.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            deaf.accept()

@@ -31,6 +31,7 @@ def square(item):
     return item * item
 
 def square_when_allowed(item):
+    open("begun", "a").close()
     while os.path.exists("blocked"):
         time.sleep(0.02)
     return item * item
@@ -205,6 +206,25 @@ def test_two_jobs_at_once_cannot_write_one_file(place: Path, headway_cli: Cli, s
     assert results(place) == ALL
     refused = headway_cli("run", "jobs:square", "-i", "items.jsonl", "-j", "other", "-o", "out.jsonl")
     assert refused.returncode == 2
+    assert results(place) == ALL
+
+
+def test_who_takes_a_job_over_from_a_stopped_run_writes_its_file(place: Path, headway_cli: Cli, spawn_cli: Spawn):
+    (place / "blocked").touch()
+    command = ("run", "jobs:square_when_allowed", "-i", "items.jsonl", "-j", "ads", "-o", "out.jsonl")
+    stopped = spawn_cli(*command, stderr=subprocess.PIPE)
+    eventually((place / "begun").exists, timeout=30)
+    stopped.send_signal(signal.SIGSTOP)  # it waits for its items, and writes nothing at this moment
+    try:
+        (place / "blocked").unlink()
+        with Ledger.open(f"sqlite:///{place}/headway.db") as ledger:  # as if its lease had lapsed
+            ledger.database.run(lambda tx: tx.execute("UPDATE jobs SET holder = NULL, lease_until = NULL"))
+        successor = headway_cli(*command)
+        assert successor.returncode == 0, successor.stderr
+    finally:
+        stopped.send_signal(signal.SIGCONT)
+    said = stopped.communicate(timeout=60)[1]
+    assert stopped.returncode == 5, said
     assert results(place) == ALL
 
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from headway._lease import Lease, Owner, SqlLeases, read_owner
+from headway._lease import Lease, Owner, SqlLeases, has_ended, read_owner
 from headway._sql import NOW, Database, Row, Tx
 from headway.errors import InvalidInput
 from headway.events.envelope import Event, completion, from_fields, plain, whole
@@ -196,12 +196,13 @@ class SqlOutbox:
         result = []
         with self._database.read() as tx:
             now = tx.now()
-            for name, holder in tx.all(f"SELECT name, holder FROM sinks {where} ORDER BY name", parameters):
+            sinks = tx.all(f"SELECT name, holder, lease_until FROM sinks {where} ORDER BY name", parameters)
+            for name, holder, until in sinks:
                 row = tx.one(f"SELECT count(*), min(o.at) {_WAITING}", (name,))
                 aside = tx.one("SELECT count(*) FROM deliveries WHERE sink = ? AND refused IS NOT NULL", (name,))
                 assert row is not None
                 assert aside is not None
-                owner = read_owner(holder)
+                owner = None if has_ended(holder, until, now) else read_owner(holder)
                 age = None if row[1] is None else max(0.0, now - row[1])
                 result.append(Backlog(name, row[0], age, aside[0], str(owner[0]) if owner else None))
         return result

@@ -24,7 +24,7 @@ from typing import Any, Self
 from urllib.parse import quote
 
 from headway.config import Config
-from headway.errors import InvalidInput, StaleClaim
+from headway.errors import InputChanged, InvalidInput, StaleClaim
 from headway.failure import Failure, bounded_error, describe
 from headway.ledger.content import bounded_meta, canonical, fingerprint
 from headway.ledger.job import Job
@@ -119,19 +119,32 @@ class ProgressManager:
 
     def register(self, items: Iterable[object]) -> int:
         """Make the products known: their indices (ints), or their payloads (anything else that is JSON, indexed in
-        order from 0). How many were new. From then on the job can finish."""
+        order from 0). How many were new. From then on the job can finish.
 
-        def new() -> Iterator[NewItem]:
-            for position, item in enumerate(items):
-                if isinstance(item, int) and not isinstance(item, bool):
-                    yield NewItem(check_index(item))
-                else:
-                    text = canonical(item)
-                    yield NewItem(position, text, None, fingerprint(text))
-
-        count = self._job.register(new())
+        A payload that differs from the one known under its index is `InputChanged`, and then nothing is registered:
+        what was recorded of the one must not count for the other.
+        """
+        given = list(items)
+        indices = sum(isinstance(item, int) and not isinstance(item, bool) for item in given)
+        if 0 < indices < len(given):
+            raise InvalidInput("Some items are indices and some are payloads.", hint="Register the ones or the others.")
+        if indices:
+            new = [NewItem(check_index(item)) for item in given]
+        else:
+            texts = [canonical(item) for item in given]
+            new = [NewItem(position, text, None, fingerprint(text)) for position, text in enumerate(texts)]
+            self._refuse_changed(new)
+        count = self._job.register(new)
         self._job.seal()
         return count
+
+    def _refuse_changed(self, items: Sequence[NewItem]) -> None:
+        for idx, _, mark in self._job.fingerprints():
+            if idx < len(items) and mark is not None and mark != items[idx].fingerprint:
+                raise InputChanged(
+                    f"Item {idx} is known with another payload than {items[idx].payload:.80}; nothing was registered.",
+                    hint="Register the items in the order of the first time, or start anew with resume=False.",
+                )
 
     def claim(self, worker: str | None = None, *, limit: int = 1, lease: float = 30.0) -> list[Item]:
         """Take products to work on that nobody else gets for ``lease`` seconds. Pass each one's ``token`` to

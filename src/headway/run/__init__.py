@@ -223,7 +223,7 @@ def perform(
     feed: Feed | None = None,
     sinks: Sequence[Sink] = (),
 ) -> Ending:
-    """Work the job off under ``hold``, release it, and tell the sinks what was decided."""
+    """Work the job off under ``hold``, release it, and tell the sinks what was decided, unless it was interrupted."""
     outcome = "failed"
     file: Output | None = None
     try:
@@ -238,7 +238,8 @@ def perform(
         if file is not None:
             file.close()
         _release(ledger, hold, outcome)
-    tell(ledger, sinks, shutdown.abandon)
+    if outcome != "interrupted":  # a run that is to end has decided nothing, and waits for no sink
+        tell(ledger, sinks, shutdown.abandon)
     return ending
 
 

@@ -8,14 +8,19 @@ that died before the note: it is cut off and written again.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
 from pathlib import Path
 
-from headway._sql import Tx
-from headway.errors import InvalidInput, StorageError
+from headway._lease import has_ended
+from headway._sql import Database, Tx
+from headway.errors import Held, InvalidInput, StorageError
 from headway.ledger import Job, Ledger
+from headway.telemetry import Log
+
+log = Log("run")
 
 #: How every line begins, and so every file of ours.
 _HEAD = b'{"index": '
@@ -35,27 +40,29 @@ def refuse_foreign(path: Path, ledger: Ledger | None, id: str) -> None:
             raise InvalidInput(f"The directory of {path} does not exist.", hint="Make it, or name another --output.")
         if path.exists() and not path.is_file():
             raise InvalidInput(f"{path} is not a file.", hint="Name another --output.")
-        filled = path.exists() and path.stat().st_size > 0
-        if filled and not _is_ours(path, ledger, id):
-            raise InvalidInput(
-                f"{path} exists and was not written by this job.", hint="Move it away or name another --output."
-            )
+        if path.exists():
+            with path.open("rb") as file:
+                head = file.read(len(_HEAD))
+            if head and (ledger is None or not _is_ours(ledger.database, path, head, id)):
+                raise _foreign(path)
     except OSError as error:
         raise InvalidInput(f"The results cannot be written to {path}: {error.strerror}.") from error
 
 
-def _is_ours(path: Path, ledger: Ledger | None, id: str) -> bool:
-    if ledger is None:
-        return False
-    rows = ledger.database.all(
+def _is_ours(database: Database, path: Path, head: bytes, id: str) -> bool:
+    rows = database.all(
         "SELECT j.id, j.archived FROM outputs o JOIN jobs j ON j.no = o.job WHERE o.path = ?", (str(path.resolve()),)
     )
     noted = bool(rows) and all(name == id or (archived and name.startswith(f"{id[:100]}.")) for name, archived in rows)
     # The note comes before the first line: somebody may have put another file there since. What a power cut left of our
     # first line is a part of it, or nothing but zeros.
-    with path.open("rb") as file:
-        head = file.read(len(_HEAD))
     return noted and (_HEAD.startswith(head) or not head.strip(b"\0"))
+
+
+def _foreign(path: Path) -> InvalidInput:
+    return InvalidInput(
+        f"{path} exists and was not written by this job.", hint="Move it away or name another --output."
+    )
 
 
 def refuse_incomplete(job: Job) -> None:
@@ -76,6 +83,17 @@ def keeps_results(job: Job) -> bool:
     return job.database.one("SELECT 1 FROM outputs WHERE job = ? LIMIT 1", (job.no,)) is not None
 
 
+def _lock(file: int) -> bool:
+    """Lock it for this process alone: workers do not inherit that, so it ends with us, however we end."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as error:  # a file system without locks
+        log.info("the file of results cannot be locked", error=str(error.strerror))
+    return True
+
+
 class Output:
     """``{"index": 17, "key": "inv-00421", "result": ...}`` per done item, in the order they were done."""
 
@@ -87,15 +105,55 @@ class Output:
         self._written_at = time.monotonic()
         row = job.database.one("SELECT seq, size FROM outputs WHERE job = ? AND path = ?", (job.no, self._name))
         self._seq, self._size = row or (0, 0)
-        if row is None:
-            job.database.run(self._note, operation="output")  # before the file is touched: from now on it is ours
+        self._file = self._open()
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if row is None:
+                job.database.run(self._note, operation="output")  # before a byte is changed: from now on it is ours
             if os.fstat(self._file).st_size < self._size:  # shortened or removed by somebody: write it anew
                 self._seq, self._size = 0, 0
             os.ftruncate(self._file, self._size)
         except OSError as error:
-            raise InvalidInput(f"The results cannot be written to {path}: {error.strerror}.") from error
+            self.close()
+            raise self._cannot(error) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> int:
+        """The file, made if it is not there. It is locked, because two runs that write one file would overwrite each
+        other's lines, and looked at once more under the lock."""
+        try:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise self._cannot(error) from error
+        try:
+            if not _lock(file) and not self._succeeds():
+                raise Held(
+                    f"Another run is writing results to {self._path}.",
+                    hint="Wait until it has ended, or name another --output.",
+                )
+            head = os.pread(file, len(_HEAD), 0)
+            if head and not _is_ours(self._job.database, self._path, head, self._job.id):
+                raise _foreign(self._path)
+        except BaseException:
+            os.close(file)
+            raise
+        return file
+
+    def _succeeds(self) -> bool:
+        """Whether the file's lock can only be that of an earlier holder of this job, who is stopped and fenced off: what
+        it may still write are the lines that we write there, for they are in the ledger's order."""
+        database = self._job.database
+        rows = database.all(
+            "SELECT o.job, j.holder, j.lease_until FROM outputs o JOIN jobs j ON j.no = o.job WHERE o.path = ?",
+            (self._name,),
+        )
+        now = database.now()
+        held = [job for job, holder, until in rows if holder is not None and not has_ended(holder, until, now)]
+        return held == [self._job.no]
+
+    def _cannot(self, error: OSError) -> InvalidInput:
+        return InvalidInput(f"The results cannot be written to {self._path}: {error.strerror}.")
 
     def write_sometimes(self) -> None:
         if time.monotonic() - self._written_at >= self._every:
@@ -104,6 +162,7 @@ class Output:
     def write(self) -> None:
         """Bring the file up to what is recorded."""
         self._written_at = time.monotonic()
+        self._find_again()
         while rows := self._job.results(self._seq):
             lines = "".join(
                 f'{{"index": {idx}, "key": {json.dumps(key, ensure_ascii=False)}, "result": {result}}}\n'
@@ -123,6 +182,27 @@ class Output:
                 ) from error
             self._seq, self._size = rows[-1][0], at
             self._job.database.run(self._note, operation="output")
+
+    def _find_again(self) -> None:
+        """What was written must still stand under the file's name: one that was removed, replaced or shortened while the
+        run went on is written anew from the ledger, and one that somebody else put there is refused."""
+        ours = os.fstat(self._file)
+        try:
+            named = os.stat(self._path)
+            same = (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino)
+        except OSError:
+            same = False  # it is not there: `_open` makes it, or says why it cannot
+        if same and ours.st_size >= self._size:
+            return
+        log.warning("the file of results was removed or changed; it is written anew", path=str(self._path))
+        if not same:
+            file, self._file = self._file, self._open()
+            os.close(file)
+        self._seq = self._size = 0
+        try:
+            os.ftruncate(self._file, 0)
+        except OSError as error:
+            raise self._cannot(error) from error
 
     def _note(self, tx: Tx) -> None:
         tx.execute(
