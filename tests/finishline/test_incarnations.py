@@ -166,7 +166,7 @@ def test_a_deleted_project_that_an_older_dump_brings_back_gives_way_to_the_next_
         older = keep()
         line.delete("p")
         for act, expected in (
-            (lambda: line.checkpointer and line.checkpointer.tick(), Progress(Status.INITIALIZING, 8)),
+            (line.checkpointer.tick, Progress(Status.INITIALIZING, 8)),
             (lambda: line.set_total("p", 6), Progress(Status.INITIALIZING, 6)),
         ):
             line.create("p", total=8)
