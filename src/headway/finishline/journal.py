@@ -141,5 +141,6 @@ def no_journal(project_id: str) -> HeadwayError:
 
 
 def cut(error: str | None) -> str | None:
-    """An error as it may be kept: without secrets, and not too long."""
-    return None if error is None else redact(error)[:500]
+    """An error as it may be kept: without secrets, not too long, and of characters that every database takes. A name of a
+    file that is no Unicode must not keep its item, and those of all who share the transaction, from being counted."""
+    return None if error is None else redact(error)[:500].encode("utf-8", "replace").decode().replace("\0", "?")
