@@ -1,5 +1,6 @@
 """One door to two engines: transactions, locks, pools, forks, restarts, migrations."""
 
+import gc
 import os
 import random
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +35,7 @@ from headway.errors import (
 from headway.retry import STORE, RetryPolicy
 from headway.telemetry import metrics
 from tests.core.databases import digest, everywhere, exit_code, forked, python, shared, sqlite_url
+from tests.finishline.lines import at_line
 from tests.services.postgres import PostgresServer
 from tests.services.waiting import eventually
 
@@ -217,6 +220,46 @@ def descriptors(path: Path) -> int:
         except FileNotFoundError:
             continue
     return found
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt() -> None:
+    raise Interrupted
+
+
+@pytest.mark.parametrize("call", ["write", "read"])
+def test_a_call_that_a_signal_handler_interrupts_at_any_line_leaves_no_lock_and_no_lost_connection(
+    call: str, tmp_path: Path
+):
+    """A connection that went back to the pool inside its transaction would lock out every process, for good; one that
+    is counted and not there would be waited for by every fork, and its child would refuse the database."""
+    path = tmp_path / "a.db"
+    database = connect(sqlite_url(path))
+
+    def read() -> None:
+        with database.read() as tx:
+            tx.all("SELECT name FROM meta")
+
+    for number in range(300):
+        with (
+            suppress(Interrupted),
+            at_line(number, interrupt, "_sql/database.py", "_sql/pool.py") as steps,
+        ):
+            put(database, f"{number}") if call == "write" else read()
+        with closing(sqlite3.connect(path, timeout=0, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+        put(database, f"after {number}")
+        assert f"after {number}" in names(database)
+        gc.collect()
+        assert database._connections == len(database._idle)
+        if not steps.reached:
+            break
+    assert 20 < number < 299
+    database.close()
+    assert descriptors(path) == 0
 
 
 @pytest.mark.req("S3-26", "S3-53")

@@ -414,3 +414,14 @@ def test_numbers_are_one_identity_as_text_too_and_odd_ones_are_texts():
     long = identity("x" * 33)
     assert len(long) == 34
     assert identity(long[1:]) != long  # a short id cannot be made to look like the digest of a long one
+
+
+@pytest.mark.parametrize("kind", ["sqlite-journal", "postgres-journal"])
+@pytest.mark.parametrize("error", ["no such file: \udcff", "\0", OSError("\ud800")])
+def test_an_error_that_no_database_takes_as_it_is_does_not_keep_its_item_from_being_counted(
+    kind: str, error: str | OSError, open_line: OpenLine
+):
+    line = open_line(kind)
+    line.create("p", total=2)
+    assert line.item_failed("p", 1, error=error).counted == 1
+    assert line.item_failed("p", 2, error=error).completed

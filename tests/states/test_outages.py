@@ -509,6 +509,7 @@ def ring(*_):
     raise Alarm
 
 store, _ = states.open_store(sys.argv[1], "job", 3)
+subscription = store.subscribe()  # so that somebody listens, and is woken by the writes
 signal.signal(signal.SIGALRM, ring)
 interrupted, stored = 0, []
 for number in range(800):
@@ -528,7 +529,7 @@ print(store.set_state(states.State("job", 1, "a", 5)).version)
 """
 
 
-@pytest.mark.stores(("redis",))
+@pytest.mark.stores(("redis", "sqlite"))
 def test_writes_that_a_signal_handler_interrupts_anywhere_leave_no_connection_half_used(place: Place):
     """One that was interrupted while it introduced itself would speak to database 0, where there is no job."""
     command = [sys.executable, "-c", INTERRUPTED, place.url]

@@ -5,11 +5,19 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from typing import Any
+from weakref import WeakSet
 
 from headway._sql.tx import Engine
 from headway.errors import HeadwayError
 from headway.lifecycle import ForkGuard
 from headway.telemetry import metrics
+
+
+class _Ticket:
+    """Stands for one connection from before it is opened. It ends with it, also where nobody closes it: an exception of a
+    signal handler may strike between any two steps of a call."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Pool(ABC):
@@ -26,7 +34,7 @@ class Pool(ABC):
         self._idle: list[Any] = []  # driver connections; each engine's subclass knows which
         self._guard = ForkGuard(f"The connection to {name}")
         self._inherited: list[Any] = []
-        self._connections = 0  # open ones, idle or in use
+        self._tickets: WeakSet[_Ticket] = WeakSet()  # of open connections, idle or in use
         self._closed = False
 
     @abstractmethod
@@ -58,12 +66,12 @@ class Pool(ABC):
 
     def _drop(self, connection: Any) -> None:
         connection.close()
-        self._count_connections(-1)
+        self._tickets.discard(connection.ticket)
+        metrics.gauge("headway_sql_connections", self._connections, engine=self.engine)
 
-    def _count_connections(self, change: int) -> None:
-        with self._lock:
-            self._connections += change
-            metrics.gauge("headway_sql_connections", self._connections, engine=self.engine)
+    @property
+    def _connections(self) -> int:
+        return len(self._tickets)
 
     def _take(self) -> Any:
         self._leave_inheritance()
@@ -75,16 +83,16 @@ class Pool(ABC):
         try:
             return self._idle.pop()
         except IndexError:
-            self._count_connections(+1)  # before it is open: a fork in between must not overlook it
-            try:
-                return self._open()
-            except BaseException:
-                self._count_connections(-1)
-                raise
+            ticket = _Ticket()
+            self._tickets.add(ticket)  # before it is open: a fork in between must not overlook it
+            connection = self._open()
+            connection.ticket = ticket
+            metrics.gauge("headway_sql_connections", self._connections, engine=self.engine)
+            return connection
 
     def _leave_inheritance(self) -> None:
         """In a forked child: begin with nothing. Locks too: a thread of the parent may have held them."""
         if self._guard.crossed:
             self._lock = threading.Lock()
-            self._inherited, self._idle, self._connections = self._idle, [], 0
+            self._inherited, self._idle, self._tickets = self._idle, [], WeakSet()
             self._guard = ForkGuard(f"The connection to {self.name}")

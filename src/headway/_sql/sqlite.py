@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sqlite3
 import threading
@@ -41,6 +42,7 @@ class SQLite(Database):
         self._target = os.path.abspath(path) if path else ":memory:"  # a program may change its directory
         self._synchronous = synchronous
         self._writing = threading.Lock()
+        self._writer: sqlite3.Connection | None = None  # whose transaction is under way
         self.forking = False
         self._file: sqlite_file.OpenFile | None = None
         self._looked_at = 0.0
@@ -110,6 +112,7 @@ class SQLite(Database):
                 timeout=0.25,
                 check_same_thread=False,
                 cached_statements=256,
+                factory=_Connection,
             )
             if self.path is not None:
                 # Set on every connection: the journal mode is kept in the file, the others are not.
@@ -167,7 +170,18 @@ class SQLite(Database):
     def _once(self, work: Callable[[Tx], T], operation: str, *, slow: bool = False) -> T:
         self._leave_inheritance()
         with self._writing:
-            return super()._once(work, operation, slow=slow)
+            try:
+                return super()._once(work, operation, slow=slow)
+            finally:
+                self._end_interrupted()
+
+    def _end_interrupted(self) -> None:
+        """Close a writer that an exception of a signal handler kept from ending its transaction. Nobody may hold it any
+        more, and still it would live, and lock everybody out: a connection and its statements refer to each other."""
+        connection, self._writer = self._writer, None
+        with suppress(sqlite3.ProgrammingError):  # it was closed when it was given back
+            if connection is not None and connection.in_transaction:
+                self._drop(connection)
 
     def _leave_inheritance(self) -> None:
         if self._guard.crossed:
@@ -186,14 +200,20 @@ class SQLite(Database):
         """
         deadline = time.monotonic() + 2.0
         self.forking = True
+        collected = False
         while self.path is not None and self._connections and time.monotonic() < deadline:
             while self._idle:
                 with suppress(IndexError):  # another thread was quicker to take it
                     self._drop(self._idle.pop())
             if self._connections:
+                if not collected:
+                    gc.collect()  # one that an interrupted call lost is closed by this
+                    collected = True
                 time.sleep(0.001)
 
     def _begin(self, connection: sqlite3.Connection, *, slow: bool) -> None:
+        self._end_interrupted()  # should the exception have struck where that is done
+        self._writer = connection
         # This try's share of the whole wait; `run` says in the log that it tries again.
         deadline = time.monotonic() + LOCK_SECONDS / (STORE.retries + 1)
         while True:
@@ -221,7 +241,8 @@ class SQLite(Database):
         raise AssertionError("no transaction of SQLite is left unanswered")
 
     def _broken(self, connection: sqlite3.Connection) -> bool:
-        return False
+        # A signal handler raised between BEGIN and the end of the call: in the pool it would lock everybody out.
+        return connection.in_transaction
 
     def _drop(self, connection: sqlite3.Connection) -> None:
         super()._drop(connection)
@@ -240,6 +261,10 @@ class SQLite(Database):
             return unacceptable(error)
         found = sqlite_file.translate(error, self.path)
         return Transient(found) if _is_busy(error) else found
+
+
+class _Connection(sqlite3.Connection):
+    ticket: object  # the pool's
 
 
 _open_files: WeakSet[SQLite] = WeakSet()

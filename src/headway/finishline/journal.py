@@ -23,7 +23,7 @@ class _Entry:
 
     project_id: str
     items: dict[str, tuple[bool, str | None]]  # identity -> failed, error
-    settled: threading.Event = field(default_factory=threading.Event)
+    settled: bool = False  # not an Event, whose lock an interrupted `set` would keep for ever
     verdicts: dict[str, bool] = field(default_factory=dict)  # identity -> failed, as it stands in the journal
     fresh: int = 0
     epoch: str = ""  # of the project in whose journal they are
@@ -44,9 +44,9 @@ class Journal:
         the project that has them: it may be deleted and created again before Redis is told."""
         entry = _Entry(project_id, items)
         self._waiting.append(entry)  # atomic
-        while not entry.settled.is_set():
+        while not entry.settled:
             with self._writing:
-                if not entry.settled.is_set():
+                if not entry.settled:
                     if entry not in self._waiting:  # whoever took it along was interrupted before it said how it went
                         self._waiting.append(entry)
                     self._commit()
@@ -68,7 +68,7 @@ class Journal:
                 entry.trouble = trouble
         # Any other exception is this caller's own (a signal handler raised it); the others write again.
         for entry in group:
-            entry.settled.set()
+            entry.settled = True
 
 
 def _write(tx: Tx, group: Sequence[_Entry]) -> None:
@@ -141,5 +141,6 @@ def no_journal(project_id: str) -> HeadwayError:
 
 
 def cut(error: str | None) -> str | None:
-    """An error as it may be kept: without secrets, and not too long."""
-    return None if error is None else redact(error)[:500]
+    """An error as it may be kept: without secrets, not too long, and of characters that every database takes. A name of a
+    file that is no Unicode must not keep its item, and those of all who share the transaction, from being counted."""
+    return None if error is None else redact(error)[:500].encode("utf-8", "replace").decode().replace("\0", "?")

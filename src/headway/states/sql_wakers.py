@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import select
 import sqlite3
-import threading
 import time
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from headway._sql import Database
@@ -33,21 +33,32 @@ class Waker(Protocol):
 
 
 class LocalWaker:
-    """For a database in memory: nobody else can write to it."""
+    """For a database in memory: nobody else can write to it.
+
+    A queue of C and no Event: a signal handler that raises inside `Event.set` leaves its lock held, and the next writer
+    and the listener would wait for it for ever.
+    """
 
     def __init__(self) -> None:
-        self._awake = threading.Event()
+        self._wakes: SimpleQueue[None] = SimpleQueue()
 
     def wait(self, seconds: float) -> list[str] | None:
-        if self._awake.wait(seconds):
-            self._awake.clear()
+        self._woken(seconds)
         return None
 
+    def _woken(self, seconds: float) -> bool:
+        try:
+            self._wakes.get(timeout=seconds)
+        except Empty:
+            return False
+        return True
+
     def wake(self) -> None:
-        self._awake.set()
+        if self._wakes.empty():
+            self._wakes.put(None)
 
     def close(self) -> None:
-        self._awake.set()
+        self.wake()
 
 
 class DataVersionWaker(LocalWaker):
@@ -62,8 +73,7 @@ class DataVersionWaker(LocalWaker):
     def wait(self, seconds: float) -> list[str] | None:
         deadline = time.monotonic() + seconds
         while (now := time.monotonic()) < deadline:
-            if self._awake.wait(BUSY_SECONDS if now - self._changed_at < 1.0 else IDLE_SECONDS):
-                self._awake.clear()
+            if self._woken(BUSY_SECONDS if now - self._changed_at < 1.0 else IDLE_SECONDS):
                 break
             if (version := self._look()) != self._version:
                 self._version = version
