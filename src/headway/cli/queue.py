@@ -59,7 +59,17 @@ def who() -> str:
     metavar="SECONDS",
     help="What tasks get to finish when the worker is told to end; then they go back into their queue.",
 )
-def worker(*, app: str, queues: str | None, workers: int, max_workers: int | None, burst: bool, drain: float) -> int:
+@click.option("--parent", type=Whole(1), hidden=True, help="End when this process is not our parent any more.")
+def worker(
+    *,
+    app: str,
+    queues: str | None,
+    workers: int,
+    max_workers: int | None,
+    burst: bool,
+    drain: float,
+    parent: int | None,
+) -> int:
     """Run the tasks of an application's queue.
 
     One supervisor keeps the worker processes: more of them under load, new ones for those that crash. In the first Ctrl-C or
@@ -84,7 +94,7 @@ def worker(*, app: str, queues: str | None, workers: int, max_workers: int | Non
             work_off(queue, plan, shutdown=shutdown)
             return 0
         say(f"Serving {', '.join(queue.value for queue in chosen)} with {plural(workers, 'worker')}.")
-        Supervisor(queue, plan, shutdown=shutdown).run()
+        Supervisor(queue, plan, shutdown=shutdown, parent=parent).run()
     return shutdown.exit_code if shutdown.abandon.is_set() else 0
 
 

@@ -11,10 +11,11 @@ The hooks run in Gunicorn's parent process, never in its workers, so it does not
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -26,16 +27,21 @@ log = Log("queue")
 
 Hook = Callable[[Any], None]  # Gunicorn gives its arbiter, which has no type of its own
 _LOOK = 0.5
+_HEALTHY = 10.0
 _DIED = RetryPolicy(retries=0, base=0.5, cap=30.0)
 
 
 class Guard:
-    """Keeps one supervisor running."""
+    """Keeps one supervisor running.
+
+    It is started by ``posix_spawn``: `subprocess` waits for the end of a pipe, which a worker that Gunicorn forks at that
+    moment would hold open for ever. Its end is looked for, not waited for, because Gunicorn collects every child.
+    """
 
     def __init__(self, command: list[str], *, drain: float) -> None:
         self._command, self._drain = command, drain
         self._stop = threading.Event()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._pid: int | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -45,36 +51,52 @@ class Guard:
 
     def reload(self) -> None:
         """Have it start its workers anew, with the code as it is now; what they run is finished first."""
-        if self._process is not None:
-            with suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGTERM)
+        self._signal(signal.SIGTERM)
 
     def stop(self) -> None:
         self._stop.set()
-        if self._process is not None:
-            with suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(self._drain + 10.0)
-            except subprocess.TimeoutExpired:
+        self._signal(signal.SIGTERM)
+        deadline = time.monotonic() + self._drain + 10.0
+        while not self._has_ended():
+            if time.monotonic() > deadline:
                 log.warning("the supervisor did not end in time and is killed")
-                self._process.kill()
+                self._signal(signal.SIGKILL)
+            time.sleep(0.05)
         if self._thread is not None:
             self._thread.join(5.0)
 
     def _run(self) -> None:
         deaths = 0
         while not self._stop.is_set():
-            # A session of its own: a Ctrl-C at the terminal goes to Gunicorn, and Gunicorn ends us.
-            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, start_new_session=True)
-            # Looked for, not waited for: Gunicorn collects every child of the process, and who waits may wait for ever.
-            while (status := self._process.poll()) is None and not self._stop.wait(_LOOK):
+            began = time.monotonic()
+            # A process group of its own: a Ctrl-C at the terminal goes to Gunicorn, and Gunicorn ends us.
+            self._pid = os.posix_spawn(
+                self._command[0],
+                [*self._command, "--parent", str(os.getpid())],
+                os.environ,
+                file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
+                setpgroup=0,
+            )
+            while not self._has_ended() and not self._stop.wait(_LOOK):
                 pass
             if self._stop.is_set():
                 return
-            deaths = deaths + 1 if status else 0
-            log.warning("the supervisor ended and is started again", reason=f"status {status}", count=deaths)
-            self._stop.wait(_DIED.delay(max(1, deaths)))
+            deaths = deaths + 1 if time.monotonic() - began < _HEALTHY else 1
+            log.warning("the supervisor ended and is started again", count=deaths)
+            self._stop.wait(_DIED.delay(deaths))
+
+    def _has_ended(self) -> bool:
+        if self._pid is None:
+            return True
+        try:
+            return os.waitpid(self._pid, os.WNOHANG)[0] != 0
+        except ChildProcessError:  # Gunicorn collected it
+            return True
+
+    def _signal(self, number: int) -> None:
+        if self._pid is not None and not self._has_ended():
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, number)
 
 
 def hooks(

@@ -73,8 +73,16 @@ class Supervisor:
     """See the module. `tick` is one look; it returns how long to rest."""
 
     def __init__(
-        self, queue: TaskQueue, plan: Plan, *, shutdown: Shutdown, clock: Callable[[], float] = time.monotonic
+        self,
+        queue: TaskQueue,
+        plan: Plan,
+        *,
+        shutdown: Shutdown,
+        parent: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``parent``: the process this one ends with, if it belongs to one."""
+        self._parent = parent
         self._queue, self.plan, self._shutdown, self._clock = queue, plan, shutdown, clock
         self._children: list[_Child] = []
         self._crashes = 0
@@ -95,7 +103,7 @@ class Supervisor:
         )
         sweeper.start()
         try:
-            while not self._shutdown.stop.is_set():
+            while not self._shutdown.stop.is_set() and self._parent in (None, os.getppid()):
                 self._shutdown.stop.wait(self.tick())
         finally:
             self._end_all()
