@@ -33,7 +33,8 @@ class Listener:
     """Subscribed to the events' channel from its creation on."""
 
     def __init__(self, server: RedisServer, channel: str = CHANNEL) -> None:
-        self._pubsub = server.client().pubsub(ignore_subscribe_messages=True)
+        self._client = server.client()  # kept: redis-py closes the connections of a client that is collected
+        self._pubsub = self._client.pubsub(ignore_subscribe_messages=True)
         self._pubsub.subscribe(channel)
         eventually(lambda: self._pubsub.subscribed and server.client().pubsub_numsub(channel)[0][1])
         self.all: list[dict[str, Any]] = []
