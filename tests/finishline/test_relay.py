@@ -62,7 +62,8 @@ def test_a_completion_reaches_every_kind_of_sink(
 ):  # fmt: skip
     address, received, _ = webhook
     line = open_line()
-    listener = redis_server.client(1).pubsub(ignore_subscribe_messages=True)
+    client = redis_server.client(1)  # kept: redis-py closes the connections of a client that is collected
+    listener = client.pubsub(ignore_subscribe_messages=True)
     listener.subscribe("job.completed")
     assert eventually(lambda: redis_server.client(1).pubsub_numsub("job.completed")[0][1])
     heard: list[Event] = []
