@@ -364,6 +364,15 @@ def test_a_failed_task_gets_another_life_if_the_users_place_is_free(queue: TaskQ
         queue.retry(task.id)
 
 
+def test_a_task_of_a_queue_without_a_limit_is_tried_again_without_one(crowd: TaskQueue, database_url: str):
+    for id in ("a", "b"):
+        crowd.submit("resize", user_id="anna", id=id)
+    for claim in take(crowd, 2):
+        fail(crowd, claim)
+    with TaskQueue(database_url) as another:  # as the command line has it: one task per user
+        assert [another.retry(id).status for id in ("a", "b")] == ["QUEUED", "QUEUED"]
+
+
 @pytest.mark.req("S2-41")
 def test_a_paused_queue_gives_nothing_until_it_is_resumed_or_its_time_is_over(crowd: TaskQueue):
     crowd.submit("caption", id="n")

@@ -150,9 +150,6 @@ class Horse:
         with suppress(OSError):  # the child does the same; whoever comes first
             os.setpgid(self.pid, self.pid)
 
-    def fileno(self) -> int:
-        return self._reading
-
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.began

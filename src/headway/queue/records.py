@@ -6,7 +6,6 @@ if the change does. Handing out and settling is in `headway.queue.claims`.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -311,17 +310,18 @@ def cancel(tx: Tx, id: str, *, by: str, user_id: str | None = None) -> Task:
 
 def retry(tx: Tx, id: str, *, per_user: int | None) -> Task:
     """Give a failed or cancelled task another life, with no attempt counted. The user's place must be free."""
-    row = tx.one(f"SELECT no, status, user_id, kind, queue FROM tasks WHERE id = ?{_LOCKED[tx.engine]}", (id,))
+    row = tx.one(f"SELECT no, status, user_id, kind, queue, slot FROM tasks WHERE id = ?{_LOCKED[tx.engine]}", (id,))
     if row is None:
         return get(tx, id)
-    no, status, user_id, kind, queue = row
+    no, status, user_id, kind, queue, slot = row
     if status not in (Status.FAILED, Status.CANCELLED):
         raise InvalidInput(
             f"Task {id} is {status}.", hint="Only a task that failed or was cancelled can be tried again."
         )
     now = tx.now()
     again = NewTask(id, kind, Priority(queue), "", "", user_id=user_id)
-    slots = _free_slots(tx, [again], per_user)
+    # One that took no place was submitted to a queue without a limit, whatever the caller's queue says.
+    slots = _free_slots(tx, [again], None if slot is None else per_user)
     if id not in slots:
         raise _user_busy(tx, again, per_user)
     tx.execute(
@@ -421,7 +421,3 @@ def count_minutes(
 
 def pages(values: Sequence[str], size: int = 500) -> Iterable[Sequence[str]]:
     return (values[start : start + size] for start in range(0, len(values), size))
-
-
-def as_json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -46,8 +46,6 @@ FUNCTION = "headway.queue.rq.not_by_this_worker"
 SUBMIT_TIMEOUT = 0.25
 #: Hints that wait in one queue at the most; more tasks wait in SQL alone.
 WINDOW = 10_000
-#: Seconds after which a hint without a claim is looked for.
-LOST_AFTER = 30.0
 #: Shares of Redis's memory at which hints stop, and at which they begin again.
 OVERFLOW_FROM, OVERFLOW_UNTIL = 0.85, 0.75
 _FAILED_SECONDS = 7 * 86_400
@@ -74,7 +72,7 @@ class RqHints:
         alert: Callable[[str], None] | None = None,
     ) -> None:
         """``memory_limit``: bytes Redis may use, for a server that has no maxmemory of its own."""
-        self._url, self._window = url, window
+        self._window = window
         self._memory_limit, self._alert = memory_limit, alert
         self.overflowing = False
         self._client = _redis.connect(

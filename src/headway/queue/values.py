@@ -42,7 +42,6 @@ class Status(StrEnum):
         return self in FINAL
 
 
-ACTIVE = (Status.QUEUED, Status.RUNNING)
 FINAL = (Status.COMPLETED, Status.FAILED, Status.CANCELLED)
 
 

@@ -197,7 +197,7 @@ class Worker:
         if horse.progress is not None:
             ended = replace(ended, message=horse.progress[1])
         self._ended.append((claim, ended, horse.seconds))
-        self._record(cancelling=watch.cancelling)
+        self._record()
 
     # ---- in this process ---------------------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class Worker:
                 if claim.no not in pulse.lost:
                     self._ended.append((claim, ended, time.monotonic() - began))
                 if len(self._ended) >= self.settings.batch or pulse.cancelling:
-                    self._record(cancelling=pulse.cancelling)
+                    self._record()
 
     # ---- recording ---------------------------------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class Worker:
             self._record()
             return None
 
-    def _record(self, *, cancelling: bool = False) -> None:
+    def _record(self) -> None:
         """Write down what ended, in one transaction; what is somebody else's by now is dropped."""
         if not self._ended:
             return
