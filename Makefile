@@ -6,7 +6,7 @@ SETUP := .venv/.installed
 RESULTS := .test-results.json
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check trace bench faults compat mutants docs clean
+.PHONY: help setup run test coverage check trace bench faults compat mutants docs clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,20 +21,24 @@ $(SETUP): pyproject.toml constraints.txt
 run: $(SETUP)  ## run the main job of examples/ads
 	$(BIN)/python examples/ads/run.py
 
-test: $(SETUP)  ## obtain the servers the tests need and run them, with branch coverage
+test: $(SETUP)  ## obtain the servers the tests need and run them
 	-@$(BIN)/python -m tests.services.firestore
-	$(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term --results $(RESULTS)
+	$(BIN)/pytest -n 2 --dist worksteal --results $(RESULTS)
+
+# Apart from test, because a tracer doubles its time and stands in the way of tests about signals and start-up.
+coverage: $(SETUP)  ## run the tests with branch coverage of every process
+	$(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term
 
 # A server that is not there is a reason to skip on a laptop; here it is a failure.
 check: export CI = true
-check: $(SETUP)  ## what CI runs: lint, types, import contracts, test, trace, docs
+check: $(SETUP)  ## what CI runs: lint, types, import contracts, test, the watcher's coverage, trace, docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/mutants.py --check
 	$(MAKE) --no-print-directory test
-	$(BIN)/coverage report --include='src/headway/watcher/*' --fail-under=100
+	$(BIN)/pytest -q -n 2 --dist worksteal --cov=headway.watcher --cov-report=term --cov-fail-under=100 tests/watcher
 	$(MAKE) --no-print-directory trace docs
 
 trace: $(SETUP)  ## compare docs/requirements.md with what the last make test proved
