@@ -47,25 +47,36 @@ class Keeping(Protocol):
 
     def note_progress(self, claim: Claim, percent: float, message: str) -> bool: ...
 
-    def renew(self, running: Sequence[Claim]) -> tuple[bool, bool]: ...
+    def record(self) -> None:
+        """Write down what has ended. A store that is away is asked again later."""
+        ...
+
+    def renew(self, running: Claim | None) -> tuple[bool, bool]: ...
+
+
+class Renewal:
+    """When the leases of a worker are to be renewed: often enough for them, and to hear soon of a cancellation."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._interval = min(settings.lease / 3, 1.5)
+        # The first one soon: it also tells who the worker is busy with.
+        self._at = time.monotonic() + min(self._interval, 1.0)
+
+    @property
+    def is_due(self) -> bool:
+        now = time.monotonic()
+        if now < self._at:
+            return False
+        self._at = now + self._interval
+        return True
 
 
 class Watch:
-    """When a run must be looked after, and when it must end."""
+    """When a run must end."""
 
     def __init__(self, claim: Claim, settings: Settings) -> None:
         self._claim, self._settings = claim, settings
-        self._renew_at = time.monotonic() + 1.0  # the first one soon: it also tells who the worker is busy with
         self._cancelling_since: float | None = None
-
-    @property
-    def renewal_due(self) -> bool:
-        now = time.monotonic()
-        if now < self._renew_at:
-            return False
-        # Often enough for the lease, and to hear within a second or two of a cancellation.
-        self._renew_at = now + min(self._settings.lease / 3, 1.5)
-        return True
 
     @property
     def cancelling(self) -> bool:
@@ -91,13 +102,18 @@ class Watch:
 
 
 class Pulse:
-    """The thread beside handlers that run in the worker's process."""
+    """The thread beside handlers that run in the worker's process.
+
+    It looks after the whole batch: what runs, what waits its turn, and what has ended and is not written down yet. Each
+    of them is the worker's only as long as its lease is renewed.
+    """
 
     def __init__(self, worker: Keeping, interrupts: Interrupts) -> None:
         self._worker, self._interrupts = worker, interrupts
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._current: tuple[Claim, Watch, float] | None = None
+        self._renewal = Renewal(worker.settings)
         self._progress: tuple[float, str] | None = None
         self.cancelling = False
         self.lost: set[int] = set()
@@ -128,11 +144,14 @@ class Pulse:
         return self.cancelling
 
     def _run(self) -> None:
-        while not self._over.wait(PULSE):
+        while not self._over.wait(min(PULSE, self._worker.settings.lease / 4)):
             with self._lock:
                 current = self._current
             if current is not None:
                 self._look_after(*current)
+            elif self._renewal.is_due:
+                self._worker.renew(None)
+            self._worker.record()
 
     def _look_after(self, claim: Claim, watch: Watch, began: float) -> None:
         worker = self._worker
@@ -142,8 +161,8 @@ class Pulse:
         said, self._progress = self._progress, None
         if said is not None:
             watch.cancelling |= worker.note_progress(claim, *said)
-        if watch.renewal_due:
-            lost, cancelling = worker.renew([claim])
+        if self._renewal.is_due:
+            lost, cancelling = worker.renew(claim)
             watch.cancelling |= cancelling
             if lost:
                 self.lost.add(claim.no)

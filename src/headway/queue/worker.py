@@ -1,8 +1,8 @@
 """A worker: claims tasks, runs them, records what became of each, and says that it is alive.
 
-It is single-threaded while it forks. A second thread runs only while handlers run in this process, to renew leases and to
-end what takes too long. Whatever the worker holds when it dies is found by the sweeper, because its owner is dead or its
-lease lapses.
+It is single-threaded while it forks. A second thread runs only while handlers run in this process, to renew leases, to
+write down what has ended and to end what takes too long. Whatever the worker holds when it dies is found by the sweeper,
+because its owner is dead or its lease lapses.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from headway.queue.execution import (
 )
 from headway.queue.taskqueue import Context, Handler, TaskQueue
 from headway.queue.values import Claim, Priority, Task
-from headway.queue.watch import PULSE, Pulse, Settings, Watch
+from headway.queue.watch import PULSE, Pulse, Renewal, Settings, Watch
 from headway.retry import RetryPolicy
 from headway.telemetry import Log, metrics
 
@@ -91,6 +91,10 @@ class Worker:
         self._owner = Owner.current()
         self._held: deque[Claim] = deque()  # claimed and not begun
         self._ended: list[tuple[Claim, Ended, float]] = []  # run and not recorded
+        self._recording = threading.Lock()
+        self._ours_until = 0.0  # by this machine's clock: no later than the leases of what is held
+        self._lost: set[int] = set()  # held, and somebody else's by now
+        self._cancelling: set[int] = set()  # held, and to be cancelled
         self._interrupts: Interrupts | None = None
         self._completed = self._failed = 0
         self._wanted: str | None = None
@@ -129,15 +133,19 @@ class Worker:
         self._record()
         if not self._held and not self._stopping():
             who = Claimant(self.name, self._owner, sorted(self._queue.handlers), self.settings.lease)
+            asked_at = time.monotonic()
             self._held.extend(self._source.claim(who, self.settings.queues, self._batch()))
+            self._ours_until = asked_at + self.settings.lease
+            self._lost.clear()
+            self._cancelling.clear()
         if not self._held:
             return self.settings.rest
         while self._held and not self._stopping():
             handler = self._queue.handlers[self._held[0].kind]
-            if handler.isolation == "fork":
-                self._run_forked(self._held.popleft(), handler)
-            else:
+            if handler.isolation != "fork":
                 self._run_here()
+            elif self._may_begin(self._held[0]):
+                self._run_forked(self._held.popleft(), handler)
         self._record()
         return 0.0
 
@@ -145,6 +153,23 @@ class Worker:
         """One at a time where a task takes a process: the others would only wait for it, and somebody else be idle."""
         forks = any(handler.isolation == "fork" for handler in self._queue.handlers.values())
         return 1 if forks else self.settings.batch
+
+    def _may_begin(self, claim: Claim) -> bool:
+        """Whether the first of what is held is still ours to run. If not, it is not held any more.
+
+        A worker that was stopped, or slow for longer than its lease, asks before it begins: somebody else may have done it.
+        """
+        if time.monotonic() >= self._ours_until:
+            self._queue.database.run(self._renew, operation="queue.renew")
+        if claim.no in self._lost:
+            log.warning("a task was given to another worker before its turn", taskID=claim.id, worker=self.name)
+        elif claim.no in self._cancelling:
+            ended = Ended(failure=Failure("TaskCancelled", "the task was cancelled before its handler began"))
+            self._ended.append((claim, ended, 0.0))
+        else:
+            return True
+        self._held.popleft()
+        return False
 
     def _stopping(self) -> bool:
         return self._shutdown.stop.is_set() or self._wanted is not None
@@ -165,7 +190,7 @@ class Worker:
         if text is None:
             return
         horse = Horse(claim, handler.function, text, self._context)
-        watch = Watch(claim, self.settings)
+        watch, renewal = Watch(claim, self.settings), Renewal(self.settings)
         said: tuple[float, str] | None = None
         verdict: Ended | None = None
         while not horse.wait(PULSE):
@@ -178,8 +203,8 @@ class Worker:
             if horse.progress is not None and horse.progress != said:
                 said = horse.progress
                 watch.cancelling |= self.note_progress(claim, *said)
-            if watch.renewal_due:
-                lost, cancelling = self.renew([claim])
+            if renewal.is_due:
+                lost, cancelling = self.renew(claim)
                 if lost:
                     horse.abandon()
                     return
@@ -211,6 +236,8 @@ class Worker:
                 handler = self._queue.handlers[claim.kind]
                 if handler.isolation == "fork":
                     return
+                if not self._may_begin(claim):
+                    continue
                 self._held.popleft()
                 text = self._payload(claim)
                 if text is None:
@@ -249,20 +276,28 @@ class Worker:
 
     def _record(self) -> None:
         """Write down what ended, in one transaction; what is somebody else's by now is dropped."""
-        if not self._ended:
-            return
+        with self._recording:  # by the main thread or beside a handler: never both
+            batch = list(self._ended)
+            if not batch:
+                return
 
-        def work(tx: Tx) -> list[Task | None]:
-            return [self._settle(tx, claim, ended, seconds) for claim, ended, seconds in self._ended]
+            def work(tx: Tx) -> list[Task | None]:
+                return [self._settle(tx, claim, ended, seconds) for claim, ended, seconds in batch]
 
-        settled = self._queue.database.run(work, operation="queue.settle")
-        for task, (_, ended, seconds) in zip(settled, self._ended, strict=True):
-            if task is not None:
-                self._completed += ended.failure is None
-                self._failed += ended.failure is not None
-                metrics.observe("headway_task_seconds", seconds, kind=task.kind, status=task.status.value)
-        self._ended.clear()
-        self._source.settled([task for task in settled if task is not None])
+            settled = self._queue.database.run(work, operation="queue.settle")
+            del self._ended[: len(batch)]
+            for task, (_, ended, seconds) in zip(settled, batch, strict=True):
+                if task is not None:
+                    self._completed += ended.failure is None
+                    self._failed += ended.failure is not None
+                    metrics.observe("headway_task_seconds", seconds, kind=task.kind, status=task.status.value)
+            self._source.settled([task for task in settled if task is not None])
+
+    def record(self) -> None:
+        try:
+            self._record()
+        except HeadwayError as error:
+            log.warning("what ended could not be written down; it is tried again", worker=self.name, error=str(error))
 
     def _settle(self, tx: Tx, claim: Claim, ended: Ended, seconds: float) -> Task | None:
         try:
@@ -285,20 +320,29 @@ class Worker:
             log.warning("progress could not be noted", taskID=claim.id, error=str(error))
             return False
 
-    def renew(self, running: Sequence[Claim]) -> tuple[bool, bool]:
-        """(whether what runs is somebody else's by now, whether it is to be cancelled); what waits is renewed too."""
-        tokens = {claim.no: claim.token for claim in (*running, *list(self._held))}
-        who = Claimant(self.name, self._owner, (), self.settings.lease)
+    def renew(self, running: Claim | None) -> tuple[bool, bool]:
+        """(whether what runs is somebody else's by now, whether it is to be cancelled).
+
+        What waits its turn and what is not written down yet is renewed as well, and the same is noted of it.
+        """
         try:
-            lost, cancelling = self._queue.database.run(
-                lambda tx: claims.renew(tx, who, tokens), operation="queue.renew"
-            )
+            lost, cancelling = self._queue.database.run(lambda tx: self._renew(tx, running), operation="queue.renew")
         except HeadwayError as error:
             log.warning("the lease could not be renewed", worker=self.name, error=str(error))
             return False, False
-        self._say_alive("busy", running[0].id if running else None)
-        numbers = {claim.no for claim in running}
-        return bool(lost & numbers), bool(cancelling & numbers)
+        self._say_alive("busy", running.id if running else None)
+        return bool(running and running.no in lost), bool(running and running.no in cancelling)
+
+    def _renew(self, tx: Tx, running: Claim | None = None) -> tuple[set[int], set[int]]:
+        asked_at = time.monotonic()
+        ended = [claim for claim, _, _ in list(self._ended)]
+        tokens = {claim.no: claim.token for claim in (*list(self._held), *ended, *([running] if running else ()))}
+        who = Claimant(self.name, self._owner, (), self.settings.lease)
+        lost, cancelling = claims.renew(tx, who, tokens)
+        self._lost |= lost
+        self._cancelling |= cancelling
+        self._ours_until = asked_at + self.settings.lease
+        return lost, cancelling
 
     def _give_back(self, returned: Sequence[Claim]) -> None:
         def work(tx: Tx) -> list[Task | None]:
