@@ -49,7 +49,7 @@ class Owner:
     def is_dead(self) -> bool:
         """Whether the process can be *seen* to be gone: only one of this machine; others are waited for."""
         _, _, space = _here(os.getpid())
-        return bool(self.space) and self.space == space and _started(self.pid) != self.started
+        return bool(self.space) and self.space == space and _is_gone(self.pid, self.started)
 
     @property
     def shares_our_clock(self) -> bool:
@@ -73,6 +73,8 @@ def read_owner(text: str | None) -> tuple[Owner, float | None] | None:
         known = json.loads(text or "")
         until = known.get("until")
         owner = Owner(**{name: known[name] for name in Owner.__slots__})
+        if type(owner.pid) is not int or not 0 < owner.pid < 2**31:
+            return None
         return owner, None if until is None else float(until)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -241,13 +243,28 @@ def _here(_pid: int) -> tuple[str, str, str]:
 @lru_cache(maxsize=1)
 def _own_start(pid: int) -> str:
     """Of this process: it began once, and every claim of items asks."""
-    return _started(pid)
+    return _started(pid) or ""
 
 
-def _started(pid: int) -> str:
-    """When the process began, as the kernel counts; empty if there is none (any more)."""
+def _is_gone(pid: int, started: str) -> bool:
+    """Whether the process that began at that moment is no more: there is none of that number, or another one."""
+    found = _started(pid)
+    if found is not None:
+        return found != started
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False  # another user's, which /proc does not show us (hidepid): it lives
+    return False
+
+
+def _started(pid: int) -> str | None:
+    """When the process began, as the kernel counts; empty if it has ended and waits to be reaped, None if /proc shows no
+    such process."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
-        return ""
+        return None
     return "" if state[0] in "ZX" else state[19]
