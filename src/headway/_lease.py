@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway._sql import Tx, Value
-from headway.errors import Held, NotFound, StaleClaim
+from headway.errors import HeadwayError, Held, NotFound, StaleClaim
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -180,6 +183,33 @@ def has_ended(holder: str | None, until: float | None, now: float) -> bool:
         if owner.shares_our_clock and monotonic_end is not None:
             return time.monotonic() > monotonic_end
     return until is None or until <= now
+
+
+@contextmanager
+def renewing(renew: Callable[[], None], seconds: float) -> Iterator[None]:
+    """Prolong a lease of so many seconds by ``renew`` while the block runs, however long one step of it takes.
+
+    A lease that somebody else took is not renewed any more; the block learns of it where it shows its token. A process
+    that is stopped or killed renews nothing, and its lease ends.
+    """
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.wait(seconds / 3):
+            try:
+                renew()
+            except (StaleClaim, NotFound):
+                return
+            except HeadwayError:
+                continue  # busy or away: the lease has time for another try
+
+    thread = threading.Thread(target=work, name="headway-lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()  # what follows may fork
 
 
 class RedisLeases:
