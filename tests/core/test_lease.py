@@ -55,7 +55,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path):
         client.close()
         return
     url = {"file": f"sqlite:///{tmp_path}/l.db", "memory": "sqlite:///:memory:"}.get(request.param)
-    with connect(url or request.getfixturevalue("postgres_url")) as database:
+    with connect(url or request.getfixturevalue("postgres_with_tables")) as database:
         yield Store(database, None)
 
 

@@ -49,7 +49,11 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if request.param == "redis":
         made = redis_store(request.getfixturevalue("redis_server"))
     else:
-        address = f"sqlite:///{tmp_path}/e.db" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
+        address = (
+            f"sqlite:///{tmp_path}/e.db"
+            if request.param == "sqlite"
+            else request.getfixturevalue("postgres_with_tables")
+        )
         made = sql_store(request.param, address)
     yield made
     for close in made.closing:

@@ -103,7 +103,7 @@ class RedisOutbox:
         """Read and written in two steps: whoever delivers has the lease of the sink."""
         with self._translate_errors():
             key, (seconds, microseconds) = _refusals_key(sink), self._client.time()
-            refusing, times, at = (str(self._client.get(key) or "").split() + ["", "", ""])[:3]
+            refusing, times, at = str(self._client.get(key) or "- 0 0").split()
             now = seconds + microseconds / 1e6
             count = int(times) if refusing == handle else 0
             if count in (0, seen) or not 0 <= now - float(at) < apart:
