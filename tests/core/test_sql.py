@@ -844,3 +844,38 @@ def test_durability_is_full_unless_the_address_says_otherwise(tmp_path: Path):
             assert database.one("PRAGMA synchronous") == (level,)
             assert database.one("PRAGMA journal_mode") == ("wal",)
             assert database.one("PRAGMA foreign_keys") == (1,)
+
+
+#: A signal handler raises while psycopg looks for its library, and again nobody is told to install anything.
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+from headway import _sql
+
+class Late(Exception):
+    pass
+
+def ring(*_):
+    raise Late
+
+class Bell:
+    def find_spec(self, name, *_):
+        if name.startswith("psycopg_"):
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGALRM)
+
+signal.signal(signal.SIGALRM, ring)
+sys.meta_path.insert(0, Bell())
+for _ in range(2):
+    try:
+        _sql.connect(sys.argv[1]).close()
+        print("connected")
+    except BaseException as error:
+        print(type(error).__name__)
+"""
+
+
+def test_an_interrupt_while_psycopg_is_loaded_reaches_the_caller_and_the_next_call_connects(postgres_url: str):
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IMPORT, postgres_url], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["Late", "connected"]
