@@ -321,9 +321,11 @@ def test_a_refusal_that_cannot_be_noted_is_counted_by_the_relay_alone(store: Sto
     ear.refuses = {"e-1"}
     monkeypatch.setattr(box, "count_refusal", fails)
     one = Relay(box, [ear], clock=lambda: now[0])
-    for _ in range(relay.REFUSALS):
+    for _ in range(relay.REFUSALS - 1):
         one.tick()
         now[0] += 100
+    assert store.outbox().refused() == []
+    one.tick()
     assert [found.id for found in store.outbox().refused()] == ["e-1"]
 
 
