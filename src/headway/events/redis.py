@@ -252,7 +252,6 @@ class RedisOutbox:
         if fields:  # none: the entry itself is gone
             pipeline.execute_command("XADD", self._quarantine, "*", *words)
         pipeline.execute_command("XACK", self._key, sink, handle)
-        pipeline.delete(_refusals_key(sink))
         pipeline.execute()
 
     def _trim(self) -> None:
