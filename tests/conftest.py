@@ -199,6 +199,15 @@ def postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
 
 
 @pytest.fixture
+def postgres_with_tables(postgres_server: PostgresServer) -> Iterator[str]:
+    """A new database that has the tables of this version already, for whoever tests something else than making them."""
+    name = postgres_server.create_database(with_tables=True)
+    yield postgres_server.url(name)
+    if postgres_server.running:
+        postgres_server.drop_database(name)
+
+
+@pytest.fixture
 def postgres_factory(
     postgres_programs: Path, service_directory: Callable[[str], Path]
 ) -> Iterator[Callable[..., PostgresServer]]:

@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway._sql import Tx, Value
-from headway.errors import Held, NotFound, StaleClaim
+from headway.errors import HeadwayError, Held, NotFound, StaleClaim
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -49,7 +52,7 @@ class Owner:
     def is_dead(self) -> bool:
         """Whether the process can be *seen* to be gone: only one of this machine; others are waited for."""
         _, _, space = _here(os.getpid())
-        return bool(self.space) and self.space == space and _started(self.pid) != self.started
+        return bool(self.space) and self.space == space and _is_gone(self.pid, self.started)
 
     @property
     def shares_our_clock(self) -> bool:
@@ -73,6 +76,8 @@ def read_owner(text: str | None) -> tuple[Owner, float | None] | None:
         known = json.loads(text or "")
         until = known.get("until")
         owner = Owner(**{name: known[name] for name in Owner.__slots__})
+        if type(owner.pid) is not int or not 0 < owner.pid < 2**31:
+            return None
         return owner, None if until is None else float(until)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -180,6 +185,33 @@ def has_ended(holder: str | None, until: float | None, now: float) -> bool:
     return until is None or until <= now
 
 
+@contextmanager
+def renewing(renew: Callable[[], None], seconds: float) -> Iterator[None]:
+    """Prolong a lease of so many seconds by ``renew`` while the block runs, however long one step of it takes.
+
+    A lease that somebody else took is not renewed any more; the block learns of it where it shows its token. A process
+    that is stopped or killed renews nothing, and its lease ends.
+    """
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.wait(seconds / 3):
+            try:
+                renew()
+            except (StaleClaim, NotFound):
+                return
+            except HeadwayError:
+                continue  # busy or away: the lease has time for another try
+
+    thread = threading.Thread(target=work, name="headway-lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()  # what follows may fork
+
+
 class RedisLeases:
     """Leases as keys of Redis that expire by the server's clock. Raises what `headway._redis` raises."""
 
@@ -241,13 +273,28 @@ def _here(_pid: int) -> tuple[str, str, str]:
 @lru_cache(maxsize=1)
 def _own_start(pid: int) -> str:
     """Of this process: it began once, and every claim of items asks."""
-    return _started(pid)
+    return _started(pid) or ""
 
 
-def _started(pid: int) -> str:
-    """When the process began, as the kernel counts; empty if there is none (any more)."""
+def _is_gone(pid: int, started: str) -> bool:
+    """Whether the process that began at that moment is no more: there is none of that number, or another one."""
+    found = _started(pid)
+    if found is not None:
+        return found != started
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False  # another user's, which /proc does not show us (hidepid): it lives
+    return False
+
+
+def _started(pid: int) -> str | None:
+    """When the process began, as the kernel counts; empty if it has ended and waits to be reaped, None if /proc shows no
+    such process."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
-        return ""
+        return None
     return "" if state[0] in "ZX" else state[19]

@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -22,8 +23,10 @@ from pathlib import Path
 import click
 import pytest
 
+from headway._sql.postgresql import PostgreSQL
 from headway.cli import EXIT_CODES
 from headway.ledger import Ledger
+from headway.telemetry import metrics
 from tests.cli.conftest import Answer, every_command, seed
 from tests.services.redis import RedisServer
 
@@ -227,10 +230,21 @@ def test_a_store_that_is_missing_is_exit_2_and_not_made(cli: Cli, tmp_path: Path
 def test_a_postgresql_that_is_away_is_exit_6_and_its_password_is_not_shown(
     cli: Cli, call: str, monkeypatch: pytest.MonkeyPatch
 ):
+    """Here with one try; that a verb waits for a server as long as it may is the next test's."""
+    monkeypatch.setattr(PostgreSQL, "patience", -1.0)
     monkeypatch.setenv("HEADWAY_DATABASE", ABSENT_POSTGRESQL)
     answer = cli(*call.split())
     right(answer, 1 if call == "doctor" else 6)
     assert "geheim" not in answer.out + answer.err
+
+
+def test_a_verb_waits_for_a_postgresql_that_is_away_up_to_its_limit(cli: Cli, monkeypatch: pytest.MonkeyPatch):
+    """Seven further tries, and the pauses between them are long enough for a server that is started again."""
+    monkeypatch.setenv("HEADWAY_DATABASE", ABSENT_POSTGRESQL)
+    before, began = metrics.value("headway_sql_retries", operation="query"), time.monotonic()
+    right(cli("jobs"), 6)
+    assert metrics.value("headway_sql_retries", operation="query") == before + 1 + PostgreSQL.retry.retries
+    assert time.monotonic() - began > 5.0
 
 
 @pytest.mark.parametrize("call", [*PROJECTS, *(f"{call} --store {ABSENT_REDIS}" for call in STATES)])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from headway._sql.postgresql import PostgreSQL
 from headway.cli.items import own_frames_first
 from headway.ledger import Done, Ledger, NewItem
 from tests.cli.conftest import COMMAND, Answer, seed
@@ -294,7 +295,8 @@ def test_a_postgresql_ledger_is_read_by_the_same_verbs(cli: Cli, postgres_url: s
     assert "dead 4;" in cli("show", "ads", "-d", postgres_url).out
 
 
-def test_a_server_that_is_away_is_exit_6(cli: Cli):
+def test_a_server_that_is_away_is_exit_6(cli: Cli, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(PostgreSQL, "patience", -1.0)  # how long it waits is in test_odd
     answer = cli("jobs", "-d", "postgresql://headway:geheim@127.0.0.1:1/x")
     assert answer.code == 6
     assert "geheim" not in answer.err

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.services.tracing import untraced_environment
+
 #: Each of these costs milliseconds, and a list of jobs needs none of them.
 NOT_FOR_A_LIST = {
     "headway.run", "headway.finishline", "headway.states", "headway.watcher", "headway.events", "headway.views.job",
@@ -18,7 +20,10 @@ NOT_FOR_A_LIST = {
 
 def loaded(directory: Path, code: str) -> set[str]:
     script = f"import sys\n{code}\nprint('LOADED', *sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], cwd=directory, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=directory, env=untraced_environment(), capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
     return set(done.stdout.rpartition("LOADED")[2].split())
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from headway.failure import DETAIL_LIMIT
 from headway.ledger import describe, normalise
+from tests.services.tracing import untraced_environment
 
 
 @pytest.mark.parametrize(
@@ -311,25 +312,33 @@ def test_a_recursion_without_end_is_described_where_it_is_caught():
 
 
 def test_describing_at_the_very_end_of_the_stack_gives_at_least_something():
-    described, escaped = [], []
-
-    def down() -> None:
-        try:
-            down()
-        except RecursionError as error:
-            try:
-                described.append(describe(error))
-            except RecursionError as another:
-                # There may be no room to call it at all; once it is entered, nothing comes out of it.
-                if another.__traceback__ is not None and another.__traceback__.tb_next is not None:
-                    escaped.append(another)
-            raise
-
-    with pytest.raises(RecursionError):
-        down()
-    assert escaped == []
-    assert {failure.type for failure in described} <= {"RecursionError", "Exception"}
-    assert described[-1].type == "RecursionError"
+    """In a process without a tracer, whose own frame would be the one that finds no room."""
+    code = (
+        "from headway.failure import describe\n"
+        "described, escaped = [], []\n"
+        "def down():\n"
+        "    try:\n"
+        "        down()\n"
+        "    except RecursionError as error:\n"
+        "        try:\n"
+        "            described.append(describe(error))\n"
+        "        except RecursionError as another:\n"
+        # There may be no room to call it at all; once it is entered, nothing comes out of it.
+        "            if another.__traceback__.tb_next is not None:\n"
+        "                escaped.append(another)\n"
+        "        raise\n"
+        "try:\n"
+        "    down()\n"
+        "except RecursionError:\n"
+        "    pass\n"
+        "assert escaped == [], escaped\n"
+        "assert {failure.type for failure in described} <= {'RecursionError', 'Exception'}, described\n"
+        "assert described[-1].type == 'RecursionError', described[-1]\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=untraced_environment(), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.req("S3-42")

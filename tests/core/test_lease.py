@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -54,7 +55,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path):
         client.close()
         return
     url = {"file": f"sqlite:///{tmp_path}/l.db", "memory": "sqlite:///:memory:"}.get(request.param)
-    with connect(url or request.getfixturevalue("postgres_url")) as database:
+    with connect(url or request.getfixturevalue("postgres_with_tables")) as database:
         yield Store(database, None)
 
 
@@ -118,11 +119,53 @@ def test_an_owner_whose_pid_was_given_to_another_process_is_dead():
 def test_a_stopped_owner_is_not_dead():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         child.send_signal(signal.SIGSTOP)
-        stopped = replace(Owner.current(), pid=child.pid, started=_lease._started(child.pid))
+        stopped = replace(Owner.current(), pid=child.pid, started=_lease._started(child.pid) or "")
         assert not stopped.is_dead
         child.kill()
         child.wait()
         assert stopped.is_dead
+
+
+#: Covers /proc/PID of its first argument, as hidepid does for other users' processes, gives up root if it has it, and
+#: says whether the owner it reads is dead while that process lives, and whether it is once the process was killed.
+HIDING = """
+import os, subprocess, sys
+from headway._lease import Owner, read_owner
+Owner.current()  # loads what that user may not read
+owner = read_owner(sys.stdin.readline())[0]
+subprocess.run(["mount", "-t", "tmpfs", "none", f"/proc/{owner.pid}"], check=True)
+assert not os.path.exists(f"/proc/{owner.pid}/stat")
+if sys.argv[1] == "another user":
+    os.setuid(65534)
+print(owner.is_dead, flush=True)
+sys.stdin.readline()
+print(owner.is_dead, flush=True)
+"""
+
+
+@pytest.mark.parametrize("who", ["the same user", "another user"])
+def test_an_owner_that_hidepid_hides_is_not_taken_for_dead(who: str):
+    rights = [] if os.getuid() == 0 else ["-Ur"]
+    if subprocess.run(["unshare", *rights, "-m", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("a mount namespace cannot be had here")
+    if who == "another user" and rights:
+        pytest.skip("only root can become another user")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        hidden = replace(Owner.current(), pid=child.pid, started=_lease._started(child.pid) or "")
+        with subprocess.Popen(
+            ["unshare", *rights, "-m", sys.executable, "-c", HIDING, who],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        ) as observer:  # fmt: skip
+            assert observer.stdin is not None
+            assert observer.stdout is not None
+            observer.stdin.write(write_owner(hidden) + "\n")
+            observer.stdin.flush()
+            assert observer.stdout.readline() == "False\n"
+            child.kill()
+            child.wait()
+            observer.stdin.write("\n")
+            observer.stdin.flush()
+            assert observer.stdout.readline() == "True\n"
 
 
 @pytest.mark.parametrize("hours", [-1, 8 * 24])
@@ -146,7 +189,13 @@ def test_an_owner_elsewhere_is_judged_by_the_databases_clock(tmp_path: Path):
         assert database.run(lambda tx: leases.acquire(tx, "x", Owner.current(), 60.0)).lapsed
 
 
-@pytest.mark.parametrize("text", [None, "", "{}", "[]", "null", '{"pid": 1}', "no json"])
+def odd_pids() -> list[str]:
+    """Owners whose process could not be asked for: kill(2) takes 0 and -1 for many of them."""
+    fields = dict.fromkeys(Owner.__slots__, "x")
+    return [json.dumps({**fields, "pid": pid}) for pid in (0, -1, 2**31, True, "7", None, 1.0)]
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", "[]", "null", '{"pid": 1}', "no json", *odd_pids()])
 def test_a_text_that_is_no_owners_is_recognised(text: str | None):
     assert read_owner(text) is None
 

@@ -658,13 +658,15 @@ def test_a_file_of_every_earlier_version_becomes_what_is_made_today(
 def test_a_postgresql_of_every_earlier_version_becomes_what_is_made_today(
     postgres_server: PostgresServer, postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ):
+    """One goes through every version by itself, one is of the first and becomes today's at once."""
     steps = migrations("postgresql")
     connect(postgres_url).close()
-    for version in range(1, len(steps)):
+    for known in (range(1, len(steps)), [1]):
         name = postgres_server.create_database()
-        with monkeypatch.context() as earlier:
-            know(earlier, steps[:version])
-            connect(postgres_server.url(name)).close()
+        for version in known:
+            with monkeypatch.context() as earlier:
+                know(earlier, steps[:version])
+                connect(postgres_server.url(name)).close()
         connect(postgres_server.url(name)).close()
         assert postgres_schema(postgres_server.url(name)) == postgres_schema(postgres_url)
         postgres_server.drop_database(name)
@@ -773,7 +775,7 @@ def test_a_kill_while_the_file_is_made_leaves_nothing_or_a_whole_database(tmp_pa
     chance = random.Random(1)
     connect(sqlite_url(tmp_path / "expected.db")).close()
     expected = sqlite_schema(tmp_path / "expected.db")
-    for turn in range(30):
+    for turn in range(15):
         path = tmp_path / f"{turn}.db"
         pid = forked(partial(connect, sqlite_url(path)))
         threading.Event().wait(chance.uniform(0.0, 0.03))
@@ -844,3 +846,38 @@ def test_durability_is_full_unless_the_address_says_otherwise(tmp_path: Path):
             assert database.one("PRAGMA synchronous") == (level,)
             assert database.one("PRAGMA journal_mode") == ("wal",)
             assert database.one("PRAGMA foreign_keys") == (1,)
+
+
+#: A signal handler raises while psycopg looks for its library, and again nobody is told to install anything.
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+from headway import _sql
+
+class Late(Exception):
+    pass
+
+def ring(*_):
+    raise Late
+
+class Bell:
+    def find_spec(self, name, *_):
+        if name.startswith("psycopg_"):
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGALRM)
+
+signal.signal(signal.SIGALRM, ring)
+sys.meta_path.insert(0, Bell())
+for _ in range(2):
+    try:
+        _sql.connect(sys.argv[1]).close()
+        print("connected")
+    except BaseException as error:
+        print(type(error).__name__)
+"""
+
+
+def test_an_interrupt_while_psycopg_is_loaded_reaches_the_caller_and_the_next_call_connects(postgres_url: str):
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IMPORT, postgres_url], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["Late", "connected"]

@@ -196,6 +196,7 @@ def test_a_server_that_is_stopped_altogether_ends_in_unavailable(postgres_factor
             database.run(count)
         with stopped(pid), pytest.raises(Unavailable):
             connect(server.url())
+    server.kill9()  # asked to end in good order, it waits a minute for the connection it was asked for while it was stopped
 
 
 def test_a_line_that_takes_everything_and_answers_nothing_ends_in_unavailable(

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ class Store:
     kind: str
     address: str
     decide: Callable[..., None]
-    outbox: Callable[[], Outbox]
+    outbox: Callable[..., Outbox]
     #: Put in something that is no event.
     damage: Callable[[], None]
     closing: list[Callable[[], None]] = field(default_factory=list)
@@ -48,7 +49,11 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if request.param == "redis":
         made = redis_store(request.getfixturevalue("redis_server"))
     else:
-        address = f"sqlite:///{tmp_path}/e.db" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
+        address = (
+            f"sqlite:///{tmp_path}/e.db"
+            if request.param == "sqlite"
+            else request.getfixturevalue("postgres_with_tables")
+        )
         made = sql_store(request.param, address)
     yield made
     for close in made.closing:
@@ -72,7 +77,7 @@ def sql_store(kind: str, address: str) -> Store:
             )
         )
 
-    return Store(kind, address, decide, lambda: SqlOutbox(database), damage, [database.close])
+    return Store(kind, address, decide, partial(SqlOutbox, database), damage, [database.close])
 
 
 def redis_store(server: RedisServer) -> Store:
@@ -86,7 +91,7 @@ def redis_store(server: RedisServer) -> Store:
     def damage() -> None:
         client.xadd("smap:events", {"id": "bad", "type": "t", "job": "j"})
 
-    return Store("redis", server.url(1), decide, lambda: RedisOutbox(client), damage, [client.close])
+    return Store("redis", server.url(1), decide, partial(RedisOutbox, client), damage, [client.close])
 
 
 class Receiver(http.server.BaseHTTPRequestHandler):

@@ -276,6 +276,85 @@ def test_a_temporary_refusal_is_tried_for_ever_and_puts_nothing_aside(store: Sto
     assert store.outbox().refused() == []
 
 
+def test_refusals_are_counted_for_the_sink_whichever_relay_meets_them(store: Store, monkeypatch: pytest.MonkeyPatch):
+    """As ``headway relay --once`` in a timetable: each of them tries once and ends."""
+    monkeypatch.setattr(relay, "APART", 0.0)
+    store.decide(*numbers(1, 2))
+    ear = Ear()
+    ear.refuses = {"e-1"}
+    for tries in range(1, relay.REFUSALS):
+        Relay(store.outbox(), [ear]).tick()
+        assert (ear.tries, store.outbox().refused()) == (tries, [])
+    Relay(store.outbox(), [ear]).tick()
+    assert [found.id for found in store.outbox().refused()] == ["e-1"]
+    assert ear.heard == ["e-2"]
+    # Taken up again, it has all its tries anew.
+    store.outbox().retry(store.outbox().refused()[0])
+    Relay(store.outbox(), [ear]).tick()
+    assert store.outbox().refused() == []
+
+
+def test_many_relays_that_are_refused_at_one_moment_count_as_one_try(store: Store):
+    """A receiver that is deployed wrongly for a moment loses nothing, however many relays there are."""
+    now = [0.0]
+    store.decide(*numbers(1, 2))
+    ear = Ear()
+    ear.refuses = {"e-1"}
+    relays = [Relay(store.outbox(), [ear], clock=lambda: now[0]) for _ in range(3)]
+    for round in range(1, relay.REFUSALS):
+        for one in relays:
+            one.tick()
+        assert ear.tries == 3 * round
+        now[0] += 100
+    assert store.outbox().refused() == []
+    relays[0].tick()
+    assert [found.id for found in store.outbox().refused()] == ["e-1"]
+
+
+def test_a_refusal_that_cannot_be_noted_is_counted_by_the_relay_alone(store: Store, monkeypatch: pytest.MonkeyPatch):
+    def fails(*_: object, **__: object) -> int:
+        raise events_unavailable()
+
+    now = [0.0]
+    store.decide(*numbers(1, 2))
+    ear, box = Ear(), store.outbox()
+    ear.refuses = {"e-1"}
+    monkeypatch.setattr(box, "count_refusal", fails)
+    one = Relay(box, [ear], clock=lambda: now[0])
+    for _ in range(relay.REFUSALS - 1):
+        one.tick()
+        now[0] += 100
+    assert store.outbox().refused() == []
+    one.tick()
+    assert [found.id for found in store.outbox().refused()] == ["e-1"]
+
+
+def test_a_function_that_takes_longer_than_its_lease_keeps_it_and_is_called_by_no_other_relay(store: Store):
+    """Its lease, taken for 3 s, is moved while the function runs, each time before it ends."""
+    calls: list[str] = []
+    other = Relay(store.outbox(), [CallableSink("s", lambda _: calls.append("other"))])
+
+    def deliver(_: Event) -> None:
+        calls.append("slow")
+        end = lease_end(store, "s")
+        eventually(lambda: lease_end(store, "s") > end + 0.5)
+        other.tick()
+
+    store.decide(event(1))
+    Relay(store.outbox(lease=3.0), [CallableSink("s", deliver)]).tick()
+    other.tick()
+    assert calls == ["slow"]
+
+
+def lease_end(store: Store, sink: str) -> float:
+    """When the lease of a sink ends, by the store's clock."""
+    box: Any = store.outbox()
+    if store.kind == "redis":
+        seconds, microseconds = box._client.time()
+        return float(seconds + microseconds / 1e6 + box._client.pttl(events.redis._lease_key(sink)) / 1000)
+    return float(box._database.one("SELECT lease_until FROM sinks WHERE name = ?", (sink,))[0])
+
+
 def test_refusals_count_for_one_event_in_a_row(store: Store):
     """Four refusals of the first and four of the second put neither aside."""
     now = [0.0]

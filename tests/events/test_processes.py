@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from headway.events import CallableSink, Relay
 from tests.core.databases import python
 from tests.events.conftest import Store
 from tests.events.scene import event, ids
@@ -75,30 +76,37 @@ def test_a_relay_killed_at_a_step_is_followed_by_one_that_leaves_nothing_out(
     doomed.communicate(timeout=60)
     assert doomed.returncode == -signal.SIGKILL
     assert [one.holder for one in store.outbox().backlog()] == [None], "the dead serve nobody"
-    follower = start(store, log, "never")
-    follower.communicate(timeout=60)
-    assert follower.returncode == 0
-    assert [line.split()[1] for line in log.read_text().splitlines()] == heard
+    told = [line.split()[1] for line in log.read_text().splitlines()]
+    Relay(store.outbox(), [CallableSink("s", lambda found: told.append(found.id))]).tick()
+    assert told == heard
 
 
 def test_several_relays_killed_at_random_tell_everything_in_order_and_little_of_it_twice(store: Store, tmp_path: Path):
-    """Four relays; one is killed and replaced while events pour in. Each kill may repeat one delivery."""
-    log, kills, total = tmp_path / "log", 6, 120
-    relays = [start(store, log) for _ in range(4)]
+    campaign(store, tmp_path / "log", relays=2, kills=2, total=60)
+
+
+@pytest.mark.faults
+def test_many_relays_killed_at_random_tell_everything_in_order_and_little_of_it_twice(store: Store, tmp_path: Path):
+    campaign(store, tmp_path / "log", relays=4, kills=20, total=400)
+
+
+def campaign(store: Store, log: Path, *, relays: int, kills: int, total: int) -> None:
+    """One relay is killed and replaced while events pour in. Each kill may repeat one delivery."""
+    serving = [start(store, log) for _ in range(relays)]
     try:
         for number in range(1, total + 1):
             store.decide(event(number, f"job-{number % 3}"))
             if number % (total // kills) == 0:
-                victim = relays.pop(0)
+                victim = serving.pop(0)
                 assert victim.stdout is not None
                 victim.stdout.readline()
                 _await_some(log, number // 2)
                 victim.kill()
                 victim.communicate()
-                relays.append(start(store, log))
+                serving.append(start(store, log))
         eventually(lambda: len(set(log.read_text().splitlines())) == total, 90)
     finally:
-        for one in relays:
+        for one in serving:
             one.kill()
             one.communicate()
     lines = [line.split() for line in log.read_text().splitlines()]

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -145,22 +146,23 @@ class Odd(Exception):
         raise RuntimeError("no words")
 
 
-@pytest.mark.parametrize("odd", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), Odd(), MemoryError()])
-def test_whatever_a_sink_raises_costs_only_its_own_delivery(tmp_path, running: Running, odd: BaseException):
+def test_whatever_a_sink_raises_costs_only_its_own_delivery(tmp_path, running: Running):
     store = sql_store("sqlite", f"sqlite:///{tmp_path}/e.db")
-    raised = threading.Event()
-
-    def call(_: Event) -> None:
-        if not raised.is_set():
-            raised.set()
-            raise odd
-        heard.append(1)
-
+    odds = [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), Odd(), MemoryError()]
+    raised: set[int] = set()
     heard: list[int] = []
+
+    def call(number: int, _: Event) -> None:
+        if number not in raised:
+            raised.add(number)
+            raise odds[number]
+        heard.append(number)
+
     well = Ear("well")
     store.decide(event(1))
-    running(Relay(store.outbox(), [CallableSink("odd", call), well], rest=0.02))
-    eventually(lambda: well.heard == ["e-1"] and heard == [1], 30)
+    sinks = [CallableSink(f"odd {number}", partial(call, number)) for number in range(len(odds))]
+    running(Relay(store.outbox(), [*sinks, well], rest=0.02))
+    eventually(lambda: well.heard == ["e-1"] and sorted(heard) == [0, 1, 2, 3, 4], 30)
 
 
 def test_two_sinks_of_one_name_are_refused(store: Store):

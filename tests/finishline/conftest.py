@@ -34,7 +34,7 @@ def open_line(redis_server: RedisServer, tmp_path: Path, request: pytest.Fixture
         engine, journal = KINDS[kind]
         database = {None: None, "sqlite": f"sqlite:///{tmp_path}/projects.db"}.get(engine)
         if engine == "postgres":
-            database = request.getfixturevalue("postgres_url")
+            database = request.getfixturevalue("postgres_with_tables")
         options.setdefault("checkpointer", False)
         lines.append(FinishLine(url or redis_server.url(1), database, journal, **options))
         return lines[-1]

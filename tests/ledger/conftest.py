@@ -20,7 +20,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def url(engine: str, tmp_path: Path, request: pytest.FixtureRequest) -> str:
     if engine == "postgresql":
-        return str(request.getfixturevalue("postgres_url"))
+        return str(request.getfixturevalue("postgres_with_tables"))
     return "sqlite:///:memory:" if engine == "memory" else f"sqlite:///{tmp_path / 'ledger.db'}"
 
 

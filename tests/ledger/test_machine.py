@@ -159,4 +159,4 @@ class Machine(RuleBasedStateMachine):
 @pytest.mark.timeout(300)
 @pytest.mark.req("S3-21", "S3-22", "S3-23")
 def test_the_ledger_equals_its_model_after_any_sequence_of_calls_and_crashes():
-    run_state_machine_as_test(Machine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(Machine, settings=settings(max_examples=20, stateful_step_count=30, deadline=None))

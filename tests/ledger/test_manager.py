@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -487,3 +488,65 @@ def test_a_reader_never_sees_half_an_update(path: Path):
         stop.set()
         reader.join()
     assert torn == []
+
+
+# ---- values that do what they like --------------------------------------------------------------------------------
+
+
+class Raising(str):
+    """A text whose own methods raise."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_: object) -> Any:
+        raise RuntimeError("ask me nothing")
+
+    __str__ = __repr__ = __len__ = __bool__ = __eq__ = __hash__ = __lt__ = __format__ = __contains__ = __iter__ = (
+        _refuse
+    )
+    encode = split = strip = lower = replace = startswith = partition = _refuse  # type: ignore[assignment]
+
+
+class Lying(str):
+    """A text that says it is another one, and empty."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "all is well"
+
+    def __len__(self) -> int:
+        return 0
+
+    def __bool__(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("kind", [Raising, Lying])
+@pytest.mark.parametrize("place", ["error", "step"])
+def test_a_text_whose_methods_raise_or_lie_is_recorded_by_what_it_holds(
+    progress: ProgressManager, place: str, kind: type[str]
+):
+    progress.mark_failed(0, {"error": "no price", place: kind("the price of 7 is missing, password=hunter2")})
+    item = progress.job.item(0)
+    assert (item.attempts, "hunter2" in (item.meta or "") + (item.error or "")) == (1, False)
+    assert "the price of 7 is missing" in (item.meta or "")
+    if place == "error":
+        assert "the price of 7 is missing" in (item.error or "")
+
+
+def test_meta_that_raises_while_it_is_read_is_refused_and_nothing_is_recorded(progress: ProgressManager):
+    for mark in (progress.mark_done, progress.mark_failed):
+        with pytest.raises(InvalidInput, match="cannot be kept as JSON"):
+            mark(0, {"list": Hostile([1, 2])})
+    assert progress.job.info().total == 0
+
+
+class Hostile(list[int]):
+    def __iter__(self) -> Iterator[int]:
+        raise Wordless
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")

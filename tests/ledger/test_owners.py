@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
 
 from headway._lease import Owner, write_owner
 from headway.errors import JobHeld, StaleClaim
-from headway.ledger import Done, Failed, Failure, Item, Job, Ledger, NewItem
+from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, NewItem
 from headway.retry import RetryPolicy
 from tests.core.databases import python
+from tests.services.waiting import eventually
 
 BOOM = Failure("ValueError", "boom")
 
@@ -152,6 +154,78 @@ def test_a_stopped_holder_that_wakes_up_after_a_fresh_start_records_nothing(
     assert ledger.job("ads").no == fresh.no
 
 
+#: Every write of whoever holds a job; what each of them would change is looked at below.
+WRITES: dict[str, Callable[[Ledger, Job, Hold], object]] = {
+    "register": lambda _, job, __: job.register([NewItem(77)]),
+    "drop": lambda _, job, __: job.drop([1]),
+    "replace_items": lambda _, job, __: job.replace_items([NewItem(1, "[1]")]),
+    "seal": lambda _, job, __: job.seal("another digest"),
+    "rewrite_outputs": lambda _, job, __: job.rewrite_outputs(),
+    "describe": lambda ledger, job, __: ledger.describe(
+        job, function="f", source="s", command="c", keyed_by=None, max_retries=9
+    ),
+    "record": lambda _, job, __: job.record([Done(1)]),
+    "finish": lambda _, job, __: job.finish(),
+    "claim": lambda _, job, __: job.claim("w"),
+    "note_running": lambda _, job, hold: job.note_running(hold, [(1, "w")]),
+    "give_back": lambda _, job, __: job.give_back([1]),
+    "renew": lambda ledger, _, hold: ledger.renew(hold),
+    "release": lambda ledger, _, hold: ledger.release(hold, "failed"),
+}
+
+
+@pytest.mark.parametrize("verb", WRITES)
+def test_whoever_lost_the_job_cannot_write_any_more(ledger: Ledger, job: Job, verb: str):
+    ledger.database.write("INSERT INTO outputs (job, path, seq, size) VALUES (?, '/r', 5, 5)", (job.no,))
+    paused = ledger.hold(job, {})
+    ledger.database.write("UPDATE jobs SET holder = NULL, lease_until = NULL")  # its lease lapsed
+    ledger.hold(job, {})
+    tables = ["jobs", "runs", "input_products", "progress", "outputs", "outbox"]
+    before = [ledger.database.all(f"SELECT * FROM {table}") for table in tables]
+    with pytest.raises(StaleClaim, match="taken over"):
+        WRITES[verb](ledger, job.held_by(paused), paused)
+    assert [ledger.database.all(f"SELECT * FROM {table}") for table in tables] == before
+
+
+@pytest.mark.parametrize("verb", [verb for verb in WRITES if verb != "release"])
+def test_whoever_holds_the_job_can_write(ledger: Ledger, job: Job, verb: str):
+    hold = ledger.hold(job, {})
+    WRITES[verb](ledger, job.held_by(hold), hold)
+
+
+def test_a_hold_is_renewed_while_items_are_registered_however_slowly_they_come(ledger: Ledger, job: Job):
+    """The lease of 3 s is moved while the second item is awaited; without that, others would take the job over."""
+    hold = ledger.hold(job, {}, lease=3.0)
+
+    def end() -> float:
+        row = ledger.database.one("SELECT lease_until FROM jobs WHERE no = ?", (job.no,))
+        assert row is not None
+        return float(row[0])
+
+    def items() -> Iterator[NewItem]:
+        began = end()
+        yield NewItem(100)
+        eventually(lambda: end() > began + 0.5)
+        yield NewItem(101)
+
+    assert job.held_by(hold).register(items()) == 2
+    assert job.info().held
+
+
+def test_renewing_a_hold_counts_nothing_of_the_last_minute_twice(ledger: Ledger, job: Job):
+    hold = ledger.hold(job, {})
+    job.record([Done(0, seconds=1.0), Failed(1, BOOM, seconds=1.0)], hold=hold)
+    ledger.database.write("UPDATE jobs SET minute = minute - 1")
+    ledger.renew(hold)
+    job.note_running(hold, [(2, "w")])
+    job.give_back([2], hold)
+    job.record([Done(3, seconds=1.0)], hold=hold)
+    ledger.database.write("UPDATE jobs SET minute = minute - 1")
+    ledger.renew(hold)
+    job.record([Done(4, seconds=1.0)], hold=hold)
+    assert [sum(row[column] for row in job.minutes(0)) for column in (1, 2, 4)] == [3, 1, 4.0]
+
+
 def test_nobody_records_anything_in_a_job_that_was_put_aside(ledger: Ledger, job: Job):
     (claimed,) = job.claim("w", lease=1000)
     assert ledger.archive("ads") is not None
@@ -176,6 +250,8 @@ def test_a_renewed_hold_is_kept_past_the_end_it_first_had(ledger: Ledger, job: J
     job.note_running(hold, [(3, f"{hold.mark} worker 1")])
     before = ledger.database.one("SELECT lease_until, holder FROM jobs")
     assert before is not None
+    began = time.monotonic()
+    eventually(lambda: time.monotonic() > began + 0.002)  # the end is kept in milliseconds
     ledger.database.write("UPDATE jobs SET lease_until = lease_until - 900")
     ledger.database.write("UPDATE progress SET lease_until = lease_until - 900")
     ledger.renew(hold)

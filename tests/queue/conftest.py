@@ -14,7 +14,7 @@ from headway.queue.taskqueue import TaskQueue
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "file":
         return f"sqlite:///{tmp_path}/queue.db"
-    return str(request.getfixturevalue("postgres_url"))
+    return str(request.getfixturevalue("postgres_with_tables"))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ class RunDirectory:
     """A new directory with a janitor of its own."""
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="headway-tests-")).resolve()
+        self.path = Path(tempfile.mkdtemp(prefix="headway-tests-", dir=_memory())).resolve()
         self.path.chmod(0o711)  # PostgreSQL refuses root; the user it runs as has to pass through here
         self._janitor = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, self.path],
@@ -39,6 +39,18 @@ class RunDirectory:
             self._janitor.kill()
             self._janitor.wait()
             sweep(self.path)
+
+
+def _memory() -> str | None:
+    """Where files are kept in memory, if there is room: the tests write and delete many, and kill processes, not
+    machines. Whoever sets TMPDIR has chosen; programs are started from the directory, so it must not be ``noexec``."""
+    place = "/dev/shm"  # the directory made there is private and its name is random
+    try:
+        room, flags = shutil.disk_usage(place).free, os.statvfs(place).f_flag
+    except OSError:
+        return None
+    usable = room > 8 * 2**30 and not flags & os.ST_NOEXEC and os.access(place, os.W_OK)
+    return place if usable and "TMPDIR" not in os.environ else None
 
 
 def sweep(directory: Path) -> None:

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import psycopg
 
+from headway import _sql
 from tests.services.server import Server
 
 SETTINGS = {
@@ -46,6 +47,7 @@ class PostgresServer(Server):
         self._programs = self._within_reach(programs)
         self._settings = SETTINGS | settings
         self._names = itertools.count(1)
+        self._template: str | None = None
         self._run("initdb", "--pgdata=data", "--username=headway", "--auth=trust", "--encoding=UTF8",
                   "--locale=C", "--no-sync", "--no-instructions")  # fmt: skip
 
@@ -70,10 +72,16 @@ class PostgresServer(Server):
         self._end(signal.SIGQUIT if immediate else self.stop_signal)
         self.start()
 
-    def create_database(self) -> str:
-        """The name of a new, empty database."""
+    def create_database(self, *, with_tables: bool = False) -> str:
+        """The name of a new database, empty or with the tables of this version: a copy, which is sooner made."""
         name = f"test_{next(self._names)}"
-        self._execute(f"CREATE DATABASE {name}")
+        if with_tables and self._template is None:
+            self._template = self.create_database()
+            _sql.connect(self.url(self._template)).close()
+        self._execute(f"CREATE DATABASE {name} TEMPLATE {self._template if with_tables else 'template1'}")
+        if with_tables:  # another database than the one it was copied from
+            with psycopg.connect(self.url(name), autocommit=True) as connection:
+                connection.execute("UPDATE headway.meta SET value = md5(random()::text) WHERE name = 'database'")
         return name
 
     def drop_database(self, name: str) -> None:

@@ -84,7 +84,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     url = {
         "memory": lambda: "sqlite:///:memory:",
         "sqlite": lambda: f"sqlite:///{tmp_path / 'states.db'}",
-        "postgresql": lambda: request.getfixturevalue("postgres_url"),
+        "postgresql": lambda: request.getfixturevalue("postgres_with_tables"),
         "redis": lambda: request.getfixturevalue("redis_server").url(1),
         "firestore": lambda: "firestore://" + request.getfixturevalue("firestore_emulator").new_project(),
     }[kind]()

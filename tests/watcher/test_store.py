@@ -24,7 +24,7 @@ def open_store(request: pytest.FixtureRequest, tmp_path) -> Iterator[Open]:
         yield lambda queue: RedisProcessedStore(connect_redis(url), queue)
     else:
         sqlite = f"sqlite:///{tmp_path}/watcher.db"
-        url = sqlite if request.param == "sqlite" else request.getfixturevalue("postgres_url")
+        url = sqlite if request.param == "sqlite" else request.getfixturevalue("postgres_with_tables")
         yield lambda queue: SqlProcessedStore(connect(url), queue)
 
 

@@ -53,6 +53,9 @@ EVENTS = key("smap:events", "stream", "an entry goes when every sink took it", "
 EVENTS_QUARANTINE = key(
     "smap:events:quarantine", "stream", "until retried or discarded", "what a sink refused, or is no event"
 )
+EVENTS_REFUSALS = key(
+    "smap:events:refusals:{sink}", "string", "1 day", "the entry that the sink refuses, how often, when last"
+)
 EVENTS_LEASE = key("smap:events:lease:{sink}", "string", "30 s", "which relay serves the sink just now")
 
 LEASE_TOKEN = key("headway:lease:token", "string", "for ever", "counter: the token of the lease acquired last")

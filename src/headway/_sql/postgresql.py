@@ -273,12 +273,28 @@ class PostgreSQL(Database):
                 return StorageError(f"PostgreSQL at {self.name} failed: {said}")
 
 
+@lru_cache(maxsize=1)
 def _psycopg() -> Any:
-    try:
-        import psycopg
-    except ImportError as error:
-        raise MissingExtra("postgres", "A postgresql:// database") from error
-    return psycopg
+    """Imported by a thread of its own. An exception of a signal handler strikes the main thread: inside the import,
+    psycopg would take it for a missing library, and the next import would find half of the modules."""
+    found: list[Any] = []
+
+    def load() -> None:
+        try:
+            import psycopg
+        except BaseException as error:  # noqa: BLE001 - the caller's to raise
+            found.append(error)
+        else:
+            found.append(psycopg)
+
+    thread = threading.Thread(target=load, name="headway-import", daemon=True)
+    thread.start()
+    thread.join()
+    if isinstance(found[0], ImportError):
+        raise MissingExtra("postgres", "A postgresql:// database") from found[0]
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
 
 
 @lru_cache(maxsize=1)

@@ -275,6 +275,7 @@ def _run_pipe(order: Order, format: str | None, key: str | None, limit: int) -> 
             ledger.archive(id)
         job = ledger.create(id)
         hold = ledger.hold(job, describe(order.settings))
+        job = job.held_by(hold)
         try:
             ledger.describe(
                 job, function=order.function, source="-", command=_command(), keyed_by=key,

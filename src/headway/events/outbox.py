@@ -89,6 +89,14 @@ class Outbox(Protocol):
         """The sink took it. Said again, nothing changes."""
         ...
 
+    def count_refusal(self, sink: str, handle: str, *, seen: int, apart: float) -> int:
+        """The sink refused this event once more; how often by now, counted for the sink over all relays.
+
+        It counts when nobody counted since this relay saw ``seen`` of them, or not for ``apart`` seconds: several relays
+        are no reason to give an event up sooner, and short-lived ones none to try it for ever.
+        """
+        ...
+
     def put_aside(self, sink: str, handle: str, reason: str) -> None:
         """The sink refuses this event for good: go on with the next one."""
         ...

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from headway._lease import Lease, Owner, RedisLeases, read_owner
-from headway._redis import EVENTS, EVENTS_LEASE, EVENTS_QUARANTINE, failures, script, translate
+from headway._redis import EVENTS, EVENTS_LEASE, EVENTS_QUARANTINE, EVENTS_REFUSALS, failures, script, translate
 from headway.errors import InvalidInput
 from headway.events.envelope import Event, from_fields, whole
 from headway.events.outbox import LEASE, Backlog, Refused
@@ -50,10 +50,16 @@ class RedisOutbox:
 
     name = "redis"
 
-    def __init__(self, client: Redis, *, on_delivered: Callable[[Sequence[Event]], None] | None = None) -> None:
+    def __init__(
+        self,
+        client: Redis,
+        *,
+        on_delivered: Callable[[Sequence[Event]], None] | None = None,
+        lease: float = LEASE,
+    ) -> None:
         self._client: Any = client  # redis-py types every reply as possibly awaitable
         self._leases = RedisLeases(client)
-        self._on_delivered = on_delivered
+        self._on_delivered, self._lease = on_delivered, lease
         self._jobs: dict[str, str | None] = {}
         self._lock = threading.Lock()
         self._key, self._quarantine = EVENTS(), EVENTS_QUARANTINE()
@@ -69,7 +75,7 @@ class RedisOutbox:
 
     def acquire(self, sink: str) -> Lease:
         with self._translate_errors():
-            return self._leases.acquire(_lease_key(sink), Owner.current(), LEASE)
+            return self._leases.acquire(_lease_key(sink), Owner.current(), self._lease)
 
     def renew(self, lease: Lease) -> None:
         with self._translate_errors():
@@ -92,6 +98,18 @@ class RedisOutbox:
     def delivered(self, sink: str, handle: str) -> None:
         with self._translate_errors():
             self._client.xack(self._key, sink, handle)
+
+    def count_refusal(self, sink: str, handle: str, *, seen: int, apart: float) -> int:
+        """Read and written in two steps: whoever delivers has the lease of the sink."""
+        with self._translate_errors():
+            key, (seconds, microseconds) = _refusals_key(sink), self._client.time()
+            refusing, times, at = str(self._client.get(key) or "- 0 0").split()
+            now = seconds + microseconds / 1e6
+            count = int(times) if refusing == handle else 0
+            if count in (0, seen) or not 0 <= now - float(at) < apart:
+                count += 1
+                self._client.set(key, f"{handle} {count} {now:.3f}", ex=86_400)
+            return count
 
     def put_aside(self, sink: str, handle: str, reason: str) -> None:
         with self._translate_errors():
@@ -278,7 +296,15 @@ def _text(value: bytes | None) -> str:
 
 
 def _lease_key(sink: str) -> str:
-    return EVENTS_LEASE(sink=hashlib.sha256(sink.encode()).hexdigest()[:16])
+    return EVENTS_LEASE(sink=_digest(sink))
+
+
+def _refusals_key(sink: str) -> str:
+    return EVENTS_REFUSALS(sink=_digest(sink))
+
+
+def _digest(sink: str) -> str:
+    return hashlib.sha256(sink.encode()).hexdigest()[:16]
 
 
 def _place(entry: str) -> tuple[int, int]:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Self
 
-from headway._lease import Lease
+from headway._lease import Lease, renewing
 from headway._sql import Database
 from headway.errors import HeadwayError, Held, InvalidInput, NotFound, ServerRefused, StaleClaim
 from headway.events.envelope import Event
-from headway.events.outbox import LEASE, MANY, Outbox
+from headway.events.outbox import MANY, Outbox
 from headway.events.sinks import Sink
 from headway.events.sql import SqlOutbox
 from headway.lifecycle import ForkGuard
@@ -32,6 +32,9 @@ BACKOFF = RetryPolicy(retries=0, base=1.0, cap=60.0, jitter=0.2)
 
 #: Tries of an event that its sink refuses for good before it is put aside: a receiver may be deployed wrongly for a moment.
 REFUSALS = 5
+
+#: Seconds after which a refusal counts that another relay met: many relays refused at one moment are one try.
+APART = 5.0
 
 #: Events read at a time.
 BATCH = 100
@@ -103,7 +106,9 @@ class Route:
             self._subscribed = False  # somebody made the outbox forget this sink
             return self._rest
         try:
-            return self._deliver_all(lease, limit, stopping)
+            # A delivery may take longer than the lease: nobody can end a function of the program.
+            with renewing(lambda: self.outbox.renew(lease), lease.seconds):
+                return self._deliver_all(lease, limit, stopping)
         except StaleClaim:
             return self._rest  # we were paused for longer than the lease: another relay goes on
         finally:
@@ -116,8 +121,8 @@ class Route:
         for handle, event in waiting:
             if stopping():
                 return self._rest
-            if self._clock() - renewed > LEASE / 3:
-                self.outbox.renew(lease)
+            if self._clock() - renewed > lease.seconds / 3:
+                self.outbox.renew(lease)  # or learn that somebody else has it
                 renewed = self._clock()
             delay = self._deliver(handle, event)
             if delay:
@@ -146,15 +151,14 @@ class Route:
         name = self.sink.name
         metrics.count("headway_event_failures", sink=name)
         if isinstance(error, ServerRefused):
-            before = self._refusals[1] if self._refusals[0] == handle else 0
-            self._refusals = (handle, before + 1)
-            if before + 1 >= REFUSALS:
+            times = self._count_refusal(handle)
+            if times >= REFUSALS:
                 self.outbox.put_aside(name, handle, describe(error))
                 self._failures = 0
                 metrics.count("headway_events_refused", sink=name)
                 log.error(
                     "a sink refuses an event for good; it is put aside (see headway relay --poison list)",
-                    sink=name, eventID=event.id, job=event.job, attempt=before + 1, error=describe(error),
+                    sink=name, eventID=event.id, job=event.job, attempt=times, error=describe(error),
                 )  # fmt: skip
                 return 0.0
         self._failures += 1
@@ -165,6 +169,16 @@ class Route:
             sink=name, eventID=event.id, attempt=self._failures, seconds=round(delay, 1), error=describe(error),
         )  # fmt: skip
         return delay
+
+    def _count_refusal(self, handle: str) -> int:
+        """How often the sink has refused this event by now, whichever relay tried."""
+        seen = self._refusals[1] if self._refusals[0] == handle else 0
+        try:
+            times = self.outbox.count_refusal(self.sink.name, handle, seen=seen, apart=APART)
+        except HeadwayError:
+            times = seen + 1  # the store is away or full: this relay's own tries decide
+        self._refusals = (handle, times)
+        return times
 
     def _note(self) -> None:
         """Tell the outbox what was delivered. One that is away now is told later: by then nothing was delivered twice."""

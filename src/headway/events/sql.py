@@ -98,8 +98,8 @@ class SqlOutbox:
 
     name = "database"
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    def __init__(self, database: Database, *, lease: float = LEASE) -> None:
+        self._database, self._lease = database, lease
 
     def subscribe(self, sink: str, job: str | None = None) -> None:
         if self._database.one("SELECT 1 FROM sinks WHERE name = ?", (sink,)) is not None:
@@ -125,7 +125,7 @@ class SqlOutbox:
 
     def acquire(self, sink: str) -> Lease:
         owner = Owner.current()  # outside the transaction: repeated, it is the same acquisition
-        return self._database.run(lambda tx: _LEASES.acquire(tx, sink, owner, LEASE), operation="events.acquire")
+        return self._database.run(lambda tx: _LEASES.acquire(tx, sink, owner, self._lease), operation="events.acquire")
 
     def renew(self, lease: Lease) -> None:
         self._database.run(lambda tx: _LEASES.renew(tx, lease), operation="events.renew")
@@ -155,6 +155,21 @@ class SqlOutbox:
     def delivered(self, sink: str, handle: str) -> None:
         self._settle(sink, handle, None)
 
+    def count_refusal(self, sink: str, handle: str, *, seen: int, apart: float) -> int:
+        def work(tx: Tx) -> int:
+            row = tx.one("SELECT refusing, refusals, refused_at FROM sinks WHERE name = ?", (sink,))
+            now = tx.now()
+            count, at = (row[1], row[2]) if row is not None and row[0] == int(handle) else (0, now)
+            if count in (0, seen) or not 0 <= now - at < apart:
+                count += 1
+                tx.execute(
+                    "UPDATE sinks SET refusing = ?, refusals = ?, refused_at = ? WHERE name = ?",
+                    (int(handle), count, now, sink),
+                )
+            return int(count)
+
+        return self._database.run(work, operation="events.refusal")
+
     def put_aside(self, sink: str, handle: str, reason: str) -> None:
         self._settle(sink, handle, redact(reason)[:REASON])
 
@@ -166,6 +181,8 @@ class SqlOutbox:
                 "FROM sinks s, outbox o WHERE s.name = ? AND o.seq = ? ON CONFLICT (sink, seq) DO NOTHING",
                 (reason, sink, int(handle)),
             )
+            if reason is not None:  # tried again some day, it has all its tries
+                tx.execute("UPDATE sinks SET refusing = NULL WHERE name = ?", (sink,))
 
         self._database.run(work, operation="events.settle")
 

@@ -7,6 +7,7 @@ import re
 from hashlib import blake2b
 
 from headway.errors import InvalidInput
+from headway.telemetry import error_message
 
 #: Bytes of JSON kept as an item's meta.
 META_LIMIT = 600
@@ -22,9 +23,9 @@ def canonical(value: object, what: str = "A payload") -> str:
     try:
         text = _ENCODER.encode(value)
         text.encode()
-    except (TypeError, ValueError, RecursionError) as error:  # UnicodeEncodeError is a ValueError
+    except Exception as error:  # also what a class of its own raises while it is read
         raise InvalidInput(
-            f"{what} cannot be kept as JSON: {error}.", hint="Use dicts, lists, strings and numbers."
+            f"{what} cannot be kept as JSON: {error_message(error)}.", hint="Use dicts, lists, strings and numbers."
         ) from error
     if "\\u0000" in text and _NUL.search(text):
         raise InvalidInput(f"{what} contains a NUL character, which PostgreSQL cannot keep.", hint="Remove it.")

@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 
-from headway._lease import Owner, has_ended, write_owner
-from headway._sql import Row, Tx, marks
+from headway._lease import Owner, has_ended, renewing, write_owner
+from headway._sql import Database, Row, Tx, marks
 from headway.errors import InvalidInput
 from headway.failure import Failure
 from headway.ledger.content import is_intact
-from headway.ledger.job_lease import Hold
+from headway.ledger.job_lease import Hold, renew
 from headway.ledger.recorder import Recorder, audit, put_one_done
 from headway.ledger.report import Reports
 from headway.ledger.values import MAX_INDEX, Done, Failed, Item, NewItem, Outcome, Recorded, check_index, check_text
@@ -59,10 +59,33 @@ NewRow = tuple[int, int, str | None, str | None, int | None]
 class Job(Reports):
     """A handle; it keeps no state of its own. `Reports` has the questions, here are the changes."""
 
+    def __init__(self, database: Database, no: int, id: str, hold: Hold | None = None) -> None:
+        super().__init__(database, no, id)
+        self._hold = hold
+
+    def held_by(self, hold: Hold) -> Job:
+        """The handle of whoever holds the job: once somebody else holds it, every change by this one is refused with
+        `StaleClaim`. A process that was stopped for longer than its lease changes nothing when it goes on."""
+        return Job(self._database, self.no, self.id, hold)
+
+    def open(self, tx: Tx, hold: Hold | None = None) -> Recorder:
+        """The recorder of this job in a transaction, if its holder, should this handle be one's, still is it."""
+        hold = hold or self._hold
+        return Recorder(tx, self.no, token=hold.token if hold else None)
+
     # ---- registering -----------------------------------------------------------------------------------------------
 
     def register(self, items: Iterable[NewItem]) -> int:
-        """Make items known; how many are new. An index that is known already is left as it is."""
+        """Make items known; how many are new. An index that is known already is left as it is.
+
+        A hold is renewed meanwhile: reading the items may take longer than its lease.
+        """
+        if self._hold is None:
+            return self._register(items)
+        with renewing(partial(renew, self._database, self._hold), self._hold.lease):
+            return self._register(items)
+
+    def _register(self, items: Iterable[NewItem]) -> int:
         new = 0
         rows = (
             (self.no, check_index(item.idx), _checked_key(item.key), item.payload, item.fingerprint) for item in items
@@ -74,7 +97,7 @@ class Job(Reports):
         return new
 
     def _insert(self, tx: Tx, rows: list[NewRow]) -> int:
-        recorder = Recorder(tx, self.no)
+        recorder = self.open(tx)
         new = tx.insert(
             "INSERT INTO input_products (job, idx, key, payload, fingerprint) VALUES (?, ?, ?, ?, ?) "
             "ON CONFLICT (job, idx) DO NOTHING",
@@ -89,7 +112,7 @@ class Job(Reports):
         """Say that all items are known: from now on the job can finish. Whether it just did."""
 
         def work(tx: Tx) -> bool:
-            recorder = Recorder(tx, self.no)
+            recorder = self.open(tx)
             tx.execute("UPDATE jobs SET digest = ? WHERE no = ?", (digest, self.no))
             recorder.sealed = 1
             return recorder.close(settle=settle)
@@ -100,7 +123,7 @@ class Job(Reports):
         """Give known items new content. They are pending again, whatever they were; their history stays."""
 
         def work(tx: Tx) -> None:
-            recorder = Recorder(tx, self.no)
+            recorder = self.open(tx)
             tx.executemany(
                 # The successful run of an item is its progress row, which goes: it joins the other runs.
                 "INSERT INTO attempts (job, idx, no, outcome, error, worker, at, seconds) SELECT p.job, p.idx, "
@@ -128,7 +151,7 @@ class Job(Reports):
         """Take items out of the job, with what was recorded of them."""
 
         def work(tx: Tx) -> None:
-            recorder = Recorder(tx, self.no)
+            recorder = self.open(tx)
             tx.executemany("DELETE FROM input_products WHERE job = ? AND idx = ?", [(self.no, idx) for idx in indices])
             recorder.recount()
             recorder.close(settle=False)
@@ -138,10 +161,12 @@ class Job(Reports):
 
     def rewrite_outputs(self) -> None:
         """Have files of results written anew at the next run: they may name items that are no more."""
-        self._database.run(
-            lambda tx: tx.execute("UPDATE outputs SET seq = 0, size = 0 WHERE job = ?", (self.no,)),
-            operation="rewrite_outputs",
-        )
+
+        def work(tx: Tx) -> None:
+            self.open(tx)
+            tx.execute("UPDATE outputs SET seq = 0, size = 0 WHERE job = ?", (self.no,))
+
+        self._database.run(work, operation="rewrite_outputs")
 
     # ---- handing out -----------------------------------------------------------------------------------------------
 
@@ -228,7 +253,7 @@ class Job(Reports):
         holder = write_owner(Owner.current(), lease)
 
         def work(tx: Tx) -> list[Item]:
-            recorder = Recorder(tx, self.no)
+            recorder = self.open(tx)
             items = self._due_or_lapsed(recorder, limit)
             items += self._fresh(recorder, limit - len(items))
             if not items:
@@ -335,7 +360,7 @@ class Job(Reports):
         """
 
         def work(tx: Tx) -> None:
-            recorder = Recorder(tx, self.no, token=hold.token)
+            recorder = self.open(tx, hold)
             until = recorder.now + hold.lease
             tx.executemany(
                 "INSERT INTO progress (job, idx, status, updated_at, worker, next_attempt_at, lease_until) "
@@ -352,7 +377,7 @@ class Job(Reports):
         """Return items that were noted or claimed and not tried to the end (a shutdown): no attempt is counted."""
 
         def work(tx: Tx) -> None:
-            recorder = Recorder(tx, self.no, token=hold.token if hold else None)
+            recorder = self.open(tx, hold)
             tx.executemany(
                 "UPDATE progress SET lease_until = NULL, holder = NULL, next_attempt_at = ? "
                 "WHERE job = ? AND idx = ? AND status <> 'done' AND lease_until IS NOT NULL",
@@ -380,11 +405,11 @@ class Job(Reports):
         With ``register`` an unknown index is registered on the way. ``policy``: how failed items wait, if not by the
         job's own.
         """
-        if len(outcomes) == 1 and hold is None and self._put_one_done(outcomes[0], register=register):
+        if len(outcomes) == 1 and (hold or self._hold) is None and self._put_one_done(outcomes[0], register=register):
             return _ONE_DONE
 
         def work(tx: Tx) -> Recorded:
-            recorder = Recorder(tx, self.no, token=hold.token if hold else None)
+            recorder = self.open(tx, hold)
             recorded = recorder.write(outcomes, policy, register=register)
             return replace(recorded, completed=recorder.close(settle=settle))
 
@@ -412,7 +437,7 @@ class Job(Reports):
         """Finish the job if every item is done or dead; True for the one call that did."""
 
         def work(tx: Tx) -> bool:
-            return Recorder(tx, self.no, token=hold.token if hold else None).close(settle=True)
+            return self.open(tx, hold).close(settle=True)
 
         return self._database.run(work, operation="finish")
 
@@ -429,7 +454,7 @@ class Job(Reports):
         """Give dead letters (all, of one cause, or these) a new life: pending, with no attempt counted. How many."""
 
         def work(tx: Tx) -> int:
-            recorder = Recorder(tx, self.no)
+            recorder = self.open(tx)
             where, parameters = "job = ?", [self.no]
             if cause is not None:
                 where, parameters = f"{where} AND cause = ?", [*parameters, cause]

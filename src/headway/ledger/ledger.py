@@ -108,13 +108,15 @@ class Ledger:
         self, job: Job, *, function: str, source: str, command: str, keyed_by: str | None, max_retries: int
     ) -> None:
         """Say how the job is run now: shown to people, and what the same command is compared with next time."""
-        self.database.run(
-            lambda tx: tx.execute(
+
+        def work(tx: Tx) -> None:
+            job.open(tx)
+            tx.execute(
                 "UPDATE jobs SET function = ?, source = ?, command = ?, keyed_by = ?, max_retries = ? WHERE no = ?",
                 (function, source, command, keyed_by, max_retries, job.no),
-            ),
-            operation="describe",
-        )
+            )
+
+        self.database.run(work, operation="describe")
 
     # ---- job_lease ---------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ working off dead letters are the pipeline's (`headway.map`, `headway run`).
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -211,19 +212,24 @@ def _checked(meta: Meta | None) -> str | None:
 def _dict(meta: Meta | None) -> Meta:
     if meta is not None and not isinstance(meta, Mapping):
         raise InvalidInput(f"Meta must be a dict, not {type(meta).__name__}.")
-    return meta or {}
+    return {} if meta is None else meta
 
 
 def _failure(idx: int, meta: Meta | None, token: int | None) -> Failed:
-    meta = _dict(meta)
-    error = meta.get("error")
-    if isinstance(error, BaseException):
+    given = {**_dict(meta)}
+    error = given.pop("error", None)
+    if issubclass(type(error), BaseException):  # isinstance would ask the exception
         failure = describe(error)
     else:
-        canonical(error, "An error")
-        failure = Failure("", bounded_error(str(error)) if error else "Unknown error")
-    kept = _clean({**meta, "error": failure.text})
+        said = _exact(error, "An error")
+        failure = Failure("", bounded_error(str(said)) if said else "Unknown error")
+    kept = _clean({**_exact(given, "Meta"), "error": failure.text})
     return Failed(idx, failure, meta=bounded_meta(kept), token=token)
+
+
+def _exact(value: object, what: str) -> Any:
+    """The value as JSON has it: none of its own classes, whose methods may raise or say something else."""
+    return json.loads(canonical(value, what))
 
 
 def _clean(value: Any) -> Any:

@@ -113,8 +113,6 @@ class Recorder:
                 f"Job {self.id} was taken over by another process while this one was not responding.",
                 hint="Nothing was recorded by this one since. See who runs it: headway show JOB",
             )
-        if self.minute != self.now // 60:
-            self._turn_minute()
 
     @property
     def policy(self) -> RetryPolicy:
@@ -222,6 +220,7 @@ class Recorder:
 
     def _succeed(self, outcomes: list[Done]) -> None:
         no, now = self.no, self.now
+        self._turn_minute()
         self.tx.insert(_PUT_DONE, [(no, o.idx, o.meta, now, o.seconds, o.worker) for o in outcomes])
         results = [(no, o.idx, o.result) for o in outcomes if o.result is not None]
         if results:
@@ -242,6 +241,7 @@ class Recorder:
     def _fail(self, outcome: Failed, name: str | None, attempts: int, at: float | None, *, was_dead: bool) -> None:
         no, now, failure = self.no, self.now, outcome.failure
         cause = self._cause(failure, name)
+        self._turn_minute()
         self.tx.execute(
             _PUT_FAILED, (no, outcome.idx, outcome.meta, attempts, now, outcome.seconds, outcome.worker, at)
         )
@@ -284,6 +284,7 @@ class Recorder:
 
     def close(self, *, settle: bool) -> bool:
         """Write the counters back. With ``settle``, decide whether the job is finished; True if that was just now."""
+        self._turn_minute()
         completed = settle and bool(self.sealed) and self.finished_at is None and self.done + self.dead >= self.total
         if completed:
             self.finished_at = self.now
@@ -303,7 +304,10 @@ class Recorder:
         return completed
 
     def _turn_minute(self) -> None:
-        """The minute is over: its sums go to their own row."""
+        """If the minute is over, its sums go to their own row. Only where `close` follows, which begins the new one:
+        otherwise the next recorder would add them there again."""
+        if self.minute == int(self.now // 60):
+            return
         if self.minute_done or self.minute_failed:
             self.tx.execute(
                 "INSERT INTO minutes (job, minute, done, failed, dead, seconds) VALUES (?, ?, ?, ?, ?, ?) "

@@ -165,6 +165,7 @@ def open_job(
         if items is None:
             held = ledger.job(check_id(job, "a job id"))
             hold = ledger.hold(held, {"mode": "loop"})
+            held = held.held_by(hold)
         else:
             source = GivenItems(items, key=key, limit=int(config["payload_limit"] or 0))
             plan = plans.look(ledger, check_id(job, "a job id"), "", source, fresh=fresh)
@@ -198,6 +199,7 @@ def take(
         ledger.archive(plan.id)
     job = ledger.create(plan.id, max_retries=settings.policy.retries)
     hold = ledger.hold(job, describe(settings), policy=settings.policy)
+    job = job.held_by(hold)
     try:
         if not plans.is_current(plan, job):
             raise JobHeld(
