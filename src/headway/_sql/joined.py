@@ -23,7 +23,7 @@ from headway._sql.tx import Cursor, Tx, Value
 from headway.errors import InvalidInput
 
 _KINDS = "a psycopg 3 connection, a SQLAlchemy Session or Connection over psycopg, or sqlite3's to the same file"
-_SAVEPOINT = "headway_joined"
+_SAVEPOINT = "joined_by_headway"
 
 
 @contextmanager

@@ -108,6 +108,8 @@ class TaskQueue:
         self._opened: Database | None = None
         self._url: str | None = None
         self._on_submit: Callable[[], object] | None = None
+        self._moved = False
+        self.redis_url: str | None = None
         self._hints: RqHints | None = None
         self._places: Places | None = None
         self._config: Config | None = None
@@ -126,14 +128,18 @@ class TaskQueue:
 
         It follows the file while it is used: another Redis, other keys, another number of tasks per user.
         """
+        if twice := sorted(options.keys() & _SETTINGS):
+            raise InvalidInput(
+                f"{twice[0]} comes from the settings.", hint="Say it there, or use TaskQueue(...) without them."
+            )
         made = cls(**options)
         made.configure_from(config or Config())
         return made
 
     def configure_from(self, config: Config) -> None:
         """`configure` by the settings, and by what they say later."""
-        self.configure(**settings.connection_settings(config))
-        self._config = config
+        self.configure(**settings.connection_settings(config), codec=self._own_codec)
+        self._config = None if self._moved else config
 
     def configure(
         self,
@@ -151,6 +157,9 @@ class TaskQueue:
                 "The queue is in use already and cannot be moved.", hint="Configure it before its first use."
             )
         self._adopt(redis=redis, mode=mode, per_user=per_user, keys=keys, codec=codec)
+        if self._moved:  # a test made the application inside `moved`: it stays there
+            self.redis_url = None
+            return
         self._url = database if isinstance(database, str) else None
         self._opened = database if isinstance(database, Database) else None
 
@@ -173,6 +182,7 @@ class TaskQueue:
                 f"The mode {mode} needs a Redis.", hint="Give one: TaskQueue(redis='redis://localhost:6379/0')"
             )
         self._codec = codec or (FernetCodec(keys) if keys else PlainCodec())
+        self._own_codec = codec
         self.redis_url = None if mode == "database" else redis
         self._per_user = per_user
         self._declared = False
@@ -196,7 +206,7 @@ class TaskQueue:
                 )
             before = self.redis_url
             try:
-                self._adopt(**said)
+                self._adopt(**said, codec=self._own_codec)
             except HeadwayError as error:
                 log.warning("headway.toml is refused; the settings before it stay in force", error=str(error))
                 return
@@ -209,7 +219,7 @@ class TaskQueue:
         """For tests: on another database, without Redis, calling ``on_submit`` after each submission; then as before."""
         before = {name: getattr(self, name) for name in _PLACE}
         self._opened, self._url, self._hints, self._places, self.redis_url = connect(database), None, None, None, None
-        self._config, self._on_submit = None, on_submit
+        self._config, self._on_submit, self._moved = None, on_submit, True
         try:
             yield
         finally:
@@ -270,7 +280,7 @@ class TaskQueue:
     def _submit(self, tasks: Sequence[NewTask], connection: object, *, quick: bool = False) -> Sequence[Task]:
         if not tasks:
             return []
-        if connection is not None and self._on_submit is None:
+        if connection is not None and not self._moved:
             return self._submit_joined(tasks, connection)
         hints = self.hints
         places = self._places if quick and self._per_user == 1 and tasks[0].user_id is not None else None
@@ -533,8 +543,9 @@ class TaskQueue:
         return self.database.run(work, operation=f"queue.{operation}")
 
 
+_SETTINGS = {"database", "redis", "mode", "per_user", "keys"}
 #: Where a queue lives, and whom it tells.
-_PLACE = ("_opened", "_url", "_hints", "_places", "redis_url", "_config", "_on_submit")
+_PLACE = ("_opened", "_url", "_hints", "_places", "redis_url", "_config", "_on_submit", "_moved")
 _T = TypeVar("_T")
 _E = TypeVar("_E", Status, Priority)
 
