@@ -242,6 +242,7 @@ def test_a_setting_in_sql_goes_before_the_file_and_a_bad_one_leaves_the_one_befo
         ("batch", "many", "whole number"),
         ("batch", True, "whole number"),
         ("batch", 0, "at least 1"),
+        ("batch", "9" * 5000, "whole number"),
         ("drain", float("nan"), "from 0"),
         ("drain", None, "from 0"),
         ("app.per_user", 5, "is no setting"),

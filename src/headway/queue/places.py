@@ -3,11 +3,16 @@
 It spares a user who asks again and again the transaction that would refuse them. It decides nothing: a key that says *busy*
 is believed only after the row of that one task was read and is active; a key that is missing, stale, wiped or of an older
 Redis leads to the transaction, where the unique index decides. So whatever happens to the key costs a read at the most.
+
+The key is written with the hint, in one round trip, and is asked for only for users whom this process has refused before:
+to the others, who are nearly all, the check costs nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from headway import _redis
@@ -19,6 +24,8 @@ log = Log("queue")
 
 #: Seconds a key lives; a task that takes longer is found by the transaction.
 KEPT = 3600
+#: Users who were refused and are remembered.
+REMEMBERED = 10_000
 
 
 class Places:
@@ -27,15 +34,28 @@ class Places:
     def __init__(self, url: str, *, timeout: float) -> None:
         self._client = _redis.connect(url, role="queue", name="places", timeout=timeout, connect_timeout=timeout)
         self._breaker = CircuitBreaker(threshold=1, cooldown=1.0)
+        self._refused: OrderedDict[str, None] = OrderedDict()
+        self._lock = threading.Lock()
 
-    def enter(self, user_id: str, task_id: str) -> str | None:
-        """Put a task into the user's place; the one that was there."""
-        answer = self._ask("SET", _key(user_id), task_id, "GET", "EX", KEPT)
+    def known(self, user_id: str) -> str | None:
+        """The task that may be in the user's place, if this process has refused the user before."""
+        if user_id not in self._refused:
+            return None
+        answer = self._ask("GET", _key(user_id))
         return answer if isinstance(answer, str) else None
 
-    def keep(self, user_id: str, task_id: str) -> None:
-        """The user's place is that task's."""
-        self._ask("SET", _key(user_id), task_id, "EX", KEPT)
+    def refused(self, user_id: str, task_id: str) -> None:
+        """The user was refused because of that task; they may ask again."""
+        with self._lock:
+            self._refused[user_id] = None
+            if len(self._refused) > REMEMBERED:
+                self._refused.popitem(last=False)
+        self._ask(*taking(user_id, task_id))
+
+    def free(self, user_id: str) -> None:
+        """The user was accepted after all."""
+        with self._lock:
+            self._refused.pop(user_id, None)
 
     def leave(self, users: Iterable[str]) -> None:
         """Their tasks ended. Should a user have submitted the next one meanwhile, its key is lost, which costs nothing."""
@@ -61,6 +81,11 @@ class Places:
             return None
         self._breaker.succeeded()
         return answer
+
+
+def taking(user_id: str, task_id: str) -> tuple[str | int, ...]:
+    """The command that puts a task into a user's place."""
+    return "SET", _key(user_id), task_id, "EX", KEPT
 
 
 def _key(user_id: str) -> str:

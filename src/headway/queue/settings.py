@@ -183,7 +183,7 @@ def check(name: str, raw: object) -> float | None:
             hint=f"Did you mean {close[0]!r}?" if close else f"There are: {', '.join(LIVE)}.",
         )
     try:
-        value = read_value(LIVE[name], "none" if raw is None else str(raw), "The running queue")
+        value = read_value(LIVE[name], "none" if raw is None else str(raw)[:40], "The running queue")
     except ConfigError as error:
         raise InvalidInput(str(error), hint="See what is set: headway queue settings") from error
     assert not isinstance(value, str)

@@ -283,20 +283,20 @@ class TaskQueue:
         if connection is not None and not self._moved:
             return self._submit_joined(tasks, connection)
         hints = self.hints
-        places = self._places if quick and self._per_user == 1 and tasks[0].user_id is not None else None
-        if places is not None:
+        places = self._places if self._per_user == 1 and tasks[0].user_id is not None else None
+        if places is not None and quick:
             self._check_quickly(places, tasks[0])
         try:
             accepted = self.database.run(lambda tx: self._record(tx, tasks), operation="queue.submit")
         except UserBusy as refused:
-            if places is not None:
-                places.keep(str(tasks[0].user_id), refused.task_id)
+            if places is not None and quick:
+                places.refused(str(tasks[0].user_id), refused.task_id)
             raise
         self._declared = True
         if hints is not None:
             # It is accepted: whatever happens to the hint, the task is not lost.
             new = [(task.id, task.priority) for task in accepted if task.version == 1]
-            hinted = set(hints.push(new))
+            hinted = set(hints.push(new, also=self._taking_places(accepted)))
             missed = [task_id for task_id, _ in new if task_id not in hinted]
             if missed:
                 self._run(lambda tx: claims.unhint(tx, missed), "unhint")
@@ -320,13 +320,20 @@ class TaskQueue:
     def _check_quickly(self, places: Places, task: NewTask) -> None:
         """Refuse a user whose active task is known without beginning to write."""
         user = str(task.user_id)
-        known = places.enter(user, task.id)
+        known = places.known(user)
         if known is None:
             return
         row = self.database.one("SELECT status FROM tasks WHERE id = ? AND user_id = ?", (known, user))
         if row is not None and not Status(row[0]).is_final:
-            places.keep(user, known)
             raise records.busy(user, self._per_user, known, row[0])
+        places.free(user)
+
+    def _taking_places(self, accepted: Iterable[Task]) -> list[tuple[str | int, ...]]:
+        if self._per_user != 1:
+            return []
+        from headway.queue.places import taking
+
+        return [taking(task.user_id, task.id) for task in accepted if task.version == 1 and task.user_id is not None]
 
     def _new(self, kind: str, payload: Any = None, **options: Unpack[Options]) -> NewTask:
         if unknown := sorted(options.keys() - Options.__annotations__.keys()):
