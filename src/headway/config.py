@@ -9,6 +9,9 @@
 `Config` remembers where each value came from, so that ``headway config --show-origin`` can say it.
 
 ``HEADWAY_DATABASE`` and ``HEADWAY_REDIS`` are enough for everything; what can be named apart follows one of them.
+
+Three profiles need no file: development, staging and production (`PROFILES`). What they say is weaker than what the file
+says, and a table ``[profiles.production]`` in the file goes before both.
 """
 
 from __future__ import annotations
@@ -46,6 +49,8 @@ class Option(NamedTuple):
     variable: str | None = None
     #: The option it follows while it is not set, and what it makes of that option's value.
     follows: tuple[str, Callable[[str], str]] | None = None
+    #: Its value is shown to nobody.
+    secret: bool = False
 
 
 def _text(text: str) -> str:
@@ -113,7 +118,7 @@ def _same(address: str) -> str:
     return address
 
 
-def _whole(minimum: int) -> Callable[[str], int]:
+def _whole(minimum: int, most: int | None = None) -> Callable[[str], int]:
     def read(text: str) -> int:
         try:
             number = int(text)
@@ -121,9 +126,21 @@ def _whole(minimum: int) -> Callable[[str], int]:
             number = minimum - 1
         if number < minimum:
             raise ValueError(f"a whole number of at least {minimum} is needed")
+        if most is not None and number > most:
+            raise ValueError(f"a whole number of at most {most:,} is needed")
         return number
 
     return read
+
+
+def _from_zero(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < 10**9:
+        raise ValueError("a number from 0 is needed")
+    return number
 
 
 def _positive(text: str) -> float:
@@ -189,6 +206,22 @@ OPTIONS: tuple[Option, ...] = (
     Option("color", "auto", _one_of("auto", "always", "never"), "colours on the terminal"),
     Option("log_level", "WARNING", _one_of("debug", "info", "warning", "error", "critical"), "what is logged"),
     Option("log_format", "plain", _one_of("plain", "json"), "how it is logged"),
+    # The queue's. Those of its workers are read while they run; `headway queue set` goes before what is said here.
+    Option("queue_mode", "auto", _one_of("auto", "rq", "database", "hybrid"), "how workers hear of tasks"),
+    Option("queue_per_user", 1, _optional(_whole(1, 10_000)), "active tasks a user may have; none: any number"),
+    Option("queue_keys", (), texts, "Fernet keys for payloads, the newest first", secret=True),
+    Option("queue_workers", 1, _whole(1, 1000), "worker processes of a supervisor, at least"),
+    Option("queue_max_workers", None, _optional(_whole(1, 1000)), "and at most, under load (default: queue_workers)"),
+    Option("queue_drain", 30.0, _from_zero, "seconds tasks get to finish when their worker is told to end"),
+    Option("queue_timeout", None, _optional(_positive), "seconds a run may take, whatever its handler allows"),
+    Option("queue_memory_limit", 500, _whole(10), "MB the process of a task may use"),
+    Option("queue_cancel_grace", 5.0, _from_zero, "seconds a cancelled task gets to end by itself"),
+    Option("queue_batch", 10, _whole(1, 1000), "tasks claimed together where none takes a process of its own"),
+    Option("queue_retention_days", 30.0, _positive, "how long tasks that ended are kept"),
+    Option(
+        "queue_redis_memory", None, _optional(_whole(1)),
+        "MB Redis may use; near it tasks wait in SQL alone (default: its maxmemory)",
+    ),
     # The watcher's, under the names its source document gives them in the environment. It checks them when it starts.
     Option(
         "watch_redis", None, _as_is, "the Redis of RQ that is watched (default: queue_redis)",
@@ -231,6 +264,15 @@ OPTIONS: tuple[Option, ...] = (
 )  # fmt: skip
 _BY_NAME = {option.name: option for option in OPTIONS}
 
+#: Profiles that are there without a file, and what they say.
+PROFILES: Mapping[str, Mapping[str, Value]] = {
+    # One worker, ended quickly, and every step of it in the log.
+    "development": {"log_level": "info", "queue_drain": 2.0, "queue_retention_days": 1.0},
+    # As production, with fewer processes and a shorter memory.
+    "staging": {"log_level": "info", "log_format": "json", "queue_max_workers": 2, "queue_retention_days": 7.0},
+    "production": {"log_level": "info", "log_format": "json", "queue_workers": 2, "queue_max_workers": 8},
+}
+
 
 class Found(NamedTuple):
     """A value and where it came from."""
@@ -252,7 +294,12 @@ class Config:
         self._cli = {name: value for name, value in (cli or {}).items() if value is not None}
         self._environment = environment
         self._path = (directory or Path()) / FILE
+        self._stamp = self._look()
         self._found = self._read()
+
+    def with_cli(self, cli: Mapping[str, Value]) -> Config:
+        """The same places once more, under a command line: for another one who follows the file."""
+        return Config(cli={**self._cli, **cli}, environment=self._environment, directory=self._path.parent)
 
     def __getitem__(self, name: str) -> Setting:
         value = self._found[name].value
@@ -288,22 +335,44 @@ class Config:
         self._found = after
         return {name: found.value for name, found in after.items() if found.value != before[name].value}
 
+    def reload_if_changed(self) -> dict[str, Value]:
+        """`reload` if the file is another one than at the last call, else nothing: for one who asks every second.
+
+        A bad file raises once; it is read again when it has changed again.
+        """
+        stamp = self._look()
+        if stamp == self._stamp:
+            return {}
+        self._stamp = stamp
+        return self.reload()
+
+    def _look(self) -> tuple[int, ...] | None:
+        """What tells one content of the file from another without reading it; None where there is no file."""
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
     def _read(self) -> dict[str, Found]:
         environment = os.environ if self._environment is None else self._environment
         base, profiles = _read_file(self._path)
         profile = environment.get(PREFIX + "PROFILE") or base.get("profile")
-        chosen: dict[str, Value] = {}
+        chosen: Mapping[str, Value] = {}
+        built_in: Mapping[str, Value] = {}
         if profile is not None:
-            if not isinstance(profile, str) or profile not in profiles:
-                known = ", ".join(sorted(profiles)) or "none"
-                raise ConfigError(f"There is no profile {profile!r} in {self._path} (it has: {known}).")
-            chosen = profiles[profile]
+            if not isinstance(profile, str) or not (profile in profiles or profile in PROFILES):
+                known = ", ".join(sorted({*profiles, *PROFILES}))
+                raise ConfigError(f"There is no profile {profile!r} in {self._path} (there are: {known}).")
+            chosen, built_in = profiles.get(profile, {}), PROFILES.get(profile, {})
         for old, new in RENAMED.items():
             if PREFIX + old.upper() in environment:
                 raise _renamed(PREFIX + old.upper(), PREFIX + new.upper())
         found: dict[str, Found] = {}
         for option in OPTIONS:
             found[option.name] = self._look_up(option, environment, chosen, f"{self._path} [profiles.{profile}]", base)
+            if option.name in built_in and found[option.name].origin == "default":
+                found[option.name] = Found(built_in[option.name], f"profile {profile}")
             if option.follows is not None and found[option.name].value is None:
                 leader, derive = option.follows  # it stands before its followers in the list
                 found[option.name] = Found(derive(str(found[leader].value)), f"follows {leader}")
@@ -330,6 +399,13 @@ class Config:
         if name in base:
             return Found(_value(option, base[name], str(self._path)), str(self._path))
         return Found(option.default, "default")
+
+
+def read_value(name: str, raw: str, where: str) -> Setting:
+    """A text as the value of one setting, or `ConfigError` with what is wrong. ``where`` it stands is said first."""
+    value = _value(_BY_NAME[name], raw, where)
+    assert not isinstance(value, tuple), "a list is not set one by one"
+    return value
 
 
 def _renamed(old: str, new: str) -> ConfigError:

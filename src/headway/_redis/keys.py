@@ -74,6 +74,10 @@ STATE_LOG = key(
     "headway:states:{job_id}:log", "stream", _UNTIL_DELETED, "about 1,000 changes (all of them with history)"
 )
 
+QUEUE_USER = key(
+    "headway:queue:user:{user}", "string", "1 hour", "id of the user's active task (`user`: a digest); SQL decides"
+)
+
 _WATCHED = "a day after the job left its registry and RQ keeps no result of it"
 WATCHED = key("headway:watcher:{queue}:{registry}", "hash", _WATCHED, "how far each job was reported")
 WATCHED_FOUND = key("headway:watcher:{queue}:{registry}:found", "zset", _WATCHED, "when it was last in its registry")

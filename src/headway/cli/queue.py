@@ -32,9 +32,11 @@ _QUEUE = click.Choice(QUEUES)
 
 def open_queue(database: str | None) -> TaskQueue:
     """The queue's rows: enough to look at tasks and to steer them; to run them takes the application."""
+    from headway.queue.settings import declared_per_user
     from headway.queue.taskqueue import TaskQueue
 
-    return TaskQueue(open_store(database))
+    store = open_store(database)
+    return TaskQueue(store, per_user=declared_per_user(store))
 
 
 def who() -> str:
@@ -48,36 +50,38 @@ def who() -> str:
     "--app", required=True, metavar="MODULE:QUEUE", help="The application's queue, or a function that makes it."
 )
 @click.option("--queues", metavar="NAME[,NAME]", help="Serve only these, in this order.  [default: all four]")
-@click.option("--workers", type=Whole(1, 1000), default=1, show_default=True, help="Worker processes at least.")
-@click.option("--max-workers", type=Whole(1, 1000), help="Worker processes at most, under load.  [default: --workers]")
+@click.option("--workers", type=Whole(1, 1000), help="Worker processes at least.  [default: queue_workers, 1]")
+@click.option(
+    "--max-workers", type=Whole(1, 1000), help="And at most, under load.  [default: queue_max_workers, as many]"
+)
 @click.option("--burst", is_flag=True, help="End when nothing is left to do.")
 @click.option(
     "--drain",
     type=Number(0, 86_400),
-    default=30.0,
-    show_default=True,
     metavar="SECONDS",
-    help="What tasks get to finish when the worker is told to end; then they go back into their queue.",
+    help="What tasks get to finish when the worker is told to end; then they go back into their queue.  "
+    "[default: queue_drain, 30]",
 )
 @click.option("--parent", type=Whole(1), hidden=True, help="End when this process is not our parent any more.")
 def worker(
     *,
     app: str,
     queues: str | None,
-    workers: int,
+    workers: int | None,
     max_workers: int | None,
     burst: bool,
-    drain: float,
+    drain: float | None,
     parent: int | None,
 ) -> int:
     """Run the tasks of an application's queue.
 
     One supervisor keeps the worker processes: more of them under load, new ones for those that crash. In the first Ctrl-C or
-    SIGTERM what runs is finished; a second one ends it at once.
+    SIGTERM what runs is finished; a second one ends it at once. What is not said here the settings say, also later: see
+    'headway queue settings'.
     """
     from headway.lifecycle import Shutdown, on_signals
     from headway.queue.app import load
-    from headway.queue.supervisor import Plan, Supervisor, work_off
+    from headway.queue.supervisor import Plan, Supervisor, live_settings, log_as_configured, work_off
     from headway.queue.values import PRIORITIES, Priority
 
     chosen = PRIORITIES
@@ -89,12 +93,18 @@ def worker(
         chosen = tuple(Priority(name) for name in names)
     shutdown = Shutdown()
     with on_signals(shutdown), load(app) as queue:
-        plan = Plan(app, workers, max(workers, max_workers or workers), chosen, drain)
+        given = {"queue_workers": workers, "queue_max_workers": max_workers, "queue_drain": drain}
+        given = {name: value for name, value in given.items() if value is not None}
+        live = live_settings(queue, given)
+        log_as_configured(live.config)
+        live.refresh()
+        now = live.in_force
+        plan = Plan(app, now.workers, now.max_workers, chosen, now.drain, given)
         if burst:
             work_off(queue, plan, shutdown=shutdown)
             return 0
-        say(f"Serving {', '.join(queue.value for queue in chosen)} with {plural(workers, 'worker')}.")
-        Supervisor(queue, plan, shutdown=shutdown, parent=parent).run()
+        say(f"Serving {', '.join(queue.value for queue in chosen)} with {plural(now.workers, 'worker')}.")
+        Supervisor(queue, plan, shutdown=shutdown, parent=parent, live=live).run()
     return shutdown.exit_code if shutdown.abandon.is_set() else 0
 
 
@@ -250,7 +260,7 @@ def pause(name: str, database: str | None, *, reason: str, seconds: float | None
 def resume(name: str, database: str | None) -> None:
     """Go on with a paused queue."""
     with open_queue(database) as opened:
-        say(f"The queue {name} goes on." if opened.resume(name) else f"The queue {name} was not paused.")
+        say(f"The queue {name} goes on." if opened.resume(name, by=who()) else f"The queue {name} was not paused.")
 
 
 @queue.command("limit")
@@ -262,12 +272,56 @@ def resume(name: str, database: str | None) -> None:
 def limit(scope: str, key: str, database: str | None, *, concurrency: int | None, rate: float | None) -> None:
     """Bound what runs at once or starts per second; '*' as key means each one. With neither option the bound is removed."""
     with open_queue(database) as opened:
-        opened.limit(scope, key, concurrency=concurrency, rate=rate)
+        opened.limit(scope, key, concurrency=concurrency, rate=rate, by=who())
         say(
             "The limit is removed."
             if concurrency is None and rate is None
             else "The limit holds from the next claim on."
         )
+
+
+@queue.command("set")
+@click.argument("name")
+@click.argument("value")
+@database_option
+def set_(name: str, value: str, database: str | None) -> None:
+    """Set something for every worker and supervisor, within seconds and without a restart.
+
+    See 'headway queue settings' for the names. It goes before the command line, the environment and headway.toml.
+    """
+    with open_queue(database) as opened:
+        opened.set(name, value, by=who())
+        say(
+            f"{name} is {value} for every worker from now on. Back to the settings of each host: headway queue unset {name}"
+        )
+
+
+@queue.command("unset")
+@click.argument("name")
+@database_option
+def unset(name: str, database: str | None) -> None:
+    """Take back what 'headway queue set' said: each host goes by its own settings again."""
+    with open_queue(database) as opened:
+        say(f"{name} is as each host's settings say." if opened.unset(name, by=who()) else f"{name} was not set.")
+
+
+@queue.command("settings")
+@json_option
+@database_option
+def settings(database: str | None, *, as_json: bool) -> None:
+    """Show what workers and supervisors go by, and who says so."""
+    from headway.views.queue import read_settings
+
+    with open_queue(database) as opened:
+        found = read_settings(opened)
+    if as_json:
+        put_json(found)
+        return
+    rows = [
+        [one.name, "none" if one.value is None else f"{one.value}", one.origin, one.set_by or "", clock(one.set_at)]
+        for one in found.settings
+    ]
+    put_table(["SETTING", "VALUE", "FROM", "BY", "SINCE"], rows, drop=("SINCE",))
 
 
 @queue.command("migrate")
@@ -292,11 +346,14 @@ def migrate(*, target: str, app: str, dry_run: bool) -> None:
         say(f"{plural(moved.left, 'task')} could not be moved: Redis is away or full. Ask again later.")
 
 
-@click.command()
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @json_option
 @database_option
-def workers(database: str | None, *, as_json: bool) -> None:
-    """Show who runs tasks, and who ended in the last day."""
+@click.pass_context
+def workers(context: click.Context, database: str | None, *, as_json: bool) -> None:
+    """Show who runs tasks, and who ended in the last day; ask one of them to end."""
+    if context.invoked_subcommand is not None:
+        return
     from headway.views.queue import read_workers
 
     with open_queue(database) as opened:
@@ -308,7 +365,32 @@ def workers(database: str | None, *, as_json: bool) -> None:
         say("No worker was seen. Start one: headway worker --app MODULE:QUEUE")
         return
     rows = [
-        [view.name, view.state, view.task or "", f"{view.completed:,}", f"{view.failed:,}", clock(view.seen_at)]
+        [
+            view.name, view.state if view.wanted is None else f"{view.state} ({view.wanted} by {view.wanted_by})",
+            view.task or "", f"{view.completed:,}", f"{view.failed:,}", clock(view.seen_at),
+        ]
         for view in found.workers
-    ]
+    ]  # fmt: skip
     put_table(["WORKER", "STATE", "TASK", "DONE", "FAILED", "SEEN"], rows, right=("DONE", "FAILED"), drop=("SEEN",))
+
+
+@workers.command("drain")
+@click.argument("name")
+@database_option
+def drain(name: str, database: str | None) -> None:
+    """Ask a worker to finish what it runs and end. Its supervisor starts another in its place."""
+    with open_queue(database) as opened:
+        asked = opened.drain(name, by=who())
+        say(f"Worker {name} is asked to {asked}: it hears it within seconds.")
+
+
+@workers.command("stop")
+@click.argument("name")
+@yes_option
+@database_option
+def stop(name: str, database: str | None, *, yes: bool) -> None:
+    """Ask a worker to end at once. What it runs goes back into its queue, with no attempt counted."""
+    with open_queue(database) as opened:
+        confirm(f"Stop worker {name}, and put what it runs back into its queue?", yes=yes)
+        opened.stop(name, by=who())
+        say(f"Worker {name} is asked to stop: it hears it within seconds.")

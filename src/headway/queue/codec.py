@@ -2,11 +2,17 @@
 
 With keys, the text is Fernet's (AES and HMAC): altered, truncated, or moved to another task it is refused. The first key
 writes, all of them read, so a key is rotated by putting the new one first. Nothing is ever unpickled.
+
+Beside the payload stands its fingerprint, by which a task that is submitted again is recognised. A bare digest of a short
+payload can be guessed, so with keys it is an HMAC, under a key derived from the payload's and bound to the task: it tells
+nobody what the payload is, nor that two tasks have the same.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import hmac
 import json
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -24,6 +30,10 @@ class Codec(Protocol):
 
     def decode(self, task_id: str, stored: str) -> str: ...
 
+    def fingerprints(self, task_id: str, kind: str, text: str) -> Sequence[str]:
+        """What recognises this content: the first is stored, and a stored one that is any of them is the same."""
+        ...
+
 
 class PlainCodec:
     """JSON as it is: for a database that is trusted with it."""
@@ -38,6 +48,9 @@ class PlainCodec:
                 hint="Give the keys it was written with: HEADWAY_QUEUE_KEYS",
             )
         return stored
+
+    def fingerprints(self, task_id: str, kind: str, text: str) -> Sequence[str]:
+        return [_digest(kind, text)]
 
 
 class FernetCodec:
@@ -56,6 +69,9 @@ class FernetCodec:
                 "A key for payloads is not a Fernet key.",
                 hint='Make one: python -c "from cryptography.fernet import Fernet; print(Fernet.generate_key().decode())"',
             ) from None
+        self._for_fingerprints = [
+            hmac.digest(base64.urlsafe_b64decode(key), b"headway: fingerprints of tasks", "sha256") for key in keys
+        ]
 
     def encode(self, task_id: str, text: str) -> str:
         return "fernet:" + self._fernet.encrypt(f"{task_id}\n{text}".encode()).decode("ascii")
@@ -72,6 +88,12 @@ class FernetCodec:
         if owner != task_id:
             raise _refused(task_id, "belongs to another task")
         return text
+
+    def fingerprints(self, task_id: str, kind: str, text: str) -> Sequence[str]:
+        """Under every key, so that a task is recognised after a rotation; and the bare one, of the time before keys."""
+        said = f"{task_id}\n{kind}\n{text}".encode()
+        keyed = [f"hmac:{hmac.digest(key, said, 'sha256').hex()[:32]}" for key in self._for_fingerprints]
+        return [*keyed, _digest(kind, text)]
 
 
 def _refused(task_id: str, why: str) -> StorageError:
@@ -103,5 +125,5 @@ def write_payload(payload: Any, *, limit: int = PAYLOAD_LIMIT) -> str:
     return text
 
 
-def fingerprint(kind: str, text: str) -> str:
+def _digest(kind: str, text: str) -> str:
     return hashlib.sha256(f"{kind}\n{text}".encode()).hexdigest()[:32]

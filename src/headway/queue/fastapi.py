@@ -4,7 +4,8 @@
     app = FastAPI(lifespan=lifespan(queue))
 
     @app.post("/captions", status_code=202)
-    async def submit(task: Annotated[Submit, Depends(submitter(queue))]): ...
+    async def captions(send: Annotated[Submit, Depends(submitter(queue))]):
+        task = await send("caption", {"image": 7}, user_id="anna")
 
 A submission is a commit, a millisecond or a few: `submitter` does it in a thread, so the loop goes on meanwhile.
 """
@@ -14,9 +15,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
+from typing import Any, Unpack
 
-from headway.queue.taskqueue import TaskQueue
+from headway.queue.taskqueue import Options, TaskQueue
 from headway.queue.values import Task
 
 Submit = Callable[..., Awaitable[Task]]
@@ -39,7 +40,7 @@ def submitter(queue: TaskQueue) -> Callable[[], Submit]:
     """A dependency: what it gives is called as `TaskQueue.submit` is, and awaited."""
 
     def depend() -> Submit:
-        async def submit(kind: str, payload: Any = None, **options: Any) -> Task:
+        async def submit(kind: str, payload: Any = None, **options: Unpack[Options]) -> Task:
             return await asyncio.to_thread(queue.submit, kind, payload, **options)
 
         return submit

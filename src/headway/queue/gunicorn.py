@@ -100,13 +100,15 @@ class Guard:
 
 
 def hooks(
-    app: str, *, workers: int = 1, max_workers: int | None = None, drain: float = 20.0
+    app: str, *, workers: int | None = None, max_workers: int | None = None, drain: float = 20.0
 ) -> tuple[Hook, Hook, Hook]:
-    """``when_ready, on_exit, on_reload`` for gunicorn.conf.py. ``drain`` stays below Gunicorn's graceful_timeout."""
-    command = [
-        sys.executable, "-m", "headway", "worker", "--app", app, "--workers", str(workers),
-        "--max-workers", str(max_workers or workers), "--drain", f"{drain:g}",
-    ]  # fmt: skip
+    """``when_ready, on_exit, on_reload`` for gunicorn.conf.py. How many workers there are the settings say, unless it is
+    said here. ``drain`` stays below Gunicorn's graceful_timeout."""
+    command = [sys.executable, "-m", "headway", "worker", "--app", app, "--drain", f"{drain:g}"]
+    if workers is not None:
+        command += ["--workers", str(workers)]
+    if max_workers is not None:
+        command += ["--max-workers", str(max_workers)]
     guard = Guard(command, drain=drain)
 
     def when_ready(_server: Any) -> None:

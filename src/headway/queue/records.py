@@ -6,10 +6,11 @@ if the change does. Handing out and settling is in `headway.queue.claims`.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 from headway._sql import Row, Tx, Value, marks
 from headway.errors import InvalidInput, NotFound
@@ -45,11 +46,14 @@ _LOCKED = {"sqlite": "", "postgresql": " FOR UPDATE"}
 # Submitting
 
 
-def submit(tx: Tx, tasks: Sequence[NewTask], *, per_user: int | None, hinting: bool = False) -> list[Task]:
+def submit(
+    tx: Tx, tasks: Sequence[NewTask], *, per_user: int | None, hinting: bool = False, share: int | None = None
+) -> list[Task]:
     """Put tasks in, all of them or none. A task that is there already with the same content is returned as it is.
 
     ``hinting``: the caller is about to tell RQ of them. It is written down beforehand, because a second commit would
     double the cost of a submission; should the caller die in between, the sweeper looks for the hint and gives it.
+    ``share``: see `count_minutes`.
 
     Raises `UserBusy` when a user would have more than ``per_user`` active ones, `TaskConflict` when an id is taken by
     another content.
@@ -77,7 +81,7 @@ def submit(tx: Tx, tasks: Sequence[NewTask], *, per_user: int | None, hinting: b
     added = {task.id: task for task in read(tx, new)}
     for one in added.values():
         tell(tx, one, now)
-    count_minutes(tx, now, submitted=added.values())
+    count_minutes(tx, now, submitted=added.values(), share=share)
     if added and not hinting:
         wake(tx)
     return [added.get(task.id) or found[task.id] for task in tasks]
@@ -148,7 +152,7 @@ def _insert(
         for task in page:
             values += (
                 task.id, task.kind, task.priority.value, task.priority.place, placed.turn(task), task.party,
-                int(task.delay <= 0), task.user_id, slots[task.id], task.role, task.payload, task.fingerprint,
+                int(task.delay <= 0), task.user_id, slots[task.id], task.role, task.payload, task.fingerprints[0],
                 task.retries, task.retry_delay, task.timeout, now + max(0.0, task.delay), now, now,
                 now if hinting and task.delay <= 0 else None,
             )  # fmt: skip
@@ -158,7 +162,7 @@ def _insert(
 
 
 def _same(task: NewTask, known: Task, fingerprint: str) -> Task:
-    if fingerprint != task.fingerprint:
+    if fingerprint not in task.fingerprints:
         raise TaskConflict(f"Task {task.id} exists already and is another one.")
     return known
 
@@ -169,8 +173,12 @@ def _user_busy(tx: Tx, task: NewTask, per_user: int | None) -> UserBusy:
         (task.user_id,),
     )
     id, status = row or ("", "")
+    return busy(task.user_id, per_user, id, status)
+
+
+def busy(user_id: str | None, per_user: int | None, id: str, status: str) -> UserBusy:
     many = "an active task" if per_user == 1 else f"{per_user} active tasks"
-    return UserBusy(f"User {task.user_id} has {many} already: {id} is {status}.", task_id=id)
+    return UserBusy(f"User {user_id} has {many} already: {id} is {status}.", task_id=id)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -319,7 +327,7 @@ def retry(tx: Tx, id: str, *, per_user: int | None) -> Task:
             f"Task {id} is {status}.", hint="Only a task that failed or was cancelled can be tried again."
         )
     now = tx.now()
-    again = NewTask(id, kind, Priority(queue), "", "", user_id=user_id)
+    again = NewTask(id, kind, Priority(queue), "", (), user_id=user_id)
     # One that took no place was submitted to a queue without a limit, whatever the caller's queue says.
     slots = _free_slots(tx, [again], None if slot is None else per_user)
     if id not in slots:
@@ -339,17 +347,50 @@ def pause(tx: Tx, queue: Priority, *, reason: str, by: str, until: datetime | No
         "UPDATE task_queues SET paused = 1, paused_by = ?, paused_at = ?, paused_until = ?, reason = ? WHERE name = ?",
         (by, tx.now(), None if until is None else until.timestamp(), reason, queue.value),
     )
+    audit(tx, by, "queue.pause", {"queue": queue.value, "reason": reason})
 
 
-def resume(tx: Tx, queue: Priority) -> bool:
+def resume(tx: Tx, queue: Priority, *, by: str) -> bool:
     """Whether it had been paused."""
-    return (
-        tx.execute(
-            "UPDATE task_queues SET paused = 0, paused_by = NULL, paused_until = NULL, reason = '' "
-            "WHERE name = ? AND paused = 1",
-            (queue.value,),
-        )
-        == 1
+    changed = tx.execute(
+        "UPDATE task_queues SET paused = 0, paused_by = NULL, paused_until = NULL, reason = '' "
+        "WHERE name = ? AND paused = 1",
+        (queue.value,),
+    )
+    if changed:
+        audit(tx, by, "queue.resume", {"queue": queue.value})
+    return changed == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Steering workers
+
+
+def end_worker(tx: Tx, name: str, how: Literal["drain", "stop"], *, by: str) -> str:
+    """Ask a worker to end, and write down who did; what it is asked now. It hears it with its next sign of life.
+
+    Asked to stop it is not asked to drain any more. Raises `NotFound`, or `InvalidInput` when it has ended already.
+    """
+    row = tx.one(f"SELECT state, ended_at, wanted FROM task_workers WHERE name = ?{_LOCKED[tx.engine]}", (name,))
+    if row is None:
+        raise NotFound(f"There is no worker {name}.", hint="List them: headway workers")
+    state, ended_at, wanted = row
+    if ended_at is not None:
+        raise InvalidInput(f"Worker {name} is {state}: it cannot be asked for anything.", hint="See: headway workers")
+    if wanted in ("stop", how):
+        return str(wanted)
+    tx.execute(
+        "UPDATE task_workers SET wanted = ?, wanted_by = ?, wanted_at = ? WHERE name = ?", (how, by, tx.now(), name)
+    )
+    audit(tx, by, f"worker.{how}", {"worker": name})
+    return how
+
+
+def audit(tx: Tx, by: str, action: str, detail: Mapping[str, object]) -> None:
+    """A line of the audit trail (`headway audit`): who changed what."""
+    tx.execute(
+        "INSERT INTO audit (at, actor, action, job, detail) VALUES (?, ?, ?, '', ?)",
+        (tx.now(), by, action, json.dumps(detail, ensure_ascii=False)),
     )
 
 
@@ -398,13 +439,17 @@ def count_minutes(
     failures: Iterable[Task] = (),
     wait_seconds: float = 0.0,
     run_seconds: float = 0.0,
+    share: int | None = None,
 ) -> None:
-    """Add to the current minute, in this process's share: two writers rarely wait for each other's row."""
+    """Add to the current minute, in this process's share: two writers rarely wait for each other's row.
+
+    ``share``: one of the caller's own, whose transaction may last, so that nobody waits for it.
+    """
     sums: dict[tuple[str, str], list[int]] = {}
     for place, tasks in enumerate((submitted, completed, failed, cancelled, failures)):
         for task in tasks:
             sums.setdefault((task.priority.value, task.kind), [0] * 5)[place] += 1
-    share = os.getpid() % 16
+    share = os.getpid() % 16 if share is None else share
     for (queue, kind), counts in sorted(sums.items()):
         tx.execute(
             "INSERT INTO task_minutes (minute, queue, kind, share, submitted, completed, failed, cancelled, failures, "

@@ -80,12 +80,15 @@ class RqHints:
         )
         self._breaker = CircuitBreaker(threshold=1, cooldown=1.0)
 
-    def push(self, tasks: Sequence[tuple[str, Priority]]) -> list[str]:
-        """Put ids into their queues, in this order; those that RQ has now. The others wait for the sweeper."""
+    def push(self, tasks: Sequence[tuple[str, Priority]], *, also: Sequence[tuple[str | int, ...]] = ()) -> list[str]:
+        """Put ids into their queues, in this order; those that RQ has now. The others wait for the sweeper.
+
+        ``also``: commands that go with them, in the same round trip.
+        """
         if not tasks or self.overflowing or not self._breaker.allow():
             return []
         try:
-            done = self._push(tasks)
+            done = self._push(tasks, also)
         except _redis.failures() as error:
             if self._breaker.failed():
                 log.warning("Redis is away: tasks wait in the database", error=redact(str(error)))
@@ -96,7 +99,7 @@ class RqHints:
             metrics.gauge("headway_queue_redis_away", 0)
         return done
 
-    def _push(self, tasks: Sequence[tuple[str, Priority]]) -> list[str]:
+    def _push(self, tasks: Sequence[tuple[str, Priority]], also: Sequence[tuple[str | int, ...]]) -> list[str]:
         pipeline = self._client.pipeline(transaction=False)
         names = sorted({priority.value for _, priority in tasks})
         for name in names:
@@ -115,6 +118,8 @@ class RqHints:
             pipeline.hset(RqJob.key_for(task_id), mapping=mapping)
             pipeline.rpush(_list_key(priority.value), task_id)
             done.append(task_id)
+        for command in also:
+            pipeline.execute_command(*command)  # type: ignore[no-untyped-call]  # redis-py leaves it untyped
         pipeline.execute()
         return done
 

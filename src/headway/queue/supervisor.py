@@ -6,6 +6,7 @@ supervisor itself runs no task. It also is the host's candidate for the sweeper.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -14,19 +15,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from headway import telemetry
+from headway.config import Config
 from headway.errors import HeadwayError
 from headway.lifecycle import Shutdown, on_signals
 from headway.queue.app import load
+from headway.queue.database import DatabaseSource
+from headway.queue.settings import LiveSettings
 from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import PRIORITIES, Priority
 from headway.queue.watch import Settings
 from headway.queue.worker import Source, Worker
 from headway.retry import RetryPolicy
-from headway.telemetry import Log, metrics
+from headway.telemetry import Log, metrics, redact
 
 log = Log("queue")
 
@@ -51,6 +57,8 @@ class Plan:
     most: int = 1
     queues: Sequence[Priority] = PRIORITIES
     drain: float = 30.0
+    #: What the command line says, which goes before the settings; the workers are told it too.
+    given: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -79,16 +87,18 @@ class Supervisor:
         *,
         shutdown: Shutdown,
         parent: int | None = None,
+        live: LiveSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``parent``: the process this one ends with, if it belongs to one."""
-        self._parent = parent
+        """``parent``: the process this one ends with, if it belongs to one. ``live``: settings that change the plan."""
+        self._parent, self._live = parent, live
         self._queue, self.plan, self._shutdown, self._clock = queue, plan, shutdown, clock
         self._children: list[_Child] = []
         self._crashes = 0
         self._not_before = 0.0
         self._wanted = plan.workers
         self._load = _Load()
+        self._sweeper: Sweeper | None = None
 
     @property
     def workers(self) -> list[str]:
@@ -98,9 +108,10 @@ class Supervisor:
     def run(self) -> None:
         """Until a shutdown is asked for, and all workers have ended."""
         stop = threading.Event()
-        sweeper = threading.Thread(
-            target=Sweeper(self._queue, hints=self._queue.hints).run, args=(stop,), name="headway-sweeper", daemon=True
-        )
+        self._follow()
+        self._say_connections()
+        self._sweeper = Sweeper(self._queue, hints=CurrentHints(self._queue))
+        sweeper = threading.Thread(target=self._sweeper.run, args=(stop,), name="headway-sweeper", daemon=True)
         sweeper.start()
         try:
             while not self._shutdown.stop.is_set() and self._parent in (None, os.getppid()):
@@ -111,11 +122,39 @@ class Supervisor:
             sweeper.join(END_SECONDS)
 
     def tick(self) -> float:
+        self._follow()
         self._collect()
         self._weigh()
         self._match()
         metrics.gauge("headway_workers", len(self.workers))
         return TICK
+
+    def _follow(self) -> None:
+        """Go by the settings as they are now."""
+        try:
+            changed = self._live is not None and self._live.refresh()
+        except HeadwayError as error:
+            log.warning("the settings cannot be read; those before stay in force", error=str(error))
+            return
+        if self._live is not None and changed:
+            now = self._live.in_force
+            self.plan = replace(self.plan, workers=now.workers, most=now.max_workers, drain=now.drain)
+            if self._sweeper is not None:
+                self._sweeper.retention = now.retention
+
+    def _say_connections(self) -> None:
+        """Whom the supervisor reaches at its start. A Redis that is away is no error: tasks wait in the database."""
+        log.info("the database is connected", key=self._queue.database.name)
+        reached = self._queue.reaches_redis()
+        if reached is None:
+            log.info("no Redis is named: workers hear of tasks from the database alone")
+        elif reached:
+            log.info("Redis is connected: workers hear of tasks through RQ", key=redact(self._queue.redis_url or ""))
+        else:
+            log.warning(
+                "Redis is away at the start: tasks wait in the database and are run from there",
+                key=redact(self._queue.redis_url or ""),
+            )
 
     # ---- children ----------------------------------------------------------------------------------------------------
 
@@ -152,12 +191,16 @@ class Supervisor:
         name = f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
         command = [
             sys.executable, "-m", "headway.queue.supervisor", self.plan.app, name,
-            ",".join(queue.value for queue in self.plan.queues), str(self.plan.drain),
+            ",".join(queue.value for queue in self.plan.queues), json.dumps(self._given()),
         ]  # fmt: skip
         # A session of its own: a Ctrl-C at the terminal goes to us, and we decide what becomes of the workers.
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         self._children.append(_Child(name, process, self._clock()))
         log.info("a worker was started", worker=name)
+
+    def _given(self) -> Mapping[str, Any]:
+        """What its workers are told; without settings to follow, the plan itself."""
+        return {"queue_drain": self.plan.drain, **self.plan.given} if self._live is None else self.plan.given
 
     def _ask_to_end(self, child: _Child) -> None:
         if child.ending_since is None:
@@ -216,7 +259,7 @@ def work_off(queue: TaskQueue, plan: Plan, *, shutdown: Shutdown) -> None:
     """One worker in this process, until nothing is left to do."""
     name = f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
     settings = Settings(queues=plan.queues, drain=plan.drain)
-    _worker(queue, name, settings, shutdown).run(burst=True)
+    _worker(queue, name, settings, shutdown, live=live_settings(queue, plan.given)).run(burst=True)
 
 
 def _worker(
@@ -225,25 +268,61 @@ def _worker(
     settings: Settings,
     shutdown: Shutdown,
     orphaned: Callable[[], bool] = lambda: False,
+    live: LiveSettings | None = None,
 ) -> Worker:
-    source: Source | None = None
-    if queue.redis_url is not None:
+    def source() -> Source:
+        if queue.redis_url is None:
+            return DatabaseSource(queue)
         from headway.queue.rq import RqSource
 
-        source = RqSource(queue, queue.redis_url, name=name, queues=settings.queues)
+        return RqSource(queue, queue.redis_url, name=name, queues=settings.queues)
+
     return Worker(
-        queue, name=name, settings=settings, shutdown=shutdown, source=source, context=queue.context, orphaned=orphaned
-    )
+        queue, name=name, settings=settings, shutdown=shutdown, make_source=source, context=queue.context,
+        orphaned=orphaned, live=live,
+    )  # fmt: skip
+
+
+def live_settings(queue: TaskQueue, given: Mapping[str, Any]) -> LiveSettings:
+    """The settings of this queue's workers, with what the command line says before them."""
+    return LiveSettings(lambda: queue.database, queue.worker_config(given))
+
+
+def log_as_configured(config: Config) -> None:
+    """One who runs for long says what it does, unless it is told to say less."""
+    level = config.text("log_level").upper() if config.is_set("log_level") else "INFO"
+    telemetry.configure(level=level, as_json=config["log_format"] == "json")
+
+
+class CurrentHints:
+    """Who tells RQ of tasks just now: another Redis may be named while the sweeper runs, or none."""
+
+    def __init__(self, queue: TaskQueue) -> None:
+        self._queue = queue
+
+    def push(self, tasks: Sequence[tuple[str, Priority]]) -> list[str]:
+        hints = self._queue.hints
+        return [] if hints is None else hints.push(tasks)
+
+    def missing(self, tasks: Sequence[tuple[str, Priority]]) -> list[tuple[str, Priority]]:
+        hints = self._queue.hints
+        return [] if hints is None else hints.missing(tasks)
+
+    def look_at_memory(self) -> bool:
+        hints = self._queue.hints
+        return True if hints is None else hints.look_at_memory()
 
 
 def _main(arguments: Sequence[str]) -> int:
     """One worker, as the supervisor starts it."""
-    app, name, queues, drain = arguments
+    app, name, queues, given = arguments
     shutdown = Shutdown()
-    settings = Settings(queues=[Priority(each) for each in queues.split(",")], drain=float(drain))
+    settings = Settings(queues=[Priority(each) for each in queues.split(",")])
     parent = os.getppid()
     with on_signals(shutdown), load(app) as queue:
-        _worker(queue, name, settings, shutdown, lambda: os.getppid() != parent).run()
+        live = live_settings(queue, json.loads(given))
+        log_as_configured(live.config)
+        _worker(queue, name, settings, shutdown, lambda: os.getppid() != parent, live=live).run()
     return 0
 
 

@@ -63,7 +63,8 @@ class Sweeper:
         retention: float = 30 * 86_400.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._queue, self._hints, self._retention = queue, hints, retention
+        self._queue, self._hints = queue, hints
+        self.retention = retention  # seconds; may be changed while it runs
         self._clock = clock
         self._leases = SqlLeases()
         self._lease: Lease | None = None
@@ -112,7 +113,7 @@ class Sweeper:
                 lambda tx: tx.execute(
                     "DELETE FROM tasks WHERE no IN (SELECT no FROM tasks WHERE ended_at IS NOT NULL AND ended_at < ? "
                     "AND status IN ('COMPLETED', 'FAILED', 'CANCELLED') ORDER BY ended_at LIMIT ?)",
-                    (tx.now() - self._retention, _BATCH),
+                    (tx.now() - self.retention, _BATCH),
                 ),
                 operation="queue.purge",
             )

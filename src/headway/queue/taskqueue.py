@@ -14,22 +14,25 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeVar, Unpack
 
-from headway._sql import Database, Tx, connect
-from headway.errors import InvalidInput
+from headway._sql import Database, Tx, connect, join
+from headway.config import Config
+from headway.errors import HeadwayError, InvalidInput
 from headway.ids import check_id
-from headway.queue import claims, limits, records
-from headway.queue.codec import PAYLOAD_LIMIT, Codec, FernetCodec, PlainCodec, fingerprint, write_payload
-from headway.queue.values import NewTask, Priority, QueueInfo, Status, Task
+from headway.queue import claims, limits, records, settings
+from headway.queue.codec import PAYLOAD_LIMIT, Codec, FernetCodec, PlainCodec, write_payload
+from headway.queue.values import NewTask, Priority, QueueInfo, Status, Task, UserBusy
 from headway.retry import TASK
-from headway.telemetry import Log
+from headway.telemetry import Log, redact
 
 if TYPE_CHECKING:
+    from headway.queue.places import Places
     from headway.queue.rq import RqHints
 
 log = Log("queue")
@@ -70,6 +73,18 @@ ROLES: Mapping[str, Role] = {
 }
 
 
+class Options(TypedDict, total=False):
+    """What a submission may say besides kind and payload."""
+
+    user_id: str | None  # who asks; none: nobody's place is taken
+    role: str  # "user" unless said otherwise; decides which priorities may be asked for
+    priority: Priority | str | None
+    maintenance: bool  # urgent
+    id: str | None  # one that exists gives the existing task, if kind and payload are the same
+    partition: str | None  # who takes turns with whom, and what limits count; the user unless said otherwise
+    delay: float  # seconds before it may run
+
+
 class TaskQueue:
     """See the module. It connects when it is first used, so it may be made before a fork."""
 
@@ -93,13 +108,38 @@ class TaskQueue:
         self._opened: Database | None = None
         self._url: str | None = None
         self._on_submit: Callable[[], object] | None = None
+        self._moved = False
+        self.redis_url: str | None = None
         self._hints: RqHints | None = None
+        self._places: Places | None = None
+        self._config: Config | None = None
+        self._looked_at = 0.0
+        self._declared = False
         self.handlers: dict[str, Handler] = {}
         self._roles = roles
         self._new_id = new_id or _secure_id
         self._payload_limit = payload_limit
         self.context = context
         self.configure(database=database, redis=redis, mode=mode, per_user=per_user, keys=keys, codec=codec)
+
+    @classmethod
+    def from_settings(cls, config: Config | None = None, **options: Any) -> Self:
+        """A queue where HEADWAY_* and headway.toml say it is; ``options`` as of `TaskQueue`, for what they cannot say.
+
+        It follows the file while it is used: another Redis, other keys, another number of tasks per user.
+        """
+        if twice := sorted(options.keys() & _SETTINGS):
+            raise InvalidInput(
+                f"{twice[0]} comes from the settings.", hint="Say it there, or use TaskQueue(...) without them."
+            )
+        made = cls(**options)
+        made.configure_from(config or Config())
+        return made
+
+    def configure_from(self, config: Config) -> None:
+        """`configure` by the settings, and by what they say later."""
+        self.configure(**settings.connection_settings(config), codec=self._own_codec)
+        self._config = None if self._moved else config
 
     def configure(
         self,
@@ -116,6 +156,23 @@ class TaskQueue:
             raise InvalidInput(
                 "The queue is in use already and cannot be moved.", hint="Configure it before its first use."
             )
+        self._adopt(redis=redis, mode=mode, per_user=per_user, keys=keys, codec=codec)
+        if self._moved:  # a test made the application inside `moved`: it stays there
+            self.redis_url = None
+            return
+        self._url = database if isinstance(database, str) else None
+        self._opened = database if isinstance(database, Database) else None
+
+    def _adopt(
+        self,
+        *,
+        redis: str | None,
+        mode: Mode,
+        per_user: int | None,
+        keys: Sequence[str | bytes],
+        codec: Codec | None = None,
+    ) -> None:
+        """All of it, or an error and none of it."""
         if per_user is not None and (type(per_user) is not int or not 1 <= per_user <= 10_000):
             raise InvalidInput(f"per_user={per_user!r} is no number of tasks.", hint="Use 1 to 10,000, or None.")
         if mode not in ("auto", "rq", "database", "hybrid"):
@@ -124,23 +181,51 @@ class TaskQueue:
             raise InvalidInput(
                 f"The mode {mode} needs a Redis.", hint="Give one: TaskQueue(redis='redis://localhost:6379/0')"
             )
-        self.redis_url = None if mode == "database" else redis
-        self._url = database if isinstance(database, str) else None
-        self._opened = database if isinstance(database, Database) else None
-        self._per_user = per_user
         self._codec = codec or (FernetCodec(keys) if keys else PlainCodec())
+        self._own_codec = codec
+        self.redis_url = None if mode == "database" else redis
+        self._per_user = per_user
+        self._declared = False
+
+    def worker_config(self, cli: Mapping[str, Any]) -> Config:
+        """The settings of this queue's workers: the application's, under what the command line says."""
+        return Config(cli=cli) if self._config is None else self._config.with_cli(cli)
+
+    def refresh(self) -> None:
+        """Follow headway.toml, if this queue was made from the settings. A bad one changes nothing and is said."""
+        if self._config is None or time.monotonic() - self._looked_at < settings.LOOK_SECONDS:
+            return
+        with self._opening:
+            self._looked_at = time.monotonic()
+            if not settings.reload_file(self._config):
+                return
+            said = settings.connection_settings(self._config)
+            if said.pop("database") != self._url:
+                log.warning(
+                    "headway.toml names another database: it is used after a restart, the tasks are in this one"
+                )
+            before = self.redis_url
+            try:
+                self._adopt(**said, codec=self._own_codec)
+            except HeadwayError as error:
+                log.warning("headway.toml is refused; the settings before it stay in force", error=str(error))
+                return
+            if self.redis_url != before:
+                log.warning("another Redis is named: it is used from now on", new=redact(self.redis_url or "none"))
+                self._let_redis_go()
 
     @contextmanager
     def moved(self, *, database: str, on_submit: Callable[[], object] | None = None) -> Iterator[None]:
         """For tests: on another database, without Redis, calling ``on_submit`` after each submission; then as before."""
-        before = (self._opened, self._url, self._hints, self.redis_url, self._on_submit)
-        self._opened, self._url, self._hints, self.redis_url = connect(database), None, None, None
-        self._on_submit = on_submit
+        before = {name: getattr(self, name) for name in _PLACE}
+        self._opened, self._url, self._hints, self._places, self.redis_url = connect(database), None, None, None, None
+        self._config, self._on_submit, self._moved = None, on_submit, True
         try:
             yield
         finally:
             self._opened.close()
-            self._opened, self._url, self._hints, self.redis_url, self._on_submit = before
+            for name, value in before.items():
+                setattr(self, name, value)
 
     # ---- handlers ----------------------------------------------------------------------------------------------------
 
@@ -176,47 +261,42 @@ class TaskQueue:
 
     # ---- submitting --------------------------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        kind: str,
-        payload: Any = None,
-        *,
-        user_id: str | None = None,
-        role: str = "user",
-        priority: Priority | str | None = None,
-        maintenance: bool = False,
-        id: str | None = None,
-        partition: str | None = None,
-        delay: float = 0.0,
-    ) -> Task:
+    def submit(self, kind: str, payload: Any = None, *, connection: object = None, **options: Unpack[Options]) -> Task:
         """Accept a task. When this returns, the task is committed and is not lost whatever happens next.
 
         An ``id`` that exists gives the existing task if kind and payload are the same. Raises `UserBusy` when the user
         has an active task already.
+
+        With ``connection``, the caller's own (see `headway._sql.joined`), it is part of the transaction that the caller
+        has begun there: the task exists exactly if the caller commits, and workers hear of it then.
         """
-        new = self._new(
-            kind, payload, user_id=user_id, role=role, priority=priority, maintenance=maintenance, id=id,
-            partition=partition, delay=delay,
-        )  # fmt: skip
-        [task] = self._submit([new])
+        [task] = self._submit([self._new(kind, payload, **options)], connection, quick=options.get("id") is None)
         return task
 
-    def submit_many(self, tasks: Iterable[Mapping[str, Any]]) -> Sequence[Task]:
+    def submit_many(self, tasks: Iterable[Mapping[str, Any]], *, connection: object = None) -> Sequence[Task]:
         """`submit` for many, each a mapping of its arguments: all of them are accepted, or none."""
-        return self._submit([self._new(**task) for task in tasks])
+        return self._submit([self._new(**task) for task in tasks], connection)
 
-    def _submit(self, tasks: Sequence[NewTask]) -> Sequence[Task]:
+    def _submit(self, tasks: Sequence[NewTask], connection: object, *, quick: bool = False) -> Sequence[Task]:
         if not tasks:
             return []
+        if connection is not None and not self._moved:
+            return self._submit_joined(tasks, connection)
         hints = self.hints
-        accepted = self.database.run(
-            lambda tx: records.submit(tx, tasks, per_user=self._per_user, hinting=hints is not None),
-            operation="queue.submit",
-        )
+        places = self._places if self._per_user == 1 and tasks[0].user_id is not None else None
+        if places is not None and quick:
+            self._check_quickly(places, tasks[0])
+        try:
+            accepted = self.database.run(lambda tx: self._record(tx, tasks), operation="queue.submit")
+        except UserBusy as refused:
+            if places is not None and quick:
+                places.refused(str(tasks[0].user_id), refused.task_id)
+            raise
+        self._declared = True
         if hints is not None:
             # It is accepted: whatever happens to the hint, the task is not lost.
             new = [(task.id, task.priority) for task in accepted if task.version == 1]
-            hinted = set(hints.push(new))
+            hinted = set(hints.push(new, also=self._taking_places(accepted)))
             missed = [task_id for task_id, _ in new if task_id not in hinted]
             if missed:
                 self._run(lambda tx: claims.unhint(tx, missed), "unhint")
@@ -224,23 +304,48 @@ class TaskQueue:
             self._on_submit()
         return accepted
 
-    def _new(
-        self,
-        kind: str,
-        payload: Any = None,
-        *,
-        user_id: str | None = None,
-        role: str = "user",
-        priority: Priority | str | None = None,
-        maintenance: bool = False,
-        id: str | None = None,
-        partition: str | None = None,
-        delay: float = 0.0,
-    ) -> NewTask:
+    def _record(self, tx: Tx, tasks: Sequence[NewTask]) -> list[Task]:
+        if not self._declared:
+            settings.declare_per_user(tx, self._per_user)
+        return records.submit(tx, tasks, per_user=self._per_user, hinting=self._hints is not None)
+
+    def _submit_joined(self, tasks: Sequence[NewTask], connection: object) -> list[Task]:
+        """RQ is not told: nobody but the caller knows when it commits. The sweeper tells it, and a worker that is idle
+        looks for such rows; workers of the database are notified by the commit itself."""
+        with join(self.database, connection) as tx:
+            # A share of the counts that is this connection's alone: its transaction may last.
+            row = tx.one("SELECT pg_backend_pid()") if tx.engine == "postgresql" else None
+            return records.submit(tx, tasks, per_user=self._per_user, share=16 + (int(row[0]) if row else 0))
+
+    def _check_quickly(self, places: Places, task: NewTask) -> None:
+        """Refuse a user whose active task is known without beginning to write."""
+        user = str(task.user_id)
+        known = places.known(user)
+        if known is None:
+            return
+        row = self.database.one("SELECT status FROM tasks WHERE id = ? AND user_id = ?", (known, user))
+        if row is not None and not Status(row[0]).is_final:
+            raise records.busy(user, self._per_user, known, row[0])
+        places.free(user)
+
+    def _taking_places(self, accepted: Iterable[Task]) -> list[tuple[str | int, ...]]:
+        if self._per_user != 1:
+            return []
+        from headway.queue.places import taking
+
+        return [taking(task.user_id, task.id) for task in accepted if task.version == 1 and task.user_id is not None]
+
+    def _new(self, kind: str, payload: Any = None, **options: Unpack[Options]) -> NewTask:
+        if unknown := sorted(options.keys() - Options.__annotations__.keys()):
+            raise InvalidInput(
+                f"A task has no {unknown[0]!r}.", hint=f"There are kind, payload, {', '.join(Options.__annotations__)}."
+            )
         handler = self.handlers.get(kind)
         if handler is None:
             known = ", ".join(sorted(self.handlers)) or "none"
             raise InvalidInput(f"There is no handler for tasks of kind {kind!r} (there are: {known}).")
+        id, user_id, partition = options.get("id"), options.get("user_id"), options.get("partition")
+        role, delay = options.get("role", "user"), options.get("delay", 0.0)
         if not 0 <= delay <= 10**9:
             raise InvalidInput(f"delay={delay!r} is no number of seconds.", hint="Use seconds from 0.")
         task_id = check_id(self._new_id() if id is None else id, "a task id")
@@ -248,9 +353,9 @@ class TaskQueue:
         return NewTask(
             id=task_id,
             kind=kind,
-            priority=self._priority(priority, role, maintenance=maintenance),
+            priority=self._priority(options.get("priority"), role, maintenance=options.get("maintenance", False)),
             payload=self._codec.encode(task_id, text),
-            fingerprint=fingerprint(kind, text),
+            fingerprints=self._codec.fingerprints(task_id, kind, text),
             user_id=None if user_id is None else check_id(user_id, "a user id"),
             role=role,
             partition=None if partition is None else check_id(partition, "a partition key"),
@@ -320,9 +425,16 @@ class TaskQueue:
         """Cancel a waiting task at once; a running one is told, and ended by its worker if it does not end itself."""
         check_id(id, "a task id")
         task = self._run(lambda tx: records.cancel(tx, id, by=by or user_id or "headway", user_id=user_id), "cancel")
-        if task.is_final and self.hints is not None:
-            self.hints.withdraw([(task.id, task.priority)])
+        if task.is_final:
+            if self.hints is not None:
+                self.hints.withdraw([(task.id, task.priority)])
+            self.settled([task])
         return task
+
+    def settled(self, tasks: Iterable[Task]) -> None:
+        """These tasks ended, or wait again: the quick check of users' places forgets those that ended."""
+        if self._places is not None and self._per_user == 1:
+            self._places.leave(task.user_id for task in tasks if task.is_final and task.user_id is not None)
 
     def retry(self, id: str) -> Task:
         """Give a failed or cancelled task another life."""
@@ -334,27 +446,72 @@ class TaskQueue:
         chosen = _member(Priority, queue, "a queue")
         self._run(lambda tx: records.pause(tx, chosen, reason=reason, by=by, until=until), "pause")
 
-    def resume(self, queue: Priority | str) -> bool:
+    def resume(self, queue: Priority | str, *, by: str = "headway") -> bool:
         """Whether it had been paused."""
         chosen = _member(Priority, queue, "a queue")
-        return self._run(lambda tx: records.resume(tx, chosen), "resume")
+        return self._run(lambda tx: records.resume(tx, chosen, by=by), "resume")
 
-    def limit(self, scope: str, key: str = "*", *, concurrency: int | None = None, rate: float | None = None) -> None:
+    def limit(
+        self,
+        scope: str,
+        key: str = "*",
+        *,
+        concurrency: int | None = None,
+        rate: float | None = None,
+        by: str = "headway",
+    ) -> None:
         """Bound how many run at once, or start per second; see `headway.queue.limits`. With neither: no bound."""
-        self._run(lambda tx: limits.set_limit(tx, scope, key, concurrency=concurrency, rate=rate), "limit")
+
+        def work(tx: Tx) -> None:
+            limits.set_limit(tx, scope, key, concurrency=concurrency, rate=rate)
+            records.audit(tx, by, "queue.limit", {"scope": scope, "key": key, "concurrency": concurrency, "rate": rate})
+
+        self._run(work, "limit")
+
+    def set(self, name: str, value: object, *, by: str = "headway") -> None:
+        """Set one of `headway.queue.settings.LIVE` for every worker and supervisor, within seconds and without a restart."""
+        self._run(lambda tx: settings.put(tx, name, value, by=by), "set")
+
+    def unset(self, name: str, *, by: str = "headway") -> bool:
+        """Back to what each host's own settings say; whether it was set."""
+        return self._run(lambda tx: settings.remove(tx, name, by=by), "set")
+
+    def drain(self, worker: str, *, by: str) -> str:
+        """Ask a worker to finish what it runs and end; what it is asked now. Its supervisor starts another in its place:
+        how many there are is a setting. Raises `NotFound`, and `InvalidInput` for one that has ended."""
+        return self._run(lambda tx: records.end_worker(tx, worker, "drain", by=by), "drain")
+
+    def stop(self, worker: str, *, by: str) -> str:
+        """As `drain`, but at once: what it runs goes back into its queue, with no attempt counted."""
+        return self._run(lambda tx: records.end_worker(tx, worker, "stop", by=by), "stop")
 
     # ---- the database ------------------------------------------------------------------------------------------------
 
     @property
     def hints(self) -> RqHints | None:
         """Who tells RQ of tasks; None in database mode."""
+        self.refresh()
         if self._hints is None and self.redis_url is not None:
-            from headway.queue.rq import RqHints
-
             with self._opening:
-                if self._hints is None:
-                    self._hints = RqHints(self.redis_url)
+                self._use_redis()
         return self._hints
+
+    def _use_redis(self) -> None:
+        """Unless another thread was quicker, or has let it go. Nothing is sent yet."""
+        url = self.redis_url
+        if self._hints is not None or url is None:
+            return
+        from headway.queue.places import Places
+        from headway.queue.rq import SUBMIT_TIMEOUT, RqHints
+
+        most = None if self._config is None else self._config["queue_redis_memory"]
+        hints = RqHints(url, memory_limit=None if most is None else int(most) * 2**20)
+        self._places = Places(url, timeout=SUBMIT_TIMEOUT)
+        self._hints = hints
+
+    def reaches_redis(self) -> bool | None:
+        """Whether Redis answers; None where none is named."""
+        return self._places.answers() if self.hints is not None and self._places is not None else None
 
     @property
     def database(self) -> Database:
@@ -369,10 +526,16 @@ class TaskQueue:
         """A stored payload as JSON text, or an error if it was altered or is another task's."""
         return self._codec.decode(id, stored)
 
+    def _let_redis_go(self) -> None:
+        """Whoever is using it in another thread is told that it is away, and its task waits for the sweeper."""
+        hints, places, self._hints, self._places = self._hints, self._places, None, None
+        if hints is not None:
+            hints.close()
+        if places is not None:
+            places.close()
+
     def close(self) -> None:
-        if self._hints is not None:
-            self._hints.close()
-            self._hints = None
+        self._let_redis_go()
         if self._opened is not None and self._url is not None:
             self._opened.close()
             self._opened = None
@@ -387,6 +550,9 @@ class TaskQueue:
         return self.database.run(work, operation=f"queue.{operation}")
 
 
+_SETTINGS = {"database", "redis", "mode", "per_user", "keys"}
+#: Where a queue lives, and whom it tells.
+_PLACE = ("_opened", "_url", "_hints", "_places", "redis_url", "_config", "_on_submit", "_moved")
 _T = TypeVar("_T")
 _E = TypeVar("_E", Status, Priority)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
@@ -90,31 +90,22 @@ class Task:
         return self.status.is_final
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "kind": self.kind,
-            "queue": self.priority.value,
-            "status": self.status.value,
-            "version": self.version,
-            "user_id": self.user_id,
-            "role": self.role,
-            "attempts": self.attempts,
-            "retries": self.retries,
-            "percent": self.percent,
-            "message": self.message,
-            "error": self.error,
-            "worker": self.worker,
-            "created_at": _stamp(self.created_at),
-            "updated_at": _stamp(self.updated_at),
-            "run_at": _stamp(self.run_at),
-            "started_at": _stamp(self.started_at),
-            "ended_at": _stamp(self.ended_at),
-            "cancelling": self.cancelling,
-        }
+        return as_json(self)
 
 
-def _stamp(at: datetime | None) -> str | None:
-    return None if at is None else at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+def as_json(value: Task | QueueInfo) -> dict[str, Any]:
+    """Its fields in JSON's types. `headway.views.queue` has the same keys, and says what each of them is."""
+    return {JSON_NAMES.get(field.name, field.name): _plain(getattr(value, field.name)) for field in fields(value)}
+
+
+#: Fields whose key has another name: which queue a task is in is its priority.
+JSON_NAMES = {"priority": "queue"}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, datetime):
+        return value.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return value.value if isinstance(value, StrEnum) else value
 
 
 def moment(seconds: float) -> datetime:
@@ -129,7 +120,7 @@ class NewTask:
     kind: str
     priority: Priority
     payload: str
-    fingerprint: str
+    fingerprints: Sequence[str]  # the first is written; a task that has any of them is the same one
     user_id: str | None = None
     role: str = "user"
     partition: str | None = None
@@ -181,18 +172,5 @@ class QueueInfo:
     failed: int
     cancelled: int
 
-    def as_json(self) -> Mapping[str, Any]:
-        return {
-            "queue": self.priority.value,
-            "waiting": self.waiting,
-            "delayed": self.delayed,
-            "running": self.running,
-            "oldest_wait": self.oldest_wait,
-            "paused": self.paused,
-            "paused_by": self.paused_by,
-            "paused_until": _stamp(self.paused_until),
-            "reason": self.reason,
-            "completed": self.completed,
-            "failed": self.failed,
-            "cancelled": self.cancelled,
-        }
+    def as_json(self) -> dict[str, Any]:
+        return as_json(self)

@@ -36,6 +36,7 @@ from headway.queue.execution import (
     TaskTimeout,
     perform,
 )
+from headway.queue.settings import LiveSettings
 from headway.queue.taskqueue import Context, Handler, TaskQueue
 from headway.queue.values import Claim, Priority, Task
 from headway.queue.watch import PULSE, Pulse, Renewal, Settings, Watch
@@ -73,6 +74,8 @@ class Worker:
         queue: TaskQueue,
         *,
         source: Source | None = None,
+        make_source: Callable[[], Source] | None = None,
+        live: LiveSettings | None = None,
         settings: Settings | None = None,
         name: str | None = None,
         shutdown: Shutdown | None = None,
@@ -80,9 +83,13 @@ class Worker:
         orphaned: Callable[[], bool] = lambda: False,
     ) -> None:
         """``context`` is entered around every handler, in the process that runs it. ``orphaned`` says that whoever started
-        this worker is gone: then it ends as if it had been asked to."""
+        this worker is gone: then it ends as if it had been asked to. ``live``: settings it goes by while it runs.
+        ``make_source``: for a queue whose Redis may change, how to make the source that it needs now."""
         self._queue = queue
-        self._source = source or DatabaseSource(queue)
+        self._make_source, self._listens_to = make_source, queue.redis_url
+        self._source = source or (DatabaseSource(queue) if make_source is None else make_source())
+        self._live = live
+        self._longest: float | None = None
         self.settings = settings or Settings()
         self.name = name or f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
         self._shutdown = shutdown or Shutdown()
@@ -121,6 +128,9 @@ class Worker:
                     continue
                 if rest and burst and not self._held and not self._ended:
                     return
+                if not rest and time.monotonic() - self._said_at > ALIVE_SECONDS:
+                    # Short tasks leave it no rest: it is not lost all the same, and hears what is wanted of it.
+                    self._say_alive("busy")
                 if rest:
                     self._say_alive("idle")
                     self._source.wait(rest, self._shutdown.stop)
@@ -131,10 +141,11 @@ class Worker:
     def tick(self) -> float:
         """One batch: claim, run, record. Seconds to rest when there was nothing."""
         self._record()
+        self._follow()
         if not self._held and not self._stopping():
             who = Claimant(self.name, self._owner, sorted(self._queue.handlers), self.settings.lease)
             asked_at = time.monotonic()
-            self._held.extend(self._source.claim(who, self.settings.queues, self._batch()))
+            self._held.extend(map(self._bounded, self._source.claim(who, self.settings.queues, self._batch())))
             self._ours_until = asked_at + self.settings.lease
             self._lost.clear()
             self._cancelling.clear()
@@ -148,6 +159,26 @@ class Worker:
                 self._run_forked(self._held.popleft(), handler)
         self._record()
         return 0.0
+
+    def _follow(self) -> None:
+        """Go by the settings as they are now, from the next claim on; listen to another Redis if one is named."""
+        if self._live is not None and self._live.refresh():
+            now = self._live.in_force
+            self.settings = replace(
+                self.settings, batch=now.batch, memory_limit=now.memory_limit, cancel_grace=now.cancel_grace,
+                drain=now.drain,
+            )  # fmt: skip
+            self._longest = now.timeout
+        self._queue.refresh()
+        if self._make_source is not None and self._queue.redis_url != self._listens_to:
+            self._listens_to = self._queue.redis_url
+            self._source.close()  # what it popped and did not claim is found by the sweeper
+            self._source = self._make_source()
+
+    def _bounded(self, claim: Claim) -> Claim:
+        """As long as its handler allows, but no longer than any may take."""
+        times = [seconds for seconds in (claim.timeout, self._longest) if seconds is not None]
+        return claim if self._longest is None else replace(claim, timeout=min(times))
 
     def _batch(self) -> int:
         """One at a time where a task takes a process: the others would only wait for it, and somebody else be idle."""
@@ -180,8 +211,8 @@ class Worker:
         if not self._stopping():
             return False
         if self._drain is None:
-            self._drain = Budget(0.0 if self._wanted == "stop" else self.settings.drain)
-        return self._shutdown.abandon.is_set() or self._drain.spent
+            self._drain = Budget(self.settings.drain)
+        return self._shutdown.abandon.is_set() or self._wanted == "stop" or self._drain.spent
 
     # ---- a process per task ------------------------------------------------------------------------------------------
 
@@ -291,7 +322,9 @@ class Worker:
                     self._completed += ended.failure is None
                     self._failed += ended.failure is not None
                     metrics.observe("headway_task_seconds", seconds, kind=task.kind, status=task.status.value)
-            self._source.settled([task for task in settled if task is not None])
+            ended_tasks = [task for task in settled if task is not None]
+            self._source.settled(ended_tasks)
+            self._queue.settled(ended_tasks)
 
     def record(self) -> None:
         try:
@@ -365,7 +398,8 @@ class Worker:
                 "INSERT INTO task_workers (name, owner, host, pid, queues, version, state, task, completed, failed, rss, "
                 "started_at, seen_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
                 "state = excluded.state, task = excluded.task, completed = excluded.completed, failed = excluded.failed, "
-                "rss = excluded.rss, seen_at = excluded.seen_at, queues = excluded.queues RETURNING wanted",
+                "rss = excluded.rss, seen_at = excluded.seen_at, queues = excluded.queues, ended_at = NULL "
+                "RETURNING wanted",
                 (self.name, write_owner(self._owner), self._owner.host, os.getpid(),
                  ",".join(queue.value for queue in self.settings.queues), __version__, state, task, self._completed,
                  self._failed, _rss(), now, now),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 from headway.views.shape import Json, document
 
 if TYPE_CHECKING:
     from headway.queue.taskqueue import TaskQueue
-    from headway.queue.values import Task
+    from headway.queue.values import QueueInfo, Task
 
 
 class QueueView(NamedTuple):
@@ -107,6 +108,8 @@ class WorkerView(NamedTuple):
     rss: Annotated[int | None, "bytes of memory"]
     version: Annotated[str, "of headway"]
     wanted: Annotated[str | None, "drain or stop: what an operator asked for"]
+    wanted_by: Annotated[str | None, "who asked for it"]
+    wanted_at: Annotated[datetime | None, "when they did"]
     started_at: Annotated[datetime, "when it began"]
     seen_at: Annotated[datetime, "its last sign of life"]
 
@@ -120,24 +123,50 @@ class Workers(NamedTuple):
         return document(self)
 
 
+class QueueSetting(NamedTuple):
+    """One setting of the running queue."""
+
+    name: Annotated[str, "its name"]
+    value: Annotated[float | str | None, "its value; a text only where it is refused"]
+    origin: Annotated[str, "where the value comes from; operator: headway queue set"]
+    set_by: Annotated[str | None, "who set it"]
+    set_at: Annotated[datetime | None, "when they did"]
+
+
+class QueueSettings(NamedTuple):
+    """`headway queue settings`: what workers and supervisors go by, as this host sees it."""
+
+    settings: Annotated[tuple[QueueSetting, ...], "the settings"]
+
+    def as_json(self) -> Json:
+        return document(self)
+
+
 def read_queues(queue: TaskQueue) -> Queues:
-    return Queues(
-        tuple(
-            QueueView(
-                info.priority.value, info.waiting, info.delayed, info.running, info.oldest_wait, info.completed,
-                info.failed, info.cancelled, info.paused, info.paused_by, info.paused_until, info.reason,
-            )
-            for info in queue.stats()
-        )
-    )  # fmt: skip
+    return Queues(tuple(_view(QueueView, info) for info in queue.stats()))
 
 
 def task_view(task: Task) -> TaskView:
-    return TaskView(
-        task.id, task.kind, task.priority.value, task.status.value, task.version, task.user_id, task.role, task.attempts,
-        task.retries, task.percent, task.message, task.error, task.worker, task.cancelling, task.created_at,
-        task.updated_at, task.run_at, task.started_at, task.ended_at,
-    )  # fmt: skip
+    return _view(TaskView, task)
+
+
+_V = TypeVar("_V", QueueView, TaskView)
+
+
+def _view(kind: type[_V], value: Task | QueueInfo) -> _V:
+    """By the names of its fields: `as_json` of the value has the same."""
+    from headway.queue.values import JSON_NAMES
+
+    names = {key: name for name, key in JSON_NAMES.items()}
+    found: list[Any] = [getattr(value, names.get(field, field)) for field in kind._fields]
+    return kind._make(str(each) if isinstance(each, StrEnum) else each for each in found)
+
+
+def read_settings(queue: TaskQueue) -> QueueSettings:
+    from headway.queue.settings import listing
+
+    found = listing(queue.database, queue.worker_config({}))
+    return QueueSettings(tuple(QueueSetting(one.name, one.value, one.origin, one.set_by, one.set_at) for one in found))
 
 
 def read_tasks(
@@ -171,15 +200,16 @@ def read_workers(queue: TaskQueue) -> Workers:
     from headway.queue.values import moment
 
     rows = queue.database.all(
-        "SELECT name, host, pid, state, queues, task, completed, failed, rss, version, wanted, started_at, seen_at "
-        "FROM task_workers ORDER BY ended_at IS NOT NULL, started_at, name"
+        "SELECT name, host, pid, state, queues, task, completed, failed, rss, version, wanted, wanted_by, wanted_at, "
+        "started_at, seen_at FROM task_workers ORDER BY ended_at IS NOT NULL, started_at, name"
     )
     return Workers(
         tuple(
             WorkerView(
-                name, host, pid, state, tuple(queues.split(",")), task, completed, failed, rss, version, wanted,
-                moment(started_at), moment(seen_at),
+                name, host, pid, state, tuple(queues.split(",")), task, completed, failed, rss, version, wanted, wanted_by,
+                None if wanted_at is None else moment(wanted_at), moment(started_at), moment(seen_at),
             )
-            for name, host, pid, state, queues, task, completed, failed, rss, version, wanted, started_at, seen_at in rows
+            for name, host, pid, state, queues, task, completed, failed, rss, version, wanted, wanted_by, wanted_at,
+                started_at, seen_at in rows
         )
     )  # fmt: skip

@@ -65,7 +65,9 @@ def read_settings(config: Config) -> Settings:
     """Every setting, as it may be shown."""
     return Settings(
         {
-            option.name: SettingView(shown(option.name, found.value), found.origin, option.help)
+            option.name: SettingView(
+                "***" if option.secret and found.value else shown(option.name, found.value), found.origin, option.help
+            )
             for option, found in config.items()
         }
     )

@@ -42,6 +42,7 @@ SCHEMAS = {
     "Tasks": "headway.tasks/1",
     "TaskSheet": "headway.task/1",
     "Workers": "headway.workers/1",
+    "QueueSettings": "headway.queue-settings/1",
     "RelayStatus": "headway.relay/1",
     "RelayPoison": "headway.relay-poison/1",
     "Health": "headway.doctor/1",
