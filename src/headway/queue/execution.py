@@ -27,6 +27,7 @@ from headway.failure import Failure, describe
 from headway.queue.codec import PAYLOAD_LIMIT
 from headway.queue.taskqueue import Context
 from headway.queue.values import Claim
+from headway.wording import printable
 
 #: What a handler may return, in bytes of JSON.
 RESULT_LIMIT = PAYLOAD_LIMIT
@@ -79,7 +80,7 @@ class RunningTask:
         number = float(percent)
         if not 0.0 <= number <= 100.0:
             raise ValueError(f"progress goes from 0 to 100, not {number}")
-        self._report(number, str(message)[:_MESSAGE_LIMIT])
+        self._report(number, printable(str(message)[:_MESSAGE_LIMIT]))  # no database takes U+0000 or half a pair
 
     @property
     def cancelled(self) -> bool:
@@ -160,6 +161,10 @@ class Horse:
     def kill(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+        with suppress(
+            ProcessLookupError
+        ):  # a handler may have left its group; it is not collected yet, so the pid is its
+            os.kill(self.pid, signal.SIGKILL)
 
     def rss(self) -> int:
         """Bytes of memory it has in use; 0 when it is gone."""
@@ -173,13 +178,17 @@ class Horse:
         """Read what it says for up to ``seconds``; whether it has ended."""
         poll = select.poll()
         poll.register(self._reading, select.POLLIN | select.POLLHUP)
-        if not poll.poll(max(0.0, seconds) * 1000):
-            return False
-        # Whatever it started may keep the pipe open: its own word that it ended is enough.
-        if self._receive() and self.ended is None:
+        poll.poll(max(0.0, seconds) * 1000)
+        # Whatever it started may keep the pipe open: its own word that it ended is enough, and so is its death. That is
+        # looked for before the pipe is read, so all it said is in there.
+        is_dead = self._is_dead()
+        if self._receive() and self.ended is None and not is_dead:
             return False
         self._reap()
         return True
+
+    def _is_dead(self) -> bool:
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _receive(self) -> bool:
         """Take what lies in the pipe; False when it has ended."""
@@ -260,9 +269,11 @@ def _be_the_horse(
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
-        lock = threading.Lock()
+        lock, me = threading.Lock(), os.getpid()
 
         def send(message: dict[str, Any]) -> None:
+            if os.getpid() != me:
+                return  # a process the handler forked came back into our code: it speaks for nobody
             raw = json.dumps(message).encode()
             with lock:
                 _write_all(writing, struct.pack(">I", len(raw)) + raw)

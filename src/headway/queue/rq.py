@@ -25,7 +25,8 @@ from rq.results import Result
 from rq.serializers import JSONSerializer
 
 from headway import _redis
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, InvalidInput
+from headway.ids import check_id
 from headway.queue import claims
 from headway.queue.claims import Claimant
 from headway.queue.taskqueue import TaskQueue
@@ -50,6 +51,7 @@ WINDOW = 10_000
 OVERFLOW_FROM, OVERFLOW_UNTIL = 0.85, 0.75
 _FAILED_SECONDS = 7 * 86_400
 _IDLE_LOOK = 1.0
+_PASSED_OVER = 100
 
 
 def not_by_this_worker(task_id: str) -> None:
@@ -118,12 +120,16 @@ class RqHints:
         pipeline.execute()
         return done
 
-    def missing(self, tasks: Sequence[tuple[str, Priority]]) -> list[tuple[str, Priority]]:
-        """Those of ``tasks`` that stand in no queue of RQ: their hint was popped and came to nothing, or was lost."""
+    def missing(self, tasks: Sequence[tuple[str, Priority]]) -> list[tuple[str, Priority]] | None:
+        """Those of ``tasks`` that stand in no queue of RQ: their hint was popped and came to nothing, or was lost. None
+        while Redis is away."""
         present: set[str] = set()
-        for name in sorted({priority.value for _, priority in tasks}):
-            found: Any = self._client.lrange(_list_key(name), 0, -1)
-            present.update(raw.decode("utf-8", "replace") for raw in found)
+        try:
+            for name in sorted({priority.value for _, priority in tasks}):
+                found: Any = self._client.lrange(_list_key(name), 0, -1)
+                present.update(raw.decode("utf-8", "replace") for raw in found)
+        except _redis.failures():
+            return None
         return [(task_id, priority) for task_id, priority in tasks if task_id not in present]
 
     def look_at_memory(self) -> bool:
@@ -224,12 +230,15 @@ class RqSource:
     # ---- what a worker asks ------------------------------------------------------------------------------------------
 
     def claim(self, who: Claimant, queues: Sequence[Priority], limit: int) -> list[Claim]:
-        hinted = self._take_hints(queues, limit)
-        if hinted is None:
-            return self._claim_rows(who, queues, limit)  # Redis is away: as if there were none
         claimed: list[Claim] = []
-        if hinted:
-            claimed = self._claim_hinted(who, queues, hinted)
+        for _ in range(_PASSED_OVER):  # hints that lead to nothing (forged, a replay) do not look like an empty queue
+            hinted = self._take_hints(queues, limit)
+            if hinted is None:
+                return self._claim_rows(who, queues, limit)  # Redis is away: as if there were none
+            if hinted:
+                claimed = self._claim_hinted(who, queues, hinted)
+            if claimed or not hinted:
+                break
         if not claimed and self._clock() - self._looked_at > _IDLE_LOOK:
             # Rows that RQ was not told of (an overflow, a limit that is free again) are not left to the sweeper alone.
             self._looked_at = self._clock()
@@ -317,7 +326,7 @@ class RqSource:
     def _claim_hinted(
         self, who: Claimant, queues: Sequence[Priority], hinted: Sequence[tuple[str, Priority]]
     ) -> list[Claim]:
-        ids = [task_id for task_id, _ in hinted]
+        ids = [task_id for task_id, _ in hinted if _may_be_ours(task_id)]
 
         def work(tx: Any) -> tuple[list[Claim], set[str], set[str]]:
             claimed = claims.claim(tx, who, queues=queues, limit=len(ids), ids=ids)
@@ -359,6 +368,8 @@ class RqSource:
         shown = task_id if len(task_id) <= 60 else task_id[:57] + "..."
         log.critical("security: a job in RQ is no task of ours; it was not run", key=shown, queue=queue.value)
         metrics.count("headway_queue_refused")
+        if not _may_be_ours(task_id):
+            return  # nor an id of RQ: there is no job to show, and what somebody wrote there may be megabytes
         with suppress(*_redis.failures()):
             pipeline = self._client.pipeline(transaction=True)
             pipeline.hset(RqJob.key_for(task_id), mapping={"status": JobStatus.FAILED.value})
@@ -403,6 +414,15 @@ class RqSource:
             pipeline.execute()
         except _redis.failures() as error:
             self._failed(error)
+
+
+def _may_be_ours(task_id: str) -> bool:
+    """Whether the database may be asked for it: PostgreSQL, for one, takes no U+0000."""
+    try:
+        check_id(task_id, "a task id")
+    except InvalidInput:
+        return False
+    return True
 
 
 def _hint(found: Sequence[bytes]) -> tuple[str, Priority]:

@@ -43,8 +43,8 @@ class Hints(Protocol):
         """Pass ids on, in this order; those that were."""
         ...
 
-    def missing(self, tasks: Sequence[tuple[str, Priority]]) -> list[tuple[str, Priority]]:
-        """Those that were passed on and are lost."""
+    def missing(self, tasks: Sequence[tuple[str, Priority]]) -> list[tuple[str, Priority]] | None:
+        """Those that were passed on and are lost; None while that cannot be known."""
         ...
 
     def look_at_memory(self) -> bool:
@@ -148,8 +148,11 @@ class Sweeper:
         old = database.run(
             lambda tx: claims.doubtful(tx, older_than=HINT_SECONDS, limit=_BATCH), operation="queue.doubtful"
         )
+        missing = hints.missing(old) if old else []
+        if missing is None:
+            return 0
         if old:
-            lost = {task_id for task_id, _ in hints.missing(old)}
+            lost = {task_id for task_id, _ in missing}
             present = [task_id for task_id, _ in old if task_id not in lost]
             database.run(lambda tx: claims.hinted(tx, present), operation="queue.hinted")  # looked at again later
             database.run(lambda tx: claims.unhint(tx, lost), operation="queue.unhint")

@@ -1,0 +1,126 @@
+"""Odd things that happen to a queue: each costs its own task or nothing, and never the next one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from headway.errors import InvalidInput
+from headway.queue.rq import RqSource
+from headway.queue.sweeper import Sweeper
+from headway.queue.taskqueue import TaskQueue
+from headway.queue.values import Status
+from headway.queue.watch import Settings
+from headway.queue.worker import Worker
+from tests.queue import app
+from tests.queue.test_tasks import take, worker
+from tests.services.redis import RedisServer
+from tests.services.waiting import eventually
+
+
+@pytest.fixture
+def queue(database_url: str) -> Iterator[TaskQueue]:
+    with app.build(database_url) as made:
+        yield made
+
+
+def drain(queue: TaskQueue) -> None:
+    source = None if queue.redis_url is None else RqSource(queue, queue.redis_url, name="drainer")
+    Worker(queue, source=source, settings=Settings(rest=0.05)).run(burst=True)
+
+
+@pytest.mark.parametrize("isolation", ["fork", "none"])
+@pytest.mark.parametrize("text", ["a\0b", "half a pair \ud800", "x" * 100_000], ids=["nul", "surrogate", "long"])
+def test_a_text_that_no_database_takes_costs_neither_its_task_nor_the_next(queue: TaskQueue, isolation: str, text: str):
+    def odd(task, payload):
+        task.progress(50, text)
+        if payload == "raise":
+            raise ValueError(text)
+
+    queue.handler(f"odd.{isolation}", retries=0, isolation=isolation)(odd)  # type: ignore[arg-type]  # one of the two
+    raised = queue.submit(f"odd.{isolation}", "raise")
+    returned = queue.submit(f"odd.{isolation}", "return")
+    fine = queue.submit(f"echo.{isolation}", 1)
+    drain(queue)
+    assert queue.get(raised.id).status is Status.FAILED
+    assert (queue.get(raised.id).error or "").startswith("ValueError: ")
+    assert queue.get(returned.id).status is Status.COMPLETED
+    assert queue.get(fine.id).status is Status.COMPLETED
+
+
+def test_a_handler_that_dies_and_leaves_a_child_holds_up_nothing(queue: TaskQueue):
+    def vanish(task, payload):
+        if os.fork() == 0:
+            signal.pause()
+        os._exit(3)
+
+    queue.handler("vanish", retries=0, timeout=60)(vanish)
+    task = queue.submit("vanish")
+    fine = queue.submit("echo.fork", 1)
+    drain(queue)
+    assert "exited with status 3" in (queue.get(task.id).error or "")
+    assert queue.get(fine.id).status is Status.COMPLETED
+
+
+def test_a_child_of_a_handler_that_returns_into_our_code_says_nothing(queue: TaskQueue):
+    def split(task, payload):
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+        return "the parent" if child else "the child"
+
+    queue.handler("split", retries=0)(split)
+    queue.submit("split")
+    drain(queue)
+    assert queue.database.all("SELECT status, result FROM tasks") == [("COMPLETED", '"the parent"')]
+
+
+@pytest.mark.req("S2-46")
+def test_a_kind_that_has_used_up_its_rate_does_not_hold_up_the_others(crowd: TaskQueue):
+    crowd.submit_many([{"kind": "caption"} for _ in range(5)])
+    crowd.submit("resize", id="other")
+    crowd.limit("kind", "caption", rate=0.001)
+    assert [claim.kind for claim in take(crowd)] == ["caption"]
+    assert [claim.id for claim in take(crowd)] == ["other"]
+    assert not take(crowd, 5, worker("w2"))
+
+
+@pytest.mark.req("S2-33")
+def test_the_sweeper_goes_on_while_redis_is_away_and_hints_when_it_is_back(
+    database_url: str, redis_factory: Callable[..., RedisServer]
+):
+    server = redis_factory()
+    with app.build(database_url, redis=server.url()) as queue:
+        task = queue.submit("echo.none", 1)
+        queue.database.run(lambda tx: tx.execute("UPDATE tasks SET hinted_at = hinted_at - 60"))
+        server.kill9()
+        sweeper = Sweeper(queue, hints=queue.hints)
+        sweeper.tick()
+        server.start()
+        eventually(lambda: sweeper.tick() >= 0 and server.client().lrange("rq:queue:normal", 0, -1) == [task.id])
+
+
+@pytest.mark.parametrize("raw", [b"a\0b", b"x" * 1_000_000, b"", "ü".encode()], ids=["nul", "long", "empty", "letter"])
+def test_a_forged_id_that_no_database_takes_is_refused_and_the_next_task_runs(
+    database_url: str, redis_server: RedisServer, raw: bytes
+):
+    with app.build(database_url, redis=redis_server.url()) as queue:
+        redis_server.client().rpush("rq:queue:urgent", raw)
+        fine = queue.submit("echo.none", 1)
+        drain(queue)
+        assert queue.get(fine.id).status is Status.COMPLETED
+        assert not redis_server.client().keys("rq:failed:*"), "what is no id of RQ is not shown to its tools"
+
+
+@pytest.mark.parametrize("id", ["-", "_x", "a" * 128])
+def test_every_id_that_is_accepted_runs_through_rq(database_url: str, redis_server: RedisServer, id: str):
+    with app.build(database_url, redis=redis_server.url()) as queue:
+        with pytest.raises(InvalidInput, match="cannot be a task id"):
+            queue.submit("echo.none", 1, id="a.b")
+        queue.submit("echo.none", 1, id=id)
+        failed = queue.submit("raise.none", "boom", id=f"{id[:120]}-2")
+        drain(queue)
+        assert (queue.get(id).status, queue.get(failed.id).status) == ("COMPLETED", "FAILED")
