@@ -6,7 +6,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from headway.lifecycle import Shutdown, on_signals
 from headway.queue.execution import GiveUp
@@ -15,10 +17,12 @@ from headway.queue.taskqueue import TaskQueue
 from headway.queue.watch import Settings
 from headway.queue.worker import Worker
 
+ISOLATIONS = ("fork", "none")
 
-def build(url: str, **options) -> TaskQueue:
+
+def build(url: str, *, isolations: Sequence[str] = ISOLATIONS, **options) -> TaskQueue:
     queue = TaskQueue(url, **{"per_user": None, **options})
-    for isolation in ("fork", "none"):
+    for isolation in isolations:
 
         def register(name: str, function, isolation=isolation, **more) -> None:
             queue.handler(f"{name}.{isolation}", isolation=isolation, **{"retries": 0, **more})(function)
@@ -30,6 +34,8 @@ def build(url: str, **options) -> TaskQueue:
         register("patient", patient)
         register("raise", odd)
         register("progress", told)
+    if "fork" not in isolations:
+        return queue
     queue.handler("exit.fork", retries=0)(lambda task, payload: os._exit(payload))
     queue.handler("kill.fork", retries=0)(lambda task, payload: os.kill(os.getpid(), signal.SIGKILL))
     queue.handler("close.fork", retries=0)(lambda task, payload: os.closerange(3, 256))
@@ -41,7 +47,7 @@ def build(url: str, **options) -> TaskQueue:
 def log(task, payload) -> None:
     """Leaves a line for every execution, as the truth about what ran."""
     with open(payload["file"], "a", encoding="utf-8") as file:
-        file.write(f"{task.id}\n")
+        file.write(f"{task.id} {task.attempts}\n")
     time.sleep(payload.get("seconds", 0.0))
 
 
@@ -107,16 +113,20 @@ def orphan(task, payload) -> str:
     return "left one behind"
 
 
-def main() -> None:
-    url, name, drain, redis = (*sys.argv[1:], "", "", "")[:4]
+def work(
+    url: str,
+    name: str,
+    *,
+    drain: float = 5.0,
+    redis: str | None = None,
+    isolations: Sequence[str] = ISOLATIONS,
+    options: Mapping[str, Any] | None = None,
+    ready: Callable[[], object] = lambda: None,
+) -> None:
+    """A worker, until it is told to end."""
     shutdown = Shutdown()
-    settings = Settings(drain=float(drain or 5.0), cancel_grace=1.0)
-    with on_signals(shutdown), build(url, redis=redis or None) as queue:
-        sys.stdout.write("ready\n")
-        sys.stdout.flush()
+    settings = Settings(drain=drain, cancel_grace=1.0)
+    with on_signals(shutdown), build(url, redis=redis, isolations=isolations, **(options or {})) as queue:
+        ready()
         source = RqSource(queue, redis, name=name) if redis else None
         Worker(queue, name=name, shutdown=shutdown, settings=settings, source=source).run()
-
-
-if __name__ == "__main__":
-    main()

@@ -8,6 +8,7 @@ takes the worker with it.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -34,6 +35,9 @@ RESULT_LIMIT = PAYLOAD_LIMIT
 _MESSAGE_LIMIT = 500
 #: A process that has said how it ended gets this long to be gone.
 EXIT_SECONDS = 2.0
+
+_PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # looked up before any fork
 
 Report = Callable[[float, str], None]
 
@@ -143,9 +147,10 @@ class Horse:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()  # or the child would print it a second time
+        worker = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            _be_the_horse(claim, function, text, context, writing, self._reading, self._flag)
+            _be_the_horse(claim, function, text, context, writing, self._reading, self._flag, worker)
         os.close(writing)
         os.set_blocking(self._reading, False)
         with suppress(OSError):  # the child does the same; whoever comes first
@@ -259,6 +264,7 @@ def _be_the_horse(
     writing: int,
     reading: int,
     flag: mmap.mmap,
+    parent: int,
 ) -> NoReturn:
     """The child. It never returns into the worker's code, whatever the handler does."""
     status = 1
@@ -266,6 +272,7 @@ def _be_the_horse(
         with suppress(OSError):
             os.setpgid(0, 0)
         os.close(reading)
+        _end_with(parent)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
@@ -306,6 +313,15 @@ def _be_the_horse(
             with suppress(BaseException):
                 stream.flush()
         os._exit(status)
+
+
+def _end_with(parent: int) -> None:
+    """Be killed when the worker dies: its task is given to another, and would run twice at the same time. Where the system
+    cannot do that (other than Linux) the handler goes on, and what it returns is heard by nobody."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before we asked
+            os._exit(1)
 
 
 def _write_all(descriptor: int, raw: bytes) -> None:
