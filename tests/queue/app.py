@@ -40,6 +40,7 @@ def build(url: str, *, isolations: Sequence[str] = ISOLATIONS, **options) -> Tas
     queue.handler("kill.fork", retries=0)(lambda task, payload: os.kill(os.getpid(), signal.SIGKILL))
     queue.handler("close.fork", retries=0)(lambda task, payload: os.closerange(3, 256))
     queue.handler("hog.fork", retries=0)(hog)
+    queue.handler("leak.fork", retries=0)(leak)
     queue.handler("orphan.fork", retries=0)(orphan)
     return queue
 
@@ -57,6 +58,13 @@ def patient(task, payload) -> str:
     while not task.cancelled:
         time.sleep(0.01)
     return "ended itself"
+
+
+def leak(task, payload) -> None:
+    """Fails with a secret in the message, and more of them where a careless traceback would show it."""
+    local = "canary-local"
+    task.progress(10, "began")
+    raise ValueError(f"token={payload['token']} is refused") from KeyError(len(local))
 
 
 class Hostile(Exception):

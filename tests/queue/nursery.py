@@ -16,6 +16,7 @@ import sys
 import threading
 from typing import Any
 
+from headway.telemetry import configure
 from tests.queue import app
 from tests.services.waiting import eventually
 
@@ -147,6 +148,7 @@ def _be_a_worker(order: dict[str, Any], *pipe: int) -> None:
         os.dup2(null, 0)
         if order.get("log"):
             os.dup2(os.open(order["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), 2)
+            configure(level="DEBUG")
         app.work(
             order["url"], order["name"], drain=order.get("drain", 5.0), redis=order.get("redis"),
             isolations=order.get("isolations", ("fork", "none")), options=order.get("options") or {},

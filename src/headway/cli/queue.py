@@ -77,7 +77,7 @@ def worker(
     """
     from headway.lifecycle import Shutdown, on_signals
     from headway.queue.app import load
-    from headway.queue.supervisor import Plan, Supervisor, work_off
+    from headway.queue.supervisor import Plan, Supervisor, log_as_configured, work_off
     from headway.queue.values import PRIORITIES, Priority
 
     chosen = PRIORITIES
@@ -87,6 +87,7 @@ def worker(
         if unknown or not names:
             raise InvalidInput(f"{queues!r} does not name queues.", hint=f"Use some of {', '.join(QUEUES)}.")
         chosen = tuple(Priority(name) for name in names)
+    log_as_configured()
     shutdown = Shutdown()
     with on_signals(shutdown), load(app) as queue:
         plan = Plan(app, workers, max(workers, max_workers or workers), chosen, drain)

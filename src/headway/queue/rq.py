@@ -82,6 +82,13 @@ class RqHints:
         )
         self._breaker = CircuitBreaker(threshold=1, cooldown=1.0)
 
+    def is_there(self) -> bool:
+        """Whether Redis answers."""
+        try:
+            return bool(self._client.ping())
+        except _redis.failures():
+            return False
+
     def push(self, tasks: Sequence[tuple[str, Priority]]) -> list[str]:
         """Put ids into their queues, in this order; those that RQ has now. The others wait for the sweeper."""
         if not tasks or self.overflowing or not self._breaker.allow():
@@ -282,10 +289,9 @@ class RqSource:
                     registry = FailedJobRegistry(
                         task.priority.value, connection=self._client, serializer=JSONSerializer
                     )
-                    registry.add(job, ttl=_FAILED_SECONDS, exc_string=task.error or "", pipeline=pipeline)
-                    Result.create_failure(
-                        job, _FAILED_SECONDS, task.error or "", worker_name=self._name, pipeline=pipeline
-                    )
+                    shown = _shown(task)
+                    registry.add(job, ttl=_FAILED_SECONDS, exc_string=shown, pipeline=pipeline)
+                    Result.create_failure(job, _FAILED_SECONDS, shown, worker_name=self._name, pipeline=pipeline)
                 elif task.status is not Status.QUEUED:
                     pipeline.delete(RqJob.key_for(task.id))
             if self._seen is not None:
@@ -414,6 +420,11 @@ class RqSource:
             pipeline.execute()
         except _redis.failures() as error:
             self._failed(error)
+
+
+def _shown(task: Task) -> str:
+    """What RQ's tools are told of a failure: its type. A message may quote the payload, and Redis is not given that."""
+    return f"{(task.error or '').partition(':')[0][:80]} (see: headway task show {task.id})"
 
 
 def _may_be_ours(task_id: str) -> bool:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from headway.config import Config
 from headway.errors import HeadwayError
 from headway.lifecycle import Shutdown, on_signals
 from headway.queue.app import load
@@ -26,7 +27,7 @@ from headway.queue.values import PRIORITIES, Priority
 from headway.queue.watch import Settings
 from headway.queue.worker import Source, Worker
 from headway.retry import RetryPolicy
-from headway.telemetry import Log, metrics
+from headway.telemetry import Log, configure, metrics
 
 log = Log("queue")
 
@@ -97,6 +98,7 @@ class Supervisor:
 
     def run(self) -> None:
         """Until a shutdown is asked for, and all workers have ended."""
+        look_at_stores(self._queue)
         stop = threading.Event()
         sweeper = threading.Thread(
             target=Sweeper(self._queue, hints=self._queue.hints).run, args=(stop,), name="headway-sweeper", daemon=True
@@ -212,8 +214,28 @@ def _how(status: int) -> str:
         return f"was killed by signal {-status}"
 
 
+def look_at_stores(queue: TaskQueue) -> None:
+    """Say at the start what can be reached. A Redis that is away is no reason not to begin; a database that cannot be used
+    is: then this raises."""
+    queue.database.one("SELECT 1")
+    log.info("the database can be used", reason=queue.database.engine)
+    if queue.hints is None:
+        log.info("there is no Redis: tasks are taken from the database")
+    elif queue.hints.is_there():
+        log.info("Redis can be used")
+    else:
+        log.warning("Redis is away at the start: tasks are taken from the database until it is back")
+
+
+def log_as_configured() -> None:
+    """A program of ours says what goes on; a library would stay quiet."""
+    config = Config()
+    configure(level=config.text("log_level").upper(), as_json=config["log_format"] == "json")
+
+
 def work_off(queue: TaskQueue, plan: Plan, *, shutdown: Shutdown) -> None:
     """One worker in this process, until nothing is left to do."""
+    look_at_stores(queue)
     name = f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
     settings = Settings(queues=plan.queues, drain=plan.drain)
     _worker(queue, name, settings, shutdown).run(burst=True)
@@ -239,6 +261,7 @@ def _worker(
 def _main(arguments: Sequence[str]) -> int:
     """One worker, as the supervisor starts it."""
     app, name, queues, drain = arguments
+    log_as_configured()
     shutdown = Shutdown()
     settings = Settings(queues=[Priority(each) for each in queues.split(",")], drain=float(drain))
     parent = os.getppid()
