@@ -157,7 +157,7 @@ def _be_a_worker(order: dict[str, Any], *pipe: int) -> None:
         status = 0
     finally:
         if status:
-            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # there is one
+            sys.excepthook(*sys.exc_info())
         os._exit(status)
 
 

@@ -235,6 +235,28 @@ def test_near_the_memory_limit_tasks_wait_in_the_database_and_somebody_is_told(
         hints.close()
 
 
+@pytest.mark.req("S2-31", "S2-50")
+def test_what_a_killed_worker_left_in_rq_is_cleaned_up(
+    queue: TaskQueue, redis_server: RedisServer, spawn: Callable[..., Forked]
+):
+    client: Any = redis_server.client(0)
+    task = queue.submit("sleep.fork", 50)
+    worker = spawn("w-1")
+    eventually(lambda: queue.get(task.id).status is Status.RUNNING and client.zcard("rq:wip:normal"))
+    worker.kill()
+    assert client.smembers("rq:workers") == {"rq:worker:w-1"}
+    client.delete("rq:worker:w-1")  # as it does by itself, two minutes later
+    [[entry, at]] = client.zrange("rq:wip:normal", 0, -1, withscores=True)
+    client.zadd("rq:wip:normal", {entry: at - 600})
+    now = [0.0]
+    sweeper = Sweeper(queue, hints=queue.hints, clock=lambda: now[0])
+    now[0] += 61
+    sweeper.tick()
+    assert not client.exists("rq:workers", "rq:workers:normal", "rq:wip:normal")
+    assert queue.get(task.id).status is Status.QUEUED
+    assert not client.exists("rq:failed:normal")
+
+
 @pytest.mark.req("S2-41")
 def test_a_paused_queue_keeps_its_tasks_and_gives_them_in_order_when_it_is_resumed(
     queue: TaskQueue, redis_server: RedisServer

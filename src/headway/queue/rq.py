@@ -20,9 +20,10 @@ from rq import SimpleWorker
 from rq.executions import Execution
 from rq.job import Job as RqJob
 from rq.job import JobStatus
-from rq.registry import FailedJobRegistry
+from rq.registry import FailedJobRegistry, StartedJobRegistry
 from rq.results import Result
 from rq.serializers import JSONSerializer
+from rq.worker_registration import clean_worker_registry
 
 from headway import _redis
 from headway.errors import HeadwayError, InvalidInput
@@ -171,6 +172,15 @@ class RqHints:
                 pipeline.zrem(registry.key, *ids)
                 pipeline.delete(*(key for name in names for key in (RqJob.key_for(name), f"rq:results:{name}")))
                 pipeline.execute()
+
+    def forget_the_dead(self) -> None:
+        """Take out of RQ's lists what killed workers left there. RQ's own cleaning would call a run that is over lost, and
+        put its task into the registry of failed jobs."""
+        with suppress(*_redis.failures()):
+            for priority in PRIORITIES:
+                clean_worker_registry(RqQueue(priority.value, connection=self._client))
+                started = StartedJobRegistry(priority.value, connection=self._client, serializer=JSONSerializer)
+                self._client.zremrangebyscore(started.key, 0, time.time() - 60)
 
     def _say(self, message: str) -> None:
         log.critical(message)
@@ -343,7 +353,7 @@ class RqSource:
             return claimed, known, waiting
 
         try:
-            claimed, known, _ = self._queue.database.run(work, operation="queue.claim")
+            claimed, known, waiting = self._queue.database.run(work, operation="queue.claim")
         except HeadwayError:
             self._popped = [*hinted, *self._popped]  # asked again when the database is back
             raise
@@ -351,7 +361,18 @@ class RqSource:
         for task_id, queue in hinted:
             if task_id not in taken and task_id not in known:
                 self._refuse(task_id, queue)
+        over = known - waiting - taken
+        if over:
+            self._let_expire(over)
         return claimed
+
+    def _let_expire(self, ids: Iterable[str]) -> None:
+        """A hint of a task that does not wait any more (Redis went back in time): what RQ knows of it is not kept for ever."""
+        with suppress(*_redis.failures()):
+            pipeline = self._client.pipeline(transaction=False)
+            for task_id in ids:
+                pipeline.expire(RqJob.key_for(task_id), _FAILED_SECONDS)
+            pipeline.execute()
 
     def _claim_rows(
         self, who: Claimant, queues: Sequence[Priority], limit: int, *, unhinted: bool = False

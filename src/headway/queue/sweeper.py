@@ -51,6 +51,10 @@ class Hints(Protocol):
         """Whether there is no room for more."""
         ...
 
+    def forget_the_dead(self) -> None:
+        """Clean up after workers that are gone."""
+        ...
+
 
 class Sweeper:
     """See the module. `tick` is one round."""
@@ -93,6 +97,8 @@ class Sweeper:
         if self._clock() - self._purged_at > 60.0:
             self._purged_at = self._clock()
             self.purge()
+            if self._hints is not None:
+                self._hints.forget_the_dead()
         self._measure()
         return 0.0 if len(ended) == _BATCH or hinted == _BATCH else INTERVAL
 
