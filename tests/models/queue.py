@@ -42,6 +42,7 @@ class World:
     pauses: bool = False  # an operator pauses the queue, and resumes it
     other: bool = False  # another user's task, and a limit of one that run at once
     by_hand: bool = False  # somebody tries a failed or cancelled task again
+    restores: bool = False  # Redis saves, and may go back to what it saved
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -63,7 +64,7 @@ class State:
     # Redis
     hints: int = 0
     slot: bool = False
-    dump: int | None = None
+    dump: int | None = None  # what it saved; -1: it does not save (any more)
     # agents
     submitter: str = "submit"  # submit, second half, over, gone
     second: str = "wants"  # wants, active, over
@@ -86,6 +87,7 @@ def model(variant: Variant, faults: int, world: World) -> Model[State]:
         operator="may" if world.pauses else "never",
         by_hand="may" if world.by_hand else "never",
         other="QUEUED" if world.other else "none",
+        dump=None if world.restores else -1,
     )
     return Model(start, lambda state: _steps(state, variant), _violation, _unfinished)
 
@@ -288,8 +290,8 @@ def _faults(state: State) -> Iterator[tuple[str, State]]:
         yield "redis is wiped", replace(less, hints=0, slot=False)
     if state.dump is None and state.hints:
         yield "redis saves", replace(state, dump=state.hints)
-    if state.dump is not None and state.dump != state.hints:
-        yield "redis goes back to what it saved", replace(less, hints=state.dump, dump=0)
+    if state.dump is not None and state.dump not in (-1, state.hints):
+        yield "redis goes back to what it saved", replace(less, hints=state.dump, dump=-1)
     if state.submitter == "second half":
         yield "the submitter dies", replace(less, submitter="gone")
     for number, worker in enumerate(state.workers):

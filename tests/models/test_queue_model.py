@@ -21,15 +21,16 @@ WRONG = [
     (Variant(retry_takes_place=False), 0, World(by_hand=True), "two active tasks of one user"),
 ]
 WORLDS = [
-    (ALONE, 1),
+    (ALONE, 2),
+    (World(restores=True), 1),
     (World(cancels=True), 1),
     (World(pauses=True), 1),
     (World(other=True), 1),
     (World(by_hand=True), 1),
 ]
 LARGE = [
-    (ALONE, 3),
-    (World(cancels=True), 3),
+    (World(restores=True), 3),
+    (World(restores=True, cancels=True), 3),
     (World(pauses=True), 2),
     (World(other=True), 2),
     (World(by_hand=True), 2),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from headway.errors import InvalidInput
+from headway.queue import claims
 from headway.queue.rq import RqSource
 from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
@@ -86,6 +87,25 @@ def test_a_kind_that_has_used_up_its_rate_does_not_hold_up_the_others(crowd: Tas
     assert [claim.kind for claim in take(crowd)] == ["caption"]
     assert [claim.id for claim in take(crowd)] == ["other"]
     assert not take(crowd, 5, worker("w2"))
+
+
+@pytest.mark.req("S2-46")
+def test_a_limit_of_none_for_everybody_leaves_those_with_a_limit_of_their_own(crowd: TaskQueue):
+    for user in ("anna", "bert", "cora", None):
+        crowd.submit_many([{"kind": "caption", "user_id": user, "id": f"{user}-{n}"} for n in range(2)])
+    crowd.limit("user", concurrency=0)
+    crowd.limit("user", "cora", concurrency=1)
+    assert [claim.id for claim in take(crowd, 8)] == ["cora-0", "None-0", "None-1"]
+    crowd.limit("user")
+    assert len(take(crowd, 8)) == 4
+
+
+def test_rq_is_not_told_of_what_has_used_up_its_rate(crowd: TaskQueue):
+    crowd.submit_many([{"kind": "caption"} for _ in range(3)])
+    crowd.submit("resize", id="other")
+    crowd.limit("kind", "caption", rate=0.001)
+    take(crowd)
+    assert crowd.database.run(lambda tx: claims.unhinted(tx, limit=10)) == [("other", "normal")]
 
 
 @pytest.mark.req("S2-33")

@@ -183,6 +183,16 @@ def test_a_shutdown_finishes_what_runs_and_gives_back_what_takes_longer_than_it_
     assert (task.status, task.attempts) == (Status.QUEUED, 0)
 
 
+@pytest.mark.req("S2-31")
+def test_the_process_of_a_task_ends_with_its_worker(queue: TaskQueue, spawn: Callable[..., Forked], tmp_path: Path):
+    task = queue.submit("patient.fork", str(tmp_path / "pid"))
+    worker = spawn("w1")
+    pid = int(eventually(lambda: (tmp_path / "pid").read_text() if (tmp_path / "pid").exists() else ""))
+    worker.kill()
+    eventually(lambda: not Path(f"/proc/{pid}").exists())
+    assert queue.get(task.id).status is Status.RUNNING, "until the sweeper looks"
+
+
 def test_a_worker_that_is_stopped_past_its_lease_records_nothing(queue: TaskQueue, spawn: Callable[..., Forked]):
     task = queue.submit("sleep.fork", 0.5)
     worker = spawn("paused")

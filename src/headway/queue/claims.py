@@ -68,10 +68,9 @@ def claim(
     limits = Limits(tx, now)
     rows: list[Row] = []
     while len(rows) < limit:
-        looked_at, numbers = _pick(tx, who, open_queues, limit - len(rows), ids, limits, unhinted=unhinted)
-        if not looked_at:
+        numbers = _pick(tx, who, open_queues, limit - len(rows), ids, limits, unhinted=unhinted)
+        if not numbers:
             break
-        # Where none of those looked at may run, a limit is full since: the next look leaves out what it bars.
         rows += _take(tx, who, numbers, now)
     limits.close()
     rows.sort(key=lambda row: (row[-3], row[-2], row[-8]))
@@ -90,9 +89,8 @@ def _pick(
     limits: Limits,
     *,
     unhinted: bool,
-) -> tuple[int, list[int]]:
-    """How many rows were looked at, and those of them that may run, locked. Under limits some may not: then the caller
-    asks for more."""
+) -> list[int]:
+    """Rows that may run, locked. Under limits some of those looked at may not: then the caller asks for more."""
     where = [f"place IN ({marks(len(places))})", f"kind IN ({marks(len(who.kinds))})"]
     values: list[Value] = [*places, *who.kinds]
     if ids is not None:
@@ -109,12 +107,10 @@ def _pick(
         f"ORDER BY place, turn, no LIMIT ?{_SKIP_LOCKED[tx.engine]}",
         (*values, count),
     )
-    return len(rows), [no for no, queue, user, party, kind in rows if limits.admits(queue, user, party, kind)]
+    return [no for no, queue, user, party, kind in rows if limits.admits(queue, user, party, kind)]
 
 
 def _take(tx: Tx, who: Claimant, numbers: Sequence[int], now: float) -> list[Row]:
-    if not numbers:
-        return []
     return tx.all(
         "UPDATE tasks SET status = 'RUNNING', version = version + 1, token = token + 1, holder = ?, lease_until = ?, "
         "worker = ?, started_at = ?, updated_at = ?, hinted_at = NULL "

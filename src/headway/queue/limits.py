@@ -52,6 +52,11 @@ class Limits:
             if keys:
                 where.append(f"coalesce({_COLUMN[scope]}, '') NOT IN ({marks(len(keys))})")
                 values += keys
+            if self._most.get((scope, "*")) == 0:
+                own = sorted(key for found, key in self._most if found == scope and key != "*")
+                nobody = f"{_COLUMN[scope]} IS NULL OR " if scope == "user" else ""
+                where.append(f"({nobody}{_COLUMN[scope]} IN ({marks(len(own))}))")
+                values += own
         return where, values
 
     def admits(self, queue: str, user: str | None, party: str, kind: str) -> bool:
