@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from headway.errors import InvalidInput
 from headway.queue import claims
 from headway.queue.rq import RqSource
 from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import Status
+from headway.queue.values import Priority, Status
 from headway.queue.watch import Settings
 from headway.queue.worker import Worker
 from tests.queue import app
@@ -31,6 +31,11 @@ def queue(database_url: str) -> Iterator[TaskQueue]:
 def drain(queue: TaskQueue) -> None:
     source = None if queue.redis_url is None else RqSource(queue, queue.redis_url, name="drainer")
     Worker(queue, source=source, settings=Settings(rest=0.05)).run(burst=True)
+
+
+def drained(queue: TaskQueue, *ids: str) -> bool:
+    drain(queue)
+    return all(queue.get(id).is_final for id in ids)
 
 
 @pytest.mark.parametrize("isolation", ["fork", "none"])
@@ -135,12 +140,49 @@ def test_a_forged_id_that_no_database_takes_is_refused_and_the_next_task_runs(
         assert not redis_server.client().keys("rq:failed:*"), "what is no id of RQ is not shown to its tools"
 
 
-@pytest.mark.parametrize("id", ["-", "_x", "a" * 128])
-def test_every_id_that_is_accepted_runs_through_rq(database_url: str, redis_server: RedisServer, id: str):
+@pytest.mark.parametrize("id", ["a.b", "-", "_x", "a" * 128])
+def test_every_id_that_is_accepted_runs_also_where_rq_does_not_take_it(
+    database_url: str, redis_server: RedisServer, id: str
+):
     with app.build(database_url, redis=redis_server.url()) as queue:
-        with pytest.raises(InvalidInput, match="cannot be a task id"):
-            queue.submit("echo.none", 1, id="a.b")
         queue.submit("echo.none", 1, id=id)
         failed = queue.submit("raise.none", "boom", id=f"{id[:120]}-2")
-        drain(queue)
+        eventually(lambda: drained(queue, id, failed.id))
         assert (queue.get(id).status, queue.get(failed.id).status) == ("COMPLETED", "FAILED")
+
+
+class Odd:
+    """Hints that fail once in a way nobody knows."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def look_at_memory(self) -> bool:
+        self.rounds += 1
+        if self.rounds == 1:
+            raise RuntimeError("nobody knows this")
+        return False
+
+    def push(self, tasks: Sequence[tuple[str, Priority]]) -> list[str]:
+        return [task_id for task_id, _ in tasks]
+
+    def missing(self, tasks: Sequence[tuple[str, Priority]]) -> list[tuple[str, Priority]]:
+        return list(tasks)
+
+    def forget_the_dead(self) -> None:
+        pass
+
+
+def test_a_sweeper_whose_round_fails_in_an_unknown_way_says_so_and_goes_on(
+    queue: TaskQueue, caplog: pytest.LogCaptureFixture
+):
+    hints, stop = Odd(), threading.Event()
+    sweeper = Sweeper(queue, hints=hints)
+    thread = threading.Thread(target=sweeper.run, args=(stop,))
+    thread.start()
+    try:
+        eventually(lambda: hints.rounds == 2)
+    finally:
+        stop.set()
+        thread.join()
+    assert "a round of the sweeper failed; it is tried again" in caplog.text

@@ -257,6 +257,22 @@ def test_what_a_killed_worker_left_in_rq_is_cleaned_up(
     assert not client.exists("rq:failed:normal")
 
 
+def test_users_take_turns_also_where_workers_hear_of_tasks_through_rq(queue: TaskQueue, tmp_path: Path):
+    truth = tmp_path / "ran"
+    for user, count in (("anna", 4), ("bert", 2), ("cora", 1)):
+        queue.submit_many(
+            [
+                {"kind": "log.none", "payload": {"file": str(truth)}, "user_id": user, "id": f"{user}-{n}"}
+                for n in range(count)
+            ]
+        )
+    for _ in range(3):
+        Sweeper(queue, hints=queue.hints).tick()
+        drain(queue)
+    order = [line.split()[0] for line in truth.read_text().splitlines()]
+    assert order == ["anna-0", "bert-0", "cora-0", "anna-1", "bert-1", "anna-2", "anna-3"]
+
+
 @pytest.mark.req("S2-41")
 def test_a_paused_queue_keeps_its_tasks_and_gives_them_in_order_when_it_is_resumed(
     queue: TaskQueue, redis_server: RedisServer

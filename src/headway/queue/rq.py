@@ -115,7 +115,7 @@ class RqHints:
         pipeline = self._client.pipeline(transaction=True)
         done = []
         for task_id, priority in tasks:
-            if room[priority.value] <= 0:
+            if room[priority.value] <= 0 or not _rq_takes(task_id):
                 continue
             room[priority.value] -= 1
             job = self.job(task_id, priority)
@@ -258,8 +258,9 @@ class RqSource:
                 break
         if not claimed and self._clock() - self._looked_at > _IDLE_LOOK:
             # Rows that RQ was not told of (an overflow, a limit that is free again) are not left to the sweeper alone.
-            self._looked_at = self._clock()
             claimed = self._claim_rows(who, queues, limit, unhinted=True)
+            if not claimed:  # where there was one there may be more
+                self._looked_at = self._clock()
         if claimed:
             self._show_started(claimed)
         return claimed
@@ -345,11 +346,13 @@ class RqSource:
         ids = [task_id for task_id, _ in hinted if _may_be_ours(task_id)]
 
         def work(tx: Any) -> tuple[list[Claim], set[str], set[str]]:
-            claimed = claims.claim(tx, who, queues=queues, limit=len(ids), ids=ids)
+            # A hint says that something waits in its queue; which row is next, the rows know: users take turns.
+            named = [queue for queue in queues if any(found is queue for _, found in hinted)]
+            claimed = claims.claim(tx, who, queues=named, limit=len(hinted))
             taken = {claim.id for claim in claimed}
             rest = [task_id for task_id in ids if task_id not in taken]
             known, waiting = claims.known(tx, rest)
-            claims.unhint(tx, waiting)  # paused, or over a limit: the sweeper tells RQ again when it may run
+            claims.unhint(tx, waiting)  # paused, over a limit, not its turn: the sweeper tells RQ again when it may run
             return claimed, known, waiting
 
         try:
@@ -430,7 +433,7 @@ class RqSource:
         try:
             self._show_alive()
             pipeline = self._client.pipeline(transaction=True)
-            for claim in claimed:
+            for claim in filter(lambda claim: _rq_takes(claim.id), claimed):
                 job = _job(self._client, claim.id, claim.priority)
                 job.prepare_for_execution(self._name, pipeline=pipeline)
                 pipeline.hset(RqJob.key_for(claim.id), mapping=job.to_dict(include_meta=False, include_result=False))
@@ -446,6 +449,11 @@ class RqSource:
 def _shown(task: Task) -> str:
     """What RQ's tools are told of a failure: its type. A message may quote the payload, and Redis is not given that."""
     return f"{(task.error or '').partition(':')[0][:80]} (see: headway task show {task.id})"
+
+
+def _rq_takes(task_id: str) -> bool:
+    """RQ takes no dot in an id: such a task is found by its row."""
+    return "." not in task_id
 
 
 def _may_be_ours(task_id: str) -> bool:

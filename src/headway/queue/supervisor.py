@@ -148,7 +148,12 @@ class Supervisor:
         for child in reversed(active[self._wanted :]):
             self._ask_to_end(child)
         while len(self.workers) < self._wanted and self._clock() >= self._not_before:
-            self._start()
+            try:
+                self._start()
+            except OSError as error:  # no memory, no process left: later there may be
+                self._crashes += 1
+                self._not_before = self._clock() + _CRASHED.delay(self._crashes)
+                log.warning("a worker cannot be started; it is tried again", error=str(error))
 
     def _start(self) -> None:
         name = f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"

@@ -15,6 +15,7 @@ from typing import Protocol
 from headway._lease import Lease, Owner, SqlLeases, read_owner
 from headway._sql import Tx
 from headway.errors import HeadwayError, Held, StaleClaim
+from headway.failure import describe
 from headway.queue import claims
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import Priority
@@ -78,10 +79,12 @@ class Sweeper:
         while not stop.wait(delay):
             try:
                 delay, failures = self.tick(), 0
-            except HeadwayError as error:
+            except Exception as error:  # noqa: BLE001 - a sweeper that ended would be missed only when tasks are
                 failures += 1
                 delay = _AWAY.delay(failures)
-                log.warning("a round of the sweeper failed; it is tried again", attempt=failures, error=str(error))
+                log.warning(
+                    "a round of the sweeper failed; it is tried again", attempt=failures, error=describe(error).text
+                )
         self.release()
 
     def tick(self) -> float:
