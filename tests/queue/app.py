@@ -32,6 +32,7 @@ def build(url: str, *, isolations: Sequence[str] = ISOLATIONS, **options) -> Tas
         register("sleep", lambda task, payload: time.sleep(payload), timeout=60.0, retries=3, retry_delay=0.05)
         register("quick", lambda task, payload: time.sleep(payload), timeout=1.0)
         register("patient", patient)
+        register("deaf", deaf, timeout=0.5)
         register("raise", odd)
         register("progress", told)
     if "fork" not in isolations:
@@ -58,6 +59,13 @@ def patient(task, payload) -> str:
     while not task.cancelled:
         time.sleep(0.01)
     return "ended itself"
+
+
+def deaf(task, payload) -> None:
+    """Cannot be ended from within."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})
+    while True:
+        time.sleep(60)
 
 
 def leak(task, payload) -> None:

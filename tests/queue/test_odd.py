@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import pytest
 
@@ -186,3 +187,23 @@ def test_a_sweeper_whose_round_fails_in_an_unknown_way_says_so_and_goes_on(
         stop.set()
         thread.join()
     assert "a round of the sweeper failed; it is tried again" in caplog.text
+
+
+@pytest.mark.parametrize("isolation", ["fork", "none"])
+def test_a_handler_may_use_the_queue_itself_and_its_worker_goes_on(
+    database_url: str, redis_server: RedisServer, isolation: Literal["fork", "none"]
+):
+    with app.build(database_url, redis=redis_server.url()) as queue:
+
+        def plan(task, payload):
+            follow = [queue.submit("echo.none", n, id=f"{task.id}-{n}").id for n in range(3)]
+            return [queue.get(id).status for id in (task.id, *follow)]
+
+        queue.handler("plan", retries=0, isolation=isolation)(plan)
+        for n in range(3):
+            queue.submit("plan", id=f"plan{n}")
+        drain(queue)
+        rows = queue.database.all("SELECT status, count(*) FROM tasks GROUP BY status")
+        assert rows == [("COMPLETED", 12)]
+        results = queue.database.all("SELECT result FROM tasks WHERE kind = 'plan'")
+        assert results == [('["RUNNING","QUEUED","QUEUED","QUEUED"]',)] * 3

@@ -183,6 +183,14 @@ def test_a_shutdown_finishes_what_runs_and_gives_back_what_takes_longer_than_it_
     assert (task.status, task.attempts) == (Status.QUEUED, 0)
 
 
+def test_a_handler_that_nothing_reaches_costs_its_worker_and_is_charged(queue: TaskQueue, spawn: Callable[..., Forked]):
+    task = queue.submit("deaf.none")
+    worker = spawn("w1")
+    assert worker.wait(60) == -signal.SIGKILL
+    sweeper = Sweeper(queue)
+    eventually(lambda: sweeper.tick() >= 0 and queue.get(task.id).status is Status.FAILED)
+
+
 @pytest.mark.req("S2-31")
 def test_the_process_of_a_task_ends_with_its_worker(queue: TaskQueue, spawn: Callable[..., Forked], tmp_path: Path):
     task = queue.submit("patient.fork", str(tmp_path / "pid"))
