@@ -21,7 +21,7 @@ from headway.errors import InvalidInput
 from headway.queue.rq import RqSource
 from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import Status
+from headway.queue.values import Status, UserBusy
 from headway.queue.watch import Settings
 from headway.queue.worker import Worker
 from tests.queue import app
@@ -238,3 +238,25 @@ def test_a_payload_that_was_moved_to_another_task_is_refused_and_said(
         assert (queue.get("one").attempts, queue.get("one").status) == (1, Status.FAILED)
         assert queue.get("two").status is queue.get("fine").status is Status.COMPLETED
         assert [record.message for record in caplog.records] == ["security: a payload was refused"]
+
+
+@pytest.mark.req("S2-52", "S2-54")
+def test_a_task_is_answered_in_the_same_form_with_redis_and_without(tmp_path: Path, redis_server: RedisServer):
+    answers = []
+    for mode, redis_url in (("database", None), ("rq", redis_server.url())):
+        with app.build(f"sqlite:///{tmp_path}/{mode}.db", redis=redis_url, mode=mode, per_user=1) as queue:
+            waiting = queue.submit("raise.none", "boom", user_id="anna", id="t-1").as_json()
+            with pytest.raises(UserBusy) as busy:
+                queue.submit("raise.none", user_id="anna")
+            drain(queue)
+            answers.append(([waiting, queue.get("t-1").as_json()], str(busy.value)))
+    changing = {"created_at", "updated_at", "run_at", "started_at", "ended_at", "worker"}
+    forms = [[{**task, **dict.fromkeys(changing)} for task in tasks] for tasks, _ in answers]
+    assert forms[0] == forms[1]
+    assert answers[0][1] == answers[1][1] == "User anna has an active task already: t-1 is QUEUED."
+    assert {name: type(value).__name__ for name, value in answers[1][0][1].items()} == {
+        "id": "str", "kind": "str", "queue": "str", "status": "str", "version": "int", "user_id": "str", "role": "str",
+        "attempts": "int", "retries": "int", "percent": "float", "message": "str", "error": "str", "worker": "str",
+        "created_at": "str", "updated_at": "str", "run_at": "str", "started_at": "str", "ended_at": "str",
+        "cancelling": "bool",
+    }  # fmt: skip
