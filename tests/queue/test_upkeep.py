@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -38,31 +39,40 @@ def drain(queue: TaskQueue) -> None:
     Worker(queue, source=source, context=queue.context, settings=Settings(rest=0.05)).run(burst=True)
 
 
-def burst(home: Path, url: str, redis_url: str | None = None) -> subprocess.CompletedProcess[str]:
-    """`headway worker --burst` on an application in ``home``."""
+def command(home: Path, url: str, redis_url: str | None = None) -> list[str]:
+    """`headway worker` on an application in ``home``."""
     (home / "shop.py").write_text(f"from tests.queue.app import build\nqueue = build({url!r}, redis={redis_url!r})\n")
+    return [sys.executable, "-m", "headway", "worker", "--app", "shop:queue"]
+
+
+def surroundings(home: Path) -> dict[str, Any]:
+    return {"cwd": home, "env": {**os.environ, "PYTHONPATH": str(ROOT), "HEADWAY_LOG_LEVEL": "info"}}
+
+
+def burst(home: Path, url: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "headway", "worker", "--app", "shop:queue", "--burst"],
-        cwd=home, env={**os.environ, "PYTHONPATH": str(ROOT), "HEADWAY_LOG_LEVEL": "info"},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        [*command(home, url), "--burst"], **surroundings(home), capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 @pytest.mark.req("S2-03", "S2-04")
+@pytest.mark.parametrize(
+    ("redis_is", "said"),
+    [("up", "INFO queue: Redis is connected"), ("down", "WARNING queue: Redis is away at the start")],
+)
 def test_a_worker_says_at_its_start_whether_redis_can_be_reached(
-    tmp_path: Path, redis_factory: Callable[..., RedisServer]
+    tmp_path: Path, redis_factory: Callable[..., RedisServer], redis_is: str, said: str
 ):
-    server, url = redis_factory(), f"sqlite:///{tmp_path}/queue.db"
-    with app.build(url) as queue:
-        first = queue.submit("echo.none", 1)
-        up = burst(tmp_path, url, server.url())
-        assert (up.returncode, queue.get(first.id).status) == (0, Status.COMPLETED)
-        assert "queue: Redis can be used" in up.stderr
+    server, url, log = redis_factory(), f"sqlite:///{tmp_path}/queue.db", tmp_path / "log"
+    if redis_is == "down":
         server.kill9()
-        second = queue.submit("echo.none", 2)
-        down = burst(tmp_path, url, server.url())
-        assert (down.returncode, queue.get(second.id).status) == (0, Status.COMPLETED)
-        assert "WARNING queue: Redis is away at the start: tasks are taken from the database" in down.stderr
+    with app.build(url) as queue, log.open("w") as stderr:
+        task = queue.submit("echo.none", 1)
+        with subprocess.Popen(command(tmp_path, url, server.url()), **surroundings(tmp_path), stderr=stderr) as worker:
+            eventually(lambda: said in log.read_text(), 60)
+            eventually(lambda: queue.get(task.id).status is Status.COMPLETED, 60)
+            worker.terminate()
+            assert worker.wait(60) == 0
 
 
 @pytest.mark.req("S2-61")

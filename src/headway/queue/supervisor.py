@@ -223,13 +223,13 @@ def look_at_stores(queue: TaskQueue) -> None:
     """Say at the start what can be reached. A Redis that is away is no reason not to begin; a database that cannot be used
     is: then this raises."""
     queue.database.one("SELECT 1")
-    log.info("the database can be used", reason=queue.database.engine)
+    log.info("the database is connected", reason=queue.database.engine)
     if queue.hints is None:
-        log.info("there is no Redis: tasks are taken from the database")
+        log.info("no Redis is named: workers hear of tasks from the database alone")
     elif queue.hints.is_there():
-        log.info("Redis can be used")
+        log.info("Redis is connected: workers hear of tasks through RQ")
     else:
-        log.warning("Redis is away at the start: tasks are taken from the database until it is back")
+        log.warning("Redis is away at the start: tasks wait in the database and are run from there")
 
 
 def log_as_configured() -> None:
