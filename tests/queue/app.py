@@ -117,9 +117,10 @@ def told(task, payload) -> str:
 
 def hog(task, payload) -> None:
     kept = []
-    while True:
+    for _ in range(60):  # not for ever, should nobody end it
         kept.append(bytearray(10 * 2**20))
         time.sleep(0.02)
+    time.sleep(5)
 
 
 def orphan(task, payload) -> str:
