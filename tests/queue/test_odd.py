@@ -64,7 +64,7 @@ def test_a_handler_that_dies_and_leaves_a_child_holds_up_nothing(queue: TaskQueu
             signal.pause()
         os._exit(3)
 
-    queue.handler("vanish", retries=0, timeout=60)(vanish)
+    queue.handler("vanish", retries=0, timeout=15)(vanish)
     task = queue.submit("vanish")
     fine = queue.submit("echo.fork", 1)
     drain(queue)
