@@ -76,6 +76,7 @@ def test_what_was_accepted_while_redis_was_frozen_goes_to_rq_and_runs_in_order(
                 for _ in range(2)
             ]
             assert [record.message for record in caplog.records if "Redis is away" in record.message]
+            assert not queue.database.all("SELECT 1 FROM tasks WHERE hinted_at IS NOT NULL"), "the rows know it at once"
         finally:
             server.sigcont()
         sweeper, client = Sweeper(queue, hints=queue.hints), server.client()
