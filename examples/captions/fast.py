@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Header
+from fastapi import Depends, FastAPI, Header, Request
+from fastapi.responses import JSONResponse
 
+from headway.errors import HeadwayError, NotFound
 from headway.queue.fastapi import Submit, lifespan, submitter
 from headway.queue.taskqueue import TaskQueue
+from headway.queue.values import UserBusy
 
 queue = TaskQueue("sqlite:///captions.db")
 
@@ -27,3 +31,15 @@ async def submit(
 ) -> dict[str, Any]:
     task = await send("caption", {"picture": picture}, user_id=x_user)
     return task.as_json()
+
+
+@app.get("/captions/{id}")
+async def look(id: str, x_user: Annotated[str, Header()]) -> dict[str, Any]:
+    task = await asyncio.to_thread(queue.get, id, user_id=x_user)
+    return task.as_json()
+
+
+@app.exception_handler(HeadwayError)
+async def explain(_request: Request, error: HeadwayError) -> JSONResponse:
+    status = {UserBusy: 409, NotFound: 404}.get(type(error), 503)
+    return JSONResponse({"error": str(error), "hint": error.hint}, status)

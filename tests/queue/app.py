@@ -6,7 +6,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from headway.lifecycle import Shutdown, on_signals
 from headway.queue.execution import GiveUp
@@ -15,10 +17,12 @@ from headway.queue.taskqueue import TaskQueue
 from headway.queue.watch import Settings
 from headway.queue.worker import Worker
 
+ISOLATIONS = ("fork", "none")
 
-def build(url: str, **options) -> TaskQueue:
+
+def build(url: str, *, isolations: Sequence[str] = ISOLATIONS, **options) -> TaskQueue:
     queue = TaskQueue(url, **{"per_user": None, **options})
-    for isolation in ("fork", "none"):
+    for isolation in isolations:
 
         def register(name: str, function, isolation=isolation, **more) -> None:
             queue.handler(f"{name}.{isolation}", isolation=isolation, **{"retries": 0, **more})(function)
@@ -28,12 +32,16 @@ def build(url: str, **options) -> TaskQueue:
         register("sleep", lambda task, payload: time.sleep(payload), timeout=60.0, retries=3, retry_delay=0.05)
         register("quick", lambda task, payload: time.sleep(payload), timeout=1.0)
         register("patient", patient)
+        register("deaf", deaf, timeout=0.5)
         register("raise", odd)
         register("progress", told)
+    if "fork" not in isolations:
+        return queue
     queue.handler("exit.fork", retries=0)(lambda task, payload: os._exit(payload))
     queue.handler("kill.fork", retries=0)(lambda task, payload: os.kill(os.getpid(), signal.SIGKILL))
     queue.handler("close.fork", retries=0)(lambda task, payload: os.closerange(3, 256))
     queue.handler("hog.fork", retries=0)(hog)
+    queue.handler("leak.fork", retries=0)(leak)
     queue.handler("orphan.fork", retries=0)(orphan)
     return queue
 
@@ -41,16 +49,31 @@ def build(url: str, **options) -> TaskQueue:
 def log(task, payload) -> None:
     """Leaves a line for every execution, as the truth about what ran."""
     with open(payload["file"], "a", encoding="utf-8") as file:
-        file.write(f"{task.id}\n")
+        file.write(f"{task.id} {task.attempts}\n")
     time.sleep(payload.get("seconds", 0.0))
 
 
 def patient(task, payload) -> str:
     """Ends itself when it is asked to."""
-    Path(payload).touch()
-    while not task.cancelled:
+    Path(payload).write_text(str(os.getpid()))
+    deadline = time.monotonic() + 60
+    while not task.cancelled and time.monotonic() < deadline:
         time.sleep(0.01)
     return "ended itself"
+
+
+def deaf(task, payload) -> None:
+    """Cannot be ended from within."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})
+    while True:
+        time.sleep(60)
+
+
+def leak(task, payload) -> None:
+    """Fails with a secret in the message, and more of them where a careless traceback would show it."""
+    local = "canary-local"
+    task.progress(10, "began")
+    raise ValueError(f"token={payload['token']} is refused") from KeyError(len(local))
 
 
 class Hostile(Exception):
@@ -94,9 +117,10 @@ def told(task, payload) -> str:
 
 def hog(task, payload) -> None:
     kept = []
-    while True:
+    for _ in range(60):  # not for ever, should nobody end it
         kept.append(bytearray(10 * 2**20))
         time.sleep(0.02)
+    time.sleep(5)
 
 
 def orphan(task, payload) -> str:
@@ -107,16 +131,20 @@ def orphan(task, payload) -> str:
     return "left one behind"
 
 
-def main() -> None:
-    url, name, drain, redis = (*sys.argv[1:], "", "", "")[:4]
+def work(
+    url: str,
+    name: str,
+    *,
+    drain: float = 5.0,
+    redis: str | None = None,
+    isolations: Sequence[str] = ISOLATIONS,
+    options: Mapping[str, Any] | None = None,
+    ready: Callable[[], object] = lambda: None,
+) -> None:
+    """A worker, until it is told to end."""
     shutdown = Shutdown()
-    settings = Settings(drain=float(drain or 5.0), cancel_grace=1.0)
-    with on_signals(shutdown), build(url, redis=redis or None) as queue:
-        sys.stdout.write("ready\n")
-        sys.stdout.flush()
+    settings = Settings(drain=drain, cancel_grace=1.0)
+    with on_signals(shutdown), build(url, redis=redis, isolations=isolations, **(options or {})) as queue:
+        ready()
         source = RqSource(queue, redis, name=name) if redis else None
         Worker(queue, name=name, shutdown=shutdown, settings=settings, source=source).run()
-
-
-if __name__ == "__main__":
-    main()

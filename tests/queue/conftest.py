@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headway.queue.taskqueue import TaskQueue
+from tests.queue.nursery import Forked, Nursery
 
 
 @pytest.fixture(params=["file", "postgresql"])
@@ -32,3 +34,25 @@ def crowd(database_url: str) -> Iterator[TaskQueue]:
         made.handler("caption", retries=3, retry_delay=0.01)(lambda task, payload: payload)
         made.handler("resize", retries=0)(lambda task, payload: payload)
         yield made
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def spawn(nursery: Nursery, queue: TaskQueue, database_url: str) -> Iterator[Callable[..., Forked]]:
+    """Starts a worker process on the test's queue: with its Redis, if it has one."""
+    started: list[Forked] = []
+
+    def start(name: str, drain: float = 5.0, **more: Any) -> Forked:
+        child = nursery.start(name, url=database_url, redis=queue.redis_url, drain=drain, **more)
+        started.append(child)
+        return child
+
+    yield start
+    for child in started:
+        child.kill()

@@ -29,6 +29,9 @@ from tests.services.waiting import eventually
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "captions"
 
 
+TASKS = 200
+
+
 class Site:
     """A Gunicorn with the application, and who asks it."""
 
@@ -42,7 +45,7 @@ class Site:
         environment = {**os.environ, "HEADWAY_DATABASE": database, "HEADWAY_REDIS": redis_url, "PYTHONUNBUFFERED": "1"}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "gunicorn", "shop:app", "--bind", f"127.0.0.1:{self.port}"],
+                [sys.executable, "-m", "gunicorn", "shop:app", "--workers", "4", "--bind", f"127.0.0.1:{self.port}"],
                 cwd=directory,
                 env=environment,
                 stdout=log,
@@ -120,7 +123,7 @@ def test_every_task_runs_once_across_a_hup_of_gunicorn(site: Site, postgres_url:
     def submit(n: int) -> str:
         for _ in range(40):
             try:
-                status, task = site.ask("POST", "/captions", {"picture": f"p{n}", "seconds": 0.002}, user=f"u{n}")
+                status, task = site.ask("POST", "/captions", {"picture": f"p{n}", "seconds": 0.001}, user=f"u{n}")
             except OSError:
                 continue  # this connection was cut by the reload
             if status == 202:
@@ -129,15 +132,15 @@ def test_every_task_runs_once_across_a_hup_of_gunicorn(site: Site, postgres_url:
         raise AssertionError("never accepted")
 
     with ThreadPoolExecutor(8) as callers:
-        futures = [callers.submit(submit, n) for n in range(60)]
-        eventually(lambda: sum(future.done() for future in futures) > 10, 60)
+        futures = [callers.submit(submit, n) for n in range(TASKS)]
+        eventually(lambda: sum(future.done() for future in futures) > TASKS // 4, 60)
         site.process.send_signal(signal.SIGHUP)
         ids = [future.result() for future in futures]
     with TaskQueue(postgres_url) as queue:
         eventually(lambda: not queue.list(status=Status.QUEUED) and not queue.list(status=Status.RUNNING), 100)
         rows = queue.database.all("SELECT user_id, status, attempts FROM tasks")
-        assert Counter(status for _, status, _ in rows) == {"COMPLETED": 60}
-        assert len({user for user, _, _ in rows}) == len(set(ids)) == 60
+        assert Counter(status for _, status, _ in rows) == {"COMPLETED": TASKS}
+        assert len({user for user, _, _ in rows}) == len(set(ids)) == TASKS
         runs = queue.database.all("SELECT job, count(*) FROM outbox WHERE type = 'task.completed' GROUP BY job")
         assert all(count == 1 for _, count in runs)
 

@@ -8,6 +8,7 @@ takes the worker with it.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -27,12 +28,16 @@ from headway.failure import Failure, describe
 from headway.queue.codec import PAYLOAD_LIMIT
 from headway.queue.taskqueue import Context
 from headway.queue.values import Claim
+from headway.wording import printable
 
 #: What a handler may return, in bytes of JSON.
 RESULT_LIMIT = PAYLOAD_LIMIT
 _MESSAGE_LIMIT = 500
 #: A process that has said how it ended gets this long to be gone.
 EXIT_SECONDS = 2.0
+
+_PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # looked up before any fork
 
 Report = Callable[[float, str], None]
 
@@ -79,7 +84,7 @@ class RunningTask:
         number = float(percent)
         if not 0.0 <= number <= 100.0:
             raise ValueError(f"progress goes from 0 to 100, not {number}")
-        self._report(number, str(message)[:_MESSAGE_LIMIT])
+        self._report(number, printable(str(message)[:_MESSAGE_LIMIT]))  # no database takes U+0000 or half a pair
 
     @property
     def cancelled(self) -> bool:
@@ -142,9 +147,10 @@ class Horse:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()  # or the child would print it a second time
+        worker = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            _be_the_horse(claim, function, text, context, writing, self._reading, self._flag)
+            _be_the_horse(claim, function, text, context, writing, self._reading, self._flag, worker)
         os.close(writing)
         os.set_blocking(self._reading, False)
         with suppress(OSError):  # the child does the same; whoever comes first
@@ -160,6 +166,10 @@ class Horse:
     def kill(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+        with suppress(
+            ProcessLookupError
+        ):  # a handler may have left its group; it is not collected yet, so the pid is its
+            os.kill(self.pid, signal.SIGKILL)
 
     def rss(self) -> int:
         """Bytes of memory it has in use; 0 when it is gone."""
@@ -173,13 +183,17 @@ class Horse:
         """Read what it says for up to ``seconds``; whether it has ended."""
         poll = select.poll()
         poll.register(self._reading, select.POLLIN | select.POLLHUP)
-        if not poll.poll(max(0.0, seconds) * 1000):
-            return False
-        # Whatever it started may keep the pipe open: its own word that it ended is enough.
-        if self._receive() and self.ended is None:
+        poll.poll(max(0.0, seconds) * 1000)
+        # Whatever it started may keep the pipe open: its own word that it ended is enough, and so is its death. That is
+        # looked for before the pipe is read, so all it said is in there.
+        is_dead = self._is_dead()
+        if self._receive() and self.ended is None and not is_dead:
             return False
         self._reap()
         return True
+
+    def _is_dead(self) -> bool:
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _receive(self) -> bool:
         """Take what lies in the pipe; False when it has ended."""
@@ -250,6 +264,7 @@ def _be_the_horse(
     writing: int,
     reading: int,
     flag: mmap.mmap,
+    parent: int,
 ) -> NoReturn:
     """The child. It never returns into the worker's code, whatever the handler does."""
     status = 1
@@ -257,12 +272,15 @@ def _be_the_horse(
         with suppress(OSError):
             os.setpgid(0, 0)
         os.close(reading)
+        _end_with(parent)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
-        lock = threading.Lock()
+        lock, me = threading.Lock(), os.getpid()
 
         def send(message: dict[str, Any]) -> None:
+            if os.getpid() != me:
+                return  # a process the handler forked came back into our code: it speaks for nobody
             raw = json.dumps(message).encode()
             with lock:
                 _write_all(writing, struct.pack(">I", len(raw)) + raw)
@@ -295,6 +313,15 @@ def _be_the_horse(
             with suppress(BaseException):
                 stream.flush()
         os._exit(status)
+
+
+def _end_with(parent: int) -> None:
+    """Be killed when the worker dies: its task is given to another, and would run twice at the same time. Where the system
+    cannot do that (other than Linux) the handler goes on, and what it returns is heard by nobody."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before we asked
+            os._exit(1)
 
 
 def _write_all(descriptor: int, raw: bytes) -> None:

@@ -70,13 +70,17 @@ class Guard:
         while not self._stop.is_set():
             began = time.monotonic()
             # A process group of its own: a Ctrl-C at the terminal goes to Gunicorn, and Gunicorn ends us.
-            self._pid = os.posix_spawn(
-                self._command[0],
-                [*self._command, "--parent", str(os.getpid())],
-                os.environ,
-                file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
-                setpgroup=0,
-            )
+            try:
+                self._pid = os.posix_spawn(
+                    self._command[0],
+                    [*self._command, "--parent", str(os.getpid())],
+                    os.environ,
+                    file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
+                    setpgroup=0,
+                )
+            except OSError as error:  # no memory, no process left: later there may be
+                self._pid = None
+                log.warning("the supervisor cannot be started; it is tried again", error=str(error))
             while not self._has_ended() and not self._stop.wait(_LOOK):
                 pass
             if self._stop.is_set():

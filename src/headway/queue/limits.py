@@ -35,6 +35,13 @@ class Limits:
                     self._running[name] = self._running.get(name, 0) + int(count)
             self._full = {name for name in self._running if self._is_full(name)}
             self._full |= {name for name, most in self._most.items() if most == 0 and name[1] != "*"}
+        if self._rate:
+            # Whoever has used up their rate is left out from the start, or they would hide those behind them.
+            for scope, key in tx.all("SELECT scope, key FROM task_rates"):
+                rate = self._limit(self._rate, (scope, key))
+                if rate is not None and self._allowed((scope, key), rate) < 1.0:
+                    self._full.add((scope, key))
+            self._allowance.clear()
 
     def barred(self) -> tuple[list[str], list[Value]]:
         """Conditions that leave out what cannot run now, so that ten thousand tasks of a full user are not looked at."""
@@ -45,6 +52,11 @@ class Limits:
             if keys:
                 where.append(f"coalesce({_COLUMN[scope]}, '') NOT IN ({marks(len(keys))})")
                 values += keys
+            if self._most.get((scope, "*")) == 0:
+                own = sorted(key for found, key in self._most if found == scope and key != "*")
+                nobody = f"{_COLUMN[scope]} IS NULL OR " if scope == "user" else ""
+                where.append(f"({nobody}{_COLUMN[scope]} IN ({marks(len(own))}))")
+                values += own
         return where, values
 
     def admits(self, queue: str, user: str | None, party: str, kind: str) -> bool:

@@ -20,12 +20,14 @@ from rq import SimpleWorker
 from rq.executions import Execution
 from rq.job import Job as RqJob
 from rq.job import JobStatus
-from rq.registry import FailedJobRegistry
+from rq.registry import FailedJobRegistry, StartedJobRegistry
 from rq.results import Result
 from rq.serializers import JSONSerializer
+from rq.worker_registration import clean_worker_registry
 
 from headway import _redis
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, InvalidInput
+from headway.ids import check_id
 from headway.queue import claims
 from headway.queue.claims import Claimant
 from headway.queue.taskqueue import TaskQueue
@@ -50,6 +52,7 @@ WINDOW = 10_000
 OVERFLOW_FROM, OVERFLOW_UNTIL = 0.85, 0.75
 _FAILED_SECONDS = 7 * 86_400
 _IDLE_LOOK = 1.0
+_PASSED_OVER = 100
 
 
 def not_by_this_worker(task_id: str) -> None:
@@ -108,7 +111,7 @@ class RqHints:
         pipeline = self._client.pipeline(transaction=True)
         done = []
         for task_id, priority in tasks:
-            if room[priority.value] <= 0:
+            if room[priority.value] <= 0 or not _rq_takes(task_id):
                 continue
             room[priority.value] -= 1
             job = self.job(task_id, priority)
@@ -123,12 +126,16 @@ class RqHints:
         pipeline.execute()
         return done
 
-    def missing(self, tasks: Sequence[tuple[str, Priority]]) -> list[tuple[str, Priority]]:
-        """Those of ``tasks`` that stand in no queue of RQ: their hint was popped and came to nothing, or was lost."""
+    def missing(self, tasks: Sequence[tuple[str, Priority]]) -> list[tuple[str, Priority]] | None:
+        """Those of ``tasks`` that stand in no queue of RQ: their hint was popped and came to nothing, or was lost. None
+        while Redis is away."""
         present: set[str] = set()
-        for name in sorted({priority.value for _, priority in tasks}):
-            found: Any = self._client.lrange(_list_key(name), 0, -1)
-            present.update(raw.decode("utf-8", "replace") for raw in found)
+        try:
+            for name in sorted({priority.value for _, priority in tasks}):
+                found: Any = self._client.lrange(_list_key(name), 0, -1)
+                present.update(raw.decode("utf-8", "replace") for raw in found)
+        except _redis.failures():
+            return None
         return [(task_id, priority) for task_id, priority in tasks if task_id not in present]
 
     def look_at_memory(self) -> bool:
@@ -163,6 +170,15 @@ class RqHints:
                 pipeline.zrem(registry.key, *ids)
                 pipeline.delete(*(key for name in names for key in (RqJob.key_for(name), f"rq:results:{name}")))
                 pipeline.execute()
+
+    def forget_the_dead(self) -> None:
+        """Take out of RQ's lists what killed workers left there. RQ's own cleaning would call a run that is over lost, and
+        put its task into the registry of failed jobs."""
+        with suppress(*_redis.failures()):
+            for priority in PRIORITIES:
+                clean_worker_registry(RqQueue(priority.value, connection=self._client))
+                started = StartedJobRegistry(priority.value, connection=self._client, serializer=JSONSerializer)
+                self._client.zremrangebyscore(started.key, 0, time.time() - 60)
 
     def _say(self, message: str) -> None:
         log.critical(message)
@@ -229,16 +245,20 @@ class RqSource:
     # ---- what a worker asks ------------------------------------------------------------------------------------------
 
     def claim(self, who: Claimant, queues: Sequence[Priority], limit: int) -> list[Claim]:
-        hinted = self._take_hints(queues, limit)
-        if hinted is None:
-            return self._claim_rows(who, queues, limit)  # Redis is away: as if there were none
         claimed: list[Claim] = []
-        if hinted:
-            claimed = self._claim_hinted(who, queues, hinted)
+        for _ in range(_PASSED_OVER):  # hints that lead to nothing (forged, a replay) do not look like an empty queue
+            hinted = self._take_hints(queues, limit)
+            if hinted is None:
+                return self._claim_rows(who, queues, limit)  # Redis is away: as if there were none
+            if hinted:
+                claimed = self._claim_hinted(who, queues, hinted)
+            if claimed or not hinted:
+                break
         if not claimed and self._clock() - self._looked_at > _IDLE_LOOK:
             # Rows that RQ was not told of (an overflow, a limit that is free again) are not left to the sweeper alone.
-            self._looked_at = self._clock()
             claimed = self._claim_rows(who, queues, limit, unhinted=True)
+            if not claimed:  # where there was one there may be more
+                self._looked_at = self._clock()
         if claimed:
             self._show_started(claimed)
         return claimed
@@ -278,10 +298,9 @@ class RqSource:
                     registry = FailedJobRegistry(
                         task.priority.value, connection=self._client, serializer=JSONSerializer
                     )
-                    registry.add(job, ttl=_FAILED_SECONDS, exc_string=task.error or "", pipeline=pipeline)
-                    Result.create_failure(
-                        job, _FAILED_SECONDS, task.error or "", worker_name=self._name, pipeline=pipeline
-                    )
+                    shown = _shown(task)
+                    registry.add(job, ttl=_FAILED_SECONDS, exc_string=shown, pipeline=pipeline)
+                    Result.create_failure(job, _FAILED_SECONDS, shown, worker_name=self._name, pipeline=pipeline)
                 elif task.status is not Status.QUEUED:
                     pipeline.delete(RqJob.key_for(task.id))
             if self._seen is not None:
@@ -322,18 +341,20 @@ class RqSource:
     def _claim_hinted(
         self, who: Claimant, queues: Sequence[Priority], hinted: Sequence[tuple[str, Priority]]
     ) -> list[Claim]:
-        ids = [task_id for task_id, _ in hinted]
+        ids = [task_id for task_id, _ in hinted if _may_be_ours(task_id)]
 
         def work(tx: Any) -> tuple[list[Claim], set[str], set[str]]:
-            claimed = claims.claim(tx, who, queues=queues, limit=len(ids), ids=ids)
+            # A hint says that something waits in its queue; which row is next, the rows know: users take turns.
+            named = [queue for queue in queues if any(found is queue for _, found in hinted)]
+            claimed = claims.claim(tx, who, queues=named, limit=len(hinted))
             taken = {claim.id for claim in claimed}
             rest = [task_id for task_id in ids if task_id not in taken]
             known, waiting = claims.known(tx, rest)
-            claims.unhint(tx, waiting)  # paused, or over a limit: the sweeper tells RQ again when it may run
+            claims.unhint(tx, waiting)  # paused, over a limit, not its turn: the sweeper tells RQ again when it may run
             return claimed, known, waiting
 
         try:
-            claimed, known, _ = self._queue.database.run(work, operation="queue.claim")
+            claimed, known, waiting = self._queue.database.run(work, operation="queue.claim")
         except HeadwayError:
             self._popped = [*hinted, *self._popped]  # asked again when the database is back
             raise
@@ -341,7 +362,18 @@ class RqSource:
         for task_id, queue in hinted:
             if task_id not in taken and task_id not in known:
                 self._refuse(task_id, queue)
+        over = known - waiting - taken
+        if over:
+            self._let_expire(over)
         return claimed
+
+    def _let_expire(self, ids: Iterable[str]) -> None:
+        """A hint of a task that does not wait any more (Redis went back in time): what RQ knows of it is not kept for ever."""
+        with suppress(*_redis.failures()):
+            pipeline = self._client.pipeline(transaction=False)
+            for task_id in ids:
+                pipeline.expire(RqJob.key_for(task_id), _FAILED_SECONDS)
+            pipeline.execute()
 
     def _claim_rows(
         self, who: Claimant, queues: Sequence[Priority], limit: int, *, unhinted: bool = False
@@ -364,6 +396,8 @@ class RqSource:
         shown = task_id if len(task_id) <= 60 else task_id[:57] + "..."
         log.critical("security: a job in RQ is no task of ours; it was not run", key=shown, queue=queue.value)
         metrics.count("headway_queue_refused")
+        if not _may_be_ours(task_id):
+            return  # nor an id of RQ: there is no job to show, and what somebody wrote there may be megabytes
         with suppress(*_redis.failures()):
             pipeline = self._client.pipeline(transaction=True)
             pipeline.hset(RqJob.key_for(task_id), mapping={"status": JobStatus.FAILED.value})
@@ -397,7 +431,7 @@ class RqSource:
         try:
             self._show_alive()
             pipeline = self._client.pipeline(transaction=True)
-            for claim in claimed:
+            for claim in filter(lambda claim: _rq_takes(claim.id), claimed):
                 job = _job(self._client, claim.id, claim.priority)
                 job.prepare_for_execution(self._name, pipeline=pipeline)
                 pipeline.hset(RqJob.key_for(claim.id), mapping=job.to_dict(include_meta=False, include_result=False))
@@ -408,6 +442,25 @@ class RqSource:
             pipeline.execute()
         except _redis.failures() as error:
             self._failed(error)
+
+
+def _shown(task: Task) -> str:
+    """What RQ's tools are told of a failure: its type. A message may quote the payload, and Redis is not given that."""
+    return f"{(task.error or '').partition(':')[0][:80]} (see: headway task show {task.id})"
+
+
+def _rq_takes(task_id: str) -> bool:
+    """RQ takes no dot in an id: such a task is found by its row."""
+    return "." not in task_id
+
+
+def _may_be_ours(task_id: str) -> bool:
+    """Whether the database may be asked for it: PostgreSQL, for one, takes no U+0000."""
+    try:
+        check_id(task_id, "a task id")
+    except InvalidInput:
+        return False
+    return True
 
 
 def _hint(found: Sequence[bytes]) -> tuple[str, Priority]:

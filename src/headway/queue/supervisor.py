@@ -185,7 +185,12 @@ class Supervisor:
         for child in reversed(active[self._wanted :]):
             self._ask_to_end(child)
         while len(self.workers) < self._wanted and self._clock() >= self._not_before:
-            self._start()
+            try:
+                self._start()
+            except OSError as error:  # no memory, no process left: later there may be
+                self._crashes += 1
+                self._not_before = self._clock() + _CRASHED.delay(self._crashes)
+                log.warning("a worker cannot be started; it is tried again", error=str(error))
 
     def _start(self) -> None:
         name = f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
@@ -304,13 +309,18 @@ class CurrentHints:
         hints = self._queue.hints
         return [] if hints is None else hints.push(tasks)
 
-    def missing(self, tasks: Sequence[tuple[str, Priority]]) -> list[tuple[str, Priority]]:
+    def missing(self, tasks: Sequence[tuple[str, Priority]]) -> list[tuple[str, Priority]] | None:
         hints = self._queue.hints
-        return [] if hints is None else hints.missing(tasks)
+        return None if hints is None else hints.missing(tasks)
 
     def look_at_memory(self) -> bool:
         hints = self._queue.hints
         return True if hints is None else hints.look_at_memory()
+
+    def forget_the_dead(self) -> None:
+        hints = self._queue.hints
+        if hints is not None:
+            hints.forget_the_dead()
 
 
 def _main(arguments: Sequence[str]) -> int:

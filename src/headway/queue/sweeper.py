@@ -15,6 +15,7 @@ from typing import Protocol
 from headway._lease import Lease, Owner, SqlLeases, read_owner
 from headway._sql import Tx
 from headway.errors import HeadwayError, Held, StaleClaim
+from headway.failure import describe
 from headway.queue import claims
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import Priority
@@ -43,12 +44,16 @@ class Hints(Protocol):
         """Pass ids on, in this order; those that were."""
         ...
 
-    def missing(self, tasks: Sequence[tuple[str, Priority]]) -> list[tuple[str, Priority]]:
-        """Those that were passed on and are lost."""
+    def missing(self, tasks: Sequence[tuple[str, Priority]]) -> list[tuple[str, Priority]] | None:
+        """Those that were passed on and are lost; None while that cannot be known."""
         ...
 
     def look_at_memory(self) -> bool:
         """Whether there is no room for more."""
+        ...
+
+    def forget_the_dead(self) -> None:
+        """Clean up after workers that are gone."""
         ...
 
 
@@ -75,10 +80,12 @@ class Sweeper:
         while not stop.wait(delay):
             try:
                 delay, failures = self.tick(), 0
-            except HeadwayError as error:
+            except Exception as error:  # noqa: BLE001 - a sweeper that ended would be missed only when tasks are
                 failures += 1
                 delay = _AWAY.delay(failures)
-                log.warning("a round of the sweeper failed; it is tried again", attempt=failures, error=str(error))
+                log.warning(
+                    "a round of the sweeper failed; it is tried again", attempt=failures, error=describe(error).text
+                )
         self.release()
 
     def tick(self) -> float:
@@ -94,6 +101,8 @@ class Sweeper:
         if self._clock() - self._purged_at > 60.0:
             self._purged_at = self._clock()
             self.purge()
+            if self._hints is not None:
+                self._hints.forget_the_dead()
         self._measure()
         return 0.0 if len(ended) == _BATCH or hinted == _BATCH else INTERVAL
 
@@ -149,8 +158,11 @@ class Sweeper:
         old = database.run(
             lambda tx: claims.doubtful(tx, older_than=HINT_SECONDS, limit=_BATCH), operation="queue.doubtful"
         )
+        missing = hints.missing(old) if old else []
+        if missing is None:
+            return 0
         if old:
-            lost = {task_id for task_id, _ in hints.missing(old)}
+            lost = {task_id for task_id, _ in missing}
             present = [task_id for task_id, _ in old if task_id not in lost]
             database.run(lambda tx: claims.hinted(tx, present), operation="queue.hinted")  # looked at again later
             database.run(lambda tx: claims.unhint(tx, lost), operation="queue.unhint")

@@ -299,7 +299,10 @@ class TaskQueue:
             hinted = set(hints.push(new, also=self._taking_places(accepted)))
             missed = [task_id for task_id, _ in new if task_id not in hinted]
             if missed:
-                self._run(lambda tx: claims.unhint(tx, missed), "unhint")
+                try:
+                    self._run(lambda tx: claims.unhint(tx, missed), "unhint")
+                except HeadwayError as error:  # the sweeper finds out, somewhat later
+                    log.warning("RQ was not told of a task, and that could not be noted", error=str(error))
         if self._on_submit is not None:
             self._on_submit()
         return accepted

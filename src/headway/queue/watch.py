@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -12,6 +14,9 @@ from headway.failure import Failure
 from headway.queue.claims import LEASE
 from headway.queue.execution import Ended, Interrupts, TaskCancelled, TaskStopped, TaskTimeout
 from headway.queue.values import PRIORITIES, Claim, Priority
+from headway.telemetry import Log
+
+log = Log("queue")
 
 #: Bytes of memory the process of a task may use.
 MEMORY_LIMIT = 500 * 2**20
@@ -117,6 +122,7 @@ class Pulse:
         self._progress: tuple[float, str] | None = None
         self.cancelling = False
         self.lost: set[int] = set()
+        self._ending: tuple[int, float] | None = None  # (the claim's number, since when it is to end)
         self.last_message: str | None = None
         self._thread = threading.Thread(target=self._run, name="headway-pulse", daemon=True)
 
@@ -177,5 +183,13 @@ class Pulse:
 
     def _end(self, claim: Claim, error: BaseException) -> None:
         with self._lock:
-            if self._current is not None and self._current[0].no == claim.no:
-                self._interrupts.raise_in_handler(error)
+            if self._current is None or self._current[0].no != claim.no:
+                return
+            if self._ending is None or self._ending[0] != claim.no:
+                self._ending = (claim.no, time.monotonic())
+            if time.monotonic() - self._ending[1] > self._worker.settings.cancel_grace:
+                # It swallows what is raised in it, or hangs where no signal reaches it. Its lease would be renewed for ever:
+                # the process ends, the supervisor replaces it, the sweeper charges the task.
+                log.critical("a handler cannot be ended: its worker is", taskID=claim.id, reason=type(error).__name__)
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._interrupts.raise_in_handler(error)
