@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 from headway import _redis
 from headway.errors import HeadwayError, Stopping, Unavailable
-from headway.lifecycle import Budget, Shutdown
+from headway.lifecycle import Budget, Flag, Shutdown
 from headway.retry import REDIS_OPERATION, CircuitBreaker, RetryPolicy, pause
 from headway.telemetry import Log, metrics, redact
 
@@ -65,7 +65,7 @@ class StateServer:
         self._away = False  # the breaker's state, readable without its lock
         self._alerted = False
         self._fit = False
-        self.halt = threading.Event()  # ends every wait: a shutdown was asked for, or this is closed
+        self.halt = Flag()  # ends every wait: a shutdown was asked for, or this is closed
         if self.shutdown.stop.is_set() or self._closed:
             self.halt.set()
         self._mine = threading.local()
