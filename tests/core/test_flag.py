@@ -12,6 +12,7 @@ import time
 import pytest
 
 from headway.lifecycle import Flag, undisturbed
+from tests.services.children import unmeasured
 from tests.services.waiting import eventually
 
 INTERRUPTED = """
@@ -41,11 +42,6 @@ setting.join(10)
 waiting.join(10)
 print(interrupted, setting.is_alive(), waiting.is_alive())
 """
-
-
-def unmeasured() -> dict[str, str]:
-    """The environment of a child that no coverage is measured in: its tracer would be interrupted too."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
 
 
 def test_a_wait_that_a_signal_handler_interrupts_anywhere_leaves_the_flag_usable():

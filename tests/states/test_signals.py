@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.services.children import unmeasured
 
 SCENE = """
 import signal, sys, threading
@@ -77,8 +78,6 @@ print(interrupted > 100, writer.is_alive(), reader.is_alive(), closing.is_alive(
 def test_a_reader_and_a_writer_that_are_interrupted_anywhere_leave_the_store_and_its_subscriptions_usable(
     what: str, tmp_path: Path
 ):
-    # Without coverage: its tracer would be interrupted too.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
     command = [sys.executable, "-X", "faulthandler", "-c", SCENE.replace("WHAT", what), f"sqlite:///{tmp_path}/s.db"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=unmeasured())
     assert done.stdout == "True False False False\n", done.stderr
