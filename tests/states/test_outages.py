@@ -621,3 +621,18 @@ def test_ten_thousand_subscribers_of_one_process_all_end_at_the_last_version_on_
         assert heard == sorted(set(heard))
     assert stuck.waiting <= 1 + 8 + 1
     assert connections <= 6
+
+
+def test_a_redis_that_begins_to_evict_while_it_is_used_is_said_once(
+    redis_factory: Callable[..., RedisServer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("headway._redis.EvictionWatch.pace", 0.0)
+    server = redis_factory(maxmemory="100mb")
+    store, _ = states.open_store(server.url(1), "job", 3)
+    with server.client() as client:
+        client.config_set("maxmemory-policy", "allkeys-lfu")
+        for number in range(3):
+            store.set_state(State("job", 0, "a", number))
+    store.close()
+    said = [record for record in caplog.records if record.levelno == logging.CRITICAL]
+    assert ["allkeys-lfu" in record.getMessage() for record in said] == [True]

@@ -43,7 +43,7 @@ from headway._redis.keys import (
     Key,
     key,
 )
-from headway._redis.preflight import ServerFacts, facts, preflight
+from headway._redis.preflight import EvictionWatch, ServerFacts, facts, preflight
 from headway._redis.scripts import Reply, Script, script
 
 __all__ = [
@@ -74,6 +74,7 @@ __all__ = [
     "WATCHER_BASELINE",
     "WATCHER_FOLLOWED",
     "Argument",
+    "EvictionWatch",
     "Key",
     "Reply",
     "Role",

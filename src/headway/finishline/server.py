@@ -56,6 +56,7 @@ class StateServer:
         self._policy = policy
         self._clock = clock
         self._closed = False
+        self._eviction = None if allow_eviction else _redis.EvictionWatch(url, self._say_eviction)
         self.begin_process()
 
     def begin_process(self) -> None:
@@ -86,6 +87,8 @@ class StateServer:
             try:
                 if not self._fit:
                     self._inspect()
+                elif self._eviction is not None:
+                    self._eviction.look(self.client)
                 result = work()
             except _redis.failures() as error:
                 if not _redis.is_transient(error):
@@ -200,6 +203,9 @@ class StateServer:
             self._alert(message)
         except Exception as trouble:  # noqa: BLE001  # foreign code: the caller waits for Redis, not for it
             log.warning("the alert could not be given", error=redact(str(trouble)))
+
+    def _say_eviction(self, what: str) -> None:
+        self.alert(what, operation="eviction", reason="CONFIG SET maxmemory-policy")
 
     def _inspect(self) -> None:
         _redis.preflight(

@@ -36,9 +36,12 @@ from headway.states.store import (
     no_such_job,
     readable,
 )
+from headway.telemetry import Log
 
 if TYPE_CHECKING:
     from redis import Redis
+
+log = Log("states")
 
 #: Entries of the stream kept for readers that are a little behind.
 LOG_KEPT = 1_024
@@ -67,6 +70,9 @@ class RedisStates:
         self._url = url
         self._client: Redis = _redis.connect(url, role="state", name="states")
         self._warm: list[tuple[Any, float]] = []  # connections that were answered, and when
+        self._eviction = _redis.EvictionWatch(
+            url, lambda what: log.critical(f"🔴 {what}", reason="CONFIG SET maxmemory-policy")
+        )
         try:
             call(self._preflight, OPENING, retry_on=_Away)
         except _Away as away:
@@ -101,6 +107,7 @@ class RedisStates:
         """One script, once. A connection that was in use a moment ago is taken past the client's pool, whose care for it
         costs as much as the round trip; one that failed, or was interrupted before its answer was read, is closed."""
         with self._translating():
+            self._eviction.look(self._client)
             connection = self._take()
             try:
                 answer = _redis.script(name).on(connection, keys, arguments)
