@@ -34,7 +34,7 @@ def quick_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """A listener looks at the job after each of these silences; as they are, they are tested in test_outages."""
     monkeypatch.setattr("headway.states.redis.HEARTBEAT_MS", 200)
     monkeypatch.setattr("headway.states.sql.HEARTBEAT", 0.2)
-    monkeypatch.setattr("headway.states.firestore.HEARTBEAT", 0.2)
+    monkeypatch.setattr("headway.states.firestore_listener.HEARTBEAT", 0.2)
 
 
 def ended(subscription: Subscription, error: type[HeadwayError], seconds: float = TOLD) -> list[State]:

@@ -15,7 +15,6 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -157,7 +156,11 @@ class RedisStates:
             raise marked_deleted(state.job_id)
         if word == "DUPLICATE":
             return _state(state.job_id, found[0])
-        return replace(state, version=int(found[0]), timestamp=moment(int(found[1]) / 1e6))
+        # Every field said: `dataclasses.replace` would cost a tenth of the write.
+        return State(
+            state.job_id, state.task_id, state.tag, state.status, state.message, moment(int(found[1]) / 1e6),
+            int(found[0]), state.event_id, state.payload, state.schema_version,
+        )  # fmt: skip
 
     def read_all(self, job: JobRecord, since: Mark) -> Snapshot:
         """Everything of one moment. Its mark: the change number, the newest entry of the stream, and the server."""
