@@ -82,8 +82,16 @@ def undisturbed(work: Callable[[], T]) -> T:
         finally:
             done.release()
 
-    worker = threading.Thread(target=run, name="headway-undisturbed", daemon=True)
-    _thread.start_new_thread(worker.start, ())  # interrupted in `start`, a thread would hang before its first line
+    def begin() -> None:  # not in the main thread: interrupted in `start`, a thread would hang before its first line
+        try:
+            threading.Thread(target=run, name="headway-undisturbed", daemon=True).start()
+        except RuntimeError:
+            run()
+
+    try:
+        _thread.start_new_thread(begin, ())
+    except RuntimeError:  # the interpreter is ending (`atexit`), or no thread is to be had
+        return work()
     done.acquire()
     if errors:
         raise errors[0]

@@ -116,3 +116,17 @@ def test_work_goes_on_to_its_end_when_its_caller_was_interrupted():
     assert "headway-undisturbed" in {thread.name for thread in threading.enumerate()}
     done.set()
     eventually(lambda: "headway-undisturbed" not in {thread.name for thread in threading.enumerate()})
+
+
+def test_where_no_thread_can_be_started_any_more_the_work_is_done_all_the_same(monkeypatch: pytest.MonkeyPatch):
+    """As in `atexit` from Python 3.12 on."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert undisturbed(lambda: 5) == 5
+    with monkeypatch.context() as patch:
+        patch.setattr("_thread.start_new_thread", refuse)
+        assert undisturbed(lambda: 6) == 6
