@@ -40,6 +40,7 @@ def postgres_url(postgres_server: PostgresServer, _database_of_watchers: list[st
     if _database_of_watchers:
         with psycopg.connect(postgres_server.url(_database_of_watchers[0]), autocommit=True) as connection:
             connection.execute("DELETE FROM headway.watched")
+            connection.execute("DELETE FROM headway.followed")
             connection.execute("DELETE FROM headway.watchers")
     else:
         _database_of_watchers.append(postgres_server.create_database())
