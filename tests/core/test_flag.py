@@ -53,7 +53,7 @@ def test_a_wait_that_a_signal_handler_interrupts_anywhere_leaves_the_flag_usable
 def test_a_flag_wakes_everybody_who_waits_and_stays_set(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Flag, "_LOOK_SECONDS", 600.0)  # nobody looks by itself
     flag = Flag()
-    threads = [threading.Thread(target=flag.wait) for _ in range(5)]
+    threads = [threading.Thread(target=flag.wait, daemon=True) for _ in range(5)]
     for thread in threads:
         thread.start()
     assert not flag.is_set()
@@ -74,7 +74,7 @@ def test_whoever_was_not_woken_looks_by_itself(monkeypatch: pytest.MonkeyPatch):
     assert Flag._LOOK_SECONDS <= 1.0
     monkeypatch.setattr(Flag, "_LOOK_SECONDS", 0.02)
     flag = Flag()
-    thread = threading.Thread(target=flag.wait)
+    thread = threading.Thread(target=flag.wait, daemon=True)
     thread.start()
     flag._flag = True  # as if whoever set it had been interrupted before it woke anybody
     thread.join(30)
