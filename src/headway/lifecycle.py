@@ -8,22 +8,102 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from types import FrameType
+from typing import TypeVar
 
 from headway.errors import HeadwayError, Stopping
 
+T = TypeVar("T")
+
 #: What asks a process to stop. SIGHUP comes when a terminal or an ssh connection is gone.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Flag(threading.Event):
+    """An event for code that a raising signal handler may interrupt, as RQ's job timeout does.
+
+    An exception that strikes inside `threading.Event`, which is written in Python, leaves its lock held, and every later
+    ``set`` and ``wait`` hangs. Here each waiter waits for a lock of its own, by one call into C that either took it or
+    did not, and nobody else waits for that lock. A waiter also looks by itself now and then, because whoever set the flag
+    may have been interrupted before it woke everybody.
+    """
+
+    _LOOK_SECONDS = 1.0
+
+    def __init__(self) -> None:
+        self._flag = False
+        self._waiters: set[_thread.LockType] = set()
+
+    def is_set(self) -> bool:
+        return self._flag
+
+    def set(self) -> None:
+        self._flag = True  # before the waiters are woken: one that comes later sees it
+        for waiter in tuple(self._waiters):
+            with suppress(RuntimeError):  # it was woken already
+                waiter.release()
+
+    def clear(self) -> None:
+        self._flag = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        waiter = _thread.allocate_lock()
+        waiter.acquire()
+        self._waiters.add(waiter)
+        try:
+            while not self._flag:
+                left = self._LOOK_SECONDS if deadline is None else min(self._LOOK_SECONDS, deadline - time.monotonic())
+                if left <= 0:
+                    break
+                waiter.acquire(timeout=left)
+            return self._flag
+        finally:
+            self._waiters.discard(waiter)
+
+
+def undisturbed(work: Callable[[], T]) -> T:
+    """Run ``work`` where no signal handler can interrupt it: Python runs handlers in the main thread only, so there it
+    runs in another one. If the caller is interrupted, the work goes on to its end."""
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    answers: list[T] = []
+    errors: list[BaseException] = []
+    done = _thread.allocate_lock()
+    done.acquire()
+
+    def run() -> None:
+        try:
+            answers.append(work())
+        except BaseException as error:  # noqa: BLE001  (it is raised where it was asked for)
+            errors.append(error)
+        finally:
+            done.release()
+
+    def begin() -> None:  # not in the main thread: interrupted in `start`, a thread would hang before its first line
+        try:
+            threading.Thread(target=run, name="headway-undisturbed", daemon=True).start()
+        except RuntimeError:
+            run()
+
+    try:
+        _thread.start_new_thread(begin, ())
+    except RuntimeError:  # the interpreter is ending (`atexit`), or no thread is to be had
+        return work()
+    done.acquire()
+    if errors:
+        raise errors[0]
+    return answers[0]
 
 
 class Shutdown:
     """What signals asked for. The first of `STOP_SIGNALS` means *finish what you hold*, the second *now*."""
 
     def __init__(self) -> None:
-        self.stop = threading.Event()
-        self.abandon = threading.Event()
+        self.stop = Flag()
+        self.abandon = Flag()
         self.signum: int | None = None
         self._requests = count()
         self._wakers: list[Callable[[], None]] = []

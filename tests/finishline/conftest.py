@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import psycopg
 import pytest
 
 from headway.finishline import FinishLine
+from tests.services.postgres import PostgresServer
 from tests.services.redis import RedisServer
 
 #: The ways a finish line keeps its counts. `KINDS` name (database, journal).
@@ -19,6 +21,25 @@ KINDS = {
     "postgres": ("postgres", False),
     "postgres-journal": ("postgres", True),
 }
+
+
+@pytest.fixture(scope="session")
+def _database_of_projects() -> list[str]:
+    """The name of the PostgreSQL database that the tests of this process use one after another."""
+    return []
+
+
+@pytest.fixture
+def postgres_url(postgres_server: PostgresServer, _database_of_projects: list[str]) -> str:
+    """A database without projects. Making one, and our tables in it, takes much longer than emptying them."""
+    if _database_of_projects:
+        with psycopg.connect(postgres_server.url(_database_of_projects[0]), autocommit=True) as connection:
+            connection.execute("SET lock_timeout = '20s'")
+            for table in ("project_counts", "projects", "deliveries", "outbox", "sinks", "leases"):
+                connection.execute(f"DELETE FROM headway.{table}".encode())
+    else:
+        _database_of_projects.append(postgres_server.create_database())
+    return postgres_server.url(_database_of_projects[0])
 
 
 class OpenLine(Protocol):

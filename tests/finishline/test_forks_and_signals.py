@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,7 +20,7 @@ from tests.finishline.conftest import OpenLine
 from tests.finishline.lines import at_functions, at_line
 from tests.services.proxy import TcpProxy
 from tests.services.redis import RedisServer
-from tests.services.tracing import stop_tracing
+from tests.services.tracing import stop_tracing, untraced_environment
 from tests.services.waiting import eventually
 
 
@@ -228,6 +230,39 @@ def test_signals_at_random_moments_neither_crash_the_process_nor_mix_replies_nor
 
     child = forked(body)
     assert ended_well(child)
+
+
+WAITING = """
+import signal, threading
+from headway.finishline.server import StateServer
+from headway.retry import pause
+
+class Late(Exception):
+    pass
+
+def ring(*_):
+    raise Late
+
+server = StateServer("redis://127.0.0.1:1/1")
+signal.signal(signal.SIGALRM, ring)
+for number in range(1_000):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.000005 + number % 97 * 0.000001)
+        while True:
+            pause(0.00002, server.halt)  # as every write does between two tries
+    except Late:
+        pass
+closing = threading.Thread(target=server.close, daemon=True)
+closing.start()
+closing.join(10)
+print("hangs" if closing.is_alive() else "closed")
+"""
+
+
+def test_a_call_that_is_interrupted_while_it_waits_to_try_again_does_not_keep_the_line_from_closing():
+    command = [sys.executable, "-c", WAITING]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=untraced_environment())
+    assert done.stdout == "closed\n", done.stderr
 
 
 def test_an_interrupted_journal_writer_fails_for_itself_alone(open_line: OpenLine):

@@ -199,5 +199,5 @@ def test_any_history_counts_exactly_and_completes_once(
     database = f"sqlite:///{tmp_path}/p.db" if journal else None
     with FinishLine(url, database, journal, checkpointer=False, retry=AT_ONCE) as line:
         make: Any = lambda: Machine(line, redis_server, proxy, journal=journal)  # noqa: E731  # typed as a class there
-        examples = settings().max_examples * 2 // 5  # 40 in make test
+        examples = settings().max_examples // 5  # 20 in make test
         run_state_machine_as_test(make, settings=settings(stateful_step_count=15, max_examples=examples))

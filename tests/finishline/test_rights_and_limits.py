@@ -126,3 +126,37 @@ def test_a_full_server_takes_counts_new_projects_and_what_is_rebuilt(
     for _ in range(3):
         relay.tick()
     assert [event.job for event in heard] == ["q", "p"]
+
+
+@pytest.mark.req("S0-04")
+def test_a_server_that_begins_to_evict_while_it_is_used_is_said_once_and_again_after_it_had_stopped(
+    open_line: OpenLine, redis_factory: Callable[..., RedisServer], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headway._redis.EvictionWatch.pace", 0.0)
+    server, said = redis_factory(maxmemory="100mb"), list[str]()
+    line = open_line(url=server.url(1), alert=said.append)
+    line.create("p", total=100)
+    with server.client() as client:
+        for policy, times in (("noeviction", 0), ("allkeys-lru", 1), ("noeviction", 1), ("volatile-ttl", 2)):
+            client.config_set("maxmemory-policy", policy)
+            for _ in range(3):
+                assert line.item_done("p").counted == 1
+            assert len(said) == times, policy
+        looks = client.info("commandstats")["cmdstat_info"]["calls"]
+        assert "volatile-ttl" in said[1]
+        assert "may be lost" in said[1]
+        monkeypatch.setattr("headway._redis.EvictionWatch.pace", 60.0)
+        for _ in range(20):
+            line.item_done("p")
+        assert client.info("commandstats")["cmdstat_info"]["calls"] <= looks + 2, "once a minute"
+
+
+def test_whoever_allowed_eviction_is_not_told_of_it_again(
+    open_line: OpenLine, redis_factory: Callable[..., RedisServer], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headway._redis.EvictionWatch.pace", 0.0)
+    server, said = redis_factory(maxmemory="100mb", maxmemory_policy="allkeys-lru"), list[str]()
+    line = open_line(url=server.url(1), alert=said.append, allow_eviction=True)
+    line.create("p", total=100)
+    line.item_done("p")
+    assert said == []

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psycopg
 import pytest
 
 from headway.retry import RetryPolicy
 from headway.states import LiveStore, Manager, State, StateEvent, Subscription, open_store
+from tests.services.postgres import PostgresServer
 from tests.services.waiting import eventually
 
 #: Every kind of store. The one in memory belongs to one process and one store.
@@ -71,6 +74,23 @@ def no_listener_is_left_over() -> Iterator[None]:
     assert left == [], "close every store that was opened"
 
 
+@pytest.fixture(scope="session")
+def _database_of_states() -> list[str]:
+    """The name of the PostgreSQL database that the tests of this process use one after another."""
+    return []
+
+
+def emptied(server: PostgresServer, kept: list[str]) -> str:
+    """A database without jobs. Making one, and our tables in it, takes a hundred times as long as emptying them."""
+    if kept:
+        with psycopg.connect(server.url(kept[0]), autocommit=True) as connection, suppress(psycopg.Error):
+            connection.execute("SET lock_timeout = '5s'")
+            connection.execute("DELETE FROM headway.state_jobs")  # their states, logs and history go with them
+            return server.url(kept[0])
+    kept[:] = [server.create_database()]  # the first, or the last test dropped the schema
+    return server.url(kept[0])
+
+
 @pytest.fixture
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     kind = request.param
@@ -84,7 +104,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     url = {
         "memory": lambda: "sqlite:///:memory:",
         "sqlite": lambda: f"sqlite:///{tmp_path / 'states.db'}",
-        "postgresql": lambda: request.getfixturevalue("postgres_with_tables"),
+        "postgresql": lambda: emptied(
+            request.getfixturevalue("postgres_server"), request.getfixturevalue("_database_of_states")
+        ),
         "redis": lambda: request.getfixturevalue("redis_server").url(1),
         "firestore": lambda: "firestore://" + request.getfixturevalue("firestore_emulator").new_project(),
     }[kind]()

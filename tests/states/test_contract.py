@@ -445,7 +445,7 @@ def test_a_listener_behind_the_end_of_the_log_lists_again_and_misses_nothing(
     store, writer = place.open(), place.open()
     with store.subscribe() as subscription:
         replayed(subscription)
-        with store._lock:
+        with store._cache.lock:
             hold_up(store, writer)
             writer.set_state(State("job", 1, "early", 7))
             for number in range(300):  # Redis cuts its stream by the hundred
@@ -575,11 +575,11 @@ def test_a_barrier_of_many_tasks_costs_as_much_for_each_as_one_of_few():
     def cpu(tasks: int) -> float:
         store, _ = states.open_store("sqlite:///:memory:", "job", tasks)
         now = datetime.now(UTC)
-        with store._lock:  # as if the listener had heard of them
-            store._cache = {}
+        with store._cache.lock:  # as if the listener had heard of them
+            store._cache.states = {}
         store.list_all_states()
         for task in range(tasks):
-            store._cache[(task, "a")] = State("job", task, "a", FINISHED, "", now, 1, "e")
+            store._cache.states[(task, "a")] = State("job", task, "a", FINISHED, "", now, 1, "e")
         manager = Manager("job", 0, tasks, store)
         began = time.thread_time()
         assert manager.wait_for("a", timeout=60).finished

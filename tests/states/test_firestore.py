@@ -243,8 +243,8 @@ def test_while_the_service_is_away_the_listener_waits_and_does_not_spin(
     with pytest.raises(Unavailable):
         list(subscription)
     before = time.process_time()
-    time.sleep(1.5)
-    assert time.process_time() - before < 0.75  # Google's own listener used 0.8 of every second
+    time.sleep(0.6)
+    assert time.process_time() - before < 0.3  # Google's own listener used 0.8 of every second
     firestore_emulator.start()
 
 
@@ -442,7 +442,7 @@ def test_a_refused_commit_does_not_hold_up_the_next_write_of_its_key(place: Plac
 def test_a_conflict_is_tried_again_and_is_never_called_an_outage(place: Place, counter: CallCounter, monkeypatch: Any):
     store = place.open()
     counter.calls.clear()
-    counter.refuse = lambda method, number: grpc.StatusCode.ABORTED if method == "Commit" and number <= 12 else None
+    counter.refuse = lambda method, number: grpc.StatusCode.ABORTED if method == "Commit" and number <= 6 else None
     assert store.set_state(State("job", 0, "a", 1)).version == 1
     monkeypatch.setattr("headway.states.firestore.CONFLICT", RetryPolicy(retries=2, base=0.01))
     counter.refuse = lambda method, _: grpc.StatusCode.ABORTED if method == "Commit" else None

@@ -29,6 +29,14 @@ PERSISTENT = RetryPolicy(retries=10_000, base=0.005, cap=0.05)
 TOLD = 5.0 + 10.0
 
 
+@pytest.fixture(autouse=True)
+def quick_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listener looks at the job after each of these silences; as they are, they are tested in test_outages."""
+    monkeypatch.setattr("headway.states.redis.HEARTBEAT_MS", 200)
+    monkeypatch.setattr("headway.states.sql.HEARTBEAT", 0.2)
+    monkeypatch.setattr("headway.states.firestore_listener.HEARTBEAT", 0.2)
+
+
 def ended(subscription: Subscription, error: type[HeadwayError], seconds: float = TOLD) -> list[State]:
     """What a subscriber still heard before it was told the reason."""
     heard: list[State] = []
@@ -116,7 +124,7 @@ def test_the_first_change_of_a_job_made_again_is_not_taken_for_the_next_of_the_o
     store = place.open()
     subscription = store.subscribe()
     replayed(subscription)
-    with store._lock:  # the listener cannot hand anything on until both have happened
+    with store._cache.lock:  # the listener cannot hand anything on until both have happened
         remade(place).set_state(State("job", 1, "a", 42))
     assert ended(subscription, JobGone) == []
 
@@ -199,7 +207,7 @@ def test_writing_while_others_delete_and_make_the_job_again_gives_a_version_or_s
     threads = [threading.Thread(target=write, args=(task,)) for task in range(3)]
     for thread in threads:
         thread.start()
-    for _ in range(25):
+    for _ in range(8):
         before = len(written)
         eventually(lambda before=before: len(written) > before or odd, 60)  # type: ignore[misc]
         with suppress(NotFound):

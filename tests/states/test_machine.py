@@ -75,7 +75,7 @@ class Stores(RuleBasedStateMachine):
             return
         gone = self.stores[who]
         self.readers = [
-            (reader, seen) for reader, seen in self.readers if reader in self.stores[1 - who]._subscriptions
+            (reader, seen) for reader, seen in self.readers if reader in self.stores[1 - who]._cache.subscriptions
         ]
         gone.close()
         self.stores[who] = self.opened()
@@ -108,7 +108,16 @@ class Stores(RuleBasedStateMachine):
 
 @pytest.mark.req("S1-10", "S1-50", "S1-51", "S1-54", "S1-65")
 def test_every_store_behaves_as_one_dictionary_of_versions_whatever_is_done(place: Place):
-    examples = {"firestore": 3, "postgresql": 6}.get(place.kind, 10)
+    examine(place, {"firestore": 1, "postgresql": 2}.get(place.kind, 4))
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+def test_every_store_behaves_as_one_dictionary_of_versions_in_many_more_orders(place: Place):
+    examine(place, {"firestore": 5, "postgresql": 10}.get(place.kind, 50))
+
+
+def examine(place: Place, examples: int) -> None:
     machine = type("Machine", (Stores,), {"place": place, "alone": place.kind == "memory"})
     run_state_machine_as_test(
         machine,

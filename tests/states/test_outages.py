@@ -26,6 +26,7 @@ from headway.telemetry import metrics
 from tests.services.postgres import PostgresServer
 from tests.services.proxy import TcpProxy
 from tests.services.redis import RedisServer
+from tests.services.tracing import untraced_environment
 from tests.services.waiting import eventually
 from tests.states.conftest import NETWORKED, QUICK, Place, live, replayed, sees
 
@@ -130,8 +131,8 @@ def disconnect_often(line: Line, times: int) -> None:
 
 @pytest.mark.req("S1-46", "S1-51")
 @pytest.mark.stores(NETWORKED)
-def test_hundreds_of_disconnects_leave_every_subscriber_at_the_last_version_with_no_duplicate(line: Line):
-    disconnect_often(line, {"redis": 200, "postgresql": 50, "firestore": 20}[line.place.kind])
+def test_disconnects_one_after_another_leave_every_subscriber_at_the_last_version_with_no_duplicate(line: Line):
+    disconnect_often(line, {"redis": 40, "postgresql": 10, "firestore": 4}[line.place.kind])
 
 
 @pytest.mark.faults
@@ -176,7 +177,10 @@ def test_the_listeners_own_policy_is_1_s_doubled_at_most_60_s_five_times():
 
 @pytest.mark.req("S1-47")
 @pytest.mark.stores(NETWORKED)
-def test_after_giving_up_it_never_answers_from_the_stale_cache_and_a_new_subscription_brings_it_back(line: Line):
+def test_after_giving_up_it_never_answers_from_the_stale_cache_and_a_new_subscription_brings_it_back(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headway._sql.postgresql.PostgreSQL.retry", RetryPolicy(retries=1, base=0.01))
     far, near = line.open(retry=RetryPolicy(retries=1, base=0.01)), line.direct()
     near.set_state(State("job", 1, "a", 1))
     sees(far, 1, "a", 1)
@@ -208,8 +212,9 @@ def test_after_giving_up_it_never_answers_from_the_stale_cache_and_a_new_subscri
 @pytest.mark.req("S1-53")
 @pytest.mark.stores(NETWORKED)
 def test_a_write_is_tried_again_and_a_lasting_failure_is_an_error_with_the_red_sign(
-    line: Line, caplog: pytest.LogCaptureFixture
+    line: Line, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr("headway._sql.postgresql.PostgreSQL.retry", RetryPolicy(retries=0))
     caplog.set_level(logging.WARNING, "headway.states")
     store = line.open(retry=PERSISTENT)
     store._backend.write_policy = RetryPolicy(retries=2, base=0.05)
@@ -233,6 +238,20 @@ def test_a_write_is_tried_again_and_a_lasting_failure_is_an_error_with_the_red_s
     store._backend.write_policy = RetryPolicy(retries=50, base=0.05, cap=0.1)
     threading.Timer(0.3, line.proxy.pass_through).start()
     assert store.set_state(State("job", 0, "a", event_id="e-1")).version == 1
+
+
+@pytest.mark.req("S1-53")
+@pytest.mark.stores(("postgresql",))
+def test_the_tries_of_the_store_and_those_of_its_database_are_not_multiplied(
+    line: Line, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headway._sql.postgresql.PostgreSQL.retry", RetryPolicy(retries=3, base=0.001))
+    store = line.open()
+    cut_off(line)
+    with pytest.raises(Unavailable):
+        store.set_state(State("job", 0, "a"))
+    assert sum("tried again" in record.getMessage() for record in caplog.records) == 3
+    assert not any("written again" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.req("S1-53", "S1-54", "S1-50")
@@ -400,8 +419,10 @@ def test_reading_on_from_a_long_log_looks_at_the_new_entries_only(place: Place):
     columns = "job, seq, task_id, tag, status, message, timestamp, version, event_id, payload, schema_version"
 
     def fill(tx: Any) -> None:
-        rows = [("job", n, 0, "a", 1, "", 0.0, n, "e", None, 1) for n in range(2, 20_001)]
-        tx.insert(f"INSERT INTO state_log ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        tx.execute(
+            "WITH RECURSIVE numbers (n) AS (SELECT 2 UNION ALL SELECT n + 1 FROM numbers WHERE n < 20000) "
+            f"INSERT INTO state_log ({columns}) SELECT 'job', n, 0, 'a', 1, '', 0.0, n, 'e', NULL, 1 FROM numbers"
+        )
         tx.execute("UPDATE state_jobs SET change = 20000")
 
     database.run(fill)
@@ -458,7 +479,7 @@ def test_a_connection_that_is_open_but_dead_is_noticed_without_an_error_from_bel
     quick = {
         "redis": {"redis.HEARTBEAT_MS": 100, "redis.SILENCE": 0.5},
         "postgresql": {"sql.HEARTBEAT": 0.1, "sql_wakers.PING_SECONDS": 0.3},
-        "firestore": {"firestore.HEARTBEAT": 0.1, "firestore.PROBE_SECONDS": 0.5},
+        "firestore": {"firestore_listener.HEARTBEAT": 0.1, "firestore.PROBE_SECONDS": 0.5},
     }
     for name, value in quick[line.place.kind].items():
         monkeypatch.setattr(f"headway.states.{name}", value)
@@ -473,6 +494,17 @@ def test_a_connection_that_is_open_but_dead_is_noticed_without_an_error_from_bel
     eventually(lambda: store.fresh, 30)
 
 
+def test_the_silence_of_a_listener_is_at_most_ten_seconds_and_a_wipe_is_told_within_five():
+    """Tests shorten these limits; here are the limits as they are."""
+    from headway.states import firestore, firestore_listener, redis, sql, sql_wakers
+
+    heartbeats = [redis.HEARTBEAT_MS / 1_000, sql.HEARTBEAT, firestore_listener.HEARTBEAT]
+    answers = [redis.SILENCE - redis.HEARTBEAT_MS / 1_000, sql_wakers.PING_SECONDS, firestore.PROBE_SECONDS]
+    assert all(0 < heartbeat < 5 for heartbeat in heartbeats)
+    assert all(heartbeat + answer <= 10 for heartbeat, answer in zip(heartbeats, answers, strict=True))
+
+
+@pytest.mark.faults
 @pytest.mark.stores(NETWORKED)
 def test_a_dead_connection_is_given_up_within_ten_seconds(line: Line):
     """With the limits as they are: the listener itself must notice, not only the clock of its cache."""
@@ -512,7 +544,7 @@ store, _ = states.open_store(sys.argv[1], "job", 3)
 subscription = store.subscribe()  # so that somebody listens, and is woken by the writes
 signal.signal(signal.SIGALRM, ring)
 interrupted, stored = 0, []
-for number in range(800):
+for number in range(300):
     tag, message = f"t{number % 3}", f"m{number}"
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.0002 + number % 23 * 0.0001)
@@ -533,7 +565,7 @@ print(store.set_state(states.State("job", 1, "a", 5)).version)
 def test_writes_that_a_signal_handler_interrupts_anywhere_leave_no_connection_half_used(place: Place):
     """One that was interrupted while it introduced itself would speak to database 0, where there is no job."""
     command = [sys.executable, "-c", INTERRUPTED, place.url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=untraced_environment())
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
 
 
@@ -589,3 +621,18 @@ def test_ten_thousand_subscribers_of_one_process_all_end_at_the_last_version_on_
         assert heard == sorted(set(heard))
     assert stuck.waiting <= 1 + 8 + 1
     assert connections <= 6
+
+
+def test_a_redis_that_begins_to_evict_while_it_is_used_is_said_once(
+    redis_factory: Callable[..., RedisServer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("headway._redis.EvictionWatch.pace", 0.0)
+    server = redis_factory(maxmemory="100mb")
+    store, _ = states.open_store(server.url(1), "job", 3)
+    with server.client() as client:
+        client.config_set("maxmemory-policy", "allkeys-lfu")
+        for number in range(3):
+            store.set_state(State("job", 0, "a", number))
+    store.close()
+    said = [record for record in caplog.records if record.levelno == logging.CRITICAL]
+    assert ["allkeys-lfu" in record.getMessage() for record in said] == [True]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
 import subprocess
@@ -16,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from headway.errors import HeadwayError
 from headway.states import State, Subscription
 from tests.states.conftest import ISOLATING, LOGGED, SHARED, Place, replayed, sees
 
@@ -70,7 +68,7 @@ def versions_of(process: subprocess.Popen[str], seconds: float = 60) -> list[int
 @pytest.mark.req("S1-50", "S1-49")
 @pytest.mark.stores(ISOLATING)
 def test_two_processes_with_a_hundred_writes_each_give_versions_1_to_200_without_a_gap(place: Place, spawn: Spawn):
-    each = 8 if place.kind == "firestore" else 100  # its emulator takes a second for each conflict
+    each = 3 if place.kind == "firestore" else 100  # its emulator takes a second for each conflict
     store = place.open()
     subscription = store.subscribe()
     writers = [spawn(place.url, "1", "a", str(each)) for _ in range(2)]
@@ -137,12 +135,12 @@ def test_a_subscriber_hears_another_process(place: Place, spawn: Spawn):
 def test_what_a_killed_process_was_told_is_stored_is_stored_and_its_successor_goes_on(place: Place, spawn: Spawn):
     store = place.open()
     acknowledged = 0
-    for _ in range(3):
+    for _ in range(2):
         writer = spawn(place.url, "1", "a", "100000")
         ready(writer)
         go(writer)
         assert writer.stdout is not None
-        for _ in range(20):
+        for _ in range(5 if place.kind == "firestore" else 20):
             acknowledged = int(writer.stdout.readline())
         writer.send_signal(signal.SIGKILL)
         for line in writer.stdout:
@@ -161,23 +159,12 @@ def test_after_a_fork_the_child_is_told_to_open_a_store_of_its_own_and_the_paren
 
 
 FORKING = """
-import os, sys, json
+import asyncio, os, sys, json
 from headway import states
-from tests.states.test_processes import refusals
-store, _ = states.open_store(sys.argv[1], "job", 3)
-store.set_state(states.State("job", 0, "a"))
-subscription = store.subscribe()
-pid = os.fork()
-if pid == 0:
-    print(json.dumps(refusals(store, subscription)), flush=True)
-    os._exit(0)
-os.waitpid(pid, 0)
-print(store.set_state(states.State("job", 0, "a")).version, flush=True)
-os._exit(0)
-"""
+from headway.states import State
+from headway.errors import HeadwayError
 
-
-def refusals(store: Any, subscription: Any) -> list[str]:
+def refusals(store, subscription):
     answers = []
     for use in (
         lambda: store.get_state(0, "a"),
@@ -195,6 +182,18 @@ def refusals(store: Any, subscription: Any) -> list[str]:
     subscription.close()  # neither does anything to what the parent holds
     store.close()
     return answers
+
+store, _ = states.open_store(sys.argv[1], "job", 3)
+store.set_state(states.State("job", 0, "a"))
+subscription = store.subscribe()
+pid = os.fork()
+if pid == 0:
+    print(json.dumps(refusals(store, subscription)), flush=True)
+    os._exit(0)
+os.waitpid(pid, 0)
+print(store.set_state(states.State("job", 0, "a")).version, flush=True)
+os._exit(0)
+"""
 
 
 @pytest.mark.req("S1-49")
@@ -268,9 +267,9 @@ def test_an_idle_listener_of_a_sqlite_file_costs_next_to_nothing(place: Place):
     assert store._thread is not None
     assert store._thread.ident is not None
     listener = time.pthread_getcpuclockid(store._thread.ident)  # its own time, whatever else this process does
-    time.sleep(1.2)  # it slows down after a second without a change
+    time.sleep(1.1)  # it slows down after a second without a change
     began, before = time.monotonic(), time.clock_gettime(listener)
-    time.sleep(2)
+    time.sleep(0.6)
     used, passed = time.clock_gettime(listener) - before, time.monotonic() - began
     assert used / passed < 0.05  # the benchmark has the real figure, below 1 %; here only a spin would show
 
@@ -292,7 +291,7 @@ def test_a_process_that_closes_a_sqlite_file_does_not_take_the_log_of_the_others
     store = place.open()
     store.set_state(State("job", 0, "a", 1))
     place.open().close()  # a second store of this process must not drop the locks of the first either
-    for number in range(2, 5):
+    for number in range(2, 4):
         visitor = spawn(place.url, "1", "b", "1")
         ready(visitor)
         go(visitor)

@@ -23,6 +23,7 @@ from headway.watcher.adapters import connect as connect_redis
 from headway.watcher.adapters import default_ports
 from headway.watcher.ports import RedisProto
 from tests.services.redis import RedisServer
+from tests.services.tracing import untraced_environment
 from tests.services.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -192,8 +193,7 @@ class Scene:
             [sys.executable, "-m", "tests.watcher.work", self.url, self.name, str(lease)],
             cwd=self.directory,
             # It runs none of our code, so its lines need not be counted.
-            env={name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
-            | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"},
+            env=untraced_environment() | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"},
             start_new_session=True,
         )
         self._processes.append(process)

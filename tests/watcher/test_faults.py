@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.services.tracing import untraced_environment
 from tests.services.waiting import eventually
 from tests.watcher.scene import CHANNEL, ROOT, Scene
 
@@ -50,9 +50,7 @@ def _start(scene: Scene, **changes: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "headway", "watch"],
         cwd=scene.directory,
-        env={name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
-        | environment
-        | changes,
+        env=untraced_environment() | environment | changes,
         stderr=subprocess.DEVNULL,
     )
 

@@ -1003,3 +1003,63 @@ def test_a_probe_that_may_not_be_written_is_the_servers_refusal(monkeypatch):
 def test_settings_that_make_no_sense_are_refused(changes, match):
     with pytest.raises(InvalidInput, match=match):
         settings(**changes)
+
+
+@pytest.mark.req("S4-19")
+def test_what_a_walk_finds_does_not_explain_what_is_announced_while_it_goes_on():
+    """The one it finds was announced before it began. A second one, announced meanwhile where the walk has been already,
+    is looked for by another walk."""
+    stand = Stand(page_size=4)
+    for number in range(40):
+        stand.redis.fail(f"known{number:02}", f"{number + 1}-0", score=1_000.0 + number)
+    stand.open()
+    before = len(stand.redis.published)
+    second = iter(["a-second"])
+
+    def fail_behind() -> None:
+        for job_id in second:
+            stand.redis.fail(job_id, "900-0", score=1_019.5)
+            stand.redis.announce("F")
+
+    stand.redis.on_publish = fail_behind
+    stand.redis.fail("known10-first", "800-0", score=1_020.5)  # neither among the highest nor among the lowest
+    stand.redis.announce("F")
+    stand.pass_time(10)
+    told = [json.loads(body)["job"] for body in stand.redis.published[before:]]
+    assert told == ["known10-first", "a-second"]
+
+
+class SlowlyScanned(FakeRedis):
+    """Half a second for every window of a walk."""
+
+    def zscan(self, key: str, cursor: int, count: int) -> tuple[int, list[Member]]:
+        self.clock[0] += 0.5
+        return super().zscan(key, cursor, count)
+
+
+def test_a_long_walk_at_the_start_that_found_nothing_does_not_delay_what_is_announced_after_it():
+    stand = Stand(SlowlyScanned(), page_size=4)
+    for number in range(40):
+        stand.redis.fail(f"known{number:02}", f"{number + 1}-0", score=1_000.0 + number)
+    stand.open()
+    before = len(stand.redis.published)
+    stand.redis.fail("new", "800-0", score=1_020.5)  # neither among the highest nor among the lowest
+    stand.redis.announce("F")
+    stand.pass_time(15)  # the walk took five seconds; so does the next
+    assert [json.loads(body)["job"] for body in stand.redis.published[before:]] == ["new"]
+
+
+def test_the_log_names_a_few_events_and_has_the_number_of_many(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "headway.watcher")
+    stand = Stand().open()
+    for number in range(3):
+        stand.redis.fail(f"few{number}", f"{number + 1}-0")
+    stand.redis.announce("F")
+    stand.watcher.tick()
+    for number in range(30):
+        stand.redis.fail(f"many{number}", f"{number + 100}-0")
+    stand.redis.announce("F")
+    stand.watcher.tick()
+    said: list[Any] = [record for record in caplog.records if record.getMessage() == "reported"]
+    assert [record.fields.get("job") for record in said] == ["few0", "few1", "few2", None]
+    assert (said[-1].fields["count"], said[-1].fields["event"]) == (30, "failed")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from headway import telemetry
+from headway._sql import connect
 from headway.errors import ConfigError, InvalidInput
 from headway.lifecycle import Shutdown
 from headway.watcher.runner import REQUIRED, main, settings_from
@@ -216,21 +217,40 @@ def test_an_address_that_makes_no_sense_is_exit_code_2_and_one_message(tmp_path,
 
 @pytest.mark.parametrize("store", ["", "redis"])
 def test_told_to_stop_during_a_long_catch_up_it_ends_and_the_next_one_goes_on(scene: Scene, tmp_path, store):
-    ids = scene.burst(4_000)
+    ids = scene.burst(1_200)
     environment = ENVIRONMENT | {
-        "REDIS_URL": scene.url, "RQ_WATCHER_STORE": store, "RQ_WATCHER_PAGE_SIZE": "50", "PYTHONWARNINGS": "error",
+        "REDIS_URL": scene.url, "RQ_WATCHER_STORE": store, "RQ_WATCHER_PAGE_SIZE": "10", "PYTHONWARNINGS": "error",
     }  # fmt: skip
     command = ("sh", "-c", f"exec {sys.executable} -m headway watch 2>>log")  # nobody empties a pipe meanwhile
     watcher = start(*command, cwd=tmp_path, **environment)
-    eventually(lambda: len(scene.events.hear()) > 0, 30)
+    eventually(lambda: len(scene.events.hear()) > 0, 120)
     watcher.send_signal(signal.SIGTERM)
-    assert watcher.wait(10) == 0
+    assert watcher.wait(60) == 0
     assert 0 < len(scene.events.hear()) < len(ids)
     assert ": watching" not in (tmp_path / "log").read_text()  # it had not caught up yet
     watcher = start(*command, cwd=tmp_path, **environment)
-    scene.events.expect(*[(job_id, "failed") for job_id in ids], timeout=60)
+    scene.events.expect(*[(job_id, "failed") for job_id in ids], timeout=120)
     watcher.send_signal(signal.SIGTERM)
-    assert watcher.wait(10) == 0
+    assert watcher.wait(60) == 0
+
+
+def test_what_is_told_is_put_into_the_outbox_when_sinks_are_configured(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    redis, shutdown = FakeRedis(), Shutdown()
+    redis.on_publish = shutdown.request
+    redis.fail("a", "1-0")
+    assert main(ENVIRONMENT | {"HEADWAY_SINKS": "log:"}, ports(redis), shutdown) == 0
+    with connect(f"sqlite:///{tmp_path}/headway.db") as database:
+        assert [job for (job,) in database.all("SELECT job FROM outbox")] == ["a"]
+
+
+def test_with_its_record_in_redis_it_says_that_sinks_are_not_told(scene: Scene, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    shutdown = Shutdown()
+    shutdown.request()
+    changes = {"REDIS_URL": scene.url, "RQ_WATCHER_STORE": "redis", "HEADWAY_SINKS": "log:"}
+    assert main(ENVIRONMENT | changes, shutdown=shutdown) == 0
+    assert "sinks are not told" in capfd.readouterr().err
 
 
 def test_the_example_runs_and_its_events_are_those_it_expects():

@@ -376,3 +376,12 @@ def test_the_rights_in_the_document_suffice(service_directory, tmp_path, program
     finally:
         scene.close()
         server.discard()
+
+
+def test_a_stream_whose_key_holds_something_else_ends_the_watcher_and_nothing_is_noted_as_told(scene: Scene):
+    scene.redis.set("digits:log", "no stream")
+    scene.burst(1)
+    assert "refused to publish" in str(scene.start(stream="digits:log").ended())
+    scene.redis.delete("digits:log")
+    with scene.watching(stream="digits:log"):
+        eventually(lambda: scene.redis.xlen("digits:log") == 1)

@@ -44,7 +44,7 @@ from headway._redis.keys import (
     Key,
     key,
 )
-from headway._redis.preflight import ServerFacts, facts, preflight
+from headway._redis.preflight import EvictionWatch, ServerFacts, facts, preflight
 from headway._redis.scripts import Reply, Script, script
 
 __all__ = [
@@ -76,6 +76,7 @@ __all__ = [
     "WATCHER_BASELINE",
     "WATCHER_FOLLOWED",
     "Argument",
+    "EvictionWatch",
     "Key",
     "Reply",
     "Role",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headway._redis.address import Role, place
+from headway._redis.errors import failures
 from headway.errors import Refused
 from headway.telemetry import Log
 
@@ -74,3 +78,35 @@ def preflight(
     if not found.append_only and not durable:
         log.warning("this Redis loses what it holds when it crashes: appendonly is off", reason=server)
     return found
+
+
+class EvictionWatch:
+    """Notices that a server begins to evict after its preflight: anybody may say CONFIG SET. ``say`` is told once; again
+    only if it had stopped in between. What is kept there goes on being used: to refuse it now would lose more."""
+
+    #: Seconds between two looks.
+    pace = 60.0
+
+    def __init__(self, where: str, say: Callable[[str], None]) -> None:
+        self._where = where
+        self._say = say
+        self._look_at = time.monotonic() + self.pace
+        self._said = False
+
+    def look(self, client: Redis) -> None:
+        """Called before every operation; asks the server once a minute. That it does not answer is for the operation to
+        say."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + self.pace
+        with suppress(*failures()):
+            info: Any = client.info("memory")
+            policy = str(info.get("maxmemory_policy", "noeviction"))
+            evicts = int(info.get("maxmemory", 0)) > 0 and policy != "noeviction"
+            before, self._said = self._said, evicts
+            if evicts and not before:
+                self._say(
+                    f"Redis at {place(self._where)} has begun to delete keys when memory is short (maxmemory-policy "
+                    f"{policy}): what is kept there may be lost"
+                )

@@ -34,7 +34,7 @@ from headway.finishline.progress import (
 from headway.finishline.rebuild import Rebuilder, not_ours, project_keys
 from headway.finishline.records import LIFE, Records, Row, no_project
 from headway.finishline.server import DRAIN_SECONDS, StateServer
-from headway.lifecycle import Budget, Shutdown
+from headway.lifecycle import Budget, Flag, Shutdown, undisturbed
 from headway.retry import REDIS_OPERATION, RetryPolicy
 from headway.telemetry import Log, metrics
 
@@ -345,7 +345,7 @@ class FinishLine:
         self._callers = Callers()
         self._many_events = False
         self._starting = threading.Lock()
-        self._stop_checkpointer = threading.Event()
+        self._stop_checkpointer = Flag()
         self._checkpointer_thread: threading.Thread | None = None
         self._rebuilder: Rebuilder | None = None
         self.checkpointer: Checkpointer | None = None
@@ -357,7 +357,7 @@ class FinishLine:
     def _accept(self) -> None:
         self._server.accept()
         if self._runs_checkpointer and self._checkpointer_thread is None:
-            self._start_checkpointer()
+            undisturbed(self._start_checkpointer)  # interrupted while it starts, a thread would never run
 
     def _start_checkpointer(self) -> None:
         with self._starting:

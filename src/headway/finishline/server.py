@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 from headway import _redis
 from headway.errors import HeadwayError, Stopping, Unavailable
-from headway.lifecycle import Budget, Shutdown
+from headway.lifecycle import Budget, Flag, Shutdown
 from headway.retry import REDIS_OPERATION, CircuitBreaker, RetryPolicy, pause
 from headway.telemetry import Log, metrics, redact
 
@@ -56,6 +56,7 @@ class StateServer:
         self._policy = policy
         self._clock = clock
         self._closed = False
+        self._eviction = None if allow_eviction else _redis.EvictionWatch(url, self._say_eviction)
         self.begin_process()
 
     def begin_process(self) -> None:
@@ -65,7 +66,7 @@ class StateServer:
         self._away = False  # the breaker's state, readable without its lock
         self._alerted = False
         self._fit = False
-        self.halt = threading.Event()  # ends every wait: a shutdown was asked for, or this is closed
+        self.halt = Flag()  # ends every wait: a shutdown was asked for, or this is closed
         if self.shutdown.stop.is_set() or self._closed:
             self.halt.set()
         self._mine = threading.local()
@@ -86,6 +87,8 @@ class StateServer:
             try:
                 if not self._fit:
                     self._inspect()
+                elif self._eviction is not None:
+                    self._eviction.look(self.client)
                 result = work()
             except _redis.failures() as error:
                 if not _redis.is_transient(error):
@@ -200,6 +203,9 @@ class StateServer:
             self._alert(message)
         except Exception as trouble:  # noqa: BLE001  # foreign code: the caller waits for Redis, not for it
             log.warning("the alert could not be given", error=redact(str(trouble)))
+
+    def _say_eviction(self, what: str) -> None:
+        self.alert(what, operation="eviction", reason="CONFIG SET maxmemory-policy")
 
     def _inspect(self) -> None:
         _redis.preflight(

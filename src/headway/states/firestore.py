@@ -15,23 +15,21 @@ The project is always said, never taken from the environment (``FIRESTORE_EMULAT
 from __future__ import annotations
 
 import os
-import queue
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from headway.errors import HeadwayError, InvalidInput, MissingExtra, StorageError, Unavailable
+from headway.errors import InvalidInput, StorageError, Unavailable
 from headway.retry import RetryPolicy, call
+from headway.states import firestore_service as service
 from headway.states import firestore_values as values
+from headway.states.firestore_listener import TARGET, FirestoreListener
 from headway.states.state import Key, State, moment
 from headway.states.store import (
-    Change,
     JobRecord,
     Mark,
-    Relist,
     Snapshot,
     found_in_recent,
     job_gone,
@@ -43,32 +41,20 @@ from headway.states.store import (
 from headway.telemetry import redact
 
 if TYPE_CHECKING:
-    from google.cloud.firestore_v1.services.firestore import FirestoreClient
+    pass
 
 T = TypeVar("T")
 
-#: Seconds one call may take.
-CALL_SECONDS = 8.0
 #: Seconds a rollback may take; a transaction that is not rolled back holds its documents for a minute.
 ROLLBACK_SECONDS = 2.0
-#: Seconds of silence before the listener asks whether the service and the job are still there, and seconds it has to answer.
-HEARTBEAT, PROBE_SECONDS = 3.0, 4.0
+#: Seconds the service has to answer whether it and the job are still there.
+PROBE_SECONDS = 4.0
 #: Documents removed in one commit; the service takes 500.
 DELETE_BATCH = 200
 #: A transaction that lost against another one is tried again this often, soon: for half a minute in all.
 CONFLICT = RetryPolicy(retries=20, base=0.02, cap=2.0, jitter=0.5)
 #: A service that is away for a moment when a store is opened.
 OPENING = RetryPolicy(retries=3, base=0.25, cap=1.0)
-# The channel's own waiting between two connections must not outlast ours.
-_CHANNEL = [
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 4_000),  # how long one try to connect may take
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-]
-_TARGET = 1
 
 
 class FirestoreStates:
@@ -87,7 +73,7 @@ class FirestoreStates:
                 hint="Use firestore://PROJECT; the project is never taken from the environment.",
             )
         self._database = f"projects/{project}/databases/{database}"
-        self._api, self._channel = _connect(os.environ.get("FIRESTORE_EMULATOR_HOST"))
+        self._api, self._channel = service.connect(os.environ.get("FIRESTORE_EMULATOR_HOST"))
         # When each document was created, over the life of this store: a new one of the same name is another document.
         self._created: dict[str, dict[Key, str]] = {}
         self._written: dict[tuple[str, Key], str] = {}  # our own last event of each key
@@ -106,14 +92,18 @@ class FirestoreStates:
         """One call, with a time limit and without the client's own retries."""
         if "parent" not in request:
             request["database"] = self._database
-        options = {"timeout": seconds or CALL_SECONDS, "retry": None, "metadata": _metadata(self._database)}
+        options = {
+            "timeout": seconds or service.CALL_SECONDS,
+            "retry": None,
+            "metadata": service.metadata(self._database),
+        }
         return getattr(self._api, method)(request=request, **options)
 
     def _documents(self, parent: str, collection: str, limit: int | None = None) -> Iterator[Any]:
         query: dict[str, Any] = {"from_": [{"collection_id": collection}]}
         if limit is not None:
             query["limit"] = limit
-        with _translating():
+        with service.translating():
             for response in self._ask("run_query", parent=parent, structured_query=query):
                 if response.document.name:
                     yield response.document
@@ -140,7 +130,7 @@ class FirestoreStates:
                     self._ask("rollback", transaction=token, seconds=ROLLBACK_SECONDS)
                 raise
 
-        with _translating():
+        with service.translating():
             try:
                 return call(once, CONFLICT, retry_on=Aborted)
             except Aborted as error:
@@ -163,14 +153,14 @@ class FirestoreStates:
             record = call(lambda: self.find(job_id), OPENING, retry_on=Unavailable)
             if record is not None:
                 return record
-            with _translating(), suppress(AlreadyExists, FailedPrecondition):
+            with service.translating(), suppress(AlreadyExists, FailedPrecondition):
                 self._ask("commit", writes=[creation])
 
     def find(self, job_id: str) -> JobRecord | None:
         return self._find(job_id)
 
     def _find(self, job_id: str, **options: Any) -> JobRecord | None:
-        with _translating():
+        with service.translating():
             found = self._get([self._job(job_id)], **options)
         return _record(next(iter(found.values()))) if found else None
 
@@ -293,179 +283,12 @@ class FirestoreStates:
         from google.cloud.firestore_v1.types import ListenRequest
 
         query = {"parent": self._job(job_id), "structured_query": {"from_": [{"collection_id": "states"}]}}
-        send(ListenRequest(database=self._database, add_target={"query": query, "target_id": _TARGET}))
+        send(ListenRequest(database=self._database, add_target={"query": query, "target_id": TARGET}))
         stream: Any = self._api.transport.listen  # typed as if it took one request
-        return stream(requests, metadata=_metadata(self._database))
+        return stream(requests, metadata=service.metadata(self._database))
 
     def close(self) -> None:
         self._channel.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A document the stream told of: with its state and when it was created, or gone."""
-
-    key: Key
-    state: State | None = None
-    created: str = ""
-
-
-class FirestoreListener:
-    """One Listen stream over the states of one job. A thread reads it; `changes` takes what the thread found."""
-
-    mark: Mark = None
-
-    def __init__(self, states: FirestoreStates, job: JobRecord, created: dict[Key, str]) -> None:
-        self._states = states
-        self._job = job
-        self._deleted = job.deleted
-        self._created = created
-        self._heard: queue.SimpleQueue[list[_Seen] | Exception] = queue.SimpleQueue()
-        self._closing = threading.Event()
-        self._woken = False
-        self._listening = threading.Event()
-        # Both belong to the reading thread: the names the stream has delivered, and those it delivers anew after a reset.
-        self._delivered: set[str] = set()
-        self._current: set[str] | None = None
-        # The stream lives as long as there may be another request: until the None that `close` puts.
-        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._call = states.begin_listening(job.job_id, iter(self._requests.get, None), self._requests.put)
-        self._thread = threading.Thread(target=self._read, name=f"headway-firestore-{job.job_id}", daemon=True)
-        self._thread.start()
-
-    def snapshot(self, since: Mark) -> Snapshot:
-        if not self._listening.wait(CALL_SECONDS):  # what is written after the listing must find us listening
-            raise Unavailable(f"Firestore has not begun to tell within {CALL_SECONDS:g} s.")
-        snapshot = self._states.read_all(self._job, since)
-        self._deleted = snapshot.deleted
-        return snapshot
-
-    def changes(self) -> list[Change]:
-        seen, look = self._next(), False
-        changes: list[Change] = []
-        for document in seen:
-            before = self._created.get(document.key)
-            if document.state is None:
-                look = True
-                self._created.pop(document.key, None)
-            elif before != document.created:
-                look = True
-                self._created[document.key] = document.created
-                if before is not None:
-                    changes.append(Change(document.key, None))  # it was removed in between, unseen
-            changes.append(Change(document.key, document.state))
-        if (look or not seen) and not self._woken and not self._states.same(self._job, deleted=self._deleted):
-            raise Relist
-        return changes
-
-    def _next(self) -> list[_Seen]:
-        """All that was heard up to now; nothing after a silence."""
-        seen: list[_Seen] = []
-        try:
-            heard = self._heard.get(timeout=HEARTBEAT)
-            while True:
-                if isinstance(heard, Exception):
-                    with _translating():
-                        raise heard
-                seen += heard
-                heard = self._heard.get_nowait()
-        except queue.Empty:
-            return seen
-
-    def wake(self) -> None:
-        self._woken = True
-        self._heard.put([])
-
-    def close(self) -> None:
-        self._closing.set()
-        self._requests.put(None)
-        self._call.cancel()
-        self._thread.join(CALL_SECONDS)  # a channel that is closed under a running call brings gRPC down
-
-    def _read(self) -> None:
-        try:
-            for response in self._call:
-                try:
-                    if seen := self._translate(response):
-                        self._heard.put(seen)
-                except Relist as relist:
-                    self._heard.put(relist)
-            self._heard.put(Unavailable("Firestore ended the stream."))
-        except Exception as error:  # noqa: BLE001  (whatever it was, the supervisor must hear of it)
-            if not self._closing.is_set():
-                self._heard.put(error)
-                self._listening.set()  # whoever waits for the beginning will find the error
-
-    def _translate(self, response: Any) -> list[_Seen]:
-        if response.document_change.document.name:
-            document = response.document_change.document
-            if _TARGET in response.document_change.removed_target_ids:
-                return self._removed(document.name)
-            return self._found(document)
-        if response.document_delete.document:
-            return self._removed(response.document_delete.document)
-        if response.document_remove.document:
-            return self._removed(response.document_remove.document)
-        if "filter" in response and response.filter.count != len(self._delivered):
-            raise Relist  # the service says that we missed something
-        if "target_change" in response:
-            self._turn(response.target_change)
-        return []
-
-    def _found(self, document: Any) -> list[_Seen]:
-        self._delivered.add(document.name)
-        if self._current is not None:
-            self._current.add(document.name)
-        states = readable([document], lambda found: values.state(self._job.job_id, found), self._job.job_id)
-        return [_Seen(state.key, state, values.created(document)) for state in states]
-
-    def _removed(self, name: str) -> list[_Seen]:
-        self._delivered.discard(name)
-        try:
-            return [_Seen(values.key(name))]
-        except ValueError:
-            return []  # it was no state
-
-    def _turn(self, turn: Any) -> None:
-        if turn.target_change_type.name == "REMOVE":
-            raise Unavailable(f"Firestore stopped telling: {turn.cause.message or turn.cause.code}")
-        if turn.target_change_type.name == "RESET":
-            self._current = set()  # all that is current is told again
-        elif turn.target_change_type.name == "CURRENT":
-            self._listening.set()
-            gone = set() if self._current is None else self._delivered - self._current
-            self._current = None
-            if gone:
-                # Removed, it seems. But a CURRENT may come between a reset and what is told after it: the listing decides.
-                self._delivered -= gone
-                raise Relist
-
-
-def _connect(emulator: str | None) -> tuple[FirestoreClient, Any]:
-    """A client of the service's API, and its channel, which whoever asked for it closes."""
-    try:
-        import grpc  # type: ignore[import-untyped]  # it ships no types
-        from google.auth.exceptions import GoogleAuthError
-        from google.cloud.firestore_v1.services.firestore import FirestoreClient
-        from google.cloud.firestore_v1.services.firestore.transports import FirestoreGrpcTransport
-    except ImportError as error:
-        raise MissingExtra("firestore", "A firestore:// store") from error
-    if emulator:
-        channel = grpc.insecure_channel(emulator, options=_CHANNEL)
-    else:
-        try:
-            channel = FirestoreGrpcTransport.create_channel(options=_CHANNEL)
-        except GoogleAuthError as error:
-            raise Unavailable(
-                f"There are no credentials for Firestore: {redact(str(error))}",
-                hint="Name the service account's file in GOOGLE_APPLICATION_CREDENTIALS, or: gcloud auth login",
-            ) from error
-    return FirestoreClient(transport=FirestoreGrpcTransport(channel=channel)), channel
-
-
-def _metadata(database: str) -> tuple[tuple[str, str]]:
-    """The service finds the database by it."""
-    return (("google-cloud-resource-prefix", database),)
 
 
 def _record(document: Any) -> JobRecord:
@@ -479,33 +302,3 @@ def _record(document: Any) -> JobRecord:
         deleted=bool(fields.get("deleted", False)),
         history=bool(fields.get("history", False)),
     )
-
-
-@contextmanager
-def _translating() -> Iterator[None]:
-    import grpc
-    from google.api_core import exceptions
-
-    try:
-        try:
-            yield
-        except grpc.RpcError as error:  # from the stream, which we read without the client
-            known: Exception = exceptions.from_grpc_error(error)  # type: ignore[no-untyped-call]  # as it is
-            raise known from error
-    except HeadwayError:
-        raise
-    except (exceptions.PermissionDenied, exceptions.Unauthenticated) as error:
-        raise Unavailable(
-            f"Firestore refused us: {redact(error.message)}",
-            hint="The service account needs roles/datastore.user in that project.",
-        ) from error
-    except (exceptions.ServerError, exceptions.RetryError, exceptions.TooManyRequests) as error:
-        _away(error)
-    except exceptions.GoogleAPICallError as error:
-        raise StorageError(f"Firestore did not do it: {redact(str(error))}") from error
-
-
-def _away(error: Exception) -> NoReturn:
-    raise Unavailable(
-        f"Firestore cannot be reached: {redact(str(error))}", hint="Check the network and the project's name."
-    ) from error

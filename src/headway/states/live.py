@@ -9,37 +9,27 @@ versions keep it from being told twice. While the listener is not connected the 
 backend, or fail; they never answer from a cache that nobody keeps.
 
 A store belongs to the incarnation of the job it was opened for. Every write carries it, and every listing is compared
-with it: once the job is another one, or none, every subscription ends with `JobGone` and so does every call. A store that
-was put back to an earlier moment is recognised by what the reader heard last (the backend's `Mark`) and by the versions
-of its keys: the subscriptions end with `WentBack`, and everything known is replaced by what the store has.
+with it: once the job is another one, or none, every subscription ends with `JobGone` and so does every call.
+
+A signal handler that raises may strike anywhere in the main thread. So locks are taken by ``with``, which is one step of
+the interpreter, and whatever must not be left half done (a listing, the end of the subscriptions) is done `undisturbed`.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from uuid import uuid4
-from weakref import WeakSet
 
 from headway.errors import HeadwayError, InvalidInput, StorageError, Unavailable
-from headway.lifecycle import ForkGuard
+from headway.lifecycle import Flag, ForkGuard, undisturbed
 from headway.retry import LISTENER, RetryPolicy, call
-from headway.states.state import Key, State, checked, checked_id, checked_task, replay_order
-from headway.states.store import (
-    Backend,
-    Change,
-    JobGone,
-    JobRecord,
-    Listener,
-    Mark,
-    Relist,
-    Snapshot,
-    WentBack,
-    job_gone,
-)
+from headway.states.cache import Cache
+from headway.states.state import Key, State, checked, checked_id, checked_task
+from headway.states.store import Backend, JobGone, JobRecord, Listener, Mark, Relist, Snapshot, job_gone
 from headway.states.subscription import DEPTH, Overflow, Subscription
 from headway.telemetry import Field, Log, metrics
 
@@ -69,28 +59,17 @@ class LiveStore:
         self._clock = clock
         self._writer = uuid4().hex[:12]  # by which the backend tells our writes from other processes'
         self._guard = ForkGuard(f"The store of the job {record.job_id!r}")
-        self._stop = threading.Event()
-        self._slots = nullcontext() if max_concurrency is None else threading.BoundedSemaphore(max_concurrency)
+        self._stop = Flag()
+        self._closed = False
+        self._slots = Slots(max_concurrency)
         self._starting = threading.Lock()
         # One listing at a time: an older one must not be applied after a newer one.
         self._listing = threading.Lock()
-        # Guards everything below; held for memory's work only, never while waiting for the backend.
-        self._lock = threading.Lock()
-        self._cache: dict[Key, State] = {}
-        self._mark: Mark = None  # how far we have heard
-        self._heard: dict[Key, int] = {}  # the last version the listener told, to notice gaps
-        self._touched: set[Key] = set()  # written or heard of since the last listing began
-        self._written: dict[Key, int] = {}  # the last version we wrote, to notice another writer
-        self._under_way: dict[Key, tuple[int, float]] = {}  # our last write, until the listener tells it
         self._key_locks: dict[Key, threading.Lock] = {}
-        # Weak: a subscription that its reader dropped is closed by that. What waited in it is counted at the next tick.
-        self._subscriptions: WeakSet[Subscription] = WeakSet()
-        self._abandoned: deque[int] = deque()
+        self._cache = Cache(record.job_id, backend.kind, tombstone=record.deleted, clock=clock)
         self._listener: Listener | None = None
         self._fresh_until = 0.0
         self._gave_up: HeadwayError | None = None
-        self._gone: JobGone | None = None
-        self._tombstone = record.deleted
         self._thread: threading.Thread | None = None
         if backend.listens_at_once:
             self._ensure_listening()
@@ -115,8 +94,8 @@ class LiveStore:
     @property
     def subscribers(self) -> int:
         """How many subscriptions there are."""
-        with self._lock:
-            return sum(not subscription.closed for subscription in self._subscriptions)
+        with self._cache.lock:
+            return sum(not subscription.closed for subscription in self._cache.subscriptions)
 
     @property
     def patience(self) -> RetryPolicy:
@@ -139,7 +118,7 @@ class LiveStore:
         began = self._clock()
         try:
             # Two writers of one key take turns here, so that neither loses time to a conflict in the backend.
-            with self._lock_of(state.key), self._slots:
+            with self._lock_of(state.key), self._slots.free():
                 stored = call(
                     lambda: self._backend.write(state, self._record, self._writer),
                     self._backend.write_policy,
@@ -162,37 +141,14 @@ class LiveStore:
             raise
         if (stored.status, stored.message, stored.payload) != (state.status, state.message, state.payload):
             log.warning("🟡 nothing was written: another state was stored under this event id", **facts)
-        self._remember(stored)
+        self._cache.remember(stored)
         metrics.observe("headway_states_write_seconds", self._clock() - began, store=self._backend.kind)
         metrics.count("headway_states_writes", store=self._backend.kind, result="ok")
         log.debug("state written", version=stored.version, **facts)
         return stored
 
     def _lock_of(self, key: Key) -> threading.Lock:
-        with self._lock:
-            return self._key_locks.setdefault(key, threading.Lock())
-
-    def _remember(self, stored: State) -> None:
-        """Show our own write to our own readers at once; subscribers hear it from the listener, in its order."""
-        with self._lock:
-            self._touched.add(stored.key)
-            before = self._written.get(stored.key)
-            self._written[stored.key] = max(stored.version, before or 0)
-            if stored.version > self._version(stored.key):
-                self._cache[stored.key] = stored
-            if stored.version > self._heard.get(stored.key, 0):
-                self._under_way[stored.key] = (stored.version, self._clock())
-            elif before is None or stored.version > before:  # the listener was quicker than the answer to the write
-                metrics.observe("headway_states_live_seconds", 0.0, store=self._backend.kind)
-        if before is not None and stored.version > before + 1:
-            log.warning(
-                "🟡 somebody else writes the states of this task too",
-                jobID=stored.job_id, taskID=stored.task_id, tag=stored.tag, version=stored.version,
-            )  # fmt: skip
-
-    def _version(self, key: Key) -> int:
-        cached = self._cache.get(key)
-        return 0 if cached is None else cached.version
+        return self._key_locks.setdefault(key, threading.Lock())  # one step: all get the same
 
     # ---- reading ---------------------------------------------------------------------
 
@@ -201,7 +157,7 @@ class LiveStore:
         if type(tag) is not str:
             tag = checked_id(tag, "a tag")
         self._refresh_if_stale()
-        state = self._cache.get((task_id, tag))  # one step of the interpreter: no lock needed
+        state = self._cache.states.get((task_id, tag))
         return State(self.job_id, task_id, tag) if state is None else state
 
     def list_states_for_tag(self, tag: str) -> list[State]:
@@ -209,8 +165,7 @@ class LiveStore:
 
     def list_all_states(self) -> list[State]:
         self._refresh_if_stale()
-        with self._lock:
-            return list(self._cache.values())
+        return self._cache.current()
 
     def history(self, task_id: int, tag: str) -> list[State]:
         """Every version of one key, oldest first. Only for a job made with ``history=True``."""
@@ -231,6 +186,9 @@ class LiveStore:
             metrics.count("headway_states_reads", result="hit")
             return
         metrics.count("headway_states_reads", result="miss")
+        undisturbed(self._refresh)
+
+    def _refresh(self) -> None:
         with self._listing:
             if not self.fresh:
                 self._list(lambda since: self._backend.read_all(self._record, since))
@@ -239,8 +197,8 @@ class LiveStore:
         self._guard.check()
         if self._stop.is_set():
             raise HeadwayError(f"The store of the job {self.job_id!r} was closed.")
-        if self._gone is not None:
-            raise JobGone(str(self._gone))
+        if (gone := self._cache.gone) is not None:
+            raise JobGone(str(gone))
 
     # ---- subscribing ---------------------------------------------------------------------
 
@@ -260,31 +218,12 @@ class LiveStore:
             depth=depth,
             overflow=overflow,
             timeout=timeout,
-            on_close=self._unsubscribe,
-            abandoned=self._abandoned,
+            on_close=self._cache.unsubscribe,
+            abandoned=self._cache.abandoned,
             clock=self._clock,
         )
-        with self._lock:  # no change can come between what is current and what happens
-            subscription.start(self._cache.values())
-            if self._gone is not None:
-                subscription.end(self._gone)
-            elif self._tombstone:
-                subscription.end(job_gone(self.job_id, marked=True))
-            else:
-                self._subscriptions.add(subscription)
+        self._cache.subscribe(subscription)
         return subscription
-
-    def _unsubscribe(self, subscription: Subscription) -> None:
-        with self._lock:
-            self._subscriptions.discard(subscription)
-
-    def _end_subscriptions(self, why: HeadwayError | None) -> None:
-        """What waits in them can still be read; then they say why. The caller holds no lock."""
-        with self._lock:
-            ending = list(self._subscriptions)
-            self._subscriptions.clear()
-        for subscription in ending:
-            subscription.end(why)
 
     # ---- the job ---------------------------------------------------------------------
 
@@ -300,12 +239,20 @@ class LiveStore:
         self._lose(job_gone(self.job_id))
 
     def close(self) -> None:
-        if self._guard.crossed or self._stop.is_set():
+        """Called again after it was interrupted it goes on."""
+        if self._guard.crossed or self._closed:
             return
         self._stop.set()
+        undisturbed(self._close)
+
+    def _close(self) -> None:
         self._await_listener()
-        self._end_subscriptions(None)
-        self._backend.close()
+        with self._starting:  # whoever began to listen a moment ago
+            if self._closed:
+                return
+            self._cache.end(None)
+            self._backend.close()
+            self._closed = True
 
     def _await_listener(self) -> None:
         thread = self._thread
@@ -322,8 +269,12 @@ class LiveStore:
 
         It connects and lists in the caller's thread, so that whoever reads next finds everything; then it supervises.
         """
+        if self._thread is None or (again and self._gave_up is not None):
+            undisturbed(self._begin_listening)
+
+    def _begin_listening(self) -> None:
         with self._starting:
-            if self._thread is None or (again and self._gave_up is not None):
+            if self._thread is None or self._gave_up is not None:
                 self._usable()
                 self._listener = self._connect()
                 self._gave_up = None
@@ -383,35 +334,25 @@ class LiveStore:
             self._lose(gone)
             raise
         else:
-            self._apply(changes)
-            self._mark = listener.mark
+            self._cache.apply(changes)
+            self._cache.mark = listener.mark
         self._fresh_until = self._clock() + SILENCE_SECONDS
-        while self._abandoned:
-            if waited := self._abandoned.popleft():
-                metrics.count("headway_states_dropped", waited)
+        self._cache.count_abandoned()
 
     def _list(self, read: Callable[[Mark], Snapshot]) -> None:
-        with self._lock:
-            self._touched.clear()
+        self._cache.begin_listing()
         try:
-            snapshot = read(self._mark)
+            snapshot = read(self._cache.mark)
             if snapshot.incarnation != self._record.incarnation:
                 raise job_gone(self.job_id, remade=bool(snapshot.incarnation))
         except JobGone as gone:
             self._lose(gone)
             raise
-        self._reconcile(snapshot)
+        self._cache.reconcile(snapshot)
 
     def _lose(self, gone: JobGone) -> None:
-        """The job is not there any more: say so to everybody who waits for it, and answer nothing from memory."""
-        with self._lock:
-            first, self._gone = self._gone is None, self._gone or gone
-            self._fresh_until = 0.0
-            self._clear()
-            self._touched.clear()
-        if first:
-            log.critical("🔴 the job is gone; its subscriptions end", jobID=self.job_id, error=str(gone))
-            self._end_subscriptions(gone)
+        self._fresh_until = 0.0
+        undisturbed(lambda: self._cache.lose(gone))
 
     def _disconnect(self) -> None:
         self._fresh_until = 0.0
@@ -426,83 +367,20 @@ class LiveStore:
         )
         self._gave_up = why
         log.critical("🔴 the listener gave up", jobID=self.job_id, attempt=failures, error=str(error))
-        self._end_subscriptions(why)
+        self._cache.end(why)
 
-    # ---- what was heard ---------------------------------------------------------------------
 
-    def _apply(self, changes: Iterable[Change]) -> None:
-        with self._lock:
-            for change in changes:
-                self._touched.add(change.key)
-                if change.state is None:
-                    self._forget(change.key)
-                else:
-                    self._hear(change.state)
+class Slots:
+    """At most so many at once. Locks, and no semaphore: that one is written in Python, and an exception of a signal handler
+    inside it would cost a slot for ever."""
 
-    def _hear(self, state: State) -> None:
-        heard = self._heard.get(state.key, 0)
-        if state.version > heard:
-            self._heard[state.key] = state.version
-            if heard and state.version > heard + 1:
-                metrics.count("headway_states_version_gaps", state.version - heard - 1, store=self._backend.kind)
-        if state.version > self._version(state.key):
-            self._cache[state.key] = state
-        written, when = self._under_way.get(state.key, (0, 0.0))
-        if written and state.version >= written:
-            del self._under_way[state.key]
-            if state.version == written:
-                metrics.observe("headway_states_live_seconds", self._clock() - when, store=self._backend.kind)
-        for subscription in self._subscriptions:
-            subscription.offer(state)
+    def __init__(self, number: int | None) -> None:
+        self._locks = [threading.Lock() for _ in range(number or 0)]
+        self._turns = count()
 
-    def _forget(self, key: Key) -> None:
-        self._cache.pop(key, None)
-        self._heard.pop(key, None)
-        self._written.pop(key, None)
-        self._under_way.pop(key, None)
-        for subscription in self._subscriptions:
-            subscription.forget(key)
-
-    def _clear(self) -> None:
-        for known in (self._cache, self._heard, self._written, self._under_way):
-            known.clear()
-
-    def _reconcile(self, snapshot: Snapshot) -> None:
-        """Make the cache what the store says, keeping of each key the highest version, and tell what is new."""
-        why: HeadwayError | None = None
-        with self._lock:
-            if not snapshot.continuous or self._contradicted_by(snapshot):
-                why = WentBack(f"🔴 The store of the job {self.job_id!r} was put back to an earlier moment.")
-                self._clear()
-                self._touched.clear()
-            elif snapshot.deleted:
-                why = job_gone(self.job_id, marked=True)
-            self._tombstone = snapshot.deleted
-            ending = list(self._subscriptions) if why is not None else []
-            if isinstance(why, WentBack):
-                self._subscriptions.clear()  # they must not be offered what follows as if it came after what they heard
-            for key in snapshot.recreated:
-                self._forget(key)
-            # What came after the listing began is newer than the listing, whether it was made or removed.
-            current = {state.key for state in snapshot.states} | self._touched
-            for key in [key for key in self._cache if key not in current]:
-                self._forget(key)
-            for state in sorted(snapshot.states, key=replay_order):
-                if state.key in self._cache or state.key not in self._touched:
-                    self._hear(state)
-            self._mark = snapshot.mark
-        if isinstance(why, WentBack):
-            log.critical("🔴 the store went back in time; its subscriptions end", jobID=self.job_id)
-        for subscription in ending:
-            subscription.end(why)
-
-    def _contradicted_by(self, snapshot: Snapshot) -> bool:
-        """Whether the store has less of a key, or another event, than it had. A key that was written or heard of since
-        the listing began does not count: the listing may be older."""
-        for state in snapshot.states:
-            known = self._cache.get(state.key)
-            if known is None or state.key in self._touched or state.key in snapshot.recreated:
-                continue
-            if (state.version, state.event_id) != (known.version, known.event_id) and state.version <= known.version:
-                return True
-        return False
+    def free(self) -> AbstractContextManager[object]:
+        """One that nobody uses, or the next in turn."""
+        if not self._locks:
+            return nullcontext()
+        turn = next(self._turns) % len(self._locks)
+        return next((lock for lock in self._locks if not lock.locked()), self._locks[turn])

@@ -14,7 +14,6 @@ from there, and reads the log wherever one is missing, too large, or nothing cam
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +22,7 @@ from uuid import uuid4
 from headway._sql import NOW, Row, Tx, connect
 from headway._sql.sqlite import SQLite
 from headway.errors import StorageError
+from headway.lifecycle import Flag
 from headway.retry import RetryPolicy
 from headway.states import sql_rows
 from headway.states.sql_wakers import DataVersionWaker, LocalWaker, NotificationWaker, Waker
@@ -91,14 +91,14 @@ class SqlStates:
     listens_at_once = False
 
     def __init__(self, url: str, *, create: bool = True) -> None:
-        self._stop = threading.Event()
+        self._stop = Flag()
         self._database = connect(url, create=create, stop=self._stop)
         self.kind: str = self._database.engine
         self._path = self._database.path if isinstance(self._database, SQLite) else None
         self._file = self._file_now()
-        # SQLite's own transactions are tried again below; a restart of PostgreSQL takes seconds.
-        postgresql = RetryPolicy(retries=7, base=0.1, cap=4.0, jitter=0.2)
-        self.write_policy = postgresql if self.kind == "postgresql" else RetryPolicy(retries=0)
+        # The database itself tries again, for as long as a restart of the server takes. Tried again here as well, the
+        # waits would be multiplied: a minute and a half until a writer hears that PostgreSQL is away.
+        self.write_policy = RetryPolicy(retries=0)
         self._now = NOW[self._database.engine]
         self._local_wakers: list[Waker] = []  # woken by our own writes; PostgreSQL's notification wakes by itself
 
@@ -133,13 +133,13 @@ class SqlStates:
 
     def register(self, job_id: str, num_tasks: int, *, history: bool) -> JobRecord:
         def work(tx: Tx) -> JobRecord:
-            tx.execute(
-                "INSERT INTO state_jobs (id, num_tasks, incarnation, history, created_at) "
-                f"VALUES (?, ?, ?, ?, {self._now}) ON CONFLICT (id) DO NOTHING",
-                (job_id, num_tasks, uuid4().hex, int(history)),
-            )
-            row = tx.one(f"{sql_rows.JOBS} WHERE id = ?", (job_id,))
-            assert row is not None, "it was there or was made above"
+            # Somebody else may make it before we do, and delete it before we look.
+            while (row := tx.one(f"{sql_rows.JOBS} WHERE id = ?", (job_id,))) is None:
+                tx.execute(
+                    "INSERT INTO state_jobs (id, num_tasks, incarnation, history, created_at) "
+                    f"VALUES (?, ?, ?, ?, {self._now}) ON CONFLICT (id) DO NOTHING",
+                    (job_id, num_tasks, uuid4().hex, int(history)),
+                )
             return sql_rows.record_of(row)
 
         return self._database.run(work, operation="register")

@@ -301,8 +301,11 @@ def storable(text: str, limit: int = MESSAGE_LIMIT) -> str:
 # As JSON text, which SQL and Redis keep
 
 
+_encoder = json.JSONEncoder(separators=(",", ":"), default=dict)  # made once: `json.dumps` would make one for each call
+
+
 def encoded(payload: Mapping[str, Json]) -> str:
-    return json.dumps(payload, ensure_ascii=True, separators=(",", ":"), default=dict)
+    return _encoder.encode(payload)
 
 
 def decoded(text: str | None) -> dict[str, Json] | None:

@@ -11,20 +11,18 @@ replaced or put back to an earlier moment) the subscription ends too, with the r
 
 from __future__ import annotations
 
+import _thread
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
 from headway.errors import HeadwayError, InvalidInput, Unavailable
 from headway.lifecycle import ForkGuard
 from headway.states.state import REPLAY_COMPLETE, Key, State, StateEvent, checked_seconds, replay_order
 from headway.telemetry import Log, metrics
-
-if TYPE_CHECKING:
-    import asyncio
 
 log = Log("states")
 
@@ -49,6 +47,8 @@ class Subscription:
     Nobody but its reader holds it: one that is dropped (``for event in subscribe(): break``) is closed by that.
     """
 
+    _closed = True  # until it is whole, so that `__del__` has nothing to count
+
     def __init__(
         self,
         *,
@@ -60,7 +60,6 @@ class Subscription:
         abandoned: deque[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._closed = True  # until it is whole, so that `__del__` has nothing to count
         if not depth >= LEAST_DEPTH:
             raise InvalidInput(
                 f"A subscription holds at least {LEAST_DEPTH} events, so a depth of {depth} is too little."
@@ -76,8 +75,10 @@ class Subscription:
         self._clock = clock
         self._began = clock()
         self._guard = ForkGuard("A subscription")
-        self._changed = threading.Condition()
-        self._loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []  # readers that wait in an event loop
+        # Taken by `with` and waited for by nobody who holds it: that is one step of the interpreter, which no exception of
+        # a signal handler can split. A Condition is many, and would stay locked.
+        self._lock = threading.RLock()
+        self._waiters: list[Callable[[], object]] = []  # one of each reader that waits, and wakes it
         self._seen: dict[Key, int] = {}
         self._replay: deque[State] = deque()
         self._replaying = True
@@ -91,7 +92,7 @@ class Subscription:
     def start(self, current: Iterable[State]) -> None:
         """Say what is current. Called once, before the reader has it, by a store that registered it before it looked:
         a state that was offered in between is news, not replay. What ``accepts`` raises here reaches the subscriber."""
-        with self._changed:
+        with self._lock:
             for state in sorted(current, key=replay_order):
                 accepted = self._accepts is None or self._accepts(state)
                 if accepted and state.version > self._seen.get(state.key, 0):
@@ -100,7 +101,7 @@ class Subscription:
 
     def offer(self, state: State) -> None:
         """A change. Given again or out of order it is ignored: only a version that grew is news."""
-        with self._changed:
+        with self._lock:
             if self._closed or not self._accepted(state) or state.version <= self._seen.get(state.key, 0):
                 return
             self._seen[state.key] = state.version
@@ -136,27 +137,27 @@ class Subscription:
 
     def forget(self, key: Key) -> None:
         """The state of ``key`` was removed; if it is made again its versions begin at 1."""
-        with self._changed:
+        with self._lock:
             self._seen.pop(key, None)
 
     def end(self, error: HeadwayError | None = None) -> None:
         """No more will come: what is waiting can still be read, then ``error`` is raised, or iteration stops."""
-        with self._changed:
+        with self._lock:
             if not self._closed:
                 self._end(error)
 
     def _end(self, error: HeadwayError | None) -> None:
         self._closed = True
         self._error = error
-        self._changed.notify_all()
         self._wake()
 
     def _wake(self) -> None:
-        self._changed.notify()
-        loops, self._loops = self._loops, []
-        for loop, arrived in loops:
-            with suppress(RuntimeError):  # that loop has ended, and its reader with it
-                loop.call_soon_threadsafe(arrived.set)
+        """Every reader that waits; they look again. One is crossed off after it was woken: interrupted in between, it is
+        woken twice."""
+        while self._waiters:
+            with suppress(RuntimeError):  # it was woken already, or its loop has ended, and the reader with it
+                self._waiters[-1]()
+            self._waiters.pop()
 
     # ---- for the reader ---------------------------------------------------------------------
 
@@ -168,7 +169,7 @@ class Subscription:
     def waiting(self) -> int:
         """How many events can be read at once."""
         self._guard.check()
-        with self._changed:
+        with self._lock:
             return len(self._replay) + self._replaying + len(self._live) + len(self._late)
 
     def get(self, timeout: float | None = None) -> StateEvent:
@@ -176,9 +177,35 @@ class Subscription:
         the error with which the store ended it."""
         self._guard.check()  # before the lock, which a thread of the parent may have held when this process was forked
         limit = checked_seconds(timeout, "The timeout")
-        with self._changed:
-            if not self._changed.wait_for(self._readable, limit):
+        deadline = None if limit is None else self._clock() + limit
+        while (event := self._next()) is None:
+            if not self._wait(deadline):
                 raise TimeoutError(f"No event within {timeout:g} s.")
+        return event
+
+    def _wait(self, deadline: float | None) -> bool:
+        """Until there may be something to read; False when it is too late for that."""
+        woken = _thread.allocate_lock()
+        woken.acquire()
+        with self._lock:
+            if self._readable():
+                return True
+            self._waiters.append(woken.release)
+        try:
+            left = -1.0 if deadline is None else min(max(0.0, deadline - self._clock()), threading.TIMEOUT_MAX)
+            return woken.acquire(timeout=left)
+        finally:
+            self._no_longer_waits(woken.release)
+
+    def _no_longer_waits(self, waiter: Callable[[], object]) -> None:
+        with self._lock, suppress(ValueError):  # it was woken
+            self._waiters.remove(waiter)
+
+    def _next(self) -> StateEvent | None:
+        """The next event, taken; None when there is none yet."""
+        with self._lock:
+            if not self._readable():
+                return None
             if self._replay:
                 return StateEvent(self._replay.popleft(), replay=True)
             if self._replaying:
@@ -215,37 +242,39 @@ class Subscription:
     async def __anext__(self) -> StateEvent:
         """Waits in the event loop and takes no thread, so thousands of readers may wait at once."""
         import asyncio
+        from functools import partial
 
         self._guard.check()
         deadline = None if self.timeout is None else self._clock() + self.timeout
         while True:
-            arrived = asyncio.Event()
-            waiter = (asyncio.get_running_loop(), arrived)
-            with self._changed:
-                if not (readable := self._readable()):
-                    self._loops.append(waiter)
             try:
-                if readable:
-                    return self.get(0)
-                async with asyncio.timeout(None if deadline is None else max(0.0, deadline - self._clock())):
-                    await arrived.wait()
+                if (event := self._next()) is not None:
+                    return event
             except SubscriptionClosed:
                 raise StopAsyncIteration from None
+            arrived = asyncio.Event()
+            waiter = partial(asyncio.get_running_loop().call_soon_threadsafe, arrived.set)
+            with self._lock:
+                if self._readable():
+                    continue
+                self._waiters.append(waiter)
+            try:
+                async with asyncio.timeout(None if deadline is None else max(0.0, deadline - self._clock())):
+                    await arrived.wait()
             except TimeoutError:
-                if not readable:  # else another reader was quicker
-                    raise TimeoutError(f"No event within {self.timeout:g} s.") from None
+                raise TimeoutError(f"No event within {self.timeout:g} s.") from None
             finally:
-                with self._changed, suppress(ValueError):  # it was woken, or never waited
-                    self._loops.remove(waiter)
+                self._no_longer_waits(waiter)
 
     def close(self) -> None:
         """End it now. What was waiting is dropped, and counted."""
         if self._guard.crossed:
             return  # it is the parent's
-        with self._changed:
+        with self._lock:
             dropped = self._drop()
             if not self._closed:
                 self._end(None)
+            self._wake()  # closed twice because it was interrupted: somebody may wait still
         if dropped:
             metrics.count("headway_states_dropped", dropped)
         if self._on_close is not None:

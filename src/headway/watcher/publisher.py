@@ -3,6 +3,7 @@ when sinks are configured, from where the relay takes it to them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,10 @@ from headway.watcher.ports import RedisProto
 log = Log("watcher")
 
 SOURCE = "headway.watcher"
+
+#: Events published at once that the log names one by one. Of a flood it has the number: a line costs as much as the event
+#: itself, and whoever looks for one finds it in the stream.
+NAMED = 10
 
 #: Kinds that are no failure but what became of a job reported before: they have an event name of their own, so that
 #: whoever counts failures by name stays right.
@@ -63,9 +68,13 @@ class Publisher:
         bodies = [event.as_json() for event in events]
         self._append(events)
         self._redis.publish(self._channel, self._stream, self._stream_length, bodies)
-        for event, report in zip(events, ordered, strict=True):
-            metrics.count("headway_watcher_events", queue=queue, kind=report.kind)
-            log.info("reported", event=report.kind, queue=queue, job=report.job_id, eventID=event.id)
+        for kind, number in Counter(report.kind for report in ordered).items():
+            metrics.count("headway_watcher_events", number, queue=queue, kind=kind)
+            if len(events) > NAMED:
+                log.info("reported", event=kind, queue=queue, count=number)
+        if len(events) <= NAMED:
+            for event, report in zip(events, ordered, strict=True):
+                log.info("reported", event=report.kind, queue=queue, job=report.job_id, eventID=event.id)
 
     def event(self, queue: str, report: Report) -> Event:
         return Event(

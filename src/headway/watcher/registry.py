@@ -239,9 +239,10 @@ class RegistryView:
         self._size = self._context.redis.zcard(self._key)
         if self._doubts == doubts:
             self._doubt_from = inf
-        # One that found something may have missed something, and is repeated soon. One that did not takes at most a
-        # tenth of the time.
-        self._walk_not_before = now() + max(1.0, spent if new else 10 * spent)
+        # One that found something may have missed something, and is repeated soon. One that was asked for by what was
+        # announced, and found nothing, takes at most a tenth of the time. One that nothing asked for says nothing about
+        # what will be announced.
+        self._walk_not_before = now() + max(1.0, spent if new or prune else 10 * spent)
 
     def _prune(self, began: float) -> None:
         """Forget what left the registry long ago, unless RQ still keeps results: the job may fail again, and what was

@@ -1,0 +1,83 @@
+"""Readers that a raising signal handler interrupts anywhere: no lock stays held, and whoever waits goes on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.services.tracing import untraced_environment
+
+SCENE = """
+import signal, sys, threading
+from headway import states
+
+class Alarm(Exception):
+    pass
+
+def ring(*_):
+    raise Alarm
+
+store, _ = states.open_store(sys.argv[1], "job", 3, max_concurrency=2)
+stop = threading.Event()
+
+def write():
+    number = 0
+    while not stop.wait(0.0005):
+        number += 1
+        store.set_state(states.State("job", 1, "a", number))
+
+writer = threading.Thread(target=write)
+writer.start()
+subscription = store.subscribe()
+
+def read():
+    subscription.get(0.0005)
+
+def put():
+    store.set_state(states.State("job", 0, "a", 1))
+
+def come_and_go():
+    with store.subscribe() as passing:
+        passing.get(1)
+
+def look():
+    store._fresh_until = 0.0  # as if the listener had lost its store a moment ago
+    store.list_all_states()
+
+signal.signal(signal.SIGALRM, ring)
+interrupted = 0
+for number in range(500):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.00002 + number % 97 * 0.00001)
+        for _ in range(1_000):  # an end: what is raised in a destructor is lost
+            WHAT()
+    except (Alarm, TimeoutError):
+        interrupted += 1
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except Alarm:
+        pass
+stop.set()
+writer.join(10)
+last = store.set_state(states.State("job", 2, "last", 7))
+heard = []
+reader = threading.Thread(target=lambda: heard.extend(iter(lambda: subscription.get(10).state, last)))
+reader.start()
+reader.join(20)
+closing = threading.Thread(target=store.close)
+closing.start()
+closing.join(20)
+print(interrupted > 100, writer.is_alive(), reader.is_alive(), closing.is_alive())
+"""
+
+
+@pytest.mark.parametrize("what", ["read", "put", "come_and_go", "look"])
+def test_a_reader_and_a_writer_that_are_interrupted_anywhere_leave_the_store_and_its_subscriptions_usable(
+    what: str, tmp_path: Path
+):
+    command = [sys.executable, "-X", "faulthandler", "-c", SCENE.replace("WHAT", what), f"sqlite:///{tmp_path}/s.db"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=untraced_environment())
+    assert done.stdout == "True False False False\n", done.stderr
