@@ -19,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from measure import Report, median, percentile, say, scratch
@@ -96,7 +97,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one round with few tasks, rough figures")
     parser.add_argument("--million", action="store_true", help="the sweeper with a million finished tasks besides")
     parser.add_argument("--rounds", type=int, help="default 3; 1 with --quick")
-    parser.add_argument("--only", action="append", default=[], metavar="WORD", help="only parts with this in their name")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="WORD", help="only parts with this in their name"
+    )
     options = parser.parse_args()
     rounds = options.rounds or (1 if options.quick else 3)
     report = Report("taskqueue", quick=options.quick)
@@ -207,7 +210,9 @@ def flat(report: Report, own: Servers, count: int) -> None:
             seen.append((client.dbsize(), sum(map(resident, pids)), sum(map(descriptors, pids))))
     (keys, memory, opened), (keys_after, memory_after, opened_after) = seen
     report.add(f"{count:,} tasks: keys of Redis more than before", keys_after - keys, "keys", most=0, before=keys)
-    report.add(f"{count:,} tasks: memory of two workers more than before", (memory_after - memory) / 2**20, "MB", most=4)
+    report.add(
+        f"{count:,} tasks: memory of two workers more than before", (memory_after - memory) / 2**20, "MB", most=4
+    )
     report.add(f"{count:,} tasks: descriptors more than before", opened_after - opened, "descriptors", most=0)
 
 
@@ -237,21 +242,16 @@ def sweeping(report: Report, own: Servers, sizes: list[int]) -> None:
     for engine, url in (("postgresql", own.database()), ("sqlite", f"sqlite:///{own.place}/sweeper.db")):
         took: dict[str, list[float]] = defaultdict(list)
         with connect(url) as database, TaskQueue(database, per_user=None) as queue:
-            queue.handler("tick", isolation="none")(lambda task, payload: None)
+            queue.handler("tick", isolation="none")(lambda _task, _payload: None)
             sweeper, filled = Sweeper(queue), 0
-            who = Claimant("bench", Owner.current(), ["tick"])
             for size in sizes:
                 add_finished(queue, filled + 1, size)
                 filled = size
                 queue.submit_many({"kind": "tick", "payload": n} for n in range(100))
 
-                def claim_and_settle() -> None:
-                    taken = queue.database.run(lambda tx: claims.claim(tx, who, queues=PRIORITIES, limit=10))
-                    queue.database.run(lambda tx: [claims.give_back(tx, one) for one in taken])
-
                 looks: dict[str, Callable[[], object]] = {
                     "a round of the sweeper": sweeper.tick,
-                    "10 claimed and given back": claim_and_settle,
+                    "10 claimed and given back": partial(claim_and_give_back, queue),
                     "stats": queue.stats,
                     "the newest 50": queue.list,
                     "the newest 50 that failed": lambda: queue.list(status="FAILED"),
@@ -265,6 +265,12 @@ def sweeping(report: Report, own: Servers, sizes: list[int]) -> None:
                 f"{engine}: {name}, {sizes[-1]:,} finished tasks / {sizes[0]:,}", values[-1] / values[0], "x", most=2,
                 milliseconds=[round(value, 2) for value in values],
             )  # fmt: skip
+
+
+def claim_and_give_back(queue: TaskQueue) -> None:
+    who = Claimant("bench", Owner.current(), ["tick"])
+    taken = queue.database.run(lambda tx: claims.claim(tx, who, queues=PRIORITIES, limit=10))
+    queue.database.run(lambda tx: [claims.give_back(tx, one) for one in taken])
 
 
 def add_finished(queue: TaskQueue, first: int, last: int) -> None:

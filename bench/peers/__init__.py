@@ -36,7 +36,7 @@ COMMANDS = {
     "rq_simple": [["python", "-c", _PRELOADED, *_RQ, "rq.worker.SimpleWorker"]] * 2,
     "rq_fork": [["python", "-c", _PRELOADED, *_RQ, "rq.worker.Worker"]] * 2,
     "procrastinate": [["procrastinate", "--app=queues.app", "--log-level=error", "worker", "-q", "bench"]] * 2,
-    "pgqueuer": [["pgq", "run", "queues:pgqueuer", "--batch-size", "{batch}"]] * 2,
+    "pgqueuer": [["python", "queues.py", "work"]] * 2,
     "dbos": [["python", "queues.py", "work"]] * 2,
     "headway": [["python", "queues.py", "work"]] * 2,
     "headway_fork": [["python", "queues.py", "work"]] * 2,

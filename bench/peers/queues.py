@@ -110,6 +110,7 @@ elif PEER == "procrastinate":
         _opened().schema_manager.apply_schema()
 elif PEER == "pgqueuer":
     import asyncpg
+    import uvloop
     from pgqueuer import AsyncpgDriver, PgQueuer, Queries
 
     _loop = asyncio.new_event_loop()
@@ -139,6 +140,14 @@ elif PEER == "pgqueuer":
             tick(int(job.payload))
 
         return made
+
+    def work() -> None:
+        """As its command does it, which cannot be used: in 1.6.0 it fails on its own default of --log-level."""
+
+        async def run() -> None:
+            await (await pgqueuer()).run(batch_size=BATCH)
+
+        uvloop.run(run())
 elif PEER == "dbos":
     from dbos import DBOS, DBOSClient
 
@@ -154,7 +163,9 @@ elif PEER == "dbos":
         return _client().enqueue({"queue_name": "bench", "workflow_name": "tick"}, number)
 
     def _launch() -> None:
-        DBOS(config={"name": "bench", "system_database_url": POSTGRES, "log_level": "ERROR", "application_version": "1"})
+        DBOS(
+            config={"name": "bench", "system_database_url": POSTGRES, "log_level": "ERROR", "application_version": "1"}
+        )
         DBOS.launch()
         DBOS.register_queue("bench", polling_interval_sec=0.1)
 
@@ -172,7 +183,7 @@ elif PEER in ("headway", "headway_fork", "headway_database"):
     queue = TaskQueue(POSTGRES, redis=None if PEER == "headway_database" else REDIS, per_user=None)
 
     @queue.handler("tick", isolation="fork" if PEER == "headway_fork" else "none")
-    def _handle(task: object, number: int) -> None:
+    def _handle(_task: object, number: int) -> None:
         tick(number)
 
     def enqueue(number: int) -> object:

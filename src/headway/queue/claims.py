@@ -7,12 +7,15 @@ for its next try, or it has FAILED. Who ran it and died without a word is found 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from headway._lease import Owner, has_ended, write_owner
 from headway._sql import Row, Tx, Value, marks
 from headway.errors import StaleClaim
+from headway.events.sql import SHARE_APPENDING
 from headway.failure import Failure, normalise
 from headway.queue.limits import Limits
 from headway.queue.records import _COLUMNS, count_minutes, pages, task_of, tell
@@ -29,6 +32,36 @@ RETRY_CAP = 300.0
 
 _SKIP_LOCKED = {"sqlite": "", "postgresql": " FOR UPDATE SKIP LOCKED"}
 _CLAIMED = "no, token, payload, retry_delay, timeout, place, turn, run_at"
+#: The database's time, the same throughout a statement, so that an index can be asked with it.
+_NOW = {
+    "sqlite": "(julianday('now') - 2440587.5) * 86400.0",
+    "postgresql": "extract(epoch FROM statement_timestamp())::double precision",
+}
+# What a claim must know before it takes anything, in one question: the time, the paused queues, whether there are limits,
+# whether somebody's wait is over.
+_LOOK = (
+    "SELECT {now}, EXISTS (SELECT 1 FROM task_limits), EXISTS (SELECT 1 FROM tasks WHERE status = 'QUEUED' AND ready = 0 "
+    "AND run_at <= {now}) OR EXISTS (SELECT 1 FROM tasks WHERE status = 'QUEUED' AND ready = 0 AND attempts > 0 "
+    "AND run_at > {now} + {cap}), q.name, q.paused_until "
+    "FROM (SELECT 1) AS one LEFT JOIN task_queues q ON q.paused = 1"
+)
+#: Numbers of rows as one parameter, so that the statement is the same for one and for a hundred.
+_AMONG = {
+    "sqlite": "no IN (SELECT value FROM json_each(?))",
+    "postgresql": "no = ANY (CAST(translate(?, '[]', '{}') AS bigint[]))",
+}
+_GIVEN = {
+    "sqlite": "SELECT json_extract(value, '$[0]') AS given_no, json_extract(value, '$[1]') AS given_token, "
+    "json_extract(value, '$[2]') AS given_result, json_extract(value, '$[3]') AS given_message FROM json_each(?)",
+    "postgresql": "SELECT (value ->> 0)::bigint AS given_no, (value ->> 1)::bigint AS given_token, "
+    "value ->> 2 AS given_result, value ->> 3 AS given_message FROM json_array_elements(CAST(? AS json))",
+}
+# The event of each row that was changed, as `records.tell` writes it.
+_TELL = (
+    "INSERT INTO outbox (id, type, at, source, job, version, data) SELECT id || '-' || version, 'task.' || lower(status), "
+    "updated_at, 'headway.queue', id, version, {object}('kind', kind, 'status', status, 'queue', queue, 'user_id', user_id, "
+    "'attempts', attempts, 'error', error) FROM {rows} ON CONFLICT (id) DO NOTHING"
+)
 LOST = Failure("WorkerLost", "the worker that ran this task died or lost its lease")
 
 
@@ -60,63 +93,102 @@ def claim(
     With ``ids`` only these, as far as they still wait; with ``unhinted`` only those that RQ was not told of. A queue that
     is paused gives nothing, from this moment on.
     """
-    now = tx.now()
-    promote(tx, now)
-    open_queues = [queue.place for queue in queues if queue not in paused(tx, now)]
+    now, shut, limited, due = _look(tx)
+    if due:
+        promote(tx, now)
+    open_queues = [queue.place for queue in queues if queue not in shut]
     if not open_queues or not who.kinds or limit < 1 or (ids is not None and not ids):
         return []
+    where, values = _eligible(who, open_queues, ids, unhinted=unhinted)
+    if limited:
+        rows = _take_within_limits(tx, who, where, values, limit, now)
+    else:
+        # One statement that locks, takes and tells. What another worker has locked is skipped, not waited for.
+        picked = (
+            f"SELECT no AS picked_no FROM tasks WHERE {where} ORDER BY place, turn, no LIMIT ?{_SKIP_LOCKED[tx.engine]}"
+        )
+        rows = _take(tx, who, picked, (*values, limit), now)
+    rows.sort(key=lambda row: (row[-3], row[-2], row[-8]))
+    return [_claim_of(row, now) for row in rows]
+
+
+def _look(tx: Tx) -> tuple[float, set[Priority], bool, bool]:
+    """The time, the queues that are paused, whether there are limits, whether a wait is over."""
+    rows = tx.all(_LOOK.format(now=_NOW[tx.engine], cap=RETRY_CAP + 1.0))
+    now, limited, due, _, _ = rows[0]
+    shut = {Priority(name) for *_, name, until in rows if name is not None and (until is None or until > now)}
+    return float(now), shut, bool(limited), bool(due)
+
+
+def _eligible(
+    who: Claimant, places: Sequence[int], ids: Sequence[str] | None, *, unhinted: bool
+) -> tuple[str, list[Value]]:
+    """What may be claimed, as a condition."""
+    where = f"status = 'QUEUED' AND ready = 1 AND place IN ({marks(len(places))}) AND kind IN ({marks(len(who.kinds))})"
+    values: list[Value] = [*places, *who.kinds]
+    if ids is not None:
+        where += f" AND id IN ({marks(len(ids))})"
+        values += ids
+    if unhinted:
+        where += " AND hinted_at IS NULL"
+    return where, values
+
+
+def _take_within_limits(tx: Tx, who: Claimant, where: str, values: list[Value], limit: int, now: float) -> list[Row]:
+    """Look at rows, lock them and take those that the limits admit, until there are enough or no more."""
     limits = Limits(tx, now)
     rows: list[Row] = []
     while len(rows) < limit:
-        numbers = _pick(tx, who, open_queues, limit - len(rows), ids, limits, unhinted=unhinted)
+        barred, barred_values = limits.barred()
+        found = tx.all(
+            f"SELECT no, queue, user_id, party, kind FROM tasks WHERE {' AND '.join([where, *barred])} "
+            f"ORDER BY place, turn, no LIMIT ?{_SKIP_LOCKED[tx.engine]}",
+            (*values, *barred_values, limit - len(rows)),
+        )
+        numbers = [no for no, queue, user, party, kind in found if limits.admits(queue, user, party, kind)]
         if not numbers:
             break
-        rows += _take(tx, who, numbers, now)
+        picked = f"SELECT no AS picked_no FROM tasks WHERE {_AMONG[tx.engine]}"
+        rows += _take(tx, who, picked, (json.dumps(numbers),), now)
     limits.close()
-    rows.sort(key=lambda row: (row[-3], row[-2], row[-8]))
-    claims = [_claim_of(row, now) for row in rows]
-    for row in rows:
-        tell(tx, task_of(row[:-8]), now)
-    return claims
+    return rows
 
 
-def _pick(
-    tx: Tx,
-    who: Claimant,
-    places: Sequence[int],
-    count: int,
-    ids: Sequence[str] | None,
-    limits: Limits,
-    *,
-    unhinted: bool,
-) -> list[int]:
-    """Rows that may run, locked. Under limits some of those looked at may not: then the caller asks for more."""
-    where = [f"place IN ({marks(len(places))})", f"kind IN ({marks(len(who.kinds))})"]
-    values: list[Value] = [*places, *who.kinds]
-    if ids is not None:
-        where.append(f"id IN ({marks(len(ids))})")
-        values += ids
-    if unhinted:
-        where.append("hinted_at IS NULL")
-    barred, barred_values = limits.barred()
-    where += barred
-    values += barred_values
-    columns = "no, queue, user_id, party, kind"
-    rows = tx.all(
-        f"SELECT {columns} FROM tasks WHERE status = 'QUEUED' AND ready = 1 AND {' AND '.join(where)} "
-        f"ORDER BY place, turn, no LIMIT ?{_SKIP_LOCKED[tx.engine]}",
-        (*values, count),
+def _take(tx: Tx, who: Claimant, picked: str, values: Sequence[Value], now: float) -> list[Row]:
+    return _change(
+        tx,
+        picked,
+        values,
+        "status = 'RUNNING', version = version + 1, token = token + 1, holder = ?, lease_until = ?, worker = ?, "
+        "started_at = ?, updated_at = ?, hinted_at = NULL",
+        (write_owner(who.owner, who.lease), now + who.lease, who.worker, now, now),
+        "no = picked_no",
+        f"{_COLUMNS}, {_CLAIMED}",
     )
-    return [no for no, queue, user, party, kind in rows if limits.admits(queue, user, party, kind)]
 
 
-def _take(tx: Tx, who: Claimant, numbers: Sequence[int], now: float) -> list[Row]:
-    return tx.all(
-        "UPDATE tasks SET status = 'RUNNING', version = version + 1, token = token + 1, holder = ?, lease_until = ?, "
-        "worker = ?, started_at = ?, updated_at = ?, hinted_at = NULL "
-        f"WHERE no IN ({marks(len(numbers))}) RETURNING {_COLUMNS}, {_CLAIMED}",
-        (write_owner(who.owner, who.lease), now + who.lease, who.worker, now, now, *numbers),
-    )
+def _change(
+    tx: Tx, source: str, source_values: Sequence[Value], changes: str, values: Sequence[Value], match: str, columns: str
+) -> list[Row]:
+    """Change the rows that match those of ``source``, and tell of each; the changed rows.
+
+    On PostgreSQL all of it is one statement. `source` stands in a WITH that is evaluated once: inside an IN the planner might
+    evaluate it again, and lock and take more rows than its LIMIT.
+    """
+    update = f"UPDATE tasks SET {changes} FROM source WHERE {match}"
+    if tx.engine == "postgresql":
+        # The lock comes before the first number of the outbox, because the rows to insert are those of a join with it.
+        tell = _TELL.format(object="json_build_object", rows="changed CROSS JOIN appending")
+        return tx.all(
+            f"WITH source AS MATERIALIZED ({source}), appending AS MATERIALIZED ({SHARE_APPENDING}), "
+            f"changed AS ({update} RETURNING tasks.*), told AS ({tell}) SELECT {columns} FROM changed",
+            (*source_values, *values),
+        )
+    rows = tx.all(f"WITH source AS MATERIALIZED ({source}) {update} RETURNING {columns}, no", (*source_values, *values))
+    if rows:
+        tell = _TELL.format(object="json_object", rows=f"tasks WHERE {_AMONG['sqlite']}")
+        tx.execute(tell, (json.dumps([row[-1] for row in rows]),))
+    return [row[:-1] for row in rows]
 
 
 def _claim_of(row: Row, now: float) -> Claim:
@@ -130,7 +202,8 @@ def _claim_of(row: Row, now: float) -> Claim:
 
 
 def promote(tx: Tx, now: float) -> int:
-    """Tasks whose wait is over may run. No wait is longer than the cap: a clock that was set back holds up nobody."""
+    """Tasks whose wait is over may run, in one statement. No wait is longer than the cap: a clock that was set back holds
+    up nobody."""
     return tx.execute(
         "UPDATE tasks SET ready = 1, hinted_at = NULL WHERE status = 'QUEUED' AND ready = 0 AND (run_at <= ? "
         "OR (attempts > 0 AND run_at > ?))",
@@ -167,24 +240,52 @@ def renew(tx: Tx, who: Claimant, tokens: Mapping[int, int]) -> tuple[set[int], s
 # Settling
 
 
-def complete(tx: Tx, claim: Claim, result: str | None, seconds: float, *, message: str | None = None) -> Task:
-    """The handler returned; ``message`` is what it said last, if that is not written yet.
+@dataclass(frozen=True, slots=True)
+class Success:
+    """A run whose handler returned. ``message`` is what it said last, if that is not written yet."""
 
-    Raises `StaleClaim` when the task is somebody else's by now.
-    """
-    now = tx.now()
-    row = tx.one(
-        "UPDATE tasks SET status = 'COMPLETED', version = version + 1, percent = 100, result = ?, error = NULL, "
-        "message = coalesce(?, message), holder = NULL, lease_until = NULL, ended_at = ?, updated_at = ? "
-        f"WHERE no = ? AND token = ? AND status = 'RUNNING' RETURNING {_COLUMNS}",
-        (result, message, now, now, claim.no, claim.token),
-    )
-    if row is None:
+    claim: Claim
+    result: str | None
+    seconds: float
+    message: str | None = None
+
+
+def complete(tx: Tx, claim: Claim, result: str | None, seconds: float, *, message: str | None = None) -> Task:
+    """The handler returned. Raises `StaleClaim` when the task is somebody else's by now."""
+    tasks = complete_all(tx, [Success(claim, result, seconds, message)])
+    if not tasks:
         raise _stale(claim)
-    task = task_of(row)
-    tell(tx, task, now)
-    count_minutes(tx, now, completed=[task], wait_seconds=claim.waited, run_seconds=seconds)
-    return task
+    return tasks[claim.id]
+
+
+def complete_all(tx: Tx, successes: Sequence[Success]) -> dict[str, Task]:
+    """Handlers returned: their tasks by id, those left out that are somebody else's by now. A batch costs what one costs:
+    each row is changed only under the token of its own claim, whatever becomes of its neighbours."""
+    given = [[done.claim.no, done.claim.token, done.result, done.message] for done in successes]
+    now = _NOW[tx.engine]
+    rows = _change(
+        tx,
+        _GIVEN[tx.engine],
+        (json.dumps(given),),
+        "status = 'COMPLETED', version = version + 1, percent = 100, result = given_result, error = NULL, "
+        "message = coalesce(given_message, message), holder = NULL, lease_until = NULL, "
+        f"ended_at = {now}, updated_at = {now}",
+        (),
+        "no = given_no AND token = given_token AND status = 'RUNNING'",
+        _COLUMNS,
+    )
+    tasks = {task.id: task for task in map(task_of, rows)}
+    counted = sorted(
+        (done for done in successes if done.claim.id in tasks), key=lambda done: (done.claim.priority, done.claim.kind)
+    )
+    for _, group in groupby(counted, key=lambda done: (done.claim.priority, done.claim.kind)):
+        same = list(group)
+        count_minutes(
+            tx, tasks[same[0].claim.id].updated_at.timestamp(),
+            completed=[tasks[done.claim.id] for done in same], wait_seconds=sum(done.claim.waited for done in same),
+            run_seconds=sum(done.seconds for done in same),
+        )  # fmt: skip
+    return tasks
 
 
 def fail(
