@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from headway._sql import Database, Tx, connect
 from headway.errors import InvalidInput
 from headway.ids import check_id
-from headway.queue import claims, limits, records
+from headway.queue import claims, intake, limits, records
 from headway.queue.codec import PAYLOAD_LIMIT, Codec, FernetCodec, PlainCodec, fingerprint, write_payload
 from headway.queue.values import NewTask, Priority, QueueInfo, Status, Task
 from headway.retry import TASK
@@ -209,10 +209,7 @@ class TaskQueue:
         if not tasks:
             return []
         hints = self.hints
-        accepted = self.database.run(
-            lambda tx: records.submit(tx, tasks, per_user=self._per_user, hinting=hints is not None),
-            operation="queue.submit",
-        )
+        accepted = intake.submit(self.database, tasks, per_user=self._per_user, hinting=hints is not None)
         if hints is not None:
             # It is accepted: whatever happens to the hint, the task is not lost.
             new = [(task.id, task.priority) for task in accepted if task.version == 1]
