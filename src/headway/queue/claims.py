@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from headway._lease import Owner, has_ended, write_owner
-from headway._sql import Row, Tx, Value, marks
+from headway._sql import Database, Row, Tx, Value, marks
 from headway.errors import StaleClaim
 from headway.events.sql import SHARE_APPENDING
 from headway.failure import Failure, normalise
@@ -37,12 +37,14 @@ _NOW = {
     "sqlite": "(julianday('now') - 2440587.5) * 86400.0",
     "postgresql": "extract(epoch FROM statement_timestamp())::double precision",
 }
+_DUE = (
+    "EXISTS (SELECT 1 FROM tasks WHERE status = 'QUEUED' AND ready = 0 AND run_at <= {now}) OR EXISTS "
+    "(SELECT 1 FROM tasks WHERE status = 'QUEUED' AND ready = 0 AND attempts > 0 AND run_at > {now} + {cap})"
+)
 # What a claim must know before it takes anything, in one question: the time, the paused queues, whether there are limits,
 # whether somebody's wait is over.
 _LOOK = (
-    "SELECT {now}, EXISTS (SELECT 1 FROM task_limits), EXISTS (SELECT 1 FROM tasks WHERE status = 'QUEUED' AND ready = 0 "
-    "AND run_at <= {now}) OR EXISTS (SELECT 1 FROM tasks WHERE status = 'QUEUED' AND ready = 0 AND attempts > 0 "
-    "AND run_at > {now} + {cap}), q.name, q.paused_until "
+    f"SELECT {{now}}, EXISTS (SELECT 1 FROM task_limits), {_DUE}, q.name, q.paused_until "
     "FROM (SELECT 1) AS one LEFT JOIN task_queues q ON q.paused = 1"
 )
 #: Numbers of rows as one parameter, so that the statement is the same for one and for a hundred.
@@ -107,9 +109,50 @@ def claim(
         picked = (
             f"SELECT no AS picked_no FROM tasks WHERE {where} ORDER BY place, turn, no LIMIT ?{_SKIP_LOCKED[tx.engine]}"
         )
-        rows = _take(tx, who, picked, (*values, limit), now)
-    rows.sort(key=lambda row: (row[-3], row[-2], row[-8]))
-    return [_claim_of(row, now) for row in rows]
+        rows = _take(tx, who, picked, (*values, limit))
+    return _claims_of(rows)
+
+
+def claim_next(
+    database: Database,
+    who: Claimant,
+    *,
+    queues: Sequence[Priority],
+    limit: int,
+    ids: Sequence[str] | None = None,
+    unhinted: bool = False,
+) -> list[Claim]:
+    """`claim` for a worker that holds nothing, on PostgreSQL by one statement in one round trip where nothing is in the way.
+
+    It may be sent again when its answer was lost, because a worker that holds nothing has no running row but those of a
+    claim it did not hear of: it is given these, as they are. (Not those whose lease is half over: the sweeper may be about to
+    give them to somebody else.) Where there are limits, or a wait is over, or nothing was found, `claim` decides.
+    """
+    if database.engine == "postgresql" and queues and who.kinds and limit > 0 and (ids is None or ids):
+        now = _NOW["postgresql"]
+        where, values = _eligible(who, [queue.place for queue in queues], ids, unhinted=unhinted)
+        mine = (
+            f"SELECT {_COLUMNS}, {_CLAIMED} FROM tasks WHERE status = 'RUNNING' AND worker = ? "
+            f"AND lease_until > {now} + ?"
+        )
+        picked = (
+            f"SELECT no AS picked_no FROM tasks WHERE {where} AND NOT EXISTS (SELECT 1 FROM mine) "
+            f"AND NOT EXISTS (SELECT 1 FROM task_limits) AND NOT ({_DUE.format(now=now, cap=RETRY_CAP + 1.0)}) "
+            "AND queue NOT IN (SELECT name FROM task_queues WHERE paused = 1 AND (paused_until IS NULL "
+            f"OR paused_until > {now})) ORDER BY place, turn, no LIMIT ? FOR UPDATE SKIP LOCKED"
+        )
+        statement = _changing(picked, _taking(now), "no = picked_no", f"{_COLUMNS}, {_CLAIMED}")
+        rows = database.write(
+            f"WITH mine AS MATERIALIZED ({mine}), {statement} UNION ALL SELECT * FROM mine",
+            (who.worker, who.lease / 2, *values, limit, write_owner(who.owner, who.lease), who.lease, who.worker),
+            operation="queue.claim",
+            idempotent=True,
+        )
+        if rows:
+            return _claims_of(rows)
+    return database.run(
+        lambda tx: claim(tx, who, queues=queues, limit=limit, ids=ids, unhinted=unhinted), operation="queue.claim"
+    )
 
 
 def _look(tx: Tx) -> tuple[float, set[Priority], bool, bool]:
@@ -149,55 +192,65 @@ def _take_within_limits(tx: Tx, who: Claimant, where: str, values: list[Value], 
         if not numbers:
             break
         picked = f"SELECT no AS picked_no FROM tasks WHERE {_AMONG[tx.engine]}"
-        rows += _take(tx, who, picked, (json.dumps(numbers),), now)
+        rows += _take(tx, who, picked, (json.dumps(numbers),))
     limits.close()
     return rows
 
 
-def _take(tx: Tx, who: Claimant, picked: str, values: Sequence[Value], now: float) -> list[Row]:
-    return _change(
-        tx,
-        picked,
-        values,
-        "status = 'RUNNING', version = version + 1, token = token + 1, holder = ?, lease_until = ?, worker = ?, "
-        "started_at = ?, updated_at = ?, hinted_at = NULL",
-        (write_owner(who.owner, who.lease), now + who.lease, who.worker, now, now),
-        "no = picked_no",
-        f"{_COLUMNS}, {_CLAIMED}",
+def _take(tx: Tx, who: Claimant, picked: str, values: Sequence[Value]) -> list[Row]:
+    taken = (write_owner(who.owner, who.lease), who.lease, who.worker)
+    return _change(tx, picked, (*values, *taken), _taking(_NOW[tx.engine]), "no = picked_no", f"{_COLUMNS}, {_CLAIMED}")
+
+
+def _taking(now: str) -> str:
+    return (
+        f"status = 'RUNNING', version = version + 1, token = token + 1, holder = ?, lease_until = {now} + ?, worker = ?, "
+        f"started_at = {now}, updated_at = {now}, hinted_at = NULL"
     )
 
 
-def _change(
-    tx: Tx, source: str, source_values: Sequence[Value], changes: str, values: Sequence[Value], match: str, columns: str
-) -> list[Row]:
-    """Change the rows that match those of ``source``, and tell of each; the changed rows.
-
-    On PostgreSQL all of it is one statement. `source` stands in a WITH that is evaluated once: inside an IN the planner might
-    evaluate it again, and lock and take more rows than its LIMIT.
-    """
-    update = f"UPDATE tasks SET {changes} FROM source WHERE {match}"
+def _change(tx: Tx, source: str, values: Sequence[Value], changes: str, match: str, columns: str) -> list[Row]:
+    """Change the rows that match those of ``source``, and tell of each; the changed rows."""
     if tx.engine == "postgresql":
-        # The lock comes before the first number of the outbox, because the rows to insert are those of a join with it.
-        tell = _TELL.format(object="json_build_object", rows="changed CROSS JOIN appending")
-        return tx.all(
-            f"WITH source AS MATERIALIZED ({source}), appending AS MATERIALIZED ({SHARE_APPENDING}), "
-            f"changed AS ({update} RETURNING tasks.*), told AS ({tell}) SELECT {columns} FROM changed",
-            (*source_values, *values),
-        )
-    rows = tx.all(f"WITH source AS MATERIALIZED ({source}) {update} RETURNING {columns}, no", (*source_values, *values))
+        return tx.all(f"WITH {_changing(source, changes, match, columns)}", values)
+    rows = tx.all(
+        f"WITH source AS MATERIALIZED ({source}) UPDATE tasks SET {changes} FROM source WHERE {match} "
+        f"RETURNING {columns}, no",
+        values,
+    )
     if rows:
         tell = _TELL.format(object="json_object", rows=f"tasks WHERE {_AMONG['sqlite']}")
         tx.execute(tell, (json.dumps([row[-1] for row in rows]),))
     return [row[:-1] for row in rows]
 
 
-def _claim_of(row: Row, now: float) -> Claim:
+def _changing(source: str, changes: str, match: str, columns: str) -> str:
+    """The same as one statement of PostgreSQL, from behind its WITH.
+
+    ``source`` is evaluated once: inside an IN the planner might evaluate it again, and lock and take more rows than its
+    LIMIT. The lock of those who append comes before the first number of the outbox, because the rows that are inserted
+    there are those of a join with it.
+    """
+    tell = _TELL.format(object="json_build_object", rows="changed CROSS JOIN appending")
+    return (
+        f"source AS MATERIALIZED ({source}), appending AS MATERIALIZED ({SHARE_APPENDING}), changed AS (UPDATE tasks "
+        f"SET {changes} FROM source WHERE {match} RETURNING tasks.*), told AS ({tell}) SELECT {columns} FROM changed"
+    )
+
+
+def _claims_of(rows: list[Row]) -> list[Claim]:
+    """In the order of service; the rows come in any."""
+    return [_claim_of(row) for row in sorted(rows, key=lambda row: (row[-3], row[-2], row[-8]))]
+
+
+def _claim_of(row: Row) -> Claim:
     task = task_of(row[:-8])
+    assert task.started_at is not None
     no, token, payload, retry_delay, timeout, _, _, run_at = row[-8:]
     return Claim(
         no=no, id=task.id, kind=task.kind, priority=task.priority, token=token, version=task.version, payload=payload,
         attempts=task.attempts, retries=task.retries, retry_delay=retry_delay, timeout=timeout, user_id=task.user_id,
-        role=task.role, waited=max(0.0, now - run_at),
+        role=task.role, waited=max(0.0, task.started_at.timestamp() - run_at),
     )  # fmt: skip
 
 
@@ -270,7 +323,6 @@ def complete_all(tx: Tx, successes: Sequence[Success]) -> dict[str, Task]:
         "status = 'COMPLETED', version = version + 1, percent = 100, result = given_result, error = NULL, "
         "message = coalesce(given_message, message), holder = NULL, lease_until = NULL, "
         f"ended_at = {now}, updated_at = {now}",
-        (),
         "no = given_no AND token = given_token AND status = 'RUNNING'",
         _COLUMNS,
     )

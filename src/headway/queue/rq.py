@@ -28,6 +28,7 @@ from rq.results import Result
 from rq.serializers import JSONSerializer
 
 from headway import _redis
+from headway._sql import Tx
 from headway.errors import HeadwayError
 from headway.queue import claims
 from headway.queue.claims import Claimant
@@ -356,20 +357,24 @@ class RqSource:
     ) -> list[Claim]:
         ids = [task_id for task_id, _ in hinted]
 
-        def work(tx: Any) -> tuple[list[Claim], set[str], set[str]]:
-            claimed = claims.claim(tx, who, queues=queues, limit=len(ids), ids=ids)
-            taken = {claim.id for claim in claimed}
-            rest = [task_id for task_id in ids if task_id not in taken]
+        def left(tx: Tx, rest: Sequence[str]) -> set[str]:
             known, waiting = claims.known(tx, rest)
             claims.unhint(tx, waiting)  # paused, or over a limit: the sweeper tells RQ again when it may run
-            return claimed, known, waiting
+            return known
 
+        claimed: list[Claim] = []
         try:
-            claimed, known, _ = self._queue.database.run(work, operation="queue.claim")
+            claimed = claims.claim_next(self._queue.database, who, queues=queues, limit=len(ids), ids=ids)
+            taken = {claim.id for claim in claimed}
+            rest = [task_id for task_id in ids if task_id not in taken]
+            known = self._queue.database.run(lambda tx: left(tx, rest), operation="queue.claim") if rest else set()
         except HeadwayError:
-            self._popped = [*hinted, *self._popped]  # asked again when the database is back
-            raise
-        taken = {claim.id for claim in claimed}
+            taken = {claim.id for claim in claimed}
+            # The others are asked for again when the database is back.
+            self._popped = [*((task_id, queue) for task_id, queue in hinted if task_id not in taken), *self._popped]
+            if not claimed:
+                raise
+            return claimed
         for task_id, queue in hinted:
             if task_id not in taken and task_id not in known:
                 self._refuse(task_id, queue)
@@ -378,9 +383,7 @@ class RqSource:
     def _claim_rows(
         self, who: Claimant, queues: Sequence[Priority], limit: int, *, unhinted: bool = False
     ) -> list[Claim]:
-        return self._queue.database.run(
-            lambda tx: claims.claim(tx, who, queues=queues, limit=limit, unhinted=unhinted), operation="queue.claim"
-        )
+        return claims.claim_next(self._queue.database, who, queues=queues, limit=limit, unhinted=unhinted)
 
     def _paused_now(self) -> frozenset[Priority]:
         """Which queues are paused, as of a second ago at the most; the claim itself looks again."""
