@@ -225,7 +225,7 @@ def test_a_task_whose_id_rq_does_not_take_runs_and_is_in_nobodys_way(database_ur
         queue.submit("caption", id="without")
         source = RqSource(queue, redis_url, name="w1")
         try:
-            ran = []
+            ran: list[str] = []
             while len(ran) < 2:
                 taken = eventually(lambda: source.claim(worker(), PRIORITIES, 10))
                 ran += [claim.id for claim in taken]

@@ -255,13 +255,12 @@ def _claim_of(row: Row) -> Claim:
 
 
 def promote(tx: Tx, now: float) -> int:
-    """Tasks whose wait is over may run, in one statement. No wait is longer than the cap: a clock that was set back holds
+    """Tasks whose wait is over may run. No wait is longer than the cap: a clock that was set back holds
     up nobody."""
-    return tx.execute(
-        "UPDATE tasks SET ready = 1, hinted_at = NULL WHERE status = 'QUEUED' AND ready = 0 AND (run_at <= ? "
-        "OR (attempts > 0 AND run_at > ?))",
-        (now, now + RETRY_CAP + 1.0),
-    )
+    promoting = "UPDATE tasks SET ready = 1, hinted_at = NULL WHERE status = 'QUEUED' AND ready = 0 AND"
+    # Two statements: with an OR neither engine would use its indexes, and look at everything that is delayed.
+    due = tx.execute(f"{promoting} run_at <= ?", (now,))
+    return due + tx.execute(f"{promoting} attempts > 0 AND run_at > ?", (now + RETRY_CAP + 1.0,))
 
 
 def paused(tx: Tx, now: float) -> set[Priority]:
