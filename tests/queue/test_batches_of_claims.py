@@ -18,6 +18,7 @@ from headway.queue.claims import Claimant, Success
 from headway.queue.rq import RqHints, RqSource
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import PRIORITIES, Priority, Status, TaskConflict, UserBusy
+from headway.queue.worker import Worker
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
 
@@ -264,3 +265,14 @@ def test_a_database_that_is_opened_again_has_the_batch(database_url: str):
     with connect(database_url) as again:
         rows = again.all("SELECT id, status, result, message FROM tasks ORDER BY no")
     assert [tuple(row) for row in rows] == [(f"t{n}", "COMPLETED", f'"t{n}"', "said last") for n in range(5)]
+
+
+def test_what_no_database_can_keep_in_a_message_costs_no_neighbour_its_record(database_url: str):
+    with TaskQueue(database_url, per_user=None) as queue:
+        odd = "a\0b\ud800c"
+        queue.handler("caption", isolation="none")(lambda task, payload: task.progress(50, odd if payload else "plain"))
+        queue.submit_many({"kind": "caption", "payload": n % 2, "id": f"t{n}"} for n in range(4))
+        Worker(queue).run(burst=True)
+        assert {task.id: (task.status, task.message) for task in queue.list()} == {
+            f"t{n}": (Status.COMPLETED, "ab?c" if n % 2 else "plain") for n in range(4)
+        }

@@ -79,7 +79,9 @@ class RunningTask:
         number = float(percent)
         if not 0.0 <= number <= 100.0:
             raise ValueError(f"progress goes from 0 to 100, not {number}")
-        self._report(number, str(message)[:_MESSAGE_LIMIT])
+        # Half a character and U+0000 can be kept in no database: they would cost the whole batch its record.
+        whole = str(message)[:_MESSAGE_LIMIT].encode(errors="replace").decode().replace("\0", "")
+        self._report(number, whole)
 
     @property
     def cancelled(self) -> bool:
