@@ -184,13 +184,16 @@ def test_a_worker_that_did_not_hear_of_its_claim_is_given_the_same_tasks(postgre
     with TaskQueue(postgres_url, per_user=None) as queue:
         queue.handler("caption")(lambda task, payload: None)
         queue.submit_many({"kind": "caption"} for _ in range(4))
-        unheard = take(queue, 2)
-        again = take(queue, 2)
+        who = worker()
+        unheard = take(queue, 2, who)
+        again = take(queue, 2, who)
         assert again == unheard
-        assert {claim.id for claim in take(queue, 4, worker("w2"))}.isdisjoint(claim.id for claim in unheard)
+        # Neither another worker nor a process that has its name is given them.
+        assert {claim.id for claim in take(queue, 1, worker("w2"))}.isdisjoint(claim.id for claim in unheard)
+        assert {claim.id for claim in take(queue, 1, worker())}.isdisjoint(claim.id for claim in unheard)
         # One whose lease is half over may be somebody else's in a moment.
         queue.database.write("UPDATE tasks SET lease_until = lease_until - 40 WHERE worker = 'w1'")
-        assert take(queue, 2) == []
+        assert take(queue, 2, who) == []
 
 
 def test_a_submission_that_was_sent_twice_is_one_task(postgres_url: str):

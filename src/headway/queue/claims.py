@@ -130,10 +130,10 @@ def claim_next(
     """
     if database.engine == "postgresql" and queues and who.kinds and limit > 0 and (ids is None or ids):
         # The process is part of it: another one by the same name has a predecessor, whose runs the sweeper ends.
-        now, holder = _NOW["postgresql"], write_owner(who.owner, who.lease)
+        now, process = _NOW["postgresql"], write_owner(who.owner).removesuffix("}")
         where, values = _eligible(who, [queue.place for queue in queues], ids, unhinted=unhinted)
         mine = (
-            f"SELECT {_COLUMNS}, {_CLAIMED} FROM tasks WHERE status = 'RUNNING' AND worker = ? AND holder = ? "
+            f"SELECT {_COLUMNS}, {_CLAIMED} FROM tasks WHERE status = 'RUNNING' AND worker = ? AND starts_with(holder, ?) "
             f"AND lease_until > {now} + ?"
         )
         picked = (
@@ -145,7 +145,16 @@ def claim_next(
         statement = _changing(picked, _taking(now), "no = picked_no", f"{_COLUMNS}, {_CLAIMED}")
         rows = database.write(
             f"WITH mine AS MATERIALIZED ({mine}), {statement} UNION ALL SELECT * FROM mine",
-            (who.worker, holder, who.lease / 2, *values, limit, holder, who.lease, who.worker),
+            (
+                who.worker,
+                process,
+                who.lease / 2,
+                *values,
+                limit,
+                write_owner(who.owner, who.lease),
+                who.lease,
+                who.worker,
+            ),
             operation="queue.claim",
             idempotent=True,
         )
