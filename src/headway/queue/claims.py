@@ -8,8 +8,10 @@ for its next try, or it has FAILED. Who ran it and died without a word is found 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 
 from headway._lease import Owner, has_ended, write_owner
@@ -56,7 +58,8 @@ _GIVEN = {
     "sqlite": "SELECT json_extract(value, '$[0]') AS given_no, json_extract(value, '$[1]') AS given_token, "
     "json_extract(value, '$[2]') AS given_result, json_extract(value, '$[3]') AS given_message FROM json_each(?)",
     "postgresql": "SELECT (value ->> 0)::bigint AS given_no, (value ->> 1)::bigint AS given_token, "
-    "value ->> 2 AS given_result, value ->> 3 AS given_message FROM json_array_elements(CAST(? AS json))",
+    "value ->> 2 AS given_result, value ->> 3 AS given_message, (value ->> 4)::double precision AS given_waited, "
+    "(value ->> 5)::double precision AS given_seconds FROM json_array_elements(CAST(? AS json))",
 }
 # The event of each row that was changed, as `records.tell` writes it.
 _TELL = (
@@ -234,8 +237,8 @@ def _change(tx: Tx, source: str, values: Sequence[Value], changes: str, match: s
     return [row[:-1] for row in rows]
 
 
-def _changing(source: str, changes: str, match: str, columns: str) -> str:
-    """The same as one statement of PostgreSQL, from behind its WITH.
+def _changing(source: str, changes: str, match: str, columns: str, more: str = "") -> str:
+    """The same as one statement of PostgreSQL, from behind its WITH; ``more`` is done with what was changed.
 
     ``source`` is evaluated once: inside an IN the planner might evaluate it again, and lock and take more rows than its
     LIMIT. The lock of those who append comes before the first number of the outbox, because the rows that are inserted
@@ -244,7 +247,7 @@ def _changing(source: str, changes: str, match: str, columns: str) -> str:
     tell = _TELL.format(object="json_build_object", rows="changed CROSS JOIN appending")
     return (
         f"source AS MATERIALIZED ({source}), appending AS MATERIALIZED ({SHARE_APPENDING}), changed AS (UPDATE tasks "
-        f"SET {changes} FROM source WHERE {match} RETURNING tasks.*), told AS ({tell}) SELECT {columns} FROM changed"
+        f"SET {changes} FROM source WHERE {match} RETURNING tasks.*), told AS ({tell}){more} SELECT {columns} FROM changed"
     )
 
 
@@ -323,18 +326,10 @@ def complete(tx: Tx, claim: Claim, result: str | None, seconds: float, *, messag
 def complete_all(tx: Tx, successes: Sequence[Success]) -> dict[str, Task]:
     """Handlers returned: their tasks by id, those left out that are somebody else's by now. A batch costs what one costs:
     each row is changed only under the token of its own claim, whatever becomes of its neighbours."""
-    given = [[done.claim.no, done.claim.token, done.result, done.message] for done in successes]
-    now = _NOW[tx.engine]
-    rows = _change(
-        tx,
-        _GIVEN[tx.engine],
-        (json.dumps(given),),
-        "status = 'COMPLETED', version = version + 1, percent = 100, result = given_result, error = NULL, "
-        "message = coalesce(given_message, message), holder = NULL, lease_until = NULL, "
-        f"ended_at = {now}, updated_at = {now}",
-        "no = given_no AND token = given_token AND status = 'RUNNING'",
-        _COLUMNS,
-    )
+    if tx.engine == "postgresql":
+        return {task.id: task for task in map(task_of, tx.all(f"WITH {_completing()}", _given(successes)))}
+    now = _NOW["sqlite"]
+    rows = _change(tx, _GIVEN["sqlite"], _given(successes)[:1], _completed(now), _OWN, _COLUMNS)
     tasks = {task.id: task for task in map(task_of, rows)}
     counted = sorted(
         (done for done in successes if done.claim.id in tasks), key=lambda done: (done.claim.priority, done.claim.kind)
@@ -347,6 +342,54 @@ def complete_all(tx: Tx, successes: Sequence[Success]) -> dict[str, Task]:
             run_seconds=sum(done.seconds for done in same),
         )  # fmt: skip
     return tasks
+
+
+def complete_alone(database: Database, successes: Sequence[Success]) -> dict[str, Task]:
+    """`complete_all` in a transaction of its own, on PostgreSQL by one statement in one round trip. It may be sent again when
+    its answer was lost: a row that is completed under a claim's own token was completed by this very call."""
+    if database.engine != "postgresql":
+        return database.run(lambda tx: complete_all(tx, successes), operation="queue.settle")
+    rows = database.write(
+        f"WITH {_completing()} UNION ALL SELECT {_COLUMNS} FROM tasks JOIN source ON no = given_no "
+        "AND token = given_token AND status = 'COMPLETED'",
+        _given(successes),
+        operation="queue.settle",
+        idempotent=True,
+    )
+    return {task.id: task for task in map(task_of, rows)}
+
+
+_OWN = "no = given_no AND token = given_token AND status = 'RUNNING'"
+
+
+def _completed(now: str) -> str:
+    return (
+        "status = 'COMPLETED', version = version + 1, percent = 100, result = given_result, error = NULL, "
+        "message = coalesce(given_message, message), holder = NULL, lease_until = NULL, "
+        f"ended_at = {now}, updated_at = {now}"
+    )
+
+
+@lru_cache(maxsize=1)
+def _completing() -> str:
+    counted = (
+        ", counted AS (INSERT INTO task_minutes (minute, queue, kind, share, completed, wait_seconds, run_seconds) "
+        "SELECT floor(updated_at / 60)::bigint, queue, kind, ?, count(*), sum(given_waited), sum(given_seconds) "
+        "FROM changed JOIN source ON no = given_no GROUP BY 1, 2, 3 ORDER BY 2, 3 "
+        "ON CONFLICT (minute, queue, kind, share) DO UPDATE SET completed = task_minutes.completed + excluded.completed, "
+        "wait_seconds = task_minutes.wait_seconds + excluded.wait_seconds, "
+        "run_seconds = task_minutes.run_seconds + excluded.run_seconds)"
+    )
+    return _changing(_GIVEN["postgresql"], _completed(_NOW["postgresql"]), _OWN, _COLUMNS, counted)
+
+
+def _given(successes: Sequence[Success]) -> tuple[Value, ...]:
+    """The batch as one parameter, and whose share of the minute it is counted in."""
+    given = [
+        [done.claim.no, done.claim.token, done.result, done.message, done.claim.waited, done.seconds]
+        for done in successes
+    ]
+    return json.dumps(given), os.getpid() % 16
 
 
 def fail(

@@ -252,12 +252,13 @@ class Worker:
         if not self._ended:
             return
 
-        def work(tx: Tx) -> list[Task | None]:
-            returned = [
-                claims.Success(claim, ended.result, seconds, ended.message)
-                for claim, ended, seconds in self._ended
-                if ended.failure is None
-            ]
+        returned = [
+            claims.Success(claim, ended.result, seconds, ended.message)
+            for claim, ended, seconds in self._ended
+            if ended.failure is None
+        ]
+
+        def settle(tx: Tx) -> list[Task | None]:
             completed = claims.complete_all(tx, returned) if returned else {}
             return [
                 completed.get(claim.id)
@@ -266,7 +267,12 @@ class Worker:
                 for claim, ended, seconds in self._ended
             ]
 
-        settled = self._queue.database.run(work, operation="queue.settle")
+        settled: list[Task | None]
+        if len(returned) == len(self._ended):
+            completed = claims.complete_alone(self._queue.database, returned)
+            settled = [completed.get(claim.id) for claim, *_ in self._ended]
+        else:
+            settled = self._queue.database.run(settle, operation="queue.settle")
         for task, (claim, ended, seconds) in zip(settled, self._ended, strict=True):
             if task is None:
                 log.warning("a result came too late and is dropped", taskID=claim.id, worker=self.name)
