@@ -108,11 +108,13 @@ def claim(
     if limited:
         rows = _take_within_limits(tx, who, where, values, limit, now)
     else:
+        # The limit stands in the text: PostgreSQL plans a parameter as a tenth of all rows, and would sort what waits.
         # One statement that locks, takes and tells. What another worker has locked is skipped, not waited for.
         picked = (
-            f"SELECT no AS picked_no FROM tasks WHERE {where} ORDER BY place, turn, no LIMIT ?{_SKIP_LOCKED[tx.engine]}"
+            f"SELECT no AS picked_no FROM tasks WHERE {where} ORDER BY place, turn, no "
+            f"LIMIT {int(limit)}{_SKIP_LOCKED[tx.engine]}"
         )
-        rows = _take(tx, who, picked, (*values, limit))
+        rows = _take(tx, who, picked, values)
     return _claims_of(rows)
 
 
@@ -143,7 +145,7 @@ def claim_next(
             f"SELECT no AS picked_no FROM tasks WHERE {where} AND NOT EXISTS (SELECT 1 FROM mine) "
             f"AND NOT EXISTS (SELECT 1 FROM task_limits) AND NOT ({_DUE.format(now=now, cap=RETRY_CAP + 1.0)}) "
             "AND queue NOT IN (SELECT name FROM task_queues WHERE paused = 1 AND (paused_until IS NULL "
-            f"OR paused_until > {now})) ORDER BY place, turn, no LIMIT ? FOR UPDATE SKIP LOCKED"
+            f"OR paused_until > {now})) ORDER BY place, turn, no LIMIT {int(limit)} FOR UPDATE SKIP LOCKED"
         )
         statement = _changing(picked, _taking(now), "no = picked_no", f"{_COLUMNS}, {_CLAIMED}")
         rows = database.write(
@@ -153,7 +155,6 @@ def claim_next(
                 process,
                 who.lease / 2,
                 *values,
-                limit,
                 write_owner(who.owner, who.lease),
                 who.lease,
                 who.worker,
