@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from measure import ROOT, Report, bare, median, say, scratch
-from peers import COMMANDS, Peer, install
+from peers import ON_REDIS, Peer, install
 
 from headway.ledger import Ledger
 from headway.run import plan as plans
@@ -106,7 +106,7 @@ def measure_rate(report: Report, place: Path, count: int, rounds: int, tasks: in
             for name, measure in contestants.items():
                 rates[name].append(measure())
                 say(f"  {name}: {rates[name][-1]:,.0f}/s")
-            for name in COMMANDS if server else ():
+            for name in ON_REDIS if server else ():
                 server.make_pristine()
                 into, out = Peer(name, server.url(), place).measure(tasks, LIMIT)
                 enqueuing[name].append(into)
@@ -118,11 +118,11 @@ def measure_rate(report: Report, place: Path, count: int, rounds: int, tasks: in
     typical = {name: median(values) for name, values in rates.items()}
     for name, rate in typical.items():
         spread = (max(rates[name]) - min(rates[name])) / rate
-        what = "tasks done" if name in COMMANDS else "items recorded"
+        what = "tasks done" if name in ON_REDIS else "items recorded"
         report.add(f"{name}: {what}", rate, f"{what[:5]}/s", spread=round(spread, 2), rounds=rounds)
     report.add("headway run / bare loop", ratio(rates, "bare loop"), "x", least=0.2)
     if server is not None:
-        fastest = max(COMMANDS, key=typical.__getitem__)
+        fastest = max(ON_REDIS, key=typical.__getitem__)
         report.add("headway run / fastest task queue", ratio(rates, fastest), "x", least=10, fastest=fastest)
         for name, values in enqueuing.items():
             report.add(f"{name}: tasks enqueued", median(values), "tasks/s")

@@ -1,12 +1,19 @@
-"""Task queues on Redis, in their documented configuration with two worker processes: how many no-op tasks a second."""
+"""Task queues in their documented configuration with two worker processes: how many no-op tasks a second, and how soon.
+
+They live in an environment of their own, `.venv/peers`. Headway's own queue is measured by the same code, from the
+environment that runs the benchmark.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from measure import ROOT, say
@@ -14,13 +21,29 @@ from measure import ROOT, say
 HERE = Path(__file__).parent
 HOME = ROOT / ".venv" / "peers"
 BIN = HOME / "bin"
+#: Bytes that a run leaves in the file of ticks: see queues.py.
+TICK = 12
 
-#: How each one's two workers are started. Dramatiq's processes have eight threads each, as it ships.
+_PRELOADED = "import sys, queues; from rq.cli import main; sys.argv[0] = 'rq'; main()"
+_RQ = ["worker", "--quiet", "--url", "{redis}", "bench", "-w"]
+
+#: How each one's two workers are started. Dramatiq's processes have eight threads each, as it ships. RQ's are given the
+#: module beforehand, as its documentation advises: else every work horse would import it.
 COMMANDS = {
-    "dramatiq": ["dramatiq", "queues", "--processes", "2", "--threads", "8"],
-    "huey": ["huey_consumer", "queues.huey", "-w", "2", "-k", "process", "-q"],
-    "celery": ["celery", "-A", "queues:app", "worker", "-c", "2", "-l", "ERROR", "--pool", "prefork"],
+    "dramatiq": [["dramatiq", "queues", "--processes", "2", "--threads", "8"]],
+    "huey": [["huey_consumer", "queues.huey", "-w", "2", "-k", "process", "-q"]],
+    "celery": [["celery", "-A", "queues:app", "worker", "-c", "2", "-l", "ERROR", "--pool", "prefork"]],
+    "rq_simple": [["python", "-c", _PRELOADED, *_RQ, "rq.worker.SimpleWorker"]] * 2,
+    "rq_fork": [["python", "-c", _PRELOADED, *_RQ, "rq.worker.Worker"]] * 2,
+    "procrastinate": [["procrastinate", "--app=queues.app", "--log-level=error", "worker", "-q", "bench"]] * 2,
+    "pgqueuer": [["python", "queues.py", "work"]] * 2,
+    "dbos": [["python", "queues.py", "work"]] * 2,
+    "headway": [["python", "queues.py", "work"]] * 2,
+    "headway_fork": [["python", "queues.py", "work"]] * 2,
+    "headway_database": [["python", "queues.py", "work"]] * 2,
 }
+#: Those that `headway run` is compared with.
+ON_REDIS = ("dramatiq", "huey", "celery")
 
 INSTALL_SECONDS = 300
 
@@ -45,54 +68,97 @@ def install() -> str | None:
 
 
 class Peer:
-    """One task queue, its workers warm and its queue filled while they are stopped."""
+    """One task queue. ``name`` may have a batch behind a colon: ``pgqueuer:100``."""
 
-    def __init__(self, name: str, redis_url: str, place: Path) -> None:
+    def __init__(self, name: str, redis_url: str, place: Path, postgres_url: str = "") -> None:
         self.name = name
-        self._ticks = place / f"{name}.ticks"
-        self._log = place / f"{name}.log"
+        self._kind, _, batch = name.partition(":")
+        self._ticks = place / f"{name.replace(':', '-')}.ticks"
+        self._log = self._ticks.with_suffix(".log")
+        self._bin = Path(sys.executable).parent if self._kind.startswith("headway") else BIN
+        self.redis_url = redis_url
+        self._facts = {"redis": redis_url, "batch": batch or "10"}
         self._environment = {
             **os.environ,
             "BENCH_PEER": name,
             "BENCH_REDIS": redis_url,
+            "BENCH_POSTGRES": postgres_url,
+            "BENCH_BATCH": batch or "10",
             "BENCH_TICKS": str(self._ticks),
-            "PYTHONPATH": str(HERE),
+            "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT / "src")]),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
 
     def measure(self, count: int, limit: float) -> tuple[float, float]:
         """(enqueued per second, done per second). Workers are running and warm before the clock starts."""
-        self._ticks.write_bytes(b"")
-        with self._log.open("wb") as log:
-            workers = subprocess.Popen(
-                [str(BIN / COMMANDS[self.name][0]), *COMMANDS[self.name][1:]],
-                env=self._environment, cwd=HERE, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
-        try:
-            warm = 50
-            self._enqueue(warm)
-            self._await(warm, 60)
-            os.killpg(workers.pid, signal.SIGSTOP)
-            enqueuing = self._enqueue(count)
+        self.prepare()
+        with self.working() as pids:
+            for pid in pids:
+                os.killpg(pid, signal.SIGSTOP)
+            before = self.ran
+            filling = self.many(count)
             began = time.monotonic()
-            os.killpg(workers.pid, signal.SIGCONT)
-            self._await(warm + count, limit)
-            return count / enqueuing, count / (time.monotonic() - began)
+            for pid in pids:
+                os.killpg(pid, signal.SIGCONT)
+            self.wait(before + count, limit)
+            return count / filling, count / (time.monotonic() - began)
+
+    @contextmanager
+    def working(self, warm: int = 50) -> Iterator[list[int]]:
+        """Workers that have run ``warm`` tasks; the leaders of their process groups."""
+        self._ticks.write_bytes(b"")
+        workers: list[subprocess.Popen[bytes]] = []
+        try:
+            with self._log.open("wb") as log:
+                for program, *words in COMMANDS[self._kind]:
+                    command = [str(self._bin / program), *(word.format(**self._facts) for word in words)]
+                    workers.append(
+                        subprocess.Popen(command, env=self._environment, cwd=HERE, stdin=subprocess.DEVNULL, stdout=log,
+                                         stderr=log, start_new_session=True)
+                    )  # fmt: skip
+            self.many(warm)
+            self.wait(warm, 60)
+            yield [worker.pid for worker in workers]
         finally:
-            self._end(workers)
+            for worker in workers:
+                self._end(worker)
 
-    def _enqueue(self, count: int) -> float:
-        command = [str(BIN / "python"), str(HERE / "queues.py"), str(count)]
-        out = subprocess.run(command, env=self._environment, check=True, capture_output=True, text=True, timeout=300)
-        return float(out.stdout)
+    def prepare(self) -> None:
+        self._ask("prepare")
 
-    def _await(self, count: int, limit: float) -> None:
+    def enqueue(self, count: int) -> list[float]:
+        """Seconds of each call."""
+        return [float(seconds) for seconds in json.loads(self._ask("enqueue", count))]
+
+    def many(self, count: int) -> float:
+        """Seconds of all."""
+        return float(self._ask("many", count))
+
+    def pick_up(self, rounds: int) -> list[float]:
+        """Seconds from each call to the moment its task runs."""
+        return [float(seconds) for seconds in json.loads(self._ask("pickup", rounds))]
+
+    @property
+    def ran(self) -> int:
+        return self._ticks.stat().st_size // TICK
+
+    def wait(self, count: int, limit: float) -> None:
+        """Until so many tasks have run since the workers were started."""
         end = time.monotonic() + limit
-        while self._ticks.stat().st_size < 4 * count:
+        while self.ran < count:
             if time.monotonic() > end:
                 said = self._log.read_text(errors="replace")[-800:]
                 raise TimeoutError(f"{self.name} did not do {count} tasks within {limit:g} s: {said}")
             time.sleep(0.002)
+
+    def _ask(self, verb: str, count: int = 0) -> str:
+        command = [str(self._bin / "python"), str(HERE / "queues.py"), verb, str(count)]
+        out = subprocess.run(
+            command, env=self._environment, check=False, capture_output=True, text=True, timeout=300, cwd=HERE
+        )
+        if out.returncode:
+            raise RuntimeError(f"{self.name}: {verb} failed: {out.stderr[-800:]}")
+        return out.stdout
 
     def _end(self, workers: subprocess.Popen[bytes]) -> None:
         """Every process of the group: Celery and Dramatiq have children."""

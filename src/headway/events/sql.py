@@ -22,6 +22,8 @@ log = Log("events")
 
 #: Appending transactions share this lock of PostgreSQL; who gets it alone knows that none of them is open.
 _APPENDING = "hashtext('headway.outbox')"
+#: How an appending transaction takes it, for a statement that appends on its own: before the first number is given.
+SHARE_APPENDING = f"SELECT pg_advisory_xact_lock_shared({_APPENDING})"
 
 #: A reason longer than this is cut.
 REASON = 500
@@ -47,7 +49,7 @@ def append(tx: Tx, event: Event) -> None:
     if event.at.tzinfo is None:
         raise InvalidInput(f"The time of event {event.id!r} has no time zone.", hint="Use datetime.now(UTC).")
     if tx.engine == "postgresql":
-        tx.execute(f"SELECT pg_advisory_xact_lock_shared({_APPENDING})")
+        tx.execute(SHARE_APPENDING)
     tx.execute(
         "INSERT INTO outbox (id, type, at, source, job, version, data) VALUES (?, ?, ?, ?, ?, ?, ?) "
         "ON CONFLICT (id) DO NOTHING",

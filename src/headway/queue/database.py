@@ -33,9 +33,7 @@ class DatabaseSource:
         self._seen: int | None = None
 
     def claim(self, who: Claimant, queues: Sequence[Priority], limit: int) -> list[Claim]:
-        return self._queue.database.run(
-            lambda tx: claims.claim(tx, who, queues=queues, limit=limit), operation="queue.claim"
-        )
+        return claims.claim_next(self._queue.database, who, queues=queues, limit=limit)
 
     def wait(self, seconds: float, stop: threading.Event) -> None:
         if self._queue.database.engine == "postgresql":

@@ -242,8 +242,11 @@ def listing(
     if before is not None:
         where.append("no < (SELECT no FROM tasks WHERE id = ?)")
         values.append(before)
+    # The few that are active have indexes of their own: a walk from the newest task back to them could pass a million.
+    # The limit stands in the text: PostgreSQL plans a parameter as a tenth of all rows, and would sort them.
+    order = "+no" if status in (Status.QUEUED, Status.RUNNING) else "no"
     rows = tx.all(
-        f"SELECT {_COLUMNS} FROM tasks WHERE {' AND '.join(where)} ORDER BY no DESC LIMIT ?", (*values, limit)
+        f"SELECT {_COLUMNS} FROM tasks WHERE {' AND '.join(where)} ORDER BY {order} DESC LIMIT {int(limit)}", values
     )
     return [task_of(row) for row in rows]
 

@@ -9,10 +9,14 @@ waiting rows again.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from rq import Queue as RqQueue
@@ -26,6 +30,7 @@ from rq.serializers import JSONSerializer
 from rq.worker_registration import clean_worker_registry
 
 from headway import _redis
+from headway._sql import Tx
 from headway.errors import HeadwayError, InvalidInput
 from headway.ids import check_id
 from headway.queue import claims
@@ -82,6 +87,8 @@ class RqHints:
             url, role="queue", name="hints", timeout=timeout, connect_timeout=timeout, decode=False
         )
         self._breaker = CircuitBreaker(threshold=1, cooldown=1.0)
+        self._template: dict[Priority, list[Any]] = {}
+        self._lengths: dict[Priority, int] = {}  # of the queues of RQ, after our last push
 
     def push(self, tasks: Sequence[tuple[str, Priority]], *, also: Sequence[tuple[str | int, ...]] = ()) -> list[str]:
         """Put ids into their queues, in this order; those that RQ has now. The others wait for the sweeper.
@@ -103,28 +110,51 @@ class RqHints:
         return done
 
     def _push(self, tasks: Sequence[tuple[str, Priority]], also: Sequence[tuple[str | int, ...]]) -> list[str]:
-        pipeline = self._client.pipeline(transaction=False)
-        names = sorted({priority.value for _, priority in tasks})
-        for name in names:
-            pipeline.llen(_list_key(name))
-        room = {name: self._window - length for name, length in zip(names, pipeline.execute(), strict=True)}
-        pipeline = self._client.pipeline(transaction=True)
-        done = []
+        groups: dict[Priority, list[str]] = {}
         for task_id, priority in tasks:
-            if room[priority.value] <= 0 or not _rq_takes(task_id):
-                continue
-            room[priority.value] -= 1
-            job = self.job(task_id, priority)
-            job.status = JobStatus.QUEUED  # type: ignore[attr-defined]  # written by set_status alone in some releases
-            mapping = {**job.to_dict(include_meta=False, include_result=False), "status": JobStatus.QUEUED.value}
-            pipeline.sadd(RqQueue.redis_queues_keys, _list_key(priority.value))
-            pipeline.hset(RqJob.key_for(task_id), mapping=mapping)
-            pipeline.rpush(_list_key(priority.value), task_id)
-            done.append(task_id)
+            if _rq_takes(task_id):
+                groups.setdefault(priority, []).append(task_id)
+        room = self._room(groups)
+        groups = {priority: ids[: max(0, room[priority])] for priority, ids in groups.items() if room[priority] > 0}
+        if not groups:
+            return []
+        pipeline = self._client.pipeline(transaction=True)
         for command in also:
             pipeline.execute_command(*command)  # type: ignore[no-untyped-call]  # redis-py leaves it untyped
-        pipeline.execute()
-        return done
+        pipeline.sadd(RqQueue.redis_queues_keys, *(_list_key(priority.value) for priority in groups))
+        created = _at(datetime.now(UTC))
+        for priority, ids in groups.items():
+            for task_id in ids:
+                pipeline.hset(RqJob.key_for(task_id), items=[*self._fields(task_id, priority), *created])
+        for priority, ids in groups.items():
+            pipeline.rpush(_list_key(priority.value), *ids)
+        answers = pipeline.execute()
+        for priority, length in zip(groups, answers[-len(groups) :], strict=True):
+            self._lengths[priority] = int(length)
+        return [task_id for ids in groups.values() for task_id in ids]
+
+    def _room(self, groups: Mapping[Priority, Sequence[str]]) -> Mapping[Priority, int]:
+        """How many more hints each queue takes. As long as it was far from full after our last push, nobody is asked: the
+        window is there to bound memory, and others who push ask as well."""
+        unsure = [
+            each for each in groups if self._lengths.get(each, self._window) + len(groups[each]) > self._window // 2
+        ]
+        if unsure:
+            pipeline = self._client.pipeline(transaction=False)
+            for priority in unsure:
+                pipeline.llen(_list_key(priority.value))
+            self._lengths.update(zip(unsure, map(int, pipeline.execute()), strict=True))
+        return {priority: self._window - self._lengths[priority] for priority in groups}
+
+    def _fields(self, task_id: str, priority: Priority) -> list[Any]:
+        """What RQ keeps of a job, as `RqJob.save` writes it; of a thousand jobs only the id differs."""
+        if priority not in self._template:
+            job = self.job("any", priority)
+            known = job.to_dict(include_meta=False, include_result=False) | {"status": JobStatus.QUEUED.value}
+            kept = {name: value for name, value in known.items() if value != "" and name not in ("data", "created_at")}
+            self._template[priority] = [part for item in kept.items() for part in item]
+        data = json.dumps([FUNCTION, None, [task_id], {}]).encode()
+        return [*self._template[priority], "data", zlib.compress(data, 0)]
 
     def missing(self, tasks: Sequence[tuple[str, Priority]]) -> list[tuple[str, Priority]] | None:
         """Those of ``tasks`` that stand in no queue of RQ: their hint was popped and came to nothing, or was lost. None
@@ -217,6 +247,15 @@ def _job(client: Redis, task_id: str, priority: Priority) -> RqJob:
         failure_ttl=_FAILED_SECONDS,
         timeout=-1,
     )
+
+
+def _rq_takes(task_id: str) -> bool:
+    """RQ knows no id with a dot, and fails on one that it meets. Such a task is served from its row alone."""
+    return "." not in task_id
+
+
+def _at(moment: datetime) -> tuple[str, str]:
+    return "created_at", moment.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def _list_key(name: str) -> str:
@@ -321,8 +360,8 @@ class RqSource:
     def _take_hints(self, queues: Sequence[Priority], limit: int) -> list[tuple[str, Priority]] | None:
         """Up to ``limit`` ids, the first queue's first; None while Redis is away."""
         hinted, self._popped = self._popped, []
-        if len(hinted) >= limit or not self._breaker.allow():
-            return hinted or None
+        if hinted or not self._breaker.allow():
+            return hinted or None  # what woke us is served at once; whether there is more, the next claim asks
         paused = self._paused_now()
         try:
             for queue in queues:
@@ -343,22 +382,34 @@ class RqSource:
     ) -> list[Claim]:
         ids = [task_id for task_id, _ in hinted if _may_be_ours(task_id)]
 
-        def work(tx: Any) -> tuple[list[Claim], set[str], set[str]]:
-            # A hint says that something waits in its queue; which row is next, the rows know: users take turns.
-            named = [queue for queue in queues if any(found is queue for _, found in hinted)]
-            claimed = claims.claim(tx, who, queues=named, limit=len(hinted))
-            taken = {claim.id for claim in claimed}
-            rest = [task_id for task_id in ids if task_id not in taken]
+        # A hint says that something waits in its queue; which row is next, the rows know: users take turns.
+        hints = Counter(queue for _, queue in hinted)
+        claimed: list[Claim] = []
+
+        def look(tx: Tx, rest: Sequence[str]) -> tuple[set[str], set[str]]:
             known, waiting = claims.known(tx, rest)
-            claims.unhint(tx, waiting)  # paused, over a limit, not its turn: the sweeper tells RQ again when it may run
-            return claimed, known, waiting
+            # Where a hint led to another row, that row's own hint is left for this one. Where it led to none (paused, over a
+            # limit), the sweeper tells RQ again when it may run.
+            served = Counter(claim.priority for claim in claimed)
+            short = {queue for queue, count in hints.items() if served[queue] < count}
+            claims.unhint(tx, waiting & {task_id for task_id, queue in hinted if queue in short})
+            return known, waiting
 
         try:
-            claimed, known, waiting = self._queue.database.run(work, operation="queue.claim")
+            named = [queue for queue in queues if queue in hints]
+            claimed = claims.claim_next(self._queue.database, who, queues=named, limit=len(hinted))
+            taken = {claim.id for claim in claimed}
+            rest = [task_id for task_id in ids if task_id not in taken]
+            known, waiting = (
+                self._queue.database.run(lambda tx: look(tx, rest), operation="queue.claim") if rest else (set(), set())
+            )
         except HeadwayError:
-            self._popped = [*hinted, *self._popped]  # asked again when the database is back
-            raise
-        taken = {claim.id for claim in claimed}
+            taken = {claim.id for claim in claimed}
+            # The others are asked for again when the database is back.
+            self._popped = [*((task_id, queue) for task_id, queue in hinted if task_id not in taken), *self._popped]
+            if not claimed:
+                raise
+            return claimed
         for task_id, queue in hinted:
             if task_id not in taken and task_id not in known:
                 self._refuse(task_id, queue)
@@ -378,9 +429,7 @@ class RqSource:
     def _claim_rows(
         self, who: Claimant, queues: Sequence[Priority], limit: int, *, unhinted: bool = False
     ) -> list[Claim]:
-        return self._queue.database.run(
-            lambda tx: claims.claim(tx, who, queues=queues, limit=limit, unhinted=unhinted), operation="queue.claim"
-        )
+        return claims.claim_next(self._queue.database, who, queues=queues, limit=limit, unhinted=unhinted)
 
     def _paused_now(self) -> frozenset[Priority]:
         """Which queues are paused, as of a second ago at the most; the claim itself looks again."""
@@ -447,11 +496,6 @@ class RqSource:
 def _shown(task: Task) -> str:
     """What RQ's tools are told of a failure: its type. A message may quote the payload, and Redis is not given that."""
     return f"{(task.error or '').partition(':')[0][:80]} (see: headway task show {task.id})"
-
-
-def _rq_takes(task_id: str) -> bool:
-    """RQ takes no dot in an id: such a task is found by its row."""
-    return "." not in task_id
 
 
 def _may_be_ours(task_id: str) -> bool:

@@ -25,7 +25,7 @@ from headway._sql import Database, Tx, connect, join
 from headway.config import Config
 from headway.errors import HeadwayError, InvalidInput
 from headway.ids import check_id
-from headway.queue import claims, limits, records, settings
+from headway.queue import claims, intake, limits, records, settings
 from headway.queue.codec import PAYLOAD_LIMIT, Codec, FernetCodec, PlainCodec, write_payload
 from headway.queue.values import NewTask, Priority, QueueInfo, Status, Task, UserBusy
 from headway.retry import TASK
@@ -287,12 +287,12 @@ class TaskQueue:
         if places is not None and quick:
             self._check_quickly(places, tasks[0])
         try:
-            accepted = self.database.run(lambda tx: self._record(tx, tasks), operation="queue.submit")
+            self._declare()
+            accepted = intake.submit(self.database, tasks, per_user=self._per_user, hinting=hints is not None)
         except UserBusy as refused:
             if places is not None and quick:
                 places.refused(str(tasks[0].user_id), refused.task_id)
             raise
-        self._declared = True
         if hints is not None:
             # It is accepted: whatever happens to the hint, the task is not lost.
             new = [(task.id, task.priority) for task in accepted if task.version == 1]
@@ -307,10 +307,11 @@ class TaskQueue:
             self._on_submit()
         return accepted
 
-    def _record(self, tx: Tx, tasks: Sequence[NewTask]) -> list[Task]:
+    def _declare(self) -> None:
+        """Once per process: those who steer the queue without the application need to know its rule."""
         if not self._declared:
-            settings.declare_per_user(tx, self._per_user)
-        return records.submit(tx, tasks, per_user=self._per_user, hinting=self._hints is not None)
+            self._run(lambda tx: settings.declare_per_user(tx, self._per_user), "declare")
+            self._declared = True
 
     def _submit_joined(self, tasks: Sequence[NewTask], connection: object) -> list[Task]:
         """RQ is not told: nobody but the caller knows when it commits. The sweeper tells it, and a worker that is idle

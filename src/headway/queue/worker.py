@@ -312,13 +312,32 @@ class Worker:
             if not batch:
                 return
 
-            def work(tx: Tx) -> list[Task | None]:
-                return [self._settle(tx, claim, ended, seconds) for claim, ended, seconds in batch]
+            returned = [
+                claims.Success(claim, ended.result, seconds, ended.message)
+                for claim, ended, seconds in batch
+                if ended.failure is None
+            ]
 
-            settled = self._queue.database.run(work, operation="queue.settle")
+            def settle(tx: Tx) -> list[Task | None]:
+                completed = claims.complete_all(tx, returned) if returned else {}
+                return [
+                    completed.get(claim.id)
+                    if ended.failure is None
+                    else self._fail(tx, claim, ended, ended.failure, seconds)
+                    for claim, ended, seconds in batch
+                ]
+
+            settled: list[Task | None]
+            if len(returned) == len(batch):
+                completed = claims.complete_alone(self._queue.database, returned)
+                settled = [completed.get(claim.id) for claim, *_ in batch]
+            else:
+                settled = self._queue.database.run(settle, operation="queue.settle")
             del self._ended[: len(batch)]
-            for task, (_, ended, seconds) in zip(settled, batch, strict=True):
-                if task is not None:
+            for task, (claim, ended, seconds) in zip(settled, batch, strict=True):
+                if task is None:
+                    log.warning("a result came too late and is dropped", taskID=claim.id, worker=self.name)
+                else:
                     self._completed += ended.failure is None
                     self._failed += ended.failure is not None
                     metrics.observe("headway_task_seconds", seconds, kind=task.kind, status=task.status.value)
@@ -332,15 +351,10 @@ class Worker:
         except HeadwayError as error:
             log.warning("what ended could not be written down; it is tried again", worker=self.name, error=str(error))
 
-    def _settle(self, tx: Tx, claim: Claim, ended: Ended, seconds: float) -> Task | None:
+    def _fail(self, tx: Tx, claim: Claim, ended: Ended, failure: Failure, seconds: float) -> Task | None:
         try:
-            if ended.failure is None:
-                return claims.complete(tx, claim, ended.result, seconds, message=ended.message)
-            return claims.fail(
-                tx, claim, ended.failure, outcome=ended.outcome, retryable=ended.retryable, seconds=seconds
-            )
-        except StaleClaim as error:
-            log.warning("a result came too late and is dropped", taskID=claim.id, worker=self.name, error=str(error))
+            return claims.fail(tx, claim, failure, outcome=ended.outcome, retryable=ended.retryable, seconds=seconds)
+        except StaleClaim:
             return None
 
     def note_progress(self, claim: Claim, percent: float, message: str) -> bool:

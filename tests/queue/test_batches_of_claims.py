@@ -1,0 +1,292 @@
+"""Batches: what is claimed, settled or submitted together costs as many statements as one, and each task stays its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from headway._lease import Owner
+from headway._sql import Tx, Value, connect
+from headway._sql.tx import Cursor
+from headway.failure import Failure
+from headway.queue import claims
+from headway.queue.claims import Claimant, Success
+from headway.queue.rq import RqHints, RqSource
+from headway.queue.taskqueue import TaskQueue
+from headway.queue.values import PRIORITIES, Priority, Status, TaskConflict, UserBusy
+from headway.queue.worker import Worker
+from tests.services.redis import RedisServer
+from tests.services.waiting import eventually
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> str:
+    return redis_server.url(4)
+
+
+def worker(name: str = "w1", *, lease: float = 60.0) -> Claimant:
+    return Claimant(name, Owner.current(), ("caption", "resize"), lease)
+
+
+def take(queue: TaskQueue, limit: int, who: Claimant | None = None, **options):
+    return claims.claim_next(queue.database, who or worker(), limit=limit, **{"queues": PRIORITIES, **options})
+
+
+def complete(queue: TaskQueue, taken, **options):
+    done = [Success(claim, json.dumps(claim.id), 0.5, **options) for claim in taken]
+    return queue.database.run(lambda tx: claims.complete_all(tx, done))
+
+
+def events(queue: TaskQueue) -> list[tuple[str, str, int, dict[str, object]]]:
+    rows = queue.database.all("SELECT job, type, version, data FROM outbox ORDER BY job, version")
+    return [(job, type, version, json.loads(data)) for job, type, version, data in rows]
+
+
+def statements(tx: Tx, seen: list[str]) -> Tx:
+    """The same transaction, with its statements written down."""
+
+    def execute(sql: str, values: Sequence[Value]) -> Cursor:
+        seen.append(sql)
+        return tx._execute(sql, values)
+
+    return Tx(tx.engine, execute, tx._executemany)
+
+
+# ---- as many statements for a hundred as for one ---------------------------------------------------------------------
+
+
+@pytest.mark.req("S2-47")
+def test_a_hundred_are_claimed_and_settled_by_as_many_statements_as_one(crowd: TaskQueue):
+    found = []
+    for many in (1, 100):
+        crowd.submit_many({"kind": "caption", "payload": n} for n in range(many))
+        seen: list[str] = []
+
+        def work(tx: Tx, many: int = many, seen: list[str] = seen) -> int:
+            tx = statements(tx, seen)
+            taken = claims.claim(tx, worker(), queues=PRIORITIES, limit=many)
+            return len(claims.complete_all(tx, [Success(claim, None, 0.1) for claim in taken]))
+
+        assert crowd.database.run(work) == many
+        found.append(len(seen))
+    assert found[0] == found[1] <= 6
+
+
+def test_on_postgresql_one_task_is_submitted_and_claimed_without_a_transaction_around_it(
+    postgres_url: str, caplog: pytest.LogCaptureFixture
+):
+    with TaskQueue(postgres_url) as queue:
+        queue.handler("caption")(lambda task, payload: None)
+        queue.stats()
+        with caplog.at_level(logging.DEBUG, logger="headway"):
+            queue.submit("caption", user_id="anna")
+            assert len(take(queue, 1)) == 1
+            assert "transaction begun" not in caplog.text
+            assert take(queue, 1, worker("w2")) == []  # nothing was found: looked at thoroughly
+            assert "transaction begun" in caplog.text
+
+
+# ---- each its own ----------------------------------------------------------------------------------------------------
+
+
+def test_every_change_of_a_batch_has_its_event_with_the_tasks_version(crowd: TaskQueue):
+    crowd.submit_many({"kind": "caption", "id": f"t{n}", "user_id": f"u{n}"} for n in range(3))
+    complete(crowd, take(crowd, 3))
+    told = events(crowd)
+    assert [(job, type, version) for job, type, version, _ in told] == [
+        (f"t{n}", f"task.{name}", version)
+        for n in range(3)
+        for version, name in enumerate(("queued", "running", "completed"), 1)
+    ]
+    assert told[0][3] == {
+        "kind": "caption", "status": "QUEUED", "queue": "normal", "user_id": "u0", "attempts": 0, "error": None,
+    }  # fmt: skip
+    assert [data["status"] for *_, data in told[:3]] == ["QUEUED", "RUNNING", "COMPLETED"]
+
+
+def test_of_a_batch_only_what_is_still_the_workers_own_is_completed(crowd: TaskQueue):
+    crowd.submit_many({"kind": "caption", "id": f"t{n}"} for n in range(3))
+    taken = take(crowd, 3, worker("old", lease=-1.0))
+    again = crowd.database.run(claims.lapsed)
+    assert {task.id for task in again} == {"t0", "t1", "t2"}
+    [back] = [claim for claim in eventually(lambda: take(crowd, 1, worker("new"))) if claim.id]
+    assert complete(crowd, taken) == {}
+    assert crowd.get(back.id).status is Status.RUNNING
+    assert list(complete(crowd, [back])) == [back.id]
+    assert crowd.get(back.id).version == max(version for job, _, version, _ in events(crowd) if job == back.id)
+
+
+def test_a_batch_of_two_kinds_is_counted_for_each(crowd: TaskQueue):
+    crowd.submit_many([{"kind": "caption"}, {"kind": "caption"}, {"kind": "resize", "role": "admin"}])
+    complete(crowd, take(crowd, 3))
+    rows = crowd.database.all(
+        "SELECT kind, queue, sum(submitted), sum(completed), sum(run_seconds) FROM task_minutes GROUP BY kind, queue "
+        "ORDER BY kind"
+    )
+    assert [tuple(row) for row in rows] == [("caption", "normal", 2, 2, 1.0), ("resize", "high", 1, 1, 0.5)]
+
+
+def test_a_batch_goes_by_queues_and_by_turns(crowd: TaskQueue):
+    crowd.submit_many({"kind": "caption", "id": f"a{n}", "user_id": "anna"} for n in range(3))
+    crowd.submit_many({"kind": "caption", "id": f"b{n}", "user_id": "bert"} for n in range(2))
+    crowd.submit("caption", id="first", role="admin", priority="urgent")
+    assert [claim.id for claim in take(crowd, 10)] == ["first", "a0", "b0", "a1", "b1", "a2"]
+
+
+def test_what_waits_for_its_time_goes_before_what_comes_after_it_in_service(crowd: TaskQueue):
+    crowd.submit("caption", id="retry", role="admin", priority="urgent", delay=0.05)
+    crowd.submit("caption", id="later")
+    eventually(lambda: crowd.database.now() > crowd.get("retry").run_at.timestamp())
+    assert [claim.id for claim in take(crowd, 1)] == ["retry"]
+
+
+def test_a_paused_queue_gives_nothing_and_a_limit_holds_in_a_batch(crowd: TaskQueue):
+    crowd.submit_many({"kind": "caption", "id": f"n{n}"} for n in range(4))
+    crowd.pause("normal", reason="r", by="me")
+    assert take(crowd, 4) == []
+    crowd.resume("normal")
+    crowd.limit("kind", "caption", concurrency=2)
+    assert [claim.id for claim in take(crowd, 4)] == ["n0", "n1"]
+
+
+def test_two_workers_that_claim_at_once_share_the_tasks(database_url: str):
+    with TaskQueue(database_url, per_user=None) as queue:
+        queue.handler("caption")(lambda task, payload: None)
+        queue.submit_many({"kind": "caption"} for _ in range(60))
+        start, got = threading.Barrier(3), dict[str, list[str]]()
+
+        def claiming(name: str) -> None:
+            start.wait()
+            while True:
+                taken = take(queue, 7, worker(name))
+                if not taken:
+                    return
+                got.setdefault(name, []).extend(claim.id for claim in taken)
+                complete(queue, taken)
+
+        threads = [threading.Thread(target=claiming, args=(f"w{n}",)) for n in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        ran = [id for ids in got.values() for id in ids]
+        assert len(ran) == len(set(ran)) == 60
+
+
+# ---- an answer that was lost -----------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_did_not_hear_of_its_claim_is_given_the_same_tasks(postgres_url: str):
+    with TaskQueue(postgres_url, per_user=None) as queue:
+        queue.handler("caption")(lambda task, payload: None)
+        queue.submit_many({"kind": "caption"} for _ in range(4))
+        who = worker()
+        unheard = take(queue, 2, who)
+        again = take(queue, 2, who)
+        assert again == unheard
+        # Neither another worker nor a process that has its name is given them.
+        assert {claim.id for claim in take(queue, 1, worker("w2"))}.isdisjoint(claim.id for claim in unheard)
+        assert {claim.id for claim in take(queue, 1, worker())}.isdisjoint(claim.id for claim in unheard)
+        # One whose lease is half over may be somebody else's in a moment.
+        queue.database.write("UPDATE tasks SET lease_until = lease_until - 40 WHERE worker = 'w1'")
+        assert take(queue, 2, who) == []
+
+
+def test_a_batch_whose_record_was_sent_twice_is_completed_once(crowd: TaskQueue):
+    crowd.submit_many({"kind": "caption"} for _ in range(3))
+    done = [Success(claim, None, 0.5) for claim in take(crowd, 3)]
+    first = claims.complete_alone(crowd.database, done)
+    again = claims.complete_alone(crowd.database, done)
+    assert len(first) == 3
+    assert again == (first if crowd.database.engine == "postgresql" else {})  # SQLite's answer is never lost
+    assert len(events(crowd)) == 9
+    assert crowd.database.one("SELECT sum(completed), sum(run_seconds) FROM task_minutes") == (3, 1.5)
+
+
+def test_a_submission_that_was_sent_twice_is_one_task(postgres_url: str):
+    with TaskQueue(postgres_url) as queue:
+        queue.handler("caption")(lambda task, payload: None)
+        first = queue.submit("caption", {"n": 1}, user_id="anna", id="one")
+        assert queue.submit("caption", {"n": 1}, user_id="anna", id="one") == first
+        assert len(events(queue)) == 1
+        with pytest.raises(TaskConflict):
+            queue.submit("caption", {"n": 2}, user_id="anna", id="one")
+        with pytest.raises(UserBusy):
+            queue.submit("caption", {"n": 2}, user_id="anna")
+
+
+def test_of_many_all_are_submitted_or_none(queue: TaskQueue):
+    queue.submit("caption", user_id="anna", id="there")
+    with pytest.raises(UserBusy):
+        queue.submit_many({"kind": "caption", "user_id": user} for user in ("bert", "anna", "carl"))
+    assert [task.id for task in queue.list()] == ["there"]
+    assert len(events(queue)) == 1
+    same = [{"kind": "caption", "user_id": "anna", "id": "there"}, {"kind": "caption", "user_id": "bert", "id": "new"}]
+    assert [task.id for task in queue.submit_many(same)] == ["there", "new"]
+    assert [job for job, *_ in events(queue)] == ["new", "there"]
+
+
+# ---- hints -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_task_whose_id_rq_does_not_take_runs_and_is_in_nobodys_way(database_url: str, redis_url: str):
+    with TaskQueue(database_url, redis=redis_url, per_user=None) as queue:
+        queue.handler("caption")(lambda task, payload: None)
+        queue.submit("caption", id="with.dot")
+        queue.submit("caption", id="without")
+        source = RqSource(queue, redis_url, name="w1")
+        try:
+            ran: list[str] = []
+            while len(ran) < 2:
+                taken = eventually(lambda: source.claim(worker(), PRIORITIES, 10))
+                ran += [claim.id for claim in taken]
+                source.settled(list(complete(queue, taken).values()))
+            assert sorted(ran) == ["with.dot", "without"]
+            assert queue.database.run(lambda tx: claims.unhinted(tx, limit=10)) == []
+        finally:
+            source.close()
+
+
+def test_hints_beyond_the_window_wait_in_the_database(redis_url: str):
+    hints = RqHints(redis_url, window=3)
+    try:
+        assert hints.push([(f"t{n}", Priority.NORMAL) for n in range(5)]) == ["t0", "t1", "t2"]
+        assert hints.push([("t9", Priority.NORMAL), ("u1", Priority.URGENT)]) == ["u1"]
+    finally:
+        hints.close()
+
+
+def test_a_failure_among_successes_costs_its_own_attempt_only(crowd: TaskQueue):
+    crowd.submit_many({"kind": "caption", "id": f"t{n}"} for n in range(3))
+    first, second, third = take(crowd, 3)
+    complete(crowd, [first, third])
+    crowd.database.run(lambda tx: claims.fail(tx, second, Failure("ValueError", "boom")))
+    found = {task.id: (task.status, task.attempts) for task in crowd.list()}
+    assert found == {
+        "t0": (Status.COMPLETED, 0), "t1": (Status.QUEUED, 1), "t2": (Status.COMPLETED, 0),
+    }  # fmt: skip
+
+
+def test_a_database_that_is_opened_again_has_the_batch(database_url: str):
+    with TaskQueue(database_url, per_user=None) as queue:
+        queue.handler("caption")(lambda task, payload: None)
+        queue.submit_many({"kind": "caption", "id": f"t{n}"} for n in range(5))
+        complete(queue, take(queue, 5), message="said last")
+    with connect(database_url) as again:
+        rows = again.all("SELECT id, status, result, message FROM tasks ORDER BY no")
+    assert [tuple(row) for row in rows] == [(f"t{n}", "COMPLETED", f'"t{n}"', "said last") for n in range(5)]
+
+
+def test_what_no_database_can_keep_in_a_message_costs_no_neighbour_its_record(database_url: str):
+    with TaskQueue(database_url, per_user=None) as queue:
+        odd = "a\0b\ud800c"
+        queue.handler("caption", isolation="none")(lambda task, payload: task.progress(50, odd if payload else "plain"))
+        queue.submit_many({"kind": "caption", "payload": n % 2, "id": f"t{n}"} for n in range(4))
+        Worker(queue).run(burst=True)
+        assert {task.id: (task.status, task.message) for task in queue.list()} == {
+            f"t{n}": (Status.COMPLETED, "ab?c" if n % 2 else "plain") for n in range(4)
+        }
