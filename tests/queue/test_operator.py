@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,11 +21,12 @@ from headway.queue.worker import Worker
 from headway.views.queue import read_queues, read_workers, task_view
 from headway.views.shape import plain
 from tests.queue import app
+from tests.queue.nursery import Forked, Nursery
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
-Start = Callable[[str], subprocess.Popen[bytes]]
+Start = Callable[[str], Forked]
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -45,19 +45,17 @@ def queue(postgres_url: str, redis_url: str) -> Iterator[TaskQueue]:
 
 
 @pytest.fixture
-def start(queue: TaskQueue, postgres_url: str, redis_url: str) -> Iterator[Start]:
-    processes: list[subprocess.Popen[bytes]] = []
+def start(nursery: Nursery, queue: TaskQueue, postgres_url: str) -> Iterator[Start]:
+    started: list[Forked] = []
 
-    def begin(name: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "tests.queue.app", postgres_url, name, "60", *filter(None, [redis_url])]
-        processes.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL))
+    def begin(name: str) -> Forked:
+        started.append(nursery.start(name, url=postgres_url, redis=queue.redis_url, drain=60.0))
         eventually(lambda: queue.database.all("SELECT 1 FROM task_workers WHERE name = ?", (name,)), 60)
-        return processes[-1]
+        return started[-1]
 
     yield begin
-    for process in processes:
-        process.kill()
-        process.wait()
+    for child in started:
+        child.kill()
 
 
 @pytest.mark.req("S2-41")

@@ -13,7 +13,6 @@ import json
 import threading
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -382,21 +381,18 @@ class RqSource:
     ) -> list[Claim]:
         ids = [task_id for task_id, _ in hinted if _may_be_ours(task_id)]
 
-        # A hint says that something waits in its queue; which row is next, the rows know: users take turns.
-        hints = Counter(queue for _, queue in hinted)
         claimed: list[Claim] = []
 
         def look(tx: Tx, rest: Sequence[str]) -> tuple[set[str], set[str]]:
             known, waiting = claims.known(tx, rest)
-            # Where a hint led to another row, that row's own hint is left for this one. Where it led to none (paused, over a
-            # limit), the sweeper tells RQ again when it may run.
-            served = Counter(claim.priority for claim in claimed)
-            short = {queue for queue, count in hints.items() if served[queue] < count}
-            claims.unhint(tx, waiting & {task_id for task_id, queue in hinted if queue in short})
+            # Paused, over a limit, not its turn: the sweeper tells RQ again. (The row that was taken instead may have had a
+            # hint of its own, or none. One hint too many costs a look; one too few would cost ten seconds.)
+            claims.unhint(tx, waiting)
             return known, waiting
 
         try:
-            named = [queue for queue in queues if queue in hints]
+            # A hint says that something waits in its queue; which row is next, the rows know: users take turns.
+            named = [queue for queue in queues if any(found is queue for _, found in hinted)]
             claimed = claims.claim_next(self._queue.database, who, queues=named, limit=len(hinted))
             taken = {claim.id for claim in claimed}
             rest = [task_id for task_id in ids if task_id not in taken]
