@@ -118,6 +118,9 @@ def test_a_violated_constraint_is_reported_as_ours_and_says_which(url: str):
                 database.run(partial(lambda tx, s, p: tx.execute(s, p), s=statement, p=parameters))
             assert any(word in str(caught.value) for word in says.split("|"))
             assert caught.value.exit_code == 1
+        with pytest.raises(StorageError) as caught:
+            database.run(lambda tx: tx.execute(META, ("a canary", None)))
+        assert "canary" not in str(caught.value)  # PostgreSQL would repeat the whole row
         assert names(database) == set()
 
 

@@ -240,3 +240,21 @@ def test_what_ended_longer_ago_than_it_is_kept_is_deleted(queue: TaskQueue):
     assert Sweeper(queue, retention=999).purge() == 1
     assert [task.id for task in queue.list()] == [waiting.id]
     assert old.id != waiting.id
+
+
+def test_counts_and_causes_of_tasks_that_are_gone_are_deleted_and_those_of_today_are_not(queue: TaskQueue):
+    def there() -> tuple[int, int]:
+        [[minutes]] = queue.database.all("SELECT count(*) FROM task_minutes")
+        [[causes]] = queue.database.all("SELECT count(*) FROM task_causes")
+        return minutes, causes
+
+    queue.submit("raise.none", "value")
+    drain(queue)
+    before = there()
+    assert min(before) > 0
+    Sweeper(queue, retention=1).purge()
+    assert there() == before
+    queue.database.run(lambda tx: tx.execute("UPDATE task_minutes SET minute = minute - 1441"))
+    queue.database.run(lambda tx: tx.execute("UPDATE task_causes SET last_seen = last_seen - 86500"))
+    Sweeper(queue, retention=1).purge()
+    assert there() == (0, 0)

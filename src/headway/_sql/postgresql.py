@@ -247,7 +247,9 @@ class PostgreSQL(Database):
     def _translate(self, error: Exception) -> HeadwayError | Transient:
         psycopg = _psycopg()
         errors = psycopg.errors
-        said = redact(str(error)).strip()
+        # The server's own sentence, not its DETAIL and CONTEXT: they repeat whole rows, payloads included.
+        said = redact(error.diag.message_primary or "" if isinstance(error, psycopg.Error) else "").strip()
+        said = said or redact(str(error)).strip()
         match error:
             case errors.DiskFull() | errors.OutOfMemory():
                 return StoreFull(f"PostgreSQL at {self.name} has no space left.")

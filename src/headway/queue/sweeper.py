@@ -128,7 +128,15 @@ class Sweeper:
             )
             gone += count
             if count < _BATCH:
-                return gone
+                break
+        self._queue.database.run(self._purge_counts, operation="queue.purge")
+        return gone
+
+    def _purge_counts(self, tx: Tx) -> None:
+        """What was counted of tasks that are gone; a day of it is always there to be shown."""
+        since = tx.now() - max(self.retention, 86_400.0)
+        tx.execute("DELETE FROM task_minutes WHERE minute < ?", (int(since // 60),))
+        tx.execute("DELETE FROM task_causes WHERE last_seen < ?", (since,))
 
     def _acquire(self) -> bool:
         try:
