@@ -81,9 +81,15 @@ def test_the_elements_of_a_json_array_are_the_items(place: Path, headway_cli: Cl
     assert "was finished already" in again.stderr
 
 
-def test_a_json_file_with_a_value_on_each_line_is_read_by_lines_also_if_they_are_arrays(place: Path, headway_cli: Cli):
-    (place / "items.json").write_text("[1, 2]\n[3]\n")
+def test_a_json_file_with_a_value_on_each_line_is_read_by_lines(place: Path, headway_cli: Cli):
+    (place / "items.json").write_text('{"id": "a"}\n[3]\n')
     assert headway_cli(*RUN, "-i", "items.json", "-o", "out.jsonl").returncode == 0
+    assert outcome(place) == [{"id": "a"}, [3]]
+
+
+def test_arrays_on_each_line_of_a_json_file_are_items_when_that_is_said(place: Path, headway_cli: Cli):
+    (place / "items.json").write_text("[1, 2]\n[3]\n")
+    assert headway_cli(*RUN, "-i", "items.json", "-o", "out.jsonl", "--format", "jsonl").returncode == 0
     assert outcome(place) == [[1, 2], [3]]
 
 
@@ -102,7 +108,9 @@ def test_in_a_jsonl_file_a_line_with_an_array_is_one_item(place: Path, headway_c
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("broken.json", "[\n  1,\n  2\n", "broken.json, line 1: not JSON"),
+        ("broken.json", "[\n  1,\n  2\n", "broken.json, line 3: not JSON"),
+        ("two.json", "[1,\n 2]\n\n[3]\n", "two.json, line 4: the file goes on after the end of its array"),
+        ("more.json", "[1, 2] x", "more.json, line 1: the file goes on after the end of its array"),
         ("pretty.jsonl", "[\n  1\n]\n", "an array over several lines: name the file .json"),
         ("empty.json", "[]", "has no items"),
         ("key.json", '[{"id": 1},\n {"name": 2}]', "key.json, element 2: the item has no usable key"),
@@ -208,6 +216,12 @@ def test_another_function_for_the_items_of_a_pipe_is_refused(place: Path, headwa
     other = headway_cli("run", "jobs:slow", "-i", "-", "-j", "ads", stdin="1\n2\n")
     assert other.returncode == 5
     assert "jobs:echo" in other.stderr
+
+
+def test_the_waits_that_the_user_chose_are_the_job_s_own_also_when_items_come_from_a_pipe(place: Path, headway_cli: Cli):
+    assert headway_cli(*RUN, "-i", "-", stdin="1\n", env={"HEADWAY_RETRY_DELAY": "77"}).returncode == 0
+    with Ledger.open(f"sqlite:///{place}/headway.db", create=False) as ledger:
+        assert ledger.database.one("SELECT retry_base FROM jobs") == (77.0,)
 
 
 # ---- a dry run ------------------------------------------------------------------------------------------------------

@@ -274,7 +274,7 @@ def _run_pipe(order: Order, format: str | None, key: str | None, limit: int) -> 
         if order.fresh:
             ledger.archive(id)
         job = ledger.create(id)
-        hold = ledger.hold(job, describe(order.settings))
+        hold = ledger.hold(job, describe(order.settings), policy=order.settings.policy)
         try:
             ledger.describe(
                 job, function=order.function, source="-", command=_command(), keyed_by=key,

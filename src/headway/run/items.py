@@ -140,15 +140,15 @@ class FileItems:
                 yield number, parse(text, number, self.name)
 
     def _json(self, digest: blake2b) -> Iterator[tuple[int, Any]]:
-        """The elements of the one array in the file; else its lines. An array is read whole: it takes memory."""
-        content = self.path.read_bytes() if self._begins_array() else b""
-        values = _array(content)
-        self._is_array = values is not None
-        if values is None:
+        """The elements of the one array that the file is, if it begins with one; else its lines. An array is read whole:
+        it takes memory."""
+        self._is_array = self._begins_array()
+        if not self._is_array:
             yield from self._lines(digest)
-        else:
-            digest.update(content)
-            yield from enumerate(values, 1)
+            return
+        content = self.path.read_bytes()
+        digest.update(content)
+        yield from enumerate(_array(content, self.name), 1)
 
     def _csv(self, digest: blake2b) -> Iterator[tuple[int, Any]]:
         # One field may be as long as an item may; the module's own limit is half of that.
@@ -297,23 +297,44 @@ def decode(line: bytes, number: int, name: str) -> str:
     try:
         return line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidInput(
-            f"{name}, line {number:,}: not UTF-8 (byte {error.start + 1} of the line).",
-            hint="Convert the file, for example: iconv -f latin1 -t utf-8 FILE > NEW",
-        ) from error
+        raise _not_utf8(f"{name}, line {number:,}", error) from error
+
+
+def _not_utf8(where: str, error: UnicodeDecodeError) -> InvalidInput:
+    return InvalidInput(
+        f"{where}: not UTF-8 (byte {error.object[error.start]:#04x}).",
+        hint="Convert the file, for example: iconv -f latin1 -t utf-8 FILE > NEW",
+    )
 
 
 def parser(format: str) -> Callable[[str, int, str], Any]:
     return _parse_line if format == "lines" else _parse_json
 
 
-def _array(content: bytes) -> list[Any] | None:
-    """The elements if the content is one JSON array; None if it is anything else, or nothing that can be read."""
+def _array(content: bytes, name: str) -> list[Any]:
+    """The elements of the one array that the content is."""
     try:
-        value, end = _DECODER.raw_decode(text := content.decode("utf-8-sig").strip())
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, list) and end == len(text) else None
+        text = content.decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise _not_utf8(f"{name}, line {line:,}", error) from error
+    try:
+        value, end = _DECODER.raw_decode(text)
+    except (ValueError, RecursionError) as error:
+        if not isinstance(error, json.JSONDecodeError):
+            raise InvalidInput(f"{name}: not JSON: {error}.") from error
+        raise InvalidInput(
+            f"{name}, line {error.lineno:,}: not JSON (column {error.colno}): {error.msg}.",
+            hint="The file begins with [ and is read as one array. If each line is a JSON value: --format jsonl",
+        ) from error
+    if end != len(text):
+        line = text[: len(text) - len(text[end:].lstrip())].count("\n") + 1
+        raise InvalidInput(
+            f"{name}, line {line:,}: the file goes on after the end of its array.",
+            hint="A .json file is one array. If each line is a JSON value: --format jsonl",
+        )
+    elements: list[Any] = value
+    return elements
 
 
 def _parse_line(text: str, number: int, name: str) -> str:  # noqa: ARG001 - the same shape as _parse_json
