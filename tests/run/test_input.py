@@ -218,7 +218,9 @@ def test_another_function_for_the_items_of_a_pipe_is_refused(place: Path, headwa
     assert "jobs:echo" in other.stderr
 
 
-def test_the_waits_that_the_user_chose_are_the_job_s_own_also_when_items_come_from_a_pipe(place: Path, headway_cli: Cli):
+def test_the_waits_that_the_user_chose_are_the_job_s_own_also_when_items_come_from_a_pipe(
+    place: Path, headway_cli: Cli
+):
     assert headway_cli(*RUN, "-i", "-", stdin="1\n", env={"HEADWAY_RETRY_DELAY": "77"}).returncode == 0
     with Ledger.open(f"sqlite:///{place}/headway.db", create=False) as ledger:
         assert ledger.database.one("SELECT retry_base FROM jobs") == (77.0,)

@@ -31,6 +31,7 @@ from headway.run.items import GivenItems
 from headway.run.loop import OpenJob
 from headway.run.output import Output, keeps_results, refuse_foreign, refuse_incomplete
 from headway.run.pool import Ending, Feed, Pool, Settings
+from headway.run.program import Work
 from headway.run.worker import GiveUp
 from headway.telemetry import Log
 
@@ -214,7 +215,7 @@ def perform(
     ledger: Ledger,
     job: Job,
     hold: Hold,
-    function: Callable[[Any], Any],
+    function: Work,
     settings: Settings,
     *,
     display: Display,

@@ -7,7 +7,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from headway.ledger import Item
 from headway.lifecycle import Budget
 from headway.run import worker as worker_process
 from headway.run.console import Console
+from headway.run.program import Work
 from headway.run.wire import Slots, Wire, work_frame
 
 RECALL = '{"recall":true}'
@@ -77,7 +78,7 @@ class Crew:
     def __init__(
         self,
         selector: selectors.BaseSelector,
-        function: Callable[..., object],
+        function: Work,
         *,
         mode: str,
         size: int,

@@ -27,6 +27,10 @@ _BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "c
 PAYLOAD_LIMIT = 262_144
 
 
+#: Raises `InvalidInput` for an item that cannot be worked on.
+Accept = Callable[[Any], None]
+
+
 class Read(NamedTuple):
     """An item as it was read."""
 
@@ -76,8 +80,10 @@ class FileItems:
         key: str | None = None,
         limit: int = PAYLOAD_LIMIT,
         name: str | None = None,
+        accept: Accept | None = None,
     ) -> None:
-        self.path, self.key, self._limit = path, key, limit
+        """``accept`` raises `InvalidInput` for an item that cannot be worked on."""
+        self.path, self.key, self._limit, self._accept = path, key, limit, accept
         self.name = name or str(path)
         self.digest_read = ""
         self._is_array = False
@@ -190,7 +196,8 @@ class FileItems:
         seen: set[int] = set()
         for number, value in values:
             count += 1
-            yield check(value, number, self.key, self._limit, seen, f"{self.path}, {self.place(number)}")
+            where = f"{self.path}, {self.place(number)}"
+            yield check(value, number, self.key, self._limit, seen, where, self._accept)
         if count == 0:
             raise InvalidInput(f"The items file {self.path} has no items.", hint="Check the path after --items.")
 
@@ -233,9 +240,16 @@ class PipedItems:
     """
 
     def __init__(
-        self, job: Job, descriptor: int, *, format: str | None, key: str | None, limit: int = PAYLOAD_LIMIT
+        self,
+        job: Job,
+        descriptor: int,
+        *,
+        format: str | None,
+        key: str | None,
+        limit: int = PAYLOAD_LIMIT,
+        accept: Accept | None = None,
     ) -> None:
-        self._job, self._descriptor, self._key, self._limit = job, descriptor, key, limit
+        self._job, self._descriptor, self._key, self._limit, self._accept = job, descriptor, key, limit, accept
         if format in ("json", "csv"):
             raise InvalidInput(f"A pipe cannot be read as {format}.", hint="Use a file, or pipe JSON lines.")
         self._format = format
@@ -278,7 +292,7 @@ class PipedItems:
             self._format = "jsonl" if text[0] in "{[" else "lines"
         where = f"standard input, line {self._line:,}"
         value = parser(self._format)(text, self._line, "standard input")
-        return check(value, self._line, self._key, self._limit, self._seen, where)
+        return check(value, self._line, self._key, self._limit, self._seen, where, self._accept)
 
     def _compare(self, read: Read) -> list[NewItem]:
         idx, self._idx = self._idx, self._idx + 1
@@ -360,10 +374,14 @@ def _refuse_constant(word: str) -> None:
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
-def check(value: Any, number: int, key: str | None, limit: int, seen: set[int], where: str) -> Read:
+def check(
+    value: Any, number: int, key: str | None, limit: int, seen: set[int], where: str, accept: Accept | None = None
+) -> Read:
     """One item, canonical and within bounds, its key not seen before."""
     try:
         payload = canonical(value, "An item")
+        if accept is not None:
+            accept(value)
     except InvalidInput as error:
         raise InvalidInput(f"{where}: {error}", hint=error.hint) from error
     if len(payload) > limit // 4 and len(payload.encode()) > limit:

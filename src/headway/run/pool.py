@@ -11,7 +11,6 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -27,6 +26,8 @@ from headway.run.console import Console
 from headway.run.crew import Crew, WorkerHandle
 from headway.run.display import Display, RunSnapshot
 from headway.run.output import Output
+from headway.run.program import TERM_SECONDS as PROGRAM_TERM_SECONDS
+from headway.run.program import TIMED_OUT, Program, Work
 from headway.telemetry import Log, metrics
 
 log = Log("run")
@@ -45,8 +46,6 @@ COMMIT_MOST = 4000
 TERM_SECONDS = 4.0
 #: Workers that die one after the other without having begun an item.
 STILLBORN_MOST = 5
-
-TIMED_OUT = "TimedOut"
 
 
 class Feed(Protocol):
@@ -96,7 +95,7 @@ class Pool:
         ledger: Ledger,
         job: Job,
         hold: Hold,
-        function: Callable[..., object],
+        function: Work,
         settings: Settings,
         *,
         display: Display,
@@ -115,6 +114,10 @@ class Pool:
             mode=settings.mode, size=settings.workers, mark=hold.mark, timeout=settings.timeout,
             keep=keep, console=self._console,
         )  # fmt: skip
+        # Who sees to the time of each item itself is ended from here only if it does not come to that.
+        self._slack = 2.0 if settings.mode == "async" else 0.0
+        if isinstance(function, Program):
+            self._slack = PROGRAM_TERM_SECONDS + 5.0
         self._inbox: list[Outcome] = []
         self._unrecorded_failures = 0
         self._noted: set[int] = set()
@@ -356,9 +359,8 @@ class Pool:
                 seconds += took
         for idx, attempts, took, kind, message, where, detail, retryable in frame["failed"]:
             if worker.out.pop(idx, None) is not None:
-                self._fail(
-                    idx, attempts, Failure(kind, message, where, detail), "failed", took, name, retryable=retryable
-                )
+                how: FailedOutcome = "timeout" if kind == TIMED_OUT else "failed"
+                self._fail(idx, attempts, Failure(kind, message, where, detail), how, took, name, retryable=retryable)
                 seconds += took
         count = len(frame["done"]) + len(frame["failed"])
         if count:
@@ -440,8 +442,7 @@ class Pool:
         limit = self._settings.timeout
         if limit is None:
             return
-        # A loop cancels its own overdue items; only one that is blocked altogether is ended from here.
-        limit = limit + 2.0 if self._settings.mode == "async" else limit
+        limit += self._slack
         overdue = [(idx, began) for idx, began in running if now - began > limit]
         if not overdue:
             return

@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 from headway.errors import HeadwayError
 from headway.ledger import Failure, describe
 from headway.lifecycle import STOP_SIGNALS
+from headway.run.program import Program, ProgramFailed, Work
 from headway.run.wire import Slots, Wire, unpack_work
 
 #: Results wait at most this long for company before they are reported.
@@ -135,7 +136,7 @@ def decoded(text: str) -> Any:
         raise PayloadDamaged(f"the stored payload is not JSON any more: {error}") from None
 
 
-def main(wire: Wire, slots: Slots, function: Function, *, mode: str, timeout: float | None, keep: bool) -> NoReturn:
+def main(wire: Wire, slots: Slots, function: Work, *, mode: str, timeout: float | None, keep: bool) -> NoReturn:
     """Serve until told to stop. Ends the process: a fork's finalisers belong to the parent."""
     for number in STOP_SIGNALS:
         # The parent decides when we end. A handler, not SIG_IGN: what the function starts must not inherit that.
@@ -145,12 +146,12 @@ def main(wire: Wire, slots: Slots, function: Function, *, mode: str, timeout: fl
     _print_line_by_line()
     code = 1
     try:
-        worker = Worker(wire, slots, function, keep=keep)
+        worker = Worker(wire, slots, function, timeout=timeout, keep=keep)
         os.register_at_fork(
             before=worker.before_fork, after_in_parent=worker.after_fork, after_in_child=worker.leave_in_child
         )
         if mode == "async":
-            asyncio.run(worker.serve_async(timeout))
+            asyncio.run(worker.serve_async())
         elif slots.count == 1:
             worker.serve(0)
         else:
@@ -174,15 +175,21 @@ def _print_line_by_line() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
+def _nothing(_: object) -> None:
+    """The function of a worker that runs a program."""
+
+
 class Worker:
     """The process from inside; its parent has a `headway.run.crew.WorkerHandle` of it."""
 
-    def __init__(self, wire: Wire, slots: Slots, function: Function, *, keep: bool) -> None:
+    def __init__(self, wire: Wire, slots: Slots, function: Work, *, timeout: float | None, keep: bool) -> None:
         self._wire = wire
         self._descriptor = wire.fileno()
         self._inode = os.fstat(self._descriptor).st_ino
         self._slots = slots
-        self._function = function
+        self._program = function if isinstance(function, Program) else None
+        self._function: Function = _nothing if isinstance(function, Program) else function
+        self._timeout = timeout
         self._keep = keep
         self._todo: deque[tuple[int, int, str]] = deque()
         self._wake = threading.Semaphore(0)
@@ -217,7 +224,7 @@ class Worker:
         for thread in threads:
             thread.join()
 
-    async def serve_async(self, timeout: float | None) -> None:
+    async def serve_async(self) -> None:
         """Each item is a task of its own, started as soon as a slot is free: what it cancels or leaves behind is its
         own, and no task of ours runs beside it that a function could cancel."""
         loop = asyncio.get_running_loop()
@@ -230,7 +237,7 @@ class Worker:
                 idx, attempts, text = self._todo.popleft()
                 slot, began = free.pop(), time.monotonic()
                 self._slots.begin(slot, idx, began)
-                task = loop.create_task(self._attempt(text, timeout))
+                task = loop.create_task(self._attempt(text))
                 running.add(task)
                 task.add_done_callback(partial(finish, slot, idx, attempts, began))
             if not running:
@@ -266,11 +273,11 @@ class Worker:
             with suppress(asyncio.CancelledError):  # a function cancelled every task there is
                 await asyncio.wait([ended])
 
-    async def _attempt(self, text: str, timeout: float | None) -> tuple[Any, BaseException | None]:
+    async def _attempt(self, text: str) -> tuple[Any, BaseException | None]:
         # Nothing may leave here as an exception: KeyboardInterrupt and SystemExit would end the loop.
         try:
             payload = decoded(text)
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(self._timeout):
                 result = await self._function(payload)
         except BaseException as error:  # noqa: BLE001 - whatever the user's function raises is the item's outcome
             self._end_child()
@@ -294,7 +301,10 @@ class Worker:
         began = time.monotonic()
         self._slots.begin(slot, idx, began)
         try:
-            result = self._function(decoded(text))
+            if self._program is None:
+                result = self._function(decoded(text))
+            else:
+                result, _ = self._program.run(idx, decoded(text), self._timeout)
         except BaseException as error:  # noqa: BLE001 - whatever the user's function raises is the item's outcome
             if self._is_child:
                 self._end_child()
@@ -321,9 +331,9 @@ class Worker:
             self.flush()
 
     def _report_failure(self, idx: int, attempts: int, began: float, error: BaseException) -> None:
-        failure = describe_raised(error)
+        failure = error.failure if type(error) is ProgramFailed else describe_raised(error)
         # By the type alone: isinstance would ask the exception for its __class__, which is the user's to refuse.
-        retryable = not issubclass(type(error), _FINAL)
+        retryable = error.retryable if type(error) is ProgramFailed else not issubclass(type(error), _FINAL)
         seconds = time.monotonic() - began
         self._failed.append(
             (idx, attempts, seconds, failure.type, failure.message, failure.frame, failure.detail, retryable)
