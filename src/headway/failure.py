@@ -138,6 +138,11 @@ def reported(kind: str, message: str, frame: str, detail: str = "") -> Failure:
     )
 
 
+def kept_text(text: str) -> str:
+    """A text as it may be kept: redacted, and with no character that a database cannot hold."""
+    return _storable(redact(text))
+
+
 def _try(part: Callable[..., str], *arguments: Any) -> str | None:
     try:
         return part(*arguments)

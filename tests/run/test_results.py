@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import pytest
 import headway
 from headway.errors import InvalidInput
 from headway.ledger import Ledger
+from headway.run.results import as_plain
 from tests.services.waiting import eventually
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -53,33 +56,137 @@ def results(place: Path, name: str = "out.jsonl") -> list[int]:
 ALL = sorted(n * n for n in range(40))
 
 
-def test_an_output_added_to_a_job_that_kept_no_results_is_refused_and_says_why(place: Path, headway_cli: Cli):
+def test_an_output_added_to_a_finished_job_has_every_result(place: Path, headway_cli: Cli):
     assert headway_cli(*RUN).returncode == 0
+    assert headway_cli(*RUN, "-o", "out.jsonl").returncode == 0
+    assert results(place) == ALL
+
+
+def test_an_output_added_to_a_job_that_kept_no_results_is_refused_and_says_why(place: Path, headway_cli: Cli):
+    assert headway_cli(*RUN, "--no-results").returncode == 0
     refused = headway_cli(*RUN, "-o", "out.jsonl")
     assert refused.returncode == 2
     assert "the results of 40 of them were not kept" in refused.stderr
     assert "--fresh" in refused.stderr
     assert not (place / "out.jsonl").exists()
-    assert headway_cli(*RUN).returncode == 0, "nothing was changed"
     fresh = headway_cli(*RUN, "-o", "out.jsonl", "--fresh")
     assert fresh.returncode == 0, fresh.stderr
     assert results(place) == ALL
 
 
-def test_an_output_added_at_the_resume_is_refused_too(place: Path, headway_cli: Cli, spawn_cli: Spawn):
-    (place / "slow").touch()
-    run = spawn_cli(*RUN, stderr=subprocess.DEVNULL)
-    eventually(lambda: (place / "executed").exists() and len((place / "executed").read_text().split()) > 5, timeout=20)
-    run.send_signal(signal.SIGINT)
-    assert run.wait(30) == 130
-    assert headway_cli(*RUN, "-o", "out.jsonl").returncode == 2
+def half(n: int) -> object:
+    return {1: None, 2: object(), 3: "x" * 2_000_000}.get(n, n / 2)
 
 
-def test_from_a_program_the_same_is_refused(tmp_path: Path):
+def test_from_a_program_results_come_back_and_what_cannot_be_kept_costs_nothing_but_itself(tmp_path: Path):
     options = {"job": "ads", "database": f"sqlite:///{tmp_path}/a.db", "progress": "none", "workers": 1}
-    headway.map(abs, [1, -2], **options)  # type: ignore[arg-type]
+    done = headway.map(half, range(5), **options)  # type: ignore[arg-type]
+    assert done.done == 5
+    assert [(found.index, found.result) for found in done.results()] == [(0, 0.0), (1, None), (4, 2.0)]
+    assert [found.index for found in done.results(ordered=False)] == [0, 4]
     with pytest.raises(InvalidInput, match="results of 2 of them were not kept"):
-        headway.map(abs, [1, -2], output=tmp_path / "out.jsonl", **options)  # type: ignore[arg-type]
+        headway.map(half, range(5), output=tmp_path / "out.jsonl", **options)  # type: ignore[arg-type]
+
+
+def test_a_file_asked_for_later_names_those_that_returned_nothing_too(tmp_path: Path):
+    options = {"job": "ads", "database": f"sqlite:///{tmp_path}/a.db", "progress": "none", "workers": 1}
+    headway.map(abs_or_none, [1, -2, 0], **options)  # type: ignore[arg-type]
+    headway.map(abs_or_none, [1, -2, 0], output=tmp_path / "out.jsonl", **options)  # type: ignore[arg-type]
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert sorted((line["index"], line["result"]) for line in written) == [(0, 1), (1, 2), (2, None)]
+
+
+def abs_or_none(n: int) -> int | None:
+    return abs(n) or None
+
+
+@dataclass
+class Point:
+    x: int
+    at: datetime
+
+
+def point(n: int) -> Point:
+    return Point(n, datetime(2026, 1, n, tzinfo=UTC))
+
+
+def test_dataclasses_and_dates_have_a_plain_form_and_decode_makes_them_again(tmp_path: Path):
+    def again(value: dict[str, object]) -> Point:
+        return Point(int(str(value["x"])), datetime.fromisoformat(str(value["at"])))
+
+    done = headway.map(
+        point, [1, 2], job="p", database=f"sqlite:///{tmp_path}/a.db", progress="none", workers=1, decode=again
+    )
+    assert [found.result for found in done.results()] == [point(1), point(2)]
+
+
+def test_values_of_other_libraries_are_kept_as_the_caller_encodes_them(tmp_path: Path):
+    done = headway.map(
+        complex, [1, 2], job="p", database=f"sqlite:///{tmp_path}/a.db", progress="none", workers=1,
+        encode=lambda value: [value.real, value.imag], decode=lambda pair: complex(*pair),
+    )  # fmt: skip
+    assert [found.result for found in done.results()] == [complex(1), complex(2)]
+
+
+def test_values_of_numpy_have_a_plain_form():
+    numpy = pytest.importorskip("numpy")
+    assert as_plain(numpy.arange(3)) == [0, 1, 2]
+    assert as_plain(numpy.float64(0.5)) == 0.5
+
+
+def test_sets_and_paths_have_a_plain_form_and_other_objects_have_none(tmp_path: Path):
+    assert as_plain({"b", "a"}) == ["a", "b"]
+    assert as_plain(tmp_path) == str(tmp_path)
+    with pytest.raises(TypeError):
+        as_plain(object())
+
+
+# ---- the verb -------------------------------------------------------------------------------------------------------
+
+RETURNS = """
+def mixed(n):
+    return {0: {"name": "a,b", "tags": [1, 2], "index": 9}, 1: {"name": None, "size": 3}, 2: "alone", 3: None}[n]
+"""
+
+
+def test_results_are_printed_by_index_in_three_formats(place: Path, headway_cli: Cli):
+    (place / "jobs.py").write_text(RETURNS)
+    (place / "items.jsonl").write_text("0\n1\n2\n3\n")
+    assert headway_cli("run", "jobs:mixed", "-i", "items.jsonl", "-j", "ads", "-o", "run.csv").returncode == 0
+    lines = [json.loads(line) for line in headway_cli("results", "ads").stdout.splitlines()]
+    assert [line["index"] for line in lines] == [0, 1, 2, 3]
+    assert lines[3] == {"index": 3, "key": None, "result": None}
+    assert json.loads(headway_cli("results", "ads", "--format", "json").stdout) == lines
+    table = headway_cli("results", "ads", "--output", "ads.csv")
+    assert table.returncode == 0, table.stderr
+    assert "1 values of 'tags' are lists or objects" in table.stderr
+    text = (place / "ads.csv").read_text()
+    assert text == (place / "run.csv").read_text()
+    assert text.splitlines() == [
+        "index,key,name,tags,result.index,size,result", '0,,"a,b","[1, 2]",9,,', "1,,,,,3,", "2,,,,,,alone", "3,,,,,,",
+    ]  # fmt: skip
+    again = headway_cli("results", "ads", "--output", "ads.csv")
+    assert again.returncode == 2
+    assert "is there already" in again.stderr
+    assert headway_cli("results", "ads", "--output", "ads.xyz").returncode == 2
+    assert headway_cli("results", "nobody").returncode == 2
+
+
+def test_a_table_of_somebody_else_is_not_overwritten(place: Path, headway_cli: Cli):
+    (place / "mine.csv").write_text("index,key,precious\n")
+    assert headway_cli(*RUN, "-o", "mine.csv").returncode == 2
+    assert (place / "mine.csv").read_text() == "index,key,precious\n"
+
+
+def test_results_are_followed_as_they_come_until_the_run_ends(place: Path, headway_cli: Cli, spawn_cli: Spawn):
+    (place / "blocked").touch()
+    run = spawn_cli("run", "jobs:square_when_allowed", "-i", "items.jsonl", "-j", "ads", stderr=subprocess.DEVNULL)
+    eventually((place / "begun").exists, timeout=60)
+    follower = spawn_cli("results", "ads", "--follow")
+    (place / "blocked").unlink()
+    output, _ = follower.communicate(timeout=60)
+    assert run.wait(60) == 0
+    assert sorted(json.loads(line)["result"] for line in output.splitlines()) == ALL
 
 
 def test_a_job_that_writes_results_keeps_them_also_in_a_run_that_does_not_name_the_file(
@@ -273,7 +380,7 @@ def test_a_pipe_does_not_overwrite_a_foreign_file_either(place: Path, headway_cl
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("out.csv", "JSON lines, not as CSV"), ("/dev/null", "not a file"), ("no/out.jsonl", "directory")],
+    [("out.xlsx", "JSON lines or CSV, not as XLSX"), ("/dev/null", "not a file"), ("no/out.jsonl", "directory")],
 )
 def test_a_name_that_cannot_hold_results_is_refused_before_anything_runs(
     place: Path, headway_cli: Cli, name: str, said: str

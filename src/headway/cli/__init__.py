@@ -29,6 +29,7 @@ COMMANDS: dict[str, str] = {
     "items": "headway.cli.items:items",
     "item": "headway.cli.items:item",
     "log": "headway.cli.items:log",
+    "results": "headway.cli.results:results",
     "dead": "headway.cli.dead:dead",
     "retry": "headway.cli.dead:retry",
     "progress": "headway.cli.finishline:progress",
@@ -52,7 +53,7 @@ COMMANDS: dict[str, str] = {
 
 #: How ``headway --help`` groups the verbs.
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Run and look": ("run", "jobs", "show", "status", "runs", "items", "item", "log"),
+    "Run and look": ("run", "jobs", "show", "status", "runs", "items", "item", "log", "results"),
     "Repair": ("dead", "retry"),
     "Projects": ("progress", "project"),
     "States": ("states",),
@@ -71,6 +72,7 @@ EXAMPLES: dict[str, str] = {
     "items": "headway items ads --status dead --limit 20",
     "item": "headway item ads sku-44 --traceback",
     "log": "headway log ads --tsv | grep TimeoutError",
+    "results": "headway results ads --output ads.csv",
     "dead": "headway dead list",
     "dead list": "headway dead list ads",
     "dead show": "headway dead show ads --cause 1",

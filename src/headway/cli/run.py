@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from headway.run.items import Accept, PipedItems, Source
     from headway.run.plan import Changes, Plan
     from headway.run.program import Work
+    from headway.run.results import Keep
 
 
 class RunCommand(click.Command):
@@ -75,7 +76,16 @@ _ONCE = {"--fresh", "--accept-changes", "--dry-run"}
 @click.option("--timeout", type=float, metavar="SECONDS", help="How long one item may take.")
 @click.option("--rate", type=float, metavar="N", help="Start at most N items per second.")
 @click.option("--key", metavar="FIELD", help="The field that names an item; then lines may be added and moved.")
-@click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write results as JSON lines.")
+@click.option(
+    "--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write results: x.jsonl or x.csv."
+)
+@click.option("--results/--no-results", default=True, help="Keep what items returned.  [default: on]")
+@click.option(
+    "--keep-output",
+    type=click.Choice(["failed", "all", "none"]),
+    default="failed",
+    help="Of which items to keep what they printed.  [default: failed]",
+)
 @click.option("--stdin", is_flag=True, help="Give the program its item on standard input.")
 @click.option("--stdout", type=click.Choice(["text", "json"]), help="What a program's output is.  [default: text]")
 @click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop when N items died in this run.")
@@ -101,6 +111,8 @@ def run(
     rate: float | None,
     key: str | None,
     output: Path | None,
+    results: bool,
+    keep_output: Literal["failed", "all", "none"],
     stdin: bool,
     stdout: Literal["text", "json"] | None,
     max_failures: int | None,
@@ -127,6 +139,7 @@ def run(
     from headway.run import configured_sinks
     from headway.run.items import FileItems
     from headway.run.program import Program
+    from headway.run.results import Keep
 
     config = Config(
         cli={
@@ -138,6 +151,8 @@ def run(
     as_lines = config["log_format"] == "json" or config["progress"] == "json"
     telemetry.configure(level=config.text("log_level").upper(), as_json=as_lines)
     with _errors_as_progress(config):
+        if output is not None and not results:
+            raise UsageError("--output needs results.", hint="Leave out --no-results or --output.")
         call = _work(function, ctx.meta.get(PROGRAM), stdin=stdin, stdout=stdout, key=key)
         name = call.text if isinstance(call, Program) else function or ""
         order = Order(
@@ -147,6 +162,7 @@ def run(
             settings=_settings(config, call, name, last_pass=last_pass),
             job=None if job is None else check_id(job, "a job id"),
             output=output,
+            keep=Keep(results=results, printed=keep_output),
             fresh=fresh,
             accept=accept_changes,
             as_json=as_json,
@@ -220,6 +236,7 @@ class Order:
     settings: Settings
     job: str | None
     output: Path | None
+    keep: Keep
     fresh: bool
     accept: bool
     as_json: bool
@@ -357,7 +374,7 @@ def _perform(order: Order, ledger: Ledger, job: Job, hold: Hold, text: str, *, f
     display.begin(text)
     ending = perform(
         ledger, job, hold, order.call, order.settings,
-        display=display, shutdown=order.shutdown, output=order.output, feed=feed, sinks=order.sinks,
+        display=display, shutdown=order.shutdown, output=order.output, keep=order.keep, feed=feed, sinks=order.sinks,
     )  # fmt: skip
     return _conclude(order, display, job, ending)
 

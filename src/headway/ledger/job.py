@@ -113,7 +113,7 @@ class Job(Reports):
                 "UPDATE input_products SET key = ?, payload = ?, fingerprint = ? WHERE job = ? AND idx = ?",
                 [(item.key, item.payload, item.fingerprint, self.no, item.idx) for item in items],
             )
-            for table in ("progress", "dead_letters", "results"):
+            for table in ("progress", "dead_letters", "results", "printed"):
                 tx.executemany(
                     f"DELETE FROM {table} WHERE job = ? AND idx = ?", [(self.no, item.idx) for item in items]
                 )
@@ -135,6 +135,18 @@ class Job(Reports):
 
         if indices:
             self._database.run(work, operation="drop")
+
+    def put_empty_results(self) -> None:
+        """Give every done item that returned nothing a result of its own, ``null``: a file of results names it too."""
+        self._database.run(
+            lambda tx: tx.execute(
+                "INSERT INTO results (job, idx, result) SELECT p.job, p.idx, 'null' FROM progress p "
+                "WHERE p.job = ? AND p.status = 'done' AND p.unkept IS NULL "
+                "AND NOT EXISTS (SELECT 1 FROM results r WHERE r.job = p.job AND r.idx = p.idx) ORDER BY p.idx",
+                (self.no,),
+            ),
+            operation="put_empty_results",
+        )
 
     def rewrite_outputs(self) -> None:
         """Have files of results written anew at the next run: they may name items that are no more."""

@@ -11,10 +11,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from headway import events
 from headway.config import Config
@@ -29,13 +29,14 @@ from headway.run import plan as plans
 from headway.run.display import Display, open_display
 from headway.run.items import GivenItems
 from headway.run.loop import OpenJob
-from headway.run.output import Output, keeps_results, refuse_foreign, refuse_incomplete
+from headway.run.output import CsvOutput, Output, keeps_results, open_output, refuse_foreign, refuse_incomplete
 from headway.run.pool import Ending, Feed, Pool, Settings
 from headway.run.program import Work
+from headway.run.results import ItemResult, Keep, as_they_came, in_order
 from headway.run.worker import GiveUp
 from headway.telemetry import Log
 
-__all__ = ["Ending", "GiveUp", "OpenJob", "Result", "Settings", "map", "open_job", "perform"]
+__all__ = ["Ending", "GiveUp", "ItemResult", "OpenJob", "Result", "Settings", "map", "open_job", "perform"]
 
 log = Log("run")
 
@@ -57,6 +58,18 @@ class Result:
     failures: int
     seconds: float
     causes: Sequence[Cause]
+    decode: Callable[[Any], Any] | None = None
+
+    def results(self, *, ordered: bool = True) -> Iterator[ItemResult]:
+        """What the items returned, in the order of the items, or with ``ordered=False`` in that in which they were done,
+        without those that returned None. What was not kept (no JSON, more than a megabyte) is left out."""
+        with Ledger.open(self.database, create=False) as ledger:
+            job = ledger.job(self.job)
+            for found in in_order(job) if ordered else (each for _, each in as_they_came(job)):
+                if self.decode is None or found.result is None:
+                    yield found
+                else:
+                    yield replace(found, result=self.decode(found.result))
 
     def dead_letters(self) -> Iterator[DeadLetter]:
         """The items that failed for good, each with its error."""
@@ -85,6 +98,10 @@ def map(
     max_failures: int | None = None,
     last_pass: bool = True,
     output: str | Path | None = None,
+    results: bool = True,
+    keep_output: Literal["failed", "all", "none"] = "failed",
+    encode: Callable[[Any], Any] | None = None,
+    decode: Callable[[Any], Any] | None = None,
     payload_limit: int | None = None,
     progress: str = "auto",
     on_complete: Callable[[Event], None] | None = None,
@@ -97,8 +114,16 @@ def map(
     ``retries`` more times, then it is a dead letter. ``on_complete`` is told when the job finished: once per
     completion, at least once if this process dies in between, always with the same event id. Ctrl-C lets running items
     finish, then raises KeyboardInterrupt.
+
+    What items print goes where it went, and is kept with those that fail (``keep_output``: failed, all or none). What
+    the function returns is kept and comes back by `Result.results`, unless ``results=False``. ``encode`` makes JSON
+    of it, ``decode`` makes it again what it was; dataclasses, dates, NumPy's and pydantic's values need no ``encode``.
     """
     name = functions.name_of(functions.check(function, "The function"))
+    if output is not None and not results:
+        raise InvalidInput("A file of results needs results.", hint="Leave out results=False or output=.")
+    if keep_output not in ("failed", "all", "none"):
+        raise InvalidInput(f"keep_output = {keep_output!r} is not acceptable.", hint="Use failed, all or none.")
     config = Config(cli={"database": database, "payload_limit": payload_limit})
     mode = functions.choose_mode(function, mode, name)
     id = check_id(job, "a job id") if job is not None else functions.default_job(function)
@@ -128,6 +153,7 @@ def map(
         ending = perform(
             ledger, held, hold, function, settings,
             display=display, shutdown=shutdown, output=None if output is None else Path(output), sinks=sinks,
+            keep=Keep(results=results, encode=encode, printed=keep_output),
         )  # fmt: skip
         if ending.outcome == "interrupted":
             if shutdown.signum == signal.SIGINT:
@@ -136,7 +162,7 @@ def map(
         info = held.info()
         return Result(
             id, config.text("database"), ending.outcome, info.total, info.done, ending.kept, info.dead,
-            ending.failures, ending.seconds, held.causes(),
+            ending.failures, ending.seconds, held.causes(), decode,
         )  # fmt: skip
 
 
@@ -221,17 +247,20 @@ def perform(
     display: Display,
     shutdown: Shutdown,
     output: Path | None = None,
+    keep: Keep | None = None,
     feed: Feed | None = None,
     sinks: Sequence[Sink] = (),
 ) -> Ending:
     """Work the job off under ``hold``, release it, and tell the sinks what was decided, unless it was interrupted."""
     outcome = "failed"
-    file: Output | None = None
+    file: Output | CsvOutput | None = None
+    keep = keep or Keep()
     try:
-        file = None if output is None else Output(job, output)
+        file = None if output is None else open_output(job, output)
+        keep = replace(keep, all_results=keep.results and keeps_results(job))
         pool = Pool(
             ledger, job, hold, function, settings,
-            display=display, shutdown=shutdown, output=file, keep=keeps_results(job), feed=feed,
+            display=display, shutdown=shutdown, output=file, keep=keep, feed=feed,
         )  # fmt: skip
         ending = pool.run()
         outcome = ending.outcome

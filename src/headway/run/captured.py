@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from typing import Any, TextIO
+
+from headway.failure import kept_text
+
 #: Bytes kept of what one item printed: half from the beginning, half from the end.
 LIMIT = 65_536
 
@@ -50,3 +58,78 @@ class Captured:
         if surplus > 0:
             del self._tail[:surplus]
             self._dropped += surplus
+
+
+class Printing:
+    """What the items of a worker print, apart for each, besides going where it went before.
+
+    `begin` at the start of an item, `end` for what it has printed. With one item at a time everything that is printed is
+    that item's, also by threads it started; with several, what its own thread or task prints. What goes past Python's
+    streams (C code, a child process) is not seen here.
+    """
+
+    def __init__(self, *, several: bool) -> None:
+        self._alone: Captured | None = None
+        self._apart: ContextVar[list[Captured]] | None = ContextVar("printed") if several else None
+
+    def enter_worker(self) -> None:
+        """In the worker: from now on see what is printed."""
+        before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+        copies = {name: _Tee(stream, self._add) for name, stream in before.items() if stream is not None}
+        for name, copy in copies.items():
+            setattr(sys, name, copy)
+        # Handlers that were made when the user's module was imported write to the streams of that time.
+        loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+        for handler in {each for logger in loggers if isinstance(logger, logging.Logger) for each in logger.handlers}:
+            if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+                for name, copy in copies.items():
+                    if handler.stream is before[name]:
+                        handler.setStream(copy)
+
+    def begin(self) -> None:
+        if self._apart is None:
+            self._alone = None
+        else:
+            self._apart.set([])
+
+    def end(self) -> str | None:
+        """What the item has printed so far, to be kept; None if nothing."""
+        captured: Captured | None
+        if self._apart is None:
+            captured, self._alone = self._alone, None
+        else:
+            captured = next(iter(self._apart.get([])), None)
+        return None if captured is None else kept_text(captured.text())
+
+    def _add(self, text: str) -> None:
+        data = text.encode(errors="replace")
+        if self._apart is None:
+            captured = self._alone
+            if captured is None:
+                captured = self._alone = Captured()
+            captured.add(data)
+            return
+        holder = self._apart.get(None)
+        if holder is not None:  # else nobody's: a thread that the function started
+            if not holder:
+                holder.append(Captured())
+            holder[0].add(data)
+
+
+class _Tee:
+    """A stream that also tells somebody what is written to it. In all else it is the stream itself."""
+
+    def __init__(self, stream: TextIO, tell: Callable[[str], None]) -> None:
+        self._stream, self._tell = stream, tell
+
+    def write(self, text: str) -> int:
+        count = self._stream.write(text)
+        self._tell(text)
+        return count
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

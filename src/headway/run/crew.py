@@ -16,6 +16,7 @@ from headway.lifecycle import Budget
 from headway.run import worker as worker_process
 from headway.run.console import Console
 from headway.run.program import Work
+from headway.run.results import Keep
 from headway.run.wire import Slots, Wire, work_frame
 
 RECALL = '{"recall":true}'
@@ -31,6 +32,8 @@ class WorkerHandle:
         self.alone = alone
         #: What it has been given and has not reported.
         self.out: dict[int, Item] = {}
+        #: What items printed whose end it has not reported yet.
+        self.printed: dict[int, str] = {}
         #: How many failures it has reported, and how many it may have had in all before it gives the rest back.
         self.failures = 0
         self.most_failures: int | None = None
@@ -84,7 +87,7 @@ class Crew:
         size: int,
         mark: str,
         timeout: float | None,
-        keep: bool,
+        keep: Keep,
         console: Console | None,
     ) -> None:
         self._selector = selector

@@ -25,9 +25,10 @@ from headway.run.backlog import Backlog
 from headway.run.console import Console
 from headway.run.crew import Crew, WorkerHandle
 from headway.run.display import Display, RunSnapshot
-from headway.run.output import Output
+from headway.run.output import CsvOutput, Output
 from headway.run.program import TERM_SECONDS as PROGRAM_TERM_SECONDS
 from headway.run.program import TIMED_OUT, Program, Work
+from headway.run.results import Keep
 from headway.telemetry import Log, metrics
 
 log = Log("run")
@@ -100,8 +101,8 @@ class Pool:
         *,
         display: Display,
         shutdown: Shutdown,
-        output: Output | None = None,
-        keep: bool = False,
+        output: Output | CsvOutput | None = None,
+        keep: Keep,
         feed: Feed | None = None,
     ) -> None:
         self._ledger, self._job, self._hold, self._settings = ledger, job, hold, settings
@@ -118,6 +119,8 @@ class Pool:
         self._slack = 2.0 if settings.mode == "async" else 0.0
         if isinstance(function, Program):
             self._slack = PROGRAM_TERM_SECONDS + 5.0
+        self._keep = keep
+        self._unkept = 0
         self._inbox: list[Outcome] = []
         self._unrecorded_failures = 0
         self._noted: set[int] = set()
@@ -163,6 +166,10 @@ class Pool:
             wake_in.close()
             wake_out.close()
             self._display.end(self._snapshot())
+        if self._unkept:
+            self._display.say(
+                f"The results of {_items(self._unkept)} were not kept: they are not JSON, or longer than a megabyte."
+            )
         return Ending(
             outcome=self._stop_reason or "finished",
             done=self._done,
@@ -353,14 +360,28 @@ class Pool:
         worker.reported, self._stillborn = True, 0
         worker.failures += len(frame["failed"])
         name, seconds = worker.name, 0.0
+        worker.printed.update(frame["printed"])
         for idx, took, result in frame["done"]:
             if worker.out.pop(idx, None) is not None:
-                self._inbox.append(Done(idx, None, result, took, name))
+                unkept = result is False or not self._keep.results
+                self._unkept += result is False
+                self._inbox.append(
+                    Done(idx, None, result or None, took, name, None, unkept, worker.printed.pop(idx, None))
+                )
                 seconds += took
-        for idx, attempts, took, kind, message, where, detail, retryable in frame["failed"]:
+        for idx, attempts, took, kind, message, where, detail, retryable, said in frame["failed"]:
             if worker.out.pop(idx, None) is not None:
                 how: FailedOutcome = "timeout" if kind == TIMED_OUT else "failed"
-                self._fail(idx, attempts, Failure(kind, message, where, detail), how, took, name, retryable=retryable)
+                self._fail(
+                    idx,
+                    attempts,
+                    Failure(kind, message, where, detail),
+                    how,
+                    took,
+                    name,
+                    retryable=retryable,
+                    printed=said,
+                )
                 seconds += took
         count = len(frame["done"]) + len(frame["failed"])
         if count:
@@ -377,11 +398,14 @@ class Pool:
         name: str,
         *,
         retryable: bool = True,
+        printed: str | None = None,
     ) -> None:
         self._errors[failure.type] += 1
         self._last_error = failure.type
         self._unrecorded_failures += 1
-        self._inbox.append(Failed(idx, failure, outcome, None, seconds, name, seen=attempts, retryable=retryable))
+        self._inbox.append(
+            Failed(idx, failure, outcome, None, seconds, name, seen=attempts, retryable=retryable, printed=printed)
+        )
 
     def _worker_ended(self, worker: WorkerHandle) -> None:
         """A worker has ended: find out why, charge the item that killed it and nobody else."""

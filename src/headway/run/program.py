@@ -384,7 +384,12 @@ def _plain(value: Any) -> str:
 def _both(out: Captured, err: Captured) -> str:
     """What a program printed, as it is kept: stderr, and stdout before it, each under its name if both said something."""
     parts = [(name, text) for name, text in (("stdout", out.text()), ("stderr", err.text())) if text]
-    return parts[0][1] if len(parts) == 1 else "".join(f"--- {name} ---\n{text.rstrip()}\n" for name, text in parts)
+    text = parts[0][1] if len(parts) == 1 else "".join(f"--- {name} ---\n{text.rstrip()}\n" for name, text in parts)
+    if len(text) <= LIMIT // 4:
+        return text
+    bounded = Captured()
+    bounded.add(text.encode())
+    return bounded.text()
 
 
 def _signal_name(number: int) -> str:

@@ -59,6 +59,9 @@ class DeadLetter(NamedTuple):
     died_at: Annotated[datetime, "when it was given up for the first time"]
     job: Annotated[str | Absent, "the job's id; only in `headway dead export`"] = ABSENT
     payload: Annotated[Any, "what the function is called with; only with `--payload`, and then unmasked"] = ABSENT
+    printed: Annotated[
+        str | Absent | None, "what its last attempt printed; in `headway dead show` of the first item of each cause"
+    ] = ABSENT
 
 
 class Records(NamedTuple):
