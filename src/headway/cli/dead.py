@@ -131,7 +131,7 @@ def retry(job: str, database: str | None, *, cause: int | None, items: tuple[str
 
     The next run of the job takes them. What they failed of stays in their history.
     """
-    from headway.ledger.ledger import current_user
+    from headway.ledger.recorder import current_user
 
     if cause is not None and items:
         raise UsageError("--cause and --item cannot be combined.", hint="Name the cause, or the items.")

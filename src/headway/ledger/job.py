@@ -11,9 +11,11 @@ from headway._lease import Owner, has_ended, write_owner
 from headway._sql import Row, Tx, marks
 from headway.errors import InvalidInput
 from headway.failure import Failure
+from headway.ledger import control
 from headway.ledger.content import is_intact
+from headway.ledger.control import Control
 from headway.ledger.job_lease import Hold
-from headway.ledger.recorder import Recorder, audit, put_one_done
+from headway.ledger.recorder import Recorder, audit, current_user, put_one_done
 from headway.ledger.report import Reports
 from headway.ledger.values import MAX_INDEX, Done, Failed, Item, NewItem, Outcome, Recorded, check_index, check_text
 from headway.retry import RetryPolicy
@@ -427,6 +429,29 @@ class Job(Reports):
             return Recorder(tx, self.no, token=hold.token if hold else None).close(settle=True)
 
         return self._database.run(work, operation="finish")
+
+    # ---- the run that goes on, from elsewhere ----------------------------------------------------------------------
+
+    def pause(self, *, actor: str | None = None) -> Control:
+        """Ask the run to finish what it works on and to begin nothing more; `Refused` if none goes on. The run obeys
+        within a second, says by whom it was asked, and the audit trail has it."""
+        return control.ask(self._database, self.no, "pause", actor=actor or current_user(), paused=True)
+
+    def resume(self, *, actor: str | None = None) -> Control:
+        """Ask a paused run to go on."""
+        return control.ask(self._database, self.no, "resume", actor=actor or current_user(), paused=False)
+
+    def stop(self, *, now: bool = False, actor: str | None = None) -> Control:
+        """Ask the run to end when what it works on is finished, or ``now``: to abandon that."""
+        return control.ask(self._database, self.no, "stop", actor=actor or current_user(), stopping=2 if now else 1)
+
+    def scale(self, workers: int, *, actor: str | None = None) -> Control:
+        """Ask the run to work on so many items at once."""
+        return control.ask(self._database, self.no, "scale", actor=actor or current_user(), workers=workers)
+
+    def asked(self, run: int) -> Control:
+        """What is asked of that run at this moment."""
+        return control.read(self._database, self.no, run)
 
     # ---- dead letters ----------------------------------------------------------------------------------------------
 

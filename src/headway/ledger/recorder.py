@@ -396,3 +396,13 @@ def audit(tx: Tx, now: float, actor: str, action: str, job: str, detail: dict[st
         "INSERT INTO audit (at, actor, action, job, detail) VALUES (?, ?, ?, ?, ?)",
         (now, actor, action, job, json.dumps(detail, ensure_ascii=False)),
     )
+
+
+def current_user() -> str:
+    """Who is at the keyboard, for the audit trail."""
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user id without a name, as in many containers
+        return "unknown"

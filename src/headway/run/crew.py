@@ -116,7 +116,7 @@ class Crew:
 
     def common(self, wanted: int) -> list[WorkerHandle]:
         """Those that take any item, at least ``wanted`` of them (as far as that is allowed)."""
-        found = [worker for worker in self if not worker.alone]
+        found = [worker for worker in self if not worker.alone and not worker.stopping]
         found += [self._start(alone=False) for _ in range(min(wanted, self.processes) - len(found))]
         return found
 
@@ -152,6 +152,17 @@ class Crew:
         if not worker.stopping:
             worker.stopping = True
             self.tell(worker, STOP)
+
+    def resize(self, size: int) -> None:
+        """Have ``size`` items run at once from now on; whoever is too many finishes what it has begun. How many slots a
+        process has is fixed when it starts, so threads and loops go on in a new one."""
+        current = [worker for worker in self if not worker.alone and not worker.stopping]
+        if self._mode == "process":
+            self.processes, surplus = size, current[size:]
+        else:
+            self._slots, surplus = size, current
+        for worker in surplus:
+            self.dismiss(worker)
 
     def dead(self) -> list[WorkerHandle]:
         """Workers that have ended. Their streams need not have: what the function started may have our socket."""

@@ -55,6 +55,7 @@ PROGRESS_KEYS = {
     "stalled_seconds": "for how long nothing has finished, once that is unusual; else null",
     "last_error": "type of the last error of this run; null if there is none",
     "last_error_count": "how often an error of that type came",
+    "paused_by": "who asked the run to pause; null while it goes on",
 }
 #: A bar narrower than this says nothing; then it is left out.
 SHORTEST_BAR = 10
@@ -160,6 +161,8 @@ class _Writer:
 
 def _state(snapshot: RunSnapshot, estimator: Estimator) -> str:
     """The last field of the first line: when it will be through, or why that cannot be said."""
+    if snapshot.paused_by:
+        return f"paused by {printable(snapshot.paused_by)}"
     silence, forecast = estimator.stalled, estimator.forecast
     if silence is not None:
         return f"stalled {duration(int(silence))}"
@@ -433,6 +436,7 @@ class _Json:
             stalled_seconds=None if silence is None else round(silence, 1),
             last_error=snapshot.last_error or None,
             last_error_count=snapshot.last_error_count,
+            paused_by=snapshot.paused_by or None,
         )
 
     def _put(self, event: str, **facts: object) -> None:

@@ -147,8 +147,8 @@ class Output:
         self._seq, self._size = row or (0, 0)
         self._file = self._open()
         try:
+            job.put_empty_results()
             if row is None:
-                job.put_empty_results()
                 job.database.run(self._note, operation="output")  # before a byte is changed: from now on it is ours
             if os.fstat(self._file).st_size < self._size:  # shortened or removed by somebody: write it anew
                 self._seq, self._size = 0, 0

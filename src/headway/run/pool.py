@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from headway.errors import HeadwayError
 from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, Outcome, Recorded
+from headway.ledger.control import Control
 from headway.ledger.job import DAMAGED
 from headway.ledger.values import FailedOutcome
 from headway.lifecycle import Budget, Shutdown
@@ -41,6 +42,8 @@ BATCH_BYTES = 2**20
 RECALL_SECONDS = 0.5
 #: An item that runs this long is written down as running, so that others see it and a killed run leaves a trace.
 NOTE_SECONDS = 1.0
+#: How often a run looks whether somebody asks something of it from elsewhere.
+ASKED_SECONDS = 0.3
 COMMIT_SECONDS = 0.02
 COMMIT_MOST = 4000
 #: After SIGTERM (not Ctrl-C) items in progress get this long before they are abandoned.
@@ -121,6 +124,8 @@ class Pool:
             self._slack = PROGRAM_TERM_SECONDS + 5.0
         self._keep = keep
         self._unkept = 0
+        self._asked = Control()
+        self._look_at = 0.0
         self._inbox: list[Outcome] = []
         self._unrecorded_failures = 0
         self._noted: set[int] = set()
@@ -274,6 +279,8 @@ class Pool:
 
     def _dispatch(self, now: float) -> None:
         backlog = self._backlog
+        if self._asked.paused:
+            return
         if not backlog.suspects and not backlog.ready:
             return
         if self._failures_left() == 0:
@@ -439,6 +446,9 @@ class Pool:
     # ---- chores, ten times a second --------------------------------------------------------------------------------
 
     def _chores(self, now: float) -> None:
+        if now >= self._look_at:
+            self._look_at = now + ASKED_SECONDS
+            self._obey(self._job.asked(self._hold.run))
         for worker in self._crew.dead():
             for frame in worker.last_frames():
                 self._take(worker, frame)
@@ -487,6 +497,28 @@ class Pool:
         self._backlog.put_back(worker.out.values())
         worker.out.clear()
 
+    # ---- what is asked from elsewhere ------------------------------------------------------------------------------
+
+    def _obey(self, asked: Control) -> None:
+        before, self._asked = self._asked, asked
+        if asked.version == before.version:
+            return
+        if asked.stopping and not self._shutdown.stop.is_set():
+            self._shutdown.request(signal.SIGTERM)
+        if asked.stopping == 2:
+            self._shutdown.abandon.set()
+        if asked.workers is not None and asked.workers != before.workers:
+            self._display.say(f"{asked.actor} asks for {_items(asked.workers)} at once.")
+            self._crew.resize(asked.workers)
+        if asked.paused and not before.paused:
+            self._display.say(
+                f"Paused by {asked.actor}: finishing {_items(self._crew.busy)}. Go on:  headway resume {self._job.id}"
+            )
+            for worker in self._crew:
+                self._crew.recall(worker)
+        elif before.paused and not asked.paused:
+            self._display.say(f"Resumed by {asked.actor}.")
+
     # ---- recording -------------------------------------------------------------------------------------------------
 
     def _commit(self) -> None:
@@ -534,6 +566,7 @@ class Pool:
             failures=self._failures,
             last_error=self._last_error,
             last_error_count=self._errors[self._last_error],
+            paused_by=self._asked.actor if self._asked.paused else "",
         )
 
     # ---- ending ----------------------------------------------------------------------------------------------------
@@ -542,6 +575,9 @@ class Pool:
         self._stop_reason = "interrupted"
         busy = self._crew.busy
         self._recall_all()
+        if self._asked.stopping:
+            self._display.say(f"Stopping, as {self._asked.actor} asked: finishing {_items(busy)} ...")
+            return Budget(10**9)
         if self._shutdown.signum == signal.SIGINT:
             self._display.say(f"Stopping: finishing {_items(busy)} (Ctrl-C again to abandon them) ...")
             return Budget(10**9)

@@ -91,6 +91,7 @@ class JobSheet(NamedTuple):
     runs: Annotated[tuple[Run, ...], "its runs, the first one first"]
     causes: Annotated[tuple[Cause, ...], "causes of failure, those with most dead letters first"]
     database: Annotated[Records, "where it is kept"]
+    paused_by: Annotated[str | None, "who asked the run in progress to pause; null if it is not paused"] = None
 
     def as_json(self) -> Json:
         return document(self)
@@ -108,6 +109,7 @@ def read_sheet(job: ledger.Job) -> JobSheet:
     """Counts, runs, causes and speed of one job."""
     info, runs = job.info(), job.runs()
     rate, left = _speed(job, info, runs)
+    asked = job.asked(runs[-1].no) if info.held and runs else None
     return JobSheet(
         job=job_view(info),
         running=job.progress().running,
@@ -116,6 +118,7 @@ def read_sheet(job: ledger.Job) -> JobSheet:
         runs=tuple(run_view(run) for run in runs),
         causes=tuple(cause_view(cause) for cause in job.causes()),
         database=Records(job.database.name, job.database.size()),
+        paused_by=asked.actor if asked is not None and asked.paused else None,
     )
 
 
