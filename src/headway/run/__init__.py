@@ -7,14 +7,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import suppress
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from headway import events
 from headway.config import Config
@@ -33,10 +38,24 @@ from headway.run.output import CsvOutput, Output, keeps_results, open_output, re
 from headway.run.pool import Ending, Feed, Pool, Settings
 from headway.run.program import Work
 from headway.run.results import ItemResult, Keep, as_they_came, in_order
+from headway.run.tracking import Tracker
+from headway.run.tracking import start as start_tracking
 from headway.run.worker import GiveUp
 from headway.telemetry import Log
 
-__all__ = ["Ending", "GiveUp", "ItemResult", "OpenJob", "Result", "Settings", "map", "open_job", "perform"]
+__all__ = [
+    "Ending",
+    "GiveUp",
+    "ItemResult",
+    "OpenJob",
+    "Result",
+    "Settings",
+    "amap",
+    "map",
+    "open_job",
+    "perform",
+    "track",
+]
 
 log = Log("run")
 
@@ -139,7 +158,7 @@ def map(
     check_settings(settings)
     source = GivenItems(items, key=key, limit=int(config["payload_limit"] or 0))
     sinks: list[Sink] = configured_sinks(config)
-    shutdown = Shutdown()
+    shutdown = _given_shutdown.get() or Shutdown()
     with Ledger.open(config.text("database"), stop=shutdown.abandon) as ledger, on_signals(shutdown):
         if on_complete is not None:
             sinks.append(CallableSink(f"on_complete {id}", on_complete, job=id))
@@ -166,6 +185,38 @@ def map(
         )  # fmt: skip
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: Who awaits `amap` can ask for an end that no signal asked for.
+_given_shutdown: ContextVar[Shutdown | None] = ContextVar("given_shutdown", default=None)
+
+
+def _awaitable(call: Callable[P, Result]) -> Callable[P, Coroutine[Any, Any, Result]]:
+    async def amap(*arguments: P.args, **options: P.kwargs) -> Result:
+        """`map` inside a running event loop, which goes on meanwhile: ``await headway.amap(fetch, urls, job="x")``.
+
+        Items run in workers as ever, an async function on a loop of its own there. When the task that awaits it is
+        cancelled, running items finish and are recorded, then the cancellation goes on.
+        """
+        shutdown = Shutdown()
+        context = copy_context()
+        context.run(_given_shutdown.set, shutdown)
+        work = asyncio.get_running_loop().run_in_executor(None, partial(context.run, call, *arguments, **options))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            shutdown.request(signal.SIGTERM)
+            with suppress(HeadwayError):
+                await asyncio.shield(work)
+            raise
+
+    return amap
+
+
+amap = _awaitable(map)
+
+
 def open_job(
     job: str,
     items: Iterable[object] | None = None,
@@ -184,16 +235,32 @@ def open_job(
     known.
     """
     config = Config(cli={"database": database, "payload_limit": payload_limit})
+    limit = int(config["payload_limit"] or 0)
+    source = None if items is None else GivenItems(items, key=key, limit=limit)
+    return _open_job(
+        job, source, config, retries=retries, retry_delay=retry_delay, fresh=fresh, accept_changes=accept_changes
+    )
+
+
+def _open_job(
+    job: str,
+    source: GivenItems | None,
+    config: Config,
+    *,
+    retries: int = 2,
+    retry_delay: float = 1.0,
+    fresh: bool = False,
+    accept_changes: bool = False,
+) -> OpenJob:
     sinks = configured_sinks(config)
-    ledger = Ledger.open(config.text("database"), create=items is not None)
+    ledger = Ledger.open(config.text("database"), create=source is not None)
     try:
         policy = RetryPolicy(retries, retry_delay, jitter=0.5, cap=300.0)
         settings = Settings(workers=1, mode="loop", policy=policy)
-        if items is None:
+        if source is None:
             held = ledger.job(check_id(job, "a job id"))
             hold = ledger.hold(held, {"mode": "loop"})
         else:
-            source = GivenItems(items, key=key, limit=int(config["payload_limit"] or 0))
             plan = plans.look(ledger, check_id(job, "a job id"), "", source, fresh=fresh)
             if not accept_changes:
                 plans.refuse_doubt(plan)
@@ -202,6 +269,50 @@ def open_job(
     except BaseException:
         ledger.close()
         raise
+
+
+#: Trackers of this process that hold a job: (database, job) -> the tracker.
+_trackers: weakref.WeakValueDictionary[tuple[str, str], Tracker[Any]] = weakref.WeakValueDictionary()
+
+
+@atexit.register
+def _close_trackers() -> None:
+    """A program that ends in the middle of a loop records what was done in it."""
+    for tracker in list(_trackers.values()):
+        tracker.close()
+
+
+def track(
+    items: Iterable[T],
+    *,
+    job: str,
+    database: str | None = None,
+    key: str | None = None,
+    fresh: bool = False,
+    accept_changes: bool = False,
+    progress: str = "auto",
+    payload_limit: int | None = None,
+) -> Tracker[T]:
+    """The items that are not done yet, for a loop of your own: ``for page in headway.track(pages, job="pages"):``.
+
+    An item is done when the loop asks for the next one; an exception, a break or a kill leaves it for the next time. What
+    took less than a few hundredths of a second is recorded together, so after a kill some of the last of it runs again.
+    Items are known by their JSON form (as in `map`), and the loop gets them as they were given. Two loops over one job
+    cannot run at once, except that a second one in the same process ends the first: at a prompt or in a notebook an
+    exception would keep that alive.
+    """
+    config = Config(cli={"database": database, "payload_limit": payload_limit})
+    place = config.text("database"), job
+    if (earlier := _trackers.pop(place, None)) is not None:
+        earlier.close()
+
+    def opened(source: GivenItems) -> OpenJob:
+        return _open_job(job, source, config, fresh=fresh, accept_changes=accept_changes)
+
+    limit = int(config["payload_limit"] or 0)
+    tracker = start_tracking(opened, items, key=key, limit=limit, progress=progress)
+    _trackers[place] = tracker
+    return tracker
 
 
 def check_output(path: Path, ledger: Ledger | None, plan: plans.Plan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from collections.abc import Callable, Iterable
@@ -121,11 +122,24 @@ class _Tee:
 
     def __init__(self, stream: TextIO, tell: Callable[[str], None]) -> None:
         self._stream, self._tell = stream, tell
+        # Those of a notebook pass on every word as it comes, and the words of two workers would mix within a line.
+        self._by_line = not isinstance(stream, io.TextIOWrapper)
+        self._rest = ""
 
     def write(self, text: str) -> int:
-        count = self._stream.write(text)
         self._tell(text)
-        return count
+        if not self._by_line:
+            return self._stream.write(text)
+        lines, newline, self._rest = (self._rest + text).rpartition("\n")
+        if newline:
+            self._stream.write(lines + newline)
+        return len(text)
+
+    def flush(self) -> None:
+        if self._rest:
+            rest, self._rest = self._rest, ""
+            self._stream.write(rest)
+        self._stream.flush()
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:

@@ -14,14 +14,19 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from hashlib import blake2b
+from math import isnan
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from headway.errors import InputChanged, InvalidInput
 from headway.ledger import Job, NewItem, canonical, fingerprint
+from headway.run.results import as_plain
 
 FORMATS = ("jsonl", "json", "csv", "lines")
 _BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv"}
+
+#: What a job is keyed by whose items are the rows of a DataFrame.
+INDEX = "(index)"
 
 #: Bytes one item's payload may have, unless the settings say otherwise.
 PAYLOAD_LIMIT = 262_144
@@ -203,12 +208,25 @@ class FileItems:
 
 
 class GivenItems:
-    """Items a program holds. They must be JSON: they are kept in the ledger, for resuming and for showing them."""
+    """Items a program holds. They must be JSON: they are kept in the ledger, for resuming and for showing them. The rows
+    of a DataFrame of pandas or polars are dicts; pandas' index is their key."""
 
-    def __init__(self, items: Iterable[object], *, key: str | None = None, limit: int = PAYLOAD_LIMIT) -> None:
+    def __init__(
+        self,
+        items: Iterable[object],
+        *,
+        key: str | None = None,
+        limit: int = PAYLOAD_LIMIT,
+        plain: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """``plain`` makes JSON of an item that is none."""
+        rows, self._names = frame_rows(items)
         # An iterator can be read once only, and we read it again to find out what changed.
-        self._items = items if isinstance(items, list | tuple | range) else list(items)
-        self.key, self._limit = key, limit
+        self.items = rows if isinstance(rows, list | tuple | range) else list(rows)
+        if key is not None:
+            self._names = None
+        self.key = key if self._names is None else INDEX
+        self._limit, self._plain = limit, plain
         self.digest_read = ""
 
     @property
@@ -226,8 +244,10 @@ class GivenItems:
     def __iter__(self) -> Iterator[Read]:
         seen: set[int] = set()
         digest = blake2b(f"given\0{self.key}\0".encode(), digest_size=16)
-        for number, value in enumerate(self._items, 1):
-            read = check(value, number, self.key, self._limit, seen, self.place(number))
+        for number, value in enumerate(self.items, 1):
+            name = None if self._names is None else self._names[number - 1]
+            given = value if self._plain is None else self._plain(value)
+            read = check(given, number, self.key, self._limit, seen, self.place(number), name=name)
             digest.update(read.payload.encode() + b"\n")
             yield read
         self.digest_read = digest.hexdigest()
@@ -374,10 +394,49 @@ def _refuse_constant(word: str) -> None:
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
+def frame_rows(items: Iterable[object]) -> tuple[Iterable[object], Sequence[str] | None]:
+    """The rows of a DataFrame and what its index calls them; anything else is what it is."""
+    library = type(items).__module__.partition(".")[0]
+    frame: Any = items
+    if library == "pandas" and hasattr(frame, "itertuples"):
+        columns = [str(name) for name in frame.columns]
+        if len(set(columns)) < len(columns):
+            raise InvalidInput("The DataFrame has two columns of one name.", hint="Give every column its own.")
+        rows = frame.itertuples(index=False, name=None)
+        return [_row(columns, row) for row in rows], [str(label) for label in frame.index]
+    if library == "polars" and hasattr(frame, "iter_rows"):
+        return [_row(frame.columns, row) for row in frame.iter_rows()], None
+    return items, None
+
+
+def _row(columns: Sequence[str], values: Iterable[Any]) -> dict[str, Any]:
+    return dict(zip(columns, map(_value, values), strict=True))
+
+
+def _value(value: Any) -> Any:
+    """A cell as JSON has it; one that is missing is null."""
+    if type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and isnan(value)):
+        return None
+    if value is None or isinstance(value, str | int | float | bool | list | dict):
+        return value
+    try:
+        return as_plain(value)
+    except TypeError:
+        return value  # what is wrong with it is said where the item is checked
+
+
 def check(
-    value: Any, number: int, key: str | None, limit: int, seen: set[int], where: str, accept: Accept | None = None
+    value: Any,
+    number: int,
+    key: str | None,
+    limit: int,
+    seen: set[int],
+    where: str,
+    accept: Accept | None = None,
+    *,
+    name: str | None = None,
 ) -> Read:
-    """One item, canonical and within bounds, its key not seen before."""
+    """One item, canonical and within bounds, its key not seen before. ``name``: its key, if that is no field of it."""
     try:
         payload = canonical(value, "An item")
         if accept is not None:
@@ -389,9 +448,8 @@ def check(
             f"{where}: the item has {len(payload.encode()):,} bytes; at most {limit:,} are allowed.",
             hint="Keep large content in files and let the items name them, or raise payload_limit.",
         )
-    name = None
     if key is not None:
-        name = value.get(key) if isinstance(value, dict) else None
+        name = name if name is not None else value.get(key) if isinstance(value, dict) else None
         if isinstance(name, bool) or not isinstance(name, str | int) or not str(name).strip() or len(str(name)) > 512:
             raise InvalidInput(
                 f"{where}: the item has no usable key: {key!r} is {name!r:.60}.",
