@@ -403,3 +403,32 @@ def test_results_do_not_stay_in_the_memory_of_a_worker(tmp_path: Path):
     with Ledger.open(f"sqlite:///{tmp_path}/a.db") as ledger:
         assert ledger.job("ads").info().done == 120
     assert os.stat(tmp_path / "out.jsonl").st_mode & 0o777 == 0o600
+
+
+def talk_half(n: int) -> object:
+    print("at", n)  # noqa: T201 - what is printed is kept too
+    return half(n)
+
+
+def test_postgresql_keeps_results_and_what_was_printed_as_sqlite_does(tmp_path: Path, postgres_url: str):
+    done = headway.map(
+        talk_half, range(5), job="kept", database=postgres_url, progress="none", workers=2, keep_output="all"
+    )
+    assert [(found.index, found.result) for found in done.results()] == [(0, 0.0), (1, None), (4, 2.0)]
+    with Ledger.open(postgres_url) as ledger:
+        job = ledger.job("kept")
+        assert job.unkept_results() == 2
+        assert [attempt.printed for attempt in job.history(3)] == ["at 3\n"]
+    plain = headway.map(abs_or_none, [0, -1], job="plain", database=postgres_url, progress="none", workers=1)
+    assert plain.done == 2
+    headway.map(
+        abs_or_none,
+        [0, -1],
+        job="plain",
+        database=postgres_url,
+        progress="none",
+        workers=1,
+        output=tmp_path / "a.jsonl",
+    )
+    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert sorted((line["index"], line["result"]) for line in lines) == [(0, None), (1, 1)]

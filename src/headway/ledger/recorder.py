@@ -224,7 +224,9 @@ class Recorder:
 
     def _succeed(self, outcomes: list[Done]) -> None:
         no, now = self.no, self.now
-        self.tx.insert(_PUT_DONE, [(no, o.idx, o.meta, now, o.seconds, o.worker, o.unkept or None) for o in outcomes])
+        self.tx.insert(
+            _PUT_DONE, [(no, o.idx, o.meta, now, o.seconds, o.worker, 1 if o.unkept else None) for o in outcomes]
+        )
         results = [(no, o.idx, o.result) for o in outcomes if o.result is not None]
         if results:
             self.tx.insert(
