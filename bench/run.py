@@ -29,6 +29,7 @@ from pathlib import Path
 from measure import ROOT, Report, bare, median, say, scratch
 from peers import COMMANDS, Peer, install
 
+import headway
 from headway.ledger import Ledger
 from headway.run import plan as plans
 from headway.run.items import FileItems
@@ -56,6 +57,7 @@ def main() -> None:
         measure_start(report, place, times=5 if options.quick else 15)
         measure_rate(report, place, count, rounds, tasks)
         measure_registration(report, place, count)
+        measure_track(report, place, count)
         measure_programs(report, place, 300 if options.quick else 1_000, rounds)
         if options.full:
             measure_million(report, place)
@@ -185,6 +187,19 @@ def measure_registration(report: Report, place: Path, count: int) -> None:
         plans.carry_out(ledger, ledger.create("bench"), plan, max_retries=2)
         report.add("headway run: items checked", count / (looked - began), "items/s")
         report.add("headway run: items registered", count / (time.monotonic() - looked), "items/s")
+    remove(path)
+
+
+def measure_track(report: Report, place: Path, count: int) -> None:
+    say(f"track over {count:,} items")
+    path = place / "track.db"
+    items = list(range(count))
+    tracker = headway.track(items, job="bench", database=f"sqlite:///{path}", progress="none")
+    began = time.monotonic()
+    for _ in tracker:
+        pass
+    report.add("headway.track: added to each item", 1000 * (time.monotonic() - began) / count, "ms", most=0.5)
+    check_recorded(path, count)
     remove(path)
 
 
