@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -22,11 +23,13 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from measure import ROOT, Report, bare, median, say, scratch
 from peers import ON_REDIS, Peer, install
 
+import headway
 from headway.ledger import Ledger
 from headway.run import plan as plans
 from headway.run.items import FileItems
@@ -54,6 +57,8 @@ def main() -> None:
         measure_start(report, place, times=5 if options.quick else 15)
         measure_rate(report, place, count, rounds, tasks)
         measure_registration(report, place, count)
+        measure_track(report, place, count)
+        measure_programs(report, place, 300 if options.quick else 1_000, rounds)
         if options.full:
             measure_million(report, place)
     report.print()
@@ -183,6 +188,70 @@ def measure_registration(report: Report, place: Path, count: int) -> None:
         report.add("headway run: items checked", count / (looked - began), "items/s")
         report.add("headway run: items registered", count / (time.monotonic() - looked), "items/s")
     remove(path)
+
+
+def measure_track(report: Report, place: Path, count: int) -> None:
+    say(f"track over {count:,} items")
+    path = place / "track.db"
+    items = list(range(count))
+    tracker = headway.track(items, job="bench", database=f"sqlite:///{path}", progress="none")
+    began = time.monotonic()
+    for _ in tracker:
+        pass
+    report.add("headway.track: added to each item", 1000 * (time.monotonic() - began) / count, "ms", most=0.5)
+    check_recorded(path, count)
+    remove(path)
+
+
+# ---- programs ---------------------------------------------------------------------------------------------------
+
+
+def measure_programs(report: Report, place: Path, count: int, rounds: int) -> None:
+    """``true`` for each item: all of it is starting a program and writing down what became of it. Neither command's own
+    start counts: ours by its outcome, theirs from the start of the first program to the end of the last in its log."""
+    parallel = find_parallel(place)
+    if parallel is None:
+        report.leave_out("GNU parallel: neither on PATH nor to be had as Debian's package")
+        return
+    say(f"{count:,} programs, {WORKERS} at once, {rounds} rounds")
+    lines = place / f"lines-{count}.txt"
+    lines.write_text("".join(f"{number}\n" for number in range(count)))
+    database, log = place / "programs.db", place / "joblog"
+    ours = [
+        str(BIN / "headway"), "run", "--items", str(lines), "--job", "bench", "--database", f"sqlite:///{database}",
+        "--workers", str(WORKERS), "--progress", "none", "--json", "--", "true", "{}",
+    ]  # fmt: skip
+    theirs = [*parallel, "--will-cite", "-j", str(WORKERS), "--joblog", str(log), "true", "{}", "::::", str(lines)]
+    rates: dict[str, list[float]] = {"headway run": [], "GNU parallel": []}
+    for _ in range(rounds):
+        out = subprocess.run(ours, check=True, capture_output=True, timeout=LIMIT, cwd=place)
+        rates["headway run"].append(count / json.loads(out.stdout)["seconds"])
+        subprocess.run(theirs, check=True, capture_output=True, timeout=LIMIT, cwd=place)
+        rows = [line.split("\t") for line in log.read_text().splitlines()[1:]]
+        began = min(float(row[2]) for row in rows)
+        rates["GNU parallel"].append(count / (max(float(row[2]) + float(row[3]) for row in rows) - began))
+        say("  " + ", ".join(f"{name}: {values[-1]:,.0f}/s" for name, values in rates.items()))
+        check_recorded(database, count)
+        assert len(rows) == count, "GNU parallel lost something"
+        remove(database)
+        log.unlink()
+    for name, values in rates.items():
+        report.add(f"{name}: programs run", median(values), "programs/s", rounds=rounds)
+    report.add("headway run -- true / GNU parallel --joblog", ratio(rates, "GNU parallel"), "x", least=5)
+
+
+def find_parallel(place: Path) -> list[str] | None:
+    """GNU parallel from PATH, else from Debian's package, unpacked into the scratch directory and not installed."""
+    found = shutil.which("parallel")
+    if found:
+        return [found]
+    perl = shutil.which("perl")
+    with suppress(OSError, subprocess.SubprocessError):
+        subprocess.run(["apt-get", "download", "parallel"], cwd=place, check=True, capture_output=True, timeout=60)
+        (package,) = place.glob("parallel_*.deb")
+        subprocess.run(["dpkg", "-x", package, place / "parallel"], check=True, capture_output=True, timeout=60)
+        return [perl, str(place / "parallel/usr/bin/parallel")] if perl else None
+    return None
 
 
 # ---- a million --------------------------------------------------------------------------------------------------

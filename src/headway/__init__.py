@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from headway.ledger import ProgressManager as ProgressManager
     from headway.run import GiveUp as GiveUp
     from headway.run import Result as Result
+    from headway.run import amap as amap
     from headway.run import map as map  # noqa: A004 - users read headway.map
     from headway.run import open_job as open_job
+    from headway.run import track as track
 
 
 #: name -> the module it comes from.
@@ -40,8 +42,10 @@ _PLACES = {
     "ProgressManager": "headway.ledger",
     "GiveUp": "headway.run",
     "Result": "headway.run",
+    "amap": "headway.run",
     "map": "headway.run",
     "open_job": "headway.run",
+    "track": "headway.run",
 }
 
 __all__ = [  # noqa: PLE0604 - exactly the names above

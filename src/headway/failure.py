@@ -130,6 +130,19 @@ def bounded_error(message: str) -> str:
     return _storable(redact(message, ERROR_LIMIT))
 
 
+def reported(kind: str, message: str, frame: str, detail: str = "") -> Failure:
+    """A failure that somebody else found, a program for example: redacted, bounded, cut at the beginning."""
+    text = _storable(redact(detail[-4 * DETAIL_LIMIT :])).strip()
+    return Failure(
+        kind, bounded_error(message), frame[:120], text if len(text) <= DETAIL_LIMIT else "...\n" + text[-DETAIL_LIMIT:]
+    )
+
+
+def kept_text(text: str) -> str:
+    """A text as it may be kept: redacted, and with no character that a database cannot hold."""
+    return _storable(redact(text))
+
+
 def _try(part: Callable[..., str], *arguments: Any) -> str | None:
     try:
         return part(*arguments)

@@ -50,7 +50,9 @@ PROJECTS = [
 #: Arguments without which a command cannot be called at all.
 REQUIRED = {
     "run": "no_such_module:f --items none.jsonl", "show": "ads", "runs": "ads", "items": "ads", "item": "ads 0",
-    "log": "ads", "dead show": "ads", "dead export": "ads", "dead retry": "ads --yes", "retry": "ads --yes",
+    "log": "ads", "results": "ads", "pause": "nobody", "resume": "nobody",
+    "stop": "nobody", "scale": "nobody 2", "dead show": "ads",
+    "dead export": "ads", "dead retry": "ads --yes", "retry": "ads --yes",
     "forget": "nobody --yes", "purge": "--yes", "progress": "p", "project create": "p", "project total": "p 3",
     "project status": "p CRAWLING", "project finish-crawl": "p", "project delete": "p --yes", "states show": "nobody",
     "states wait": "nobody --tag t", "states delete": "nobody --yes", "states purge": "--older-than 1",

@@ -195,8 +195,8 @@ def _simulate(seed: int) -> tuple[bool, bool]:
 
 
 def test_the_range_contains_the_true_finish_four_times_out_of_five():
-    runs = [hit for seed in range(100) for asked, hit in [_simulate(seed)] if asked]
-    assert len(runs) >= 40
+    runs = [hit for seed in range(60) for asked, hit in [_simulate(seed)] if asked]
+    assert len(runs) >= 24
     assert sum(runs) / len(runs) >= 0.8
 
 

@@ -40,6 +40,11 @@ def slow(item):
 RUN = ("run", "jobs:echo", "-j", "ads", "-w", "1")
 
 
+@pytest.fixture(name="run_cli")
+def _run_cli(quick_cli: Cli) -> Cli:
+    return quick_cli
+
+
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     (tmp_path / "jobs.py").write_text(FUNCTIONS)
@@ -72,45 +77,53 @@ ARRAY = [{"id": "a"}, {"id": "b"}, 3, [4, 5]]
     ],
     ids=["one line", "pretty", "with blank lines", "with a mark", "of Windows"],
 )
-def test_the_elements_of_a_json_array_are_the_items(place: Path, headway_cli: Cli, text: str):
+def test_the_elements_of_a_json_array_are_the_items(place: Path, run_cli: Cli, text: str):
     (place / "items.json").write_bytes(text.encode())
-    done = headway_cli(*RUN, "-i", "items.json", "-o", "out.jsonl")
+    done = run_cli(*RUN, "-i", "items.json", "-o", "out.jsonl")
     assert done.returncode == 0, done.stderr
     assert outcome(place) == ARRAY
-    again = headway_cli(*RUN, "-i", "items.json", "-o", "out.jsonl")
+    again = run_cli(*RUN, "-i", "items.json", "-o", "out.jsonl")
     assert "was finished already" in again.stderr
 
 
-def test_a_json_file_with_a_value_on_each_line_is_read_by_lines_also_if_they_are_arrays(place: Path, headway_cli: Cli):
+def test_a_json_file_with_a_value_on_each_line_is_read_by_lines(place: Path, run_cli: Cli):
+    (place / "items.json").write_text('{"id": "a"}\n[3]\n')
+    assert run_cli(*RUN, "-i", "items.json", "-o", "out.jsonl").returncode == 0
+    assert outcome(place) == [{"id": "a"}, [3]]
+
+
+def test_arrays_on_each_line_of_a_json_file_are_items_when_that_is_said(place: Path, run_cli: Cli):
     (place / "items.json").write_text("[1, 2]\n[3]\n")
-    assert headway_cli(*RUN, "-i", "items.json", "-o", "out.jsonl").returncode == 0
+    assert run_cli(*RUN, "-i", "items.json", "-o", "out.jsonl", "--format", "jsonl").returncode == 0
     assert outcome(place) == [[1, 2], [3]]
 
 
-def test_an_array_in_a_file_of_another_name_is_asked_for_by_its_format(place: Path, headway_cli: Cli):
+def test_an_array_in_a_file_of_another_name_is_asked_for_by_its_format(place: Path, run_cli: Cli):
     (place / "items.txt").write_text(json.dumps(ARRAY, indent=2))
-    assert headway_cli(*RUN, "-i", "items.txt", "--format", "json", "-o", "out.jsonl").returncode == 0
+    assert run_cli(*RUN, "-i", "items.txt", "--format", "json", "-o", "out.jsonl").returncode == 0
     assert outcome(place) == ARRAY
 
 
-def test_in_a_jsonl_file_a_line_with_an_array_is_one_item(place: Path, headway_cli: Cli):
+def test_in_a_jsonl_file_a_line_with_an_array_is_one_item(place: Path, run_cli: Cli):
     (place / "items.jsonl").write_text("[1, 2]\n")
-    assert headway_cli(*RUN, "-i", "items.jsonl", "-o", "out.jsonl").returncode == 0
+    assert run_cli(*RUN, "-i", "items.jsonl", "-o", "out.jsonl").returncode == 0
     assert outcome(place) == [[1, 2]]
 
 
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("broken.json", "[\n  1,\n  2\n", "broken.json, line 1: not JSON"),
+        ("broken.json", "[\n  1,\n  2\n", "broken.json, line 3: not JSON"),
+        ("two.json", "[1,\n 2]\n\n[3]\n", "two.json, line 4: the file goes on after the end of its array"),
+        ("more.json", "[1, 2] x", "more.json, line 1: the file goes on after the end of its array"),
         ("pretty.jsonl", "[\n  1\n]\n", "an array over several lines: name the file .json"),
         ("empty.json", "[]", "has no items"),
         ("key.json", '[{"id": 1},\n {"name": 2}]', "key.json, element 2: the item has no usable key"),
     ],
 )
-def test_a_bad_array_is_one_clear_error(place: Path, headway_cli: Cli, name: str, text: str, said: str):
+def test_a_bad_array_is_one_clear_error(place: Path, run_cli: Cli, name: str, text: str, said: str):
     (place / name).write_text(text)
-    done = headway_cli("run", "jobs:echo", "-i", name, *(("--key", "id") if name == "key.json" else ()))
+    done = run_cli("run", "jobs:echo", "-i", name, *(("--key", "id") if name == "key.json" else ()))
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
     assert not (place / "headway.db").exists()
@@ -119,39 +132,39 @@ def test_a_bad_array_is_one_clear_error(place: Path, headway_cli: Cli, name: str
 # ---- CSV and text ---------------------------------------------------------------------------------------------------
 
 
-def test_a_column_that_is_there_twice_is_refused_by_its_name(place: Path, headway_cli: Cli):
+def test_a_column_that_is_there_twice_is_refused_by_its_name(place: Path, run_cli: Cli):
     (place / "rows.csv").write_text("id,price,price\n1,2,3\n")
-    done = headway_cli(*RUN, "-i", "rows.csv")
+    done = run_cli(*RUN, "-i", "rows.csv")
     assert done.returncode == 2
     assert "the column 'price' is there twice" in done.stderr
     assert not (place / "headway.db").exists()
 
 
 def test_a_long_field_is_taken_up_to_the_limit_of_an_item_and_beyond_it_the_error_says_what_to_do(
-    place: Path, headway_cli: Cli
+    place: Path, run_cli: Cli
 ):
     (place / "rows.csv").write_text(f"id,text\n1,{'x' * 200_000}\n")
-    done = headway_cli(*RUN, "-i", "rows.csv", "-o", "out.jsonl")
+    done = run_cli(*RUN, "-i", "rows.csv", "-o", "out.jsonl")
     assert done.returncode == 0, done.stderr
     assert outcome(place) == [{"id": "1", "text": "x" * 200_000}]
     (place / "rows.csv").write_text(f"id,text\n1,{'x' * 300_000}\n")
-    refused = headway_cli("run", "jobs:echo", "-i", "rows.csv")
+    refused = run_cli("run", "jobs:echo", "-i", "rows.csv")
     assert refused.returncode == 2
     assert "payload_limit" in refused.stderr
 
 
-def test_the_six_characters_of_an_escaped_nul_are_a_text_like_any_other(place: Path, headway_cli: Cli):
+def test_the_six_characters_of_an_escaped_nul_are_a_text_like_any_other(place: Path, run_cli: Cli):
     (place / "items.jsonl").write_text(r'"a\\u0000b"' + "\n" + r'"\\\\u0000"' + "\n")
-    done = headway_cli(*RUN, "-i", "items.jsonl", "-o", "out.jsonl")
+    done = run_cli(*RUN, "-i", "items.jsonl", "-o", "out.jsonl")
     assert done.returncode == 0, done.stderr
     assert outcome(place) == [r"a\u0000b", r"\\u0000"]
     (place / "nul.jsonl").write_text(r'"\\\u0000"' + "\n")
-    assert "NUL" in headway_cli(*RUN[:2], "-i", "nul.jsonl").stderr
+    assert "NUL" in run_cli(*RUN[:2], "-i", "nul.jsonl").stderr
 
 
-def test_a_file_instead_of_a_module_gets_the_right_words_to_type(place: Path, headway_cli: Cli):
+def test_a_file_instead_of_a_module_gets_the_right_words_to_type(place: Path, run_cli: Cli):
     (place / "items.jsonl").write_text("1\n")
-    done = headway_cli("run", "jobs.py:echo", "-i", "items.jsonl")
+    done = run_cli("run", "jobs.py:echo", "-i", "items.jsonl")
     assert done.returncode == 2
     assert "Write jobs:echo" in done.stderr
 
@@ -193,21 +206,27 @@ def test_a_new_job_reads_its_file_twice_and_a_known_one_once(tmp_path: Path, mon
 # ---- a pipe ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_pipe_that_ends_earlier_than_the_last_time_is_refused(place: Path, headway_cli: Cli):
+def test_a_pipe_that_ends_earlier_than_the_last_time_is_refused(place: Path, run_cli: Cli):
     items = "".join(f"{n}\n" for n in range(30))
-    assert headway_cli(*RUN, "-i", "-", stdin=items).returncode == 0
-    shorter = headway_cli(*RUN, "-i", "-", stdin="".join(f"{n}\n" for n in range(20)))
+    assert run_cli(*RUN, "-i", "-", stdin=items).returncode == 0
+    shorter = run_cli(*RUN, "-i", "-", stdin="".join(f"{n}\n" for n in range(20)))
     assert shorter.returncode == 5, shorter.stderr
     assert "ended after 20 items, but job ads has 30" in shorter.stderr
-    assert headway_cli(*RUN, "-i", "-", stdin=items).returncode == 0, "the whole of it is taken again"
+    assert run_cli(*RUN, "-i", "-", stdin=items).returncode == 0, "the whole of it is taken again"
     assert executed(place) == Counter(str(n) for n in range(30))
 
 
-def test_another_function_for_the_items_of_a_pipe_is_refused(place: Path, headway_cli: Cli):
-    assert headway_cli(*RUN, "-i", "-", stdin="1\n2\n").returncode == 0
-    other = headway_cli("run", "jobs:slow", "-i", "-", "-j", "ads", stdin="1\n2\n")
+def test_another_function_for_the_items_of_a_pipe_is_refused(place: Path, run_cli: Cli):
+    assert run_cli(*RUN, "-i", "-", stdin="1\n2\n").returncode == 0
+    other = run_cli("run", "jobs:slow", "-i", "-", "-j", "ads", stdin="1\n2\n")
     assert other.returncode == 5
     assert "jobs:echo" in other.stderr
+
+
+def test_the_waits_that_the_user_chose_are_the_job_s_own_also_when_items_come_from_a_pipe(place: Path, run_cli: Cli):
+    assert run_cli(*RUN, "-i", "-", stdin="1\n", env={"HEADWAY_RETRY_DELAY": "77"}).returncode == 0
+    with Ledger.open(f"sqlite:///{place}/headway.db", create=False) as ledger:
+        assert ledger.database.one("SELECT retry_base FROM jobs") == (77.0,)
 
 
 # ---- a dry run ------------------------------------------------------------------------------------------------------
@@ -227,12 +246,12 @@ def interrupt_after(place: Path, spawn_cli: Spawn, count: int, *arguments: str) 
     assert run.wait(30) == 130
 
 
-def test_the_first_ones_of_a_dry_run_are_those_that_are_left(place: Path, headway_cli: Cli, spawn_cli: Spawn):
+def test_the_first_ones_of_a_dry_run_are_those_that_are_left(place: Path, run_cli: Cli, spawn_cli: Spawn):
     write_items(place, NAMES * 1)
     arguments = ("run", "jobs:slow", "-i", "items.jsonl", "-j", "ads", "--key", "id", "-w", "1")
     interrupt_after(place, spawn_cli, 3, *arguments)
     finished = set(executed(place))
-    dry = headway_cli(*arguments, "--dry-run", "--json")
+    dry = run_cli(*arguments, "--dry-run", "--json")
     facts = json.loads(dry.stdout)
     left = [name for name in NAMES if name not in finished]
     assert dry.returncode == 0
@@ -252,18 +271,18 @@ EDITS: dict[str, tuple[list[str], int]] = {
 @pytest.mark.parametrize("key", [("--key", "id"), ()], ids=["by key", "by place"])
 @pytest.mark.parametrize("accept", [("--accept-changes",), ()], ids=["accepted", "not accepted"])
 def test_a_dry_run_foretells_what_the_same_command_does(
-    place: Path, headway_cli: Cli, edit: str, key: tuple[str, ...], accept: tuple[str, ...]
+    place: Path, run_cli: Cli, edit: str, key: tuple[str, ...], accept: tuple[str, ...]
 ):
     arguments = ("run", "jobs:echo", "-i", "items.jsonl", "-j", "ads", "-w", "1", *key)
     write_items(place, NAMES)
-    assert headway_cli(*arguments).returncode == 0
+    assert run_cli(*arguments).returncode == 0
     names, value = EDITS[edit]
     write_items(place, names, value=value)
     before = executed(place)
-    dry = headway_cli(*arguments, *accept, "--dry-run", "--json")
+    dry = run_cli(*arguments, *accept, "--dry-run", "--json")
     facts = json.loads(dry.stdout)
     assert executed(place) == before
-    real = headway_cli(*arguments, *accept, "--json")
+    real = run_cli(*arguments, *accept, "--json")
     assert dry.returncode == real.returncode, (dry.stderr, real.stderr)
     if real.returncode == 0:
         assert facts["to_do"] == sum((executed(place) - before).values())
@@ -275,25 +294,25 @@ def test_a_dry_run_foretells_what_the_same_command_does(
         )
 
 
-def test_a_dry_run_ends_with_3_where_the_dead_stay_dead(place: Path, headway_cli: Cli):
+def test_a_dry_run_ends_with_3_where_the_dead_stay_dead(place: Path, run_cli: Cli):
     write_items(place, NAMES)
     arguments = ("run", "jobs:fails", "-i", "items.jsonl", "-j", "ads", "--retries", "0")
-    assert headway_cli(*arguments).returncode == 3
-    dry = headway_cli(*arguments, "--dry-run")
+    assert run_cli(*arguments).returncode == 3
+    dry = run_cli(*arguments, "--dry-run")
     assert dry.returncode == 3
     assert "Nothing is left to do" in dry.stderr
 
 
-def test_a_dry_run_is_refused_where_the_real_one_would_be(place: Path, headway_cli: Cli, spawn_cli: Spawn):
+def test_a_dry_run_is_refused_where_the_real_one_would_be(place: Path, run_cli: Cli, spawn_cli: Spawn):
     write_items(place, NAMES * 1)
     (place / "precious").write_text("mine")
     arguments = ("run", "jobs:slow", "-i", "items.jsonl", "-j", "ads", "-w", "1")
-    assert headway_cli(*arguments, "-o", "precious", "--dry-run").returncode == 2
+    assert run_cli(*arguments, "-o", "precious", "--dry-run").returncode == 2
     (place / "items.jsonl").write_text("".join(f"{n}\n" for n in range(2000)))
     run = spawn_cli(*arguments, stderr=subprocess.DEVNULL)
     try:
         eventually(lambda: executed(place), timeout=20)
-        assert headway_cli(*arguments, "--dry-run").returncode == 5
+        assert run_cli(*arguments, "--dry-run").returncode == 5
     finally:
         os.kill(run.pid, signal.SIGINT)
         run.wait(30)

@@ -29,6 +29,11 @@ COMMANDS: dict[str, str] = {
     "items": "headway.cli.items:items",
     "item": "headway.cli.items:item",
     "log": "headway.cli.items:log",
+    "results": "headway.cli.results:results",
+    "pause": "headway.cli.control:pause",
+    "resume": "headway.cli.control:resume",
+    "stop": "headway.cli.control:stop",
+    "scale": "headway.cli.control:scale",
     "dead": "headway.cli.dead:dead",
     "retry": "headway.cli.dead:retry",
     "progress": "headway.cli.finishline:progress",
@@ -52,7 +57,8 @@ COMMANDS: dict[str, str] = {
 
 #: How ``headway --help`` groups the verbs.
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Run and look": ("run", "jobs", "show", "status", "runs", "items", "item", "log"),
+    "Run and look": ("run", "jobs", "show", "status", "runs", "items", "item", "log", "results"),
+    "Control a run": ("pause", "resume", "stop", "scale"),
     "Repair": ("dead", "retry"),
     "Projects": ("progress", "project"),
     "States": ("states",),
@@ -71,6 +77,11 @@ EXAMPLES: dict[str, str] = {
     "items": "headway items ads --status dead --limit 20",
     "item": "headway item ads sku-44 --traceback",
     "log": "headway log ads --tsv | grep TimeoutError",
+    "results": "headway results ads --output ads.csv",
+    "pause": "headway pause ads",
+    "resume": "headway resume ads",
+    "stop": "headway stop ads",
+    "scale": "headway scale ads 8",
     "dead": "headway dead list",
     "dead list": "headway dead list ads",
     "dead show": "headway dead show ads --cause 1",

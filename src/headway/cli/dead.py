@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from headway.cli import database_option, json_option, say
+from headway.cli.items import last_lines
 from headway.cli.toolkit import (
     cause_option,
     clock,
@@ -31,6 +32,10 @@ from headway.wording import cut, plural, printable
 if TYPE_CHECKING:
     from headway.ledger import Job
     from headway.views.job import Cause
+
+
+#: Lines shown of what the first item of a cause printed.
+SHOWN_LINES = 5
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -91,6 +96,9 @@ def _put_cause(job: str, cause: Cause, database: str | None) -> None:
     for letter in letters:
         named = f" ({printable(letter.key)})" if letter.key is not None else ""
         put(f"    {letter.idx}{named}  {plural(letter.failures, 'failure')}  {printable(letter.error)}")
+        if isinstance(letter.printed, str):
+            for line in last_lines(letter.printed, SHOWN_LINES):
+                put(f"        | {line}")
     if cause.dead > len(letters):
         put(f"    ... and {cause.dead - len(letters):,} more")
     if cause.dead:
@@ -123,7 +131,7 @@ def retry(job: str, database: str | None, *, cause: int | None, items: tuple[str
 
     The next run of the job takes them. What they failed of stays in their history.
     """
-    from headway.ledger.ledger import current_user
+    from headway.ledger.recorder import current_user
 
     if cause is not None and items:
         raise UsageError("--cause and --item cannot be combined.", hint="Name the cause, or the items.")

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 #: The states an item can be in, as everywhere.
 STATUSES = ("pending", "processing", "retrying", "done", "dead")
 
+#: Lines shown of what an attempt printed.
+PRINTED_LINES = 20
+
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]*)", line \d+')
 _LIBRARY = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib(?:64)?[/\\]python\d|^<frozen")
 
@@ -89,7 +92,7 @@ def items(
 @job_argument
 @click.argument("item", metavar="KEY|IDX")
 @click.option("--payload", is_flag=True, help="Show the payload; what looks like a secret in it stays masked.")
-@click.option("--traceback", is_flag=True, help="Show tracebacks library frames too.")
+@click.option("--traceback", is_flag=True, help="Show tracebacks and output in full.")
 @json_option
 @database_option
 def item(job: str, item: str, database: str | None, *, payload: bool, traceback: bool, as_json: bool) -> None:
@@ -126,6 +129,17 @@ def _put_attempt(attempt: Attempt, *, whole: bool) -> None:
     put(f"  {attempt.no}. {clock(attempt.at)}  {attempt.outcome}{took}{worker}{error}")
     for line in own_frames_first(attempt.traceback or "", whole=whole):
         put(f"       {line}")
+    if attempt.printed:
+        put("       It printed:")
+        for line in attempt.printed.splitlines() if whole else last_lines(attempt.printed, PRINTED_LINES):
+            put(f"       | {_one_line(line)}")
+
+
+def last_lines(text: str, most: int) -> list[str]:
+    """The end of what was printed, ready to be shown."""
+    lines = text.splitlines()
+    left_out = [f"({len(lines) - most:,} lines before)"] if len(lines) > most else []
+    return left_out + [_one_line(line) for line in lines[-most:]]
 
 
 def own_frames_first(detail: str, *, whole: bool = False) -> list[str]:

@@ -208,6 +208,8 @@ def _bar_lines(sheet: JobSheet, kept: int, columns: int) -> list[str]:
 def _state(sheet: JobSheet) -> str:
     job = sheet.job
     if job.holder is not None:
+        if sheet.paused_by is not None:
+            return f"paused by {printable(sheet.paused_by)}; process {job.holder.pid} on {job.holder.host} waits"
         return f"{job.status} by process {job.holder.pid} on {job.holder.host}"
     if job.finished_at is not None:
         return f"{job.status} {clock(job.finished_at)}"

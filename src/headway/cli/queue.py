@@ -40,7 +40,7 @@ def open_queue(database: str | None) -> TaskQueue:
 
 
 def who() -> str:
-    from headway.ledger.ledger import current_user
+    from headway.ledger.recorder import current_user
 
     return current_user()
 

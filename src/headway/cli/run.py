@@ -7,17 +7,17 @@ import os
 import shlex
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from headway.cli import database_option, say
-from headway.errors import HeadwayError, InvalidInput
+from headway.errors import HeadwayError, InvalidInput, UsageError
 from headway.telemetry import redact
 
 if TYPE_CHECKING:
@@ -27,15 +27,33 @@ if TYPE_CHECKING:
     from headway.lifecycle import Shutdown
     from headway.run import Ending, Settings
     from headway.run.display import Display
-    from headway.run.items import PipedItems, Source
+    from headway.run.items import Accept, PipedItems, Source
     from headway.run.plan import Changes, Plan
+    from headway.run.program import Work
+    from headway.run.results import Keep
+
+
+class RunCommand(click.Command):
+    """Everything after ``--`` is a program with its arguments, whatever it looks like."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args:
+            at = args.index("--")
+            ctx.meta[PROGRAM], args = args[at + 1 :], args[:at]
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return ["[OPTIONS]", "{MODULE:FUNCTION | -- PROGRAM [ARGUMENT]...}"]
+
+
+PROGRAM = "headway.program"
 
 #: Options that belong to one start only and are left out of the command that continues it.
 _ONCE = {"--fresh", "--accept-changes", "--dry-run"}
 
 
-@click.command()
-@click.argument("function", metavar="MODULE:FUNCTION")
+@click.command(cls=RunCommand)
+@click.argument("function", metavar="MODULE:FUNCTION", required=False)
 @click.option(
     "--items",
     "-i",
@@ -58,7 +76,18 @@ _ONCE = {"--fresh", "--accept-changes", "--dry-run"}
 @click.option("--timeout", type=float, metavar="SECONDS", help="How long one item may take.")
 @click.option("--rate", type=float, metavar="N", help="Start at most N items per second.")
 @click.option("--key", metavar="FIELD", help="The field that names an item; then lines may be added and moved.")
-@click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write results as JSON lines.")
+@click.option(
+    "--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write results: x.jsonl or x.csv."
+)
+@click.option("--results/--no-results", default=True, help="Keep what items returned.  [default: on]")
+@click.option(
+    "--keep-output",
+    type=click.Choice(["failed", "all", "none"]),
+    default="failed",
+    help="Of which items to keep what they printed.  [default: failed]",
+)
+@click.option("--stdin", is_flag=True, help="Give the program its item on standard input.")
+@click.option("--stdout", type=click.Choice(["text", "json"]), help="What a program's output is.  [default: text]")
 @click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop when N items died in this run.")
 @click.option("--last-pass/--no-last-pass", default=True, help="Try dead letters once more at the end.  [default: on]")
 @click.option("--fresh", is_flag=True, help="Start over; what was recorded is put aside.")
@@ -67,8 +96,10 @@ _ONCE = {"--fresh", "--accept-changes", "--dry-run"}
 @click.option("--progress", type=click.Choice(["auto", "bar", "plain", "json", "none"]), help="How to show it.")
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), help="Colours on the terminal.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON on stdout.")
+@click.pass_context
 def run(
-    function: str,
+    ctx: click.Context,
+    function: str | None,
     items: str,
     format_: str | None,
     job: str | None,
@@ -80,6 +111,10 @@ def run(
     rate: float | None,
     key: str | None,
     output: Path | None,
+    results: bool,
+    keep_output: Literal["failed", "all", "none"],
+    stdin: bool,
+    stdout: Literal["text", "json"] | None,
     max_failures: int | None,
     last_pass: bool,
     fresh: bool,
@@ -89,7 +124,9 @@ def run(
     color: str | None,
     as_json: bool,
 ) -> int:
-    """Call MODULE:FUNCTION with every item, and remember what became of each.
+    """Call MODULE:FUNCTION with every item, or run PROGRAM for it, and remember what became of each.
+
+    In the arguments of a program {} is the item, {FIELD} one of its fields, {key} its key and {index} its number.
 
     The same command continues a run that was interrupted, however it was. Exit codes: 0 everything done, 3 finished
     but some items are dead, 4 stopped by --max-failures, 5 refused (another process runs it, or the items changed),
@@ -100,8 +137,9 @@ def run(
     from headway.ids import check_id
     from headway.lifecycle import Shutdown, on_signals
     from headway.run import configured_sinks
-    from headway.run import function as functions
     from headway.run.items import FileItems
+    from headway.run.program import Program
+    from headway.run.results import Keep
 
     config = Config(
         cli={
@@ -113,14 +151,18 @@ def run(
     as_lines = config["log_format"] == "json" or config["progress"] == "json"
     telemetry.configure(level=config.text("log_level").upper(), as_json=as_lines)
     with _errors_as_progress(config):
-        call = functions.load(function)
+        if output is not None and not results:
+            raise UsageError("--output needs results.", hint="Leave out --no-results or --output.")
+        call = _work(function, ctx.meta.get(PROGRAM), stdin=stdin, stdout=stdout, key=key)
+        name = call.text if isinstance(call, Program) else function or ""
         order = Order(
             config=config,
             call=call,
-            function=function,
-            settings=_settings(config, call, function, last_pass=last_pass),
+            function=name,
+            settings=_settings(config, call, name, last_pass=last_pass),
             job=None if job is None else check_id(job, "a job id"),
             output=output,
+            keep=Keep(results=results, printed=keep_output),
             fresh=fresh,
             accept=accept_changes,
             as_json=as_json,
@@ -136,7 +178,7 @@ def run(
                     )
                 return _run_pipe(order, format_, key, limit)
             path = Path("/dev/stdin" if items == "-" else items)
-            source = FileItems(path, format=format_, key=key, limit=limit, name=items)
+            source = FileItems(path, format=format_, key=key, limit=limit, name=items, accept=order.accepts)
             return _dry_run(order, source) if dry_run else _run_file(order, source)
 
 
@@ -153,30 +195,67 @@ def _errors_as_progress(config: Config) -> Iterator[None]:
         raise click.exceptions.Exit(error.exit_code) from error
 
 
+def _work(
+    function: str | None,
+    words: Sequence[str] | None,
+    *,
+    stdin: bool,
+    stdout: Literal["text", "json"] | None,
+    key: str | None,
+) -> Work:
+    """The function or the program that was named."""
+    from headway.run import function as functions
+    from headway.run.program import Program
+
+    if words is not None:
+        if function is not None:
+            raise UsageError(
+                f"Both a function ({function}) and a program (after --) were named.", hint="Name one of them."
+            )
+        return Program(words, stdin=stdin, stdout=stdout or "text", key=key)
+    if function is None:
+        raise UsageError(
+            "Nothing was named that could be run.",
+            hint="headway run module:function --items FILE, or headway run --items FILE -- program {}",
+        )
+    if stdin or stdout:
+        raise UsageError(
+            f"{'--stdin' if stdin else '--stdout'} is for programs, and {function} is a function.",
+            hint="A program and its arguments come after --",
+        )
+    return functions.load(function)
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """What was asked for, checked."""
 
     config: Config
-    call: Callable[[Any], Any]
+    call: Work
     function: str
     settings: Settings
     job: str | None
     output: Path | None
+    keep: Keep
     fresh: bool
     accept: bool
     as_json: bool
     shutdown: Shutdown
     sinks: Sequence[Sink]
 
+    @property
+    def accepts(self) -> Accept | None:
+        """What says whether an item can be worked on, if anything does."""
+        return None if callable(self.call) else self.call.check
 
-def _settings(config: Config, call: Callable[[Any], Any], name: str, *, last_pass: bool) -> Settings:
+
+def _settings(config: Config, call: Work, name: str, *, last_pass: bool) -> Settings:
     from headway.retry import RetryPolicy
     from headway.run import Settings, check_settings
     from headway.run import function as functions
 
     asked = None if config.origin("mode") == "default" else config.text("mode")
-    mode = functions.choose_mode(call, asked, name)
+    mode = functions.choose_mode(call, asked, name, config["workers"])
     workers, timeout, rate, most = (config[key] for key in ("workers", "timeout", "rate", "max_failures"))
     settings = Settings(
         workers=functions.choose_workers(None if workers is None else int(workers), mode),
@@ -274,14 +353,14 @@ def _run_pipe(order: Order, format: str | None, key: str | None, limit: int) -> 
         if order.fresh:
             ledger.archive(id)
         job = ledger.create(id)
-        hold = ledger.hold(job, describe(order.settings))
+        hold = ledger.hold(job, describe(order.settings), policy=order.settings.policy)
         job = job.held_by(hold)
         try:
             ledger.describe(
                 job, function=order.function, source="-", command=_command(), keyed_by=key,
                 max_retries=order.settings.policy.retries,
             )  # fmt: skip
-            feed = PipedItems(job, sys.stdin.fileno(), format=format, key=key, limit=limit)
+            feed = PipedItems(job, sys.stdin.fileno(), format=format, key=key, limit=limit, accept=order.accepts)
         except BaseException:
             ledger.release(hold, "failed")
             raise
@@ -296,7 +375,7 @@ def _perform(order: Order, ledger: Ledger, job: Job, hold: Hold, text: str, *, f
     display.begin(text)
     ending = perform(
         ledger, job, hold, order.call, order.settings,
-        display=display, shutdown=order.shutdown, output=order.output, feed=feed, sinks=order.sinks,
+        display=display, shutdown=order.shutdown, output=order.output, keep=order.keep, feed=feed, sinks=order.sinks,
     )  # fmt: skip
     return _conclude(order, display, job, ending)
 
@@ -369,7 +448,9 @@ def _clock(moment: datetime) -> str:
 
 def _command() -> str:
     """What to type to continue; it is kept and shown, so a password in it is not."""
-    return redact(shlex.join(["headway", *(word for word in sys.argv[1:] if word not in _ONCE)]))
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
+    return redact(shlex.join(["headway", *(word for word in words[:end] if word not in _ONCE), *words[end:]]))
 
 
 def _is_a_file(descriptor: int) -> bool:

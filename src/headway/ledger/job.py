@@ -11,9 +11,11 @@ from headway._lease import Owner, has_ended, renewing, write_owner
 from headway._sql import Database, Row, Tx, marks
 from headway.errors import InvalidInput
 from headway.failure import Failure
+from headway.ledger import control
 from headway.ledger.content import is_intact
+from headway.ledger.control import Control
 from headway.ledger.job_lease import Hold, renew
-from headway.ledger.recorder import Recorder, audit, put_one_done
+from headway.ledger.recorder import Recorder, audit, current_user, put_one_done
 from headway.ledger.report import Reports
 from headway.ledger.values import MAX_INDEX, Done, Failed, Item, NewItem, Outcome, Recorded, check_index, check_text
 from headway.retry import RetryPolicy
@@ -136,7 +138,7 @@ class Job(Reports):
                 "UPDATE input_products SET key = ?, payload = ?, fingerprint = ? WHERE job = ? AND idx = ?",
                 [(item.key, item.payload, item.fingerprint, self.no, item.idx) for item in items],
             )
-            for table in ("progress", "dead_letters", "results"):
+            for table in ("progress", "dead_letters", "results", "printed"):
                 tx.executemany(
                     f"DELETE FROM {table} WHERE job = ? AND idx = ?", [(self.no, item.idx) for item in items]
                 )
@@ -158,6 +160,20 @@ class Job(Reports):
 
         if indices:
             self._database.run(work, operation="drop")
+
+    def put_empty_results(self) -> None:
+        """Give every done item that returned nothing a result of its own, ``null``: a file of results names it too."""
+
+        def work(tx: Tx) -> None:
+            self.open(tx)
+            tx.execute(
+                "INSERT INTO results (job, idx, result) SELECT p.job, p.idx, 'null' FROM progress p "
+                "WHERE p.job = ? AND p.status = 'done' AND p.unkept IS NULL "
+                "AND NOT EXISTS (SELECT 1 FROM results r WHERE r.job = p.job AND r.idx = p.idx) ORDER BY p.idx",
+                (self.no,),
+            )
+
+        self._database.run(work, operation="put_empty_results")
 
     def rewrite_outputs(self) -> None:
         """Have files of results written anew at the next run: they may name items that are no more."""
@@ -440,6 +456,29 @@ class Job(Reports):
             return self.open(tx, hold).close(settle=True)
 
         return self._database.run(work, operation="finish")
+
+    # ---- the run that goes on, from elsewhere ----------------------------------------------------------------------
+
+    def pause(self, *, actor: str | None = None) -> Control:
+        """Ask the run to finish what it works on and to begin nothing more; `Refused` if none goes on. The run obeys
+        within a second, says by whom it was asked, and the audit trail has it."""
+        return control.ask(self._database, self.no, "pause", actor=actor or current_user(), paused=True)
+
+    def resume(self, *, actor: str | None = None) -> Control:
+        """Ask a paused run to go on."""
+        return control.ask(self._database, self.no, "resume", actor=actor or current_user(), paused=False)
+
+    def stop(self, *, now: bool = False, actor: str | None = None) -> Control:
+        """Ask the run to end when what it works on is finished, or ``now``: to abandon that."""
+        return control.ask(self._database, self.no, "stop", actor=actor or current_user(), stopping=2 if now else 1)
+
+    def scale(self, workers: int, *, actor: str | None = None) -> Control:
+        """Ask the run to work on so many items at once."""
+        return control.ask(self._database, self.no, "scale", actor=actor or current_user(), workers=workers)
+
+    def asked(self, run: int) -> Control:
+        """What is asked of that run at this moment."""
+        return control.read(self._database, self.no, run)
 
     # ---- dead letters ----------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -16,7 +15,7 @@ from headway.ids import check_id
 from headway.ledger import job_lease
 from headway.ledger.job import CHUNK, Job
 from headway.ledger.job_lease import Hold
-from headway.ledger.recorder import Recorder, audit
+from headway.ledger.recorder import Recorder, audit, current_user
 from headway.ledger.report import all_jobs
 from headway.ledger.values import JobInfo
 from headway.retry import ITEM, RetryPolicy
@@ -234,11 +233,3 @@ def _refuse_held(tx: Tx, no: int, id: str) -> None:
         raise JobHeld(
             f"Job {id} is being run.", hint="Stop that run first: Ctrl-C where it runs, or see: headway show JOB"
         )
-
-
-def current_user() -> str:
-    """Who is at the keyboard, for the audit trail."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a user id without a name, as in many containers
-        return "unknown"

@@ -64,9 +64,11 @@ _PUT_ONE_DONE = (
     "ON CONFLICT (job, idx) DO NOTHING"
 )
 _PUT_DONE = (
-    "INSERT INTO progress (job, idx, status, meta, updated_at, seconds, worker) VALUES (?, ?, 'done', ?, ?, ?, ?) "
+    "INSERT INTO progress (job, idx, status, meta, updated_at, seconds, worker, unkept) "
+    "VALUES (?, ?, 'done', ?, ?, ?, ?, ?) "
     "ON CONFLICT (job, idx) DO UPDATE SET status = 'done', meta = excluded.meta, updated_at = excluded.updated_at, "
-    "seconds = excluded.seconds, worker = excluded.worker, next_attempt_at = NULL, lease_until = NULL, holder = NULL"
+    "seconds = excluded.seconds, worker = excluded.worker, next_attempt_at = NULL, lease_until = NULL, holder = NULL, "
+    "unkept = excluded.unkept"
 )
 _PUT_FAILED = (
     "INSERT INTO progress (job, idx, status, meta, attempts, updated_at, seconds, worker, next_attempt_at) "
@@ -75,8 +77,8 @@ _PUT_FAILED = (
     "worker = excluded.worker, next_attempt_at = excluded.next_attempt_at, lease_until = NULL, holder = NULL"
 )
 _PUT_ATTEMPT = (
-    "INSERT INTO attempts (job, idx, no, outcome, error, detail, cause, worker, at, seconds) "
-    "SELECT ?, ?, coalesce(max(no), 0) + 1, ?, ?, ?, ?, ?, ?, ? FROM attempts WHERE job = ? AND idx = ?"
+    "INSERT INTO attempts (job, idx, no, outcome, error, detail, cause, worker, at, seconds, printed) "
+    "SELECT ?, ?, coalesce(max(no), 0) + 1, ?, ?, ?, ?, ?, ?, ?, ? FROM attempts WHERE job = ? AND idx = ?"
 )
 _PUT_DEAD = (
     "INSERT INTO dead_letters (job, idx, meta, error, created_at, cause, last_pass) VALUES (?, ?, ?, ?, ?, ?, ?) "
@@ -221,13 +223,22 @@ class Recorder:
     def _succeed(self, outcomes: list[Done]) -> None:
         no, now = self.no, self.now
         self._turn_minute()
-        self.tx.insert(_PUT_DONE, [(no, o.idx, o.meta, now, o.seconds, o.worker) for o in outcomes])
+        self.tx.insert(
+            _PUT_DONE, [(no, o.idx, o.meta, now, o.seconds, o.worker, 1 if o.unkept else None) for o in outcomes]
+        )
         results = [(no, o.idx, o.result) for o in outcomes if o.result is not None]
         if results:
             self.tx.insert(
                 "INSERT INTO results (job, idx, result) VALUES (?, ?, ?) "
                 "ON CONFLICT (job, idx) DO UPDATE SET result = excluded.result",
                 results,
+            )
+        printed = [(no, o.idx, o.printed) for o in outcomes if o.printed is not None]
+        if printed:
+            self.tx.insert(
+                "INSERT INTO printed (job, idx, text) VALUES (?, ?, ?) "
+                "ON CONFLICT (job, idx) DO UPDATE SET text = excluded.text",
+                printed,
             )
         self.done += len(outcomes)
         self.minute_done += len(outcomes)
@@ -248,7 +259,7 @@ class Recorder:
         self.tx.execute(
             _PUT_ATTEMPT,
             (no, outcome.idx, outcome.outcome, failure.text, failure.detail, cause, outcome.worker, now, outcome.seconds,
-             no, outcome.idx),
+             outcome.printed, no, outcome.idx),
         )  # fmt: skip
         self.failures += 1
         self.minute_failed += 1
@@ -391,3 +402,13 @@ def audit(tx: Tx, now: float, actor: str, action: str, job: str, detail: dict[st
         "INSERT INTO audit (at, actor, action, job, detail) VALUES (?, ?, ?, ?, ?)",
         (now, actor, action, job, json.dumps(detail, ensure_ascii=False)),
     )
+
+
+def current_user() -> str:
+    """Who is at the keyboard, for the audit trail."""
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user id without a name, as in many containers
+        return "unknown"

@@ -191,22 +191,30 @@ class Reports:
     def history(self, idx: int) -> list[Attempt]:
         """Every run of an item, first to last. The successful one is the item's own row."""
         rows = self._database.all(
-            "SELECT no, outcome, at, seconds, worker, error, detail, cause FROM attempts "
+            "SELECT no, outcome, at, seconds, worker, error, detail, cause, printed FROM attempts "
             "WHERE job = ? AND idx = ? ORDER BY no",
             (self.no, idx),
         )
         past = [
-            Attempt(no, outcome, utc(at), seconds, worker, error or None, detail, cause)
-            for no, outcome, at, seconds, worker, error, detail, cause in rows
+            Attempt(no, outcome, utc(at), seconds, worker, error or None, detail, cause, printed)
+            for no, outcome, at, seconds, worker, error, detail, cause, printed in rows
         ]
         done = self._database.one(
-            "SELECT updated_at, seconds, worker FROM progress WHERE job = ? AND idx = ? AND status = 'done'",
+            "SELECT p.updated_at, p.seconds, p.worker, t.text FROM progress p "
+            "LEFT JOIN printed t ON t.job = p.job AND t.idx = p.idx WHERE p.job = ? AND p.idx = ? AND p.status = 'done'",
             (self.no, idx),
         )
         if done is not None:
-            at, seconds, worker = done
-            past.append(Attempt(len(past) + 1, "done", utc(at), seconds, worker, None, None, None))
+            at, seconds, worker, printed = done
+            past.append(Attempt(len(past) + 1, "done", utc(at), seconds, worker, None, None, None, printed))
         return past
+
+    def printed(self, idx: int) -> str | None:
+        """What the last failed run of an item printed."""
+        row = self._database.one(
+            "SELECT printed FROM attempts WHERE job = ? AND idx = ? ORDER BY no DESC LIMIT 1", (self.no, idx)
+        )
+        return row[0] if row else None
 
     def log(self) -> Iterator[tuple[int, str | None, str, float, float | None, str | None, str | None]]:
         """Every ended run of every item: idx, key, outcome, when, seconds, worker, error; in the order of the items."""
@@ -307,6 +315,22 @@ class Reports:
             "WHERE no = ? AND minute >= ? AND minute_done + minute_failed > 0) both_tables GROUP BY minute ORDER BY minute",
             (self.no, since, self.no, since),
         )
+
+    def results_by_index(self, after: int = -1, limit: int = PAGE) -> list[tuple[int, str | None, str | None]]:
+        """(idx, key, result as JSON) of done items by index; "null" for those that returned nothing, None for those whose
+        result was not kept."""
+        return self._database.all(
+            "SELECT p.idx, i.key, CASE WHEN r.result IS NOT NULL THEN r.result WHEN p.unkept = 1 THEN NULL ELSE 'null' END "
+            "FROM progress p JOIN input_products i ON i.job = p.job AND i.idx = p.idx "
+            "LEFT JOIN results r ON r.job = p.job AND r.idx = p.idx "
+            "WHERE p.job = ? AND p.idx > ? AND p.status = 'done' ORDER BY p.idx LIMIT ?",
+            (self.no, after, limit),
+        )
+
+    def unkept_results(self) -> int:
+        """Of how many done items the result was not kept."""
+        row = self._database.one("SELECT count(*) FROM progress WHERE job = ? AND unkept = 1", (self.no,))
+        return row[0] if row else 0
 
     def results(self, after: int = 0, limit: int = PAGE) -> list[tuple[int, int, str | None, str]]:
         """(seq, idx, key, result as JSON) in the order they were recorded."""

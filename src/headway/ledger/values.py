@@ -61,6 +61,10 @@ class Done(NamedTuple):
     seconds: float | None = None
     worker: str | None = None
     token: int | None = None
+    #: It returned something, and that is not kept.
+    unkept: bool = False
+    #: What it printed, if that is to be kept.
+    printed: str | None = None
 
 
 class Failed(NamedTuple):
@@ -76,6 +80,8 @@ class Failed(NamedTuple):
     #: How many failures the item had when it was handed out. It names this run of it: reported again, it counts once.
     seen: int | None = None
     retryable: bool = True
+    #: What it printed, if that is to be kept.
+    printed: str | None = None
 
 
 Outcome = Done | Failed
@@ -207,6 +213,7 @@ class Attempt(NamedTuple):
     error: str | None
     detail: str | None
     cause: int | None
+    printed: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

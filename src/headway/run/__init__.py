@@ -7,14 +7,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import suppress
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from headway import events
 from headway.config import Config
@@ -29,12 +34,28 @@ from headway.run import plan as plans
 from headway.run.display import Display, open_display
 from headway.run.items import GivenItems
 from headway.run.loop import OpenJob
-from headway.run.output import Output, keeps_results, refuse_foreign, refuse_incomplete
+from headway.run.output import CsvOutput, Output, keeps_results, open_output, refuse_foreign, refuse_incomplete
 from headway.run.pool import Ending, Feed, Pool, Settings
+from headway.run.program import Work
+from headway.run.results import ItemResult, Keep, as_they_came, in_order
+from headway.run.tracking import Tracker
+from headway.run.tracking import start as start_tracking
 from headway.run.worker import GiveUp
 from headway.telemetry import Log
 
-__all__ = ["Ending", "GiveUp", "OpenJob", "Result", "Settings", "map", "open_job", "perform"]
+__all__ = [
+    "Ending",
+    "GiveUp",
+    "ItemResult",
+    "OpenJob",
+    "Result",
+    "Settings",
+    "amap",
+    "map",
+    "open_job",
+    "perform",
+    "track",
+]
 
 log = Log("run")
 
@@ -56,6 +77,18 @@ class Result:
     failures: int
     seconds: float
     causes: Sequence[Cause]
+    decode: Callable[[Any], Any] | None = None
+
+    def results(self, *, ordered: bool = True) -> Iterator[ItemResult]:
+        """What the items returned, in the order of the items, or with ``ordered=False`` in that in which they were done,
+        without those that returned None. What was not kept (no JSON, more than a megabyte) is left out."""
+        with Ledger.open(self.database, create=False) as ledger:
+            job = ledger.job(self.job)
+            for found in in_order(job) if ordered else (each for _, each in as_they_came(job)):
+                if self.decode is None or found.result is None:
+                    yield found
+                else:
+                    yield replace(found, result=self.decode(found.result))
 
     def dead_letters(self) -> Iterator[DeadLetter]:
         """The items that failed for good, each with its error."""
@@ -84,6 +117,10 @@ def map(
     max_failures: int | None = None,
     last_pass: bool = True,
     output: str | Path | None = None,
+    results: bool = True,
+    keep_output: Literal["failed", "all", "none"] = "failed",
+    encode: Callable[[Any], Any] | None = None,
+    decode: Callable[[Any], Any] | None = None,
     payload_limit: int | None = None,
     progress: str = "auto",
     on_complete: Callable[[Event], None] | None = None,
@@ -96,8 +133,16 @@ def map(
     ``retries`` more times, then it is a dead letter. ``on_complete`` is told when the job finished: once per
     completion, at least once if this process dies in between, always with the same event id. Ctrl-C lets running items
     finish, then raises KeyboardInterrupt.
+
+    What items print goes where it went, and is kept with those that fail (``keep_output``: failed, all or none). What
+    the function returns is kept and comes back by `Result.results`, unless ``results=False``. ``encode`` makes JSON
+    of it, ``decode`` makes it again what it was; dataclasses, dates, NumPy's and pydantic's values need no ``encode``.
     """
     name = functions.name_of(functions.check(function, "The function"))
+    if output is not None and not results:
+        raise InvalidInput("A file of results needs results.", hint="Leave out results=False or output=.")
+    if keep_output not in ("failed", "all", "none"):
+        raise InvalidInput(f"keep_output = {keep_output!r} is not acceptable.", hint="Use failed, all or none.")
     config = Config(cli={"database": database, "payload_limit": payload_limit})
     mode = functions.choose_mode(function, mode, name)
     id = check_id(job, "a job id") if job is not None else functions.default_job(function)
@@ -113,7 +158,7 @@ def map(
     check_settings(settings)
     source = GivenItems(items, key=key, limit=int(config["payload_limit"] or 0))
     sinks: list[Sink] = configured_sinks(config)
-    shutdown = Shutdown()
+    shutdown = _given_shutdown.get() or Shutdown()
     with Ledger.open(config.text("database"), stop=shutdown.abandon) as ledger, on_signals(shutdown):
         if on_complete is not None:
             sinks.append(CallableSink(f"on_complete {id}", on_complete, job=id))
@@ -127,6 +172,7 @@ def map(
         ending = perform(
             ledger, held, hold, function, settings,
             display=display, shutdown=shutdown, output=None if output is None else Path(output), sinks=sinks,
+            keep=Keep(results=results, encode=encode, printed=keep_output),
         )  # fmt: skip
         if ending.outcome == "interrupted":
             if shutdown.signum == signal.SIGINT:
@@ -135,8 +181,40 @@ def map(
         info = held.info()
         return Result(
             id, config.text("database"), ending.outcome, info.total, info.done, ending.kept, info.dead,
-            ending.failures, ending.seconds, held.causes(),
+            ending.failures, ending.seconds, held.causes(), decode,
         )  # fmt: skip
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: Who awaits `amap` can ask for an end that no signal asked for.
+_given_shutdown: ContextVar[Shutdown | None] = ContextVar("given_shutdown", default=None)
+
+
+def _awaitable(call: Callable[P, Result]) -> Callable[P, Coroutine[Any, Any, Result]]:
+    async def amap(*arguments: P.args, **options: P.kwargs) -> Result:
+        """`map` inside a running event loop, which goes on meanwhile: ``await headway.amap(fetch, urls, job="x")``.
+
+        Items run in workers as ever, an async function on a loop of its own there. When the task that awaits it is
+        cancelled, running items finish and are recorded, then the cancellation goes on.
+        """
+        shutdown = Shutdown()
+        context = copy_context()
+        context.run(_given_shutdown.set, shutdown)
+        work = asyncio.get_running_loop().run_in_executor(None, partial(context.run, call, *arguments, **options))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            shutdown.request(signal.SIGTERM)
+            with suppress(HeadwayError):
+                await asyncio.shield(work)
+            raise
+
+    return amap
+
+
+amap = _awaitable(map)
 
 
 def open_job(
@@ -157,17 +235,33 @@ def open_job(
     known.
     """
     config = Config(cli={"database": database, "payload_limit": payload_limit})
+    limit = int(config["payload_limit"] or 0)
+    source = None if items is None else GivenItems(items, key=key, limit=limit)
+    return _open_job(
+        job, source, config, retries=retries, retry_delay=retry_delay, fresh=fresh, accept_changes=accept_changes
+    )
+
+
+def _open_job(
+    job: str,
+    source: GivenItems | None,
+    config: Config,
+    *,
+    retries: int = 2,
+    retry_delay: float = 1.0,
+    fresh: bool = False,
+    accept_changes: bool = False,
+) -> OpenJob:
     sinks = configured_sinks(config)
-    ledger = Ledger.open(config.text("database"), create=items is not None)
+    ledger = Ledger.open(config.text("database"), create=source is not None)
     try:
         policy = RetryPolicy(retries, retry_delay, jitter=0.5, cap=300.0)
         settings = Settings(workers=1, mode="loop", policy=policy)
-        if items is None:
+        if source is None:
             held = ledger.job(check_id(job, "a job id"))
             hold = ledger.hold(held, {"mode": "loop"})
             held = held.held_by(hold)
         else:
-            source = GivenItems(items, key=key, limit=int(config["payload_limit"] or 0))
             plan = plans.look(ledger, check_id(job, "a job id"), "", source, fresh=fresh)
             if not accept_changes:
                 plans.refuse_doubt(plan)
@@ -176,6 +270,50 @@ def open_job(
     except BaseException:
         ledger.close()
         raise
+
+
+#: Trackers of this process that hold a job: (database, job) -> the tracker.
+_trackers: weakref.WeakValueDictionary[tuple[str, str], Tracker[Any]] = weakref.WeakValueDictionary()
+
+
+@atexit.register
+def _close_trackers() -> None:
+    """A program that ends in the middle of a loop records what was done in it."""
+    for tracker in list(_trackers.values()):
+        tracker.close()
+
+
+def track(
+    items: Iterable[T],
+    *,
+    job: str,
+    database: str | None = None,
+    key: str | None = None,
+    fresh: bool = False,
+    accept_changes: bool = False,
+    progress: str = "auto",
+    payload_limit: int | None = None,
+) -> Tracker[T]:
+    """The items that are not done yet, for a loop of your own: ``for page in headway.track(pages, job="pages"):``.
+
+    An item is done when the loop asks for the next one; an exception, a break or a kill leaves it for the next time. What
+    took less than a few hundredths of a second is recorded together, so after a kill some of the last of it runs again.
+    Items are known by their JSON form (as in `map`), and the loop gets them as they were given. Two loops over one job
+    cannot run at once, except that a second one in the same process ends the first: at a prompt or in a notebook an
+    exception would keep that alive.
+    """
+    config = Config(cli={"database": database, "payload_limit": payload_limit})
+    place = config.text("database"), job
+    if (earlier := _trackers.pop(place, None)) is not None:
+        earlier.close()
+
+    def opened(source: GivenItems) -> OpenJob:
+        return _open_job(job, source, config, fresh=fresh, accept_changes=accept_changes)
+
+    limit = int(config["payload_limit"] or 0)
+    tracker = start_tracking(opened, items, key=key, limit=limit, progress=progress)
+    _trackers[place] = tracker
+    return tracker
 
 
 def check_output(path: Path, ledger: Ledger | None, plan: plans.Plan) -> None:
@@ -216,23 +354,26 @@ def perform(
     ledger: Ledger,
     job: Job,
     hold: Hold,
-    function: Callable[[Any], Any],
+    function: Work,
     settings: Settings,
     *,
     display: Display,
     shutdown: Shutdown,
     output: Path | None = None,
+    keep: Keep | None = None,
     feed: Feed | None = None,
     sinks: Sequence[Sink] = (),
 ) -> Ending:
     """Work the job off under ``hold``, release it, and tell the sinks what was decided, unless it was interrupted."""
     outcome = "failed"
-    file: Output | None = None
+    file: Output | CsvOutput | None = None
+    keep = keep or Keep()
     try:
-        file = None if output is None else Output(job, output)
+        file = None if output is None else open_output(job, output)
+        keep = replace(keep, all_results=keep.results and keeps_results(job))
         pool = Pool(
             ledger, job, hold, function, settings,
-            display=display, shutdown=shutdown, output=file, keep=keeps_results(job), feed=feed,
+            display=display, shutdown=shutdown, output=file, keep=keep, feed=feed,
         )  # fmt: skip
         ending = pool.run()
         outcome = ending.outcome

@@ -7,7 +7,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -15,6 +15,8 @@ from headway.ledger import Item
 from headway.lifecycle import Budget
 from headway.run import worker as worker_process
 from headway.run.console import Console
+from headway.run.program import Work
+from headway.run.results import Keep
 from headway.run.wire import Slots, Wire, work_frame
 
 RECALL = '{"recall":true}'
@@ -30,6 +32,8 @@ class WorkerHandle:
         self.alone = alone
         #: What it has been given and has not reported.
         self.out: dict[int, Item] = {}
+        #: What items printed whose end it has not reported yet.
+        self.printed: dict[int, str] = {}
         #: How many failures it has reported, and how many it may have had in all before it gives the rest back.
         self.failures = 0
         self.most_failures: int | None = None
@@ -77,13 +81,13 @@ class Crew:
     def __init__(
         self,
         selector: selectors.BaseSelector,
-        function: Callable[..., object],
+        function: Work,
         *,
         mode: str,
         size: int,
         mark: str,
         timeout: float | None,
-        keep: bool,
+        keep: Keep,
         console: Console | None,
     ) -> None:
         self._selector = selector
@@ -112,7 +116,7 @@ class Crew:
 
     def common(self, wanted: int) -> list[WorkerHandle]:
         """Those that take any item, at least ``wanted`` of them (as far as that is allowed)."""
-        found = [worker for worker in self if not worker.alone]
+        found = [worker for worker in self if not worker.alone and not worker.stopping]
         found += [self._start(alone=False) for _ in range(min(wanted, self.processes) - len(found))]
         return found
 
@@ -148,6 +152,17 @@ class Crew:
         if not worker.stopping:
             worker.stopping = True
             self.tell(worker, STOP)
+
+    def resize(self, size: int) -> None:
+        """Have ``size`` items run at once from now on; whoever is too many finishes what it has begun. How many slots a
+        process has is fixed when it starts, so threads and loops go on in a new one."""
+        current = [worker for worker in self if not worker.alone and not worker.stopping]
+        if self._mode == "process":
+            self.processes, surplus = size, current[size:]
+        else:
+            self._slots, surplus = size, current
+        for worker in surplus:
+            self.dismiss(worker)
 
     def dead(self) -> list[WorkerHandle]:
         """Workers that have ended. Their streams need not have: what the function started may have our socket."""

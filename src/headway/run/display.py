@@ -37,6 +37,7 @@ REDRAW_SECONDS = 0.1
 PLAIN_SECONDS = 30.0
 PLAIN_PERCENT = 5.0
 #: NDJSON progress comes at most so often, seconds.
+LINE_SECONDS = 0.25
 JSON_SECONDS = 1.0
 #: What a progress line of NDJSON says. These keys stay; more may come.
 PROGRESS_KEYS = {
@@ -55,6 +56,7 @@ PROGRESS_KEYS = {
     "stalled_seconds": "for how long nothing has finished, once that is unusual; else null",
     "last_error": "type of the last error of this run; null if there is none",
     "last_error_count": "how often an error of that type came",
+    "paused_by": "who asked the run to pause; null while it goes on",
 }
 #: A bar narrower than this says nothing; then it is left out.
 SHORTEST_BAR = 10
@@ -107,12 +109,16 @@ def open_display(
     """The display of that kind (`KINDS`); ``auto`` is the bar on a terminal that can draw one, else plain lines."""
     if kind == "auto":
         kind = "bar" if stream.isatty() and environment.get("TERM") != "dumb" else "plain"
+        if type(stream).__module__.startswith("ipykernel"):
+            kind = "line"
     writer = _Writer(stream)
     match kind:
         case "bar":
             width = columns or (lambda: terminal_columns(stream, environment))
             colored = shows_color(color, stream, environment)
             return _Bar(writer, clock, width, colored=colored, ascii_only=not _is_unicode(stream))
+        case "line":
+            return _Line(writer, clock)
         case "plain":
             return _Plain(writer, clock)
         case "json":
@@ -160,6 +166,8 @@ class _Writer:
 
 def _state(snapshot: RunSnapshot, estimator: Estimator) -> str:
     """The last field of the first line: when it will be through, or why that cannot be said."""
+    if snapshot.paused_by:
+        return f"paused by {printable(snapshot.paused_by)}"
     silence, forecast = estimator.stalled, estimator.forecast
     if silence is not None:
         return f"stalled {duration(int(silence))}"
@@ -327,6 +335,49 @@ class _Bar:
         return _clip("   ".join(fields), room)
 
 
+class _Line:
+    """One line that is written again and again from its beginning: all that JupyterLab, VS Code and others that show
+    notebooks agree on."""
+
+    live: ClassVar[bool] = False
+
+    def __init__(self, writer: _Writer, clock: Callable[[], float]) -> None:
+        self._write, self._clock = writer.write, clock
+        self._estimator = Estimator(clock)
+        self._drawn_at = float("-inf")
+        self._length = 0
+
+    def begin(self, text: str) -> None:
+        self.say(text)
+
+    def show(self, snapshot: RunSnapshot) -> None:
+        self._estimator.update(snapshot)
+        if self._clock() - self._drawn_at >= LINE_SECONDS:
+            self._drawn_at = self._clock()
+            self._draw(self._text(snapshot))
+
+    def say(self, text: str) -> None:
+        self._draw(printable(text), end="\n")
+
+    def end(self, snapshot: RunSnapshot) -> None:
+        self._estimator.update(snapshot)
+        self._draw(self._text(snapshot, ended=True), end="\n")
+
+    def conclude(self, lines: Sequence[str], facts: Mapping[str, object]) -> None:
+        self._write("".join(f"{line}\n" for line in lines))
+
+    def _text(self, snapshot: RunSnapshot, *, ended: bool = False) -> str:
+        percent = f"{_tenths(snapshot.percent):.1f}%" if snapshot.percent is not None else ""
+        state = "" if ended else _state(snapshot, self._estimator)
+        counts = [field for field in _counts(snapshot) if not field.endswith(" 0")]
+        fields = [percent, _position(snapshot), pace(self._estimator.rate), state, " · ".join(counts)]
+        return "   ".join(field for field in [*fields, _last_error(snapshot)] if field)
+
+    def _draw(self, text: str, *, end: str = "") -> None:
+        self._write(f"\r{text:<{self._length}}{end}")  # what was there before is longer, perhaps
+        self._length = 0 if end else len(text)
+
+
 class _Plain:
     """Lines for a log: no control characters, a time on each, few of them."""
 
@@ -433,6 +484,7 @@ class _Json:
             stalled_seconds=None if silence is None else round(silence, 1),
             last_error=snapshot.last_error or None,
             last_error_count=snapshot.last_error_count,
+            paused_by=snapshot.paused_by or None,
         )
 
     def _put(self, event: str, **facts: object) -> None:

@@ -37,6 +37,8 @@ class RunSnapshot:
     #: The type of this run's last error, and how often that came.
     last_error: str = ""
     last_error_count: int = 0
+    #: Who asked it to pause, while it does.
+    paused_by: str = ""
 
     @property
     def position(self) -> int:
@@ -78,6 +80,11 @@ class Estimator:
             self._first = self._last = RunSnapshot(
                 snapshot.total, snapshot.kept, 0, 0, snapshot.retrying, snapshot.dead, 0
             )
+        if snapshot.paused_by:
+            # Neither a stall nor slow: the time of a pause says nothing about the pace.
+            self._seen = self._moved = now
+            self._last = snapshot
+            return
         finished = self._finished(snapshot) - self._finished(self._last)
         runs = snapshot.done + snapshot.failures - self._last.done - self._last.failures
         passed = now - self._seen

@@ -17,6 +17,7 @@ from typing import Any
 
 from headway.errors import InvalidInput
 from headway.ledger import canonical
+from headway.run.program import Program, Work
 from headway.telemetry import redact
 
 #: How many items run at once when nobody says.
@@ -190,8 +191,13 @@ def _names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def choose_mode(function: Callable[..., Any], mode: str | None, name: str) -> str:
-    """``mode`` if it fits the function; async functions need a loop, the others must not have one."""
+def choose_mode(function: Work, mode: str | None, name: str, workers: object = None) -> str:
+    """``mode`` if it fits the function; async functions need a loop, the others must not have one. Many programs at once
+    are started by the threads of one process: a process of ours for each would cost more than they do."""
+    if isinstance(function, Program):
+        if mode == "async":
+            raise InvalidInput("A program cannot run in mode async.", hint="Leave --mode out.")
+        return mode or ("thread" if isinstance(workers, int) and workers > 4 * _cores() else "process")
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004 - a callable object may have an async __call__
     if mode is None:
         return "async" if is_async else "process"
@@ -210,5 +216,9 @@ def choose_workers(workers: int | None, mode: str) -> int:
             raise InvalidInput(f"{workers} workers cannot do anything.", hint="Use 1 or more.")
         return workers
     if mode == "process":
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return _cores()
     return _THREADS if mode == "thread" else _COROUTINES
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

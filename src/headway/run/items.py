@@ -14,17 +14,26 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from hashlib import blake2b
+from math import isnan
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from headway.errors import InputChanged, InvalidInput
 from headway.ledger import Job, NewItem, canonical, fingerprint
+from headway.run.results import as_plain
 
 FORMATS = ("jsonl", "json", "csv", "lines")
 _BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv"}
 
+#: What a job is keyed by whose items are the rows of a DataFrame.
+INDEX = "(index)"
+
 #: Bytes one item's payload may have, unless the settings say otherwise.
 PAYLOAD_LIMIT = 262_144
+
+
+#: Raises `InvalidInput` for an item that cannot be worked on.
+Accept = Callable[[Any], None]
 
 
 class Read(NamedTuple):
@@ -76,8 +85,10 @@ class FileItems:
         key: str | None = None,
         limit: int = PAYLOAD_LIMIT,
         name: str | None = None,
+        accept: Accept | None = None,
     ) -> None:
-        self.path, self.key, self._limit = path, key, limit
+        """``accept`` raises `InvalidInput` for an item that cannot be worked on."""
+        self.path, self.key, self._limit, self._accept = path, key, limit, accept
         self.name = name or str(path)
         self.digest_read = ""
         self._is_array = False
@@ -140,15 +151,15 @@ class FileItems:
                 yield number, parse(text, number, self.name)
 
     def _json(self, digest: blake2b) -> Iterator[tuple[int, Any]]:
-        """The elements of the one array in the file; else its lines. An array is read whole: it takes memory."""
-        content = self.path.read_bytes() if self._begins_array() else b""
-        values = _array(content)
-        self._is_array = values is not None
-        if values is None:
+        """The elements of the one array that the file is, if it begins with one; else its lines. An array is read whole:
+        it takes memory."""
+        self._is_array = self._begins_array()
+        if not self._is_array:
             yield from self._lines(digest)
-        else:
-            digest.update(content)
-            yield from enumerate(values, 1)
+            return
+        content = self.path.read_bytes()
+        digest.update(content)
+        yield from enumerate(_array(content, self.name), 1)
 
     def _csv(self, digest: blake2b) -> Iterator[tuple[int, Any]]:
         # One field may be as long as an item may; the module's own limit is half of that.
@@ -190,18 +201,32 @@ class FileItems:
         seen: set[int] = set()
         for number, value in values:
             count += 1
-            yield check(value, number, self.key, self._limit, seen, f"{self.path}, {self.place(number)}")
+            where = f"{self.path}, {self.place(number)}"
+            yield check(value, number, self.key, self._limit, seen, where, self._accept)
         if count == 0:
             raise InvalidInput(f"The items file {self.path} has no items.", hint="Check the path after --items.")
 
 
 class GivenItems:
-    """Items a program holds. They must be JSON: they are kept in the ledger, for resuming and for showing them."""
+    """Items a program holds. They must be JSON: they are kept in the ledger, for resuming and for showing them. The rows
+    of a DataFrame of pandas or polars are dicts; pandas' index is their key."""
 
-    def __init__(self, items: Iterable[object], *, key: str | None = None, limit: int = PAYLOAD_LIMIT) -> None:
+    def __init__(
+        self,
+        items: Iterable[object],
+        *,
+        key: str | None = None,
+        limit: int = PAYLOAD_LIMIT,
+        plain: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """``plain`` makes JSON of an item that is none."""
+        rows, self._names = frame_rows(items)
         # An iterator can be read once only, and we read it again to find out what changed.
-        self._items = items if isinstance(items, list | tuple | range) else list(items)
-        self.key, self._limit = key, limit
+        self.items = rows if isinstance(rows, list | tuple | range) else list(rows)
+        if key is not None:
+            self._names = None
+        self.key = key if self._names is None else INDEX
+        self._limit, self._plain = limit, plain
         self.digest_read = ""
 
     @property
@@ -219,8 +244,10 @@ class GivenItems:
     def __iter__(self) -> Iterator[Read]:
         seen: set[int] = set()
         digest = blake2b(f"given\0{self.key}\0".encode(), digest_size=16)
-        for number, value in enumerate(self._items, 1):
-            read = check(value, number, self.key, self._limit, seen, self.place(number))
+        for number, value in enumerate(self.items, 1):
+            name = None if self._names is None else self._names[number - 1]
+            given = value if self._plain is None else self._plain(value)
+            read = check(given, number, self.key, self._limit, seen, self.place(number), name=name)
             digest.update(read.payload.encode() + b"\n")
             yield read
         self.digest_read = digest.hexdigest()
@@ -233,9 +260,16 @@ class PipedItems:
     """
 
     def __init__(
-        self, job: Job, descriptor: int, *, format: str | None, key: str | None, limit: int = PAYLOAD_LIMIT
+        self,
+        job: Job,
+        descriptor: int,
+        *,
+        format: str | None,
+        key: str | None,
+        limit: int = PAYLOAD_LIMIT,
+        accept: Accept | None = None,
     ) -> None:
-        self._job, self._descriptor, self._key, self._limit = job, descriptor, key, limit
+        self._job, self._descriptor, self._key, self._limit, self._accept = job, descriptor, key, limit, accept
         if format in ("json", "csv"):
             raise InvalidInput(f"A pipe cannot be read as {format}.", hint="Use a file, or pipe JSON lines.")
         self._format = format
@@ -278,7 +312,7 @@ class PipedItems:
             self._format = "jsonl" if text[0] in "{[" else "lines"
         where = f"standard input, line {self._line:,}"
         value = parser(self._format)(text, self._line, "standard input")
-        return check(value, self._line, self._key, self._limit, self._seen, where)
+        return check(value, self._line, self._key, self._limit, self._seen, where, self._accept)
 
     def _compare(self, read: Read) -> list[NewItem]:
         idx, self._idx = self._idx, self._idx + 1
@@ -297,23 +331,44 @@ def decode(line: bytes, number: int, name: str) -> str:
     try:
         return line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidInput(
-            f"{name}, line {number:,}: not UTF-8 (byte {error.start + 1} of the line).",
-            hint="Convert the file, for example: iconv -f latin1 -t utf-8 FILE > NEW",
-        ) from error
+        raise _not_utf8(f"{name}, line {number:,}", error) from error
+
+
+def _not_utf8(where: str, error: UnicodeDecodeError) -> InvalidInput:
+    return InvalidInput(
+        f"{where}: not UTF-8 (byte {error.object[error.start]:#04x}).",
+        hint="Convert the file, for example: iconv -f latin1 -t utf-8 FILE > NEW",
+    )
 
 
 def parser(format: str) -> Callable[[str, int, str], Any]:
     return _parse_line if format == "lines" else _parse_json
 
 
-def _array(content: bytes) -> list[Any] | None:
-    """The elements if the content is one JSON array; None if it is anything else, or nothing that can be read."""
+def _array(content: bytes, name: str) -> list[Any]:
+    """The elements of the one array that the content is."""
     try:
-        value, end = _DECODER.raw_decode(text := content.decode("utf-8-sig").strip())
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, list) and end == len(text) else None
+        text = content.decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise _not_utf8(f"{name}, line {line:,}", error) from error
+    try:
+        value, end = _DECODER.raw_decode(text)
+    except (ValueError, RecursionError) as error:
+        if not isinstance(error, json.JSONDecodeError):
+            raise InvalidInput(f"{name}: not JSON: {error}.") from error
+        raise InvalidInput(
+            f"{name}, line {error.lineno:,}: not JSON (column {error.colno}): {error.msg}.",
+            hint="The file begins with [ and is read as one array. If each line is a JSON value: --format jsonl",
+        ) from error
+    if end != len(text):
+        line = text[: len(text) - len(text[end:].lstrip())].count("\n") + 1
+        raise InvalidInput(
+            f"{name}, line {line:,}: the file goes on after the end of its array.",
+            hint="A .json file is one array. If each line is a JSON value: --format jsonl",
+        )
+    elements: list[Any] = value
+    return elements
 
 
 def _parse_line(text: str, number: int, name: str) -> str:  # noqa: ARG001 - the same shape as _parse_json
@@ -339,10 +394,53 @@ def _refuse_constant(word: str) -> None:
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
-def check(value: Any, number: int, key: str | None, limit: int, seen: set[int], where: str) -> Read:
-    """One item, canonical and within bounds, its key not seen before."""
+def frame_rows(items: Iterable[object]) -> tuple[Iterable[object], Sequence[str] | None]:
+    """The rows of a DataFrame and what its index calls them; anything else is what it is."""
+    library = type(items).__module__.partition(".")[0]
+    frame: Any = items
+    if library == "pandas" and hasattr(frame, "itertuples"):
+        columns = [str(name) for name in frame.columns]
+        if len(set(columns)) < len(columns):
+            raise InvalidInput("The DataFrame has two columns of one name.", hint="Give every column its own.")
+        rows = frame.itertuples(index=False, name=None)
+        return [_row(columns, row) for row in rows], [str(label) for label in frame.index]
+    if library == "polars" and hasattr(frame, "iter_rows"):
+        return [_row(frame.columns, row) for row in frame.iter_rows()], None
+    return items, None
+
+
+def _row(columns: Sequence[str], values: Iterable[Any]) -> dict[str, Any]:
+    return dict(zip(columns, map(_value, values), strict=True))
+
+
+def _value(value: Any) -> Any:
+    """A cell as JSON has it; one that is missing is null."""
+    if type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and isnan(value)):
+        return None
+    if value is None or isinstance(value, str | int | float | bool | list | dict):
+        return value
+    try:
+        return as_plain(value)
+    except TypeError:
+        return value  # what is wrong with it is said where the item is checked
+
+
+def check(
+    value: Any,
+    number: int,
+    key: str | None,
+    limit: int,
+    seen: set[int],
+    where: str,
+    accept: Accept | None = None,
+    *,
+    name: str | None = None,
+) -> Read:
+    """One item, canonical and within bounds, its key not seen before. ``name``: its key, if that is no field of it."""
     try:
         payload = canonical(value, "An item")
+        if accept is not None:
+            accept(value)
     except InvalidInput as error:
         raise InvalidInput(f"{where}: {error}", hint=error.hint) from error
     if len(payload) > limit // 4 and len(payload.encode()) > limit:
@@ -350,9 +448,8 @@ def check(value: Any, number: int, key: str | None, limit: int, seen: set[int], 
             f"{where}: the item has {len(payload.encode()):,} bytes; at most {limit:,} are allowed.",
             hint="Keep large content in files and let the items name them, or raise payload_limit.",
         )
-    name = None
     if key is not None:
-        name = value.get(key) if isinstance(value, dict) else None
+        name = name if name is not None else value.get(key) if isinstance(value, dict) else None
         if isinstance(name, bool) or not isinstance(name, str | int) or not str(name).strip() or len(str(name)) > 512:
             raise InvalidInput(
                 f"{where}: the item has no usable key: {key!r} is {name!r:.60}.",

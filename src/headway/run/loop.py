@@ -12,12 +12,12 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from headway.errors import HeadwayError, StaleClaim
-from headway.ledger import Done, Failed, Hold, Item, Job, Ledger, Progress, describe
+from headway.ledger import Done, Failed, Hold, Item, Job, Ledger, Progress, describe, fingerprint
 from headway.ledger.content import bounded_meta
 from headway.lifecycle import ForkGuard
 from headway.retry import RetryPolicy
@@ -44,6 +44,11 @@ class OpenItem:
     @property
     def key(self) -> str | None:
         return self._item.key
+
+    @property
+    def fingerprint(self) -> int | None:
+        """Of the payload."""
+        return None if self._item.payload is None else fingerprint(self._item.payload)
 
     @property
     def payload(self) -> Any:
@@ -127,9 +132,13 @@ class OpenJob:
                 yield OpenItem(self, item)
 
     def record(self, outcome: Done | Failed) -> None:
+        self.record_many([outcome])
+
+    def record_many(self, outcomes: Sequence[Done | Failed]) -> None:
+        """Several in one transaction."""
         if self._lost is not None:
             raise self._lost
-        self._job.record([outcome], hold=self._hold, policy=self._policy)
+        self._job.record(outcomes, hold=self._hold, policy=self._policy)
 
     def close(self, outcome: str = "interrupted") -> None:
         """Release the job. In a forked child this does nothing: the job is its parent's."""
@@ -137,7 +146,8 @@ class OpenJob:
             return
         self._closed = True
         self._stop.set()
-        self._renewing.join()
+        if threading.current_thread() is not self._renewing:  # whoever collects garbage may be that one
+            self._renewing.join()
         try:
             self._job.finish(self._hold)
             finished = self._job.info().finished_at is not None

@@ -1,4 +1,4 @@
-"""Results in a file, one JSON object a line, each exactly once however often the run was killed.
+"""Results in a file: one JSON object a line, each exactly once however often the run was killed, or a table (CSV).
 
 The ledger's table ``results`` is the truth. The file is its copy. The ledger notes that the file is this job's before
 the file is touched, so that a run killed at any moment after that finds its own file again. Lines are appended and
@@ -18,6 +18,7 @@ from headway._lease import has_ended
 from headway._sql import Database, Tx
 from headway.errors import Held, InvalidInput, StorageError
 from headway.ledger import Job, Ledger
+from headway.run.results import lines, write_whole
 from headway.telemetry import Log
 
 log = Log("run")
@@ -25,7 +26,8 @@ log = Log("run")
 #: How every line begins, and so every file of ours.
 _HEAD = b'{"index": '
 
-_OTHER_FORMATS = (".csv", ".tsv", ".xlsx", ".parquet")
+_CSV_HEAD = b"index,key,"
+_OTHER_FORMATS = (".tsv", ".xlsx", ".parquet")
 
 
 def refuse_foreign(path: Path, ledger: Ledger | None, id: str) -> None:
@@ -33,7 +35,8 @@ def refuse_foreign(path: Path, ledger: Ledger | None, id: str) -> None:
     which was put aside by a fresh start, is the job's own: its results are still in the ledger."""
     if path.suffix.lower() in _OTHER_FORMATS:
         raise InvalidInput(
-            f"Results are written as JSON lines, not as {path.suffix[1:].upper()}.", hint=f"Name it {path.stem}.jsonl"
+            f"Results are written as JSON lines or CSV, not as {path.suffix[1:].upper()}.",
+            hint=f"Name it {path.stem}.jsonl or {path.stem}.csv",
         )
     try:
         if not path.absolute().parent.is_dir():
@@ -42,7 +45,7 @@ def refuse_foreign(path: Path, ledger: Ledger | None, id: str) -> None:
             raise InvalidInput(f"{path} is not a file.", hint="Name another --output.")
         if path.exists():
             with path.open("rb") as file:
-                head = file.read(len(_HEAD))
+                head = file.read(len(_head_of(path)))
             if head and (ledger is None or not _is_ours(ledger.database, path, head, id)):
                 raise _foreign(path)
     except OSError as error:
@@ -56,7 +59,16 @@ def _is_ours(database: Database, path: Path, head: bytes, id: str) -> bool:
     noted = bool(rows) and all(name == id or (archived and name.startswith(f"{id[:100]}.")) for name, archived in rows)
     # The note comes before the first line: somebody may have put another file there since. What a power cut left of our
     # first line is a part of it, or nothing but zeros.
-    return noted and (_HEAD.startswith(head) or not head.strip(b"\0"))
+    return noted and (_head_of(path).startswith(head) or not head.strip(b"\0"))
+
+
+def is_csv(path: Path) -> bool:
+    return path.suffix.lower() == ".csv"
+
+
+def _head_of(path: Path) -> bytes:
+    """How our file of that name begins."""
+    return _CSV_HEAD if is_csv(path) else _HEAD
 
 
 def _foreign(path: Path) -> InvalidInput:
@@ -67,20 +79,48 @@ def _foreign(path: Path) -> InvalidInput:
 
 def refuse_incomplete(job: Job) -> None:
     """Refuse to write a file that would lack the results of items which were done while nobody asked to keep them."""
-    done = job.info().done
-    row = job.database.one("SELECT count(*) FROM results WHERE job = ?", (job.no,))
-    missing = done - (row[0] if row else 0)
+    missing = job.unkept_results()
     if missing > 0:
         raise InvalidInput(
-            f"Job {job.id} has {done:,} done items, and the results of {missing:,} of them were not kept, because it ran "
-            "without --output then.",
-            hint="Go on without --output, or start over with --fresh.",
+            f"Job {job.id} has {job.info().done:,} done items, and the results of {missing:,} of them were not kept: they "
+            "were not JSON or very long, or it ran with --no-results.",
+            hint=f"See those that were kept: headway results {job.id}. Or start over with --fresh.",
         )
 
 
 def keeps_results(job: Job) -> bool:
     """Whether the job has ever written results to a file: then it goes on keeping them."""
     return job.database.one("SELECT 1 FROM outputs WHERE job = ? LIMIT 1", (job.no,)) is not None
+
+
+class CsvOutput:
+    """The results as a table. Its columns are known when all results are, so it is written as a whole when a run ends,
+    and replaced in one step."""
+
+    def __init__(self, job: Job, path: Path) -> None:
+        self._job, self._path = job, path
+        name = str(path.resolve())
+        job.database.run(  # before the file is touched: from now on it is ours
+            lambda tx: tx.execute(
+                "INSERT INTO outputs (job, path, seq, size) VALUES (?, ?, 0, 0) ON CONFLICT (job, path) DO NOTHING",
+                (job.no, name),
+            ),
+            operation="output",
+        )
+
+    def write_sometimes(self) -> None:
+        """Nothing to do while the run goes on."""
+
+    def write(self) -> None:
+        refuse_foreign(self._path, Ledger(self._job.database), self._job.id)
+        write_whole(self._path, lines(self._job, "csv", log.info))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def open_output(job: Job, path: Path) -> Output | CsvOutput:
+    return CsvOutput(job, path) if is_csv(path) else Output(job, path)
 
 
 def _lock(file: int) -> bool:
@@ -107,6 +147,7 @@ class Output:
         self._seq, self._size = row or (0, 0)
         self._file = self._open()
         try:
+            job.put_empty_results()
             if row is None:
                 job.database.run(self._note, operation="output")  # before a byte is changed: from now on it is ours
             if os.fstat(self._file).st_size < self._size:  # shortened or removed by somebody: write it anew

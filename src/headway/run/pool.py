@@ -11,13 +11,13 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headway.errors import HeadwayError
 from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, Outcome, Recorded
+from headway.ledger.control import Control
 from headway.ledger.job import DAMAGED
 from headway.ledger.values import FailedOutcome
 from headway.lifecycle import Budget, Shutdown
@@ -26,7 +26,10 @@ from headway.run.backlog import Backlog
 from headway.run.console import Console
 from headway.run.crew import Crew, WorkerHandle
 from headway.run.display import Display, RunSnapshot
-from headway.run.output import Output
+from headway.run.output import CsvOutput, Output
+from headway.run.program import TERM_SECONDS as PROGRAM_TERM_SECONDS
+from headway.run.program import TIMED_OUT, Program, Work
+from headway.run.results import Keep
 from headway.telemetry import Log, metrics
 
 log = Log("run")
@@ -39,14 +42,14 @@ BATCH_BYTES = 2**20
 RECALL_SECONDS = 0.5
 #: An item that runs this long is written down as running, so that others see it and a killed run leaves a trace.
 NOTE_SECONDS = 1.0
+#: How often a run looks whether somebody asks something of it from elsewhere.
+ASKED_SECONDS = 0.3
 COMMIT_SECONDS = 0.02
 COMMIT_MOST = 4000
 #: After SIGTERM (not Ctrl-C) items in progress get this long before they are abandoned.
 TERM_SECONDS = 4.0
 #: Workers that die one after the other without having begun an item.
 STILLBORN_MOST = 5
-
-TIMED_OUT = "TimedOut"
 
 
 class Feed(Protocol):
@@ -96,13 +99,13 @@ class Pool:
         ledger: Ledger,
         job: Job,
         hold: Hold,
-        function: Callable[..., object],
+        function: Work,
         settings: Settings,
         *,
         display: Display,
         shutdown: Shutdown,
-        output: Output | None = None,
-        keep: bool = False,
+        output: Output | CsvOutput | None = None,
+        keep: Keep,
         feed: Feed | None = None,
     ) -> None:
         self._ledger, self._job, self._hold, self._settings = ledger, job, hold, settings
@@ -115,6 +118,14 @@ class Pool:
             mode=settings.mode, size=settings.workers, mark=hold.mark, timeout=settings.timeout,
             keep=keep, console=self._console,
         )  # fmt: skip
+        # Who sees to the time of each item itself is ended from here only if it does not come to that.
+        self._slack = 2.0 if settings.mode == "async" else 0.0
+        if isinstance(function, Program):
+            self._slack = PROGRAM_TERM_SECONDS + 5.0
+        self._keep = keep
+        self._unkept = 0
+        self._asked = Control()
+        self._look_at = 0.0
         self._inbox: list[Outcome] = []
         self._unrecorded_failures = 0
         self._noted: set[int] = set()
@@ -160,6 +171,10 @@ class Pool:
             wake_in.close()
             wake_out.close()
             self._display.end(self._snapshot())
+        if self._unkept:
+            self._display.say(
+                f"The results of {_items(self._unkept)} were not kept: they are not JSON, or longer than a megabyte."
+            )
         return Ending(
             outcome=self._stop_reason or "finished",
             done=self._done,
@@ -264,6 +279,8 @@ class Pool:
 
     def _dispatch(self, now: float) -> None:
         backlog = self._backlog
+        if self._asked.paused:
+            return
         if not backlog.suspects and not backlog.ready:
             return
         if self._failures_left() == 0:
@@ -350,14 +367,27 @@ class Pool:
         worker.reported, self._stillborn = True, 0
         worker.failures += len(frame["failed"])
         name, seconds = worker.name, 0.0
+        worker.printed.update(frame["printed"])
         for idx, took, result in frame["done"]:
             if worker.out.pop(idx, None) is not None:
-                self._inbox.append(Done(idx, None, result, took, name))
+                unkept = result is False or not self._keep.results
+                self._unkept += result is False
+                self._inbox.append(
+                    Done(idx, None, result or None, took, name, None, unkept, worker.printed.pop(idx, None))
+                )
                 seconds += took
-        for idx, attempts, took, kind, message, where, detail, retryable in frame["failed"]:
+        for idx, attempts, took, kind, message, where, detail, retryable, said in frame["failed"]:
             if worker.out.pop(idx, None) is not None:
+                how: FailedOutcome = "timeout" if kind == TIMED_OUT else "failed"
                 self._fail(
-                    idx, attempts, Failure(kind, message, where, detail), "failed", took, name, retryable=retryable
+                    idx,
+                    attempts,
+                    Failure(kind, message, where, detail),
+                    how,
+                    took,
+                    name,
+                    retryable=retryable,
+                    printed=said,
                 )
                 seconds += took
         count = len(frame["done"]) + len(frame["failed"])
@@ -375,11 +405,14 @@ class Pool:
         name: str,
         *,
         retryable: bool = True,
+        printed: str | None = None,
     ) -> None:
         self._errors[failure.type] += 1
         self._last_error = failure.type
         self._unrecorded_failures += 1
-        self._inbox.append(Failed(idx, failure, outcome, None, seconds, name, seen=attempts, retryable=retryable))
+        self._inbox.append(
+            Failed(idx, failure, outcome, None, seconds, name, seen=attempts, retryable=retryable, printed=printed)
+        )
 
     def _worker_ended(self, worker: WorkerHandle) -> None:
         """A worker has ended: find out why, charge the item that killed it and nobody else."""
@@ -413,6 +446,9 @@ class Pool:
     # ---- chores, ten times a second --------------------------------------------------------------------------------
 
     def _chores(self, now: float) -> None:
+        if now >= self._look_at:
+            self._look_at = now + ASKED_SECONDS
+            self._obey(self._job.asked(self._hold.run))
         for worker in self._crew.dead():
             for frame in worker.last_frames():
                 self._take(worker, frame)
@@ -440,8 +476,7 @@ class Pool:
         limit = self._settings.timeout
         if limit is None:
             return
-        # A loop cancels its own overdue items; only one that is blocked altogether is ended from here.
-        limit = limit + 2.0 if self._settings.mode == "async" else limit
+        limit += self._slack
         overdue = [(idx, began) for idx, began in running if now - began > limit]
         if not overdue:
             return
@@ -461,6 +496,28 @@ class Pool:
         # What else ran in that process did nothing wrong: it runs again and is charged nothing.
         self._backlog.put_back(worker.out.values())
         worker.out.clear()
+
+    # ---- what is asked from elsewhere ------------------------------------------------------------------------------
+
+    def _obey(self, asked: Control) -> None:
+        before, self._asked = self._asked, asked
+        if asked.version == before.version:
+            return
+        if asked.stopping and not self._shutdown.stop.is_set():
+            self._shutdown.request(signal.SIGTERM)
+        if asked.stopping == 2:
+            self._shutdown.abandon.set()
+        if asked.workers is not None and asked.workers != before.workers:
+            self._display.say(f"{asked.actor} asks for {_items(asked.workers)} at once.")
+            self._crew.resize(asked.workers)
+        if asked.paused and not before.paused:
+            self._display.say(
+                f"Paused by {asked.actor}: finishing {_items(self._crew.busy)}. Go on:  headway resume {self._job.id}"
+            )
+            for worker in self._crew:
+                self._crew.recall(worker)
+        elif before.paused and not asked.paused:
+            self._display.say(f"Resumed by {asked.actor}.")
 
     # ---- recording -------------------------------------------------------------------------------------------------
 
@@ -509,6 +566,7 @@ class Pool:
             failures=self._failures,
             last_error=self._last_error,
             last_error_count=self._errors[self._last_error],
+            paused_by=self._asked.actor if self._asked.paused else "",
         )
 
     # ---- ending ----------------------------------------------------------------------------------------------------
@@ -517,6 +575,9 @@ class Pool:
         self._stop_reason = "interrupted"
         busy = self._crew.busy
         self._recall_all()
+        if self._asked.stopping:
+            self._display.say(f"Stopping, as {self._asked.actor} asked: finishing {_items(busy)} ...")
+            return Budget(10**9)
         if self._shutdown.signum == signal.SIGINT:
             self._display.say(f"Stopping: finishing {_items(busy)} (Ctrl-C again to abandon them) ...")
             return Budget(10**9)

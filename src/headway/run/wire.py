@@ -10,8 +10,9 @@ damaged one spoils neither the frame nor its neighbours. Frames to a worker:
 ``length`` counts characters. ``failures``: when so many items have failed in that worker, ever, it gives the rest back.
 And from it:
 
-    {"done": [[idx, seconds, result or null], ...],
-     "failed": [[idx, attempts, seconds, type, message, frame, detail, retryable], ...]}
+    {"done": [[idx, seconds, result, or false: not kept, or null: none], ...],
+     "failed": [[idx, attempts, seconds, type, message, frame, detail, retryable, printed or null], ...],
+     "printed": [[idx, text], ...]}               what items that are done, or will be in a later frame, printed
     {"back": [idx, ...]}                          what it does not begin
     {"alone": [idx, ...]}                         what another item may have disturbed: to be run again, alone
 """

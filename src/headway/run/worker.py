@@ -25,11 +25,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from headway.errors import HeadwayError
+from headway.failure import kept_text
 from headway.ledger import Failure, describe
 from headway.lifecycle import STOP_SIGNALS
+from headway.run.captured import Printing
+from headway.run.program import Program, ProgramFailed, Work
+from headway.run.results import RESULT_LIMIT, Keep, as_plain
 from headway.run.wire import Slots, Wire, unpack_work
 
 #: Results wait at most this long for company before they are reported.
@@ -40,6 +44,9 @@ FLUSH_COUNT = 500
 CUT_OFF = 71
 
 Function = Callable[[Any], Any]  # the user's: any JSON in, anything out
+
+#: What an async item returned, what it raised, and what it printed.
+_Attempted = tuple[Any, BaseException | None, str | None]
 
 _LAZY = (CoroutineType, GeneratorType, AsyncGeneratorType)
 _PLAIN = frozenset({dict, list, str, int, float, bool, tuple})
@@ -85,10 +92,11 @@ def _name_of(kind: type) -> str:
     return name[:80].encode("utf-8", "replace").decode()
 
 
-def encoded(result: object) -> str:
+def encoded(result: object, encode: Callable[[Any], Any] | None = None) -> str:
     """The result as JSON text, or `ResultNotJson`."""
     try:
-        text = json.dumps(result, ensure_ascii=False, allow_nan=False)
+        plain = result if encode is None else encode(result)
+        text = json.dumps(plain, ensure_ascii=False, allow_nan=False, default=as_plain)
         text.encode()
     except MemoryError:
         raise
@@ -135,7 +143,7 @@ def decoded(text: str) -> Any:
         raise PayloadDamaged(f"the stored payload is not JSON any more: {error}") from None
 
 
-def main(wire: Wire, slots: Slots, function: Function, *, mode: str, timeout: float | None, keep: bool) -> NoReturn:
+def main(wire: Wire, slots: Slots, function: Work, *, mode: str, timeout: float | None, keep: Keep) -> NoReturn:
     """Serve until told to stop. Ends the process: a fork's finalisers belong to the parent."""
     for number in STOP_SIGNALS:
         # The parent decides when we end. A handler, not SIG_IGN: what the function starts must not inherit that.
@@ -145,12 +153,12 @@ def main(wire: Wire, slots: Slots, function: Function, *, mode: str, timeout: fl
     _print_line_by_line()
     code = 1
     try:
-        worker = Worker(wire, slots, function, keep=keep)
+        worker = Worker(wire, slots, function, timeout=timeout, keep=keep)
         os.register_at_fork(
             before=worker.before_fork, after_in_parent=worker.after_fork, after_in_child=worker.leave_in_child
         )
         if mode == "async":
-            asyncio.run(worker.serve_async(timeout))
+            asyncio.run(worker.serve_async())
         elif slots.count == 1:
             worker.serve(0)
         else:
@@ -174,22 +182,32 @@ def _print_line_by_line() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
+def _nothing(_: object) -> None:
+    """The function of a worker that runs a program."""
+
+
 class Worker:
     """The process from inside; its parent has a `headway.run.crew.WorkerHandle` of it."""
 
-    def __init__(self, wire: Wire, slots: Slots, function: Function, *, keep: bool) -> None:
+    def __init__(self, wire: Wire, slots: Slots, function: Work, *, timeout: float | None, keep: Keep) -> None:
         self._wire = wire
         self._descriptor = wire.fileno()
         self._inode = os.fstat(self._descriptor).st_ino
         self._slots = slots
-        self._function = function
+        self._printing = Printing(several=slots.count > 1) if keep.printed != "none" else None
+        if self._printing is not None and not isinstance(function, Program):
+            self._printing.enter_worker()
+        self._program = function if isinstance(function, Program) else None
+        self._function: Function = _nothing if isinstance(function, Program) else function
+        self._timeout = timeout
         self._keep = keep
         self._todo: deque[tuple[int, int, str]] = deque()
         self._wake = threading.Semaphore(0)
         self._stopping = False
         self._sending = threading.Lock()
-        self._done: deque[tuple[int, float, str | None]] = deque()
+        self._done: deque[tuple[int, float, str | Literal[False] | None]] = deque()
         self._failed: deque[tuple[Any, ...]] = deque()
+        self._printed: deque[tuple[int, str]] = deque()
         self._failures = 0
         self._most_failures: int | None = None
         self._flushed_at = time.monotonic()
@@ -217,20 +235,20 @@ class Worker:
         for thread in threads:
             thread.join()
 
-    async def serve_async(self, timeout: float | None) -> None:
+    async def serve_async(self) -> None:
         """Each item is a task of its own, started as soon as a slot is free: what it cancels or leaves behind is its
         own, and no task of ours runs beside it that a function could cancel."""
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
         free = list(range(self._slots.count))
-        running: set[asyncio.Task[tuple[Any, BaseException | None]]] = set()
+        running: set[asyncio.Task[_Attempted]] = set()
 
         def fill() -> None:
             while free and self._todo:
                 idx, attempts, text = self._todo.popleft()
                 slot, began = free.pop(), time.monotonic()
                 self._slots.begin(slot, idx, began)
-                task = loop.create_task(self._attempt(text, timeout))
+                task = loop.create_task(self._attempt(text))
                 running.add(task)
                 task.add_done_callback(partial(finish, slot, idx, attempts, began))
             if not running:
@@ -238,20 +256,20 @@ class Worker:
                 if self._stopping and not ended.done():
                     ended.set_result(None)
 
-        def finish(
-            slot: int, idx: int, attempts: int, began: float, task: asyncio.Task[tuple[Any, BaseException | None]]
-        ) -> None:
+        def finish(slot: int, idx: int, attempts: int, began: float, task: asyncio.Task[_Attempted]) -> None:
             with _or_exit():
                 running.discard(task)
                 # Cancelled by another item before it began, if it has no outcome of its own.
-                cancelled = None, asyncio.CancelledError("its task was cancelled")
-                result, error = cancelled if task.cancelled() else task.result()
+                cancelled = None, asyncio.CancelledError("its task was cancelled"), None
+                result, error, printed = cancelled if task.cancelled() else task.result()
                 if error is None:
+                    if printed and self._keep.printed == "all":
+                        self._printed.append((idx, printed))
                     self._report(idx, attempts, began, result)
                 elif issubclass(type(error), asyncio.CancelledError) and self._slots.count > 1:
                     self._report_disturbed(idx)  # by itself or by another item, nobody can tell
                 else:
-                    self._report_failure(idx, attempts, began, error)
+                    self._report_failure(idx, attempts, began, error, printed)
                 self._slots.end(slot)
                 free.append(slot)
                 fill()
@@ -266,17 +284,19 @@ class Worker:
             with suppress(asyncio.CancelledError):  # a function cancelled every task there is
                 await asyncio.wait([ended])
 
-    async def _attempt(self, text: str, timeout: float | None) -> tuple[Any, BaseException | None]:
+    async def _attempt(self, text: str) -> _Attempted:
         # Nothing may leave here as an exception: KeyboardInterrupt and SystemExit would end the loop.
+        if self._printing is not None:
+            self._printing.begin()
         try:
             payload = decoded(text)
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(self._timeout):
                 result = await self._function(payload)
         except BaseException as error:  # noqa: BLE001 - whatever the user's function raises is the item's outcome
             self._end_child()
-            return None, error
+            return None, error, self._end_printing(None)
         self._end_child()
-        return result, None
+        return result, None, self._end_printing(None) if self._keep.printed == "all" else None
 
     # ---- one item --------------------------------------------------------------------------------------------------
 
@@ -293,26 +313,47 @@ class Worker:
     def _run(self, slot: int, idx: int, attempts: int, text: str) -> None:
         began = time.monotonic()
         self._slots.begin(slot, idx, began)
+        printed = None
+        if self._printing is not None:
+            self._printing.begin()
         try:
-            result = self._function(decoded(text))
+            if self._program is None:
+                result = self._function(decoded(text))
+            else:
+                result, printed = self._program.run(idx, decoded(text), self._timeout)
         except BaseException as error:  # noqa: BLE001 - whatever the user's function raises is the item's outcome
             if self._is_child:
                 self._end_child()
-            self._report_failure(idx, attempts, began, error)
+            self._report_failure(idx, attempts, began, error, self._end_printing(None))
         else:
             if self._is_child:
                 self._end_child()
+            if self._keep.printed == "all":
+                printed = self._end_printing(printed)
+                if printed:
+                    self._printed.append((idx, printed))
             self._report(idx, attempts, began, result)
         self._slots.end(slot)
 
+    def _end_printing(self, by_program: str | None) -> str | None:
+        """What the item that has just ended printed, to be kept."""
+        if self._printing is None:
+            return None
+        try:
+            return kept_text(by_program) if by_program else self._printing.end()
+        except Exception:  # noqa: BLE001 - no memory left: what became of the item is worth more than its words
+            return None
+
     def _report(self, idx: int, attempts: int, began: float, result: Any) -> None:
         now = time.monotonic()
-        kept = None
+        kept: str | Literal[False] | None = None
         try:
             if result is not None:
                 refuse_lazy(result)
-            if self._keep:
-                kept = encoded(result)
+                if self._keep.results:
+                    kept = self._kept(result)
+            elif self._keep.all_results:
+                kept = "null"
         except (HeadwayError, MemoryError) as error:
             self._report_failure(idx, attempts, began, error)
             return
@@ -320,13 +361,28 @@ class Worker:
         if now - self._flushed_at > FLUSH_SECONDS or len(self._done) >= FLUSH_COUNT:
             self.flush()
 
-    def _report_failure(self, idx: int, attempts: int, began: float, error: BaseException) -> None:
-        failure = describe_raised(error)
+    def _kept(self, result: Any) -> str | Literal[False]:
+        """The result as it is kept. Where nobody asked for all of them, one that has no JSON form or is very long is not
+        kept, and its item is done all the same."""
+        try:
+            text = encoded(result, self._keep.encode)
+        except ResultNotJson:
+            if self._keep.all_results:
+                raise
+            return False
+        return text if self._keep.all_results or len(text) <= RESULT_LIMIT else False
+
+    def _report_failure(
+        self, idx: int, attempts: int, began: float, error: BaseException, printed: str | None = None
+    ) -> None:
+        if type(error) is ProgramFailed:
+            printed = self._end_printing(error.printed)
+        failure = error.failure if type(error) is ProgramFailed else describe_raised(error)
         # By the type alone: isinstance would ask the exception for its __class__, which is the user's to refuse.
-        retryable = not issubclass(type(error), _FINAL)
+        retryable = error.retryable if type(error) is ProgramFailed else not issubclass(type(error), _FINAL)
         seconds = time.monotonic() - began
         self._failed.append(
-            (idx, attempts, seconds, failure.type, failure.message, failure.frame, failure.detail, retryable)
+            (idx, attempts, seconds, failure.type, failure.message, failure.frame, failure.detail, retryable, printed)
         )
         self._failures += 1
         if self._most_failures is not None and self._failures >= self._most_failures:
@@ -371,8 +427,10 @@ class Worker:
             self._flushed_at = time.monotonic()
             done = [self._done.popleft() for _ in range(len(self._done))]
             failed = [self._failed.popleft() for _ in range(len(self._failed))]
+            # Noted before the item was: whatever is in ``done`` has its words here, or they went before.
+            printed = [self._printed.popleft() for _ in range(len(self._printed))]
             if done or failed:
-                self._send({"done": done, "failed": failed})
+                self._send({"done": done, "failed": failed, "printed": printed})
 
     def _send(self, frame: dict[str, Any]) -> None:
         self._check_socket()

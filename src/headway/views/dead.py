@@ -53,7 +53,7 @@ def export_dead(job: ledger.Job, *, cause: int | None = None, payload: bool = Fa
     after = -1
     while page := job.dead_letters(cause=cause, after=after):
         for letter in page:
-            view = letter_view(letter)._replace(job=job.id)
+            view = letter_view(letter)._replace(job=job.id, printed=job.printed(letter.idx))
             if payload:
                 content = job.item(letter.idx).payload
                 view = view._replace(payload=None if content is None else json.loads(content))
@@ -73,7 +73,11 @@ def find_cause(job: ledger.Job, no: int) -> Cause:
 
 
 def _letters(job: ledger.Job, cause: int, limit: int) -> tuple[DeadLetter, ...]:
-    return tuple(letter_view(letter) for letter in job.dead_letters(cause=cause, limit=limit))
+    letters = [letter_view(letter) for letter in job.dead_letters(cause=cause, limit=limit)]
+    return tuple(
+        letter._replace(printed=job.printed(letter.idx)) if position == 0 else letter
+        for position, letter in enumerate(letters)
+    )
 
 
 def letter_view(letter: ledger.DeadLetter) -> DeadLetter:

@@ -43,7 +43,8 @@ class Attempt(NamedTuple):
     worker: Annotated[str | None, "who made it"]
     error: Annotated[str | None, "what it said"]
     cause: Annotated[int | None, "the number of its cause"]
-    traceback: Annotated[str | None, "its traceback, cut to the last 4,000 characters"]
+    traceback: Annotated[str | None, "its traceback, or a program's stderr; cut to the last 4,000 characters"]
+    printed: Annotated[str | None, "what it printed, as far as that was kept; long output without its middle"] = None
 
 
 class LogEntry(NamedTuple):
@@ -139,7 +140,7 @@ def item_view(info: ledger.ItemInfo) -> Item:
 def attempt_view(attempt: ledger.Attempt) -> Attempt:
     return Attempt(
         attempt.no, attempt.outcome, attempt.at, attempt.seconds, attempt.worker, attempt.error, attempt.cause,
-        attempt.detail,
+        attempt.detail, attempt.printed,
     )  # fmt: skip
 
 

@@ -59,6 +59,9 @@ class DeadLetter(NamedTuple):
     died_at: Annotated[datetime, "when it was given up for the first time"]
     job: Annotated[str | Absent, "the job's id; only in `headway dead export`"] = ABSENT
     payload: Annotated[Any, "what the function is called with; only with `--payload`, and then unmasked"] = ABSENT
+    printed: Annotated[
+        str | Absent | None, "what its last attempt printed; in `headway dead show` of the first item of each cause"
+    ] = ABSENT
 
 
 class Records(NamedTuple):
@@ -88,6 +91,7 @@ class JobSheet(NamedTuple):
     runs: Annotated[tuple[Run, ...], "its runs, the first one first"]
     causes: Annotated[tuple[Cause, ...], "causes of failure, those with most dead letters first"]
     database: Annotated[Records, "where it is kept"]
+    paused_by: Annotated[str | None, "who asked the run in progress to pause; null if it is not paused"] = None
 
     def as_json(self) -> Json:
         return document(self)
@@ -105,6 +109,7 @@ def read_sheet(job: ledger.Job) -> JobSheet:
     """Counts, runs, causes and speed of one job."""
     info, runs = job.info(), job.runs()
     rate, left = _speed(job, info, runs)
+    asked = job.asked(runs[-1].no) if info.held and runs else None
     return JobSheet(
         job=job_view(info),
         running=job.progress().running,
@@ -113,6 +118,7 @@ def read_sheet(job: ledger.Job) -> JobSheet:
         runs=tuple(run_view(run) for run in runs),
         causes=tuple(cause_view(cause) for cause in job.causes()),
         database=Records(job.database.name, job.database.size()),
+        paused_by=asked.actor if asked is not None and asked.paused else None,
     )
 
 

@@ -1,0 +1,53 @@
+"""``pause``, ``resume``, ``stop`` and ``scale``: what can be asked of a run from another terminal."""
+
+from __future__ import annotations
+
+import click
+
+from headway.cli import database_option, say
+from headway.cli.toolkit import Whole, job_argument, open_ledger
+from headway.ledger.control import MOST_WORKERS
+from headway.views.jobs import find_job
+from headway.wording import plural
+
+
+@click.command()
+@job_argument
+@database_option
+def pause(job: str, database: str | None) -> None:
+    """Let a run finish what it works on and begin nothing more until it is resumed."""
+    with open_ledger(database) as ledger:
+        find_job(ledger, job).pause()
+    say(f"Job {job} is asked to pause. Go on:  headway resume {job}")
+
+
+@click.command()
+@job_argument
+@database_option
+def resume(job: str, database: str | None) -> None:
+    """Let a paused run go on."""
+    with open_ledger(database) as ledger:
+        find_job(ledger, job).resume()
+    say(f"Job {job} is asked to go on.")
+
+
+@click.command()
+@job_argument
+@click.option("--now", is_flag=True, help="Abandon the items that run; no attempt is counted.")
+@database_option
+def stop(job: str, database: str | None, *, now: bool) -> None:
+    """End a run as Ctrl-C does: what runs is finished and recorded, the rest is left for the same command."""
+    with open_ledger(database) as ledger:
+        find_job(ledger, job).stop(now=now)
+    say(f"Job {job} is asked to stop{'' if now else ' when what it works on is finished'}.")
+
+
+@click.command()
+@job_argument
+@click.argument("workers", type=Whole(1, MOST_WORKERS), metavar="N")
+@database_option
+def scale(job: str, workers: int, database: str | None) -> None:
+    """Let a run work on N items at once. Those that run are finished."""
+    with open_ledger(database) as ledger:
+        find_job(ledger, job).scale(workers)
+    say(f"Job {job} is asked to work on {plural(workers, 'item')} at once.")

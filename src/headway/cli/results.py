@@ -1,0 +1,73 @@
+"""``results``: what items returned."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from headway.cli import database_option, say
+from headway.cli.toolkit import job_argument, open_ledger, put
+from headway.errors import InvalidInput, UsageError
+from headway.views.jobs import find_job
+from headway.wording import plural
+
+if TYPE_CHECKING:
+    from headway.ledger import Job
+
+#: Seconds between two looks of --follow.
+FOLLOW_SECONDS = 0.3
+
+
+@click.command()
+@job_argument
+@click.option(
+    "--format", "format_", type=click.Choice(["jsonl", "csv", "json"]), help="[default: by the file's name, else jsonl]"
+)
+@click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write a file instead of stdout.")
+@click.option("--follow", "-f", is_flag=True, help="Print results as they come, until the run ends.")
+@database_option
+def results(job: str, database: str | None, *, format_: str | None, output: Path | None, follow: bool) -> None:
+    """Print what the items returned, by index."""
+    from headway.run import results as kept
+
+    if follow and (output is not None or format_ not in (None, "jsonl")):
+        raise UsageError("--follow prints JSON lines as they come.", hint="Leave out --format and --output.")
+    format = format_ or ("jsonl" if output is None else output.suffix.lower().removeprefix("."))
+    if format not in kept.FORMATS:
+        raise UsageError(f"{output} does not say in which format.", hint="Add --format jsonl, csv or json.")
+    with open_ledger(database) as ledger:
+        found = find_job(ledger, job)
+        if follow:
+            for text in _follow(found):
+                put(text, end="")
+            return
+        if output is None:
+            for text in kept.lines(found, format, say):
+                put(text, end="")
+        else:
+            if output.exists():
+                raise InvalidInput(f"{output} is there already.", hint="Move it away or name another --output.")
+            if not output.absolute().parent.is_dir():
+                raise InvalidInput(f"The directory of {output} does not exist.", hint="Make it first.")
+            kept.write_whole(output, kept.lines(found, format, say))
+        missing = found.unkept_results()
+        if missing:
+            say(f"{plural(missing, 'result')} were not kept: not JSON, very long, or of a run with --no-results.")
+
+
+def _follow(job: Job) -> Iterator[str]:
+    from headway.run import results as kept
+
+    after = 0
+    while True:
+        running = job.info().held  # before the look: what comes after it is looked for once more
+        for seq, found in kept.as_they_came(job, after):
+            yield kept.line(found)
+            after = seq
+        if not running:
+            return
+        time.sleep(FOLLOW_SECONDS)

@@ -1,0 +1,406 @@
+"""A program that is run once for each item.
+
+    headway run --items urls.txt -- ./convert.sh {} --out {key}.png
+
+It is an argument list and never a shell's text: what an item contains is one argument or a part of one. Exit status 0 is
+done, and what the program printed on stdout is the result. Anything else is a failure whose cause is the status or
+signal with the last line of stderr.
+
+Each program runs in a process group of its own. When it ends, and when its time is up, the whole group is ended. So that
+no group outlives the worker that started it, however that ends, a guard (`_Guard`) waits beside each worker.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import select
+import shlex
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from headway.errors import InvalidInput
+from headway.failure import Failure, reported
+from headway.ledger import canonical
+from headway.run.captured import LIMIT, Captured
+from headway.telemetry import redact
+
+#: A program whose time is up gets SIGTERM, and after so many seconds more SIGKILL.
+TERM_SECONDS = 1.0
+#: Bytes of stdout that are parsed with ``--stdout json``.
+JSON_LIMIT = 1 << 20
+TIMED_OUT = "TimedOut"
+
+#: ``{}``, ``{name}``; with the braces doubled it stands for itself.
+_PLACEHOLDER = re.compile(r"\{\{(?P<literal>[A-Za-z_][\w.-]*)?\}\}|\{(?P<name>[A-Za-z_][\w.-]*)?\}")
+_BROKEN = (errno.E2BIG, errno.ENOEXEC)
+
+# Reads the groups that run right now, a line at each change, until nobody is left who could write: then it ends them.
+_GUARD = 'trap "" INT TERM HUP; while read -r line; do now=$line; done; for group in $now; do kill -s KILL -- "-$group"; done'
+
+
+class ProgramFailed(Exception):
+    """A run of the program that did not succeed."""
+
+    def __init__(self, failure: Failure, printed: str = "", *, retryable: bool = True) -> None:
+        super().__init__(failure.text)
+        self.failure, self.printed, self.retryable = failure, printed, retryable
+
+
+class Program:
+    """The command of a run, checked."""
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        stdin: bool = False,
+        stdout: Literal["text", "json"] = "text",
+        key: str | None = None,
+    ) -> None:
+        """``key``: the field that names an item, if one does."""
+        if not words or not words[0]:
+            raise InvalidInput("There is no program after --.", hint="headway run --items FILE -- program {}")
+        self._words, self._stdin, self._stdout, self._key = tuple(words), stdin, stdout, key
+        self._path = _find(words[0])
+        self.name = os.path.basename(words[0])
+        names = [name for word in words[1:] for name in _names(word)]
+        if not names and not stdin:
+            raise InvalidInput(
+                "The command has no place for an item, so it would do the same for each.",
+                hint="Write {} where the item goes, {FIELD} for one of its fields, or --stdin to give it on standard input.",
+            )
+
+    @property
+    def text(self) -> str:
+        """The command as people write it, for the records."""
+        return redact(shlex.join(self._words))
+
+    def check(self, payload: Any) -> None:
+        """Raise `InvalidInput` if the command cannot be made of this item."""
+        self._arguments(0, payload)
+
+    def run(self, idx: int, payload: Any, timeout: float | None) -> tuple[Any, str]:
+        """Run it for one item: its result, and what it printed. Raises `ProgramFailed`."""
+        try:
+            words = self._arguments(idx, payload)
+        except InvalidInput as error:  # the item was registered for another command
+            raise ProgramFailed(reported("InvalidInput", str(error), self.name), retryable=False) from None
+        out = Captured(2 * JSON_LIMIT if self._stdout == "json" else LIMIT)
+        err = Captured()
+        try:
+            status = self._execute(words, payload, out, err, timeout)
+        except OSError as error:
+            hint = {
+                errno.E2BIG: "; an item that long fits on standard input only: --stdin",
+                errno.ENOEXEC: "; has the script a first line such as #!/bin/sh?",
+            }.get(error.errno or 0, "")
+            failure = reported("CannotStart", f"{self.name}: {error.strerror}{hint}", self.name)
+            raise ProgramFailed(failure, retryable=error.errno not in _BROKEN) from None
+        printed = _both(out, err)
+        if status != 0:
+            raise ProgramFailed(self._failure(status, err, words, timeout), printed)
+        return self._result(out, printed), printed
+
+    # ---- the command of an item ------------------------------------------------------------------------------------
+
+    def _arguments(self, idx: int, payload: Any) -> list[str]:
+        words = [
+            self._words[0],
+            *(
+                _PLACEHOLDER.sub(
+                    lambda found: (
+                        self._value(found["name"] or "", idx, payload)
+                        if not found[0].startswith("{{")
+                        else found[0][1:-1]
+                    ),
+                    word,
+                )
+                for word in self._words[1:]
+            ),
+        ]
+        if any("\0" in word for word in words):
+            raise InvalidInput("the item has a NUL character, which no argument can have.", hint="Use --stdin.")
+        return words
+
+    def _value(self, name: str, idx: int, payload: Any) -> str:
+        if name == "":
+            return _plain(payload)
+        if name == "index":
+            return str(idx)
+        fields = payload if isinstance(payload, dict) else {}
+        if name == "key" and (self._key is not None or "key" not in fields):
+            return str(idx) if self._key is None else _plain(fields.get(self._key))
+        if fields.get(name) is None:
+            what = "no fields" if not isinstance(payload, dict) else f"no field {name!r}"
+            known = ", ".join(f"{{{field}}}" for field in list(fields)[:8])
+            raise InvalidInput(
+                f"the command has {{{name}}}, and the item has {what}.",
+                hint=f"Use {known + ', ' if known else ''}{{}}, {{key}} or {{index}}; {{{{{name}}}}} stands for itself.",
+            )
+        return _plain(fields[name])
+
+    # ---- running it ------------------------------------------------------------------------------------------------
+
+    def _execute(self, words: list[str], payload: Any, out: Captured, err: Captured, timeout: float | None) -> int:
+        """Its exit status; of one that a signal ended, the signal's negative number; -1000 when its time was up."""
+        with _pipe() as (out_reading, out_writing), _pipe() as (err_reading, err_writing):
+            actions: list[Any] = [
+                (os.POSIX_SPAWN_DUP2, out_writing.take(), 1),
+                (os.POSIX_SPAWN_DUP2, err_writing.take(), 2),
+            ]
+            with self._input(payload) as descriptor:
+                actions.append((os.POSIX_SPAWN_DUP2, descriptor, 0))
+                pid = os.posix_spawn(
+                    self._path, words, os.environ, file_actions=actions, setpgroup=0,
+                    setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # Python ignores them, and a program inherits that
+                )  # fmt: skip
+            guard = _Guard.of_this_process()
+            guard.note(pid)
+            try:
+                out_writing.close()
+                err_writing.close()
+                return _follow(pid, {out_reading.take(): out, err_reading.take(): err}, timeout)
+            finally:
+                guard.forget(pid)
+
+    @contextmanager
+    def _input(self, payload: Any) -> Iterator[int]:
+        """A file to read from: the item, or nothing. A file, because a pipe would have to be fed while it is read."""
+        if not self._stdin:
+            with open(os.devnull, "rb", buffering=0) as file:
+                yield file.fileno()
+            return
+        with tempfile.TemporaryFile(buffering=0) as file:
+            file.write((_plain(payload) + "\n").encode())
+            file.seek(0)
+            yield file.fileno()
+
+    # ---- what came of it -------------------------------------------------------------------------------------------
+
+    def _result(self, out: Captured, printed: str) -> Any:
+        if self._stdout == "text":
+            return out.text().rstrip("\r\n") or None
+        text = out.text()
+        try:
+            if not out.whole or len(text) > JSON_LIMIT:
+                raise ValueError(f"it is longer than {JSON_LIMIT:,} bytes")
+            return json.loads(text, parse_constant=_refuse_constant) if text.strip() else None
+        except (ValueError, RecursionError) as error:
+            failure = reported("ResultNotJson", f"{self.name} did not print JSON: {error}", self.name)
+            raise ProgramFailed(failure, printed, retryable=False) from None
+
+    def _failure(self, status: int, err: Captured, words: Sequence[str], timeout: float | None) -> Failure:
+        if status == _TIME_IS_UP:
+            return reported(TIMED_OUT, f"{self.name} did not end within {timeout:g} s", self.name, err.text())
+        kind = f"exit {status}" if status > 0 else _signal_name(-status)
+        line = err.last_line()
+        # What differs from item to item is put back to what was written: like failures are one cause.
+        for given, filled in sorted(zip(self._words, words, strict=True), key=lambda pair: -len(pair[1])):
+            if given != filled and len(filled) >= 3:
+                line = line.replace(filled, given)
+        return reported(kind, line or f"{self.name} said nothing on stderr", self.name, err.text())
+
+
+_TIME_IS_UP = -1000
+
+
+def _follow(pid: int, streams: dict[int, Captured], timeout: float | None) -> int:
+    """Take what the program prints until it ends. What it left behind in its group is ended with it: it could hold the
+    streams open, or run for ever with nobody to know."""
+    poll = select.poll()
+    for descriptor in streams:
+        os.set_blocking(descriptor, False)
+        poll.register(descriptor, select.POLLIN)
+    ended = _pidfd(pid)
+    if ended is not None:
+        poll.register(ended, select.POLLIN)
+    limits = [] if timeout is None else [(signal.SIGTERM, timeout), (signal.SIGKILL, timeout + TERM_SECONDS)]
+    began, overdue = time.monotonic(), False
+    try:
+        while True:
+            left = limits[0][1] - (time.monotonic() - began) if limits else None
+            if left is not None and left <= 0:
+                overdue = True
+                _end_group(pid, limits.pop(0)[0])
+                continue
+            patience = 3600.0 if left is None else left
+            for descriptor, _ in poll.poll(1000 * (patience if ended is not None else min(patience, 0.02)) + 1):
+                if descriptor in streams and not _take(descriptor, streams[descriptor], most=1):
+                    poll.unregister(descriptor)
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                break
+        # Its number is its own until it is waited for, so the group is that of nobody else.
+        _end_group(pid, signal.SIGKILL)
+        for descriptor, captured in streams.items():
+            _take(descriptor, captured, most=64)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return _TIME_IS_UP if overdue else status
+    except BaseException:
+        _end_group(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+    finally:
+        if ended is not None:
+            os.close(ended)
+
+
+def _take(descriptor: int, captured: Captured, *, most: int) -> bool:
+    """Read what is there, at most so many times; False at the end of the stream."""
+    with suppress(BlockingIOError):
+        for _ in range(most):
+            data = os.read(descriptor, LIMIT)
+            if not data:
+                return False
+            captured.add(data)
+    return True
+
+
+def _end_group(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # nobody is left, or nobody of ours
+        os.killpg(pid, number)
+
+
+def _pidfd(pid: int) -> int | None:
+    """A descriptor that can be read when the process has ended; None where the system has no such thing."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+class _Guard:
+    """A process beside a worker that outlives it by a moment: when the worker is no more, killed by whomever, it ends the
+    groups that still ran. It is a shell with a fixed text, because that is small, and not found under our name by those
+    who kill everything of ours at once."""
+
+    _lock = threading.Lock()
+    _current: tuple[int, _Guard] | None = None
+
+    @classmethod
+    def of_this_process(cls) -> _Guard:
+        with cls._lock:
+            if cls._current is None or cls._current[0] != os.getpid():
+                cls._current = os.getpid(), cls()
+            return cls._current[1]
+
+    def __init__(self) -> None:
+        self._groups: set[int] = set()
+        self._writing_lock = threading.Lock()
+        reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        actions: list[Any] = [
+            (os.POSIX_SPAWN_DUP2, reading, 0),
+            (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ]
+        os.posix_spawn("/bin/sh", ["sh", "-c", _GUARD], {}, file_actions=actions, setpgroup=0)
+        os.close(reading)
+
+    def note(self, group: int) -> None:
+        with self._writing_lock:
+            self._groups.add(group)
+            self._tell()
+
+    def forget(self, group: int) -> None:
+        with self._writing_lock:
+            self._groups.discard(group)
+            self._tell()
+
+    def _tell(self) -> None:
+        with suppress(OSError):  # somebody ended or stopped the guard: the work is worth more than the guard
+            os.write(self._writing, f"{' '.join(map(str, self._groups))}\n".encode())
+
+
+class _End:
+    """One end of a pipe; closed once."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor
+
+    def take(self) -> int:
+        assert self._descriptor is not None
+        return self._descriptor
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+@contextmanager
+def _pipe() -> Iterator[tuple[_End, _End]]:
+    ends = [_End(descriptor) for descriptor in os.pipe()]
+    try:
+        yield ends[0], ends[1]
+    finally:
+        for end in ends:
+            end.close()
+
+
+def _find(word: str) -> str:
+    """The program's file; raises `InvalidInput` if there is none that can be run."""
+    path = shutil.which(word)
+    if path is not None:
+        return path
+    a_pipeline = any(character in word for character in " |&;<>$")
+    if _names(word) and not a_pipeline:
+        raise InvalidInput(
+            f"The program itself cannot be a placeholder: {word}.", hint="Name the program, then {} as its argument."
+        )
+    there = Path(word)
+    if "/" in word and there.exists():
+        what = "is not a file" if not there.is_file() else "cannot be executed"
+        raise InvalidInput(
+            f"The program {word} {what}.", hint=f"Allow it: chmod +x {word}" if there.is_file() else None
+        )
+    if a_pipeline:
+        hint = "It is not given to a shell. For a pipeline: -- sh -c '... \"$1\" | ...' sh {}"
+    elif re.fullmatch(r"[\w.]+:[\w.]+", word):
+        hint = f"For a Python function leave out the --: headway run {word} ..."
+    else:
+        hint = "Check its name; a program in this directory is ./NAME"
+    raise InvalidInput(f"There is no program {word!r}.", hint=hint)
+
+
+def _names(word: str) -> list[str]:
+    return [found["name"] or "" for found in _PLACEHOLDER.finditer(word) if not found[0].startswith("{{")]
+
+
+def _plain(value: Any) -> str:
+    """A text as it is, everything else as JSON."""
+    return value if isinstance(value, str) else canonical(value)
+
+
+def _both(out: Captured, err: Captured) -> str:
+    """What a program printed, as it is kept: stderr, and stdout before it, each under its name if both said something."""
+    parts = [(name, text) for name, text in (("stdout", out.text()), ("stderr", err.text())) if text]
+    text = parts[0][1] if len(parts) == 1 else "".join(f"--- {name} ---\n{text.rstrip()}\n" for name, text in parts)
+    if len(text) <= LIMIT // 4:
+        return text
+    bounded = Captured()
+    bounded.add(text.encode())
+    return bounded.text()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"{word} is not a JSON number")
+
+
+Work = Callable[..., object] | Program

@@ -1,0 +1,186 @@
+"""What functions returned: how it is kept, and how it is written for others to read.
+
+A result is JSON. Values of the usual libraries that are not get a plain form (`as_plain`); for others the caller has
+``encode`` and ``decode``. Nothing is ever pickled.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from datetime import date, time
+from decimal import Decimal
+from enum import Enum
+from pathlib import Path, PurePath
+from typing import Any, Literal
+from uuid import UUID
+
+from headway.errors import StorageError
+from headway.ledger import Job
+
+#: Characters of a result that is kept although nobody asked for a file of them.
+RESULT_LIMIT = 1 << 20
+
+FORMATS = ("jsonl", "csv", "json")
+#: The columns that every row has.
+_OWN = ("index", "key")
+_ALONE = "result"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Keep:
+    """What a run keeps of its items."""
+
+    #: What they returned, and whether a result that cannot be kept is a failure.
+    results: bool = True
+    all_results: bool = False
+    #: Makes JSON of what the function returned.
+    encode: Callable[[Any], Any] | None = None
+    #: Of which items to keep what they printed.
+    printed: Literal["failed", "all", "none"] = "failed"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ItemResult:
+    """What one item returned."""
+
+    index: int
+    key: str | None
+    result: Any
+
+
+def as_plain(value: Any) -> Any:
+    """A value of the usual libraries as JSON has it. Raises TypeError for others."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, date | time):  # a datetime is a date
+        return value.isoformat()
+    if isinstance(value, PurePath | UUID | Decimal):
+        return str(value)
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    library = type(value).__module__.partition(".")[0]
+    if library == "numpy" and hasattr(value, "tolist"):
+        return value.tolist()
+    if hasattr(type(value), "model_dump"):  # pydantic
+        return value.model_dump(mode="json")
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def in_order(job: Job) -> Iterator[ItemResult]:
+    """Every kept result by the items' index; None of those that returned nothing."""
+    after = -1
+    while page := job.results_by_index(after):
+        for idx, key, text in page:
+            if text is not None:
+                yield ItemResult(idx, key, json.loads(text))
+        after = page[-1][0]
+
+
+def as_they_came(job: Job, after: int = 0) -> Iterator[tuple[int, ItemResult]]:
+    """Kept results in the order in which they were recorded, each with the place to go on from."""
+    while page := job.results(after):
+        for seq, idx, key, text in page:
+            yield seq, ItemResult(idx, key, json.loads(text))
+        after = page[-1][0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+def line(found: ItemResult) -> str:
+    return json.dumps({"index": found.index, "key": found.key, "result": found.result}, ensure_ascii=False) + "\n"
+
+
+def lines(job: Job, format: str, tell: Callable[[str], None] = lambda _: None) -> Iterator[str]:
+    """All results as text of that format, piece by piece. ``tell`` hears what the format could not hold."""
+    if format == "jsonl":
+        yield from map(line, in_order(job))
+    elif format == "json":
+        before = "[\n"
+        for found in in_order(job):
+            yield before + line(found).rstrip("\n")
+            before = ",\n"
+        yield "[]\n" if before == "[\n" else "\n]\n"
+    else:
+        yield from _csv(job, tell)
+
+
+def _csv(job: Job, tell: Callable[[str], None]) -> Iterator[str]:
+    """A row for each item; the fields of a result that is an object are columns. The results are read twice, first for
+    the columns: the rows need not have the same."""
+    columns: dict[str, None] = {}
+    nested: dict[str, int] = {}
+    alone = False
+    for found in in_order(job):
+        fields = found.result if isinstance(found.result, dict) else {}
+        alone = alone or not (isinstance(found.result, dict) or found.result is None)
+        columns |= dict.fromkeys(fields)
+        for name, value in fields.items() if isinstance(found.result, dict) else [(_ALONE, found.result)]:
+            if isinstance(value, dict | list):
+                nested[name] = nested.get(name, 0) + 1
+    heads = [*_OWN, *(_column(name) for name in columns), *([_ALONE] if alone or not columns else [])]
+    buffer = io.StringIO(newline="")
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(heads)
+    for found in in_order(job):
+        fields = found.result if isinstance(found.result, dict) else {}
+        cells = [found.index, found.key, *(fields.get(name) for name in columns)]
+        if alone or not columns:
+            cells.append(None if isinstance(found.result, dict) else found.result)
+        writer.writerow([_cell(value) for value in cells])
+        if buffer.tell() > 1 << 16:
+            yield buffer.getvalue()
+            buffer.seek(0)
+            buffer.truncate()
+    yield buffer.getvalue()
+    for name, count in nested.items():
+        tell(f"{count:,} values of {_column(name)!r} are lists or objects: the cells hold their JSON.")
+
+
+def _column(name: str) -> str:
+    """A field called as one of our own columns gets another name, or a reader would take one for the other."""
+    return f"result.{name}" if name in (*_OWN, _ALONE) else name
+
+
+def _cell(value: Any) -> object:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
+
+
+def write_whole(path: Path, pieces: Iterable[str]) -> None:
+    """Write a file so that it is there as a whole or not at all, for its owner alone."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(
+            os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600),
+            "w",
+            encoding="utf-8",
+            newline="",
+        ) as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
+        raise StorageError(
+            f"The results cannot be written to {path}: {error.strerror}.",
+            hint="They are safe in the ledger. Write them elsewhere:  headway results JOB --output FILE",
+        ) from error

@@ -1,0 +1,171 @@
+"""The smallest step from a loop to one that can be killed and goes on.
+
+    for page in headway.track(pages, job="pages"):
+        download(page)
+
+An item is done when the loop asks for the next one. Whatever ends the loop, the same program goes on with the first item
+that was not done.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, TypeVar
+
+from headway.errors import HeadwayError
+from headway.ledger import Done, canonical
+from headway.run.display import Display, RunSnapshot, open_display
+from headway.run.items import GivenItems
+from headway.run.loop import OpenJob
+from headway.run.results import as_plain
+
+T = TypeVar("T")
+
+#: Items that take less share a commit, which is at most so many seconds away.
+SHORT_SECONDS = 0.02
+COMMIT_SECONDS = 0.05
+COMMIT_MOST = 1000
+SHOW_SECONDS = 0.1
+
+
+class Tracker(Iterator[T]):
+    """What `track` gives: the items that are left, each recorded when the next one is asked for.
+
+    Nothing refers to it but the loop: when that is left, however, it goes at once, and gives the job back.
+    """
+
+    def __init__(self, items: Generator[T, None, None]) -> None:
+        self._items = items
+
+    def __iter__(self) -> Tracker[T]:
+        return self
+
+    def __next__(self) -> T:
+        return next(self._items)
+
+    def close(self) -> None:
+        """Record what is done and give the job back; what the loop works on at this moment is left for the next time."""
+        self._items.close()
+
+    def __del__(self) -> None:
+        with suppress(Exception):
+            self.close()
+
+
+class _Walk:
+    """The loop from inside."""
+
+    def __init__(self, opened: OpenJob, display: Display) -> None:
+        self._opened, self._display = opened, display
+        self._waiting: list[Done] = []
+        self._committed_at = self._shown_at = time.monotonic()
+        known = opened.progress()
+        self._kept, self._total, self._done = known.done, known.total, 0
+
+    def items(self, originals: dict[object, Any]) -> Generator[Any, None, None]:
+        try:
+            yield None  # to `start`
+            with _above(self._display):
+                for item in self._opened.remaining(wait=False):
+                    began = time.monotonic()
+                    yield originals.get(item.key if item.key is not None else item.fingerprint, item.payload)
+                    self._finished(item.index, began, time.monotonic())
+                self._commit(time.monotonic())
+        finally:
+            try:
+                self._commit(time.monotonic())
+            finally:
+                self._display.end(self._snapshot())
+                self._opened.close()
+
+    def _finished(self, index: int, began: float, now: float) -> None:
+        self._waiting.append(Done(index, None, None, now - began))
+        self._done += 1
+        if (
+            now - began > SHORT_SECONDS
+            or now - self._committed_at > COMMIT_SECONDS
+            or len(self._waiting) >= COMMIT_MOST
+        ):
+            self._commit(now)
+        if now - self._shown_at > SHOW_SECONDS:
+            self._shown_at = now
+            self._display.show(self._snapshot())
+
+    def _commit(self, now: float) -> None:
+        self._committed_at = now
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            self._opened.record_many(waiting)
+
+    def _snapshot(self) -> RunSnapshot:
+        return RunSnapshot(self._total, self._kept, self._done, 0, 0, 0, 0)
+
+
+def start(
+    opened: Callable[[GivenItems], OpenJob], items: Iterable[T], *, key: str | None, limit: int, progress: str
+) -> Tracker[T]:
+    source = GivenItems(items, key=key, limit=limit, plain=_plain)
+    display = open_display(progress, stream=sys.stderr)
+    items_left = _Walk(opened(source), display).items(_originals(source))
+    next(items_left)  # from here on closing it gives the job back
+    return Tracker(items_left)
+
+
+def _plain(value: Any) -> Any:
+    """An item as JSON: the ledger knows it by that. The loop gets the item itself."""
+    try:
+        canonical(value)
+    except HeadwayError:
+        try:
+            return json.loads(json.dumps(value, default=as_plain, allow_nan=False))
+        except (TypeError, ValueError):
+            return value  # what is wrong with it is said where it is checked
+    return value
+
+
+def _originals(source: GivenItems) -> dict[object, Any]:
+    """The items as they were given, by what the ledger knows them by."""
+    return {
+        read.key if read.key is not None else read.fingerprint: item
+        for read, item in zip(source, source.items, strict=True)
+    }
+
+
+@contextmanager
+def _above(display: Display) -> Iterator[None]:
+    """While a bar is drawn, what the loop prints to the same terminal appears above it, line by line."""
+    before = sys.stdout, sys.stderr
+    if display.live:
+        sys.stdout, sys.stderr = (_Lines(stream, display) if stream.isatty() else stream for stream in before)
+    try:
+        yield
+    finally:
+        ours, (sys.stdout, sys.stderr) = (sys.stdout, sys.stderr), before
+        for stream in ours:
+            if isinstance(stream, _Lines):
+                stream.finish()
+
+
+class _Lines:
+    """A stream whose lines are shown above the bar."""
+
+    def __init__(self, stream: TextIO, display: Display) -> None:
+        self._stream, self._display, self._rest = stream, display, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._display.say(line)
+        return len(text)
+
+    def finish(self) -> None:
+        if self._rest:
+            self._display.say(self._rest)
+            self._rest = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -1,0 +1,198 @@
+"""`headway pause|resume|stop|scale`: a run is told from elsewhere what to do, and says by whom."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from headway.errors import InvalidInput, Refused
+from headway.ledger import Job, Ledger
+from headway.run.estimate import Estimator, RunSnapshot
+from tests.services.waiting import eventually
+
+Cli = Callable[..., "subprocess.CompletedProcess[str]"]
+Spawn = Callable[..., "subprocess.Popen[str]"]
+
+FUNCTIONS = """
+import asyncio, os, time
+
+def slow(item):
+    open(f"begun-{item}", "w").close()
+    while not os.path.exists("free") and not os.path.exists(f"free-{item}"):
+        time.sleep(0.01)
+
+async def slow_async(item):
+    open(f"begun-{item}", "w").close()
+    while not os.path.exists("free") and not os.path.exists(f"free-{item}"):
+        await asyncio.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "jobs.py").write_text(FUNCTIONS)
+    (tmp_path / "items.txt").write_text("".join(f"{n}\n" for n in range(12)))
+    return tmp_path
+
+
+def begun(place: Path) -> set[int]:
+    return {int(path.name.removeprefix("begun-")) for path in place.glob("begun-*")}
+
+
+@pytest.fixture
+def started(place: Path, spawn_cli: Spawn) -> Iterator[Callable[..., tuple[subprocess.Popen[str], Job]]]:
+    ledgers: list[Ledger] = []
+
+    def start(*options: str, function: str = "slow", workers: int = 2) -> tuple[subprocess.Popen[str], Job]:
+        words = ("run", f"jobs:{function}", "-i", "items.txt", "-j", "ads", "-w", str(workers), *options)
+        run = spawn_cli(*words, stdout=subprocess.DEVNULL)
+        eventually(lambda: len(begun(place)) >= workers, timeout=60)
+        ledgers.append(Ledger.open(f"sqlite:///{place}/headway.db", create=False))
+        return run, ledgers[-1].job("ads")
+
+    yield start
+    for ledger in ledgers:
+        ledger.close()
+
+
+Started = Callable[..., tuple["subprocess.Popen[str]", Job]]
+
+
+def lines_until(run: subprocess.Popen[str], text: str) -> str:
+    assert run.stderr is not None
+    for line in run.stderr:
+        if text in line:
+            return line
+    raise AssertionError(f"the run did not say {text!r}")
+
+
+def test_a_paused_run_finishes_what_runs_begins_nothing_and_goes_on_when_it_is_resumed(
+    place: Path, started: Started, headway_cli: Cli
+):
+    run, job = started()
+    paused = headway_cli("pause", "ads", env={"LOGNAME": "alice"})
+    assert paused.returncode == 0, paused.stderr
+    assert "Paused by alice: finishing 2 items" in lines_until(run, "Paused")
+    (place / "free-0").touch()
+    (place / "free-1").touch()
+    eventually(lambda: job.info().done == 2, timeout=30)
+    assert "paused by alice" in headway_cli("show", "ads").stdout
+    assert json.loads(headway_cli("show", "ads", "--json").stdout)["paused_by"] == "alice"
+    assert begun(place) == {0, 1}, "the whole of two commands later nothing was begun"
+    assert headway_cli("resume", "ads", env={"LOGNAME": "bob"}).returncode == 0
+    assert "Resumed by bob." in lines_until(run, "Resumed")
+    (place / "free").touch()
+    assert run.wait(60) == 0
+    assert job.info().done == 12
+    with Ledger.open(f"sqlite:///{place}/headway.db") as ledger:
+        assert [(who, what) for _, who, what, _, _ in ledger.audit_trail("ads")] == [
+            ("alice", "pause"),
+            ("bob", "resume"),
+        ]
+
+
+def test_stop_finishes_what_runs_and_the_same_command_goes_on(place: Path, started: Started, headway_cli: Cli):
+    run, job = started()
+    job.stop(actor="alice")
+    assert "Stopping, as alice asked: finishing 2 items" in lines_until(run, "Stopping")
+    (place / "free").touch()
+    assert run.wait(60) == 143
+    assert (job.info().done, job.info().failures) == (2, 0)
+    assert job.runs()[-1].outcome == "interrupted"
+    again = headway_cli("run", "jobs:slow", "-i", "items.txt", "-j", "ads")
+    assert again.returncode == 0, "what was asked of the last run is not asked of this one"
+    assert job.info().done == 12
+
+
+def test_stop_now_abandons_what_runs_and_charges_nothing(started: Started):
+    run, job = started()
+    job.stop(now=True)
+    assert run.wait(60) == 143
+    assert (job.info().done, job.info().failures) == (0, 0)
+
+
+def test_a_paused_run_can_be_stopped(place: Path, started: Started):
+    run, job = started()
+    job.pause()
+    lines_until(run, "Paused")
+    job.stop()
+    (place / "free").touch()
+    assert run.wait(60) == 143
+
+
+@pytest.mark.parametrize(("function", "mode"), [("slow", "process"), ("slow", "thread"), ("slow_async", "async")])
+def test_scale_changes_how_many_items_run_at_once(place: Path, started: Started, function: str, mode: str):
+    run, job = started("--mode", mode, function=function)
+    job.scale(5, actor="alice")
+    assert "alice asks for 5 items at once" in lines_until(run, "alice")
+    many = 5 if mode == "process" else 7  # of threads and loops a new process has five, beside the two that finish
+    eventually(lambda: len(begun(place)) == many, timeout=60)
+    job.scale(1)
+    lines_until(run, "asks for 1 item at once")
+    for n in range(many):
+        (place / f"free-{n}").touch()
+    eventually(lambda: job.info().done == many and len(begun(place)) == many + 1, timeout=60)
+    (place / "free").touch()
+    assert run.wait(60) == 0
+    assert job.info().done == 12
+
+
+# ---- without a run --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_running_cannot_be_controlled(tmp_path: Path, headway_cli: Cli):
+    with Ledger.open(f"sqlite:///{tmp_path}/headway.db") as ledger:
+        job = ledger.create("ads")
+        with pytest.raises(Refused, match="is not running"):
+            job.pause()
+        hold = ledger.hold(job, {"mode": "loop"})
+        with pytest.raises(Refused, match="own loop"):
+            job.stop()
+        ledger.release(hold, "finished")
+    refused = headway_cli("scale", "ads", "3")
+    assert refused.returncode == 5
+    assert "Job ads is not running" in refused.stderr
+    assert headway_cli("scale", "ads", "0").returncode == 2
+
+
+def test_asking_again_for_the_same_is_asking_once(tmp_path: Path):
+    with Ledger.open(f"sqlite:///{tmp_path}/headway.db") as ledger:
+        job = ledger.create("ads")
+        hold = ledger.hold(job, {"mode": "process"})
+        assert job.asked(hold.run) == (0, False, 0, None, "")
+        first = job.pause(actor="alice")
+        assert job.pause(actor="bob") == first
+        assert job.scale(3, actor="bob").paused, "one request leaves the others as they were"
+        assert job.resume(actor="bob").workers == 3
+        with pytest.raises(InvalidInput):
+            job.scale(0)
+        assert len(list(ledger.audit_trail("ads"))) == 3
+        ledger.release(hold, "finished")
+        second = ledger.hold(job, {"mode": "process"})
+        assert job.asked(second.run).workers is None, "a later run starts as it is told to"
+
+
+def test_the_time_of_a_pause_makes_a_run_neither_slow_nor_stalled():
+    now = 0.0
+    estimator = Estimator(lambda: now)
+
+    def show(done: int, paused_by: str = "") -> None:
+        estimator.update(RunSnapshot(1000, 0, done, 2, 0, 0, 0, paused_by=paused_by))
+
+    for second in range(60):
+        now = float(second)
+        show(second)
+    before = estimator.forecast
+    assert before is not None
+    for second in range(60, 1000):
+        now = float(second)
+        show(59, paused_by="alice")
+        assert estimator.stalled is None
+    show(59)
+    after = estimator.forecast
+    assert after is not None
+    assert after.seconds == pytest.approx(before.seconds, rel=0.05)

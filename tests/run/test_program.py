@@ -1,0 +1,289 @@
+"""`headway run --items FILE -- PROGRAM {}`: any program, once for each item."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.errors import InvalidInput
+from headway.ledger import Job, Ledger
+from headway.run.program import Program, ProgramFailed
+from tests.services.waiting import eventually
+
+Cli = Callable[..., "subprocess.CompletedProcess[str]"]
+Spawn = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "items.txt").write_text("one\ntwo\nthree\n")
+    return tmp_path
+
+
+def script(place: Path, text: str, name: str = "work.sh") -> Path:
+    path = place / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def job_in(place: Path) -> Job:
+    ledger = Ledger.open(f"sqlite:///{place}/headway.db", create=False)
+    return ledger.job(ledger.jobs()[0].id)
+
+
+def shell(text: str, **options: Any) -> Program:
+    """A program that is given the item as $1."""
+    return Program(["sh", "-c", text, "sh", "{}"], **options)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# ---- what it is given -----------------------------------------------------------------------------------------------
+
+ARTICLE = {"id": "a-1", "url": "http://x/y z", "size": 3, "tags": ["p", "q"], "ok": True}
+
+
+@pytest.mark.parametrize(
+    ("words", "payload", "key", "given"),
+    [
+        (["{}"], "one two; $(rm -rf)", None, ["one two; $(rm -rf)"]),
+        (["--in={}", "{index}.png"], "a", None, ["--in=a", "7.png"]),
+        (["{key}"], "a", None, ["7"]),
+        (
+            ["{key}", "{url}", "{size}", "{tags}", "{ok}"],
+            ARTICLE,
+            "id",
+            ["a-1", "http://x/y z", "3", '["p","q"]', "true"],
+        ),
+        (["{key}"], {"key": "own"}, None, ["own"]),
+        (["{}"], {"b": 1, "a": "é"}, None, ['{"a":"é","b":1}']),
+        (["{{url}}", "{ print }", "{}", "{{}}"], "x", None, ["{url}", "{ print }", "x", "{}"]),
+        (["{}{}"], "{index}", None, ["{index}{index}"]),
+    ],
+    ids=["text", "part of a word", "without a key", "fields", "a field key", "whole", "braces", "no second time"],
+)
+def test_placeholders_become_arguments_and_nothing_is_given_to_a_shell(
+    words: list[str], payload: Any, key: str | None, given: list[str]
+):
+    program = Program(["printf", "%s\\n", *words], key=key)
+    assert program.run(7, payload, None)[0].split("\n") == given
+
+
+def test_with_stdin_the_program_reads_the_item():
+    program = Program(["cat"], stdin=True)
+    assert program.run(0, "a text", None)[0] == "a text"
+    large = {"text": "é" * 100_000}
+    assert Program(["cat"], stdin=True, stdout="json").run(0, {"a": 1}, None)[0] == {"a": 1}
+    assert Program(["wc", "-c"], stdin=True).run(0, large, None)[0].strip() == str(len('{"text":""}') + 200_001)
+    assert Program(["true"], stdin=True).run(0, large, None)[0] is None, "a program need not read it"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "no program after --"),
+        (["true"], "no place for an item"),
+        (["no-such-program", "{}"], "There is no program 'no-such-program'"),
+        (["{}"], "cannot be a placeholder"),
+        (["/etc", "{}"], "is not a file"),
+        (["/etc/passwd", "{}"], "cannot be executed"),
+    ],
+)
+def test_a_command_that_cannot_be_run_is_refused_before_anything_runs(words: list[str], said: str):
+    with pytest.raises(InvalidInput, match=said):
+        Program(words)
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"), [("grep x {} | wc -l", "sh -c"), ("jobs:make_ad", "leave out the --"), ("work.sh", "./NAME")]
+)
+def test_the_usual_mistakes_are_explained(word: str, hint: str):
+    with pytest.raises(InvalidInput) as caught:
+        Program([word, "{}"])
+    assert hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("words", "payload"),
+    [(["{price}"], {"id": 1}), (["{price}"], {"price": None}), (["{price}"], "text"), (["{}"], "a\0b")],
+    ids=["no field", "null", "no fields", "NUL"],
+)
+def test_an_item_the_command_cannot_be_made_of_is_refused(words: list[str], payload: Any):
+    with pytest.raises(InvalidInput):
+        Program(["echo", *words]).check(payload)
+
+
+def test_bad_commands_and_bad_items_end_the_verb_with_one_error_and_no_database(place: Path, headway_cli: Cli):
+    (place / "items.jsonl").write_text('{"url": "a"}\n{"uri": "b"}\n')
+    missing = headway_cli("run", "--items", "items.jsonl", "--", "echo", "{url}")
+    assert missing.returncode == 2
+    assert "items.jsonl, line 2: the command has {url}, and the item has no field 'url'." in missing.stderr
+    assert "{uri}" in missing.stderr
+    both = headway_cli("run", "jobs:f", "--items", "items.txt", "--", "echo", "{}")
+    assert both.returncode == 2
+    assert "Both a function (jobs:f) and a program" in both.stderr
+    assert not (place / "headway.db").exists()
+
+
+# ---- what comes of it -----------------------------------------------------------------------------------------------
+
+
+def failure_of(program: Program, payload: Any = "item-1", timeout: float | None = None) -> ProgramFailed:
+    with pytest.raises(ProgramFailed) as caught:
+        program.run(0, payload, timeout)
+    return caught.value
+
+
+def test_the_cause_of_a_failure_is_status_or_signal_with_the_last_line_of_stderr():
+    failed = failure_of(shell("echo early >&2; echo cannot open $1 >&2; echo >&2; exit 3"))
+    assert (failed.failure.type, failed.failure.message, failed.failure.frame) == ("exit 3", "cannot open {}", "sh")
+    assert failed.retryable
+    assert "cannot open item-1" in failed.printed
+    killed = failure_of(shell("kill -SEGV $$"))
+    assert (killed.failure.type, killed.failure.message) == ("SIGSEGV", "sh said nothing on stderr")
+
+
+def test_secrets_that_a_program_prints_stay_out_of_its_cause():
+    failed = failure_of(shell("echo 'login failed: password=hunter2-canary' >&2; exit 1"))
+    assert "hunter2-canary" not in failed.failure.message + (failed.failure.detail or "")
+
+
+def test_stdout_is_the_result_as_text_or_as_json():
+    assert shell("echo; printf 'a\\nb\\n\\n'").run(0, "x", None)[0] == "\na\nb"
+    assert shell("exit 0").run(0, "x", None)[0] is None
+    assert shell("printf '\\377'").run(0, "x", None)[0] == "\ufffd"
+    assert shell("echo '{\"n\": [1, 2]}'", stdout="json").run(0, "x", None)[0] == {"n": [1, 2]}
+    for text in ("echo nonsense", "echo NaN", "yes 1 | head -c 3000000"):
+        bad = failure_of(shell(text, stdout="json"))
+        assert bad.failure.type == "ResultNotJson"
+        assert not bad.retryable
+
+
+def test_of_very_much_output_the_beginning_and_the_end_are_kept():
+    result, _ = shell("echo first; yes | head -c 300000000; echo last").run(0, "x", None)
+    assert result.startswith("first\ny\n")
+    assert result.endswith("y\nlast")
+    assert "bytes left out" in result
+    assert len(result) < 70_000
+
+
+def test_a_script_that_nobody_can_execute_fails_its_items_and_says_why(tmp_path: Path):
+    path = tmp_path / "no-first-line"
+    path.write_text("echo hello\n")
+    path.chmod(0o755)
+    failed = failure_of(Program([str(path), "{}"]))
+    assert failed.failure.type == "CannotStart"
+    assert "#!/bin/sh" in failed.failure.message
+    assert not failed.retryable
+
+
+def test_an_item_too_long_for_an_argument_says_to_use_standard_input():
+    failed = failure_of(Program(["echo", "{}"]), "x" * 250_000)
+    assert failed.failure.type == "CannotStart"
+    assert "--stdin" in failed.failure.message
+
+
+# ---- ends -----------------------------------------------------------------------------------------------------------
+
+
+def test_when_the_time_is_up_the_whole_group_is_ended_also_if_it_ignores_sigterm(tmp_path: Path):
+    pids = tmp_path / "pids"
+    text = f'trap "" TERM; sleep 600 & echo $! > {pids}; echo $$ >> {pids}; wait; sleep 600'
+    began = time.monotonic()
+    failed = failure_of(shell(text), timeout=0.5)
+    assert failed.failure.type == "TimedOut"
+    assert time.monotonic() - began < 30
+    both = [int(word) for word in pids.read_text().split()]
+    assert len(both) == 2
+    eventually(lambda: not any(lives(pid) for pid in both))
+
+
+def test_a_program_may_clean_up_when_its_time_is_up(tmp_path: Path):
+    mark = tmp_path / "cleaned"
+    failed = failure_of(shell(f'trap "touch {mark}; exit 0" TERM; sleep 600 & wait'), timeout=0.5)
+    assert failed.failure.type == "TimedOut", "it ended by itself, but too late"
+    assert mark.exists()
+
+
+def test_what_a_program_leaves_behind_neither_holds_it_up_nor_outlives_it():
+    began = time.monotonic()
+    result, _ = shell("sleep 600 & echo $!").run(0, "x", None)
+    assert time.monotonic() - began < 60
+    eventually(lambda: not lives(int(result)))
+
+
+def test_a_program_that_closes_its_streams_is_still_waited_for(tmp_path: Path):
+    shell(f"exec >&- 2>&-; sleep 0.3; touch {tmp_path}/ended").run(0, "x", None)
+    assert (tmp_path / "ended").exists()
+
+
+def test_items_run_fail_time_out_and_are_retried_as_with_a_function(place: Path, headway_cli: Cli):
+    script(place, 'case $1 in two) echo "no $1" >&2; exit 4;; three) sleep 600;; *) echo "done $1 $2";; esac')
+    command = ("run", "--items", "items.txt", "--retries", "0", "--no-last-pass", "--timeout", "1.5")
+    done = headway_cli(*command, "--", "./work.sh", "{}", "--fresh")
+    assert done.returncode == 3, done.stderr
+    assert "exit 4" in done.stderr
+    job = job_in(place)
+    assert job.info().function == "./work.sh '{}' --fresh"
+    assert job.info().command.endswith("-- ./work.sh '{}' --fresh"), "what comes after -- is the program's own"
+    letters = {letter.idx: letter.error for letter in job.dead_letters()}
+    assert letters == {1: "exit 4: no {}", 2: "TimedOut: work.sh did not end within 1.5 s"}
+    assert [attempt.outcome for attempt in job.history(2)] == ["timeout"]
+    script(place, 'echo "repaired $1"')
+    assert headway_cli("retry", job.id, "--yes").returncode == 0
+    assert headway_cli(*command, "--", "./work.sh", "{}", "--fresh").returncode == 0
+    assert job_in(place).info().done == 3
+
+
+@pytest.mark.parametrize("workers", ["2", "100"], ids=["processes", "threads"])
+@pytest.mark.parametrize("everybody", [False, True], ids=["the parent", "all of ours"])
+def test_kill_9_leaves_no_program_behind(place: Path, spawn_cli: Spawn, everybody: bool, workers: str):
+    script(place, 'sleep 600 & echo "$$ $!" > "pids-$1"; wait')
+    run = spawn_cli("run", "--items", "items.txt", "--workers", workers, "--", "./work.sh", "{}")
+    names = ["one", "two"] if workers == "2" else ["one", "two", "three"]
+    files = [place / f"pids-{name}" for name in names]
+    eventually(lambda: all(file.exists() and file.read_text().endswith("\n") for file in files), timeout=60)
+    programs = [int(word) for file in files for word in file.read_text().split()]
+    assert all(lives(pid) for pid in programs)
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    if everybody:
+        for child in children:
+            os.kill(int(child), signal.SIGSTOP)  # so that none of them acts before all are dead
+        for pid in (run.pid, *map(int, children)):
+            os.kill(pid, signal.SIGKILL)
+    else:
+        os.kill(run.pid, signal.SIGKILL)
+    eventually(lambda: not any(lives(pid) for pid in programs), timeout=30)
+
+
+def test_a_second_ctrl_c_ends_the_programs_and_the_same_command_goes_on(
+    place: Path, spawn_cli: Spawn, headway_cli: Cli
+):
+    script(place, 'echo $$ > "pid-$1"; [ -e quick ] || sleep 600; echo "$1"')
+    command = ("run", "--items", "items.txt", "--workers", "1", "--", "./work.sh", "{}")
+    run = spawn_cli(*command)
+    pid = place / "pid-one"
+    eventually(lambda: pid.exists() and pid.read_text().endswith("\n"), timeout=60)
+    run.send_signal(signal.SIGINT)
+    assert run.stderr is not None
+    assert any("Stopping" in line for line in run.stderr)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(30) == 130
+    eventually(lambda: not lives(int(pid.read_text())))
+    (place / "quick").touch()
+    again = headway_cli(*command)
+    assert again.returncode == 0, again.stderr
+    assert job_in(place).info().failures == 0, "what was abandoned is charged nothing"
