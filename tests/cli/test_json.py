@@ -41,6 +41,7 @@ CALLS: dict[str, list[tuple[str, ...]]] = {
     "tasks": [(), ("--status", "failed")],
     "task show": [("t-failed",), ("t-waiting",)],
     "workers": [()],
+    "token list": [()],
     "run": [],  # its two documents are those of headway.run; tests/run has them
 }
 

@@ -12,7 +12,7 @@ import click
 from headway.cli import database_option, json_option, say
 from headway.cli.toolkit import Number, confirm, put, put_json, put_table, yes_option
 from headway.errors import HeadwayError, NotFound, UsageError
-from headway.views.relay import OutboxStatus, RefusedEvent, RelayPoison, RelayStatus, SinkBacklog
+from headway.views.relay import RefusedEvent, RelayPoison, RelayStatus, outbox_view
 from headway.views.shape import iso
 from headway.wording import plural
 
@@ -166,7 +166,8 @@ def _show(places: list[Place], sinks: list[Sink], *, as_json: bool) -> int:
     found = [(place, *_backlog(place)) for place in places]
     configured = [sink.name for sink in sinks]
     if as_json:
-        put_json(RelayStatus(tuple(_view(place, rows, error, configured) for place, rows, error in found)))
+        views = (outbox_view(place.name, place.address, rows, error, configured) for place, rows, error in found)
+        put_json(RelayStatus(tuple(views)))
     else:
         _put_status(found, configured)
     return 6 if any(error is not None for _, _, error in found) else 0
@@ -181,23 +182,6 @@ def _backlog(place: Place) -> tuple[list[Backlog], HeadwayError | None]:
     except HeadwayError as error:
         return [], error
     return [row for row in rows if row.waiting or row.refused or not row.sink.startswith("on_complete ")], None
-
-
-def _view(place: Place, rows: list[Backlog], error: HeadwayError | None, configured: list[str]) -> OutboxStatus:
-    sinks = tuple(
-        SinkBacklog(
-            sink=row.sink,
-            configured=row.sink in configured,
-            waiting=row.waiting,
-            oldest_seconds=None if row.oldest_seconds is None else round(row.oldest_seconds, 3),
-            refused=row.refused,
-            holder=row.holder,
-        )
-        for row in rows
-    )
-    known = [row.sink for row in rows]
-    never = tuple(name for name in configured if name not in known and error is None)
-    return OutboxStatus(place.name, place.address, None if error is None else str(error), sinks, never)
 
 
 def _put_status(found: list[tuple[Place, list[Backlog], HeadwayError | None]], configured: list[str]) -> None:

@@ -240,6 +240,26 @@ def listing(
     return [task_of(row) for row in rows]
 
 
+def newest_of(tx: Tx, users: Sequence[str], *, limit: int = 20) -> list[Task]:
+    """The newest tasks of each of these users, by one statement for hundreds of them."""
+    of_one = f"SELECT * FROM (SELECT {_COLUMNS} FROM tasks WHERE user_id = ? ORDER BY no DESC LIMIT ?) newest"
+    found = []
+    for page in pages(users):
+        values = [value for user in page for value in (user, limit)]
+        found += [task_of(row) for row in tx.all(" UNION ALL ".join([of_one] * len(page)), values)]
+    return found
+
+
+def astir(tx: Tx, *, since: float, limit: int = 100) -> list[Task]:
+    """Tasks that run, and those that ended after ``since``; the newest of each."""
+    rows = tx.all(
+        f"SELECT * FROM (SELECT {_COLUMNS} FROM tasks WHERE status = 'RUNNING' ORDER BY no DESC LIMIT ?) running UNION ALL "
+        f"SELECT * FROM (SELECT {_COLUMNS} FROM tasks WHERE ended_at > ? ORDER BY ended_at DESC LIMIT ?) ended",
+        (limit, since, limit),
+    )
+    return [task_of(row) for row in rows]
+
+
 def queue_infos(tx: Tx, *, minutes: int = 60) -> list[QueueInfo]:
     """The four queues in the order of service; what ended is counted over the last ``minutes``."""
     now = tx.now()
