@@ -50,8 +50,10 @@ log = Log("web")
 #: An application's own users: who sends this request, or None. It may be a coroutine function.
 Users = Callable[[HTTPConnection], User | Awaitable[User | None] | None]
 
-#: Seconds an answer of the store about a token or a session is taken for true; and while the store is away.
-FRESH: Final = 5.0
+#: Seconds between two looks whether a token was made or revoked, by one statement for all who ask.
+PULSE: Final = 2.0
+#: Seconds that an answer about a token or a session is taken for true while none was revoked; and while the store is away.
+FRESH: Final = 30.0
 STALE: Final = 600.0
 #: Answers kept; with more of them the oldest go.
 REMEMBERED: Final = 10_000
@@ -116,9 +118,11 @@ class Keeper:
     hosts: frozenset[str] = frozenset()
     throttle: Throttle = field(default_factory=Throttle)
     key: bytes | None = None
-    _known: dict[str, tuple[float, User | bool | None]] = field(default_factory=dict)
+    _known: dict[str, tuple[float, User | None]] = field(default_factory=dict)
+    _pulse: tuple[float, tokens.Pulse | None] = (-STALE, None)
 
     async def who(self, connection: HTTPConnection) -> Known | None:
+        pulse = await self.pulse()
         bearer = _bearer(connection.headers.get("authorization"))
         if bearer is not None:
             user = await self._by_token(bearer, peer_of(connection.scope))
@@ -133,21 +137,40 @@ class Keeper:
             found_user = await self._ask("s" + tokens.hashed(cookie), tokens.find_session, cookie)
             if isinstance(found_user, User):
                 return Known(found_user, "session")
-        if self.users is None and self._is_near(connection) and not await self.closed():
+        if self.users is None and self._is_near(connection) and not pulse.made:
             return Known(User("local", "admin"), "open")
         return None
 
     async def _by_token(self, text: str, peer: str) -> User | None:
-        self.throttle.check(peer)
-        user = await self._ask("t" + tokens.hashed(text), _user_of, text)
+        name = "t" + tokens.hashed(text)
+        if name not in self._known:  # one that was right before is not kept waiting by another's guesses
+            self.throttle.check(peer)
+        user = await self._ask(name, _user_of, text)
         if isinstance(user, User):
             return user
         self.throttle.failed(peer)
         return None
 
-    async def closed(self) -> bool:
-        """Whether somebody made a token, so that one is needed."""
-        return bool(await self._ask("any", tokens.any_made))
+    async def pulse(self) -> tokens.Pulse:
+        """How many tokens were ever made, and when one was last revoked: then everybody is asked about again."""
+        at, pulse = self._pulse
+        if pulse is not None and time.monotonic() - at < PULSE:
+            return pulse
+        try:
+            found = await self.site.read(self._look)
+        except (Unavailable, StorageError):
+            if pulse is not None and time.monotonic() - at < STALE:
+                return pulse
+            raise
+        if pulse is not None and found.revoked_at != pulse.revoked_at:
+            # Not forgotten: while the store is away, who was known stays known.
+            known = self._known.items()
+            self._known = {name: (min(since, time.monotonic() - FRESH), user) for name, (since, user) in known}
+        self._pulse = (time.monotonic(), found)
+        return found
+
+    def _look(self) -> tokens.Pulse:
+        return tokens.pulse(self.site.reader.database)
 
     async def log_in(self, text: str, peer: str) -> tuple[User, str] | None:
         """The user and the new session's cookie."""
@@ -164,16 +187,12 @@ class Keeper:
         await self.site.change(lambda: tokens.close_session(self.site.reader.database, cookie))
         self._known.pop("s" + tokens.hashed(cookie), None)
 
-    def forget(self) -> None:
-        """A token was revoked somewhere: ask about everybody again. What was known is kept for when the store is away."""
-        self._known = {name: (min(at, time.monotonic() - FRESH), found) for name, (at, found) in self._known.items()}
-
     async def load(self) -> None:
         """The key that cookies and forms are signed with; once."""
         if self.key is None:
             self.key = await self.site.read(lambda: tokens.signing_key(self.site.reader.database))
 
-    async def _ask(self, name: str, function: Callable[..., User | bool | None], *args: str) -> User | bool | None:
+    async def _ask(self, name: str, function: Callable[..., User | None], *args: str) -> User | None:
         at, found = self._known.get(name, (-STALE, None))
         if time.monotonic() - at < FRESH:
             return found

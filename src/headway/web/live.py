@@ -67,10 +67,8 @@ class Look:
     _done: dict[str, deque[tuple[float, int]]] = field(default_factory=dict)
     _causes: dict[str, tuple[tuple[int, int], dict[str, Json]]] = field(default_factory=dict)
 
-    def __call__(
-        self, *, everybody: bool, users: tuple[str, ...]
-    ) -> tuple[Sections, dict[str, Sections], float | None]:
-        """What those see who may see everything, what each of ``users`` sees, and when a token was last revoked."""
+    def __call__(self, *, everybody: bool, users: tuple[str, ...]) -> tuple[Sections, dict[str, Sections]]:
+        """What those see who may see everything, and what each of ``users`` sees."""
         from headway.queue import records
 
         began = time.perf_counter()
@@ -85,14 +83,13 @@ class Look:
         with database.read() as tx:
             stirring = records.astir(tx, since=tx.now() - WINDOW, limit=TASKS) if everybody else []
             own = records.newest_of(tx, users)
-            revoked = tx.one("SELECT max(revoked_at) FROM web_tokens")
         if everybody:
             sections["tasks"] = {task.id: plain(task_view(task)) for task in stirring}
         theirs: dict[str, Sections] = {user: {"store": sections["store"], "tasks": {}} for user in users}
         for task in own:
             theirs[str(task.user_id)]["tasks"][task.id] = plain(task_view(task))
         metrics.observe("headway_web_snapshot_seconds", time.perf_counter() - began)
-        return sections, theirs, revoked[0] if revoked else None
+        return sections, theirs
 
     def _jobs(self) -> list[JobInfo]:
         from headway.ledger.report import find_jobs
@@ -211,7 +208,6 @@ class Publisher:
         self._task: asyncio.Task[None] | None = None
         self._reading: asyncio.Future[Any] | None = None
         self._revoked: float | None = None
-        self._generation = 0
         self._open: set[WebSocket] = set()
 
     # ---- connections -------------------------------------------------------------------------------------------------
@@ -248,7 +244,7 @@ class Publisher:
 
     async def _send(self, websocket: WebSocket, channel: Channel, gone: asyncio.Task[None]) -> None:
         number = channel.place(websocket.query_params.get("since", ""))
-        generation, checked = self._generation, time.monotonic()
+        revoked, checked = self._revoked, time.monotonic()
         while not gone.done():
             if channel.number:
                 number, text = channel.since(number)
@@ -258,8 +254,8 @@ class Publisher:
                 await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 waiting.cancel()
-            if generation != self._generation or time.monotonic() - checked > RECHECK:
-                generation, checked = self._generation, time.monotonic()
+            if revoked != self._revoked or time.monotonic() - checked > RECHECK:
+                revoked, checked = self._revoked, time.monotonic()
                 if not await self._still_known(websocket):
                     await websocket.close(4401, "not known any more")
                     return
@@ -280,12 +276,14 @@ class Publisher:
 
     async def look(self) -> None:
         """Read, and publish what changed; if the store does not answer, publish that."""
+        with suppress(HeadwayError):  # said below
+            self._revoked = (await self._keeper.pulse()).revoked_at
         if self._reading is None or self._reading.done():
             everybody, users = self._everybody.listeners > 0, tuple(sorted(self._users))
             self._reading = asyncio.ensure_future(self._site.read(self._look, everybody=everybody, users=users))
             self._reading.add_done_callback(_seen)
         try:
-            sections, theirs, revoked = await asyncio.wait_for(asyncio.shield(self._reading), LOOK)
+            sections, theirs = await asyncio.wait_for(asyncio.shield(self._reading), LOOK)
         except TimeoutError:
             self._publish_error(f"no answer for {LOOK:.0f} s")
         except HeadwayError as error:
@@ -294,10 +292,6 @@ class Publisher:
             log.warning("the live path could not look", error=error_message(error))
             self._publish_error("the server could not read it; see its log")
         else:
-            if revoked != self._revoked:
-                self._revoked = revoked
-                self._generation += 1
-                self._keeper.forget()
             if self._everybody.listeners:
                 self._everybody.publish(sections)
             for user, found in theirs.items():

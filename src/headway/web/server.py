@@ -59,7 +59,7 @@ def is_loopback(host: str) -> bool:
 
 def check_access(app: Application, host: str) -> bool:
     """Whether tokens are needed; refuses an address that others can reach while they are not."""
-    closed = tokens.any_made(app.site.reader.database)
+    closed = tokens.pulse(app.site.reader.database).made > 0
     if not closed and not is_loopback(host):
         raise Refused(
             f"Others can reach {host}, and nobody would have to say who they are.",

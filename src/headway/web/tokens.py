@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import re
 import secrets
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headway.errors import InvalidInput, NotFound
 from headway.ids import check_id
@@ -84,10 +84,19 @@ def revoke(database: Database, id: str, *, by: str) -> Token:
     return next(token for token in listed(database).tokens if token.id == id)
 
 
-def any_made(database: Database) -> bool:
-    """Whether anybody ever made a token. One that ran out or was revoked counts: a server that asked for tokens does not
-    open itself to everybody because the last of them ended."""
-    return database.one("SELECT 1 FROM web_tokens LIMIT 1") is not None
+class Pulse(NamedTuple):
+    """What changes when it matters who is known."""
+
+    #: One that ran out or was revoked counts: a server that asked for tokens does not open itself to everybody because
+    #: the last of them ended.
+    made: int
+    revoked_at: float | None
+
+
+def pulse(database: Database) -> Pulse:
+    row = database.one("SELECT count(*), max(revoked_at) FROM web_tokens")
+    assert row is not None
+    return Pulse(*row)
 
 
 _VALID = "t.revoked_at IS NULL AND (t.expires_at IS NULL OR t.expires_at > ?)"
