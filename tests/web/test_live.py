@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from headway.ledger import Done, Ledger
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.worker import Worker
 from headway.web.live import KEPT, Channel, Look
+from tests.services.postgres import PostgresServer
+from tests.services.proxy import TcpProxy
 from tests.services.waiting import eventually
 from tests.web.conftest import Servers, Web, make_tokens, news
 
@@ -220,32 +223,29 @@ def test_a_look_takes_a_bounded_number_of_statements_for_any_number_of_pages_and
     reader.close()
 
 
-def test_a_store_that_is_away_is_said_and_what_was_known_stays(serve: Servers, postgres_factory: Any):
-    server = postgres_factory()
-    url = server.url(server.create_database())
-    with TaskQueue(url) as queue:
-        queue.stats()
-    web = serve("--database", url)
-    with web.live() as socket:
+@pytest.mark.parametrize("how", ["refused", "silent"])
+def test_a_store_that_is_away_is_said_what_was_known_stays_and_nothing_is_opened(
+    serve: Servers, postgres_url: str, postgres_server: PostgresServer, tcp_proxy: Callable[[int], TcpProxy], how: str
+):
+    proxy = tcp_proxy(postgres_server.port)
+    made = make_tokens(postgres_url)
+    web = serve("--database", postgres_url.replace(str(postgres_server.port), str(proxy.port)))
+    with web.live(token=made["viewer"]) as socket:
         assert len(news(socket)["full"]["queues"]) == 4
-        server.stop()
+        if how == "refused":
+            proxy.refuse()
+            proxy.cut()
+        else:
+            proxy.black_hole()
         said = until(socket, lambda part: part.get("store", {}).get("database", {}).get("error"))
         assert "queues" not in said["delta"]
         assert web.ask("/healthz").status == 200
         assert web.ask("/readyz").json == {"ready": False, "checks": {"database": "away"}}
-        assert web.ask("/api/v1/jobs").error == "Unavailable"
-        server.start()
-        until(socket, lambda part: part.get("store", {}).get("database", {"error": 1})["error"] is None)
+        assert web.ask("/api/v1/jobs").status == 401
+        assert web.ask("/api/v1/settings", token=made["viewer"]).status == 200  # who was known stays known
+        assert web.ask("/api/v1/jobs", token=made["admin"]).status == 503  # nobody can say whether it is one
+        if how == "refused":
+            assert web.ask("/api/v1/jobs", token=made["viewer"]).error == "Unavailable"
+        proxy.pass_through()
+        until(socket, lambda part: part.get("store", {}).get("database", {"error": 1})["error"] is None, 60)
         eventually(lambda: web.ask("/readyz").status == 200)
-
-
-def test_tokens_are_still_needed_while_the_store_is_away(serve: Servers, postgres_factory: Any):
-    server = postgres_factory()
-    url = server.url(server.create_database())
-    made = make_tokens(url)
-    web = serve("--database", url)
-    assert web.ask("/api/v1/jobs", token=made["viewer"]).status == 200
-    server.stop()
-    assert web.ask("/api/v1/jobs", token=made["viewer"]).status == 503
-    assert web.ask("/api/v1/jobs").status == 401
-    assert web.ask("/api/v1/jobs", token=made["admin"]).status == 503  # nobody can say whether it is one

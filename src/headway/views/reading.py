@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from headway.config import Config
     from headway.ledger import Job, Ledger
     from headway.queue.taskqueue import TaskQueue
+    from headway.retry import RetryPolicy
     from headway.views.access import Activity
     from headway.views.dead import Dead, DeadItems, DeadLetters
     from headway.views.health import Health
@@ -37,11 +38,11 @@ RETRY_AFTER = 1.0
 class Reader:
     """Reads the stores that ``config`` names. It connects at its first question and may be asked by several threads."""
 
-    def __init__(self, config: Config, *, create: bool = False, patience: float | None = None) -> None:
-        """``patience``: after so many seconds a question that failed is not asked again, but answered with its error."""
+    def __init__(self, config: Config, *, create: bool = False, retry: RetryPolicy | None = None) -> None:
+        """``retry``: how often a server that is away is asked again, for those who would rather know."""
         self.config = config
         self._create = create
-        self._patience = patience
+        self._retry = retry
         self._failure: tuple[float, HeadwayError] | None = None
         self._opening = threading.Lock()
         self._database: Database | None = None
@@ -61,8 +62,8 @@ class Reader:
             except HeadwayError as error:
                 self._failure = (time.monotonic(), error)
                 raise
-            if self._patience is not None:
-                self._database.patience = self._patience
+            if self._retry is not None and self._database.engine == "postgresql":
+                self._database.retry = self._retry  # a SQLite file is not away, only busy: that is worth the wait
             return self._database
 
     @property

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from headway import __version__
 from headway.config import Config
 from headway.errors import HeadwayError, MissingExtra, UsageError
+from headway.retry import RetryPolicy
 from headway.telemetry import redact
 from headway.views.reading import Reader
 
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from headway.config import Value
     from headway.finishline import AsyncProgress
 
-#: Seconds after which a question that failed is not asked again: a page says that the store is away within five.
-PATIENCE: Final = 2.0
+#: How often a server that is away is asked again: a page says within five seconds that it is, and goes on asking.
+RETRY: Final = RetryPolicy(retries=2, base=0.05, jitter=0.5)
 
 
 class Application:
@@ -173,7 +174,7 @@ def app(
     """
     config = Config(cli={**(settings or {}), "database": database, "redis": redis})
     address = config.text("projects_redis") if config.is_set("projects_redis") else None
-    reader = Reader(config, create=True, patience=PATIENCE)
+    reader = Reader(config, create=True, retry=RETRY)
     site = Site(config.text("database"), address, config, reader)
     return Application(site, users=users, hosts=hosts)
 

@@ -15,6 +15,7 @@ While the store is away nothing is opened: who was known in the last minutes sta
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hmac
 import inspect
@@ -26,7 +27,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 from urllib.parse import parse_qsl, quote, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -47,11 +48,15 @@ if TYPE_CHECKING:
 
 log = Log("web")
 
+T = TypeVar("T")
+
 #: An application's own users: who sends this request, or None. It may be a coroutine function.
 Users = Callable[[HTTPConnection], User | Awaitable[User | None] | None]
 
 #: Seconds between two looks whether a token was made or revoked, by one statement for all who ask.
 PULSE: Final = 2.0
+#: Seconds that the store may take to say who somebody is.
+ASK: Final = 2.0
 #: Seconds that an answer about a token or a session is taken for true while none was revoked; and while the store is away.
 FRESH: Final = 30.0
 STALE: Final = 600.0
@@ -120,6 +125,7 @@ class Keeper:
     key: bytes | None = None
     _known: dict[str, tuple[float, User | None]] = field(default_factory=dict)
     _pulse: tuple[float, tokens.Pulse | None] = (-STALE, None)
+    _away_until: float = 0.0
 
     async def who(self, connection: HTTPConnection) -> Known | None:
         pulse = await self.pulse()
@@ -157,7 +163,7 @@ class Keeper:
         if pulse is not None and time.monotonic() - at < PULSE:
             return pulse
         try:
-            found = await self.site.read(self._look)
+            found = await self._read(self._look)
         except (Unavailable, StorageError):
             if pulse is not None and time.monotonic() - at < STALE:
                 return pulse
@@ -168,6 +174,19 @@ class Keeper:
             self._known = {name: (min(since, time.monotonic() - FRESH), user) for name, (since, user) in known}
         self._pulse = (time.monotonic(), found)
         return found
+
+    async def _read(self, question: Callable[[], T]) -> T:
+        """Ask the store, not for long; and for a moment not again once it did not answer, so that whoever needs no store
+        is not kept waiting by it."""
+        if time.monotonic() < self._away_until:
+            raise Unavailable("The database does not answer just now.", hint="Try again in a moment.")
+        try:
+            return await asyncio.wait_for(self.site.read(question), ASK)
+        except (TimeoutError, Unavailable) as error:
+            self._away_until = time.monotonic() + PULSE
+            if isinstance(error, Unavailable):
+                raise
+            raise Unavailable(f"The database did not answer within {ASK:.0f} s.") from None
 
     def _look(self) -> tokens.Pulse:
         return tokens.pulse(self.site.reader.database)
@@ -197,7 +216,7 @@ class Keeper:
         if time.monotonic() - at < FRESH:
             return found
         try:
-            found = await self.site.read(lambda: function(self.site.reader.database, *args))
+            found = await self._read(lambda: function(self.site.reader.database, *args))
         except (Unavailable, StorageError):
             if time.monotonic() - at < STALE:
                 return found
