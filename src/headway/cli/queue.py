@@ -13,6 +13,7 @@ from headway.cli.toolkit import (
     clock,
     confirm,
     limit_option,
+    open_reader,
     open_store,
     put,
     put_json,
@@ -103,10 +104,8 @@ def worker(
 @database_option
 def queues(database: str | None, *, as_json: bool) -> None:
     """Show the four queues, in the order in which they are served."""
-    from headway.views.queue import read_queues
-
-    with open_queue(database) as queue:
-        found = read_queues(queue)
+    with open_reader(database) as reader:
+        found = reader.queues()
     if as_json:
         put_json(found)
         return
@@ -143,13 +142,15 @@ def tasks(
     as_json: bool,
 ) -> None:
     """List the newest tasks."""
-    from headway.views.queue import read_tasks
-
-    with open_queue(database) as queue:
-        found = read_tasks(
-            queue, status=status and status.upper(), name=name, kind=kind, user_id=user_id, before=before,
+    with open_reader(database) as reader:
+        found = reader.tasks(
+            status=status and status.upper(),
+            queue=name,
+            kind=kind,
+            user_id=user_id,
+            before=before,
             limit=min(limit, 1000),
-        )  # fmt: skip
+        )
     if as_json:
         put_json(found)
         return
@@ -178,10 +179,8 @@ def task() -> None:
 @database_option
 def show(id: str, database: str | None, *, as_json: bool) -> None:
     """Show a task with the runs that did not succeed."""
-    from headway.views.queue import read_task
-
-    with open_queue(database) as queue:
-        sheet = read_task(queue, id)
+    with open_reader(database) as reader:
+        sheet = reader.task(id)
     if as_json:
         put_json(sheet)
         return
@@ -297,10 +296,8 @@ def migrate(*, target: str, app: str, dry_run: bool) -> None:
 @database_option
 def workers(database: str | None, *, as_json: bool) -> None:
     """Show who runs tasks, and who ended in the last day."""
-    from headway.views.queue import read_workers
-
-    with open_queue(database) as opened:
-        found = read_workers(opened)
+    with open_reader(database) as reader:
+        found = reader.workers()
     if as_json:
         put_json(found)
         return

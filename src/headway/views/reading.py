@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from headway.errors import HeadwayError
 
@@ -249,6 +249,12 @@ class Reader:
         from headway.views.health import examine, health
 
         return health(list(examine(self.config.text("database"), version=__version__)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         with self._opening:

@@ -87,7 +87,7 @@ def read_relay(config: Config) -> RelayStatus:
             pass  # nothing was ever decided there
         except HeadwayError as trouble:
             error = trouble
-        found.append(outbox_view(name, redact(address), rows, error, configured))
+        found.append(_outbox(name, redact(address), rows, error, configured))
     return RelayStatus(tuple(found))
 
 
@@ -107,7 +107,7 @@ def _redis_backlog(address: str) -> list[Backlog]:
         return RedisOutbox(client).backlog()
 
 
-def outbox_view(
+def _outbox(
     name: str, address: str, rows: list[Backlog], error: HeadwayError | None, configured: list[str]
 ) -> OutboxStatus:
     """A sink of one job that has everything is over, and not shown."""
