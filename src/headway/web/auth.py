@@ -268,14 +268,14 @@ class Keeper:
             raise Forbidden("The form is not from this page, or too old.", hint="Load the page again and repeat it.")
 
     def flash(self, kind: str, text: str) -> str:
-        body = base64.urlsafe_b64encode(json.dumps([kind, text[:500]]).encode()).decode()
+        body = base64.urlsafe_b64encode(json.dumps([kind, text[:500]]).encode()).decode().rstrip("=")
         return f"{body}.{self._sign('flash', body)}"
 
     def read_flash(self, cookie: str) -> Flash | None:
         body, _, signature = cookie.partition(".")
         if not body or not hmac.compare_digest(self._sign("flash", body).encode(), signature.encode()):
             return None
-        kind, text = json.loads(base64.urlsafe_b64decode(body))
+        kind, text = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
         return Flash("failed" if kind == "failed" else "done", str(text))
 
     def _sign(self, purpose: str, text: str) -> str:
