@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
@@ -201,7 +201,6 @@ def with_flask(flask_app: Any, *, path: str = "/headway", **options: Any) -> Any
                 inner["path"] = f"{root}/"
             await ours(inner, receive, send)
         else:
-            with suppress(asyncio.CancelledError):
-                await theirs(scope, receive, send)  # type: ignore[arg-type]  # its own types of the same messages
+            await theirs(scope, receive, send)  # type: ignore[arg-type]  # its own types of the same messages
 
     return both
