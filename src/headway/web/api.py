@@ -162,11 +162,11 @@ def tagged(request: Request, body: bytes, tag: str) -> Response:
 def mount(app: FastAPI, site: Site, progress: Callable[[], AsyncProgress | None]) -> None:
     """Every route of the API. ``progress`` gives the reader of Redis's projects, if there is a Redis."""
     api = Api(site)
+    _projects(api, progress)  # first, because routes are tried one after another, and this one is asked most
     _jobs(api)
     _dead(api)
     _queues(api)
     _tasks(api)
-    _projects(api, progress)
     _others(api)
     app.include_router(api.router)
 

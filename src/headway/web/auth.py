@@ -126,6 +126,7 @@ class Keeper:
     _known: dict[str, tuple[float, User | None]] = field(default_factory=dict)
     _pulse: tuple[float, tokens.Pulse | None] = (-STALE, None)
     _away_until: float = 0.0
+    _installation: str = ""
 
     async def who(self, connection: HTTPConnection) -> Known | None:
         pulse = await self.pulse()
@@ -210,6 +211,7 @@ class Keeper:
         """The key that cookies and forms are signed with; once."""
         if self.key is None:
             self.key = await self.site.read(lambda: tokens.signing_key(self.site.reader.database))
+            self._installation = tokens.hashed(self.key.hex())[:8]
 
     async def _ask(self, name: str, function: Callable[..., User | None], *args: str) -> User | None:
         at, found = self._known.get(name, (-STALE, None))
@@ -246,7 +248,7 @@ class Keeper:
 
     def name(self, kind: str) -> str:
         """Cookies of one machine are the same for all ports: each installation has names of its own."""
-        return f"headway-{kind}-{tokens.hashed((self.key or b'').hex())[:8]}"
+        return f"headway-{kind}-{self._installation}"
 
     def cookie(self, connection: HTTPConnection, kind: str) -> str:
         return _cookies(connection.headers).get(self.name(kind), "")
@@ -383,12 +385,13 @@ class Gate:
 async def login_page(request: Request) -> Response:
     """The plainest of forms; the pages bring one of their own."""
     csrf, back = request.scope["headway.csrf"], local_path(request.query_params.get("next", "/"))
+    wrong = '<p role="alert">This token is not known, or has ended.</p>' if "wrong" in request.query_params else ""
     text = (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>headway: log in</title><h1>Log in</h1>'
         f'<form method="post" action="{_root(request.scope)}/login"><input type="hidden" name="csrf" value="{csrf}">'
         f'<input type="hidden" name="next" value="{_attribute(back)}"><label>Token <input type="password" name="token" '
         'autocomplete="current-password" required autofocus></label> <button>Log in</button></form>'
-        "<p>Make one on the server: <code>headway token create NAME --role viewer</code></p></html>"
+        f"{wrong}<p>Make one on the server: <code>headway token create NAME --role viewer</code></p></html>"
     )
     return HTMLResponse(text, headers={"Cache-Control": "no-store"})
 

@@ -226,12 +226,23 @@ class Publisher:
         metrics.gauge("headway_web_live", len(self._open))
         if self._task is None:
             self._task = asyncio.create_task(self._run())
-        gone = asyncio.create_task(_until_gone(websocket))
+        sender, gone = asyncio.current_task(), asyncio.create_task(_until_gone(websocket))
+        assert sender is not None
+
+        def end(_: object) -> None:
+            sender.cancel()
+
+        gone.add_done_callback(end)
         try:
-            await self._send(websocket, channel, gone)
+            await self._send(websocket, channel)
         except (WebSocketDisconnect, RuntimeError):  # it went away while it was being written to
             log.debug("a live connection went away")
+        except asyncio.CancelledError:
+            if not gone.done():
+                raise  # it is the server that ends
+            sender.uncancel()
         finally:
+            gone.remove_done_callback(end)
             gone.cancel()
             self._open.discard(websocket)
             channel.listeners -= 1
@@ -242,18 +253,15 @@ class Publisher:
                 self._task.cancel()
                 self._task = None
 
-    async def _send(self, websocket: WebSocket, channel: Channel, gone: asyncio.Task[None]) -> None:
+    async def _send(self, websocket: WebSocket, channel: Channel) -> None:
+        """Until it is cancelled, because the other side has gone, or the other side is not known any more."""
         number = channel.place(websocket.query_params.get("since", ""))
         revoked, checked = self._revoked, time.monotonic()
-        while not gone.done():
+        while True:
             if channel.number:
                 number, text = channel.since(number)
                 await websocket.send_text(text)
-            waiting = asyncio.create_task(channel.news(number or 0))
-            try:
-                await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                waiting.cancel()
+            await channel.news(number or 0)
             if revoked != self._revoked or time.monotonic() - checked > RECHECK:
                 revoked, checked = self._revoked, time.monotonic()
                 if not await self._still_known(websocket):
