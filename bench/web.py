@@ -41,6 +41,12 @@ def memory(pid: int) -> float:
     return round(next(int(line.split()[1]) for line in text.splitlines() if line.startswith("VmRSS")) / 1024, 1)
 
 
+def cpu(pid: int) -> float:
+    """Milliseconds of processor the server has used: what a busy machine does not change."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * 1000 / os.sysconf("SC_CLK_TCK")
+
+
 async def live(address: str, pid: int, clients: int, seconds: float) -> dict[str, Any]:
     url = address.replace("http", "ws") + "/api/v1/live"
     late: list[float] = []
@@ -69,22 +75,25 @@ async def live(address: str, pid: int, clients: int, seconds: float) -> dict[str
     await everybody.wait()
     await asyncio.sleep(2)
     measuring.set()
+    used = cpu(pid)
     await asyncio.sleep(seconds)
+    used = cpu(pid) - used
     measuring.clear()
     after = memory(pid)
     stop.set()
     await asyncio.gather(*tasks)
     return {
         "clients": clients, "messages": len(late), "p50": percentile(late, 0.5), "p99": percentile(late, 0.99),
-        "worst": round(max(late), 2), "unit": "ms", "rss_mb_before": before, "rss_mb": after, "goal": "p99 <= 100",
+        "worst": round(max(late), 2), "unit": "ms", "server_cpu_per_message": round(used / len(late), 3),
+        "rss_mb_before": before, "rss_mb": after, "goal": "p99 <= 100",
     }  # fmt: skip
 
 
-async def poll(address: str, clients: int, seconds: float) -> dict[str, Any]:
+async def poll(address: str, pid: int, clients: int, seconds: float) -> dict[str, Any]:
     host, port = address.removeprefix("http://").split(":")
     request = f"GET /api/v1/projects/bench HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode()
     taken: list[float] = []
-    end = time.perf_counter() + seconds
+    used, end = cpu(pid), time.perf_counter() + seconds
 
     async def ask() -> None:
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -103,6 +112,7 @@ async def poll(address: str, clients: int, seconds: float) -> dict[str, Any]:
     await asyncio.gather(*(ask() for _ in range(clients)))
     return {
         "clients": clients, "requests": len(taken), "per_second": round(len(taken) / seconds),
+        "server_cpu_per_request": round((cpu(pid) - used) / len(taken), 3),
         "p50": percentile(taken, 0.5), "p99": percentile(taken, 0.99), "unit": "ms", "goal": "p99 < 10",
     }  # fmt: skip
 
@@ -125,7 +135,7 @@ def main() -> int:
             with FinishLine(server.url(1), checkpointer=False) as line:
                 line.create("bench", 1000)
             result = {
-                "poll": asyncio.run(poll(address, options.clients, seconds)),
+                "poll": asyncio.run(poll(address, process.pid, options.clients, seconds)),
                 "live": asyncio.run(live(address, process.pid, options.clients, seconds)),
             }
         finally:

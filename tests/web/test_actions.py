@@ -13,7 +13,7 @@ from headway.errors import InvalidInput, NotFound, Refused
 from headway.queue.taskqueue import TaskQueue
 from headway.views.reading import Reader
 from headway.web import actions
-from headway.web.auth import Keeper
+from headway.web.auth import Access
 from headway.web.problems import Forbidden
 from headway.web.site import Flash, Site, User
 from tests.web.conftest import Web
@@ -153,12 +153,12 @@ def test_a_form_does_what_the_api_does_and_leads_back_with_what_it_did(fresh: We
 @pytest.mark.parametrize("text", ["done.", "x" * 2000, "ümlaut \n <b>", ""])
 def test_what_an_action_did_comes_back_as_it_was_said_and_nobody_can_say_it_in_its_place(reader: Reader, text: str):
     site = Site("", None, reader.config, reader)
-    keeper = Keeper(site, key=b"k" * 32)
-    cookie = keeper.flash("failed", text)
-    assert keeper.read_flash(cookie) == Flash("failed", text[:500])
-    assert Keeper(site, key=b"o" * 32).read_flash(cookie) is None
+    access = Access(site, key=b"k" * 32)
+    cookie = access.flash("failed", text)
+    assert access.read_flash(cookie) == Flash("failed", text[:500])
+    assert Access(site, key=b"o" * 32).read_flash(cookie) is None
     for forged in ("", ".", "x", cookie[:-1], "A" + cookie, cookie.replace(".", ""), "é." + "0" * 64):
-        assert keeper.read_flash(forged) is None
+        assert access.read_flash(forged) is None
     site.close()
 
 

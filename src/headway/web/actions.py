@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from headway._sql import Tx
     from headway.queue.values import Task
     from headway.views.reading import Reader
-    from headway.web.auth import Keeper
+    from headway.web.auth import Access
     from headway.web.site import Site
 
 #: Characters of a reason that are kept.
@@ -244,7 +244,7 @@ FORMS: Final[dict[str, Callable[[Any, User, Fields, Sequence[str]], Acted]]] = {
 }
 
 
-def handler(site: Site, keeper: Keeper) -> Callable[[Request], Awaitable[Response]]:
+def handler(site: Site, access: Access) -> Callable[[Request], Awaitable[Response]]:
     """``POST /actions/NAME``."""
 
     async def post(request: Request) -> Response:
@@ -253,7 +253,7 @@ def handler(site: Site, keeper: Keeper) -> Callable[[Request], Awaitable[Respons
         if act is None:
             raise NotFound(f"There is no action {name[:40]!r}.", hint=f"There are {', '.join(FORMS)}.")
         fields = await auth.form(request)
-        keeper.check_form(request, fields.get("csrf", ""))
+        access.check_form(request, fields.get("csrf", ""))
         items = [value for field, value in await auth.form_pairs(request) if field == "item"]
         try:
             acted = await site.change(act, site.reader, user, fields, items)
@@ -264,7 +264,7 @@ def handler(site: Site, keeper: Keeper) -> Callable[[Request], Awaitable[Respons
             kind, text = "failed", redact(f"{error} {error.hint}".strip())
         root = site.url(request, "")
         response = RedirectResponse(auth.local_path(fields.get("next", "") or f"{root}/"), 303)
-        keeper.set_cookie(response, request.scope, "flash", keeper.flash(kind, text), 60)
+        access.set_cookie(response, request.scope, "flash", access.flash(kind, text), 60)
         return response
 
     return post

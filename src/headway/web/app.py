@@ -26,7 +26,7 @@ except ImportError as error:
     raise MissingExtra("web", "The web application") from error
 
 from headway.web import actions, api, auth, live, metrics, problems
-from headway.web.auth import Gate, Keeper, Users
+from headway.web.auth import Access, Gate, Users
 from headway.web.problems import UnknownPath, WrongMethod
 from headway.web.site import Site
 
@@ -45,11 +45,11 @@ class Application:
 
     def __init__(self, site: Site, *, users: Users | None, hosts: Sequence[str]) -> None:
         self.site = site
-        self.keeper = Keeper(site, users, frozenset(host.lower() for host in hosts))
+        self.access = Access(site, users, frozenset(host.lower() for host in hosts))
         self._publisher: live.Publisher | None = None
         self._progress: AsyncProgress | None = None
         self._inner = self._routes()
-        self._gate = Gate(self._inner, self.keeper, self._failed)
+        self._gate = Gate(self._inner, self.access, self._failed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._gate(scope, receive, send)
@@ -64,7 +64,7 @@ class Application:
 
     def publisher(self) -> live.Publisher:
         if self._publisher is None:
-            self._publisher = live.Publisher(self.site, self.keeper)
+            self._publisher = live.Publisher(self.site, self.access)
         return self._publisher
 
     def progress(self) -> AsyncProgress | None:
@@ -101,15 +101,15 @@ class Application:
             },
         )
         api.mount(app, self.site, self.progress)
-        site, keeper = self.site, self.keeper
+        site, access = self.site, self.access
         routes: list[BaseRoute] = [
             WebSocketRoute(site.live, live.route(self.publisher)),
             Route("/metrics", metrics.prometheus(site), methods=["GET"]),
             Route("/healthz", metrics.alive, methods=["GET"]),
             Route("/readyz", metrics.ready(site), methods=["GET"]),
-            Route("/actions/{name}", actions.handler(site, keeper), methods=["POST"]),
-            Route("/login", auth.login(keeper), methods=["POST"]),
-            Route("/logout", auth.logout(keeper), methods=["POST"]),
+            Route("/actions/{name}", actions.handler(site, access), methods=["POST"]),
+            Route("/login", auth.login(access), methods=["POST"]),
+            Route("/logout", auth.logout(access), methods=["POST"]),
             *_pages(site),
             Route("/login", auth.login_page, methods=["GET"]),
         ]

@@ -115,7 +115,7 @@ class Throttle:
 
 
 @dataclass(slots=True)
-class Keeper:
+class Access:
     """What the store said about tokens and sessions, for a few seconds."""
 
     site: Site
@@ -288,8 +288,8 @@ class Keeper:
 class Gate:
     """See the module."""
 
-    def __init__(self, app: ASGIApp, keeper: Keeper, on_error: Callable[[Scope, HeadwayError], Response]) -> None:
-        self._app, self._keeper, self._on_error = app, keeper, on_error
+    def __init__(self, app: ASGIApp, access: Access, on_error: Callable[[Scope, HeadwayError], Response]) -> None:
+        self._app, self._access, self._on_error = app, access, on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -320,31 +320,31 @@ class Gate:
 
     async def _admit(self, scope: Scope) -> Response | Callable[[MutableHeaders], None]:
         """Look at a request; what is put on its answer's headers, or the answer that refuses it."""
-        connection, keeper, path = HTTPConnection(scope), self._keeper, path_of(scope)
+        connection, access, path = HTTPConnection(scope), self._access, path_of(scope)
         _check_source(connection, path)
         if path.startswith(PUBLIC_BELOW) or path in ("/healthz", "/readyz", "/favicon.ico"):
             return _nothing
-        await keeper.load()
+        await access.load()
         known = None
         if path not in PUBLIC:
-            known = await keeper.who(connection)
+            known = await access.who(connection)
             if known is None:
                 return self._ask_to_log_in(scope, connection, path)
             scope["headway.user"] = known.user
-        visitor = keeper.cookie(connection, "visitor")
+        visitor = access.cookie(connection, "visitor")
         fresh = "" if visitor or is_for_programs(path) else secrets.token_urlsafe(24)
-        scope["headway.csrf"] = keeper.form_token(connection, visitor or fresh)
+        scope["headway.csrf"] = access.form_token(connection, visitor or fresh)
         if scope["type"] == "http" and scope["method"] not in SAFE and is_for_programs(path):
             self._check_program(connection, known)
-        flash = keeper.cookie(connection, "flash") if not is_for_programs(path) else ""
-        scope["headway.flash"] = keeper.read_flash(flash) if flash else None
+        flash = access.cookie(connection, "flash") if not is_for_programs(path) else ""
+        scope["headway.flash"] = access.read_flash(flash) if flash else None
 
         def dress(headers: MutableHeaders) -> None:
             response = Response()
             if fresh:
-                keeper.set_cookie(response, scope, "visitor", fresh, None)
+                access.set_cookie(response, scope, "visitor", fresh, None)
             if flash and scope.get("method") == "GET":
-                keeper.set_cookie(response, scope, "flash", "", 0)
+                access.set_cookie(response, scope, "flash", "", 0)
             for value in response.headers.getlist("set-cookie"):
                 headers.append("set-cookie", value)
 
@@ -359,7 +359,7 @@ class Gate:
             )
         from_browser = "origin" in connection.headers or "sec-fetch-site" in connection.headers
         if known is None or known.by in ("session", "users") or (known.by == "open" and from_browser):
-            self._keeper.check_form(connection, connection.headers.get("x-csrf-token", ""))
+            self._access.check_form(connection, connection.headers.get("x-csrf-token", ""))
 
     def _ask_to_log_in(self, scope: Scope, connection: HTTPConnection, path: str) -> Response:
         error = Unauthenticated(
@@ -371,7 +371,7 @@ class Gate:
         wants_page = scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and not is_for_programs(path)
         if not wants_page:
             return problems.answer(error)
-        if self._keeper.users is not None:
+        if self._access.users is not None:
             return self._on_error(scope, error)  # the application has a login of its own
         query = scope.get("query_string", b"").decode("latin-1")
         back = quote(path + (f"?{query}" if query else ""), safe="/")
@@ -396,31 +396,31 @@ async def login_page(request: Request) -> Response:
     return HTMLResponse(text, headers={"Cache-Control": "no-store"})
 
 
-def login(keeper: Keeper) -> Callable[[Request], Awaitable[Response]]:
+def login(access: Access) -> Callable[[Request], Awaitable[Response]]:
     async def post(request: Request) -> Response:
         fields = await form(request)
-        keeper.check_form(request, fields.get("csrf", ""))
-        found = await keeper.log_in(fields.get("token", "").strip(), peer_of(request.scope))
+        access.check_form(request, fields.get("csrf", ""))
+        found = await access.log_in(fields.get("token", "").strip(), peer_of(request.scope))
         back = local_path(fields.get("next", "/"))
         root = _root(request.scope)
         if found is None:
             response: Response = RedirectResponse(f"{root}/login?wrong=1&next={quote(back, safe='/')}", 303)
             return response
         response = RedirectResponse(root + back, 303, headers={"Cache-Control": "no-store"})
-        keeper.set_cookie(response, request.scope, "session", found[1], int(tokens.SESSION))
+        access.set_cookie(response, request.scope, "session", found[1], int(tokens.SESSION))
         return response
 
     return post
 
 
-def logout(keeper: Keeper) -> Callable[[Request], Awaitable[Response]]:
+def logout(access: Access) -> Callable[[Request], Awaitable[Response]]:
     async def post(request: Request) -> Response:
-        keeper.check_form(request, (await form(request)).get("csrf", ""))
-        cookie = keeper.cookie(request, "session")
+        access.check_form(request, (await form(request)).get("csrf", ""))
+        cookie = access.cookie(request, "session")
         if cookie:
-            await keeper.log_out(cookie)
+            await access.log_out(cookie)
         response = RedirectResponse(f"{_root(request.scope)}/login", 303)
-        keeper.set_cookie(response, request.scope, "session", "", 0)
+        access.set_cookie(response, request.scope, "session", "", 0)
         return response
 
     return post

@@ -34,7 +34,7 @@ from headway.views.shape import Json, iso, plain
 if TYPE_CHECKING:
     from headway.ledger.values import JobInfo
     from headway.views.reading import Reader
-    from headway.web.auth import Keeper
+    from headway.web.auth import Access
     from headway.web.site import Site
 
 log = Log("web")
@@ -199,8 +199,8 @@ class Channel:
 class Publisher:
     """See the module. It works while anybody listens."""
 
-    def __init__(self, site: Site, keeper: Keeper, *, tick: float = TICK) -> None:
-        self._site, self._keeper, self._tick = site, keeper, tick
+    def __init__(self, site: Site, access: Access, *, tick: float = TICK) -> None:
+        self._site, self._access, self._tick = site, access, tick
         self._look = Look(site.reader)
         self._epoch = secrets.token_hex(4)
         self._everybody = Channel(self._epoch)
@@ -270,7 +270,7 @@ class Publisher:
 
     async def _still_known(self, websocket: WebSocket) -> bool:
         with suppress(HeadwayError):  # while the store is away nobody's right can have ended as far as we know
-            known = await self._keeper.who(websocket)
+            known = await self._access.who(websocket)
             return known is not None and known.user == self._site.user(websocket)
         return True
 
@@ -285,7 +285,7 @@ class Publisher:
     async def look(self) -> None:
         """Read, and publish what changed; if the store does not answer, publish that."""
         with suppress(HeadwayError):  # said below
-            self._revoked = (await self._keeper.pulse()).revoked_at
+            self._revoked = (await self._access.pulse()).revoked_at
         if self._reading is None or self._reading.done():
             everybody, users = self._everybody.listeners > 0, tuple(sorted(self._users))
             self._reading = asyncio.ensure_future(self._site.read(self._look, everybody=everybody, users=users))
