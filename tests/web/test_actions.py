@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,6 +179,27 @@ def test_a_snapshot_that_did_not_change_is_not_sent_again(closed: Web):
     again = closed.ask("/api/v1/jobs", token="viewer", If_None_Match=f'"other", W/{tag}')
     assert (again.status, again.body, again.headers["ETag"]) == (304, b"", tag)
     assert closed.ask("/api/v1/jobs", token="viewer", If_None_Match='"other"').status == 200
+
+
+@pytest.mark.parametrize("engine", ["sqlite", "postgresql"])
+def test_pages_of_jobs_give_every_job_once(engine: str, tmp_path: Path, postgres_url: str):
+    with Reader(
+        Config(cli={"database": f"sqlite:///{tmp_path}/x.db" if engine == "sqlite" else postgres_url}), create=True
+    ) as reader:
+        names = [f"job-{number}" for number in range(7)]
+        for name in names:
+            reader.ledger.create(name)
+        reader.database.write("UPDATE jobs SET updated_at = 1000 + no / 2")  # some of them at the same moment
+        seen: list[str] = []
+        page = reader.jobs(limit=2)
+        while True:
+            seen += [job.id for job in page.jobs]
+            if not isinstance(page.next, str):
+                break
+            page = reader.jobs(before=page.next, limit=2)
+        assert seen == names[::-1]
+        with pytest.raises(NotFound):
+            reader.jobs(before="nobody", limit=2)
 
 
 def test_pages_by_key_give_every_item_once(closed: Web):

@@ -43,7 +43,7 @@ def log_in(web: Web, role: str) -> tuple[str, dict[str, str]]:
 
 def test_without_a_token_the_server_is_open_to_this_machine_and_says_so(serve: Servers, tmp_path: Path):
     web = serve()
-    assert web.ask("/api/v1/jobs").json == {"schema": "headway.jobs/1", "jobs": []}
+    assert web.ask("/api/v1/jobs").json == {"schema": "headway.jobs/1", "jobs": [], "next": None}
     said = (tmp_path / "serve.log").read_text()
     assert "open to everybody on this machine" in said
     assert "Close it: headway token create" in said

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headway.views.health import Health
     from headway.views.items import Items, ItemSheet, JobLog, LogEntry
     from headway.views.job import DeadLetter, JobSheet, Runs
-    from headway.views.jobs import Jobs
+    from headway.views.jobs import Job, Jobs
     from headway.views.projects import ProjectProgress, Projects
     from headway.views.queue import Queues, Tasks, TaskSheet, Workers
     from headway.views.records import Audit, Settings
@@ -48,10 +48,19 @@ class Client:
 
     # ---- jobs --------------------------------------------------------------------------------------------------------
 
-    def jobs(self, *, archived: bool = False) -> Jobs:
+    def jobs(self, *, archived: bool = False, before: str | None = None, limit: int | None = None) -> Jobs:
+        """All of them, or with ``limit`` a page."""
         from headway.views.jobs import Jobs
 
-        return parse(Jobs, self._connection.get("/jobs", archived=archived))
+        if limit is not None:
+            return parse(Jobs, self._connection.get("/jobs", archived=archived, before=before, limit=limit))
+        found: dict[str, Job] = {}  # one that changes meanwhile is listed again
+        while True:
+            page = self.jobs(archived=archived, before=before, limit=PAGE)
+            found |= {job.id: job for job in page.jobs}
+            if not isinstance(page.next, str):
+                return Jobs(tuple(found.values()))
+            before = page.next
 
     def job(self, id: str) -> JobSheet:
         from headway.views.job import JobSheet

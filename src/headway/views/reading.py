@@ -85,10 +85,11 @@ class Reader:
 
     # ---- jobs --------------------------------------------------------------------------------------------------------
 
-    def jobs(self, *, archived: bool = False) -> Jobs:
+    def jobs(self, *, archived: bool = False, before: str | None = None, limit: int | None = None) -> Jobs:
+        """All of them, or with ``limit`` a page."""
         from headway.views.jobs import read_jobs
 
-        return read_jobs(self.database, archived=archived)
+        return read_jobs(self.database, archived=archived, before=before, limit=limit)
 
     def job(self, id: str) -> JobSheet:
         from headway.views.job import read_sheet

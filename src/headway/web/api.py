@@ -175,9 +175,14 @@ def _jobs(api: Api) -> None:
     reader = api.site.reader
 
     @api.get("/jobs", jobs.Jobs)
-    async def list_jobs(request: Request, archived: bool = False) -> Response:
+    async def list_jobs(
+        request: Request,
+        archived: bool = False,
+        before: Annotated[str | None, Query(max_length=128, description="the last job of the page before")] = None,
+        limit: Limit = LARGEST,
+    ) -> Response:
         """The jobs, the one that changed last first."""
-        return await api.answer(request, reader.jobs, archived=archived)
+        return await api.answer(request, reader.jobs, archived=archived, before=before, limit=limit)
 
     @api.get("/jobs/{id}", job.JobSheet)
     async def show_job(request: Request, id: JobId) -> Response:
