@@ -32,7 +32,7 @@ from headway.telemetry import redact
 from headway.views.access import Acted
 from headway.views.dead import find_cause
 from headway.views.jobs import find_job
-from headway.web import auth
+from headway.web import login
 from headway.web.problems import Forbidden
 from headway.web.site import User
 from headway.wording import plural
@@ -252,9 +252,9 @@ def handler(site: Site, access: Access) -> Callable[[Request], Awaitable[Respons
         act = FORMS.get(name)
         if act is None:
             raise NotFound(f"There is no action {name[:40]!r}.", hint=f"There are {', '.join(FORMS)}.")
-        fields = await auth.form(request)
+        fields = await login.form(request)
         access.check_form(request, fields.get("csrf", ""))
-        items = [value for field, value in await auth.form_pairs(request) if field == "item"]
+        items = [value for field, value in await login.form_pairs(request) if field == "item"]
         try:
             acted = await site.change(act, site.reader, user, fields, items)
             kind, text = "done", acted.text
@@ -263,7 +263,7 @@ def handler(site: Site, access: Access) -> Callable[[Request], Awaitable[Respons
                 raise
             kind, text = "failed", redact(f"{error} {error.hint}".strip())
         root = site.url(request, "")
-        response = RedirectResponse(auth.local_path(fields.get("next", "") or f"{root}/"), 303)
+        response = RedirectResponse(login.local_path(fields.get("next", "") or f"{root}/"), 303)
         access.set_cookie(response, request.scope, "flash", access.flash(kind, text), 60)
         return response
 

@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     raise MissingExtra("web", "The web application") from error
 
-from headway.web import actions, api, auth, live, metrics, problems
+from headway.web import actions, api, auth, live, login, metrics, problems
 from headway.web.auth import Access, Gate, Users
 from headway.web.problems import UnknownPath, WrongMethod
 from headway.web.site import Site
@@ -108,10 +108,10 @@ class Application:
             Route("/healthz", metrics.alive, methods=["GET"]),
             Route("/readyz", metrics.ready(site), methods=["GET"]),
             Route("/actions/{name}", actions.handler(site, access), methods=["POST"]),
-            Route("/login", auth.login(access), methods=["POST"]),
-            Route("/logout", auth.logout(access), methods=["POST"]),
+            Route("/login", login.login(access), methods=["POST"]),
+            Route("/logout", login.logout(access), methods=["POST"]),
             *_pages(site),
-            Route("/login", auth.login_page, methods=["GET"]),
+            Route("/login", login.login_page, methods=["GET"]),
         ]
         app.router.routes.extend(routes)
         return app

@@ -28,20 +28,19 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from typing import TYPE_CHECKING, Final, TypeVar
-from urllib.parse import parse_qsl, quote, urlsplit
+from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
-from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.responses import RedirectResponse, Response
 
-from headway.errors import HeadwayError, StorageError, Unavailable, UsageError
+from headway.errors import HeadwayError, StorageError, Unavailable
 from headway.telemetry import Log, metrics
 from headway.web import problems, tokens
 from headway.web.problems import Forbidden, NotAcceptable, Throttled, TooLarge, Unauthenticated
 from headway.web.site import Flash, User
 
 if TYPE_CHECKING:
-    from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from headway.web.site import Site
@@ -255,7 +254,7 @@ class Access:
 
     def set_cookie(self, response: Response, scope: Scope, kind: str, value: str, seconds: int | None) -> None:
         response.set_cookie(
-            self.name(kind), value, max_age=seconds, path=_root(scope) or "/", httponly=True, samesite="strict",
+            self.name(kind), value, max_age=seconds, path=root_of(scope) or "/", httponly=True, samesite="strict",
             secure=scope.get("scheme") in ("https", "wss"),
         )  # fmt: skip
 
@@ -375,76 +374,7 @@ class Gate:
             return self._on_error(scope, error)  # the application has a login of its own
         query = scope.get("query_string", b"").decode("latin-1")
         back = quote(path + (f"?{query}" if query else ""), safe="/")
-        return RedirectResponse(f"{_root(scope)}/login?next={back}", 303)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Logging in
-
-
-async def login_page(request: Request) -> Response:
-    """The plainest of forms; the pages bring one of their own."""
-    csrf, back = request.scope["headway.csrf"], local_path(request.query_params.get("next", "/"))
-    wrong = '<p role="alert">This token is not known, or has ended.</p>' if "wrong" in request.query_params else ""
-    text = (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>headway: log in</title><h1>Log in</h1>'
-        f'<form method="post" action="{_root(request.scope)}/login"><input type="hidden" name="csrf" value="{csrf}">'
-        f'<input type="hidden" name="next" value="{_attribute(back)}"><label>Token <input type="password" name="token" '
-        'autocomplete="current-password" required autofocus></label> <button>Log in</button></form>'
-        f"{wrong}<p>Make one on the server: <code>headway token create NAME --role viewer</code></p></html>"
-    )
-    return HTMLResponse(text, headers={"Cache-Control": "no-store"})
-
-
-def login(access: Access) -> Callable[[Request], Awaitable[Response]]:
-    async def post(request: Request) -> Response:
-        fields = await form(request)
-        access.check_form(request, fields.get("csrf", ""))
-        found = await access.log_in(fields.get("token", "").strip(), peer_of(request.scope))
-        back = local_path(fields.get("next", "/"))
-        root = _root(request.scope)
-        if found is None:
-            response: Response = RedirectResponse(f"{root}/login?wrong=1&next={quote(back, safe='/')}", 303)
-            return response
-        response = RedirectResponse(root + back, 303, headers={"Cache-Control": "no-store"})
-        access.set_cookie(response, request.scope, "session", found[1], int(tokens.SESSION))
-        return response
-
-    return post
-
-
-def logout(access: Access) -> Callable[[Request], Awaitable[Response]]:
-    async def post(request: Request) -> Response:
-        access.check_form(request, (await form(request)).get("csrf", ""))
-        cookie = access.cookie(request, "session")
-        if cookie:
-            await access.log_out(cookie)
-        response = RedirectResponse(f"{_root(request.scope)}/login", 303)
-        access.set_cookie(response, request.scope, "session", "", 0)
-        return response
-
-    return post
-
-
-async def form(request: Request) -> dict[str, str]:
-    """The fields of a form; of a field that comes twice, the last."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/x-www-form-urlencoded":
-        raise NotAcceptable("A form is needed.", hint="Send application/x-www-form-urlencoded")
-    return dict(await form_pairs(request))
-
-
-async def form_pairs(request: Request) -> list[tuple[str, str]]:
-    try:
-        return parse_qsl((await request.body()).decode("utf-8"), keep_blank_values=True, max_num_fields=1000)
-    except ValueError as error:
-        raise UsageError(f"The form cannot be read: {error}") from error
-
-
-def local_path(text: str) -> str:
-    """Where to go after logging in: a path of ours, never another site."""
-    plain = text.startswith("/") and not text.startswith(("//", "/\\")) and text.isprintable() and "\\" not in text
-    return text if plain else "/"
+        return RedirectResponse(f"{root_of(scope)}/login?next={back}", 303)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -453,7 +383,7 @@ def local_path(text: str) -> str:
 
 def path_of(scope: Scope) -> str:
     """The path below where the application is mounted."""
-    path, root = str(scope["path"]), _root(scope)
+    path, root = str(scope["path"]), root_of(scope)
     return path[len(root) :] or "/" if root and path.startswith(root) else path
 
 
@@ -466,7 +396,7 @@ def peer_of(scope: Scope) -> str:
     return str(client[0]) if client else "local"
 
 
-def _root(scope: Scope) -> str:
+def root_of(scope: Scope) -> str:
     return str(scope.get("root_path", "")).rstrip("/")
 
 
@@ -526,10 +456,6 @@ def _cookies(headers: Headers) -> dict[str, str]:
         return {name: morsel.value for name, morsel in SimpleCookie(headers.get("cookie", "")).items()}
     except CookieError:
         return {}
-
-
-def _attribute(text: str) -> str:
-    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
 
 
 def _nothing(_: MutableHeaders) -> None:
