@@ -95,9 +95,14 @@ def _redis_address(text: str) -> str:
 def _store_address(text: str) -> str:
     return _address(
         text,
-        ("sqlite", "postgresql", "postgres", *REDIS_SCHEMES, "firestore"),
+        ("sqlite", "postgresql", "postgres", *REDIS_SCHEMES, "firestore", "http", "https"),
         "sqlite:///file.db, postgresql://user@host/name, redis://host:6379/1 or firestore://PROJECT",
     )
+
+
+def is_server(address: str) -> bool:
+    """Whether an address names a server of headway (`headway serve`), not a database."""
+    return address.startswith(("http://", "https://"))
 
 
 def on_database(number: int) -> Callable[[str], str]:
@@ -201,6 +206,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("payload_limit", 262_144, _whole(1), "bytes one item's payload may have"),
     Option("retention_days", 30.0, _positive, "how long finished jobs are kept by headway purge"),
     Option("sinks", None, _addresses, "who is told events: log: https://... redis://...?channel=X command:/program"),
+    Option("token", None, _maybe_text, "the token for a server that database names: https://..."),
     Option("webhook", None, _maybe_text, "address that is told when a job finished"),
     Option("progress", "auto", _one_of("auto", "bar", "plain", "json", "none"), "how a run shows itself"),
     Option("color", "auto", _one_of("auto", "always", "never"), "colours on the terminal"),

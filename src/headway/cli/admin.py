@@ -15,6 +15,7 @@ from headway.cli.toolkit import (
     confirm,
     job_argument,
     open_ledger,
+    open_reader,
     optional_job_argument,
     put,
     put_json,
@@ -23,7 +24,7 @@ from headway.cli.toolkit import (
 )
 from headway.errors import UsageError
 from headway.views.jobs import find_job
-from headway.views.records import read_audit, read_settings
+from headway.views.records import read_settings
 from headway.wording import plural
 
 if TYPE_CHECKING:
@@ -94,8 +95,8 @@ def _purgeable(ledger: Ledger, days: float) -> list[JobInfo]:
 @database_option
 def audit(job: str | None, database: str | None, *, as_json: bool) -> None:
     """Show who changed recorded work, when and why: resets, retries, purges, corrections. Oldest first."""
-    with open_ledger(database) as ledger:
-        found = read_audit(ledger, job)
+    with open_reader(database) as reader:
+        found = reader.audit(job)
     if as_json:
         put_json(found)
     elif found.audit:

@@ -15,6 +15,7 @@ from headway.cli.toolkit import (
     job_argument,
     limit_option,
     open_ledger,
+    open_reader,
     optional_job_argument,
     put,
     put_json,
@@ -24,7 +25,7 @@ from headway.cli.toolkit import (
 )
 from headway.errors import UsageError
 from headway.telemetry import redact
-from headway.views.dead import export_dead, find_cause, read_dead, read_dead_items
+from headway.views.dead import find_cause
 from headway.views.jobs import find_job
 from headway.views.shape import plain
 from headway.wording import cut, plural, printable
@@ -49,8 +50,8 @@ def dead() -> None:
 @database_option
 def list_(job: str | None, database: str | None, *, as_json: bool) -> None:
     """List the causes that items are dead of, in all jobs or one."""
-    with open_ledger(database) as ledger:
-        found = read_dead(ledger, job)
+    with open_reader(database) as reader:
+        found = reader.dead(job)
     if as_json:
         put_json(found)
         return
@@ -73,8 +74,8 @@ def list_(job: str | None, database: str | None, *, as_json: bool) -> None:
 @database_option
 def show(job: str, database: str | None, *, cause: int | None, limit: int, as_json: bool) -> None:
     """Show each cause with the items that are dead of it."""
-    with open_ledger(database) as ledger:
-        found = read_dead_items(find_job(ledger, job), cause=cause, limit=limit)
+    with open_reader(database) as reader:
+        found = reader.dead_items(job, cause=cause, limit=limit)
     if as_json:
         put_json(found)
         return
@@ -114,8 +115,8 @@ def export(job: str, database: str | None, *, cause: int | None, payload: bool) 
     """Write the dead letters to stdout as JSONL, one per line."""
     import json
 
-    with open_ledger(database) as ledger:
-        for letter in export_dead(find_job(ledger, job), cause=cause, payload=payload):
+    with open_reader(database) as reader:
+        for letter in reader.export_dead(job, cause=cause, payload=payload):
             put(json.dumps(plain(letter)))
 
 

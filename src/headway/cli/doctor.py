@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import click
 
 from headway import __version__
 from headway.cli import database_option, json_option
-from headway.cli.toolkit import put, put_json
+from headway.cli.toolkit import open_reader, put, put_json
+from headway.config import Config, is_server
+from headway.errors import ConfigError
 from headway.views.health import Finding, examine, health
+
+
+def _findings(database: str | None) -> Iterable[Finding]:
+    """One after another as they are found here; from a server all at once."""
+    try:
+        address = Config(cli={"database": database}).text("database")
+    except ConfigError:
+        address = ""  # found again, and told as a finding
+    if not is_server(address):
+        return examine(database, version=__version__)
+    with open_reader(database) as reader:
+        return reader.health().findings
 
 
 @click.command()
@@ -16,7 +32,7 @@ from headway.views.health import Finding, examine, health
 def doctor(database: str | None, *, as_json: bool) -> int:
     """Check the store and its surroundings. Every line is ok, warn or fail; exit 1 if one failed."""
     findings: list[Finding] = []
-    for finding in examine(database, version=__version__):
+    for finding in _findings(database):
         findings.append(finding)
         if not as_json:
             put(f"{finding.verdict:<4}  {finding.check:<9} {finding.text}")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from headway.cli import F, json_option, say
-from headway.cli.toolkit import Number, Whole, confirm, put, put_json, put_json_line, yes_option
-from headway.config import Config
-from headway.errors import Unavailable, UsageError
+from headway.cli.toolkit import Number, Whole, confirm, put, put_json, put_json_line, reader_of, yes_option
+from headway.config import Config, is_server
+from headway.errors import NotFound, Unavailable, UsageError
 from headway.lifecycle import Shutdown, on_signals
 from headway.views.projects import ProjectProgress, project_view
 
@@ -62,23 +64,49 @@ def progress(
     Ends with 2 when there is no such project and with 6 when Redis is away. With --watch: 0 when the project is
     DONE, 3 when it is and items failed, 1 when it is FAILED.
     """
-    with on_signals(Shutdown()) as shutdown, open_line(projects_redis, database) as line:
+    config = Config(cli={"projects_redis": projects_redis, "database": database})
+    with on_signals(Shutdown()) as shutdown, _asking(config) as ask:
         if not watch:
-            found = project_view(project_id, line.progress(project_id))
+            found = ask(project_id)
             if as_json:
                 put_json(found)
             else:
                 put(_in_words(found))
             return 2 if found.status == "NOT_FOUND" else 0
-        return _watch(line, shutdown, project_id, every=every, as_json=as_json)
+        return _watch(ask, shutdown, project_id, every=every, as_json=as_json)
 
 
-def _watch(line: FinishLine, shutdown: Shutdown, project_id: str, *, every: float, as_json: bool) -> int:
+@contextmanager
+def _asking(config: Config) -> Iterator[Callable[[str], ProjectProgress]]:
+    """Who says how far a project is: the server that the settings name as the database, else Redis."""
+    if is_server(config.text("database")):
+        with reader_of(config) as server:
+            yield lambda project_id: _found(server, project_id)
+        return
+    with open_line(
+        config.text("projects_redis"), config.text("database") if config.is_set("database") else None
+    ) as line:
+        yield lambda project_id: project_view(project_id, line.progress(project_id))
+
+
+def _found(server: Any, project_id: str) -> ProjectProgress:
+    from headway.finishline.progress import NOT_FOUND
+
+    try:
+        found: ProjectProgress = server.project(project_id)
+    except NotFound:
+        return project_view(project_id, NOT_FOUND)
+    return found
+
+
+def _watch(
+    ask: Callable[[str], ProjectProgress], shutdown: Shutdown, project_id: str, *, every: float, as_json: bool
+) -> int:
     live = sys.stdout is not None and sys.stdout.isatty() and not as_json
     shown: ProjectProgress | None = None
     while not shutdown.stop.is_set():
         try:
-            found = project_view(project_id, line.progress(project_id))
+            found = ask(project_id)
         except Unavailable as error:
             say(str(error))
         else:

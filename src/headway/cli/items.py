@@ -14,15 +14,14 @@ from headway.cli.toolkit import (
     clock,
     job_argument,
     limit_option,
-    open_ledger,
+    open_reader,
     put,
     put_json,
     put_json_rows,
     put_table,
     with_database,
 )
-from headway.views.items import JobLog, LogEntry, read_item, read_items, read_log
-from headway.views.jobs import find_job
+from headway.views.items import JobLog, LogEntry
 from headway.views.shape import ABSENT, iso, schema_of
 from headway.wording import duration, plural, printable
 
@@ -59,8 +58,8 @@ def items(
 ) -> None:
     """List items by index, page by page."""
     start = -1 if after is None else after
-    with open_ledger(database) as ledger:
-        found = read_items(find_job(ledger, job), status=status, cause=cause, after=start, limit=limit)
+    with open_reader(database) as reader:
+        found = reader.items(job, status=status, cause=cause, after=start, limit=limit)
     if as_json:
         put_json(found)
         return
@@ -97,8 +96,8 @@ def items(
 @database_option
 def item(job: str, item: str, database: str | None, *, payload: bool, traceback: bool, as_json: bool) -> None:
     """Show one item: every run of it, what failed where, and when it is tried again."""
-    with open_ledger(database) as ledger:
-        sheet = read_item(find_job(ledger, job), item, payload=payload)
+    with open_reader(database) as reader:
+        sheet = reader.item(job, item, payload=payload)
     if as_json:
         put_json(sheet)
         return
@@ -176,8 +175,8 @@ def _one_line(raw: str) -> str:
 @database_option
 def log(job: str, database: str | None, *, tsv: bool, as_json: bool) -> None:
     """Print every ended run of every item, in the order of the items."""
-    with open_ledger(database) as ledger:
-        entries = read_log(find_job(ledger, job))
+    with open_reader(database) as reader:
+        entries = reader.log(job)
         if as_json:
             put_json_rows(schema_of(JobLog), {"job": job}, "log", entries)
             return

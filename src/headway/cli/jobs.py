@@ -14,8 +14,7 @@ from headway.cli import database_option, json_option, say
 from headway.cli.toolkit import (
     clock,
     job_argument,
-    open_ledger,
-    open_store,
+    open_reader,
     optional_job_argument,
     put,
     put_json,
@@ -26,11 +25,9 @@ from headway.cli.toolkit import (
     wrapped,
 )
 from headway.errors import UsageError
-from headway.views.jobs import find_job, read_jobs
 from headway.wording import cut, duration, pace, printable, roughly
 
 if TYPE_CHECKING:
-    from headway.ledger import Job
     from headway.views import jobs as views
     from headway.views.job import JobSheet, Run
 
@@ -51,11 +48,11 @@ watch_option = click.option("--watch", "-w", is_flag=True, help="Look again ever
 @database_option
 def jobs(database: str | None, *, as_json: bool, everything: bool, watch: bool) -> None:
     """List the jobs, the one that changed last first."""
-    with open_store(database) as store:
+    with open_reader(database) as reader:
         if watch:
-            _watch(lambda: (_job_table(read_jobs(store, archived=everything).jobs), False), as_json=as_json)
+            _watch(lambda: (_job_table(reader.jobs(archived=everything).jobs), False), as_json=as_json)
             return
-        found = read_jobs(store, archived=everything)
+        found = reader.jobs(archived=everything)
         if as_json:
             put_json(found)
         elif found.jobs:
@@ -100,10 +97,8 @@ def _ago(at: datetime) -> str:
 @database_option
 def runs(job: str, database: str | None, *, as_json: bool) -> None:
     """List the runs of a job: every start and resume, and how each ended."""
-    from headway.views.job import read_runs
-
-    with open_ledger(database) as ledger:
-        found = read_runs(find_job(ledger, job))
+    with open_reader(database) as reader:
+        found = reader.runs(job)
     if as_json:
         put_json(found)
     elif found.runs:
@@ -141,16 +136,14 @@ def _run_rows(found: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
 @database_option
 def show(job: str, database: str | None, *, as_json: bool, watch: bool) -> None:
     """Show one job: counts, runs, causes of failure, who runs it, and the command to continue."""
-    from headway.views.job import read_sheet
-
-    with open_ledger(database) as ledger:
-        found = find_job(ledger, job)
+    with open_reader(database) as reader:
+        found = reader.job(job)
         if watch:
-            _watch(lambda: _lines_until_finished(found, database), as_json=as_json)
+            _watch(lambda: _lines_until_finished(reader.job(job), database), as_json=as_json)
         elif as_json:
-            put_json(read_sheet(found))
+            put_json(found)
         else:
-            for line in _lines(read_sheet(found), database):
+            for line in _lines(found, database):
                 put(line)
 
 
@@ -230,10 +223,7 @@ def _advice(job: views.Job, database: str | None) -> str:
     return ""
 
 
-def _lines_until_finished(job: Job, database: str | None) -> tuple[list[str], bool]:
-    from headway.views.job import read_sheet
-
-    sheet = read_sheet(job)
+def _lines_until_finished(sheet: JobSheet, database: str | None) -> tuple[list[str], bool]:
     return _lines(sheet, database), sheet.job.holder is None and sheet.job.finished_at is not None
 
 

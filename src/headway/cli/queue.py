@@ -13,6 +13,7 @@ from headway.cli.toolkit import (
     clock,
     confirm,
     limit_option,
+    open_reader,
     open_store,
     put,
     put_json,
@@ -113,10 +114,8 @@ def worker(
 @database_option
 def queues(database: str | None, *, as_json: bool) -> None:
     """Show the four queues, in the order in which they are served."""
-    from headway.views.queue import read_queues
-
-    with open_queue(database) as queue:
-        found = read_queues(queue)
+    with open_reader(database) as reader:
+        found = reader.queues()
     if as_json:
         put_json(found)
         return
@@ -153,13 +152,15 @@ def tasks(
     as_json: bool,
 ) -> None:
     """List the newest tasks."""
-    from headway.views.queue import read_tasks
-
-    with open_queue(database) as queue:
-        found = read_tasks(
-            queue, status=status and status.upper(), name=name, kind=kind, user_id=user_id, before=before,
+    with open_reader(database) as reader:
+        found = reader.tasks(
+            status=status and status.upper(),
+            queue=name,
+            kind=kind,
+            user_id=user_id,
+            before=before,
             limit=min(limit, 1000),
-        )  # fmt: skip
+        )
     if as_json:
         put_json(found)
         return
@@ -188,10 +189,8 @@ def task() -> None:
 @database_option
 def show(id: str, database: str | None, *, as_json: bool) -> None:
     """Show a task with the runs that did not succeed."""
-    from headway.views.queue import read_task
-
-    with open_queue(database) as queue:
-        sheet = read_task(queue, id)
+    with open_reader(database) as reader:
+        sheet = reader.task(id)
     if as_json:
         put_json(sheet)
         return
@@ -354,10 +353,8 @@ def workers(context: click.Context, database: str | None, *, as_json: bool) -> N
     """Show who runs tasks, and who ended in the last day; ask one of them to end."""
     if context.invoked_subcommand is not None:
         return
-    from headway.views.queue import read_workers
-
-    with open_queue(database) as opened:
-        found = read_workers(opened)
+    with open_reader(database) as reader:
+        found = reader.workers()
     if as_json:
         put_json(found)
         return

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 import click
 
 from headway.cli import database_option, json_option, say
-from headway.cli.toolkit import Number, confirm, put, put_json, put_table, yes_option
+from headway.cli.toolkit import Number, confirm, put, put_json, put_table, reader_of, yes_option
 from headway.errors import HeadwayError, NotFound, UsageError
-from headway.views.relay import OutboxStatus, RefusedEvent, RelayPoison, RelayStatus, SinkBacklog
+from headway.views.relay import RefusedEvent, RelayPoison
 from headway.views.shape import iso
 from headway.wording import plural
 
 if TYPE_CHECKING:
     from headway.config import Config
-    from headway.events import Backlog, Outbox, Refused, Sink
+    from headway.events import Outbox, Refused, Sink
+    from headway.views.relay import RelayStatus
 
 #: Seconds that --once tries for.
 ONCE_SECONDS = 30.0
@@ -75,11 +76,11 @@ def relay(
         raise UsageError("--json belongs to --status and --poison list.")
     config = Config(cli={"database": database, "projects_redis": projects_redis})
     telemetry.configure(level=config.text("log_level").upper(), as_json=config["log_format"] == "json")
+    if status:
+        return _show(config, as_json=as_json)
     sinks = open_sinks(config["sinks"], config["webhook"])
-    if status or poison or forget:
+    if poison or forget:
         with _outboxes(config, create=False) as places:
-            if status:
-                return _show(places, sinks, as_json=as_json)
             if forget:
                 return _forget(places, forget, sinks, yes=yes)
             return _poison(places, str(poison), sink, event, yes=yes, as_json=as_json)
@@ -162,63 +163,34 @@ def _recorded(config: Config) -> str | None:
 # Looking
 
 
-def _show(places: list[Place], sinks: list[Sink], *, as_json: bool) -> int:
-    found = [(place, *_backlog(place)) for place in places]
-    configured = [sink.name for sink in sinks]
+def _show(config: Config, *, as_json: bool) -> int:
+    with reader_of(config) as reader:
+        found = reader.relay()
     if as_json:
-        put_json(RelayStatus(tuple(_view(place, rows, error, configured) for place, rows, error in found)))
+        put_json(found)
     else:
-        _put_status(found, configured)
-    return 6 if any(error is not None for _, _, error in found) else 0
+        _put_status(found)
+    return 6 if any(outbox.error is not None for outbox in found.outboxes) else 0
 
 
-def _backlog(place: Place) -> tuple[list[Backlog], HeadwayError | None]:
-    """What is behind. A sink of one job that has everything is over, and not shown."""
-    if isinstance(place.error, NotFound):
-        return [], None  # nothing was ever decided there
-    try:
-        rows = place.reached().backlog()
-    except HeadwayError as error:
-        return [], error
-    return [row for row in rows if row.waiting or row.refused or not row.sink.startswith("on_complete ")], None
-
-
-def _view(place: Place, rows: list[Backlog], error: HeadwayError | None, configured: list[str]) -> OutboxStatus:
-    sinks = tuple(
-        SinkBacklog(
-            sink=row.sink,
-            configured=row.sink in configured,
-            waiting=row.waiting,
-            oldest_seconds=None if row.oldest_seconds is None else round(row.oldest_seconds, 3),
-            refused=row.refused,
-            holder=row.holder,
-        )
-        for row in rows
-    )
-    known = [row.sink for row in rows]
-    never = tuple(name for name in configured if name not in known and error is None)
-    return OutboxStatus(place.name, place.address, None if error is None else str(error), sinks, never)
-
-
-def _put_status(found: list[tuple[Place, list[Backlog], HeadwayError | None]], configured: list[str]) -> None:
+def _put_status(found: RelayStatus) -> None:
     cells = []
-    for place, rows, error in found:
-        if error is not None:
-            say(f"The outbox {place.name} is out of reach, so what waits there is unknown: {error}")
+    for outbox in found.outboxes:
+        if outbox.error is not None:
+            say(f"The outbox {outbox.outbox} is out of reach, so what waits there is unknown: {outbox.error}")
             continue
-        for row in rows:
+        for row in outbox.sinks:
             age = "" if row.oldest_seconds is None else f"{row.oldest_seconds:,.0f} s"
-            by = row.holder or ("" if row.sink in configured else "not configured")
-            cells.append([place.name, row.sink, f"{row.waiting:,}", age, f"{row.refused:,}", by])
-        known = [row.sink for row in rows]
-        cells += [[place.name, name, "?", "", "0", "never served"] for name in configured if name not in known]
+            by = row.holder or ("" if row.configured else "not configured")
+            cells.append([outbox.outbox, row.sink, f"{row.waiting:,}", age, f"{row.refused:,}", by])
+        cells += [[outbox.outbox, name, "?", "", "0", "never served"] for name in outbox.never_served]
     if cells:
         put_table(
             ["OUTBOX", "SINK", "WAITING", "OLDEST", "REFUSED", "SERVED BY"],
             cells,
             right=["WAITING", "OLDEST", "REFUSED"],
         )
-    elif not any(error for _, _, error in found):
+    elif not any(outbox.error for outbox in found.outboxes):
         say("No sink is configured, and none is known.")
 
 

@@ -18,13 +18,14 @@ from headway.cli.toolkit import (
     put_json,
     put_json_line,
     put_table,
+    reader_of,
     yes_option,
 )
 from headway.config import Config
 from headway.errors import InvalidInput
 from headway.states import FINISHED, STARTED, Manager, WentBack
 from headway.views.shape import iso
-from headway.views.states import StateEvent, event_view, read_states, read_states_jobs
+from headway.views.states import StateEvent, event_view
 from headway.wording import plural, printable
 
 if TYPE_CHECKING:
@@ -80,11 +81,12 @@ def group() -> None:
 @json_option
 def show(job: str, task: int | None, tag: str | None, follow: bool, store: str | None, as_json: bool) -> None:
     """Show the states of JOB."""
-    with _monitor(store, job) as manager:
-        if follow:
+    if follow:
+        with _monitor(store, job) as manager:
             _follow(manager, task, tag, as_json)
-            return
-        found = read_states(manager, task_id=task, tag=tag)
+        return
+    with reader_of(Config(cli={"states": store}), "states") as reader:
+        found = reader.states(job, task=task, tag=tag)
     if as_json:
         put_json(found)
         return
@@ -155,7 +157,8 @@ def wait(job: str, tag: str, status: str, timeout: float | None, ignore_errors: 
 @json_option
 def jobs(store: str | None, as_json: bool) -> None:
     """List the jobs whose states are kept."""
-    found = read_states_jobs(_url(store))
+    with reader_of(Config(cli={"states": store}), "states") as reader:
+        found = reader.states_jobs()
     if as_json:
         put_json(found)
         return

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from headway._sql import Database
+    from headway.client import Client
+    from headway.config import Config
     from headway.ledger import Ledger
+    from headway.views.reading import Reader
     from headway.views.shape import Document
 
 #: Completion may take so long; then it offers nothing rather than making somebody wait.
@@ -39,9 +42,35 @@ NARROWEST = 8
 def open_store(database: str | None) -> Database:
     """The database as the settings say. One that is not there is an error, never made by looking at it."""
     from headway._sql import connect
+    from headway.config import Config, is_server
+
+    address = Config(cli={"database": database}).text("database")
+    if is_server(address):
+        raise UsageError(
+            "This needs the database itself; a server answers the verbs that only read.",
+            hint="Run it where the database can be reached, or use the server's own pages.",
+        )
+    return connect(address, create=False)
+
+
+def open_reader(database: str | None) -> Reader | Client:
+    """What answers the questions of reading verbs: the database as the settings say, or the server that they name."""
     from headway.config import Config
 
-    return connect(Config(cli={"database": database}).text("database"), create=False)
+    return reader_of(Config(cli={"database": database}))
+
+
+def reader_of(config: Config, setting: str = "database") -> Reader | Client:
+    from headway.config import is_server
+
+    if is_server(config.text(setting)):
+        from headway.client import Client
+
+        token = config["token"]
+        return Client(config.text(setting), None if token is None else str(token))
+    from headway.views.reading import Reader
+
+    return Reader(config)
 
 
 def open_ledger(database: str | None) -> Ledger:

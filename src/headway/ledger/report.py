@@ -216,9 +216,11 @@ class Reports:
         )
         return row[0] if row else None
 
-    def log(self) -> Iterator[tuple[int, str | None, str, float, float | None, str | None, str | None]]:
-        """Every ended run of every item: idx, key, outcome, when, seconds, worker, error; in the order of the items."""
-        after = -1
+    def log(
+        self, after: int = -1
+    ) -> Iterator[tuple[int, str | None, str, float, float | None, str | None, str | None]]:
+        """Every ended run of every item after ``after``: idx, key, outcome, when, seconds, worker, error; in the order of
+        the items."""
         while True:
             bound = self._database.one(
                 "SELECT max(idx) FROM (SELECT idx FROM input_products WHERE job = ? AND idx > ? ORDER BY idx LIMIT ?) page",

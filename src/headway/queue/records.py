@@ -251,6 +251,26 @@ def listing(
     return [task_of(row) for row in rows]
 
 
+def newest_of(tx: Tx, users: Sequence[str], *, limit: int = 20) -> list[Task]:
+    """The newest tasks of each of these users, by one statement for hundreds of them."""
+    of_one = f"SELECT * FROM (SELECT {_COLUMNS} FROM tasks WHERE user_id = ? ORDER BY no DESC LIMIT ?) newest"
+    found = []
+    for page in pages(users):
+        values = [value for user in page for value in (user, limit)]
+        found += [task_of(row) for row in tx.all(" UNION ALL ".join([of_one] * len(page)), values)]
+    return found
+
+
+def astir(tx: Tx, *, since: float, limit: int = 100) -> list[Task]:
+    """Tasks that run, and those that ended after ``since``; the newest of each."""
+    rows = tx.all(
+        f"SELECT * FROM (SELECT {_COLUMNS} FROM tasks WHERE status = 'RUNNING' ORDER BY no DESC LIMIT ?) running UNION ALL "
+        f"SELECT * FROM (SELECT {_COLUMNS} FROM tasks WHERE ended_at > ? ORDER BY ended_at DESC LIMIT ?) ended",
+        (limit, since, limit),
+    )
+    return [task_of(row) for row in rows]
+
+
 def queue_infos(tx: Tx, *, minutes: int = 60) -> list[QueueInfo]:
     """The four queues in the order of service; what ended is counted over the last ``minutes``."""
     now = tx.now()
@@ -350,10 +370,13 @@ def pause(tx: Tx, queue: Priority, *, reason: str, by: str, until: datetime | No
         "UPDATE task_queues SET paused = 1, paused_by = ?, paused_at = ?, paused_until = ?, reason = ? WHERE name = ?",
         (by, tx.now(), None if until is None else until.timestamp(), reason, queue.value),
     )
-    audit(tx, by, "queue.pause", {"queue": queue.value, "reason": reason})
+    audit(
+        tx, by, "queue.pause",
+        {"queue": queue.value, "reason": reason, "until": None if until is None else until.isoformat(timespec="seconds")},
+    )  # fmt: skip
 
 
-def resume(tx: Tx, queue: Priority, *, by: str) -> bool:
+def resume(tx: Tx, queue: Priority, *, by: str, reason: str = "") -> bool:
     """Whether it had been paused."""
     changed = tx.execute(
         "UPDATE task_queues SET paused = 0, paused_by = NULL, paused_until = NULL, reason = '' "
@@ -361,7 +384,7 @@ def resume(tx: Tx, queue: Priority, *, by: str) -> bool:
         (queue.value,),
     )
     if changed:
-        audit(tx, by, "queue.resume", {"queue": queue.value})
+        audit(tx, by, "queue.resume", {"queue": queue.value, "reason": reason})
     return changed == 1
 
 
@@ -369,7 +392,7 @@ def resume(tx: Tx, queue: Priority, *, by: str) -> bool:
 # Steering workers
 
 
-def end_worker(tx: Tx, name: str, how: Literal["drain", "stop"], *, by: str) -> str:
+def end_worker(tx: Tx, name: str, how: Literal["drain", "stop"], *, by: str, reason: str = "") -> str:
     """Ask a worker to end, and write down who did; what it is asked now. It hears it with its next sign of life.
 
     Asked to stop it is not asked to drain any more. Raises `NotFound`, or `InvalidInput` when it has ended already.
@@ -385,7 +408,7 @@ def end_worker(tx: Tx, name: str, how: Literal["drain", "stop"], *, by: str) -> 
     tx.execute(
         "UPDATE task_workers SET wanted = ?, wanted_by = ?, wanted_at = ? WHERE name = ?", (how, by, tx.now(), name)
     )
-    audit(tx, by, f"worker.{how}", {"worker": name})
+    audit(tx, by, f"worker.{how}", {"worker": name, "reason": reason})
     return how
 
 

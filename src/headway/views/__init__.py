@@ -9,6 +9,8 @@
     states     the states of a job's tasks
     health     what `headway doctor` looks at
     records    the audit trail, the settings
+    access     who may use the web application, and what they did
+    reading    all of these questions as methods of one object, over the stores of an installation
     schemas    every document as a JSON schema (loaded by the documentation and by tests, not by a command)
 
 A module here asks the parts below and answers with views. It prints nothing and knows neither click nor HTTP: the

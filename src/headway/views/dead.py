@@ -34,6 +34,17 @@ class DeadItems(NamedTuple):
         return document(self)
 
 
+class DeadLetters(NamedTuple):
+    """A page of a job's dead letters, by index; `headway dead export` writes them all, one per line."""
+
+    job: Annotated[str, "the job's id"]
+    letters: Annotated[tuple[DeadLetter, ...], "the dead letters"]
+    next_after: Annotated[int | None, "`after` of the next page; null on the last"]
+
+    def as_json(self) -> Json:
+        return document(self)
+
+
 def read_dead(ledger: ledger.Ledger, job: str | None = None) -> Dead:
     """The causes of one job, or of every job that has dead letters."""
     jobs = [ledger.job(info.id) for info in ledger.jobs() if info.dead] if job is None else [find_job(ledger, job)]
@@ -48,17 +59,28 @@ def read_dead_items(job: ledger.Job, *, cause: int | None = None, limit: int = 1
 
 def export_dead(job: ledger.Job, *, cause: int | None = None, payload: bool = False) -> Iterator[DeadLetter]:
     """Every dead letter of a job, read page by page along its index."""
+    after: int | None = -1
+    while after is not None:
+        page = read_dead_letters(job, cause=cause, payload=payload, after=after, limit=1000)
+        yield from page.letters
+        after = page.next_after
+
+
+def read_dead_letters(
+    job: ledger.Job, *, cause: int | None = None, payload: bool = False, after: int = -1, limit: int = 50
+) -> DeadLetters:
+    """The dead letters after the index ``after``; one more than asked for is read, to know whether there is a next page."""
     if cause is not None:
         find_cause(job, cause)
-    after = -1
-    while page := job.dead_letters(cause=cause, after=after):
-        for letter in page:
-            view = letter_view(letter)._replace(job=job.id, printed=job.printed(letter.idx))
-            if payload:
-                content = job.item(letter.idx).payload
-                view = view._replace(payload=None if content is None else json.loads(content))
-            yield view
-        after = page[-1].idx
+    found = job.dead_letters(cause=cause, after=after, limit=limit + 1)
+    letters = []
+    for letter in found[:limit]:
+        view = letter_view(letter)._replace(job=job.id, printed=job.printed(letter.idx))
+        if payload:
+            content = job.item(letter.idx).payload
+            view = view._replace(payload=None if content is None else json.loads(content))
+        letters.append(view)
+    return DeadLetters(job.id, tuple(letters), letters[-1].idx if len(found) > limit else None)
 
 
 def find_cause(job: ledger.Job, no: int) -> Cause:

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from headway.telemetry import names_a_secret, redact
-from headway.views.shape import ABSENT, Json, document
+from headway.views.shape import ABSENT, Absent, Json, document
 
 if TYPE_CHECKING:
     from headway import ledger
@@ -86,6 +86,9 @@ class JobLog(NamedTuple):
 
     job: Annotated[str, "the job's id"]
     log: Annotated[tuple[LogEntry, ...], "the attempts; the command writes one per line as it reads them"]
+    next_after: Annotated[int | Absent | None, "`after` of the next page, null on the last; only from a server"] = (
+        ABSENT
+    )
 
     def as_json(self) -> Json:
         return document(self)
@@ -113,12 +116,22 @@ def read_item(job: ledger.Job, name: str, *, payload: bool = False) -> ItemSheet
     return ItemSheet(job.id, view, tuple(attempt_view(attempt) for attempt in job.history(info.idx)))
 
 
-def read_log(job: ledger.Job) -> Iterator[LogEntry]:
+def read_log(job: ledger.Job, *, after: int = -1) -> Iterator[LogEntry]:
     """Every ended attempt, read page by page: a million of them need no memory."""
     from headway.ledger.values import utc
 
-    for idx, key, outcome, at, seconds, worker, error in job.log():
+    for idx, key, outcome, at, seconds, worker, error in job.log(after):
         yield LogEntry(idx, key, outcome, utc(at), seconds, worker, error)  # type: ignore[arg-type]  # one of the words
+
+
+def read_log_page(job: ledger.Job, *, after: int = -1, limit: int = 1000) -> JobLog:
+    """The ended attempts at items after the index ``after``: about ``limit`` of them, and of an item all or none."""
+    page: list[LogEntry] = []
+    for entry in read_log(job, after=after):
+        if len(page) >= limit and entry.idx != page[-1].idx:
+            return JobLog(job.id, tuple(page), page[-1].idx)
+        page.append(entry)
+    return JobLog(job.id, tuple(page), None)
 
 
 def item_view(info: ledger.ItemInfo) -> Item:

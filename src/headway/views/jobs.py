@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from headway.errors import NotFound
 from headway.telemetry import redact
-from headway.views.shape import Json, document
+from headway.views.shape import ABSENT, Absent, Json, document
 
 if TYPE_CHECKING:
     from headway import ledger
@@ -52,6 +52,7 @@ class Jobs(NamedTuple):
     """`headway jobs`: the jobs, the one that changed last first."""
 
     jobs: Annotated[tuple[Job, ...], "the jobs"]
+    next: Annotated[str | Absent | None, "`before` of the next page, null on the last; only from a server"] = ABSENT
 
     def as_json(self) -> Json:
         return document(self)
@@ -61,11 +62,27 @@ class Jobs(NamedTuple):
 # Reading
 
 
-def read_jobs(database: Database, *, archived: bool = False) -> Jobs:
-    """All jobs; with ``archived`` also those a fresh start has put aside."""
-    from headway.ledger.report import all_jobs  # not the whole ledger: a list is to be there at once
+def read_jobs(
+    database: Database, *, archived: bool = False, before: str | None = None, limit: int | None = None
+) -> Jobs:
+    """The jobs; with ``archived`` also those a fresh start has put aside.
 
-    return Jobs(tuple(job_view(info) for info in all_jobs(database, archived=archived)))
+    With ``limit`` a page of them, after the job ``before``. One that changes meanwhile is listed again, further up.
+    """
+    from headway.ledger.report import all_jobs, find_jobs  # not the whole ledger: a list is to be there at once
+
+    if limit is None:
+        return Jobs(tuple(job_view(info) for info in all_jobs(database, archived=archived)))
+    where, values = ["true" if archived else "archived = 0"], list[str | int]()
+    if before is not None:
+        if database.one("SELECT 1 FROM jobs WHERE id = ?", (before,)) is None:
+            raise NotFound(f"There is no job {before!r} to go on from.", hint="Begin again: list from the first page.")
+        where.append("(updated_at, no) < (SELECT updated_at, no FROM jobs WHERE id = ?)")
+        values.append(before)
+    clause = f"WHERE {' AND '.join(where)} ORDER BY updated_at DESC, no DESC LIMIT ?"
+    found = find_jobs(database, clause, (*values, limit + 1))
+    page = tuple(job_view(info) for info in found[:limit])
+    return Jobs(page, page[-1].id if len(found) > limit else None)
 
 
 def find_job(ledger: ledger.Ledger, id: str) -> ledger.Job:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from headway.views.shape import Json, document
 
 if TYPE_CHECKING:
+    from headway._sql import Database
     from headway.finishline import Progress
 
 
@@ -25,6 +26,31 @@ class ProjectProgress(NamedTuple):
 
     def as_json(self) -> Json:
         return document(self)
+
+
+class Projects(NamedTuple):
+    """`/api/v1/projects`: the projects that the database has a record of, by id, as of their last checkpoint."""
+
+    projects: Annotated[tuple[ProjectProgress, ...], "the projects"]
+    next_after: Annotated[str | None, "`after` of the next page; null on the last"]
+
+    def as_json(self) -> Json:
+        return document(self)
+
+
+def read_projects(database: Database, *, after: str = "", limit: int = 50) -> Projects:
+    from headway.finishline.progress import Progress, Status
+
+    rows = database.all(
+        "SELECT id, status, total, done, errors, completed_at FROM projects WHERE id > ? ORDER BY id LIMIT ?",
+        (after, limit + 1),
+    )
+    found = [
+        (id, Progress(Status.DONE if completed is not None else Status(status), total, done, errors, live=False))
+        for id, status, total, done, errors, completed in rows[:limit]
+    ]
+    page = tuple(project_view(id, progress) for id, progress in found)
+    return Projects(page, page[-1].project_id if len(rows) > limit else None)
 
 
 def project_view(project_id: str, found: Progress) -> ProjectProgress:

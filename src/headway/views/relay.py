@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
+from headway.errors import HeadwayError, NotFound
+from headway.telemetry import redact
 from headway.views.shape import Json, document
+
+if TYPE_CHECKING:
+    from headway.config import Config
+    from headway.events import Backlog
 
 
 class SinkBacklog(NamedTuple):
@@ -57,3 +63,66 @@ class RelayPoison(NamedTuple):
 
     def as_json(self) -> Json:
         return document(self)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read_relay(config: Config) -> RelayStatus:
+    """The outboxes of the settings with their backlogs. One that is out of reach says so; the others are told all the same."""
+    from headway.events import open_sinks
+
+    configured = [sink.name for sink in open_sinks(config["sinks"], config["webhook"])]
+    places = [("database", config.text("database"), _sql_backlog)]
+    if config.is_set("projects_redis"):
+        places.append(("redis", config.text("projects_redis"), _redis_backlog))
+    found = []
+    for name, address, look in places:
+        error: HeadwayError | None = None
+        rows: list[Backlog] = []
+        try:
+            rows = look(address)
+        except NotFound:
+            pass  # nothing was ever decided there
+        except HeadwayError as trouble:
+            error = trouble
+        found.append(_outbox(name, redact(address), rows, error, configured))
+    return RelayStatus(tuple(found))
+
+
+def _sql_backlog(address: str) -> list[Backlog]:
+    from headway._sql import connect
+    from headway.events import SqlOutbox
+
+    with connect(address, create=False) as database:
+        return SqlOutbox(database).backlog()
+
+
+def _redis_backlog(address: str) -> list[Backlog]:
+    from headway import _redis
+    from headway.events import RedisOutbox
+
+    with _redis.connect(address, role="state") as client:
+        return RedisOutbox(client).backlog()
+
+
+def _outbox(
+    name: str, address: str, rows: list[Backlog], error: HeadwayError | None, configured: list[str]
+) -> OutboxStatus:
+    """A sink of one job that has everything is over, and not shown."""
+    shown = [row for row in rows if row.waiting or row.refused or not row.sink.startswith("on_complete ")]
+    sinks = tuple(
+        SinkBacklog(
+            sink=row.sink,
+            configured=row.sink in configured,
+            waiting=row.waiting,
+            oldest_seconds=None if row.oldest_seconds is None else round(row.oldest_seconds, 3),
+            refused=row.refused,
+            holder=row.holder,
+        )
+        for row in shown
+    )
+    known = [row.sink for row in shown]
+    never = tuple(one for one in configured if one not in known and error is None)
+    return OutboxStatus(name, address, None if error is None else str(error), sinks, never)

@@ -34,7 +34,9 @@ SCHEMAS = {
     "JobLog": "headway.log/1",
     "Dead": "headway.dead/1",
     "DeadItems": "headway.dead-items/1",
+    "DeadLetters": "headway.dead-letters/1",
     "ProjectProgress": "headway.progress/1",
+    "Projects": "headway.projects/1",
     "States": "headway.states/1",
     "StateEvent": "headway.state-event/1",
     "StatesJobs": "headway.states-jobs/1",
@@ -47,6 +49,9 @@ SCHEMAS = {
     "RelayPoison": "headway.relay-poison/1",
     "Health": "headway.doctor/1",
     "Audit": "headway.audit/1",
+    "Activity": "headway.activity/1",
+    "Acted": "headway.acted/1",
+    "Tokens": "headway.tokens/1",
     "Settings": "headway.config/1",
 }
 

@@ -1,0 +1,288 @@
+"""`Client`, the questions and actions of a server; `AsyncClient`, the same for event loops."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Self, TypeVar
+
+from headway.client.connection import TIMEOUT, Connection, part
+from headway.views.parsing import parse
+
+if TYPE_CHECKING:
+    from headway.views.access import Acted, Activity
+    from headway.views.dead import Dead, DeadItems, DeadLetters
+    from headway.views.health import Health
+    from headway.views.items import Items, ItemSheet, JobLog, LogEntry
+    from headway.views.job import DeadLetter, JobSheet, Runs
+    from headway.views.jobs import Job, Jobs
+    from headway.views.projects import ProjectProgress, Projects
+    from headway.views.queue import Queues, Tasks, TaskSheet, Workers
+    from headway.views.records import Audit, Settings
+    from headway.views.relay import RelayStatus
+    from headway.views.states import States, StatesJobs
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: Rows asked for at a time by what reads everything.
+PAGE = 1000
+
+
+class Client:
+    """A server. Every method is one request, or where it gives an iterator one per page; any thread may call them."""
+
+    def __init__(self, address: str, token: str | None = None, *, timeout: float = TIMEOUT) -> None:
+        self._connection = Connection(address, token, timeout=timeout)
+        self.address = self._connection.address
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- jobs --------------------------------------------------------------------------------------------------------
+
+    def jobs(self, *, archived: bool = False, before: str | None = None, limit: int | None = None) -> Jobs:
+        """All of them, or with ``limit`` a page."""
+        from headway.views.jobs import Jobs
+
+        if limit is not None:
+            return parse(Jobs, self._connection.get("/jobs", archived=archived, before=before, limit=limit))
+        found: dict[str, Job] = {}  # one that changes meanwhile is listed again
+        while True:
+            page = self.jobs(archived=archived, before=before, limit=PAGE)
+            found |= {job.id: job for job in page.jobs}
+            if not isinstance(page.next, str):
+                return Jobs(tuple(found.values()))
+            before = page.next
+
+    def job(self, id: str) -> JobSheet:
+        from headway.views.job import JobSheet
+
+        return parse(JobSheet, self._connection.get(f"/jobs/{part(id)}"))
+
+    def runs(self, id: str) -> Runs:
+        from headway.views.job import Runs
+
+        return parse(Runs, self._connection.get(f"/jobs/{part(id)}/runs"))
+
+    def items(
+        self, id: str, *, status: str | None = None, cause: int | None = None, after: int = -1, limit: int = 50
+    ) -> Items:
+        """A page. The server gives 1,000 rows at most; for more than that several are asked for."""
+        from headway.views.items import Item, Items
+
+        path, rows = f"/jobs/{part(id)}/items", list[Item]()
+        while True:
+            some = min(PAGE, limit - len(rows))
+            found = parse(Items, self._connection.get(path, status=status, cause=cause, after=after, limit=some))
+            rows += found.items
+            if found.next_after is None or len(rows) >= limit:
+                return found._replace(items=tuple(rows))
+            after = found.next_after
+
+    def item(self, id: str, name: str, *, payload: bool = False) -> ItemSheet:
+        from headway.views.items import ItemSheet
+
+        return parse(ItemSheet, self._connection.get(f"/jobs/{part(id)}/items/{part(name)}", payload=payload))
+
+    def log(self, id: str) -> Iterator[LogEntry]:
+        after: int | None = -1
+        while after is not None:
+            page = self.log_page(id, after=after)
+            yield from page.log
+            after = page.next_after if isinstance(page.next_after, int) else None
+
+    def log_page(self, id: str, *, after: int = -1, limit: int = PAGE) -> JobLog:
+        from headway.views.items import JobLog
+
+        return parse(JobLog, self._connection.get(f"/jobs/{part(id)}/log", after=after, limit=limit))
+
+    def dead(self, id: str | None = None) -> Dead:
+        from headway.views.dead import Dead
+
+        return parse(Dead, self._connection.get("/dead", job=id))
+
+    def dead_items(self, id: str, *, cause: int | None = None, limit: int = 10) -> DeadItems:
+        from headway.views.dead import DeadItems
+
+        return parse(DeadItems, self._connection.get(f"/jobs/{part(id)}/dead", cause=cause, limit=min(limit, PAGE)))
+
+    def dead_letters(
+        self, id: str, *, cause: int | None = None, payload: bool = False, after: int = -1, limit: int = 50
+    ) -> DeadLetters:
+        from headway.views.dead import DeadLetters
+
+        path = f"/jobs/{part(id)}/dead/letters"
+        return parse(DeadLetters, self._connection.get(path, cause=cause, payload=payload, after=after, limit=limit))
+
+    def export_dead(self, id: str, *, cause: int | None = None, payload: bool = False) -> Iterator[DeadLetter]:
+        after: int | None = -1
+        while after is not None:
+            page = self.dead_letters(id, cause=cause, payload=payload, after=after, limit=PAGE)
+            yield from page.letters
+            after = page.next_after
+
+    # ---- the queue ---------------------------------------------------------------------------------------------------
+
+    def queues(self) -> Queues:
+        from headway.views.queue import Queues
+
+        return parse(Queues, self._connection.get("/queues"))
+
+    def tasks(
+        self,
+        *,
+        status: str | None = None,
+        queue: str | None = None,
+        kind: str | None = None,
+        user_id: str | None = None,
+        before: str | None = None,
+        limit: int = 50,
+    ) -> Tasks:
+        from headway.views.queue import Tasks
+
+        asked = status and status.lower()
+        return parse(
+            Tasks,
+            self._connection.get(
+                "/tasks", status=asked, queue=queue, kind=kind, user=user_id, before=before, limit=limit
+            ),
+        )
+
+    def task(self, id: str) -> TaskSheet:
+        from headway.views.queue import TaskSheet
+
+        return parse(TaskSheet, self._connection.get(f"/tasks/{part(id)}"))
+
+    def workers(self) -> Workers:
+        from headway.views.queue import Workers
+
+        return parse(Workers, self._connection.get("/workers"))
+
+    # ---- the rest ----------------------------------------------------------------------------------------------------
+
+    def projects(self, *, after: str = "", limit: int = 50) -> Projects:
+        from headway.views.projects import Projects
+
+        return parse(Projects, self._connection.get("/projects", after=after, limit=limit))
+
+    def project(self, id: str) -> ProjectProgress:
+        from headway.views.projects import ProjectProgress
+
+        return parse(ProjectProgress, self._connection.get(f"/projects/{part(id)}"))
+
+    def states_jobs(self) -> StatesJobs:
+        from headway.views.states import StatesJobs
+
+        return parse(StatesJobs, self._connection.get("/states"))
+
+    def states(self, job: str, *, task: int | None = None, tag: str | None = None) -> States:
+        from headway.views.states import States
+
+        return parse(States, self._connection.get(f"/states/{part(job)}", task=task, tag=tag))
+
+    def relay(self) -> RelayStatus:
+        from headway.views.relay import RelayStatus
+
+        return parse(RelayStatus, self._connection.get("/relay"))
+
+    def activity(self, *, job: str | None = None, before: int | None = None, limit: int = 50) -> Activity:
+        from headway.views.access import Activity
+
+        return parse(Activity, self._connection.get("/activity", job=job, before=before, limit=limit))
+
+    def audit(self, job: str | None = None) -> Audit:
+        """The whole trail, the oldest first."""
+        from headway.views.records import Audit, AuditEntry
+
+        entries: list[AuditEntry] = []
+        page = self.activity(job=job, limit=PAGE)
+        while True:
+            entries += [AuditEntry(one.at, one.actor, one.action, one.job, one.detail) for one in page.activity]
+            if page.next_before is None:
+                return Audit(tuple(reversed(entries)))
+            page = self.activity(job=job, before=page.next_before, limit=PAGE)
+
+    def settings(self) -> Settings:
+        from headway.views.records import Settings
+
+        return parse(Settings, self._connection.get("/settings"))
+
+    def health(self) -> Health:
+        from headway.views.health import Health
+
+        return parse(Health, self._connection.get("/health"))
+
+    # ---- changing ----------------------------------------------------------------------------------------------------
+
+    def retry_dead(self, job: str, *, cause: int | None = None, items: Sequence[str] = (), reason: str = "") -> Acted:
+        return self._act(f"/jobs/{part(job)}/retry", cause=cause, items=list(items), reason=reason)
+
+    def forget(self, job: str) -> Acted:
+        return self._act(f"/jobs/{part(job)}/forget")
+
+    def pause(self, queue: str, *, reason: str = "", seconds: float | None = None) -> Acted:
+        return self._act(f"/queues/{part(queue)}/pause", reason=reason, seconds=seconds)
+
+    def resume(self, queue: str, *, reason: str = "") -> Acted:
+        return self._act(f"/queues/{part(queue)}/resume", reason=reason)
+
+    def cancel_task(self, task: str, *, reason: str = "") -> Acted:
+        return self._act(f"/tasks/{part(task)}/cancel", reason=reason)
+
+    def retry_task(self, task: str, *, reason: str = "") -> Acted:
+        return self._act(f"/tasks/{part(task)}/retry", reason=reason)
+
+    def drain_worker(self, worker: str, *, reason: str = "") -> Acted:
+        return self._act(f"/workers/{part(worker)}/drain", reason=reason)
+
+    def stop_worker(self, worker: str, *, reason: str = "") -> Acted:
+        return self._act(f"/workers/{part(worker)}/stop", reason=reason)
+
+    def _act(self, path: str, **body: object) -> Acted:
+        from headway.views.access import Acted
+
+        return parse(Acted, self._connection.post(path, **body))
+
+
+class AsyncClient:
+    """`Client` for event loops: ``await client.ask(Client.items, "ads", status="dead")``.
+
+    The questions are those of `Client`, with their types; each is asked in one of a few threads of its own, with a
+    connection each, so that the loop goes on. What gives an iterator is read page by page (`Client.log_page`).
+    """
+
+    def __init__(
+        self, address: str, token: str | None = None, *, timeout: float = TIMEOUT, connections: int = 4
+    ) -> None:
+        self._free = [Client(address, token, timeout=timeout) for _ in range(connections)]
+        self._all = tuple(self._free)
+        self._threads = ThreadPoolExecutor(connections, thread_name_prefix="headway-client")
+
+    async def ask(self, question: Callable[Concatenate[Client, P], T], *args: P.args, **options: P.kwargs) -> T:
+        def call() -> T:
+            client = self._free.pop()  # there are as many as there are threads
+            try:
+                return question(client, *args, **options)
+            finally:
+                self._free.append(client)
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    async def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for client in self._all:
+            await asyncio.to_thread(client.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()

@@ -1,0 +1,156 @@
+"""One connection to a server: JSON there and back, errors as they were raised there.
+
+It follows no redirection, because the token would go with it, and takes no password in the address.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+import threading
+from typing import Any, Final
+from urllib.parse import quote, urlencode, urlsplit
+
+from headway import __version__, errors
+from headway.config import is_server
+from headway.errors import HeadwayError, InvalidInput, Refused, ServerRefused, StorageError, Unavailable, UsageError
+from headway.telemetry import Log, redact
+
+log = Log("client")
+
+#: Seconds an answer may take, and bytes it may have.
+TIMEOUT: Final = 30.0
+LARGEST: Final = 256_000_000
+
+
+class Connection:
+    """Kept open between questions; used by one thread at a time, the others wait."""
+
+    def __init__(self, address: str, token: str | None, *, timeout: float = TIMEOUT) -> None:
+        try:
+            parts = urlsplit(address)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = port = None
+        if not is_server(address) or not host or parts.query or parts.fragment:
+            raise InvalidInput(f"{redact(address)!r} is no server.", hint="Use https://host or http://127.0.0.1:8700")
+        if parts.username is not None or parts.password is not None:
+            raise InvalidInput("An address has no user or password in it.", hint="Put the token into HEADWAY_TOKEN.")
+        self.address = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+        self._path = parts.path.rstrip("/")
+        self._secure, self._host, self._port = parts.scheme == "https", host, port
+        self._token, self._timeout = token, timeout
+        self._lock = threading.Lock()
+        self._open: http.client.HTTPConnection | None = None
+
+    def get(self, path: str, **parameters: Any) -> Any:
+        given = {name: _text(value) for name, value in parameters.items() if value is not None}
+        return self._ask("GET", f"{path}?{urlencode(given)}" if given else path, None)
+
+    def post(self, path: str, **body: Any) -> Any:
+        return self._ask("POST", path, {name: value for name, value in body.items() if value is not None})
+
+    def close(self) -> None:
+        with self._lock:
+            self._drop()
+
+    def _ask(self, method: str, path: str, body: Any) -> Any:
+        with self._lock:
+            # A kept connection may have been closed meanwhile. Then a question is asked again; what changes something may
+            # have been done already, so that the trouble is said instead.
+            tries = 2 if self._open is not None and method == "GET" else 1
+            while True:
+                tries -= 1
+                try:
+                    return self._once(method, path, body)
+                except HeadwayError:
+                    raise  # it was read to its end
+                except BaseException as error:
+                    self._drop()  # an answer that was not read to its end would be taken for the next one's
+                    if not isinstance(error, http.client.HTTPException | OSError):
+                        raise
+                    if not tries:
+                        raise self._away(error) from error
+
+    def _once(self, method: str, path: str, body: Any) -> Any:
+        connection = self._connection()
+        headers = {"Accept": "application/json", "User-Agent": f"headway/{__version__}"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        content = None
+        if body is not None:
+            content, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
+        connection.request(method, f"{self._path}/api/v1{path}", content, headers)
+        response = connection.getresponse()
+        announced = response.length  # None where it comes in chunks, which say themselves that they are whole
+        text = response.read(LARGEST + 1)
+        if announced is not None and len(text) < min(announced, LARGEST + 1):
+            raise http.client.IncompleteRead(text, announced - len(text))
+        if len(text) > LARGEST:
+            self._drop()
+            raise ServerRefused(f"The answer of {self.address} is larger than {LARGEST:,} bytes.")
+        return self._read(response.status, text)
+
+    def _read(self, status: int, text: bytes) -> Any:
+        try:
+            document = json.loads(text)
+        except ValueError:
+            document = None
+        if status == 200 and isinstance(document, dict):
+            return document
+        error = document.get("error") if isinstance(document, dict) else None
+        if not isinstance(error, dict):
+            raise ServerRefused(
+                f"{self.address} answered {status}, and not as a server of headway does.",
+                hint="Check the address: it is that of headway serve.",
+            )
+        raise _as_raised(status, error)
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._open is None:
+            if self._secure:
+                context = ssl.create_default_context()
+                self._open = http.client.HTTPSConnection(self._host, self._port, timeout=self._timeout, context=context)
+            else:
+                if self._token and not _is_near(self._host):
+                    log.warning("the token is sent without encryption", host=self._host)
+                self._open = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
+        return self._open
+
+    def _drop(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def _away(self, error: Exception) -> HeadwayError:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return Unavailable(f"{self.address} is not who it says it is: {error.verify_message}.")
+        reason = redact(str(error)) or type(error).__name__
+        return Unavailable(
+            f"The server at {self.address} cannot be reached: {reason}.", hint="Check that it runs: headway serve"
+        )
+
+
+def part(text: str) -> str:
+    """An id as a part of a path."""
+    return quote(text, safe="") or "%20"  # an empty one would be another path
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _is_near(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.") or host == socket.gethostname()
+
+
+def _as_raised(status: int, error: dict[str, Any]) -> HeadwayError:
+    """The error of the server, of its own class where this version knows it."""
+    message, hint = str(error.get("message", "")), str(error.get("hint", ""))
+    kind = getattr(errors, str(error.get("type", "")), None)
+    if not (isinstance(kind, type) and issubclass(kind, HeadwayError)) or kind is errors.MissingExtra:
+        by_status = {400: UsageError, 401: UsageError, 404: errors.NotFound, 503: Unavailable}
+        kind = by_status.get(status, Refused if 400 <= status < 500 else StorageError)
+    return kind(message, hint=hint)

@@ -1,0 +1,264 @@
+"""Everything that can be read, by name: one object over the stores of an installation.
+
+The command line, the web API and `headway.client` have these questions in common. `headway.client.Client` has the same
+methods and asks a server instead; so a verb of the command line is written once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Self
+
+from headway.errors import HeadwayError
+
+if TYPE_CHECKING:
+    from headway._sql import Database
+    from headway.config import Config
+    from headway.ledger import Job, Ledger
+    from headway.queue.taskqueue import TaskQueue
+    from headway.retry import RetryPolicy
+    from headway.views.access import Activity
+    from headway.views.dead import Dead, DeadItems, DeadLetters
+    from headway.views.health import Health
+    from headway.views.items import Items, ItemSheet, JobLog, LogEntry
+    from headway.views.job import DeadLetter, JobSheet, Runs
+    from headway.views.jobs import Jobs
+    from headway.views.projects import ProjectProgress, Projects
+    from headway.views.queue import Queues, Tasks, TaskSheet, Workers
+    from headway.views.records import Audit, Settings
+    from headway.views.relay import RelayStatus
+    from headway.views.states import States, StatesJobs
+
+#: Seconds after a failed try to open the database in which nobody tries again.
+RETRY_AFTER = 1.0
+
+
+class Reader:
+    """Reads the stores that ``config`` names. It connects at its first question and may be asked by several threads."""
+
+    def __init__(self, config: Config, *, create: bool = False, retry: RetryPolicy | None = None) -> None:
+        """``retry``: how often a server that is away is asked again, for those who would rather know."""
+        self.config = config
+        self._create = create
+        self._retry = retry
+        self._failure: tuple[float, HeadwayError] | None = None
+        self._opening = threading.Lock()
+        self._database: Database | None = None
+
+    @property
+    def database(self) -> Database:
+        with self._opening:
+            if self._database is not None:
+                return self._database
+            # Whoever waited here while another's try failed gets that answer: else each would wait for a try of its own.
+            if self._failure is not None and time.monotonic() - self._failure[0] < RETRY_AFTER:
+                raise self._failure[1]
+            from headway._sql import connect
+
+            try:
+                self._database = connect(self.config.text("database"), create=self._create)
+            except HeadwayError as error:
+                self._failure = (time.monotonic(), error)
+                raise
+            if self._retry is not None and self._database.engine == "postgresql":
+                self._database.retry = self._retry  # a SQLite file is not away, only busy: that is worth the wait
+            return self._database
+
+    @property
+    def ledger(self) -> Ledger:
+        from headway.ledger.ledger import Ledger
+
+        return Ledger(self.database)
+
+    @property
+    def queue(self) -> TaskQueue:
+        from headway.queue.taskqueue import TaskQueue
+
+        return TaskQueue(self.database)
+
+    def _job(self, id: str) -> Job:
+        from headway.views.jobs import find_job
+
+        return find_job(self.ledger, id)
+
+    # ---- jobs --------------------------------------------------------------------------------------------------------
+
+    def jobs(self, *, archived: bool = False, before: str | None = None, limit: int | None = None) -> Jobs:
+        """All of them, or with ``limit`` a page."""
+        from headway.views.jobs import read_jobs
+
+        return read_jobs(self.database, archived=archived, before=before, limit=limit)
+
+    def job(self, id: str) -> JobSheet:
+        from headway.views.job import read_sheet
+
+        return read_sheet(self._job(id))
+
+    def runs(self, id: str) -> Runs:
+        from headway.views.job import read_runs
+
+        return read_runs(self._job(id))
+
+    def items(
+        self, id: str, *, status: str | None = None, cause: int | None = None, after: int = -1, limit: int = 50
+    ) -> Items:
+        from headway.views.items import read_items
+
+        return read_items(self._job(id), status=status, cause=cause, after=after, limit=limit)
+
+    def item(self, id: str, name: str, *, payload: bool = False) -> ItemSheet:
+        from headway.views.items import read_item
+
+        return read_item(self._job(id), name, payload=payload)
+
+    def log(self, id: str) -> Iterator[LogEntry]:
+        from headway.views.items import read_log
+
+        return read_log(self._job(id))
+
+    def log_page(self, id: str, *, after: int = -1, limit: int = 1000) -> JobLog:
+        from headway.views.items import read_log_page
+
+        return read_log_page(self._job(id), after=after, limit=limit)
+
+    def dead(self, id: str | None = None) -> Dead:
+        from headway.views.dead import read_dead
+
+        return read_dead(self.ledger, id)
+
+    def dead_items(self, id: str, *, cause: int | None = None, limit: int = 10) -> DeadItems:
+        from headway.views.dead import read_dead_items
+
+        return read_dead_items(self._job(id), cause=cause, limit=limit)
+
+    def export_dead(self, id: str, *, cause: int | None = None, payload: bool = False) -> Iterator[DeadLetter]:
+        from headway.views.dead import export_dead
+
+        return export_dead(self._job(id), cause=cause, payload=payload)
+
+    def dead_letters(
+        self, id: str, *, cause: int | None = None, payload: bool = False, after: int = -1, limit: int = 50
+    ) -> DeadLetters:
+        from headway.views.dead import read_dead_letters
+
+        return read_dead_letters(self._job(id), cause=cause, payload=payload, after=after, limit=limit)
+
+    # ---- the queue ---------------------------------------------------------------------------------------------------
+
+    def queues(self) -> Queues:
+        from headway.views.queue import read_queues
+
+        return read_queues(self.queue)
+
+    def tasks(
+        self,
+        *,
+        status: str | None = None,
+        queue: str | None = None,
+        kind: str | None = None,
+        user_id: str | None = None,
+        before: str | None = None,
+        limit: int = 50,
+    ) -> Tasks:
+        from headway.views.queue import read_tasks
+
+        return read_tasks(self.queue, status=status, name=queue, kind=kind, user_id=user_id, before=before, limit=limit)
+
+    def task(self, id: str, *, user_id: str | None = None) -> TaskSheet:
+        """With ``user_id`` another user's task is as missing as one that never was."""
+        from headway.views.queue import read_task
+
+        queue = self.queue
+        queue.get(id, user_id=user_id)
+        return read_task(queue, id)
+
+    def workers(self) -> Workers:
+        from headway.views.queue import read_workers
+
+        return read_workers(self.queue)
+
+    # ---- projects, events --------------------------------------------------------------------------------------------
+
+    def projects(self, *, after: str = "", limit: int = 50) -> Projects:
+        from headway.views.projects import read_projects
+
+        return read_projects(self.database, after=after, limit=limit)
+
+    def recorded_project(self, id: str) -> ProjectProgress:
+        """How far a project is, as the database has it: exact with a journal, else as of the last checkpoint."""
+        from headway.finishline.progress import NOT_FOUND, checked_project
+        from headway.finishline.records import Records
+        from headway.views.projects import project_view
+
+        row = Records(self.database).find(checked_project(id))
+        return project_view(id, NOT_FOUND if row is None else row.progress())
+
+    def ping_database(self) -> None:
+        """Raises if the database does not answer."""
+        self.database.now()
+
+    def ping_redis(self) -> None:
+        """Raises if the Redis of the projects does not answer."""
+        from headway import _redis
+
+        address = self.config.text("projects_redis")
+        try:
+            with _redis.connect(address, role="state", timeout=1.0, connect_timeout=1.0) as client:
+                client.ping()
+        except _redis.failures() as error:
+            raise _redis.translate(error, address) from error
+
+    def relay(self) -> RelayStatus:
+        from headway.views.relay import read_relay
+
+        return read_relay(self.config)
+
+    # ---- states, health ----------------------------------------------------------------------------------------------
+
+    def states_jobs(self) -> StatesJobs:
+        from headway.views.states import read_states_jobs
+
+        return read_states_jobs(self.config.text("states"))
+
+    def states(self, job: str, *, task: int | None = None, tag: str | None = None) -> States:
+        from headway import states
+        from headway.views.states import read_states
+
+        opened, num_tasks = states.open_store(self.config.text("states"), job)
+        with states.Manager(job, 0, num_tasks, opened) as manager:
+            return read_states(manager, task_id=task, tag=tag)
+
+    def activity(self, *, job: str | None = None, before: int | None = None, limit: int = 50) -> Activity:
+        from headway.views.access import read_activity
+
+        return read_activity(self.database, job=job, before=before, limit=limit)
+
+    def audit(self, job: str | None = None) -> Audit:
+        from headway.views.records import read_audit
+
+        return read_audit(self.ledger, job)
+
+    def settings(self) -> Settings:
+        from headway.views.records import read_settings
+
+        return read_settings(self.config)
+
+    def health(self) -> Health:
+        from headway import __version__
+        from headway.views.health import examine, health
+
+        return health(list(examine(self.config.text("database"), version=__version__)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with self._opening:
+            if self._database is not None:
+                self._database.close()
+                self._database = None

@@ -1,0 +1,35 @@
+"""The web application: the API, the live path and the pages, over the stores that are configured.
+
+application = headway.web.app(database="postgresql://headway@db/headway")      # ASGI; mount it or serve it
+application = headway.web.with_flask(flask_app)                               # beside a Flask application
+headway serve                                                                 # on its own
+
+site      what every route stands on: the stores, who is asking, reading off the loop
+app       putting it together            auth     the gate: tokens, sessions, foreign pages
+api       /api/v1                        tokens   tokens and sessions in SQL
+actions   what can be changed            live     what changed, to every open page
+metrics   /metrics, /healthz, /readyz    problems errors as answers
+server    `headway serve`                pages    what people see
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headway.web.app import app as app
+    from headway.web.app import with_flask as with_flask
+    from headway.web.site import User as User
+
+__all__ = ["User", "app", "with_flask"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loaded when it is used: `headway token` needs no web framework."""
+    if name not in __all__:
+        raise AttributeError(f"module 'headway.web' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module("headway.web.site" if name == "User" else "headway.web.app"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,272 @@
+"""What can be changed through the web, once: the API's POSTs and the forms of the pages call the same functions.
+
+An action is one transaction together with its line in the audit trail, so there is no change that nobody is named for. It
+answers in a sentence what it did.
+
+A form posts to ``/actions/NAME`` and is sent back to the page in its field ``next``, with that sentence:
+
+    retry   job [cause] [item ...] [reason]      dead letters pending again
+    retry   task [reason]                        a task that failed or was cancelled gets another life
+    forget  job [reason]                         a job and its records are deleted
+    pause   queue [reason] [minutes]             nothing more of it is handed out
+    resume  queue
+    cancel  task [reason]
+    drain   worker [reason]                      it finishes what it runs, and ends
+    stop    worker [reason]                      it gives back what it runs, and ends
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from starlette.responses import RedirectResponse, Response
+
+from headway.errors import HeadwayError, InvalidInput, NotFound
+from headway.ids import check_id
+from headway.ledger.recorder import audit
+from headway.queue import records
+from headway.queue.settings import declared_per_user
+from headway.queue.values import Priority
+from headway.telemetry import redact
+from headway.views.access import Acted
+from headway.views.dead import find_cause
+from headway.views.jobs import find_job
+from headway.web import login
+from headway.web.problems import Forbidden
+from headway.web.site import User
+from headway.wording import plural
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from headway._sql import Tx
+    from headway.queue.values import Task
+    from headway.views.reading import Reader
+    from headway.web.auth import Access
+    from headway.web.site import Site
+
+#: Characters of a reason that are kept.
+REASON: Final = 500
+#: The longest pause, seconds: a year.
+LONGEST: Final = 366 * 86_400
+
+
+def require(user: User, right: str) -> None:
+    if not user.may(right):
+        raise Forbidden(
+            f"The role {user.role} may not do this ({right}).", hint="Ask somebody who may, or for a token."
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Jobs
+
+
+def retry_dead(
+    reader: Reader, user: User, job: str, *, cause: int | None = None, items: Sequence[str] = (), reason: str = ""
+) -> Acted:
+    require(user, "retry")
+    if cause is not None and items:
+        raise InvalidInput("A cause and items cannot be combined.", hint="Name the cause, or the items.")
+    found = find_job(reader.ledger, job)
+    if cause is not None:
+        find_cause(found, cause)
+    indices = [_dead_index(found, name) for name in items] if items else None
+    moved = found.retry_dead(cause=cause, indices=indices, actor=user.name, reason=_said(reason))
+    return Acted("retry", f"{plural(moved, 'dead letter')} of job {job} pending again.", moved)
+
+
+def _dead_index(job: Any, name: str) -> int:
+    info = job.item(name)
+    if info.status != "dead":
+        raise InvalidInput(
+            f"Item {name} of job {job.id} is not dead, it is {info.status}.", hint="Nothing was changed."
+        )
+    return int(info.idx)
+
+
+def forget(reader: Reader, user: User, job: str) -> Acted:
+    require(user, "forget")
+    find_job(reader.ledger, job)
+    total = reader.ledger.forget(job, actor=user.name)
+    return Acted("forget", f"Job {job} and its {plural(total, 'item')} are deleted.", total)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The queue
+
+
+def pause(reader: Reader, user: User, queue: str, *, reason: str = "", seconds: float | None = None) -> Acted:
+    require(user, "pause")
+    chosen, said = _queue(queue), _said(reason)
+    if seconds is not None and not 1 <= seconds <= LONGEST:
+        raise InvalidInput(
+            f"{seconds:g} seconds are no pause.", hint=f"Use 1 to {LONGEST:,}, or none: until it is resumed."
+        )
+
+    def work(tx: Tx) -> datetime | None:
+        until = None if seconds is None else datetime.fromtimestamp(tx.now(), UTC) + timedelta(seconds=seconds)
+        records.pause(tx, chosen, reason=said, by=user.name, until=until)
+        return until
+
+    until = reader.database.run(work, operation="web.pause")
+    when = "" if until is None else f" until {until:%Y-%m-%d %H:%M} UTC"
+    return Acted("queue.pause", f"The queue {queue} is paused{when}.", 1)
+
+
+def resume(reader: Reader, user: User, queue: str, *, reason: str = "") -> Acted:
+    require(user, "resume")
+    chosen, said = _queue(queue), _said(reason)
+    was = reader.database.run(lambda tx: records.resume(tx, chosen, by=user.name, reason=said), operation="web.resume")
+    text = f"The queue {queue} goes on." if was else f"The queue {queue} was not paused."
+    return Acted("queue.resume", text, int(was))
+
+
+def cancel_task(reader: Reader, user: User, task: str, *, reason: str = "") -> Acted:
+    """A person of an application may cancel their own tasks; another's is not there for them."""
+    require(user, "cancel")
+    check_id(task, "a task id")
+
+    def work(tx: Tx) -> tuple[Task, bool]:
+        before = records.get(tx, task, user_id=user.owner)
+        if before.is_final:
+            return before, False
+        after = records.cancel(tx, task, by=user.name, user_id=user.owner)
+        facts: dict[str, object] = {
+            "task": task,
+            "kind": before.kind,
+            "was": before.status.value,
+            "reason": _said(reason),
+        }
+        audit(tx, tx.now(), user.name, "task.cancel", "", facts)
+        return after, True
+
+    found, changed = reader.database.run(work, operation="web.cancel")
+    if not changed:
+        return Acted("task.cancel", f"Task {task} is {found.status.value}; nothing was changed.", 0)
+    text = (
+        f"Task {task} is {found.status.value}." if found.is_final else f"The worker of task {task} is told to end it."
+    )
+    return Acted("task.cancel", text, 1)
+
+
+def retry_task(reader: Reader, user: User, task: str, *, reason: str = "") -> Acted:
+    require(user, "retry")
+    check_id(task, "a task id")
+
+    per_user = declared_per_user(reader.database)
+
+    def work(tx: Tx) -> Task:
+        found = records.retry(tx, task, per_user=per_user)
+        audit(tx, tx.now(), user.name, "task.retry", "", {"task": task, "kind": found.kind, "reason": _said(reason)})
+        return found
+
+    found = reader.database.run(work, operation="web.retry")
+    return Acted("task.retry", f"Task {task} waits in {found.priority.value}.", 1)
+
+
+def end_worker(reader: Reader, user: User, worker: str, how: Literal["drain", "stop"], *, reason: str = "") -> Acted:
+    """Tell a worker to finish what it runs and end (drain), or to give it back and end (stop). It hears it with its next
+    sign of life."""
+    require(user, "worker")
+    said = _said(reason)
+    asked = reader.database.run(
+        lambda tx: records.end_worker(tx, worker, how, by=user.name, reason=said), operation="web.worker"
+    )
+    done = "finishes what it runs, and ends" if asked == "drain" else "gives back what it runs, and ends"
+    return Acted(f"worker.{asked}", f"The worker {worker} {done}.", 1)
+
+
+def _queue(name: str) -> Priority:
+    try:
+        return Priority(name)
+    except ValueError:
+        raise NotFound(
+            f"There is no queue {name[:40]!r}.", hint=f"There are {', '.join(one.value for one in Priority)}."
+        ) from None
+
+
+def _said(reason: str) -> str:
+    """A reason as it is kept: by whoever could read it."""
+    return redact(" ".join(reason.split())[:REASON])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forms
+
+Fields = Mapping[str, str]
+
+
+def _retry(reader: Reader, user: User, fields: Fields, items: Sequence[str]) -> Acted:
+    if fields.get("task"):
+        return retry_task(reader, user, fields["task"], reason=fields.get("reason", ""))
+    cause = _whole(fields.get("cause", ""), "cause")
+    return retry_dead(reader, user, _named(fields, "job"), cause=cause, items=items, reason=fields.get("reason", ""))
+
+
+def _pause(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acted:
+    minutes = _whole(fields.get("minutes", ""), "minutes")
+    seconds = None if minutes is None else minutes * 60.0
+    return pause(reader, user, _named(fields, "queue"), reason=fields.get("reason", ""), seconds=seconds)
+
+
+FORMS: Final[dict[str, Callable[[Any, User, Fields, Sequence[str]], Acted]]] = {
+    "retry": _retry,
+    "forget": lambda reader, user, fields, _: forget(reader, user, _named(fields, "job")),
+    "pause": _pause,
+    "resume": lambda reader, user, fields, _: resume(
+        reader, user, _named(fields, "queue"), reason=fields.get("reason", "")
+    ),
+    "cancel": lambda reader, user, fields, _: cancel_task(
+        reader, user, _named(fields, "task"), reason=fields.get("reason", "")
+    ),
+    "drain": lambda reader, user, fields, _: end_worker(
+        reader, user, _named(fields, "worker"), "drain", reason=fields.get("reason", "")
+    ),
+    "stop": lambda reader, user, fields, _: end_worker(
+        reader, user, _named(fields, "worker"), "stop", reason=fields.get("reason", "")
+    ),
+}
+
+
+def handler(site: Site, access: Access) -> Callable[[Request], Awaitable[Response]]:
+    """``POST /actions/NAME``."""
+
+    async def post(request: Request) -> Response:
+        name, user = request.path_params["name"], site.user(request)
+        act = FORMS.get(name)
+        if act is None:
+            raise NotFound(f"There is no action {name[:40]!r}.", hint=f"There are {', '.join(FORMS)}.")
+        fields = await login.form(request)
+        access.check_form(request, fields.get("csrf", ""))
+        items = [value for field, value in await login.form_pairs(request) if field == "item"]
+        try:
+            acted = await site.change(act, site.reader, user, fields, items)
+            kind, text = "done", acted.text
+        except HeadwayError as error:
+            if isinstance(error, Forbidden):
+                raise
+            kind, text = "failed", redact(f"{error} {error.hint}".strip())
+        root = site.url(request, "")
+        response = RedirectResponse(login.local_path(fields.get("next", "") or f"{root}/"), 303)
+        access.set_cookie(response, request.scope, "flash", access.flash(kind, text), 60)
+        return response
+
+    return post
+
+
+def _named(fields: Fields, name: str) -> str:
+    value = fields.get(name, "")
+    if not value:
+        raise InvalidInput(f"The form lacks its field {name}.")
+    return value
+
+
+def _whole(text: str, name: str) -> int | None:
+    if not text:
+        return None
+    if not text.isdecimal() or len(text) > 9:
+        raise InvalidInput(f"{text[:40]!r} is no {name}.", hint="Use a whole number.")
+    return int(text)

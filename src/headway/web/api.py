@@ -1,0 +1,403 @@
+"""``/api/v1``: everything that the command line shows and does, in the shapes of its ``--json``.
+
+A route says which right it needs where it is declared, and the OpenAPI document repeats it (``x-headway-right``), so that the
+tests can try every route as everybody. A person of an application (role ``user``) has the right ``own``: their own tasks.
+Under every other id there is nothing for them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
+
+from fastapi import APIRouter, Depends, FastAPI, Path, Query
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headway.errors import InvalidInput, NotFound
+from headway.views import access, dead, health, items, job, jobs, projects, queue, records, relay, states
+from headway.views.schemas import json_schema
+from headway.views.shape import schema_of
+from headway.web import actions
+from headway.web.problems import SCHEMA as ERROR
+from headway.web.problems import Forbidden
+from headway.web.site import Site
+
+if TYPE_CHECKING:
+    from headway.finishline import AsyncProgress
+    from headway.views.shape import Document
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+PREFIX: Final = "/api/v1"
+#: The most rows in one answer.
+LARGEST: Final = 1000
+#: What both engines can keep.
+MOST: Final = 2**63 - 1
+
+JobId = Annotated[str, Path(description="the job's id", max_length=128)]
+TaskId = Annotated[str, Path(description="the task's id", max_length=128)]
+Limit = Annotated[int, Query(ge=1, le=LARGEST, description="rows at most")]
+After = Annotated[int, Query(ge=-1, le=MOST, description="only what comes after this index")]
+CauseNo = Annotated[int | None, Query(ge=1, le=MOST, description="only of this cause")]
+ItemStatus = Literal["pending", "processing", "retrying", "done", "dead"]
+TaskStatus = Literal["queued", "running", "completed", "failed", "cancelled"]
+QueueName = Literal["urgent", "high", "normal", "low"]
+
+_ERROR_SCHEMA: Final = {
+    "type": "object",
+    "properties": {
+        "schema": {"const": ERROR},
+        "error": {
+            "type": "object",
+            "properties": {
+                "type": {"type": "string"},
+                "message": {"type": "string"},
+                "hint": {"type": "string"},
+                "exit_code": {"type": "integer"},
+            },
+            "required": ["type", "message", "hint", "exit_code"],
+        },
+    },
+    "required": ["schema", "error"],
+}
+_PROBLEMS: Final[dict[int | str, dict[str, Any]]] = {
+    status: {"description": text, "content": {"application/json": {"schema": _ERROR_SCHEMA}}}
+    for status, text in {
+        400: "what was sent cannot be used",
+        401: "nobody is known to ask",
+        403: "no right to this",
+        404: "there is no such thing, or not for you",
+        503: "a store is away, or too many ask at once",
+    }.items()
+}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    reason: str = Field("", max_length=2000, description="why; kept in the activity")
+
+
+class Retry(_Body):
+    """Which dead letters: of a cause, these items, or all of the job."""
+
+    cause: int | None = Field(None, ge=1, le=MOST)
+    items: list[str] = Field(default_factory=list, max_length=LARGEST, description="keys or indices")
+
+
+class Pause(_Body):
+    """How long; without it until somebody resumes the queue."""
+
+    seconds: float | None = Field(None, ge=1, le=actions.LONGEST)
+
+
+class Reason(_Body):
+    """Only why."""
+
+
+def encoded(question: Callable[..., Document], *args: Any, **options: Any) -> tuple[bytes, str]:
+    """A document as JSON, and the tag of exactly this content. It runs where the question is asked, not on the loop."""
+    body = json.dumps(question(*args, **options).as_json(), separators=(",", ":")).encode()
+    return body, f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+
+
+class Api:
+    """Declares routes, each with its right and the shape of its answer."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.router = APIRouter(prefix=PREFIX)
+
+    def get(self, path: str, view: type, *, right: str = "read") -> Callable[[F], F]:
+        return self._declare("GET", path, view, right)
+
+    def post(self, path: str, *, right: str) -> Callable[[F], F]:
+        return self._declare("POST", path, access.Acted, right)
+
+    def _declare(self, method: str, path: str, view: type, right: str) -> Callable[[F], F]:
+        schema = json_schema(view, schema_of(view))
+        answer = {
+            "description": (view.__doc__ or "").split("\n")[0],
+            "content": {"application/json": {"schema": schema}},
+        }
+        problems = _PROBLEMS if method == "GET" else {**_PROBLEMS, 409: {**_PROBLEMS[403], "description": "refused"}}
+        return self.router.api_route(
+            path, methods=[method], responses={200: answer, **problems}, dependencies=[Depends(self._needs(right))],
+            openapi_extra={"x-headway-right": right},
+        )  # fmt: skip
+
+    def _needs(self, right: str) -> Callable[[Request], None]:
+        def check(request: Request) -> None:
+            user = self.site.user(request)
+            if user.may(right):
+                return
+            if user.owner is not None and request.path_params:
+                raise NotFound("There is nothing of yours under this id.")
+            raise Forbidden(
+                f"The role {user.role} has no right to this ({right}).", hint="Ask for a token that has it."
+            )
+
+        return check
+
+    async def answer(self, request: Request, question: Callable[..., Document], *args: Any, **options: Any) -> Response:
+        """Ask off the loop, and answer; with 304 and nothing if the asker has exactly this already."""
+        return tagged(request, *await self.site.read(encoded, question, *args, **options))
+
+    async def act(self, request: Request, action: Callable[..., access.Acted], *args: Any, **options: Any) -> Response:
+        acted = await self.site.change(action, self.site.reader, self.site.user(request), *args, **options)
+        return Response(json.dumps(acted.as_json()), media_type="application/json")
+
+
+def tagged(request: Request, body: bytes, tag: str) -> Response:
+    headers = {"ETag": tag, "Cache-Control": "private, no-cache"}
+    if tag in [one.strip().removeprefix("W/") for one in request.headers.get("if-none-match", "").split(",")]:
+        return Response(status_code=304, headers=headers)
+    return Response(body, headers=headers, media_type="application/json")
+
+
+def mount(app: FastAPI, site: Site, progress: Callable[[], AsyncProgress | None]) -> None:
+    """Every route of the API. ``progress`` gives the reader of Redis's projects, if there is a Redis."""
+    api = Api(site)
+    _projects(api, progress)  # first, because routes are tried one after another, and this one is asked most
+    _jobs(api)
+    _dead(api)
+    _queues(api)
+    _tasks(api)
+    _others(api)
+    app.include_router(api.router)
+
+
+def _jobs(api: Api) -> None:
+    reader = api.site.reader
+
+    @api.get("/jobs", jobs.Jobs)
+    async def list_jobs(
+        request: Request,
+        archived: bool = False,
+        before: Annotated[str | None, Query(max_length=128, description="the last job of the page before")] = None,
+        limit: Limit = LARGEST,
+    ) -> Response:
+        """The jobs, the one that changed last first."""
+        return await api.answer(request, reader.jobs, archived=archived, before=before, limit=limit)
+
+    @api.get("/jobs/{id}", job.JobSheet)
+    async def show_job(request: Request, id: JobId) -> Response:
+        """One job: counts, runs, causes, speed."""
+        return await api.answer(request, reader.job, id)
+
+    @api.get("/jobs/{id}/runs", job.Runs)
+    async def list_runs(request: Request, id: JobId) -> Response:
+        """Every start and resume of a job."""
+        return await api.answer(request, reader.runs, id)
+
+    @api.get("/jobs/{id}/items", items.Items)
+    async def list_items(
+        request: Request,
+        id: JobId,
+        status: ItemStatus | None = None,
+        cause: CauseNo = None,
+        after: After = -1,
+        limit: Limit = 50,
+    ) -> Response:
+        """A page of a job's items, by index."""
+        return await api.answer(request, reader.items, id, status=status, cause=cause, after=after, limit=limit)
+
+    @api.get("/jobs/{id}/items/{item}", items.ItemSheet)
+    async def show_item(
+        request: Request, id: JobId, item: Annotated[str, Path(max_length=1024)], payload: bool = False
+    ) -> Response:
+        """One item by its key or index, with every attempt. Its payload, masked, takes the right ``payload``."""
+        if payload:
+            actions.require(api.site.user(request), "payload")
+        return await api.answer(request, reader.item, id, item, payload=payload)
+
+    @api.get("/jobs/{id}/log", items.JobLog)
+    async def read_log(request: Request, id: JobId, after: After = -1, limit: Limit = LARGEST) -> Response:
+        """Every ended attempt, in the order of the items, page by page; of an item all attempts or none."""
+        return await api.answer(request, reader.log_page, id, after=after, limit=limit)
+
+
+def _dead(api: Api) -> None:
+    reader = api.site.reader
+
+    @api.get("/jobs/{id}/dead", dead.DeadItems)
+    async def show_dead(
+        request: Request, id: JobId, cause: CauseNo = None, limit: Annotated[int, Query(ge=1, le=LARGEST)] = 10
+    ) -> Response:
+        """The causes items are dead of, each with some of them."""
+        return await api.answer(request, reader.dead_items, id, cause=cause, limit=limit)
+
+    @api.get("/jobs/{id}/dead/letters", dead.DeadLetters)
+    async def list_dead_letters(
+        request: Request, id: JobId, cause: CauseNo = None, after: After = -1, limit: Limit = 50, payload: bool = False
+    ) -> Response:
+        """A page of dead letters. Their payloads, unmasked, take the right ``export``."""
+        if payload:
+            actions.require(api.site.user(request), "export")
+        return await api.answer(
+            request, reader.dead_letters, id, cause=cause, payload=payload, after=after, limit=limit
+        )
+
+    @api.get("/dead", dead.Dead)
+    async def list_dead(request: Request, job: Annotated[str | None, Query(max_length=128)] = None) -> Response:
+        """The causes items are dead of, in all jobs or one."""
+        return await api.answer(request, reader.dead, job)
+
+    @api.post("/jobs/{id}/retry", right="retry")
+    async def retry_dead(request: Request, id: JobId, body: Retry) -> Response:
+        """Give dead letters another life: pending, with no failure counted."""
+        return await api.act(
+            request, actions.retry_dead, id, cause=body.cause, items=tuple(body.items), reason=body.reason
+        )
+
+    @api.post("/jobs/{id}/forget", right="forget")
+    async def forget_job(request: Request, id: JobId, body: Reason) -> Response:  # noqa: ARG001 - a POST has a body
+        """Delete a job with all its records."""
+        return await api.act(request, actions.forget, id)
+
+
+def _queues(api: Api) -> None:
+    reader = api.site.reader
+
+    @api.get("/queues", queue.Queues)
+    async def list_queues(request: Request) -> Response:
+        """The four queues, in the order of service."""
+        return await api.answer(request, reader.queues)
+
+    @api.post("/queues/{name}/pause", right="pause")
+    async def pause_queue(request: Request, name: QueueName, body: Pause) -> Response:
+        """Hand out nothing more of a queue; what runs goes on."""
+        return await api.act(request, actions.pause, name, reason=body.reason, seconds=body.seconds)
+
+    @api.post("/queues/{name}/resume", right="resume")
+    async def resume_queue(request: Request, name: QueueName, body: Reason) -> Response:
+        """Go on with a paused queue."""
+        return await api.act(request, actions.resume, name, reason=body.reason)
+
+    @api.get("/workers", queue.Workers)
+    async def list_workers(request: Request) -> Response:
+        """Who runs tasks, and who ended in the last day."""
+        return await api.answer(request, reader.workers)
+
+    @api.post("/workers/{name}/drain", right="worker")
+    async def drain_worker(request: Request, name: Annotated[str, Path(max_length=256)], body: Reason) -> Response:
+        """Let a worker finish what it runs, and end."""
+        return await api.act(request, actions.end_worker, name, "drain", reason=body.reason)
+
+    @api.post("/workers/{name}/stop", right="worker")
+    async def stop_worker(request: Request, name: Annotated[str, Path(max_length=256)], body: Reason) -> Response:
+        """Let a worker give back what it runs, and end."""
+        return await api.act(request, actions.end_worker, name, "stop", reason=body.reason)
+
+
+def _tasks(api: Api) -> None:
+    site, reader = api.site, api.site.reader
+
+    @api.get("/tasks", queue.Tasks, right="own")
+    async def list_tasks(
+        request: Request,
+        status: TaskStatus | None = None,
+        queue: QueueName | None = None,
+        kind: Annotated[str | None, Query(max_length=128)] = None,
+        user: Annotated[str | None, Query(max_length=128)] = None,
+        before: Annotated[str | None, Query(max_length=128, description="the last task of the page before")] = None,
+        limit: Limit = 50,
+    ) -> Response:
+        """The newest tasks that match; a person of an application sees their own, whatever they ask for."""
+        owner = site.user(request).owner
+        if owner is not None and user not in (None, owner):
+            raise Forbidden("These are another person's tasks.")
+        if before is not None:
+            await site.read(reader.task, before, user_id=owner)  # a page goes on after a task that is there, and theirs
+        return await api.answer(
+            request, reader.tasks, status=status and status.upper(), queue=queue, kind=kind,
+            user_id=user if owner is None else owner, before=before, limit=limit,
+        )  # fmt: skip
+
+    @api.get("/tasks/{id}", queue.TaskSheet, right="own")
+    async def show_task(request: Request, id: TaskId) -> Response:
+        """One task with the runs that did not succeed."""
+        return await api.answer(request, reader.task, id, user_id=site.user(request).owner)
+
+    @api.post("/tasks/{id}/cancel", right="cancel")
+    async def cancel_task(request: Request, id: TaskId, body: Reason) -> Response:
+        """Cancel a task: at once if it waits, else its worker is told to end it."""
+        return await api.act(request, actions.cancel_task, id, reason=body.reason)
+
+    @api.post("/tasks/{id}/retry", right="retry")
+    async def retry_task(request: Request, id: TaskId, body: Reason) -> Response:
+        """Give a task that failed or was cancelled another life."""
+        return await api.act(request, actions.retry_task, id, reason=body.reason)
+
+
+def _projects(api: Api, progress: Callable[[], AsyncProgress | None]) -> None:
+    reader = api.site.reader
+
+    @api.get("/projects", projects.Projects)
+    async def list_projects(
+        request: Request, after: Annotated[str, Query(max_length=128)] = "", limit: Limit = 50
+    ) -> Response:
+        """The projects that the database has a record of, by id, as of their last checkpoint."""
+        return await api.answer(request, reader.projects, after=after, limit=limit)
+
+    @api.get("/projects/{id}", projects.ProjectProgress)
+    async def show_project(request: Request, id: Annotated[str, Path(max_length=128)]) -> Response:
+        """How far a project is. Questions that arrive together share one round trip to Redis."""
+        asked = progress()
+        if asked is None:
+            found = await api.site.read(reader.recorded_project, id)
+        else:
+            found = projects.project_view(id, await asked.progress(id))
+        if found.status == "NOT_FOUND":
+            raise NotFound(f"There is no project {id[:60]!r}.", hint="List them: GET /api/v1/projects")
+        return tagged(request, *encoded(lambda: found))
+
+    @api.get("/states", states.StatesJobs)
+    async def list_states(request: Request) -> Response:
+        """The jobs whose states are kept."""
+        return await api.answer(request, reader.states_jobs)
+
+    @api.get("/states/{job}", states.States)
+    async def show_states(
+        request: Request,
+        job: JobId,
+        task: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None,
+        tag: Annotated[str | None, Query(max_length=256)] = None,
+    ) -> Response:
+        """Where each task of a job is."""
+        return await api.answer(request, reader.states, job, task=task, tag=tag)
+
+
+def _others(api: Api) -> None:
+    reader = api.site.reader
+
+    @api.get("/relay", relay.RelayStatus)
+    async def show_relay(request: Request) -> Response:
+        """How far each sink is behind with the events."""
+        return await api.answer(request, reader.relay)
+
+    @api.get("/health", health.Health)
+    async def show_health(request: Request) -> Response:
+        """What ``headway doctor`` finds on the server."""
+        return await api.answer(request, reader.health)
+
+    @api.get("/activity", access.Activity)
+    async def list_activity(
+        request: Request,
+        job: Annotated[str | None, Query(max_length=128)] = None,
+        before: Annotated[int | None, Query(ge=1, le=MOST)] = None,
+        limit: Limit = 50,
+    ) -> Response:
+        """Who did what, the newest first."""
+        if job == "":
+            raise InvalidInput("An empty id names no job.", hint="Leave it out to see everything.")
+        return await api.answer(request, reader.activity, job=job, before=before, limit=limit)
+
+    @api.get("/settings", records.Settings)
+    async def show_settings(request: Request) -> Response:
+        """The settings of the server; secrets are masked."""
+        return await api.answer(request, reader.settings)

@@ -1,0 +1,206 @@
+"""The application: the gate in front, the API, the live path, the pages, and what watches them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Final
+
+from headway import __version__
+from headway.config import Config
+from headway.errors import HeadwayError, MissingExtra, UsageError
+from headway.retry import RetryPolicy
+from headway.telemetry import redact
+from headway.views.reading import Reader
+
+try:
+    from fastapi import FastAPI
+    from fastapi.exceptions import RequestValidationError
+    from starlette.exceptions import HTTPException
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import BaseRoute, Route, WebSocketRoute
+except ImportError as error:
+    raise MissingExtra("web", "The web application") from error
+
+from headway.web import actions, api, auth, live, login, metrics, problems
+from headway.web.auth import Access, Gate, Users
+from headway.web.problems import UnknownPath, WrongMethod
+from headway.web.site import Site
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from headway.config import Value
+    from headway.finishline import AsyncProgress
+
+#: How often a server that is away is asked again: a page says within five seconds that it is, and goes on asking.
+RETRY: Final = RetryPolicy(retries=2, base=0.05, jitter=0.5)
+
+
+class Application:
+    """An ASGI application: served alone, or mounted anywhere in another one. It connects when it is first asked."""
+
+    def __init__(self, site: Site, *, users: Users | None, hosts: Sequence[str]) -> None:
+        self.site = site
+        self.access = Access(site, users, frozenset(host.lower() for host in hosts))
+        self._publisher: live.Publisher | None = None
+        self._progress: AsyncProgress | None = None
+        self._inner = self._routes()
+        self._gate = Gate(self._inner, self.access, self._failed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._gate(scope, receive, send)
+
+    async def close(self) -> None:
+        """End the live connections and close the stores."""
+        if self._publisher is not None:
+            await self._publisher.close()
+        if self._progress is not None:
+            await self._progress.close()
+        await asyncio.to_thread(self.site.close)
+
+    def publisher(self) -> live.Publisher:
+        if self._publisher is None:
+            self._publisher = live.Publisher(self.site, self.access)
+        return self._publisher
+
+    def progress(self) -> AsyncProgress | None:
+        if self._progress is None and self.site.redis is not None:
+            from headway.finishline import AsyncProgress
+
+            self._progress = AsyncProgress(self.site.settings.text("projects_redis"), None)
+        return self._progress
+
+    # ---- routes ------------------------------------------------------------------------------------------------------
+
+    def _routes(self) -> FastAPI:
+        @asynccontextmanager
+        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+            try:
+                yield
+            finally:
+                await self.close()
+
+        app = FastAPI(
+            title="headway",
+            version=__version__,
+            summary="Durable progress for long work in many processes.",
+            openapi_url=f"{api.PREFIX}/openapi.json",
+            docs_url=None,  # the viewers load their scripts from elsewhere
+            redoc_url=None,
+            lifespan=lifespan,
+            redirect_slashes=False,
+            exception_handlers={
+                HeadwayError: self._on_error,
+                RequestValidationError: self._on_error,
+                HTTPException: self._on_error,
+                Exception: self._on_error,
+            },
+        )
+        api.mount(app, self.site, self.progress)
+        site, access = self.site, self.access
+        routes: list[BaseRoute] = [
+            WebSocketRoute(site.live, live.route(self.publisher)),
+            Route("/metrics", metrics.prometheus(site), methods=["GET"]),
+            Route("/healthz", metrics.alive, methods=["GET"]),
+            Route("/readyz", metrics.ready(site), methods=["GET"]),
+            Route("/actions/{name}", actions.handler(site, access), methods=["POST"]),
+            Route("/login", login.login(access), methods=["POST"]),
+            Route("/logout", login.logout(access), methods=["POST"]),
+            *_pages(site),
+            Route("/login", login.login_page, methods=["GET"]),
+        ]
+        app.router.routes.extend(routes)
+        return app
+
+    # ---- errors ------------------------------------------------------------------------------------------------------
+
+    def _failed(self, scope: Scope, error: HeadwayError) -> Response:
+        return problems.answer(error) if auth.is_for_programs(auth.path_of(scope)) else problems.page(error)
+
+    async def _on_error(self, request: Request, error: Exception) -> Response:
+        request.scope["headway.explained"] = True
+        return self._failed(request.scope, _in_our_words(error, request))
+
+
+def _in_our_words(error: Exception, request: Request) -> HeadwayError:
+    match error:
+        case RequestValidationError():
+            return _invalid(error)
+        case HTTPException(status_code=404):
+            return UnknownPath(f"There is nothing under {redact(request.url.path)[:200]}.")
+        case HTTPException(status_code=405):
+            return WrongMethod(f"{request.method} is not how this is asked.")
+        case HTTPException(status_code=400):
+            return UsageError("The request cannot be read.")
+        case _:
+            return problems.explained(error)
+
+
+def _invalid(error: RequestValidationError) -> HeadwayError:
+    """The first thing that is wrong, by its name; what was sent is not repeated."""
+    first: Mapping[str, Any] = error.errors()[0] if error.errors() else {}
+    where = ".".join(str(part) for part in first.get("loc", ())[1:])
+    what = "The body" if not where else redact(where)[:100]
+    return UsageError(f"{what} is not acceptable: {first.get('msg', 'it cannot be read')}.")
+
+
+def _pages(site: Site) -> list[BaseRoute]:
+    if find_spec("headway.web.pages") is None:
+        return []
+    from importlib import import_module
+
+    found: list[BaseRoute] = import_module("headway.web.pages").routes(site)
+    return found
+
+
+def app(
+    *,
+    database: str | None = None,
+    redis: str | None = None,
+    settings: Mapping[str, Value] | None = None,
+    users: Users | None = None,
+    hosts: Sequence[str] = (),
+) -> Application:
+    """The web application over what is configured: a SQLite file alone is enough.
+
+    ``database`` and ``redis`` stand for the settings of these names, ``settings`` for any others; what is not given comes
+    from the environment and headway.toml. ``users`` is asked who sends a request, for an application with users of its
+    own; without it people log in with tokens (``headway token create``), and while there is none the application is open
+    to this machine alone. ``hosts`` are names under which it may be opened besides this machine's own.
+    """
+    config = Config(cli={**(settings or {}), "database": database, "redis": redis})
+    address = config.text("projects_redis") if config.is_set("projects_redis") else None
+    reader = Reader(config, create=True, retry=RETRY)
+    site = Site(config.text("database"), address, config, reader)
+    return Application(site, users=users, hosts=hosts)
+
+
+def with_flask(flask_app: Any, *, path: str = "/headway", **options: Any) -> Any:
+    """A Flask application with this one under ``path``, as one ASGI application for Gunicorn's or any other ASGI worker.
+
+    The Flask application is called through WSGI in a thread, and sees nothing of it.
+    """
+    try:
+        from a2wsgi import WSGIMiddleware
+    except ImportError as error:
+        raise MissingExtra("web", "Serving a Flask application") from error
+    ours, theirs = app(**options), WSGIMiddleware(flask_app)
+    root = "/" + path.strip("/")
+
+    async def both(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await ours(scope, receive, send)
+        elif scope["path"] == root or scope["path"].startswith(f"{root}/"):
+            inner = dict(scope)
+            inner["root_path"] = str(scope.get("root_path", "")).rstrip("/") + root
+            if scope["path"] == root:
+                inner["path"] = f"{root}/"
+            await ours(inner, receive, send)
+        else:
+            await theirs(scope, receive, send)  # type: ignore[arg-type]  # its own types of the same messages
+
+    return both

@@ -1,0 +1,506 @@
+"""The gate in front of every route: who is asking, and whether the request comes from where it says.
+
+No route is reached around it, so none can forget it. A request passes when
+
+1. its size is within bounds;
+2. somebody is known to ask: by a token (``Authorization: Bearer``), by the application's own ``users`` function, by the
+   session cookie of a login; or the server is *open*, which it is while nobody ever made a token, and then only to this
+   machine: the peer, the ``Host`` it names (a name that was pointed at us by DNS rebinding is another one) and the absence of
+   a proxy's headers are looked at;
+3. it was not sent by another site's page: ``Origin`` and ``Sec-Fetch-Site`` say so, for WebSockets too;
+4. where a browser's cookie or its being on this machine is all that vouches for it, it carries the token of our own forms.
+
+While the store is away nothing is opened: who was known in the last minutes stays known, everybody else is told to wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import inspect
+import ipaddress
+import json
+import secrets
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from http.cookies import CookieError, SimpleCookie
+from typing import TYPE_CHECKING, Final, TypeVar
+from urllib.parse import quote, urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import HTTPConnection
+from starlette.responses import RedirectResponse, Response
+
+from headway.errors import HeadwayError, StorageError, Unavailable
+from headway.telemetry import Log, metrics
+from headway.web import problems, tokens
+from headway.web.problems import Forbidden, NotAcceptable, Throttled, TooLarge, Unauthenticated
+from headway.web.site import Flash, User
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from headway.web.site import Site
+
+log = Log("web")
+
+T = TypeVar("T")
+
+#: An application's own users: who sends this request, or None. It may be a coroutine function.
+Users = Callable[[HTTPConnection], User | Awaitable[User | None] | None]
+
+#: Seconds between two looks whether a token was made or revoked, by one statement for all who ask.
+PULSE: Final = 2.0
+#: Seconds that the store may take to say who somebody is.
+ASK: Final = 2.0
+#: Seconds that an answer about a token or a session is taken for true while none was revoked; and while the store is away.
+FRESH: Final = 30.0
+STALE: Final = 600.0
+#: Answers kept; with more of them the oldest go.
+REMEMBERED: Final = 10_000
+#: Wrong tokens a minute from one address, before it has to wait.
+GUESSES: Final = 10
+#: Bytes a request may have.
+BODY: Final = 1_000_000
+
+#: Reached without being anybody: they tell nothing.
+PUBLIC: Final = ("/healthz", "/readyz", "/login", "/favicon.ico")
+PUBLIC_BELOW: Final = "/static/"
+
+SAFE: Final = ("GET", "HEAD", "OPTIONS")
+
+HEADERS: Final = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; font-src 'self'; "
+        "manifest-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Who asks, and by what they are known."""
+
+    user: User
+    by: str  # "token", "users", "session" or "open"
+
+
+class Throttle:
+    """Counts wrong tokens by the address they came from, in the last minute."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._wrong: dict[str, deque[float]] = {}
+
+    def check(self, peer: str) -> None:
+        wrong, now = self._wrong.get(peer), self._clock()
+        while wrong and wrong[0] < now - 60:
+            wrong.popleft()
+        if wrong is not None and len(wrong) >= GUESSES:
+            raise Throttled("Too many wrong tokens came from your address.", hint="Try again in a minute.")
+
+    def failed(self, peer: str) -> None:
+        if len(self._wrong) >= REMEMBERED:
+            self._wrong.pop(next(iter(self._wrong)))
+        self._wrong.setdefault(peer, deque(maxlen=GUESSES)).append(self._clock())
+
+
+@dataclass(slots=True)
+class Access:
+    """What the store said about tokens and sessions, for a few seconds."""
+
+    site: Site
+    users: Users | None = None
+    hosts: frozenset[str] = frozenset()
+    throttle: Throttle = field(default_factory=Throttle)
+    key: bytes | None = None
+    _known: dict[str, tuple[float, User | None]] = field(default_factory=dict)
+    _pulse: tuple[float, tokens.Pulse | None] = (-STALE, None)
+    _away_until: float = 0.0
+    _installation: str = ""
+
+    async def who(self, connection: HTTPConnection) -> Known | None:
+        pulse = await self.pulse()
+        bearer = _bearer(connection.headers.get("authorization"))
+        if bearer is not None:
+            user = await self._by_token(bearer, peer_of(connection.scope))
+            return None if user is None else Known(user, "token")
+        if self.users is not None:
+            found = self.users(connection)
+            user = await found if inspect.isawaitable(found) else found
+            if user is not None:
+                return Known(user, "users")
+        cookie = self.cookie(connection, "session")
+        if cookie:
+            found_user = await self._ask("s" + tokens.hashed(cookie), tokens.find_session, cookie)
+            if isinstance(found_user, User):
+                return Known(found_user, "session")
+        if self.users is None and self._is_near(connection) and not pulse.made:
+            return Known(User("local", "admin"), "open")
+        return None
+
+    async def _by_token(self, text: str, peer: str) -> User | None:
+        name = "t" + tokens.hashed(text)
+        if name not in self._known:  # one that was right before is not kept waiting by another's guesses
+            self.throttle.check(peer)
+        user = await self._ask(name, _user_of, text)
+        if isinstance(user, User):
+            return user
+        self.throttle.failed(peer)
+        return None
+
+    async def pulse(self) -> tokens.Pulse:
+        """How many tokens were ever made, and when one was last revoked: then everybody is asked about again."""
+        at, pulse = self._pulse
+        if pulse is not None and time.monotonic() - at < PULSE:
+            return pulse
+        try:
+            found = await self._read(self._look)
+        except (Unavailable, StorageError):
+            if pulse is not None and time.monotonic() - at < STALE:
+                return pulse
+            raise
+        if pulse is not None and found.revoked_at != pulse.revoked_at:
+            # Not forgotten: while the store is away, who was known stays known.
+            known = self._known.items()
+            self._known = {name: (min(since, time.monotonic() - FRESH), user) for name, (since, user) in known}
+        self._pulse = (time.monotonic(), found)
+        return found
+
+    async def _read(self, question: Callable[[], T]) -> T:
+        """Ask the store, not for long; and for a moment not again once it did not answer, so that whoever needs no store
+        is not kept waiting by it."""
+        if time.monotonic() < self._away_until:
+            raise Unavailable("The database does not answer just now.", hint="Try again in a moment.")
+        try:
+            return await asyncio.wait_for(self.site.read(question), ASK)
+        except (TimeoutError, Unavailable) as error:
+            self._away_until = time.monotonic() + PULSE
+            if isinstance(error, Unavailable):
+                raise
+            raise Unavailable(f"The database did not answer within {ASK:.0f} s.") from None
+
+    def _look(self) -> tokens.Pulse:
+        return tokens.pulse(self.site.reader.database)
+
+    async def log_in(self, text: str, peer: str) -> tuple[User, str] | None:
+        """The user and the new session's cookie."""
+        self.throttle.check(peer)
+        found = await self.site.read(lambda: tokens.find(self.site.reader.database, text))
+        if found is None:
+            self.throttle.failed(peer)
+            return None
+        user, token = found
+        cookie = await self.site.change(lambda: tokens.open_session(self.site.reader.database, token, user=user))
+        return user, cookie
+
+    async def log_out(self, cookie: str) -> None:
+        await self.site.change(lambda: tokens.close_session(self.site.reader.database, cookie))
+        self._known.pop("s" + tokens.hashed(cookie), None)
+
+    async def load(self) -> None:
+        """The key that cookies and forms are signed with; once."""
+        if self.key is None:
+            self.key = await self.site.read(lambda: tokens.signing_key(self.site.reader.database))
+            self._installation = tokens.hashed(self.key.hex())[:8]
+
+    async def _ask(self, name: str, function: Callable[..., User | None], *args: str) -> User | None:
+        at, found = self._known.get(name, (-STALE, None))
+        if time.monotonic() - at < FRESH:
+            return found
+        try:
+            found = await self._read(lambda: function(self.site.reader.database, *args))
+        except (Unavailable, StorageError):
+            if time.monotonic() - at < STALE:
+                return found
+            raise
+        while len(self._known) >= REMEMBERED:
+            self._known.pop(next(iter(self._known)))
+        self._known.pop(name, None)
+        if found is not None:  # what is no token costs its sender a query each time, and us no memory
+            self._known[name] = (time.monotonic(), found)
+        return found
+
+    def _is_near(self, connection: HTTPConnection) -> bool:
+        """From this machine, under a name of this machine, and through nobody."""
+        headers = connection.headers
+        client = connection.scope.get("client")
+        return (
+            (client is None or _is_loopback(str(client[0])))
+            and not any(name in headers for name in ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip"))
+            and self.is_ours(headers.get("host", ""))
+        )
+
+    def is_ours(self, host: str) -> bool:
+        name = _name_of(host)
+        return name in self.hosts or name == "localhost" or name.endswith(".localhost") or _is_loopback(name)
+
+    # ---- cookies -----------------------------------------------------------------------------------------------------
+
+    def name(self, kind: str) -> str:
+        """Cookies of one machine are the same for all ports: each installation has names of its own."""
+        return f"headway-{kind}-{self._installation}"
+
+    def cookie(self, connection: HTTPConnection, kind: str) -> str:
+        return _cookies(connection.headers).get(self.name(kind), "")
+
+    def set_cookie(self, response: Response, scope: Scope, kind: str, value: str, seconds: int | None) -> None:
+        response.set_cookie(
+            self.name(kind), value, max_age=seconds, path=root_of(scope) or "/", httponly=True, samesite="strict",
+            secure=scope.get("scheme") in ("https", "wss"),
+        )  # fmt: skip
+
+    def form_token(self, connection: HTTPConnection, visitor: str) -> str:
+        """What our own forms carry: bound to the session, or before one exists to the visitor's cookie."""
+        bound = self.cookie(connection, "session") or visitor
+        return self._sign("form", bound) if bound else ""
+
+    def check_form(self, connection: HTTPConnection, given: str) -> None:
+        expected = str(connection.scope.get("headway.csrf", ""))
+        if not expected or not hmac.compare_digest(expected.encode(), given.encode("utf-8", "replace")):
+            raise Forbidden("The form is not from this page, or too old.", hint="Load the page again and repeat it.")
+
+    def flash(self, kind: str, text: str) -> str:
+        body = base64.urlsafe_b64encode(json.dumps([kind, text[:500]]).encode()).decode().rstrip("=")
+        return f"{body}.{self._sign('flash', body)}"
+
+    def read_flash(self, cookie: str) -> Flash | None:
+        body, _, signature = cookie.partition(".")
+        if not body or not hmac.compare_digest(self._sign("flash", body).encode(), signature.encode()):
+            return None
+        kind, text = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
+        return Flash("failed" if kind == "failed" else "done", str(text))
+
+    def _sign(self, purpose: str, text: str) -> str:
+        assert self.key is not None
+        return hmac.new(self.key, f"{purpose}:{text}".encode("utf-8", "replace"), "sha256").hexdigest()
+
+
+class Gate:
+    """See the module."""
+
+    def __init__(self, app: ASGIApp, access: Access, on_error: Callable[[Scope, HeadwayError], Response]) -> None:
+        self._app, self._access, self._on_error = app, access, on_error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        answering = _Answering(send)
+        try:
+            clear = await self._admit(scope)
+            if isinstance(clear, Response):
+                await self._refuse(scope, receive, answering, clear)
+                return
+            answering.dress = clear
+            await self._app(scope, _bounded(scope, receive), answering)
+        except Exception as error:  # noqa: BLE001 - whatever happens, the answer says no more than it should
+            known = (
+                error if isinstance(error, HeadwayError) or "headway.explained" in scope else problems.explained(error)
+            )
+            if not answering.begun:
+                assert isinstance(known, HeadwayError)
+                await self._refuse(scope, receive, answering, self._on_error(scope, known))
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send, response: Response) -> None:
+        if scope["type"] == "websocket":
+            await receive()  # its opening
+            await send({"type": "websocket.close", "code": 4401 if response.status_code == 401 else 4403})
+            return
+        await response(scope, receive, send)
+
+    async def _admit(self, scope: Scope) -> Response | Callable[[MutableHeaders], None]:
+        """Look at a request; what is put on its answer's headers, or the answer that refuses it."""
+        connection, access, path = HTTPConnection(scope), self._access, path_of(scope)
+        _check_source(connection, path)
+        if path.startswith(PUBLIC_BELOW) or path in ("/healthz", "/readyz", "/favicon.ico"):
+            return _nothing
+        await access.load()
+        known = None
+        if path not in PUBLIC:
+            known = await access.who(connection)
+            if known is None:
+                return self._ask_to_log_in(scope, connection, path)
+            scope["headway.user"] = known.user
+        visitor = access.cookie(connection, "visitor")
+        fresh = "" if visitor or is_for_programs(path) else secrets.token_urlsafe(24)
+        scope["headway.csrf"] = access.form_token(connection, visitor or fresh)
+        if scope["type"] == "http" and scope["method"] not in SAFE and is_for_programs(path):
+            self._check_program(connection, known)
+        flash = access.cookie(connection, "flash") if not is_for_programs(path) else ""
+        scope["headway.flash"] = access.read_flash(flash) if flash else None
+
+        def dress(headers: MutableHeaders) -> None:
+            response = Response()
+            if fresh:
+                access.set_cookie(response, scope, "visitor", fresh, None)
+            if flash and scope.get("method") == "GET":
+                access.set_cookie(response, scope, "flash", "", 0)
+            for value in response.headers.getlist("set-cookie"):
+                headers.append("set-cookie", value)
+
+        return dress
+
+    def _check_program(self, connection: HTTPConnection, known: Known | None) -> None:
+        """A change through the API. JSON cannot be sent by another site's form; a cookie is sent by every page."""
+        kind = connection.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise NotAcceptable(
+                "Changes are asked for in JSON.", hint="Send a JSON object with Content-Type: application/json"
+            )
+        from_browser = "origin" in connection.headers or "sec-fetch-site" in connection.headers
+        if known is None or known.by in ("session", "users") or (known.by == "open" and from_browser):
+            self._access.check_form(connection, connection.headers.get("x-csrf-token", ""))
+
+    def _ask_to_log_in(self, scope: Scope, connection: HTTPConnection, path: str) -> Response:
+        error = Unauthenticated(
+            "Say who you are."
+            if "authorization" not in connection.headers
+            else "This token is not known, or has ended.",
+            hint="Make a token on the server: headway token create NAME --role viewer; send it as Authorization: Bearer TOKEN",
+        )
+        wants_page = scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and not is_for_programs(path)
+        if not wants_page:
+            return problems.answer(error)
+        if self._access.users is not None:
+            return self._on_error(scope, error)  # the application has a login of its own
+        query = scope.get("query_string", b"").decode("latin-1")
+        back = quote(path + (f"?{query}" if query else ""), safe="/")
+        return RedirectResponse(f"{root_of(scope)}/login?next={back}", 303)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The request
+
+
+def path_of(scope: Scope) -> str:
+    """The path below where the application is mounted."""
+    path, root = str(scope["path"]), root_of(scope)
+    return path[len(root) :] or "/" if root and path.startswith(root) else path
+
+
+def is_for_programs(path: str) -> bool:
+    return path.startswith(("/api/", "/metrics"))
+
+
+def peer_of(scope: Scope) -> str:
+    client = scope.get("client")
+    return str(client[0]) if client else "local"
+
+
+def root_of(scope: Scope) -> str:
+    return str(scope.get("root_path", "")).rstrip("/")
+
+
+def _check_source(connection: HTTPConnection, path: str) -> None:
+    """Refuse what another site's page sent. Browsers say so in headers that no script can set."""
+    headers, scope = connection.headers, connection.scope
+    changes = scope["type"] == "websocket" or scope["method"] not in SAFE
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+    foreign = Forbidden("This request comes from another site.", hint="Open the page under its own address.")
+    if changes and origin is not None and _netloc(origin) != headers.get("host", "").lower():
+        raise foreign
+    if site not in (None, "same-origin", "none") and (
+        changes or (is_for_programs(path) and headers.get("sec-fetch-mode") != "navigate")
+    ):
+        raise foreign
+
+
+def _netloc(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc.lower() or None
+    except ValueError:
+        return None
+
+
+def _name_of(host: str) -> str:
+    """The name in a Host header, without its port."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").rstrip(".").lower()
+    except ValueError:
+        return ""
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+def _bearer(header: str | None) -> str | None:
+    """The token of an Authorization header; an empty one for a header of another kind, which nobody knows."""
+    if header is None:
+        return None
+    kind, _, text = header.partition(" ")
+    return text.strip() if kind.lower() == "bearer" else ""
+
+
+def _user_of(database: object, text: str) -> User | None:
+    found = tokens.find(database, text)  # type: ignore[arg-type]  # a Database; it is passed through
+    return None if found is None else found[0]
+
+
+def _cookies(headers: Headers) -> dict[str, str]:
+    try:
+        return {name: morsel.value for name, morsel in SimpleCookie(headers.get("cookie", "")).items()}
+    except CookieError:
+        return {}
+
+
+def _nothing(_: MutableHeaders) -> None:
+    """An answer that needs no cookie."""
+
+
+class _Answering:
+    """Sends an answer with the headers that every answer has."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.begun = False
+        self.dress: Callable[[MutableHeaders], None] = _nothing
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] in ("http.response.start", "websocket.accept"):
+            self.begun = True
+            headers = MutableHeaders(scope=message)
+            for name, value in HEADERS.items():
+                headers.setdefault(name, value)
+            if message["type"] == "http.response.start":
+                headers.setdefault("Cache-Control", "no-store")
+                self.dress(headers)
+                metrics.count("headway_web_requests", status=f"{message['status'] // 100}xx")
+        elif message["type"] == "websocket.close":
+            self.begun = True
+        await self._send(message)
+
+
+def _bounded(scope: Scope, receive: Receive) -> Receive:
+    """Refuse what is larger than any request of ours, before it is in memory."""
+    if scope["type"] != "http":
+        return receive
+    length = Headers(scope=scope).get("content-length", "0")
+    error = TooLarge(f"A request may have {BODY:,} bytes.")
+    if not length.isdecimal() or int(length) > BODY:
+        raise error
+    taken = 0
+
+    async def counted() -> Message:
+        nonlocal taken
+        message = await receive()
+        taken += len(message.get("body", b"") or b"")
+        if taken > BODY:
+            raise error
+        return message
+
+    return counted

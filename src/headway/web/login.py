@@ -1,0 +1,88 @@
+"""Logging in and out, and what every form has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl, quote
+
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from headway.errors import UsageError
+from headway.web import tokens
+from headway.web.auth import peer_of, root_of
+from headway.web.problems import NotAcceptable
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from headway.web.auth import Access
+
+
+async def login_page(request: Request) -> Response:
+    """The plainest of forms; the pages bring one of their own."""
+    csrf, back = request.scope["headway.csrf"], local_path(request.query_params.get("next", "/"))
+    wrong = '<p role="alert">This token is not known, or has ended.</p>' if "wrong" in request.query_params else ""
+    text = (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>headway: log in</title><h1>Log in</h1>'
+        f'<form method="post" action="{root_of(request.scope)}/login"><input type="hidden" name="csrf" value="{csrf}">'
+        f'<input type="hidden" name="next" value="{_attribute(back)}"><label>Token <input type="password" name="token" '
+        'autocomplete="current-password" required autofocus></label> <button>Log in</button></form>'
+        f"{wrong}<p>Make one on the server: <code>headway token create NAME --role viewer</code></p></html>"
+    )
+    return HTMLResponse(text, headers={"Cache-Control": "no-store"})
+
+
+def login(access: Access) -> Callable[[Request], Awaitable[Response]]:
+    async def post(request: Request) -> Response:
+        fields = await form(request)
+        access.check_form(request, fields.get("csrf", ""))
+        found = await access.log_in(fields.get("token", "").strip(), peer_of(request.scope))
+        back = local_path(fields.get("next", "/"))
+        root = root_of(request.scope)
+        if found is None:
+            response: Response = RedirectResponse(f"{root}/login?wrong=1&next={quote(back, safe='/')}", 303)
+            return response
+        response = RedirectResponse(root + back, 303, headers={"Cache-Control": "no-store"})
+        access.set_cookie(response, request.scope, "session", found[1], int(tokens.SESSION))
+        return response
+
+    return post
+
+
+def logout(access: Access) -> Callable[[Request], Awaitable[Response]]:
+    async def post(request: Request) -> Response:
+        access.check_form(request, (await form(request)).get("csrf", ""))
+        cookie = access.cookie(request, "session")
+        if cookie:
+            await access.log_out(cookie)
+        response = RedirectResponse(f"{root_of(request.scope)}/login", 303)
+        access.set_cookie(response, request.scope, "session", "", 0)
+        return response
+
+    return post
+
+
+async def form(request: Request) -> dict[str, str]:
+    """The fields of a form; of a field that comes twice, the last."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/x-www-form-urlencoded":
+        raise NotAcceptable("A form is needed.", hint="Send application/x-www-form-urlencoded")
+    return dict(await form_pairs(request))
+
+
+async def form_pairs(request: Request) -> list[tuple[str, str]]:
+    try:
+        return parse_qsl((await request.body()).decode("utf-8"), keep_blank_values=True, max_num_fields=1000)
+    except ValueError as error:
+        raise UsageError(f"The form cannot be read: {error}") from error
+
+
+def local_path(text: str) -> str:
+    """Where to go after logging in: a path of ours, never another site."""
+    plain = text.startswith("/") and not text.startswith(("//", "/\\")) and text.isprintable() and "\\" not in text
+    return text if plain else "/"
+
+
+def _attribute(text: str) -> str:
+    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")

@@ -1,0 +1,62 @@
+"""``/metrics``, ``/healthz`` and ``/readyz``: for those who watch the server rather than the work."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from starlette.responses import PlainTextResponse, Response
+
+from headway.errors import HeadwayError
+from headway.telemetry import exposition
+from headway.web.actions import require
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from headway.web.site import Site
+
+#: Seconds a store may take to say that it is there.
+READY: Final = 2.0
+
+Endpoint = Callable[["Request"], Awaitable[Response]]
+
+
+def prometheus(site: Site) -> Endpoint:
+    """The measurements of this process. It takes the right to read: labels have the names of queues and sinks."""
+
+    async def get(request: Request) -> Response:
+        require(site.user(request), "read")
+        text = await site.read(exposition)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return get
+
+
+async def alive(_: Request) -> Response:
+    """This process answers. It asks no store: a store that is away is no reason to kill the server."""
+    return PlainTextResponse("ok\n")
+
+
+def ready(site: Site) -> Endpoint:
+    """Whether the stores answer. To strangers it tells which, and nothing about them."""
+
+    async def get(_: Request) -> Response:
+        checks = {"database": await _answers(site, site.reader.ping_database)}
+        if site.redis is not None:
+            checks["redis"] = await _answers(site, site.reader.ping_redis)
+        well = all(checks.values())
+        body = {"ready": well, "checks": {name: "ok" if fine else "away" for name, fine in checks.items()}}
+        return Response(json.dumps(body), 200 if well else 503, media_type="application/json")
+
+    return get
+
+
+async def _answers(site: Site, question: Callable[[], Any]) -> bool:
+    try:
+        await asyncio.wait_for(site.read(question), READY)
+    except (TimeoutError, HeadwayError):
+        return False
+    return True

@@ -1,0 +1,113 @@
+"""`headway serve`: the application on a port of this machine, until it is told to end."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Final
+
+from headway.errors import ConfigError, MissingExtra, Refused, UsageError
+from headway.web import tokens
+
+if TYPE_CHECKING:
+    from headway.web.app import Application
+
+HOST: Final = "127.0.0.1"
+PORT: Final = 8700
+#: Seconds that requests under way get to end.
+GRACE: Final = 5
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, or an error that says what is in the way."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"{host[:100]!r} is no address of this machine.", hint="Use 127.0.0.1, or 0.0.0.0 for all."
+        ) from error
+    family, *_, address = found[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(
+                f"Port {port} of {host} is in use.", hint="Take another: --port 0 takes a free one."
+            ) from error
+        raise UsageError(
+            f"Cannot listen on port {port} of {host}: {error.strerror}.", hint="Take another: --port"
+        ) from error
+    listener.set_inheritable(False)
+    return listener
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_access(app: Application, host: str) -> bool:
+    """Whether tokens are needed; refuses an address that others can reach while they are not."""
+    closed = tokens.pulse(app.site.reader.database).made > 0
+    if not closed and not is_loopback(host):
+        raise Refused(
+            f"Others can reach {host}, and nobody would have to say who they are.",
+            hint="Make a token first: headway token create NAME --role admin",
+        )
+    return closed
+
+
+def serve(app: Application, listener: socket.socket, *, ready: Callable[[], object] = lambda: None) -> None:
+    """Serve until SIGINT, SIGTERM or SIGHUP; ``ready`` is called when requests are answered."""
+    try:
+        import uvicorn
+        import websockets  # noqa: F401 - without it uvicorn would answer live connections with an error of its own
+    except ImportError as error:
+        raise MissingExtra("web", "Serving the web application") from error
+
+    class Server(uvicorn.Server):
+        """Uvicorn raises the signal again when it has ended; to be told to end is no failure of a server."""
+
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            before = {number: signal.signal(number, self._end) for number in _SIGNALS}
+            try:
+                yield
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+        def _end(self, number: int, frame: FrameType | None) -> None:
+            self.handle_exit(number, frame)
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            ready()
+
+    config = uvicorn.Config(
+        app,
+        ws="websockets-sansio",
+        ws_per_message_deflate=False,  # a kilobyte a second is not worth 100 KB of memory per connection
+        ws_max_size=65_536,
+        proxy_headers=False,  # who is near is decided by the socket, not by what somebody writes
+        server_header=False,
+        access_log=False,
+        log_config=None,
+        timeout_graceful_shutdown=GRACE,
+        lifespan="on",
+    )
+    Server(config).run(sockets=[listener])
+
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -1,0 +1,219 @@
+"""What can be changed: by forms as by the API, under somebody's name, with what it did said afterwards."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway._sql import connect
+from headway.config import Config
+from headway.errors import InvalidInput, NotFound
+from headway.queue.taskqueue import TaskQueue
+from headway.views.reading import Reader
+from headway.web import actions
+from headway.web.auth import Access
+from headway.web.problems import Forbidden
+from headway.web.site import Flash, Site, User
+from tests.web.conftest import Web
+from tests.web.test_auth import log_in
+
+ADMIN, OPERATOR, VIEWER = User("ada", "admin"), User("olga", "operator"), User("vera", "viewer")
+
+
+@pytest.fixture
+def reader(database: str):
+    with Reader(Config(cli={"database": database})) as opened:
+        yield opened
+
+
+def last(reader: Reader) -> tuple[str, str, dict[str, Any]]:
+    newest = reader.activity(limit=1).activity[0]
+    return newest.actor, newest.action, dict(newest.detail)
+
+
+# ---- each action ----------------------------------------------------------------------------------------------------
+
+
+def test_one_cause_is_retried_and_nothing_else(reader: Reader):
+    acted = actions.retry_dead(reader, OPERATOR, "ads", cause=2, reason="the parser is repaired")
+    assert (acted.text, acted.touched) == ("2 dead letters of job ads pending again.", 2)
+    assert [cause.dead for cause in reader.dead("ads").causes] == [4]
+    actor, action, detail = last(reader)
+    assert (actor, action, detail["cause"], detail["reason"]) == ("olga", "retry", 2, "the parser is repaired")
+
+
+def test_items_are_retried_by_key_or_index_and_one_that_is_not_dead_stops_all(reader: Reader):
+    with pytest.raises(InvalidInput, match="sku-3 of job ads is not dead"):
+        actions.retry_dead(reader, OPERATOR, "ads", items=["44", "sku-3"])
+    assert actions.retry_dead(reader, OPERATOR, "ads", items=["44", "sku-45"]).touched == 2
+    with pytest.raises(InvalidInput, match="cannot be combined"):
+        actions.retry_dead(reader, OPERATOR, "ads", items=["40"], cause=1)
+
+
+@pytest.mark.req("S2-41")
+def test_a_queue_is_paused_with_a_reason_and_for_a_time_and_resumed(reader: Reader):
+    actions.pause(reader, OPERATOR, "low", reason="upgrade  of\nthe model", seconds=3600)
+    low = reader.queues().queues[3]
+    assert (low.paused, low.paused_by, low.reason) == (True, "olga", "upgrade of the model")
+    assert low.paused_until is not None
+    assert last(reader)[:2] == ("olga", "queue.pause")
+    assert actions.resume(reader, OPERATOR, "low").touched == 1
+    assert actions.resume(reader, OPERATOR, "low").text == "The queue low was not paused."
+    assert last(reader)[:2] == ("olga", "queue.resume")
+
+
+def test_a_failed_task_gets_another_life_and_a_waiting_one_is_cancelled(reader: Reader):
+    assert actions.cancel_task(reader, OPERATOR, "t-anna", reason="not needed").text == "Task t-anna is CANCELLED."
+    assert actions.cancel_task(reader, OPERATOR, "t-anna").text.endswith("nothing was changed.")
+    assert actions.retry_task(reader, OPERATOR, "t-failed").text == "Task t-failed waits in normal."
+    assert last(reader) == ("olga", "task.retry", {"task": "t-failed", "kind": "caption", "reason": ""})
+
+
+@pytest.mark.req("S2-41")
+def test_a_worker_is_told_to_end_and_one_that_has_ended_is_not(reader: Reader, database: str):
+    [ended] = reader.workers().workers
+    with pytest.raises(InvalidInput, match="is ended"):
+        actions.end_worker(reader, OPERATOR, ended.name, "drain")
+    with TaskQueue(database) as queue:
+        queue.database.write("UPDATE task_workers SET state = 'idle', ended_at = NULL")
+    assert actions.end_worker(reader, OPERATOR, ended.name, "drain").text.endswith("finishes what it runs, and ends.")
+    assert reader.workers().workers[0].wanted == "drain"
+    with pytest.raises(NotFound):
+        actions.end_worker(reader, OPERATOR, "nobody", "stop")
+
+
+def test_a_job_is_forgotten_by_an_admin_alone(reader: Reader):
+    with pytest.raises(Forbidden):
+        actions.forget(reader, OPERATOR, "ads")
+    assert actions.forget(reader, ADMIN, "ads").touched == 60
+    assert last(reader)[:2] == ("ada", "forget")
+
+
+def test_a_viewer_changes_nothing_even_around_the_routes(reader: Reader):
+    before = reader.activity()
+    for call in (
+        lambda: actions.retry_dead(reader, VIEWER, "ads"),
+        lambda: actions.pause(reader, VIEWER, "low"),
+        lambda: actions.resume(reader, VIEWER, "low"),
+        lambda: actions.cancel_task(reader, VIEWER, "t-anna"),
+        lambda: actions.retry_task(reader, VIEWER, "t-failed"),
+        lambda: actions.end_worker(reader, VIEWER, "w", "stop"),
+        lambda: actions.forget(reader, VIEWER, "ads"),
+    ):
+        with pytest.raises(Forbidden):
+            call()
+    assert reader.activity() == before
+
+
+def test_a_change_that_fails_leaves_no_line_in_the_activity(reader: Reader):
+    before = reader.activity()
+    with pytest.raises(InvalidInput):
+        actions.retry_task(reader, ADMIN, "t-anna")  # it waits already
+    with pytest.raises(NotFound):
+        actions.cancel_task(reader, ADMIN, "t-nobody")
+    assert reader.activity() == before
+
+
+def test_a_secret_in_a_reason_is_not_kept(reader: Reader):
+    actions.pause(reader, ADMIN, "low", reason="password=hunter2hunter2 leaked")
+    assert "hunter2hunter2" not in str(last(reader))
+
+
+# ---- forms ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_form_does_what_the_api_does_and_leads_back_with_what_it_did(fresh: Web, database: str):
+    csrf, cookies = log_in(fresh, "operator")
+    form = {"csrf": csrf, "job": "ads", "cause": "2", "reason": "repaired", "next": "/jobs/ads?state=dead"}
+    answer = fresh.post("/actions/retry", form=form, cookies=cookies)
+    assert (answer.status, answer.headers["Location"]) == (303, "/jobs/ads?state=dead")
+    [flash] = [value for name, value in answer.cookies.items() if "flash" in name]
+    assert re.fullmatch(r"[\w=-]+\.[0-9a-f]{64}", flash)
+    assert fresh.ask("/api/v1/jobs/ads", token="viewer").json["job"]["dead"] == 4
+    failed = fresh.post("/actions/cancel", form={"csrf": csrf, "task": "nobody"}, cookies=cookies)
+    assert (failed.status, failed.headers["Location"]) == (303, "/")
+    assert any("flash" in name for name in failed.cookies)
+    assert fresh.post("/actions/nothing", form={"csrf": csrf}, cookies=cookies).status == 404
+    for minutes in ("x", "-1", "9" * 20):
+        bad = fresh.post("/actions/pause", form={"csrf": csrf, "queue": "low", "minutes": minutes}, cookies=cookies)
+        assert bad.status == 303
+    assert not any(queue["paused"] for queue in fresh.ask("/api/v1/queues", token="viewer").json["queues"])
+    assert (
+        fresh.post("/actions/pause", form={"csrf": csrf, "queue": "low", "minutes": "30"}, cookies=cookies).status
+        == 303
+    )
+    with connect(database) as store:
+        assert store.one("SELECT paused_until - paused_at BETWEEN 1799 AND 1801 FROM task_queues WHERE paused = 1") == (
+            1,
+        )
+
+
+@pytest.mark.parametrize("text", ["done.", "x" * 2000, "ümlaut \n <b>", ""])
+def test_what_an_action_did_comes_back_as_it_was_said_and_nobody_can_say_it_in_its_place(reader: Reader, text: str):
+    site = Site("", None, reader.config, reader)
+    access = Access(site, key=b"k" * 32)
+    cookie = access.flash("failed", text)
+    assert access.read_flash(cookie) == Flash("failed", text[:500])
+    assert Access(site, key=b"o" * 32).read_flash(cookie) is None
+    for forged in ("", ".", "x", cookie[:-1], "A" + cookie, cookie.replace(".", ""), "é." + "0" * 64):
+        assert access.read_flash(forged) is None
+    site.close()
+
+
+@pytest.mark.parametrize("name", sorted(actions.FORMS))
+def test_a_viewer_is_refused_by_every_form(closed: Web, name: str):
+    csrf, cookies = log_in(closed, "viewer")
+    form = {"csrf": csrf, "job": "ads", "queue": "low", "task": "t-anna", "worker": "w"}
+    assert closed.post(f"/actions/{name}", form=form, cookies=cookies).status == 403
+
+
+# ---- snapshots ------------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_that_did_not_change_is_not_sent_again(closed: Web):
+    first = closed.ask("/api/v1/jobs", token="viewer")
+    tag = first.headers["ETag"]
+    again = closed.ask("/api/v1/jobs", token="viewer", If_None_Match=f'"other", W/{tag}')
+    assert (again.status, again.body, again.headers["ETag"]) == (304, b"", tag)
+    assert closed.ask("/api/v1/jobs", token="viewer", If_None_Match='"other"').status == 200
+
+
+@pytest.mark.parametrize("engine", ["sqlite", "postgresql"])
+def test_pages_of_jobs_give_every_job_once(engine: str, tmp_path: Path, postgres_url: str):
+    with Reader(
+        Config(cli={"database": f"sqlite:///{tmp_path}/x.db" if engine == "sqlite" else postgres_url}), create=True
+    ) as reader:
+        names = [f"job-{number}" for number in range(7)]
+        for name in names:
+            reader.ledger.create(name)
+        reader.database.write("UPDATE jobs SET updated_at = 1000 + no / 2")  # some of them at the same moment
+        seen: list[str] = []
+        page = reader.jobs(limit=2)
+        while True:
+            seen += [job.id for job in page.jobs]
+            if not isinstance(page.next, str):
+                break
+            page = reader.jobs(before=page.next, limit=2)
+        assert seen == names[::-1]
+        with pytest.raises(NotFound):
+            reader.jobs(before="nobody", limit=2)
+
+
+def test_pages_by_key_give_every_item_once(closed: Web):
+    seen: list[int] = []
+    after: int | None = -1
+    while after is not None:
+        page = closed.ask(f"/api/v1/jobs/ads/items?after={after}&limit=7", token="viewer").json
+        seen += [item["idx"] for item in page["items"]]
+        after = page["next_after"]
+    assert seen == list(range(60))
+
+
+@pytest.mark.req("S1-58")
+def test_the_metrics_are_those_of_the_server_and_for_who_may_read(closed: Web):
+    text = closed.ask("/metrics", token="viewer").text
+    assert 'headway_web_requests_total{status="2xx"}' in text
+    assert closed.ask("/metrics", token="user").error == "Forbidden"

@@ -1,0 +1,297 @@
+"""Who gets in: tokens, logins, forms, and what other sites' pages can make a browser send."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+from websockets.exceptions import ConnectionClosedError, InvalidStatus
+
+from headway._sql import connect
+from headway.web import tokens
+from headway.web.auth import GUESSES, Throttle
+from headway.web.problems import Throttled
+from headway.web.site import User
+from tests.services.waiting import eventually
+from tests.web.conftest import Servers, Web, make_tokens, news, until_closed
+
+
+def visit(web: Web) -> tuple[str, dict[str, str]]:
+    """The login page's form token, and the cookies that came with it."""
+    answer = web.ask("/login")
+    found = re.search(r'name="csrf" value="([^"]+)"', answer.text)
+    assert found is not None
+    return found[1], answer.cookies
+
+
+def log_in(web: Web, role: str) -> tuple[str, dict[str, str]]:
+    """The form token and the cookies of somebody who logged in."""
+    csrf, cookies = visit(web)
+    answer = web.post("/login", form={"csrf": csrf, "token": web.tokens[role], "next": "/jobs"}, cookies=cookies)
+    assert (answer.status, answer.headers["Location"]) == (303, "/jobs")
+    cookies |= answer.cookies
+    page = web.ask("/login", cookies=cookies)
+    found = re.search(r'name="csrf" value="([^"]+)"', page.text)
+    assert found is not None
+    return found[1], cookies
+
+
+# ---- open -----------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_token_the_server_is_open_to_this_machine_and_says_so(serve: Servers, tmp_path: Path):
+    web = serve()
+    assert web.ask("/api/v1/jobs").json == {"schema": "headway.jobs/1", "jobs": [], "next": None}
+    said = (tmp_path / "serve.log").read_text()
+    assert "open to everybody on this machine" in said
+    assert "Close it: headway token create" in said
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8700", "127.0.0.1.evil.example", "", "[::1", "10.0.0.1"]
+)
+def test_a_name_that_was_pointed_at_this_machine_opens_nothing(opened: Web, host: str):
+    """DNS rebinding: the page's own name resolves to 127.0.0.1, and the browser calls it the same origin."""
+    assert opened.ask("/api/v1/jobs", Host=host).status == 401
+    for path in ("/", "/jobs"):
+        assert opened.ask(path, Host=host).headers["Location"].startswith("/login")
+
+
+def test_what_came_through_a_proxy_is_not_from_this_machine(opened: Web):
+    assert opened.ask("/api/v1/jobs", X_Forwarded_For="127.0.0.1").status == 401
+    assert opened.ask("/api/v1/jobs", Forwarded="for=127.0.0.1").status == 401
+    assert opened.ask("/api/v1/jobs", X_Real_IP="127.0.0.1").status == 401
+
+
+def test_the_first_token_closes_a_running_server_and_the_last_one_does_not_open_it(serve: Servers, database: str):
+    opened = serve("--database", database)
+    assert opened.ask("/api/v1/jobs").status == 200
+    with connect(database) as store:
+        text, made = tokens.create(store, "anna", "viewer", by="test")
+        eventually(lambda: opened.ask("/api/v1/jobs").status == 401)
+        assert opened.ask("/api/v1/jobs", token=text).status == 200
+        tokens.revoke(store, made.id, by="test")
+    eventually(lambda: opened.ask("/api/v1/jobs", token=text).status == 401)
+    assert opened.ask("/api/v1/jobs").status == 401
+
+
+def test_another_address_is_refused_until_there_is_a_token(headway_cli, tmp_path: Path):
+    answer = headway_cli("serve", "--host", "0.0.0.0", "--port", "0")
+    assert answer.returncode == 5
+    assert "headway token create" in answer.stderr
+    assert answer.stdout == ""
+
+
+def test_a_port_in_use_and_an_address_of_another_machine_are_clear_errors(headway_cli):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        answer = headway_cli("serve", "--port", str(taken.getsockname()[1]))
+    assert answer.returncode == 2
+    assert "is in use" in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_is_shown_once_and_kept_as_a_hash(headway_cli, tmp_path: Path):
+    made = headway_cli("token", "create", "anna", "--role", "operator", "--days", "90").stdout.strip()
+    assert re.fullmatch(r"hw_[0-9a-f]{12}_[A-Za-z0-9_-]{43}", made)
+    secret = made.split("_", 2)[2].encode()
+    assert all(secret not in path.read_bytes() for path in tmp_path.glob("headway.db*"))
+    listed = headway_cli("token", "list")
+    assert made.split("_")[1] in listed.stdout
+    assert secret.decode() not in listed.stdout + listed.stderr
+    gone = headway_cli("token", "revoke", made.split("_")[1], "--yes")
+    assert (gone.returncode, "is revoked" in gone.stderr) == (0, True)
+    assert headway_cli("token", "revoke", "ffffffffffff", "--yes").returncode == 2
+
+
+def test_a_token_that_ran_out_is_no_token(database: str):
+    with connect(database) as store:
+        text, _ = tokens.create(store, "anna", "viewer", days=1, by="test")
+        assert tokens.find(store, text) is not None
+        store.write("UPDATE web_tokens SET expires_at = 1")
+        assert tokens.find(store, text) is None
+        cookie = tokens.open_session(store, tokens.listed(store).tokens[0].id, user=User("anna", "viewer"))
+        assert tokens.find_session(store, cookie) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "hw_", "x", "hw_000000000000_" + "A" * 43, "hw_'_" + "A" * 43, "\udcff", "é" * 60]
+)
+def test_what_is_no_token_is_nobodys(database: str, text: str):
+    with connect(database) as store:
+        tokens.create(store, "anna", "viewer", by="test")
+        assert tokens.find(store, text) is None
+
+
+def test_the_public_part_of_one_token_does_not_open_with_the_secret_of_another(database: str):
+    with connect(database) as store:
+        one, _ = tokens.create(store, "anna", "viewer", by="test")
+        two, _ = tokens.create(store, "ben", "admin", by="test")
+        mixed = "_".join([*two.split("_")[:2], one.split("_", 2)[2]])
+        assert tokens.find(store, mixed) is None
+
+
+def test_wrong_tokens_are_counted_by_address_for_a_minute():
+    now = [0.0]
+    throttle = Throttle(lambda: now[0])
+    for _ in range(GUESSES):
+        throttle.check("10.0.0.1")
+        throttle.failed("10.0.0.1")
+    with pytest.raises(Throttled):
+        throttle.check("10.0.0.1")
+    throttle.check("10.0.0.2")
+    now[0] = 61.0
+    throttle.check("10.0.0.1")
+
+
+def test_guessing_is_throttled_and_does_not_keep_out_who_is_known(serve: Servers, database: str):
+    made = make_tokens(database)
+    web = serve("--database", database)
+    web.tokens = made
+    assert web.ask("/api/v1/jobs", token="viewer").status == 200
+    csrf, cookies = visit(web)
+    answers = [
+        web.post("/login", form={"csrf": csrf, "token": f"guess-{number}"}, cookies=cookies).status
+        for number in range(GUESSES + 1)
+    ]
+    assert answers == [303] * GUESSES + [429]
+    assert web.ask("/api/v1/jobs", token="hw_000000000000_" + "A" * 43).error == "Throttled"
+    assert web.ask("/api/v1/jobs", token="viewer").status == 200
+
+
+# ---- logging in -----------------------------------------------------------------------------------------------------
+
+
+def test_somebody_without_a_session_is_sent_to_the_login_and_back_to_where_they_were(closed: Web):
+    answer = closed.ask("/jobs/ads?state=dead")
+    assert (answer.status, answer.headers["Location"]) == (303, "/login?next=/jobs/ads%3Fstate%3Ddead")
+
+
+def test_a_session_cookie_is_out_of_reach_for_scripts_and_other_sites(closed: Web):
+    csrf, cookies = visit(closed)
+    answer = closed.post("/login", form={"csrf": csrf, "token": closed.tokens["viewer"]}, cookies=cookies)
+    [cookie] = [value for value in answer.headers.get_all("set-cookie") or [] if "session" in value]
+    assert "HttpOnly" in cookie
+    assert "SameSite=strict" in cookie
+    assert closed.tokens["viewer"] not in str(answer.headers)
+    assert closed.ask("/api/v1/jobs", cookies=cookies | answer.cookies).status == 200
+
+
+@pytest.mark.parametrize(
+    "target", ["//evil.example", "https://evil.example", "/\\evil.example", "\\\\evil", "/a\r\nX: y"]
+)
+def test_a_login_leads_to_no_other_site(closed: Web, target: str):
+    csrf, cookies = visit(closed)
+    form = {"csrf": csrf, "token": closed.tokens["viewer"], "next": target}
+    assert closed.post("/login", form=form, cookies=cookies).headers["Location"] == "/"
+
+
+def test_logging_out_ends_the_session_itself_not_only_the_cookie(closed: Web):
+    csrf, cookies = log_in(closed, "viewer")
+    assert closed.ask("/api/v1/jobs", cookies=cookies).status == 200
+    assert closed.post("/logout", form={"csrf": csrf}, cookies=cookies).status == 303
+    assert closed.ask("/api/v1/jobs", cookies=cookies).status == 401
+
+
+def test_revoking_a_token_ends_the_sessions_by_it(serve: Servers, database: str):
+    made = make_tokens(database)
+    web = serve("--database", database)
+    web.tokens = made
+    _, cookies = log_in(web, "viewer")
+    with connect(database) as store:
+        tokens.revoke(store, made["viewer"].split("_")[1], by="test")
+    eventually(lambda: web.ask("/api/v1/jobs", cookies=cookies).status == 401)
+
+
+# ---- other sites' pages ---------------------------------------------------------------------------------------------
+
+FOREIGN = [
+    {"Origin": "https://evil.example"},
+    {"Origin": "null"},
+    {"Origin": "http://[half"},
+    {"Sec_Fetch_Site": "cross-site"},
+    {"Sec_Fetch_Site": "same-site"},
+]
+
+
+@pytest.mark.parametrize("headers", FOREIGN, ids=str)
+def test_a_page_of_another_site_changes_nothing(closed: Web, headers: dict[str, str]):
+    csrf, cookies = log_in(closed, "admin")
+    answer = closed.post("/api/v1/queues/low/pause", cookies=cookies, X_CSRF_Token=csrf, **headers)
+    assert (answer.status, answer.error) == (403, "Forbidden")
+    form = {"csrf": csrf, "queue": "low"}
+    assert closed.post("/actions/pause", form=form, cookies=cookies, **headers).status == 403
+    assert not any(queue["paused"] for queue in closed.ask("/api/v1/queues", cookies=cookies).json["queues"])
+
+
+@pytest.mark.parametrize("headers", FOREIGN, ids=str)
+def test_a_page_of_another_site_opens_no_live_connection(closed: Web, headers: dict[str, str]):
+    with pytest.raises(InvalidStatus), closed.live(token="viewer", **headers):
+        pass
+
+
+def test_a_script_of_another_site_reads_nothing_of_an_open_server(opened: Web):
+    assert opened.ask("/api/v1/jobs", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="no-cors").status == 403
+    assert opened.ask("/api/v1/jobs", Sec_Fetch_Site="same-origin").status == 200
+    answer = opened.post("/api/v1/queues/low/pause", Origin=opened.address)
+    assert (answer.status, answer.error) == (403, "Forbidden")  # our own page sends its form's token
+
+
+def test_a_program_on_this_machine_needs_no_form(opened: Web):
+    assert opened.post("/api/v1/queues/low/pause", {"reason": "upgrade"}).json["touched"] == 1
+
+
+def test_a_cookie_alone_changes_nothing_and_a_form_of_another_session_neither(closed: Web):
+    csrf, cookies = log_in(closed, "operator")
+    other, _ = log_in(closed, "admin")
+    assert closed.post("/api/v1/queues/low/resume", cookies=cookies).error == "Forbidden"
+    assert closed.post("/api/v1/queues/low/resume", cookies=cookies, X_CSRF_Token=other).error == "Forbidden"
+    assert closed.post("/api/v1/queues/low/resume", cookies=cookies, X_CSRF_Token=csrf).status == 200
+    for given in ({}, {"csrf": ""}, {"csrf": other}):
+        assert closed.post("/actions/resume", form={"queue": "low", **given}, cookies=cookies).status == 403
+
+
+def test_a_live_connection_is_refused_to_who_is_not_known(closed: Web):
+    with pytest.raises(InvalidStatus), closed.live():
+        pass
+
+
+def test_a_live_connection_ends_when_its_token_is_revoked(serve: Servers, database: str):
+    made = make_tokens(database)
+    web = serve("--database", database)
+    with web.live(token=made["viewer"]) as socket:
+        assert "full" in news(socket)
+        with connect(database) as store:
+            tokens.revoke(store, made["viewer"].split("_")[1], by="test")
+        with pytest.raises(ConnectionClosedError):
+            until_closed(socket)
+        assert socket.close_code == 4401
+
+
+# ---- every answer ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/login", "/api/v1/jobs", "/nothing", "/api/v1/openapi.json"])
+def test_every_answer_forbids_what_a_page_of_ours_never_does(closed: Web, path: str):
+    headers = closed.ask(path, token="viewer").headers
+    policy = headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "frame-ancestors 'none'" in policy
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Referrer-Policy"] in ("no-referrer", "same-origin")
+    assert headers["Cache-Control"] in ("no-store", "private, no-cache")
+
+
+def test_a_payload_is_shown_masked_and_only_to_who_may_see_it(closed: Web):
+    assert closed.ask("/api/v1/jobs/ads/items/44?payload=true", token="viewer").error == "Forbidden"
+    shown = closed.ask("/api/v1/jobs/ads/items/44?payload=true", token="operator")
+    assert shown.json["item"]["payload"] == {"sku": "sku-44", "api_token": "***"}
+    assert "payload" not in closed.ask("/api/v1/jobs/ads/items/44", token="operator").json["item"]
+    assert closed.ask("/api/v1/jobs/ads/dead/letters?payload=true", token="operator").error == "Forbidden"
+    letters = closed.ask("/api/v1/jobs/ads/dead/letters?payload=true", token="admin").json["letters"]
+    assert letters[0]["payload"]["api_token"] == "hunter2-hunter2"

@@ -1,0 +1,255 @@
+"""The client: the same questions, the same answers, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import inspect
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from headway.client import AsyncClient, Client
+from headway.config import Config
+from headway.errors import HeadwayError, InvalidInput, NotFound, Refused, ServerRefused, Unavailable, UsageError
+from headway.ledger import Ledger, NewItem
+from headway.views.reading import Reader
+from headway.views.shape import Document, plain
+from tests.cli.test_json import CALLS
+from tests.web.conftest import Web
+
+Run = Callable[..., CompletedProcess[str]]
+
+
+@pytest.fixture
+def client(closed: Web) -> Iterator[Client]:
+    with Client(closed.address, closed.tokens["admin"]) as opened:
+        yield opened
+
+
+@pytest.fixture
+def reader(closed: Web) -> Iterator[Reader]:
+    [address] = [part for part in closed.process.args if str(part).startswith("sqlite:")]  # type: ignore[union-attr]
+    with Reader(Config(cli={"database": str(address)})) as opened:
+        yield opened
+
+
+def questions(kind: type) -> dict[str, inspect.Signature]:
+    found = inspect.getmembers(kind, inspect.isfunction)
+    return {name: inspect.signature(function) for name, function in found if not name.startswith("_")}
+
+
+def test_the_client_has_every_question_of_the_reader_with_the_same_arguments():
+    here, there = questions(Reader), questions(Client)
+    of_this_machine = {"recorded_project", "ping_database", "ping_redis"}
+    assert set(here) - set(there) == of_this_machine
+    for name in set(here) - of_this_machine - {"task"}:
+        assert list(there[name].parameters) == list(here[name].parameters), name
+
+
+ASKED: dict[str, tuple[object, ...]] = {
+    "jobs": (), "job": ("ads",), "runs": ("ads",), "items": ("ads",), "item": ("ads", "44"), "log_page": ("ads",),
+    "dead": (), "dead_items": ("ads",), "dead_letters": ("ads",), "tasks": (), "task": ("t-failed",),
+    "workers": (), "states_jobs": (), "states": ("nightly",), "relay": (), "activity": (), "audit": (),
+    "projects": (),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_an_answer_from_a_server_is_that_of_its_database(client: Client, reader: Reader, name: str):
+    here: Document = getattr(reader, name)(*ASKED[name])
+    there: Document = getattr(client, name)(*ASKED[name])
+    assert type(there) is type(here)
+    assert there.as_json() == here.as_json()  # which has milliseconds; beyond them a server says nothing
+
+
+def test_what_is_long_is_read_to_its_end_over_pages(client: Client, reader: Reader):
+    assert plain(list(client.log("ads"))) == plain(list(reader.log("ads")))
+    assert len(client.log_page("ads", limit=7).log) == 7
+    exported = [list(one.export_dead("ads", payload=True)) for one in (client, reader)]
+    assert plain(exported[0]) == plain(exported[1])
+    assert len(exported[0]) == 6
+
+
+def test_a_page_of_more_than_a_server_gives_at_once_is_put_together(closed: Web, client: Client, reader: Reader):
+    with Ledger(reader.database) as ledger:
+        job = ledger.create("many")
+        job.register([NewItem(idx, "{}", None, idx) for idx in range(2500)])
+        found = client.items("many", limit=2200)
+        assert [item.idx for item in found.items] == list(range(2200))
+        assert found.next_after == 2199
+        assert client.items("many", after=2199, limit=5000).next_after is None
+
+
+def test_an_error_comes_back_as_it_was_raised(closed: Web, client: Client):
+    with pytest.raises(NotFound, match="no job 'asd'") as raised:
+        client.job("asd")
+    assert "Did you mean ads" in raised.value.hint
+    with pytest.raises(UsageError, match="status"):
+        client.items("ads", status="nonsense")
+    with Client(closed.address, closed.tokens["viewer"]) as viewer, pytest.raises(Refused, match="no right"):
+        viewer.forget("ads")
+    with Client(closed.address) as nobody, pytest.raises(UsageError, match="who you are"):
+        nobody.jobs()
+
+
+def test_an_action_through_the_client_is_in_the_activity_under_its_name(client: Client):
+    assert client.pause("urgent", reason="upgrade").text == "The queue urgent is paused."
+    assert client.resume("urgent").touched == 1
+    newest = client.activity(limit=2).activity
+    assert [(one.actor, one.action, one.detail["queue"]) for one in newest] == [
+        ("the-admin", "queue.resume", "urgent"), ("the-admin", "queue.pause", "urgent"),
+    ]  # fmt: skip
+
+
+def test_many_ask_at_once_in_an_event_loop(closed: Web):
+    async def play() -> None:
+        async with AsyncClient(closed.address, closed.tokens["viewer"]) as client:
+            found = await asyncio.gather(*(client.ask(Client.job, "ads") for _ in range(20)))
+            assert {sheet.job.done for sheet in found} == {40}
+            with pytest.raises(NotFound):
+                await client.ask(Client.task, "nobody")
+
+    asyncio.run(play())
+
+
+# ---- odd servers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "ftp://x", "http://", "https://[half", "http://x:99999", "https://u:p@x", "https://tok@x", "http://x/?a=1"],
+)
+def test_what_is_no_address_of_a_server_is_refused_and_no_password_is_repeated(address: str):
+    with pytest.raises(InvalidInput) as raised:
+        Client(address)
+    assert "u:p" not in str(raised.value)
+
+
+class Odd(http.server.BaseHTTPRequestHandler):
+    """Answers as no server of headway does."""
+
+    protocol_version = "HTTP/1.1"
+    seen: list[str | None] = []  # noqa: RUF012 - one server, one test
+
+    def do_GET(self) -> None:
+        self.seen.append(self.headers["Authorization"])
+        kind = self.path.rpartition("/")[2].partition("?")[0]
+        if kind == "jobs":
+            self.send_response(302)
+            self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/elsewhere")  # type: ignore[index]
+            self._end(b"")
+        elif kind == "queues":
+            self.send_response(200)
+            self._end(b"<html>")
+        elif kind == "workers":
+            self.send_response(200)
+            self._end(json.dumps({"workers": [{"name": "w"}]}).encode())
+        else:
+            self.send_response(200)
+            self.send_header("Content-Length", "100")
+            self.end_headers()
+            self.wfile.write(b"{")
+            self.close_connection = True
+
+    def _end(self, body: bytes) -> None:
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing is said."""
+
+
+@pytest.fixture
+def odd() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Odd) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def test_an_odd_server_gets_a_clear_error_and_no_second_look_at_the_token(odd: str):
+    with Client(odd, "secret", timeout=10) as client:
+        with pytest.raises(ServerRefused, match="answered 302"):
+            client.jobs()
+        assert Odd.seen == ["Bearer secret"]  # the redirection was not followed
+        with pytest.raises(ServerRefused, match="not as a server of headway"):
+            client.queues()
+        with pytest.raises(HeadwayError, match="shape"):
+            client.workers()
+        with pytest.raises(Unavailable, match="cannot be reached"):
+            client.relay()
+
+
+def test_a_server_that_is_away_is_said(closed: Web):
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1 cannot be reached"):
+        Client("http://127.0.0.1:1").jobs()
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+#: Verbs with --json that ask a machine, not its records.
+LOCAL = {"config", "run", "token list", "progress"}
+
+
+def reading_calls() -> list[tuple[str, tuple[str, ...]]]:
+    calls = [(path, arguments) for path, every in CALLS.items() if path not in LOCAL for arguments in every[:1]]
+    return [(path, tuple(word.replace("t-waiting", "t-anna") for word in arguments)) for path, arguments in calls]
+
+
+@pytest.mark.parametrize(("path", "arguments"), reading_calls(), ids=str)
+def test_every_reading_verb_works_against_a_server(
+    closed: Web,
+    path: str,
+    arguments: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """A verb that is added to the command line with --json is tried here without being named."""
+    from headway.cli import invoke
+
+    [address] = [str(part) for part in closed.process.args if str(part).startswith("sqlite:")]  # type: ignore[union-attr]
+    answers = []
+    for database in (closed.address, address):
+        monkeypatch.setenv("HEADWAY_DATABASE", database)
+        monkeypatch.setenv("HEADWAY_TOKEN", closed.tokens["admin"])
+        code = invoke([*path.split(), *arguments, "--json"])
+        document = json.loads(capsys.readouterr().out)
+        for changing in ("findings", "queues"):  # sizes and waits differ from moment to moment
+            document.pop(changing, None)
+        if "database" in document:
+            document["database"].pop("bytes")
+        answers.append((code, document))
+    assert answers[0] == answers[1]
+
+
+def test_a_verb_that_changes_says_that_it_needs_the_database(closed: Web, capsys: pytest.CaptureFixture[str]):
+    from headway.cli import invoke
+
+    for words in ("retry ads --yes", "forget ads --yes", "queue pause low", "task cancel t-anna --yes", "purge --yes"):
+        assert invoke([*words.split(), "--database", closed.address]) == 2, words
+        assert "needs the database itself" in capsys.readouterr().err
+
+
+def test_the_command_line_says_what_is_missing_without_a_token_or_a_server(
+    closed: Web, headway_cli: Run, tmp_path: Path
+):
+    answer = headway_cli("jobs", "--database", closed.address)
+    assert (answer.returncode, "headway token create" in answer.stderr) == (2, True)
+    answer = headway_cli("jobs", "--database", "http://127.0.0.1:1")
+    assert (answer.returncode, "cannot be reached" in answer.stderr) == (6, True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_of_a_project_comes_from_the_server(fresh: Web, headway_cli: Run):
+    env = {"HEADWAY_DATABASE": fresh.address, "HEADWAY_TOKEN": fresh.tokens["viewer"]}
+    found = headway_cli("progress", "crawl", "--json", env=env)
+    assert json.loads(found.stdout)["done"] == 1
+    assert headway_cli("progress", "nobody", env=env).returncode == 2

@@ -1,0 +1,251 @@
+"""The live path: what changed, to everybody who may see it, and no more than that."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway._sql import connect
+from headway.ledger import Done, Ledger
+from headway.queue.taskqueue import TaskQueue
+from headway.queue.worker import Worker
+from headway.web.live import KEPT, Channel, Look
+from tests.services.postgres import PostgresServer
+from tests.services.proxy import TcpProxy
+from tests.services.waiting import eventually
+from tests.web.conftest import Servers, Web, make_tokens, news
+
+
+def until(socket: Any, wanted: Any, timeout: float = 30) -> dict[str, Any]:
+    """The first message for which ``wanted`` holds."""
+    found: dict[str, Any] = {}
+
+    def look() -> bool:
+        nonlocal found
+        found = news(socket, timeout)
+        return bool(wanted(found.get("delta", found.get("full"))))
+
+    eventually(look, timeout)
+    return found
+
+
+# ---- a channel ------------------------------------------------------------------------------------------------------
+
+
+def applied(state: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
+    """What a page does with a message."""
+    if "full" in message:
+        return json.loads(json.dumps(message["full"]))  # type: ignore[no-any-return]
+    for section, entries in message["delta"].items():
+        for key, view in entries.items():
+            if view is None:
+                state.get(section, {}).pop(key, None)
+            else:
+                state.setdefault(section, {})[key] = view
+    return state
+
+
+LOOKS: list[dict[str, dict[str, Any]]] = [
+    {"jobs": {"a": {"done": 1}}},
+    {"jobs": {"a": {"done": 2}, "b": {"done": 0}}},
+    {"jobs": {"b": {"done": 0}}},
+    {"jobs": {"b": {"done": 0}}, "queues": {"low": {"paused": True}}},
+    {"jobs": {}, "queues": {"low": {"paused": False}}},
+]
+
+
+@pytest.mark.parametrize("seen", range(len(LOOKS) + 1))
+def test_whoever_comes_back_from_any_place_ends_at_the_same_content(seen: int):
+    async def play() -> None:
+        channel, state, number = Channel("e"), dict[str, Any](), None
+        for place, look in enumerate(LOOKS):
+            channel.publish(look)
+            if place < seen:
+                number, text = channel.since(number)
+                state = applied(state, json.loads(text))
+        _, text = channel.since(number)
+        message = json.loads(text)
+        assert ("full" in message) == (seen == 0)
+        assert {name: entries for name, entries in applied(state, message).items() if entries} == {
+            "queues": {"low": {"paused": False}}
+        }
+
+    asyncio.run(play())
+
+
+def test_who_was_away_for_longer_than_is_remembered_gets_everything():
+    async def play() -> None:
+        channel = Channel("e")
+        for count in range(KEPT + 5):
+            channel.publish({"jobs": {"a": {"done": count}}})
+        assert "full" in json.loads(channel.since(1)[1])
+        assert "delta" in json.loads(channel.since(channel.number - KEPT)[1])
+        assert "full" in json.loads(channel.since(channel.number + 1)[1])
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("seq", ["", "1", "other.1", "e.", "e.x", "e.-1", "e." + "9" * 40, "é.1"])
+def test_a_number_of_another_life_of_the_server_is_no_place_in_this_one(seq: str):
+    async def play() -> None:
+        assert Channel("e").place(seq) is None
+        assert Channel("e").place("e.7") == 7
+
+    asyncio.run(play())
+
+
+# ---- a server -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.req("S2-24")
+def test_a_page_is_sent_everything_and_then_what_changes(opened: Web):
+    with opened.live() as socket:
+        full = news(socket)["full"]
+        assert full["jobs"]["ads"]["done"] == 40
+        assert {key: view["dead"] for key, view in full["causes"].items()} == {"ads/1": 4, "ads/2": 2}
+        assert full["store"] == {"database": {"error": None}}
+        opened.post("/api/v1/queues/high/pause", {"reason": "upgrade"})
+        delta = until(socket, lambda part: "high" in part.get("queues", {}))["delta"]
+        assert "low" not in delta["queues"]
+        assert delta["queues"]["high"]["reason"] == "upgrade"
+        assert "jobs" not in delta
+        opened.post("/api/v1/queues/high/resume")
+
+
+def test_a_run_in_another_process_is_seen_with_its_rate(serve: Servers, ads: Path):
+    web = serve("--database", f"sqlite:///{ads}")
+    with web.live() as socket, Ledger.open(f"sqlite:///{ads}") as ledger:
+        news(socket)
+        job = ledger.job("ads")
+        hold = ledger.hold(job, {})
+        until(socket, lambda part: part.get("jobs", {}).get("ads", {}).get("holder"))
+        job.record([Done(idx) for idx in range(51, 60)], hold=hold)
+        seen = until(socket, lambda part: part.get("jobs", {}).get("ads", {}).get("done") == 49)
+        assert until(socket, lambda part: part.get("jobs", {}).get("ads", {}).get("rate") is not None) or seen
+        ledger.release(hold, "interrupted")
+        until(socket, lambda part: part.get("jobs", {}).get("ads", {}).get("holder", 1) is None)
+
+
+@pytest.mark.req("S2-27")
+def test_a_person_hears_of_their_own_tasks_and_of_nothing_else(fresh: Web, database: str):
+    with fresh.live(token="user") as anna, fresh.live(token="other") as ben:
+        seen = [news(anna), news(ben)]
+        assert set(seen[0]["full"]) == {"store", "tasks"}
+        assert set(seen[0]["full"]["tasks"]) == {"t-failed", "t-anna"}
+        assert set(seen[1]["full"]["tasks"]) == {"t-ben"}
+        fresh.post("/api/v1/tasks/t-anna/cancel", token="user")
+        until(anna, lambda part: part.get("tasks", {}).get("t-anna", {}).get("status") == "CANCELLED")
+        fresh.post("/api/v1/tasks/t-ben/cancel", token="other")
+        heard = until(ben, lambda part: "t-ben" in part.get("tasks", {}))
+        assert "anna" not in json.dumps(heard)
+
+
+@pytest.mark.req("S2-28")
+def test_the_last_word_of_a_task_is_heard_whether_it_succeeded_or_failed(serve: Servers, database: str):
+    web = serve("--database", database)
+    with web.live() as socket, TaskQueue(database) as queue:
+        news(socket)
+        queue.handler("caption", retries=0, isolation="none")(lambda task, payload: 1 / payload)
+        queue.submit("caption", 0, id="t-last", user_id="carl")
+        Worker(queue).run(burst=True)
+        ended: dict[str, str] = {}
+
+        def both(part: dict[str, Any]) -> bool:
+            ended.update({key: view["status"] for key, view in part.get("tasks", {}).items() if view})
+            return {"t-anna", "t-ben", "t-last"} <= {id for id, status in ended.items() if status != "RUNNING"}
+
+        until(socket, both)
+        assert (ended["t-ben"], ended["t-last"]) == ("COMPLETED", "FAILED")
+
+
+@pytest.mark.req("S2-26")
+def test_who_comes_back_goes_on_where_they_were_and_after_a_kill_begins_anew(serve: Servers, database: str):
+    web = serve("--database", database)
+    port = web.host.rpartition(":")[2]
+    with web.live() as socket:
+        seq = news(socket)["seq"]
+    with web.live() as other:  # so that somebody looks meanwhile
+        news(other)
+        web.post("/api/v1/queues/low/pause", {"reason": "r"})
+        until(other, lambda part: part.get("queues", {}).get("low", {}).get("paused"))
+        with web.live(since=seq) as socket:
+            back = news(socket)
+    assert back["delta"]["queues"]["low"]["reason"] == "r"
+    assert "full" not in back
+    web.kill()
+    web = serve("--database", database, "--port", port)
+    with web.live(since=back["seq"]) as socket:
+        again = news(socket)
+    assert again["full"]["queues"]["low"]["reason"] == "r"
+
+
+def test_a_connection_that_reads_nothing_delays_nobody(opened: Web):
+    """Its messages pile up in no queue: it is given the latest when it reads again."""
+    with opened.live() as sleeper, opened.live() as reader:
+        first = news(sleeper)
+        for number in range(3):
+            opened.post("/api/v1/queues/low/pause", {"reason": f"r{number}"})
+            until(
+                reader, lambda part, number=number: part.get("queues", {}).get("low", {}).get("reason") == f"r{number}"
+            )
+        state = applied({}, first)
+        while state["queues"]["low"]["reason"] != "r2":
+            state = applied(state, news(sleeper))
+        opened.post("/api/v1/queues/low/resume")
+
+
+def test_a_look_takes_a_bounded_number_of_statements_for_any_number_of_pages_and_people(database: str):
+    """Counted where SQLite executes them."""
+    from headway.config import Config
+    from headway.views.reading import Reader
+
+    reader = Reader(Config(cli={"database": database}))
+    look = Look(reader)
+    statements: list[str] = []
+    connection = reader.database._take()
+    reader.database._give(connection)
+    connection.set_trace_callback(statements.append)
+    users = tuple(f"user-{number}" for number in range(1000))
+    with Ledger(connect(database)) as ledger:
+        for number in range(30):
+            ledger.create(f"job-{number}")
+    sections, theirs = look(everybody=True, users=users)
+    assert len(sections["jobs"]) == 31
+    assert len(theirs) == 1000
+    commands = [text for text in statements if not text.startswith(("BEGIN", "ROLLBACK", "PRAGMA"))]
+    assert 5 < len(commands) <= 18, commands  # and one for the tokens every other second
+    connection.set_trace_callback(None)
+    reader.close()
+
+
+@pytest.mark.parametrize("how", ["refused", "silent"])
+def test_a_store_that_is_away_is_said_what_was_known_stays_and_nothing_is_opened(
+    serve: Servers, postgres_url: str, postgres_server: PostgresServer, tcp_proxy: Callable[[int], TcpProxy], how: str
+):
+    proxy = tcp_proxy(postgres_server.port)
+    made = make_tokens(postgres_url)
+    web = serve("--database", postgres_url.replace(str(postgres_server.port), str(proxy.port)))
+    with web.live(token=made["viewer"]) as socket:
+        assert len(news(socket)["full"]["queues"]) == 4
+        if how == "refused":
+            proxy.refuse()
+            proxy.cut()
+        else:
+            proxy.black_hole()
+        said = until(socket, lambda part: part.get("store", {}).get("database", {}).get("error"))
+        assert "queues" not in said["delta"]
+        assert web.ask("/healthz").status == 200
+        assert web.ask("/readyz").json == {"ready": False, "checks": {"database": "away"}}
+        assert web.ask("/api/v1/jobs").status == 401
+        assert web.ask("/api/v1/settings", token=made["viewer"]).status == 200  # who was known stays known
+        assert web.ask("/api/v1/jobs", token=made["admin"]).status == 503  # nobody can say whether it is one
+        if how == "refused":
+            assert web.ask("/api/v1/jobs", token=made["viewer"]).error == "Unavailable"
+        proxy.pass_through()
+        until(socket, lambda part: part.get("store", {}).get("database", {"error": 1})["error"] is None, 60)
+        eventually(lambda: web.ask("/readyz").status == 200)

@@ -1,0 +1,94 @@
+"""`headway serve` as a process: its start, its end, and what it says about a store it cannot use."""
+
+from __future__ import annotations
+
+import http.client
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from websockets.exceptions import ConnectionClosed
+
+from headway.ledger import Ledger
+from tests.services.waiting import eventually
+from tests.web.conftest import Servers, Web, news, until_closed
+
+Run = Callable[..., CompletedProcess[str]]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_server_that_is_told_to_end_closes_its_connections_and_ends_well(serve: Servers, number: signal.Signals):
+    web = serve()
+    with web.live() as live:
+        news(live)
+        web.process.send_signal(number)
+        with pytest.raises(ConnectionClosed):
+            until_closed(live)
+        assert live.close_code == 1012  # the server restarts or ends: come back later
+    assert web.process.wait(30) == 0
+
+
+def test_the_database_is_made_private_and_a_job_that_starts_later_is_seen(serve: Servers, tmp_path: Path):
+    web = serve()
+    assert (tmp_path / "headway.db").stat().st_mode & 0o777 == 0o600
+    with Ledger.open(f"sqlite:///{tmp_path}/headway.db") as ledger:
+        ledger.create("later")
+    assert [job["id"] for job in web.ask("/api/v1/jobs").json["jobs"]] == ["later"]
+
+
+def test_a_store_that_cannot_be_used_is_a_clear_error_at_the_start(headway_cli: Run, tmp_path: Path):
+    (tmp_path / "bad.db").write_bytes(b"this is no database" * 100)
+    answer = headway_cli("serve", "--port", "0", "--database", "sqlite:///bad.db")
+    assert (answer.returncode, answer.stdout) == (1, "")
+    assert "Traceback" not in answer.stderr
+    assert (tmp_path / "bad.db").read_bytes() == b"this is no database" * 100
+
+
+def raw(web: Web, text: bytes) -> bytes:
+    """What comes back for these bytes."""
+    host, port = web.host.split(":")
+    with socket.create_connection((host, int(port)), 30) as connection:
+        connection.sendall(text)
+        connection.shutdown(socket.SHUT_WR)
+        parts = []
+        while part := connection.recv(65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"\x00\xff\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /api/v1/jobs HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"POST /api/v1/queues/low/pause HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST /api/v1/queues/low/pause HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /api/v1/live HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+        b"GET /../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b'GET //evil.example/%2e%2e HTTP/1.1\r\nHost: localhost\r\nCookie: \x7f;;=;a="\r\n\r\n',
+    ],
+)  # fmt: skip
+def test_bytes_that_are_no_request_of_ours_leave_the_server_as_it_was(opened: Web, text: bytes):
+    answer = raw(opened, text)
+    assert b" 500 " not in answer.split(b"\r\n")[0]
+    assert b" 200 " not in answer.split(b"\r\n")[0]
+    assert b"Traceback" not in answer
+    assert opened.ask("/api/v1/jobs").status == 200
+
+
+def test_a_client_that_goes_in_the_middle_leaves_nothing_behind(opened: Web):
+    for _ in range(20):
+        connection = http.client.HTTPConnection(opened.host)
+        connection.request("GET", "/api/v1/jobs")
+        connection.close()
+        with opened.live():
+            pass
+
+    def none_left() -> bool:
+        return "headway_web_live 0.0" in opened.ask("/metrics").text
+
+    eventually(none_left)

@@ -1,0 +1,100 @@
+"""Reading off the loop: shared while it is under way, bounded, and never older than one's own change."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from headway.config import Config
+from headway.errors import Unavailable
+from headway.views.reading import Reader
+from headway.web.site import THREADS, WAITING, Site
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    config = Config(cli={"database": "sqlite:///:memory:"})
+    made = Site("sqlite:///:memory:", None, config, Reader(config, create=True))
+    yield made
+    made.close()
+
+
+class Question:
+    """Counts who asked, and answers when it is let."""
+
+    def __init__(self) -> None:
+        self.asked, self.let, self._lock = 0, threading.Event(), threading.Lock()
+
+    def __call__(self, *_: object) -> int:
+        with self._lock:
+            self.asked += 1
+            number = self.asked
+        assert self.let.wait(30)
+        return number
+
+
+def test_a_question_asked_by_many_at_once_is_asked_once(site: Site):
+    question = Question()
+
+    async def play() -> None:
+        waiting = [asyncio.create_task(site.read(question, "jobs")) for _ in range(50)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()  # one who stops waiting does not take the answer from the others
+        await asyncio.sleep(0)
+        question.let.set()
+        assert await asyncio.gather(*waiting[1:]) == [1] * 49
+        assert await site.read(question, "jobs") == 2
+
+    asyncio.run(play())
+
+
+def test_what_is_read_after_a_change_was_asked_after_it(site: Site):
+    question = Question()
+
+    async def play() -> None:
+        before = asyncio.create_task(site.read(question, "jobs"))
+        await asyncio.sleep(0)
+        await site.change(int, "1")
+        after = asyncio.create_task(site.read(question, "jobs"))
+        await asyncio.sleep(0)
+        question.let.set()
+        assert sorted([await before, await after]) == [1, 2]
+
+    asyncio.run(play())
+
+
+@pytest.mark.req("S2-51")
+def test_those_who_ask_for_more_than_there_is_room_for_are_told_at_once(site: Site):
+    """So a crowd at the dashboard takes a few threads of its own process, and nothing of what runs tasks."""
+    question = Question()
+
+    async def play() -> None:
+        waiting = [asyncio.create_task(site.read(question, number)) for number in range(THREADS + WAITING)]
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable, match="too much to do"):
+            await site.read(question, "one more")
+        assert question.asked <= THREADS
+        question.let.set()
+        await asyncio.gather(*waiting)
+        assert await site.read(question, "one more") > 0
+
+    asyncio.run(play())
+
+
+def test_an_error_reaches_everybody_who_asked_and_is_forgotten(site: Site):
+    calls = []
+
+    def fails() -> None:
+        calls.append(1)
+        raise Unavailable("away")
+
+    async def play() -> None:
+        for _ in range(2):
+            with pytest.raises(Unavailable):
+                await site.read(fails)
+
+    asyncio.run(play())
+    assert len(calls) == 2
