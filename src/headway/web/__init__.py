@@ -1,0 +1,1 @@
+"""The web application: the API, the live path and the pages, over the stores that are configured."""

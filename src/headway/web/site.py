@@ -1,0 +1,180 @@
+"""What every page and every route stands on: the stores, who is asking, and a way to read without blocking the loop.
+
+    async def jobs(request):
+        found = await site.read(site.reader.jobs)                    # a view; runs in a thread, bounded
+        runs = await site.read(lambda: my_view(site.reader.ledger))  # a function of one's own over the open store
+        user = site.user(request)                                    # user.name, user.role, user.may("retry")
+        ...
+        form: <input type="hidden" name="csrf" value="{{ site.csrf(request) }}">  posts to site.url(request, "/actions/retry")
+
+The stores are opened by the first read, in its thread: the server starts, and says that they are away, without them.
+
+**Live.** A page opens a WebSocket at `Site.live` (``?since=SEQ`` to go on where it was) and is sent messages of two kinds:
+
+    {"seq": "k3f9.17", "at": "2026-11-16T15:00:00.000Z", "full":  {"jobs": {"ads": {...}}, "queues": {"low": {...}}, ...}}
+    {"seq": "k3f9.18", "at": "...",                      "delta": {"jobs": {"ads": {...}, "old": null}}}
+
+A section (``jobs queues workers causes tasks store``) maps an id to a whole view, as the API has it. In a delta ``null``
+means that the entry is gone. ``seq`` is opaque: say it back. A message comes at least every 2 s, with an empty delta if
+nothing changed. While the store is away, ``store`` has the entry ``{"database": {"error": "..."}}`` and the rest stays as it
+was last known. A person who may see their own tasks only gets the section ``tasks`` alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+
+from headway.errors import Unavailable
+from headway.telemetry import metrics
+
+if TYPE_CHECKING:
+    from starlette.requests import HTTPConnection
+
+    from headway.config import Config
+    from headway.views.reading import Reader
+
+T = TypeVar("T")
+
+Role = Literal["viewer", "operator", "admin", "user"]
+
+#: Calls to the stores at once, and those that may wait for their turn; more are refused, so that none waits for long.
+THREADS: Final = 8
+WAITING: Final = 256
+#: Seconds an answer may take. The call itself has a limit of its own, and keeps its thread until then.
+PATIENCE: Final = 15.0
+
+#: What a role may do. ``user`` is a person of an application: their own tasks, and nothing else.
+RIGHTS: Final[dict[Role, frozenset[str]]] = {
+    "user": frozenset({"own", "cancel"}),
+    "viewer": frozenset({"own", "read"}),
+    "operator": frozenset({"own", "read", "payload", "retry", "cancel", "pause", "resume", "worker"}),
+    "admin": frozenset(
+        {"own", "read", "payload", "retry", "cancel", "pause", "resume", "worker", "forget", "export", "token"}
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """Who is asking."""
+
+    name: str
+    role: Role
+
+    def may(self, action: str) -> bool:
+        """Whether the role has the right: read, payload, retry, cancel, pause, resume, worker, forget, export, token."""
+        return action in RIGHTS[self.role]
+
+    @property
+    def owner(self) -> str | None:
+        """Whose tasks may be seen: only those of this user id, or with None everybody's."""
+        return self.name if self.role == "user" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Flash:
+    """What an action did, told once on the page after it."""
+
+    kind: Literal["done", "failed"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Site:
+    """One application's stores and limits. It is made by `headway.web.app`."""
+
+    database: str
+    redis: str | None
+    settings: Config
+    reader: Reader
+    live: str = "/api/v1/live"
+    _pool: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="headway-web"), repr=False
+    )
+    _under_way: dict[Hashable, asyncio.Future[Any]] = field(default_factory=dict, repr=False)
+    _load: list[int] = field(default_factory=lambda: [0, 0], repr=False)  # calls under way; changes made so far
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    async def read(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
+        """``function(*args, **options)`` in a thread. The same question asked again meanwhile shares the first one's answer,
+        unless something was changed through this process in between: then it may be older than that change."""
+        key = self._key(function, args, options)
+        waiting = self._under_way.get(key) if key is not None else None
+        if waiting is None:
+            waiting = self._start(function, args, options)
+            if key is not None:
+                self._under_way[key] = waiting
+                waiting.add_done_callback(lambda _: self._under_way.pop(key, None))
+        try:
+            # Others may wait for it too: one who stops waiting must not take it from them.
+            found: T = await asyncio.wait_for(asyncio.shield(waiting), PATIENCE)
+        except TimeoutError:
+            raise Unavailable(
+                f"The store did not answer within {PATIENCE:.0f} s.", hint="Try again; see how it is: headway doctor"
+            ) from None
+        return found
+
+    async def change(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
+        """The same for a call that changes something. It is never shared, and what is read after it is not older than it."""
+        try:
+            return await asyncio.shield(self._start(function, args, options))
+        finally:
+            self._load[1] += 1
+
+    def _key(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Hashable | None:
+        key = (asyncio.get_running_loop(), self._load[1], function, args, tuple(sorted(options.items())))
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def _start(self, function: Callable[..., T], args: tuple[Any, ...], options: dict[str, Any]) -> asyncio.Future[T]:
+        if self._load[0] >= THREADS + WAITING:
+            raise Unavailable("The server has too much to do just now.", hint="Try again in a moment.")
+        self._load[0] += 1
+        began = time.perf_counter()
+
+        def call() -> T:
+            metrics.observe("headway_web_wait_seconds", time.perf_counter() - began)
+            return function(*args, **options)
+
+        def over(done: asyncio.Future[T]) -> None:
+            self._load[0] -= 1
+            if not done.cancelled():
+                done.exception()  # seen: that nobody waits for it any more is no cause for a complaint
+
+        started = asyncio.get_running_loop().run_in_executor(self._pool, call)
+        started.add_done_callback(over)
+        return started
+
+    # ---- the request -------------------------------------------------------------------------------------------------
+
+    def user(self, request: HTTPConnection) -> User:
+        """Who is asking. No route is reached without it."""
+        user = request.scope["headway.user"]
+        assert isinstance(user, User)
+        return user
+
+    def csrf(self, request: HTTPConnection) -> str:
+        """What a form sends back in its field ``csrf`` (a script: in the header ``X-CSRF-Token``)."""
+        return str(request.scope["headway.csrf"])
+
+    def flash(self, request: HTTPConnection) -> Flash | None:
+        """What the action before this page did; told once."""
+        found = request.scope.get("headway.flash")
+        return found if isinstance(found, Flash) else None
+
+    def url(self, request: HTTPConnection, path: str) -> str:
+        """A path of this application, wherever it is mounted."""
+        return str(request.scope.get("root_path", "")) + path
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.reader.close()
