@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.routing import WebSocketRoute
@@ -19,14 +20,16 @@ from headway.web.site import Flash, Role, Site, User
 
 @dataclass
 class Stage:
-    """One site, seen by whoever `user` says."""
+    """One site, seen by whoever ``name`` and ``role`` say."""
 
     url: str
     role: Role = "operator"
     name: str = "ana"
     flash: Flash | None = None
+    #: The live line says nothing, or that the store is away.
     silent: bool = False
-    told: list[str] = field(default_factory=list)
+    away: str = ""
+    site: Site = field(init=False)
 
     def __post_init__(self) -> None:
         settings = Config(cli={"database": self.url, "states": self.url})
@@ -46,20 +49,17 @@ class Stage:
 
     async def _live(self, socket: WebSocket) -> None:
         await socket.accept()
-        full = {"jobs": {job["id"]: job for job in self.site.reader.jobs().as_json()["jobs"]}}
-        number = 0
+        known: dict[str, Any] = {}
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):
-            while True:
+            for number in range(100_000):
+                found = await self.site.read(self.site.reader.jobs)
+                jobs = {job["id"]: job for job in found.as_json()["jobs"]}
+                store = {"database": {"error": self.away}} if self.away else {"database": {}}
+                changed = {id: job for id, job in jobs.items() if known.get(id) != job}
+                told = (
+                    {"delta": {"jobs": changed, "store": store}} if number else {"full": {"jobs": jobs, "store": store}}
+                )
+                known = jobs
                 if not self.silent:
-                    number += 1
-                    await socket.send_json(
-                        {
-                            "seq": f"s.{number}",
-                            "at": "2026-11-16T15:00:00.000Z",
-                            **({"full": full} if number == 1 else {"delta": {}}),
-                        }
-                    )
-                await asyncio.sleep(0.5)
-
-    def close(self) -> None:
-        self.site.close()
+                    await socket.send_json({"seq": f"s.{number}", "at": "2026-11-16T15:00:00.000Z", **told})
+                await asyncio.sleep(0.1)

@@ -135,8 +135,10 @@ def pace(
     The window of the forecast follows from how much the minutes differ: the less regular, the wider. It counts this run
     only, never what was kept: a resumed job is not faster than it is.
     """
-    start = max(began, now - RATE_MINUTES * 60)
-    done = done_in_run if start == began else sum(p.done for p in past.points if p.minute * 60 >= start - 30)
+    start, done = began, done_in_run
+    if now - began > (RATE_MINUTES + 1) * 60:
+        recent = [p for p in past.points if p.minute * 60 >= now - (RATE_MINUTES + 1) * 60]
+        start, done = (recent[0].minute * 60.0 if recent else now), sum(p.done for p in recent)
     rate = done / max(1.0, now - start)
     if not done or rate <= 0:
         return None, None

@@ -138,7 +138,7 @@ def histogram(bins: Sequence[tuple[float, int]], marks: Sequence[tuple[float, st
     low, high = bins[0][0], bins[-1][0] * (bins[-1][0] / bins[-2][0] if count > 1 else 2)
     for place, (seconds, text) in enumerate(marks):
         at = min(99.0, max(0.0, 100 * math.log(max(seconds, low) / low) / math.log(high / low)))
-        y, side = 11 + 13 * place, "te" if at > 80 else ""
+        y, side = 11 + 13 * place, "te" if at > 86 else ""
         drawn += (
             f'<line class="st-ink" x1="{_n(at)}%" x2="{_n(at)}%" y1="{y + 3}" y2="106"/>'
             f'<text class="tx in {side}" x="{_n(at + (-1 if side else 1))}%" y="{y}">{escape(text)}</text>'
@@ -197,14 +197,15 @@ def timeline(
             drawn += (
                 f'<text class="tx tm wide" x="{_n((left + right) / 2)}%" y="{top + base // 2}">{escape(text)}</text>'
             )
+    paths: dict[str, str] = {}
     for start, end, count, cls in columns:
-        left, right = span.at(start), span.at(end)
-        tall = max(1.0, base * count / most) if count else 0
-        if tall:
-            drawn += (
-                f'<rect class="f-{cls}" x="{left:.2f}%" y="{_n(top + base - tall)}" '
-                f'width="{max(0.12, right - left):.2f}%" height="{_n(tall)}"/>'
-            )
+        if count:
+            left, right = round(20 * span.at(start)), round(20 * span.at(end))
+            path = f"M{left} {base}v-{max(1, round(base * count / most))}h{max(1, right - left - 1)}V{base}z"
+            paths[cls] = paths.get(cls, "") + path
+    inner = "".join(f'<path class="f-{cls}" d="{path}"/>' for cls, path in paths.items())
+    box = f'viewBox="0 0 2000 {base}" preserveAspectRatio="none"'
+    drawn += f'<svg y="{top}" width="100%" height="{base}" {box}>{inner}</svg>'
     if forecast is not None and now is not None:
         early, likely, late, _ = forecast
         left, right, middle = span.at(early), span.at(late), span.at(likely)
@@ -220,15 +221,20 @@ def timeline(
             f'<line class="st-ink" x1="{_n(at)}%" x2="{_n(at)}%" y1="14" y2="{top + base}"/>'
             f'<text class="tx in {side}" x="{_n(at)}%" y="10">{escape(now_text)}</text>'
         )
-    taken = -100.0
+    taken = narrow = -100.0
     for moment, text, more in events:
         at = span.at(moment)
         drawn += f'<line class="st-mut" x1="{_n(at)}%" x2="{_n(at)}%" y1="{top + base}" y2="{top + base + 6}"/>'
-        if at - taken < 11:  # two labels would lie on each other; the table below has both
+        # What ended stands before its mark, what began after it. A label that would lie on another is left out (the table
+        # below has it); on a phone letters are wider, so more are left out there.
+        side = "te" if at > 88 or (at > 10 and "started" not in text and "resumed" not in text) else ""
+        if (at - 9 if side else at) < taken:
             continue
-        taken, side = at, "te" if at > 85 else ""
+        taken = at if side else at + 9
+        wide = "wide" if (at - 24 if side else at) < narrow else ""
+        narrow = narrow if wide else at if side else at + 24
         drawn += (
-            f'<text class="tx in {side}" x="{_n(at)}%" y="{top + base + 19}">{escape(text)}</text>'
+            f'<text class="tx in {side} {wide}" x="{_n(at)}%" y="{top + base + 19}">{escape(text)}</text>'
             f'<text class="tx wide {side}" x="{_n(at)}%" y="{top + base + 33}">{escape(more)}</text>'
         )
     return _svg(drawn, cls="ch", height=top + base + 38, label=label)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -58,26 +59,30 @@ MORE = (
 )
 
 
+@lru_cache(1)
+def templates() -> Environment:
+    """The templates, compiled once in a process."""
+    made = Environment(
+        loader=PackageLoader("headway.web.pages"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.globals.update(draw=draw, version=__version__, links=LINKS, more=MORE, plural=plural, query=query)
+    made.filters.update(
+        num=num, dur=span, roughly=roughly, pace=pace, clock=clock, when=when, since=since, part=part, small=small,
+        mb=mb, words=words, q=lambda text: quote(str(text), safe=""),
+    )  # fmt: skip
+    return made
+
+
 class Pages:
     """What pages are made with: the site, the templates, the assets."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
         self.assets = Assets()
-        self._templates = Environment(
-            loader=PackageLoader("headway.web.pages"),
-            autoescape=True,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        self._templates.globals.update(
-            draw=draw, version=__version__, links=LINKS, more=MORE, plural=plural, query=query, live=site.live
-        )
-        self._templates.filters.update(
-            num=num, dur=span, roughly=roughly, pace=pace, clock=clock, when=when, since=since, iso=iso, part=part,
-            small=small, mb=mb, words=words, q=lambda text: quote(str(text), safe=""),
-        )  # fmt: skip
 
     def answer(
         self,
@@ -97,8 +102,8 @@ class Pages:
         def url(path: str) -> str:
             return root + path
 
-        html = self._templates.get_template(template).render(
-            request=request, user=user, csrf=site.csrf(request), flash=site.flash(request), url=url,
+        html = templates().get_template(template).render(
+            request=request, user=user, csrf=site.csrf(request), flash=site.flash(request), url=url, live=site.live,
             asset=lambda name: root + self.assets.path(name), now=moment, refresh=refresh,
             store=redact(site.database), later=lambda seconds: moment + timedelta(seconds=seconds),
             here="/" + request.scope["path"].removeprefix(root).split("/")[1], **values,
@@ -179,10 +184,6 @@ def since(at: datetime, now: datetime) -> str:
     return (
         "now" if seconds < 1 else f"{duration(round(seconds) if seconds < 10 else seconds).replace('.0 s', ' s')} ago"
     )
-
-
-def iso(at: datetime) -> str:
-    return at.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def query(request: Request, **changes: object) -> Markup:

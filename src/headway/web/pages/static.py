@@ -25,6 +25,12 @@ class Asset(NamedTuple):
     packed: bytes
 
 
+def _squeezed(content: bytes) -> bytes:
+    """Without indentation and lines of comment. Ours have no text that runs over several lines, so nothing else changes."""
+    lines = (line.strip() for line in content.splitlines())
+    return b"\n".join(line for line in lines if line and not line.startswith(b"//"))
+
+
 class Assets:
     """The files of the folder ``static``."""
 
@@ -35,7 +41,7 @@ class Assets:
             stem, _, kind = file.name.rpartition(".")
             if kind not in _TYPES:
                 continue
-            content = file.read_bytes()
+            content = _squeezed(file.read_bytes())
             name = f"{stem}.{sha256(content).hexdigest()[:12]}.{kind}"
             self._paths[file.name] = f"/static/{name}"
             self._assets[name] = Asset(_TYPES[kind], content, gzip.compress(content, 9, mtime=0))
