@@ -39,8 +39,9 @@ STATES = {
 _OPEN = "SELECT o.idx FROM progress o WHERE o.job = ? AND o.status <> 'done'"
 #: State -> where its items are found without reading the others, after an index; the state's condition still decides.
 _AMONG = {
-    "processing": f"{_OPEN} AND o.idx > ?",
-    "retrying": f"{_OPEN} AND o.idx > ?",
+    # The sign keeps the planner from walking along the indices, over everything that is done.
+    "processing": f"{_OPEN} AND +o.idx > ?",
+    "retrying": f"{_OPEN} AND +o.idx > ?",
     "dead": "SELECT o.idx FROM dead_letters o WHERE o.job = ? AND o.idx > ?",
 }
 
