@@ -185,11 +185,12 @@ def timeline(
         '<defs><pattern id="gap" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         '<path class="gr" d="M0 0v6"/></pattern></defs>'
     )
+    scale = ""
     for part in (0.5, 1):
         y = top + base - base * part
         drawn += f'<line class="gr" x1="0" x2="100%" y1="{_n(y)}" y2="{_n(y)}"/>'
         text = f"{most * part:,.0f}" if (most * part) >= 2 or part == 1 else f"{most * part:g}"
-        drawn += f'<text class="tx" x="0" y="{_n(y - 4)}">{text}{f" {per}" if part == 1 else ""}</text>'
+        scale += f'<text class="tx" x="0" y="{_n(y - 4)}">{text}{f" {per}" if part == 1 else ""}</text>'
     for start, end, text in gaps:
         left, right = span.at(start), span.at(end)
         drawn += f'<rect fill="url(#gap)" x="{_n(left)}%" y="{top}" width="{_n(right - left)}%" height="{base}"/>'
@@ -205,7 +206,7 @@ def timeline(
             paths[cls] = paths.get(cls, "") + path
     inner = "".join(f'<path class="f-{cls}" d="{path}"/>' for cls, path in paths.items())
     box = f'viewBox="0 0 2000 {base}" preserveAspectRatio="none"'
-    drawn += f'<svg y="{top}" width="100%" height="{base}" {box}>{inner}</svg>'
+    drawn += f'<svg y="{top}" width="100%" height="{base}" {box}>{inner}</svg>{scale}'
     if forecast is not None and now is not None:
         early, likely, late, _ = forecast
         left, right, middle = span.at(early), span.at(late), span.at(likely)
