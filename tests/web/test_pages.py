@@ -126,6 +126,19 @@ def test_a_page_is_whole_and_allows_nothing_inline(client: TestClient, path: str
     assert len(ids) == len(set(ids)), ids
 
 
+def test_every_page_is_the_same_on_postgresql(postgres_url: str):
+    scene.lively(postgres_url, items=300)
+    stage = Stage(postgres_url, role="admin")
+    with TestClient(stage.app(), follow_redirects=False) as client:
+        for path in PATHS:
+            assert len(read(client, path).all("h1")) == 1
+        page = read(client, "/")
+        assert "paused by tomas" in page.text
+        assert "worker-d on db-b stopped answering" in page.text
+        assert client.get("/find?q=inv-2025-000003").headers["location"] == f"/jobs/{INVOICES}/items/inv-2025-000003"
+    stage.site.close()
+
+
 def test_every_link_of_every_page_leads_somewhere(client: TestClient):
     """From the overview on, each address once; a page of a list is looked at, not followed to its end."""
     seen: set[str] = set()

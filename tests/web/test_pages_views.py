@@ -14,6 +14,7 @@ from headway._sql import Database, connect
 from headway.failure import Failure
 from headway.ledger import Done, Failed, Job, Ledger, NewItem
 from headway.views.activity import read_activity, read_projects
+from headway.views.job import read_sheet
 from headway.views.map import CELLS, cell_size, durations, read_map
 from headway.views.overview import outlook, pace, read_job_page
 from headway.views.performance import read_performance
@@ -133,11 +134,11 @@ def test_durations_are_binned_without_a_gap():
 # Lists
 
 
-@pytest.mark.parametrize("state", ["dead", "retrying", "processing"])
+@pytest.mark.parametrize("state", ["dead", "retrying", "processing", "pending"])
 def test_what_is_rare_is_found_without_reading_what_is_done(tmp_path: Path, state: str):
     """Counted in steps of SQLite's machine, which no load of the machine changes."""
     steps = {}
-    for count in (1000, 8000):
+    for count in (3000, 24_000):
         with Ledger.open(f"sqlite:///{tmp_path}/{count}.db") as ledger:
             job = filled(ledger, count, count - 100, dead=5, retrying=5)
             connection = ledger.database._take()
@@ -149,10 +150,27 @@ def test_what_is_rare_is_found_without_reading_what_is_done(tmp_path: Path, stat
 
             connection.set_progress_handler(step, 1)
             ledger.database._give(connection)
-            assert len(job.items(status=state)) == {"dead": 5, "retrying": 5, "processing": 0}[state]
+            found = [item.idx for item in job.items(status=state)]
             connection.set_progress_handler(None, 0)
+            first = {"dead": count - 100, "retrying": count - 95, "processing": 0, "pending": count - 90}[state]
+            assert found == list(
+                range(first, first + {"dead": 5, "retrying": 5, "processing": 0, "pending": 90}[state])
+            )
             steps[count] = taken[0]
-    assert steps[8000] < 2 * steps[1000], steps
+    assert steps[24_000] < 2 * steps[3000], steps
+
+
+def test_pending_items_are_all_found_wherever_they_lie(database: Database):
+    """Ones that were never tried, below and among and above those that were; and dead ones that were given another life."""
+    ledger = Ledger(database)
+    job = filled(ledger, 6000, 5000, dead=10)
+    job.retry_dead()
+    expected = list(range(5000, 6000))
+    assert [item.idx for item in job.items(status="pending", limit=5000)] == expected
+    assert [item.idx for item in job.items(status="pending", after=5004, limit=3)] == [5005, 5006, 5007]
+    scene.change(database, "DELETE FROM progress WHERE job = ? AND idx = 7", job.no)
+    scene.change(database, "UPDATE jobs SET done = done - 1 WHERE no = ?", job.no)
+    assert [item.idx for item in job.items(status="pending", limit=5000)] == [7, *expected]
 
 
 def test_jobs_are_paged_by_when_they_changed_and_none_is_shown_twice_or_left_out(database: Database):
@@ -206,6 +224,17 @@ def test_what_was_finished_is_counted_by_the_minute_without_a_gap(database: Data
     assert (found.name, found.done, found.failed) == ("", 40, 4)
     assert found.run is not None
     assert 0.001 <= found.run.p50 <= found.run.p95 <= found.run.p99 <= 0.007
+
+
+def test_the_speed_of_a_run_longer_than_a_few_minutes_is_known_on_both_engines(database: Database):
+    """PostgreSQL's sums of large integers are decimals."""
+    ledger = Ledger(database)
+    job = filled(ledger, 100, 40)
+    scene.change(database, "UPDATE runs SET started_at = started_at - 3600 WHERE job = ?", job.no)
+    assert {type(value) for row in job.minutes(0) for value in row} == {int, float}
+    sheet = read_sheet(job)
+    assert sheet.rate is not None
+    assert sheet.rate > 0
 
 
 def steady(per_minute: int, minutes: int = 30) -> Series:

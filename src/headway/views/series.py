@@ -69,8 +69,8 @@ def read_queue_series(database: Database, range: str = "1h") -> dict[str, tuple[
         first = _first(now, length, step)
         rows = tx.all(
             "SELECT queue, minute / ?, sum(completed), sum(failures), sum(run_seconds), sum(submitted) FROM task_minutes "
-            "WHERE minute >= ? GROUP BY queue, minute / ?",
-            (step, first, step),
+            "WHERE minute >= ? GROUP BY 1, 2",
+            (step, first),
         )
     found = {}
     for queue in ("urgent", "high", "normal", "low"):
