@@ -125,7 +125,7 @@ LOOKS: tuple[tuple[str, int, list[str] | None], ...] = (
     (
         "light",
         390,
-        ["color-contrast", "scrollable-region-focusable", "target-size", "heading-order", "aria-hidden-focus"],
+        ["scrollable-region-focusable", "target-size"],
     ),
     ("light", 320, []),
 )
