@@ -23,6 +23,7 @@ run: $(SETUP)  ## run the main job of examples/ads
 
 test: $(SETUP)  ## obtain the servers the tests need and run them
 	-@$(BIN)/python -m tests.services.firestore
+	-@$(BIN)/python -m tests.services.chromium
 	$(BIN)/pytest -n 2 --dist worksteal --results $(RESULTS)
 
 # Apart from test, because a tracer doubles its time and stands in the way of tests about signals and start-up.

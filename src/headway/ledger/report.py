@@ -24,6 +24,8 @@ from headway.ledger.values import (
 
 #: Rows read at a time by the iterators.
 PAGE = 1000
+#: Among so many of the last items that were tried, some may be under way and have no row yet.
+STRETCH = 2000
 
 #: The words an item can be asked for by, with the condition that finds it; {live} is what `Live` says.
 STATES = {
@@ -32,6 +34,17 @@ STATES = {
     "retrying": "p.status = 'failed' AND d.idx IS NULL AND NOT {live}",
     "done": "p.status = 'done'",
     "dead": "d.idx IS NOT NULL",
+}
+
+#: The few items that are not done, by the index that has only those. Said apart, because a planner without statistics
+#: reads all items of the job instead when it needs another column too.
+_OPEN = "SELECT o.idx FROM progress o WHERE o.job = ? AND o.status <> 'done'"
+#: State -> where its items are found without reading the others, after an index; the state's condition still decides.
+_AMONG = {
+    # The sign keeps the planner from walking along the indices, over everything that is done.
+    "processing": f"{_OPEN} AND +o.idx > ?",
+    "retrying": f"{_OPEN} AND +o.idx > ?",
+    "dead": "SELECT o.idx FROM dead_letters o WHERE o.job = ? AND o.idx > ?",
 }
 
 _JOB = (
@@ -79,9 +92,9 @@ class Live:
         row = tx.one("SELECT holder, lease_until FROM jobs WHERE no = ?", (job,))
         self._held = row is not None and row[0] is not None and not has_ended(row[0], row[1], self.now)
         claims = tx.all(
-            "SELECT holder, max(lease_until) FROM progress WHERE job = ? AND status <> 'done' "
+            f"SELECT holder, max(lease_until) FROM progress WHERE job = ? AND idx IN ({_OPEN}) "
             "AND lease_until IS NOT NULL AND holder IS NOT NULL GROUP BY holder",
-            (job,),
+            (job, job),
         )
         self._claimants = {holder for holder, until in claims if not has_ended(holder, until, self.now)}
 
@@ -107,6 +120,27 @@ def all_jobs(database: Database, *, archived: bool = False) -> list[JobInfo]:
     return find_jobs(database, f"{'' if archived else 'WHERE archived = 0 '}ORDER BY updated_at DESC")
 
 
+def _untouched_from(tx: Tx, job: int) -> int:
+    """An index below which every item has a row in progress, so that nobody need look there for one that was never tried.
+
+    Items are tried in order, so nearly all rows lie below the last one. Whether all of them are there follows from the
+    counters, without reading them: the rows there are, less those of the last stretch, must be as many as the indices
+    before it. 0 when that cannot be said.
+    """
+    row = tx.one(
+        "SELECT j.total, j.done, (SELECT max(i.idx) FROM input_products i WHERE i.job = j.no), "
+        f"(SELECT max(p.idx) FROM progress p WHERE p.job = j.no), (SELECT count(*) FROM ({_OPEN}) open_ones) "
+        "FROM jobs j WHERE j.no = ?",
+        (job, job),
+    )
+    if row is None or row[3] is None or row[2] + 1 != row[0]:
+        return 0  # nothing was tried, or indices are missing in between
+    _, done, _, last, open_ = row
+    first = max(0, last + 1 - STRETCH)
+    counted = tx.one("SELECT count(*) FROM progress WHERE job = ? AND idx >= ?", (job, first))
+    return int(first) if counted is not None and done + open_ - counted[0] == first else 0
+
+
 class Reports:
     """The questions about one job."""
 
@@ -130,8 +164,8 @@ class Reports:
         with self._database.read() as tx:
             live, parameters = Live(tx, self.no).condition()
             running = tx.one(
-                f"SELECT count(*) FROM progress p WHERE p.job = ? AND p.status <> 'done' AND {live}",
-                (self.no, *parameters),
+                f"SELECT count(*) FROM progress p WHERE p.job = ? AND p.idx IN ({_OPEN}) AND {live}",
+                (self.no, self.no, *parameters),
             )
         return Progress(
             status=info.status,
@@ -159,20 +193,34 @@ class Reports:
         limit: int = PAGE,
     ) -> list[ItemInfo]:
         """One page of items by index from the one after ``after``."""
-        where = "i.job = ? AND i.idx > ?"
-        values: list[Value] = [self.no, after]
+        if status is not None and status not in STATES:
+            raise InvalidInput(f"{status!r} is no state of an item.", hint="Use one of: " + ", ".join(STATES))
         with self._database.read() as tx:
             live = Live(tx, self.no)
+            condition, values = "true", list[Value]()
             if status is not None:
-                if status not in STATES:
-                    raise InvalidInput(f"{status!r} is no state of an item.", hint="Use one of: " + ", ".join(STATES))
-                condition, parameters = live.condition()
-                where += f" AND ({STATES[status].format(live=f'coalesce({condition}, 1 = 0)')})"
+                running, parameters = live.condition()
+                condition = STATES[status].format(live=f"coalesce({running}, 1 = 0)")
                 values += parameters if "{live}" in STATES[status] else []
+            among: list[str] = []
+            if status in _AMONG:
+                among.append(_AMONG[status])
+                values += [self.no, after]
             if cause is not None:
-                where += " AND EXISTS (SELECT 1 FROM attempts a WHERE a.job = i.job AND a.idx = i.idx AND a.cause = ?)"
-                values.append(cause)
-            rows = tx.all(f"{_ITEM} WHERE {where} ORDER BY i.idx LIMIT ?", (*values, limit))
+                among.append("SELECT a.idx FROM attempts a WHERE a.job = ? AND a.idx > ? AND a.cause = ?")
+                values += [self.no, after, cause]
+
+            def page(where: str, more: list[Value]) -> list[Row]:
+                sql = f"{_ITEM} WHERE i.job = ? AND ({condition}) AND {where} ORDER BY i.idx LIMIT ?"
+                return tx.all(sql, (self.no, *values, *more, limit))
+
+            if among:
+                rows = page(" AND ".join(f"i.idx IN ({found})" for found in among), [])
+            elif status == "pending" and (first := _untouched_from(tx, self.no)) > after + 1:
+                rows = page(f"i.idx IN ({_OPEN} AND +o.idx > ? AND +o.idx < ?)", [self.no, after, first])
+                rows = (rows + page("i.idx >= ?", [first]))[:limit]
+            else:
+                rows = page("i.idx > ?", [after])
         return [_item_info(row, live) for row in rows]
 
     def item(self, name: str | int) -> ItemInfo:
@@ -310,13 +358,17 @@ class Reports:
 
     def minutes(self, since: int) -> list[tuple[int, int, int, int, float]]:
         """(minute, done, failed, dead, seconds spent) from the minute ``since`` (Unix time / 60) on."""
-        return self._database.all(
+        rows = self._database.all(
             "SELECT minute, sum(done), sum(failed), sum(dead), sum(seconds) FROM ("
             "SELECT minute, done, failed, dead, seconds FROM minutes WHERE job = ? AND minute >= ? UNION ALL "
             "SELECT minute, minute_done, minute_failed, minute_dead, minute_seconds FROM jobs "
             "WHERE no = ? AND minute >= ? AND minute_done + minute_failed > 0) both_tables GROUP BY minute ORDER BY minute",
             (self.no, since, self.no, since),
         )
+        # PostgreSQL's sums of large integers are decimals, which no float may meet.
+        return [
+            (minute, int(done), int(failed), int(dead), float(seconds)) for minute, done, failed, dead, seconds in rows
+        ]
 
     def results_by_index(self, after: int = -1, limit: int = PAGE) -> list[tuple[int, str | None, str | None]]:
         """(idx, key, result as JSON) of done items by index; "null" for those that returned nothing, None for those whose

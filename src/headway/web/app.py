@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 from headway import __version__
@@ -25,7 +24,7 @@ try:
 except ImportError as error:
     raise MissingExtra("web", "The web application") from error
 
-from headway.web import actions, api, auth, live, login, metrics, problems
+from headway.web import actions, api, auth, live, login, metrics, pages, problems
 from headway.web.auth import Access, Gate, Users
 from headway.web.problems import UnknownPath, WrongMethod
 from headway.web.site import Site
@@ -110,7 +109,7 @@ class Application:
             Route("/actions/{name}", actions.handler(site, access), methods=["POST"]),
             Route("/login", login.login(access), methods=["POST"]),
             Route("/logout", login.logout(access), methods=["POST"]),
-            *_pages(site),
+            *pages.routes(site),
             Route("/login", login.login_page, methods=["GET"]),
         ]
         app.router.routes.extend(routes)
@@ -146,15 +145,6 @@ def _invalid(error: RequestValidationError) -> HeadwayError:
     where = ".".join(str(part) for part in first.get("loc", ())[1:])
     what = "The body" if not where else redact(where)[:100]
     return UsageError(f"{what} is not acceptable: {first.get('msg', 'it cannot be read')}.")
-
-
-def _pages(site: Site) -> list[BaseRoute]:
-    if find_spec("headway.web.pages") is None:
-        return []
-    from importlib import import_module
-
-    found: list[BaseRoute] = import_module("headway.web.pages").routes(site)
-    return found
 
 
 def app(

@@ -1,0 +1,150 @@
+"""A job as a picture: where its items stand, in order; how long they take; who does them.
+
+A job of a million items must not be read as a million rows. What is not done is little and has an index, so it is
+counted exactly in every cell. What is done is nearly all of it: of a large job one item of each cell is looked at, by its
+key, and says for its cell whether it was done in this run, before, or not at all. Durations and shares come from the same
+rows; ``sampled`` says how many were looked at when it was not all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+
+from headway._sql import Row, marks
+
+if TYPE_CHECKING:
+    from headway import ledger
+
+#: Cells of a map, at most.
+CELLS = 1200
+#: Up to so many items every row is read.
+EXACT = 10_000
+#: Histogram: bins per factor of ten.
+BINS_PER_DECADE = 4
+
+Base = Literal["kept", "done", "pend"]
+
+
+class Cell(NamedTuple):
+    """What in a cell of the map is not simply done or pending."""
+
+    retrying: Annotated[int, "items that wait for another try"]
+    processing: Annotated[int, "items that somebody works on"]
+    dead: Annotated[int, "items that failed for good"]
+
+
+class Worker(NamedTuple):
+    """What one worker did."""
+
+    name: Annotated[str, "who"]
+    items: Annotated[int, "items among those looked at that it finished"]
+
+
+class ItemMap(NamedTuple):
+    """The items of a job as cells, in the order of their indices."""
+
+    size: Annotated[int, "items in a cell"]
+    cells: Annotated[int, "how many cells"]
+    bases: Annotated[tuple[tuple[Base, int], ...], "runs of cells that look alike"]
+    marks: Annotated[dict[int, Cell], "cells with something else in them"]
+    sampled: Annotated[int | None, "how many items were looked at; null: all"]
+    durations: Annotated[tuple[tuple[float, int], ...], "(seconds from, how many items), each four to a factor of ten"]
+    p50: Annotated[float | None, "half of the items took no longer"]
+    p95: Annotated[float | None, "19 of 20 items took no longer"]
+    slowest: Annotated[tuple[tuple[int, float], ...], "(index, seconds) of the slowest looked at"]
+    workers: Annotated[tuple[Worker, ...], "who finished them, the busiest first"]
+
+
+def read_map(job: ledger.Job, *, since: float | None) -> ItemMap | None:
+    """The map of a job; None when it has no items, or when its indices lie too far apart for a picture.
+
+    ``since`` is when the run in progress began: what was done before it is *kept*.
+    """
+    from headway.ledger.report import Live
+
+    with job.database.read() as tx:
+        row = tx.one("SELECT max(idx) FROM input_products WHERE job = ?", (job.no,))
+        total = tx.one("SELECT total FROM jobs WHERE no = ?", (job.no,))
+        if row is None or row[0] is None or total is None or row[0] >= 4 * max(total[0], CELLS):
+            return None
+        last = int(row[0])
+        size = cell_size(last + 1)
+        cells = last // size + 1
+        condition, parameters = Live(tx, job.no).condition()
+        odd = tx.all(
+            "SELECT p.idx / ?, sum(CASE WHEN p.status = 'failed' AND d.idx IS NULL THEN 1 ELSE 0 END), "
+            f"sum(CASE WHEN coalesce({condition}, 1 = 0) THEN 1 ELSE 0 END), sum(CASE WHEN d.idx IS NULL THEN 0 ELSE 1 END) "
+            "FROM progress p LEFT JOIN dead_letters d ON d.job = p.job AND d.idx = p.idx "
+            # Said apart, the index of what is not done is used whatever columns are asked for.
+            "WHERE p.job = ? AND p.idx IN (SELECT o.idx FROM progress o WHERE o.job = ? AND o.status <> 'done') GROUP BY 1",
+            (size, *parameters, job.no, job.no),
+        )
+        columns = "SELECT idx, status, updated_at, seconds, worker FROM progress WHERE job = ?"
+        exact = last < EXACT
+        if exact:
+            rows = tx.all(f"{columns} ORDER BY idx", (job.no,))
+        else:
+            middles = [min(last, cell * size + size // 2) for cell in range(cells)]
+            rows = tx.all(f"{columns} AND idx IN ({marks(len(middles))}) ORDER BY idx", (job.no, *middles))
+    found = {
+        int(cell): Cell(int(retrying), int(running), int(dead))
+        for cell, retrying, running, dead in odd
+        if retrying or running or dead
+    }
+    bases = _bases(rows, cells, size, since, every=exact)
+    took = sorted((seconds, idx) for idx, status, _, seconds, _ in rows if status == "done" and seconds is not None)
+    names = Counter(worker for _, status, _, _, worker in rows if status == "done" and worker)
+    return ItemMap(
+        size, cells, bases, found, None if exact else len(rows),
+        durations([seconds for seconds, _ in took]),
+        _percentile(took, 0.50), _percentile(took, 0.95),
+        tuple((idx, seconds) for seconds, idx in took[-3:][::-1]),
+        tuple(Worker(name, count) for name, count in names.most_common(12)),
+    )  # fmt: skip
+
+
+def cell_size(items: int) -> int:
+    """The smallest round number of items to a cell with which there are not too many cells."""
+    step = 1
+    while True:
+        for factor in (1, 2, 5):
+            if -(-items // (step * factor)) <= CELLS:
+                return step * factor
+        step *= 10
+
+
+def _bases(
+    rows: Sequence[Row], cells: int, size: int, since: float | None, *, every: bool
+) -> tuple[tuple[Base, int], ...]:
+    """Runs of cells by what most of their items are; of a cell that was sampled, by what its one item is."""
+    touched, kept = [0] * cells, [0] * cells
+    for idx, _, updated_at, _, _ in rows:
+        touched[idx // size] += 1
+        kept[idx // size] += since is not None and updated_at < since
+    runs: list[tuple[Base, int]] = []
+    for cell in range(cells):
+        there = touched[cell]
+        least = size / 2 if every and cell < cells - 1 else 0.5
+        base: Base = "pend" if there < least else "kept" if 2 * kept[cell] > there else "done"
+        if runs and runs[-1][0] == base:
+            runs[-1] = (base, runs[-1][1] + 1)
+        else:
+            runs.append((base, 1))
+    return tuple(runs)
+
+
+def durations(seconds: Sequence[float]) -> tuple[tuple[float, int], ...]:
+    """How many took how long: bins that grow by the same factor, none left out between the first and the last."""
+    if not seconds:
+        return ()
+    counts = Counter(math.floor(BINS_PER_DECADE * math.log10(max(one, 0.0001))) for one in seconds)
+    first, last = min(counts), max(counts)
+    last = max(last, first + 7)  # a few bins at least: one column alone says nothing
+    return tuple((10 ** (place / BINS_PER_DECADE), counts.get(place, 0)) for place in range(first, last + 1))
+
+
+def _percentile(took: Sequence[tuple[float, int]], part: float) -> float | None:
+    return took[min(len(took) - 1, int(part * len(took)))][0] if took else None

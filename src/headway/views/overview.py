@@ -1,0 +1,244 @@
+"""What an operator looks at first: the jobs with their pace, the causes, the queue's forecast.
+
+Counts come from the rows of the jobs and from the counts by the minute; nothing here reads items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from math import sqrt
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from headway._sql import marks
+from headway.views.job import FORECAST_ITEMS, RATE_MINUTES, Cause, cause_view
+from headway.views.jobs import Job, job_view
+from headway.views.series import Series, read_job_series
+
+if TYPE_CHECKING:
+    from headway._sql import Database
+    from headway.views.queue import QueueView
+
+#: Jobs on one page of them.
+PAGE = 50
+#: Minutes that a forecast of a queue looks back.
+FORECAST_MINUTES = 10
+#: The least a forecast may be off, and the most that is still said.
+SPREAD = (0.08, 0.6)
+
+
+class LastRun(NamedTuple):
+    """The newest run of a job."""
+
+    no: Annotated[int, "1 is the first"]
+    kept: Annotated[int, "items that were done before it"]
+    started_at: Annotated[datetime, "when it began"]
+    outcome: Annotated[str | None, "how it ended; null while it runs"]
+    host: Annotated[str, "where"]
+
+
+class Forecast(NamedTuple):
+    """When a job will be ready, in seconds from now."""
+
+    early: Annotated[float, "not before"]
+    likely: Annotated[float, "at the pace of the last minutes"]
+    late: Annotated[float, "if its pace varies as it did"]
+
+
+class JobLine(NamedTuple):
+    """A job as a line of a list."""
+
+    job: Annotated[Job, "the job"]
+    run: Annotated[LastRun | None, "its newest run"]
+    rate: Annotated[float | None, "items per second of the run in progress"]
+    forecast: Annotated[Forecast | None, "when it will be ready, once that can be said"]
+    past: Annotated[Series | None, "its last half hour, while it runs"]
+
+    @property
+    def kept(self) -> int:
+        return min(self.job.done, self.run.kept) if self.run else 0
+
+
+class JobPage(NamedTuple):
+    """A page of jobs, the one that changed last first."""
+
+    lines: Annotated[tuple[JobLine, ...], "the jobs"]
+    next: Annotated[str | None, "id of the last one, if there are more"]
+
+
+def read_job_page(
+    database: Database, *, status: str | None = None, text: str = "", after: str | None = None, limit: int = PAGE
+) -> JobPage:
+    """Jobs by when they changed last, after the job ``after``; ``text`` is part of an id or a function."""
+    from headway.ledger.report import find_jobs
+
+    where, values = ["archived = 0"], list[str | int | float | None]()
+    if text:
+        where.append("(lower(id) LIKE ? ESCAPE '!' OR lower(function) LIKE ? ESCAPE '!')")
+        values += [_like(text)] * 2
+    if status == "completed":
+        where.append("finished_at IS NOT NULL AND holder IS NULL")
+    elif status is not None:
+        where.append("finished_at IS NULL" if status != "processing" else "holder IS NOT NULL")
+    if after is not None:
+        where.append("(updated_at, no) < (SELECT updated_at, no FROM jobs WHERE id = ?)")
+        values.append(after)
+    found = find_jobs(
+        database, f"WHERE {' AND '.join(where)} ORDER BY updated_at DESC, no DESC LIMIT ?", (*values, limit + 1)
+    )
+    page = [info for info in found[:limit] if status is None or info.status == status]
+    runs = _last_runs(database, [info.no for info in page])
+    lines = tuple(_line(database, info.no, job_view(info), runs.get(info.no)) for info in page)
+    return JobPage(lines, found[limit - 1].id if len(found) > limit else None)
+
+
+def _like(text: str) -> str:
+    for special in "!%_":
+        text = text.replace(special, f"!{special}")
+    return f"%{text.lower()}%"
+
+
+def read_line(database: Database, no: int, job: Job) -> JobLine:
+    return _line(database, no, job, _last_runs(database, [no]).get(no))
+
+
+def _last_runs(database: Database, numbers: Sequence[int]) -> dict[int, LastRun]:
+    from headway.ledger.values import utc
+
+    rows = database.all(
+        "SELECT r.job, r.no, r.kept, r.started_at, r.ended_at, r.outcome, r.host, j.holder FROM runs r "
+        f"JOIN jobs j ON j.no = r.job WHERE r.job IN ({marks(len(numbers))}) "
+        "AND r.no = (SELECT max(l.no) FROM runs l WHERE l.job = r.job)",
+        list(numbers),
+    )
+    return {job: LastRun(no, kept, utc(began), outcome, host) for job, no, kept, began, _, outcome, host, _ in rows}
+
+
+def _line(database: Database, no: int, job: Job, run: LastRun | None) -> JobLine:
+    from headway.ledger.job import Job as LedgerJob
+
+    if job.holder is None:
+        ended = run is not None and run.outcome is None  # it did not say how it ended
+        return JobLine(job, run._replace(outcome="lost") if run and ended else run, None, None, None)
+    now = database.now()
+    past = read_job_series(LedgerJob(database, no, job.id), now - 1800, now)
+    began = run.started_at.timestamp() if run else job.created_at.timestamp()
+    rate, forecast = pace(past, began, now, job.total - job.done - job.dead, job.done - (run.kept if run else 0))
+    return JobLine(job, run, rate, forecast, past)
+
+
+def pace(
+    past: Series, began: float, now: float, remaining: int, done_in_run: int
+) -> tuple[float | None, Forecast | None]:
+    """Items per second of the run, over its last minutes, and when it will be ready.
+
+    The window of the forecast follows from how much the minutes differ: the less regular, the wider. It counts this run
+    only, never what was kept: a resumed job is not faster than it is.
+    """
+    start, done = began, done_in_run
+    if now - began > (RATE_MINUTES + 1) * 60:
+        recent = [p for p in past.points if p.minute * 60 >= now - (RATE_MINUTES + 1) * 60]
+        start, done = (recent[0].minute * 60.0 if recent else now), sum(p.done for p in recent)
+    rate = done / max(1.0, now - start)
+    if not done or rate <= 0:
+        return None, None
+    if done < FORECAST_ITEMS or remaining <= 0:
+        return rate, None
+    whole = [p.done for p in past.points if p.minute * 60 >= began and (p.minute + past.step) * 60 <= now][-15:]
+    spread = SPREAD[0]
+    if len(whole) >= 3:
+        mean = sum(whole) / len(whole)
+        deviation = sqrt(sum((count - mean) ** 2 for count in whole) / len(whole))
+        spread = min(SPREAD[1], max(SPREAD[0], deviation / mean if mean else SPREAD[1]))
+    else:
+        spread = 0.3  # it has hardly begun
+    likely = remaining / rate
+    return rate, Forecast(likely * (1 - spread), likely, likely * (1 + 1.5 * spread))
+
+
+class Outlook(NamedTuple):
+    """Where a queue is going."""
+
+    kind: Annotated[str, "paused, empty, stalled, growing, clears or unknown"]
+    seconds: Annotated[float | None, "until it is empty, if it clears"]
+    into: Annotated[float, "tasks submitted per second"]
+    out: Annotated[float, "tasks that ended per second"]
+
+
+def outlook(queue: QueueView, past: Series, came: Sequence[int]) -> Outlook:
+    """From what came and what went in the last minutes. The current minute is not over, so it is counted by its part."""
+    minutes = min(FORECAST_MINUTES, len(past.points))
+    span = max(1, minutes) * 60.0
+    went = sum(point.done + point.failed for point in past.points[-minutes:]) / span
+    into = sum(came[-minutes:]) / span
+    if queue.paused:
+        return Outlook("paused", None, into, went)
+    if queue.waiting == 0:
+        return Outlook("empty", None, into, went)
+    if went == 0:
+        return Outlook("unknown" if queue.running else "stalled", None, into, went)
+    if into >= went and queue.waiting > span * went / 10:
+        return Outlook("growing", None, into, went)
+    return Outlook("clears", queue.waiting / max(went - into, went / 10), into, went)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Causes
+
+
+class TaskCause(NamedTuple):
+    """Failed runs of tasks that are alike."""
+
+    no: Annotated[int, "its number"]
+    kind: Annotated[str, "the tasks' kind"]
+    type: Annotated[str, "the exception's class"]
+    message: Annotated[str, "its message without what differs from task to task"]
+    frame: Annotated[str, "the place in your code"]
+    failures: Annotated[int, "failed runs of it"]
+    dead: Annotated[int, "tasks that failed for good by it"]
+    first_seen: Annotated[datetime, "when it first came"]
+    last_seen: Annotated[datetime, "when it last came"]
+    example: Annotated[str | None, "a task that failed by it"]
+
+
+def read_causes(database: Database, *, limit: int = 200) -> tuple[Cause, ...]:
+    """The causes of all jobs that have dead letters, each with its job, those with most of them first."""
+    from headway.ledger.job import Job as LedgerJob
+
+    rows = database.all("SELECT no, id FROM jobs WHERE dead > 0 AND archived = 0 ORDER BY updated_at DESC LIMIT 50")
+    found = [
+        cause_view(cause)._replace(job=id)
+        for no, id in rows
+        for cause in LedgerJob(database, no, id).causes()
+        if cause.dead
+    ]
+    return tuple(sorted(found, key=lambda cause: -cause.dead)[:limit])
+
+
+def read_task_causes(database: Database, *, limit: int = 50) -> tuple[TaskCause, ...]:
+    """Why tasks of the queue failed for good: by the cause of each one's last run."""
+    from headway.queue.values import moment
+
+    rows = database.all(
+        "SELECT c.no, c.kind, c.type, c.message, c.frame, c.count, f.dead, c.first_seen, c.last_seen, f.example "
+        "FROM task_causes c JOIN (SELECT a.cause AS cause, count(*) AS dead, max(t.id) AS example FROM tasks t "
+        "JOIN task_attempts a ON a.task = t.no WHERE t.status = 'FAILED' "
+        "AND a.no = (SELECT max(l.no) FROM task_attempts l WHERE l.task = t.no) GROUP BY a.cause) f ON f.cause = c.no "
+        "ORDER BY f.dead DESC, c.no LIMIT ?",
+        (limit,),
+    )
+    return tuple(
+        TaskCause(no, kind, type, message, frame, count, dead, moment(first), moment(last), example)
+        for no, kind, type, message, frame, count, dead, first, last, example in rows
+    )
+
+
+def find_item(database: Database, key: str) -> tuple[str, str] | None:
+    """(job, key) of the item with that key, in the job that changed last. Each job is asked by its index."""
+    recent = [no for (no,) in database.all("SELECT no FROM jobs WHERE archived = 0 ORDER BY updated_at DESC LIMIT 100")]
+    row = database.one(
+        "SELECT j.id, i.key FROM input_products i JOIN jobs j ON j.no = i.job "
+        f"WHERE i.job IN ({marks(len(recent))}) AND i.key = ? ORDER BY j.updated_at DESC LIMIT 1",
+        (*recent, key),
+    )
+    return (str(row[0]), str(row[1])) if row else None

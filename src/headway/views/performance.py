@@ -1,0 +1,97 @@
+"""How fast and how well functions and handlers work: counts from the minutes, times from the newest rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from headway.views.series import RANGES
+
+if TYPE_CHECKING:
+    from headway._sql import Database
+
+#: Ended items and tasks whose times are looked at, newest first.
+SAMPLE = 5000
+
+
+class Times(NamedTuple):
+    """Half, 19 of 20 and 99 of 100 took no longer, in seconds."""
+
+    p50: Annotated[float, "half"]
+    p95: Annotated[float, "19 of 20"]
+    p99: Annotated[float, "99 of 100"]
+
+
+class Performance(NamedTuple):
+    """One function of jobs, or one kind of task."""
+
+    name: Annotated[str, "function or kind"]
+    what: Annotated[str, "items or tasks"]
+    done: Annotated[int, "that succeeded"]
+    failed: Annotated[int, "attempts that did not"]
+    mean: Annotated[float | None, "seconds an attempt took, over all of them"]
+    run: Annotated[Times | None, "how long an attempt took; of the newest ones"]
+    wait: Annotated[Times | None, "how long a task waited; of the newest ones"]
+    looked_at: Annotated[int, "how many times are behind `run`"]
+
+    @property
+    def success(self) -> float | None:
+        tried = self.done + self.failed
+        return 100 * self.done / tried if tried else None
+
+
+def read_performance(database: Database, range: str = "24h") -> tuple[Performance, ...]:
+    """The busiest first."""
+    length, _ = RANGES[range]
+    with database.read() as tx:
+        now = tx.now()
+        first = int(now // 60) - length + 1
+        since = first * 60.0
+        items = tx.all(
+            "SELECT function, sum(done), sum(failed), sum(seconds) FROM ("
+            "SELECT j.function, m.done, m.failed, m.seconds FROM minutes m JOIN jobs j ON j.no = m.job "
+            "WHERE j.updated_at >= ? AND m.minute >= ? UNION ALL "
+            "SELECT function, minute_done, minute_failed, minute_seconds FROM jobs WHERE updated_at >= ? AND minute >= ?"
+            ") both_tables GROUP BY function",
+            (since, first, since, first),
+        )
+        tasks = tx.all(
+            "SELECT kind, sum(completed), sum(failures), sum(run_seconds) FROM task_minutes WHERE minute >= ? GROUP BY kind",
+            (first,),
+        )
+        ran = tx.all(
+            "SELECT j.function, n.seconds FROM (SELECT job, seconds FROM progress WHERE updated_at >= ? "
+            "ORDER BY updated_at DESC LIMIT ?) n JOIN jobs j ON j.no = n.job WHERE n.seconds IS NOT NULL",
+            (since, SAMPLE),
+        )
+        ended = tx.all(
+            "SELECT kind, started_at - run_at, ended_at - started_at FROM tasks WHERE ended_at IS NOT NULL AND ended_at >= ? "
+            "AND started_at IS NOT NULL ORDER BY ended_at DESC LIMIT ?",
+            (since, SAMPLE),
+        )
+    found = []
+    for name, done, failed, seconds in items:
+        run = [took for function, took in ran if function == name]
+        found.append(_performance(name, "items", done, failed, seconds, run, []))
+    for kind, done, failed, seconds in tasks:
+        run = [took for other, _, took in ended if other == kind]
+        found.append(
+            _performance(kind, "tasks", done, failed, seconds, run, [wait for other, wait, _ in ended if other == kind])
+        )
+    found = [one for one in found if one.done or one.failed]
+    return tuple(sorted(found, key=lambda one: -(one.done + one.failed)))
+
+
+def _performance(
+    name: str, what: str, done: int, failed: int, seconds: float, run: Sequence[float], wait: Sequence[float]
+) -> Performance:
+    done, failed = int(done or 0), int(failed or 0)
+    mean = seconds / (done + failed) if seconds and done + failed else None
+    return Performance(name, what, done, failed, mean, _times(run), _times(wait), len(run))
+
+
+def _times(values: Sequence[float]) -> Times | None:
+    ordered = sorted(max(0.0, value) for value in values)  # the clock may have been set back in between
+    if not ordered:
+        return None
+    return Times(*(ordered[min(len(ordered) - 1, int(part * len(ordered)))] for part in (0.5, 0.95, 0.99)))

@@ -1,0 +1,71 @@
+"""The pages of the dashboard: rendered by the server, whole without a script.
+
+    render      templates, words for numbers and times
+    draw        pictures as SVG
+    static      style sheet and scripts
+    overview    Overview, and what it takes to find something
+    jobs        Jobs, Job, Items, Item
+    dead        Dead letters by cause
+    queues      Queues, Queue, Workers, Tasks, Task, My work
+    system      Projects, States, Performance, Activity, About
+
+A page reads through `headway.views`, off the loop, and shows what it read; it changes nothing. What changes something is
+a form that posts to ``/actions/NAME``, which is no page's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from headway.errors import HeadwayError, NotFound, StorageError, Unavailable, UsageError
+from headway.telemetry import Log
+from headway.web.pages.render import Pages
+from headway.web.site import Site
+
+log = Log("web")
+
+Endpoint = Callable[[Pages, Request], Awaitable[Response]]
+
+#: What a person of an application may open: their own work, and nothing else exists for them.
+OWN = frozenset({"/me", "/tasks/{id}"})
+
+
+def routes(site: Site) -> list[BaseRoute]:
+    """The pages, to be mounted where the application is."""
+    from headway.web.pages import dead, jobs, overview, queues, system
+
+    pages = Pages(site)
+    found: dict[str, Endpoint] = {
+        **overview.PAGES, **jobs.PAGES, **dead.PAGES, **queues.PAGES, **system.PAGES
+    }  # fmt: skip
+    mounted: list[BaseRoute] = [
+        Route(path, _guarded(pages, path, endpoint), methods=["GET"]) for path, endpoint in found.items()
+    ]
+    mounted.append(Route("/static/{name}", pages.assets.serve, methods=["GET"]))
+    return mounted
+
+
+def _guarded(pages: Pages, path: str, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        site = pages.site
+        if site.user(request).role == "user" and path not in OWN:
+            if path == "/":
+                return RedirectResponse(site.url(request, "/me"), 303)
+            return pages.failed(request, NotFound("There is no such page."), 404)
+        try:
+            return await endpoint(pages, request)
+        except NotFound as error:
+            return pages.failed(request, error, 404)
+        except UsageError as error:
+            return pages.failed(request, error, 400)
+        except (Unavailable, StorageError) as error:
+            log.warning("a page could not be read", error=str(error))
+            return pages.failed(request, error, 503)
+        except HeadwayError as error:
+            return pages.failed(request, error, 500)
+
+    return answer

@@ -1,0 +1,312 @@
+"""Jobs, one job with its picture, its items, one item with its history."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from markupsafe import Markup
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from headway.errors import InvalidInput
+from headway.views.items import Items, ItemSheet, read_item, read_items
+from headway.views.job import JobSheet, Run, read_sheet
+from headway.views.jobs import find_job
+from headway.views.map import Cell, ItemMap, read_map
+from headway.views.overview import JobLine, JobPage, read_job_page, read_line
+from headway.views.reading import Reader
+from headway.views.series import Series, read_job_series
+from headway.web.pages import draw
+from headway.web.pages.render import Pages, clock, num
+from headway.wording import duration, plural, roughly
+
+STATES = ("pending", "processing", "retrying", "done", "dead")
+STATUSES = ("processing", "interrupted", "pending", "completed")
+#: Rows of the map as a table.
+TABLE_ROWS = 12
+
+
+class Found(NamedTuple):
+    """All that a job's page shows."""
+
+    now: datetime
+    sheet: JobSheet
+    line: JobLine
+    series: Series
+    map: ItemMap | None
+
+
+def read_job(reader: Reader, id: str) -> Found:
+    job = find_job(reader.ledger, id)
+    database = reader.database
+    now = database.now()
+    sheet = read_sheet(job)
+    runs = sheet.runs
+    start = (runs[0].started_at if runs else sheet.job.created_at).timestamp()
+    end = now if sheet.job.holder else max(start, sheet.job.updated_at.timestamp())
+    return Found(
+        datetime.fromtimestamp(now, UTC), sheet, read_line(database, job.no, sheet.job),
+        read_job_series(job, start, end), read_map(job, since=runs[-1].started_at.timestamp() if runs else None),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pictures of a job
+
+
+def job_timeline(found: Found) -> Markup | None:
+    """All runs over one axis; None for a job that took no time worth an axis."""
+    series, runs, line = found.series, found.sheet.runs, found.line
+    if len(series.points) < 3 or not runs:
+        return None
+    now = found.now.timestamp() if line.job.holder else None
+    last = runs[-1].started_at.timestamp()
+    width = series.step * 60
+    start = runs[0].started_at.timestamp()
+    end = max(series.points[-1].minute * 60 + width, (now or 0))
+    forecast = None
+    if now is not None and line.forecast is not None:
+        early, likely, late = (now + seconds for seconds in line.forecast)
+        if likely - now < 1.5 * (now - start):  # a forecast that is longer than the past would push it aside
+            forecast = (early, likely, late, f"~{roughly(line.forecast.likely)}")
+            end = max(end, late)
+    pad = (end - start) * 0.01
+    columns = [
+        (
+            max(point.minute * 60, start),
+            point.minute * 60 + width,
+            point.done,
+            "kept" if point.minute * 60 + width <= last else "done",
+        )
+        for point in series.points
+    ]
+    events: list[tuple[float, str, str]] = []
+    gaps: list[tuple[float, float, str]] = []
+    for place, run in enumerate(runs):
+        began = run.started_at.timestamp()
+        events.append((began, f"{clock(run.started_at)} {'resumed' if place else 'started'}", _workers(run)))
+        following = runs[place + 1].started_at.timestamp() if place + 1 < len(runs) else None
+        stopped = _stopped(run, series, following)
+        if following is not None and following - stopped > width:
+            gaps.append((stopped, following, f"{duration(following - stopped)} down"))
+        if run.outcome not in (None, "finished"):
+            word = "killed" if run.outcome == "lost" else run.outcome or ""
+            events.append((stopped, f"{clock(datetime.fromtimestamp(stopped, UTC))} {word}", "nothing lost"))
+    if forecast is not None:
+        events.append((forecast[1], f"{forecast[3]} ready", f"{_hm(forecast[0])} to {_hm(forecast[2])}"))
+    return draw.timeline(
+        draw.Span(start - pad, end + pad), columns, gaps, sorted(events), now=now,
+        now_text=f"now {clock(found.now)}", forecast=forecast,
+        per="per min" if series.step == 1 else f"per {series.step} min",
+        label=f"{plural(len(runs), 'run')}: {num(series.done)} items done, {num(series.failed)} attempts failed",
+    )  # fmt: skip
+
+
+def _hm(seconds: float) -> str:
+    return clock(datetime.fromtimestamp(seconds, UTC))
+
+
+def _workers(run: Run) -> str:
+    count = run.settings.get("workers")
+    return plural(count, "worker") if type(count) is int else run.host
+
+
+def _stopped(run: Run, series: Series, following: float | None) -> float:
+    """When a run stopped. One that was killed just now did not write it down: then after the last minute it did something."""
+    if run.ended_at is not None:
+        return run.ended_at.timestamp()
+    bound = following if following is not None else float("inf")
+    began = run.started_at.timestamp()
+    active = [
+        p.minute * 60
+        for p in series.points
+        if p.done + p.failed and began - 60 <= (p.minute + series.step) * 60 <= bound + 60
+    ]
+    return min(bound, max(active, default=began) + 60)
+
+
+def story(runs: Sequence[Run]) -> str:
+    """What happened to a job, in one sentence."""
+    lost = [run for run in runs[:-1] if run.outcome == "lost"]
+    if len(runs) == 1 and runs[0].outcome == "lost":
+        return "Its process was killed; what was done is kept."
+    if len(lost) == 1:
+        return f"It was killed once, in run {lost[0].no}, and went on where it stood."
+    if lost:
+        return f"It was killed {len(lost)} times and went on where it stood each time."
+    if len(runs) > 1:
+        return f"It was started {len(runs)} times and went on where it stood."
+    return ""
+
+
+def map_sentence(map: ItemMap) -> tuple[str, int, int] | None:
+    """Where the dead ones lie, if most lie together: (how many of how many, first index, last index)."""
+    dead = sorted((cell, mark.dead) for cell, mark in map.marks.items() if mark.dead)
+    total = sum(count for _, count in dead)
+    window = max(2, map.cells // 25)
+    if total < 5 or map.cells < 4 * window:
+        return None
+    best, first, last, sum_, left = 0, 0, 0, 0, 0
+    for cell, count in dead:
+        sum_ += count
+        while cell - dead[left][0] >= window:
+            sum_ -= dead[left][1]
+            left += 1
+        if sum_ > best:
+            best, first, last = sum_, dead[left][0], cell
+    if best < 5 or best < total / 2:
+        return None
+    return f"{num(best)} of the {num(total)} dead", first * map.size, (last + 1) * map.size - 1
+
+
+def map_rows(map: ItemMap) -> list[tuple[int, int, Cell]]:
+    """The map as a table: (first index, last index, what is in between), a dozen rows."""
+    step = -(-map.cells // TABLE_ROWS)
+    rows = []
+    for first in range(0, map.cells, step):
+        inside = [map.marks[cell] for cell in range(first, min(map.cells, first + step)) if cell in map.marks]
+        sums = Cell(*(sum(values) for values in zip(*inside, strict=True))) if inside else Cell(0, 0, 0)
+        rows.append((first * map.size, min(map.cells, first + step) * map.size - 1, sums))
+    return rows
+
+
+def map_data(map: ItemMap) -> str:
+    """What the script needs to say what is in a cell."""
+    marks = {cell: list(mark) for cell, mark in map.marks.items()}
+    return json.dumps({"size": map.size, "cells": map.cells, "bases": map.bases, "marks": marks}, separators=(",", ":"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pages
+
+
+async def jobs(pages: Pages, request: Request) -> Response:
+    asked = request.query_params
+    status = asked.get("state") or None
+    if status is not None and status not in STATUSES:
+        raise InvalidInput(f"{status[:40]!r} is no state of a job.", hint=f"Use one of: {', '.join(STATUSES)}.")
+    text, after = asked.get("q", "").strip()[:100], asked.get("after") or None
+
+    def look(reader: Reader) -> JobPage:
+        return read_job_page(reader.database, status=status, text=text, after=after)
+
+    page = await pages.site.read(look, pages.site.reader)
+    return pages.answer(
+        request, "jobs.html", refresh=15, page=page, state=status, text=text, after=after, statuses=STATUSES
+    )
+
+
+async def job(pages: Pages, request: Request) -> Response:
+    found = await pages.site.read(read_job, pages.site.reader, request.path_params["id"])
+    map = found.map
+    pictures = {}
+    if map is not None:
+        label = f"Map of {num(found.line.job.total)} items, {num(map.size)} to a cell"
+        marks = {
+            "retry": [cell for cell, mark in map.marks.items() if mark.retrying],
+            "run": [cell for cell, mark in map.marks.items() if mark.processing],
+            "dead": [cell for cell, mark in map.marks.items() if mark.dead],
+        }
+        for name, columns, cell in (("wide", 100, 15), ("nar", 50, 12)):
+            pictures[name] = draw.item_map(
+                map.bases, marks, columns=columns, cell=cell, cls=name, name=name, label=label
+            )
+    return pages.answer(
+        request, "job.html", now=found.now, refresh=10, line=found.line, sheet=found.sheet, series=found.series, map=map,
+        pictures=pictures, timeline=job_timeline(found), story=story(found.sheet.runs),
+        sentence=map_sentence(map) if map else None, rows=map_rows(map) if map else [], data=map_data(map) if map else "",
+        causes=[cause._replace(job=found.line.job.id) for cause in found.sheet.causes if cause.dead],
+    )  # fmt: skip
+
+
+def _number(text: str | None, what: str) -> int | None:
+    if not text:
+        return None
+    if not text.isascii() or not text.isdecimal() or len(text) > 18:
+        raise InvalidInput(f"{text[:40]!r} is no {what}.", hint="Use a whole number from 0.")
+    return int(text)
+
+
+async def items(pages: Pages, request: Request) -> Response:
+    asked, id = request.query_params, request.path_params["id"]
+    if key := asked.get("key", "").strip():
+        path = f"/jobs/{quote(id, safe='')}/items/{quote(key, safe='')}"
+        return RedirectResponse(pages.site.url(request, path), 303)
+    state = asked.get("state") or None
+    if state is not None and state not in STATES:
+        raise InvalidInput(f"{state[:40]!r} is no state of an item.", hint=f"Use one of: {', '.join(STATES)}.")
+    cause = _number(asked.get("cause"), "number of a cause")
+    first = _number(asked.get("from"), "index") or 0
+
+    def look(reader: Reader) -> tuple[Items, JobSheet]:
+        one = find_job(reader.ledger, id)
+        return read_items(one, status=state, cause=cause, after=first - 1), read_sheet(one)
+
+    page, sheet = await pages.site.read(look, pages.site.reader)
+    chosen = next((one for one in sheet.causes if one.no == cause), None)
+    return pages.answer(
+        request, "items.html", page=page, job=sheet.job, running=sheet.running, state=state, cause=chosen, states=STATES,
+        first=first, number=cause,
+    )  # fmt: skip
+
+
+async def item(pages: Pages, request: Request) -> Response:
+    id, name = request.path_params["id"], request.path_params["key"]
+    payload = pages.site.user(request).may("payload")
+
+    def look(reader: Reader) -> tuple[ItemSheet, JobSheet]:
+        one = find_job(reader.ledger, id)
+        return read_item(one, name, payload=payload), read_sheet(one)
+
+    found, sheet = await pages.site.read(look, pages.site.reader)
+    attempts = [(attempt, *frames(attempt.traceback)) for attempt in reversed(found.attempts)]
+    causes = {cause.no: cause for cause in sheet.causes}
+    return pages.answer(
+        request,
+        "item.html",
+        found=found,
+        job=sheet.job,
+        attempts=attempts,
+        causes=causes,
+        payload=payload,
+        pretty=pretty,
+    )
+
+
+def pretty(value: Any) -> str:
+    text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
+    return text if len(text) <= 20_000 else f"{text[:20_000]}\n… {len(text):,} characters in all"
+
+
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)$')
+_LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen ")
+
+
+class Frame(NamedTuple):
+    """One place of a traceback."""
+
+    place: str
+    code: str
+
+
+def frames(traceback: str | None) -> tuple[list[Frame], list[Frame]]:
+    """(own frames, frames of libraries), each with the innermost first. What cannot be read is simply not there."""
+    own: list[Frame] = []
+    library: list[Frame] = []
+    lines = (traceback or "").splitlines()
+    for place, line in enumerate(lines):
+        if found := _FRAME.match(line):
+            code = lines[place + 1].strip() if place + 1 < len(lines) and lines[place + 1].startswith("    ") else ""
+            short = "/".join(found["file"].split("/")[-2:])
+            (library if _LIBRARY.search(found["file"]) else own).append(
+                Frame(f"{short}:{found['line']} in {found['name']}", code)
+            )
+    return own[::-1], library[::-1]
+
+
+PAGES = {"/jobs": jobs, "/jobs/{id}": job, "/jobs/{id}/items": items, "/jobs/{id}/items/{key:path}": item}

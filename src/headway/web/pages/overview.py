@@ -1,0 +1,248 @@
+"""Overview: whether anybody has to do anything, then what runs. And finding something by its name."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from headway.errors import HeadwayError
+from headway.views.jobs import Job
+from headway.views.overview import (
+    JobLine,
+    Outlook,
+    TaskCause,
+    find_item,
+    outlook,
+    read_causes,
+    read_job_page,
+    read_task_causes,
+)
+from headway.views.queue import QueueView, WorkerView
+from headway.views.reading import Reader
+from headway.views.series import RANGES, Series, read_queue_series, read_series
+from headway.views.shape import Absent
+from headway.web.pages.render import Pages, num, when
+from headway.wording import duration, plural
+
+#: A cause that came for the first time within this is new, and said first.
+NEW = timedelta(hours=1)
+#: A run from which nothing came for so long is stalled.
+STALLED = timedelta(minutes=5)
+#: Lost workers and runs are said for so long.
+REMEMBERED = timedelta(days=1)
+
+
+class Need(NamedTuple):
+    """Something that needs somebody."""
+
+    word: str
+    look: str
+    text: str
+    since: str
+    path: str
+    link: str
+
+
+class Now(NamedTuple):
+    """What stands at one moment."""
+
+    at: datetime
+    lines: tuple[JobLine, ...]
+    series: Series
+    hour: Series
+    queues: tuple[QueueView, ...]
+    flows: dict[str, tuple[Series, tuple[int, ...]]]
+    workers: tuple[WorkerView, ...]
+    causes: tuple[Any, ...]
+    task_causes: tuple[TaskCause, ...]
+
+    @property
+    def outlooks(self) -> dict[str, Outlook]:
+        return {queue.queue: outlook(queue, *self.flows[queue.queue]) for queue in self.queues}
+
+    @property
+    def alive(self) -> tuple[WorkerView, ...]:
+        return tuple(worker for worker in self.workers if worker.state in ("idle", "busy", "draining"))
+
+
+def read_now(reader: Reader, range: str) -> Now:
+    """Everything on the page, in one call off the loop."""
+    database = reader.database
+    return Now(
+        datetime.fromtimestamp(database.now(), UTC),
+        read_job_page(database, limit=8).lines,
+        read_series(database, range),
+        read_series(database, "1h"),
+        reader.queues().queues,
+        read_queue_series(database),
+        reader.workers().workers,
+        read_causes(database, limit=20),
+        read_task_causes(database, limit=10),
+    )
+
+
+def needs(now: Now) -> list[Need]:
+    """What needs somebody, the worst first. Each says what is the matter, since when, and where to look."""
+    found = [*_lost(now), *_new_causes(now), *_stalled(now), *_queues(now)]
+    dead = sum(cause.dead for cause in now.causes) + sum(cause.dead for cause in now.task_causes)
+    if dead and not any(need.word == "New error" for need in found):
+        newest = max(cause.last_seen for cause in (*now.causes, *now.task_causes))
+        reasons = plural(len(now.causes) + len(now.task_causes), "reason")
+        text = f"{plural(dead, 'item')} failed for good, for {reasons}; nobody retried them"
+        found.append(Need("Dead letters", "s-dead bad", text, f"last {when(newest, now.at)}", "/dead", "See why"))
+    return found
+
+
+def _lost(now: Now) -> list[Need]:
+    found = []
+    for line in now.lines:
+        job, run = line.job, line.run
+        if run and run.outcome == "lost" and job.status == "interrupted" and now.at - job.updated_at < REMEMBERED:
+            left = job.total - job.done - job.dead
+            text = f"{job.id}: its process on {run.host} died; {num(job.done)} items are safe, {num(left)} wait"
+            found.append(
+                Need("Run lost", "s-lost bad", text, f"since {when(job.updated_at, now.at)}", _job(job), "Continue it")
+            )
+    for worker in now.workers:
+        if worker.state == "lost" and now.at - worker.seen_at < REMEMBERED:
+            held = f" while running {worker.task}" if worker.task else ""
+            text = f"{worker.name} on {worker.host} stopped answering{held}; its task is given to another"
+            found.append(
+                Need(
+                    "Worker lost",
+                    "s-lost bad",
+                    text,
+                    f"since {when(worker.seen_at, now.at)}",
+                    "/workers",
+                    "See workers",
+                )
+            )
+    return found
+
+
+def _new_causes(now: Now) -> list[Need]:
+    found = []
+    for cause in now.causes:
+        if now.at - cause.first_seen < NEW and not isinstance(cause.job, Absent):
+            text = f"{cause.type}: {plural(cause.dead, 'item')} of {cause.job} gave up"
+            path = f"/jobs/{quote(cause.job, safe='')}/items?state=dead&cause={cause.no}"
+            found.append(
+                Need(
+                    "New error",
+                    "s-dead bad",
+                    text,
+                    f"since {when(cause.first_seen, now.at)}",
+                    path,
+                    f"See {plural(cause.dead, 'item')}",
+                )
+            )
+    new = [one for one in now.task_causes if now.at - one.first_seen < NEW]
+    if new:
+        names = ", ".join(sorted({one.type for one in new})[:3])
+        text = f"{names}: {plural(sum(one.dead for one in new), 'task')} of the queue failed for good"
+        began = min(one.first_seen for one in new)
+        found.append(Need("New error", "s-dead bad", text, f"since {when(began, now.at)}", "/dead#tasks", "See why"))
+    return found[:5]
+
+
+def _stalled(now: Now) -> list[Need]:
+    found = []
+    for line in now.lines:
+        job, run = line.job, line.run
+        quiet = now.at - max(job.updated_at, run.started_at if run else job.updated_at)
+        if job.holder and job.total > job.done + job.dead and quiet > STALLED:
+            text = f"{job.id}: nothing was finished for {duration(quiet.total_seconds())}, and its process lives"
+            found.append(
+                Need("Stalled", "s-warn warn", text, f"since {when(job.updated_at, now.at)}", _job(job), "Open it")
+            )
+    return found
+
+
+def _queues(now: Now) -> list[Need]:
+    found, looks = [], now.outlooks
+    waiting = sum(queue.waiting for queue in now.queues if not queue.paused)
+    if waiting and not now.alive:
+        text = f"{plural(waiting, 'task')} wait and nobody works on them. Start one: headway worker"
+        found.append(Need("No worker", "s-lost bad", text, "now", "/workers", "See workers"))
+    for queue in now.queues:
+        look, path = looks[queue.queue], f"/queues/{queue.queue}"
+        if queue.paused:
+            why = f", “{queue.reason}”" if queue.reason else ""
+            text = (
+                f"{queue.queue}: {plural(queue.waiting, 'task')} wait; paused by {queue.paused_by or 'somebody'}{why}"
+            )
+            until = f"until {when(queue.paused_until, now.at)}" if queue.paused_until else "until resumed"
+            found.append(Need("Paused", "s-pause warn", text, until, path, f"Open {queue.queue}"))
+        elif look.kind == "growing" and now.alive:
+            text = f"{queue.queue}: more comes than is done; {plural(queue.waiting, 'task')} wait and it will not drain"
+            found.append(Need("Backlog", "s-warn warn", text, "now", path, f"Open {queue.queue}"))
+    return found
+
+
+def _job(job: Job) -> str:
+    return f"/jobs/{quote(job.id, safe='')}"
+
+
+def ticks(series: Series) -> list[tuple[float, str]]:
+    """The time axis of a series: five moments."""
+    first, count = series.points[0].minute, len(series.points)
+    form = "%H:%M" if series.step * count <= 1500 else "%a %d"
+    marks = []
+    for quarter in range(5):
+        minute = first + round((count - 1) * quarter / 4) * series.step
+        marks.append((25.0 * quarter, f"{datetime.fromtimestamp(minute * 60, UTC):{form}}"))
+    return marks
+
+
+async def overview(pages: Pages, request: Request) -> Response:
+    range = request.query_params.get("range", "1h")
+    range = range if range in RANGES else "1h"
+    now = await pages.site.read(read_now, pages.site.reader, range)
+    empty = not now.lines and not any((now.workers, now.task_causes, sum(q.waiting + q.completed for q in now.queues)))
+    if empty:
+        return pages.answer(request, "empty.html", now=now.at, refresh=5)
+    running = [line for line in now.lines if line.job.holder]
+    tried = now.hour.done + now.hour.failed
+    return pages.answer(
+        request, "overview.html", now=now.at, refresh=15, found=now, needs=needs(now), running=running,
+        rate=sum(point.done for point in now.hour.points[-6:-1]) / 300, success=100 * now.hour.done / tried if tried else None,
+        ready=max((line.forecast.late for line in running if line.forecast), default=None)
+        if all(line.forecast for line in running) else None,
+        others=[line for line in now.lines if not line.job.holder], ticks=ticks(now.series), range=range, ranges=tuple(RANGES),
+        # What is not over yet would look like a fall.
+        series=now.series, waiting=sum(queue.waiting for queue in now.queues),
+        queued=bool(now.workers) or any(any((*queue[1:4], *queue[5:9])) for queue in now.queues),
+    )  # fmt: skip
+
+
+async def find(pages: Pages, request: Request) -> Response:
+    """A job by its id, an item by its key, a task by its id: whichever there is."""
+    text = request.query_params.get("q", "").strip()[:512]
+    site = pages.site
+
+    def look(reader: Reader) -> str | None:
+        if not text:
+            return "/jobs"
+        try:
+            reader.ledger.job(text)
+            return f"/jobs/{quote(text, safe='')}"
+        except HeadwayError:
+            pass  # no job's id, or not even one that could be one
+        if found := find_item(reader.database, text):
+            return f"/jobs/{quote(found[0], safe='')}/items/{quote(found[1], safe='')}"
+        try:
+            return f"/tasks/{quote(reader.queue.get(text).id, safe='')}"
+        except HeadwayError:
+            return None
+
+    path = await site.read(look, site.reader)
+    if path is None:
+        path = f"/jobs?q={quote(text, safe='')}"
+    return RedirectResponse(site.url(request, path), 303)
+
+
+PAGES = {"/": overview, "/find": find}

@@ -1,0 +1,172 @@
+"""The queue: its four queues, its workers, its tasks, and one person's own work."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headway.errors import NotFound
+from headway.queue.values import PRIORITIES, Status
+from headway.views.overview import Outlook, outlook
+from headway.views.queue import QueueView, Tasks, TaskSheet, TaskView, WorkerView
+from headway.views.reading import Reader
+from headway.views.series import RANGES, Series, read_queue_series
+from headway.web.pages.overview import ticks
+from headway.web.pages.render import Pages
+from headway.wording import plural, roughly
+
+#: Outlooks of a queue that does not drain, in words.
+STUCK = {"paused": "is paused", "stalled": "is stalled", "growing": "will not drain"}
+NAMES = tuple(priority.value for priority in PRIORITIES)
+
+
+class Standing(NamedTuple):
+    """The queues as they stand."""
+
+    at: datetime
+    queues: tuple[QueueView, ...]
+    flows: dict[str, tuple[Series, tuple[int, ...]]]
+    workers: tuple[WorkerView, ...]
+
+    @property
+    def outlooks(self) -> dict[str, Outlook]:
+        return {queue.queue: outlook(queue, *self.flows[queue.queue]) for queue in self.queues}
+
+    @property
+    def alive(self) -> tuple[WorkerView, ...]:
+        return tuple(worker for worker in self.workers if worker.state in ("idle", "busy", "draining"))
+
+
+def read_standing(reader: Reader, range: str = "1h") -> Standing:
+    return Standing(
+        datetime.fromtimestamp(reader.database.now(), UTC),
+        reader.queues().queues,
+        read_queue_series(reader.database, range),
+        reader.workers().workers,
+    )
+
+
+def headline(standing: Standing) -> str:
+    """The answer as the title: whether the queues drain."""
+    looks = standing.outlooks
+    waiting = [queue for queue in standing.queues if queue.waiting]
+    if not waiting:
+        return "Nobody waits"
+    bad = [f"{queue.queue} {STUCK[looks[queue.queue].kind]}" for queue in waiting if looks[queue.queue].kind in STUCK]
+    clearing = [looks[queue.queue].seconds or 0.0 for queue in waiting if looks[queue.queue].kind == "clears"]
+    parts = []
+    if clearing:
+        latest = max(clearing)
+        when = "under a minute" if latest < 60 else f"about {roughly(latest)}"
+        parts.append(
+            f"{plural(len(clearing), 'queue')} will be empty in {when}"
+            if bad or len(clearing) < 4
+            else f"All clear in {when}"
+        )
+    parts += bad
+    return ", ".join(parts) if parts else f"{plural(sum(queue.waiting for queue in waiting), 'task')} wait"
+
+
+async def queues(pages: Pages, request: Request) -> Response:
+    found = await pages.site.read(read_standing, pages.site.reader)
+    return pages.answer(
+        request, "queues.html", now=found.at, refresh=10, found=found, headline=headline(found), looks=found.outlooks
+    )
+
+
+async def queue(pages: Pages, request: Request) -> Response:
+    name = request.path_params["name"]
+    if name not in NAMES:
+        raise NotFound(f"There is no queue {name[:40]!r}.", hint=f"There are {', '.join(NAMES)}.")
+    range = request.query_params.get("range", "1h")
+    range = range if range in RANGES else "1h"
+
+    def look(reader: Reader) -> tuple[Standing, Standing, Tasks, Tasks]:
+        return (
+            read_standing(reader), read_standing(reader, range), reader.tasks(queue=name, status="RUNNING", limit=20),
+            reader.tasks(queue=name, status="QUEUED", limit=20),
+        )  # fmt: skip
+
+    found, past, running, waiting = await pages.site.read(look, pages.site.reader)
+    one = next(each for each in found.queues if each.queue == name)
+    series, came = past.flows[name]
+    return pages.answer(
+        request, "queue.html", now=found.at, refresh=10, queue=one, look=found.outlooks[name], series=series, came=came,
+        ticks=ticks(series), running=running.tasks, waiting=waiting.tasks, range=range, ranges=tuple(RANGES),
+        serving=[worker for worker in found.alive if name in worker.queues],
+    )  # fmt: skip
+
+
+async def workers(pages: Pages, request: Request) -> Response:
+    found = await pages.site.read(read_standing, pages.site.reader)
+    return pages.answer(
+        request, "workers.html", now=found.at, refresh=10, workers=found.workers, alive=found.alive,
+        lost=[worker for worker in found.workers if worker.state == "lost"],
+        waiting=sum(queue.waiting for queue in found.queues if not queue.paused),
+    )  # fmt: skip
+
+
+async def tasks(pages: Pages, request: Request) -> Response:
+    asked = request.query_params
+    chosen = {name: asked.get(name) or None for name in ("status", "queue", "kind", "user_id", "before")}
+
+    def look(reader: Reader) -> Tasks:
+        return reader.tasks(**chosen)  # type: ignore[arg-type]  # the names are those of its parameters
+
+    page = await pages.site.read(look, pages.site.reader)
+    return pages.answer(
+        request, "tasks.html", refresh=15, page=page, chosen=chosen, statuses=[status.value for status in Status],
+        names=NAMES, filtered=any(value for name, value in chosen.items() if name != "before"),
+    )  # fmt: skip
+
+
+async def task(pages: Pages, request: Request) -> Response:
+    id, owner = request.path_params["id"], pages.site.user(request).owner
+
+    def look(reader: Reader) -> TaskSheet:
+        reader.queue.get(id, user_id=owner)  # another person's task is as missing as one that never was
+        return reader.task(id)
+
+    found = await pages.site.read(look, pages.site.reader)
+    return pages.answer(request, "task.html", refresh=5, found=found, task=found.task)
+
+
+class Own(NamedTuple):
+    """One person's work, and what it waits for."""
+
+    at: datetime
+    tasks: tuple[TaskView, ...]
+    paused: dict[str, QueueView]
+
+
+async def me(pages: Pages, request: Request) -> Response:
+    name = pages.site.user(request).name
+
+    def look(reader: Reader) -> Own:
+        paused = {queue.queue: queue for queue in reader.queues().queues if queue.paused}
+        at = datetime.fromtimestamp(reader.database.now(), UTC)
+        return Own(at, reader.tasks(user_id=name, limit=20).tasks, paused)
+
+    own = await pages.site.read(look, pages.site.reader)
+    running = [one for one in own.tasks if one.status == "RUNNING"]
+    queued = [one for one in own.tasks if one.status == "QUEUED"]
+    return pages.answer(
+        request, "me.html", now=own.at, refresh=5, running=running, queued=queued[::-1], paused=own.paused,
+        ended=[one for one in own.tasks if one.status not in ("RUNNING", "QUEUED")][:10], left=left,
+    )  # fmt: skip
+
+
+def left(task: TaskView, now: datetime) -> float | None:
+    """Seconds a running task will need at its pace so far; None while that cannot be said."""
+    if task.started_at is None or task.percent < 5:
+        return None
+    passed = (now - task.started_at).total_seconds()
+    return passed * (100 - task.percent) / task.percent if passed > 2 else None
+
+
+PAGES = {
+    "/queues": queues, "/queues/{name}": queue, "/workers": workers, "/tasks": tasks, "/tasks/{id}": task, "/me": me
+}  # fmt: skip

@@ -1,0 +1,193 @@
+"""From values to HTML: the templates, the words for numbers and times, and what every page has around it.
+
+Templates escape everything, and a name that is missing is an error, not an empty place. A page is answered with a
+content security policy that allows nothing inline and no other host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
+
+from headway import __version__
+from headway.errors import HeadwayError
+from headway.telemetry import redact
+from headway.web.pages import draw
+from headway.web.pages.static import Assets
+from headway.web.site import Site
+from headway.wording import duration, pace, plural, roughly
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+#: What stands where there is no value.
+NOTHING = "\u2013"
+
+#: The links on top: (path, text, key after g).
+LINKS = (
+    ("/", "Overview", "o"),
+    ("/jobs", "Jobs", "j"),
+    ("/queues", "Queues", "q"),
+    ("/workers", "Workers", "w"),
+    ("/dead", "Dead letters", "d"),
+    ("/states", "States", "s"),
+    ("/performance", "Performance", "p"),
+)
+#: Below the page: what is asked for less often.
+MORE = (
+    ("/tasks", "Tasks"),
+    ("/projects", "Projects"),
+    ("/activity", "Activity"),
+    ("/me", "My work"),
+    ("/about", "About"),
+)
+
+
+@lru_cache(1)
+def templates() -> Environment:
+    """The templates, compiled once in a process."""
+    made = Environment(
+        loader=PackageLoader("headway.web.pages"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.globals.update(draw=draw, version=__version__, links=LINKS, more=MORE, plural=plural, query=query)
+    made.filters.update(
+        num=num, dur=span, roughly=roughly, pace=pace, clock=clock, when=when, since=since, part=part, small=small,
+        mb=mb, words=words, q=lambda text: quote(str(text), safe=""),
+    )  # fmt: skip
+    return made
+
+
+class Pages:
+    """What pages are made with: the site, the templates, the assets."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.assets = Assets()
+
+    def answer(
+        self,
+        request: Request,
+        template: str,
+        *,
+        status: int = 200,
+        now: datetime | None = None,
+        refresh: int = 0,
+        **values: Any,
+    ) -> HTMLResponse:
+        """``template`` with ``values``. ``refresh``: seconds after which a script looks for what the socket does not say."""
+        site, user = self.site, self.site.user(request)
+        root = site.url(request, "")
+        moment = now or datetime.now(UTC)
+
+        def url(path: str) -> str:
+            return root + path
+
+        html = templates().get_template(template).render(
+            request=request, user=user, csrf=site.csrf(request), flash=site.flash(request), url=url, live=site.live,
+            asset=lambda name: root + self.assets.path(name), now=moment, refresh=refresh,
+            store=redact(site.database), later=lambda seconds: moment + timedelta(seconds=seconds),
+            here="/" + request.scope["path"].removeprefix(root).split("/")[1], **values,
+        )  # fmt: skip
+        return HTMLResponse(html, status, HEADERS)
+
+    def failed(self, request: Request, error: HeadwayError, status: int) -> HTMLResponse:
+        """A page about an error. A store that is away is not an empty one: nothing is shown that could be taken for zero."""
+        return self.answer(request, "error.html", status=status, error=error, away=status == 503)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Words
+
+
+def num(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def small(value: float | None) -> str:
+    """A rate with as many digits as it deserves."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 0.95 or value == 0 else f"{value:.2f}"
+
+
+def part(done: float, total: float) -> str:
+    """A percentage that never says 100 before it is all, nor 0 when there is something."""
+    if not total:
+        return "0%"
+    value = 100 * done / total
+    if done < total:
+        value = min(value, 99.9)
+    return f"{value:.0f}%" if value in (0, 100) else f"{max(value, 0.1):.1f}%"
+
+
+def span(seconds: float | None) -> str:
+    if seconds is None:
+        return NOTHING
+    if seconds < 0.0095:
+        return f"{seconds * 1000:.1f} ms"
+    if seconds < 0.95:
+        return f"{seconds * 1000:.0f} ms"
+    return duration(seconds)
+
+
+def words(message: str) -> str:
+    """A message without the coloured circle it may begin with: the page has a sign of its own."""
+    return message.lstrip("\U0001f534\U0001f7e2\U0001f7e1⚫ ")
+
+
+def mb(size: int | None) -> str:
+    return NOTHING if size is None else f"{size / 1e6:,.0f} MB"
+
+
+def clock(at: datetime | None) -> str:
+    return NOTHING if at is None else f"{at.astimezone(UTC):%H:%M}"
+
+
+def when(at: datetime | None, now: datetime) -> str:
+    """``15:31`` today, ``Friday 15:31`` this week, else ``2 Nov 15:31``."""
+    if at is None:
+        return NOTHING
+    at = at.astimezone(UTC)
+    days = (now.astimezone(UTC).date() - at.date()).days
+    if days == 0:
+        return f"{at:%H:%M}"
+    if days == 1:
+        return f"yesterday {at:%H:%M}"
+    if 1 < days < 7:
+        return f"{at:%A %H:%M}"
+    return f"{at.day} {at:%b %H:%M}" if at.year == now.year else f"{at.day} {at:%b %Y}"
+
+
+def since(at: datetime, now: datetime) -> str:
+    """``14 s ago``; nothing is ever in the future."""
+    seconds = max(0.0, (now - at).total_seconds())
+    return (
+        "now" if seconds < 1 else f"{duration(round(seconds) if seconds < 10 else seconds).replace('.0 s', ' s')} ago"
+    )
+
+
+def query(request: Request, **changes: object) -> Markup:
+    """The address's own question with ``changes``; an empty value leaves its name out."""
+    values: Mapping[str, object] = {**request.query_params, **changes}
+    kept = {name: value for name, value in values.items() if value not in (None, "")}
+    return Markup("?") + urlencode(kept)

@@ -1,0 +1,184 @@
+// What every page does besides showing itself: theme, dialogs, keys, and the live line.
+const $ = (selector, root = document) => root.querySelector(selector);
+const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
+const number = new Intl.NumberFormat("en");
+const root = document.documentElement;
+const kept = { get: name => { try { return localStorage[name]; } catch { return undefined; } }, set: (name, value) => { try { localStorage[name] = value; } catch { /* private mode: not kept */ } } };
+
+// ---- theme: follows the system until somebody chooses
+const theme = () => root.dataset.theme || (matchMedia("(prefers-color-scheme:dark)").matches ? "dark" : "light");
+for (const button of $$("[data-theme-toggle]")) {
+  button.hidden = false;
+  const say = () => { button.textContent = theme() === "dark" ? "Light" : "Dark"; button.setAttribute("aria-label", `Switch to the ${button.textContent.toLowerCase()} theme`); };
+  button.addEventListener("click", () => { kept.set("theme", root.dataset.theme = theme() === "dark" ? "light" : "dark"); say(); });
+  say();
+}
+
+// ---- things that are made of HTML once more when the page is renewed
+function wire(part) {
+  for (const button of $$("[data-copy]", part)) {
+    button.hidden = false;
+    button.onclick = async () => {
+      const code = $("code", button.parentElement);
+      try { await navigator.clipboard.writeText(code.textContent); button.textContent = "Copied"; } catch { getSelection().selectAllChildren(code); button.textContent = "Selected"; }
+      setTimeout(() => { button.textContent = "Copy"; }, 2000);
+    };
+  }
+  if (!("commandForElement" in HTMLButtonElement.prototype)) // older browsers
+    for (const button of $$("[commandfor]", part)) button.onclick = () => { const dialog = document.getElementById(button.getAttribute("commandfor")); button.getAttribute("command") === "close" ? dialog.close() : dialog.showModal(); };
+  for (const button of $$("[data-keys]", part)) {
+    button.hidden = false;
+    const say = () => { button.textContent = kept.get("keys") === "off" ? "Switch single keys on" : "Switch single keys off"; };
+    button.onclick = () => { kept.set("keys", kept.get("keys") === "off" ? "on" : "off"); say(); };
+    say();
+  }
+}
+wire(document);
+
+// ---- keys
+let going = 0;
+addEventListener("keydown", event => {
+  if (kept.get("keys") === "off" || event.metaKey || event.ctrlKey || event.altKey) return;
+  if (event.target.closest("input,select,textarea,dialog,[data-map]")) return;
+  if (event.key === "/" && $(".find")) { $(".find").focus(); event.preventDefault(); return; }
+  if (event.key === "?") { const about = $$("footer a").find(link => link.textContent === "About"); if (about) location.href = about.href; return; }
+  const link = going && Date.now() - going < 1000 ? $(`[data-go="${CSS.escape(event.key)}"]`) : null;
+  if (link) { location.href = link.href; return; }
+  if (event.key === "j" || event.key === "k") {
+    const rows = $$("main tbody th a, main summary, main .al a"), at = rows.indexOf(document.activeElement);
+    rows[Math.max(0, Math.min(rows.length - 1, at + (event.key === "j" ? 1 : -1)))]?.focus();
+    event.preventDefault();
+  }
+  going = event.key === "g" ? Date.now() : 0;
+});
+
+// ---- live
+// The socket says what stands now. Numbers that a page shows (data-v) are put in their place together, once per frame;
+// when the shape of the page may have changed, it is asked for again. A page that hears nothing for 6 s says so.
+const pill = $("[data-live]"), main = $("#main"), banner = $("#stale");
+const SILENCE = 6000, watch = (main.dataset.watch || "").split(" ").filter(Boolean), refresh = +pill.dataset.refresh * 1000;
+let state = {}, seq = "", heard = performance.now(), tries = 0, socket = null, dirty = false, renewed = performance.now(), asked = false;
+
+function value(path) { // section/id/field; an id may contain slashes
+  const names = path.split("/"), section = names[0], field = names.at(-1), id = names.slice(1, -1).join("/");
+  return state[section]?.[id]?.[field];
+}
+const percent = (done, total) => { if (!total) return "0%"; let p = 100 * done / total; if (done < total) p = Math.min(p, 99.9); return p === 0 || p === 100 ? `${p}%` : `${Math.max(p, 0.1).toFixed(1)}%`; };
+const forms = {
+  num: v => number.format(v),
+  percent: v => `${Math.round(v)}%`,
+  part: (v, node) => { const job = value(node.dataset.v.replace(/percent$/, "done")), total = value(node.dataset.v.replace(/percent$/, "total")); return percent(job, total); },
+  minus: (v, node) => number.format(v - +node.dataset.minus),
+};
+function patch() {
+  for (const node of $$("[data-v]")) {
+    const now = value(node.dataset.v);
+    if (now === undefined || now === null) continue;
+    const text = forms[node.dataset.f](now, node);
+    if (node.textContent !== text) node.textContent = text;
+  }
+  for (const node of $$("[data-bar]")) {
+    const names = node.dataset.bar.split("/"), job = state[names[0]]?.[names.slice(1).join("/")], svg = $("svg", node);
+    if (job && svg) bar(svg, job, +node.dataset.kept, +node.dataset.h);
+  }
+}
+function bar(svg, job, kept, h) { // as draw.bar does it on the server
+  let x = 0;
+  const total = Math.max(1, job.total), put = (cls, left, top, width, tall) => { const r = document.createElementNS("http://www.w3.org/2000/svg", "rect"); for (const [k, v] of Object.entries({ class: `f-${cls}`, x: left, y: top, width, height: tall })) r.setAttribute(k, v); return r; };
+  const parts = [put("pend", 0, 0, 1000, h)];
+  for (const [cls, count, top, tall] of [["kept", kept, 0, h], ["done", job.done - kept, 0, h], ["retry", job.retrying, h * 0.4, h * 0.6], ["dead", job.dead, -2, h + 4]]) {
+    if (count <= 0) continue;
+    const width = Math.max(5, Math.min(1000, count / total * 1000));
+    x = Math.min(x, 1000 - width);
+    parts.push(put(cls, x, top, width, tall));
+    x += width;
+    if ((cls === "kept" || cls === "done") && x < 1000) { parts.push(put("bg", x, 0, 2, h)); x += 2; }
+  }
+  svg.replaceChildren(...parts);
+}
+
+function merge(message) {
+  let touched = false;
+  if (message.full) { state = message.full; touched = true; }
+  for (const [section, entries] of Object.entries(message.delta || {})) {
+    state[section] ??= {};
+    for (const [id, entry] of Object.entries(entries)) {
+      const before = state[section][id];
+      if (entry === null) delete state[section][id]; else state[section][id] = entry;
+      if (watch.includes(section) || watch.includes(`${section}/${id}`)) {
+        dirty = true;
+        // What is there, or how it stands, changed: look at once. A number that grew is patched.
+        if (entry === null || before === undefined || ["status", "state", "paused", "dead", "holder"].some(name => JSON.stringify(before[name]) !== JSON.stringify(entry[name]))) touched = true;
+      }
+    }
+  }
+  return touched && !message.full;
+}
+
+async function renew() {
+  if (asked || document.hidden || $("dialog[open]") || $("main :is(input,select,textarea):focus")) return;
+  asked = true; dirty = false;
+  try {
+    const answer = await fetch(location.href, { headers: { accept: "text/html" }, credentials: "same-origin" });
+    if (!answer.ok && answer.status !== 503) return;
+    const fresh = new DOMParser().parseFromString(await answer.text(), "text/html"), next = $("#main", fresh);
+    if (!next || $("dialog[open]")) return;
+    morph(main, next);
+    document.title = fresh.title;
+    for (const name of ["#asof"]) if ($(name, fresh) && $(name)) $(name).textContent = $(name, fresh).textContent;
+    wire(main); patch();
+    document.dispatchEvent(new Event("renewed"));
+  } catch { /* the pill says that there is no connection */ } finally { asked = false; renewed = performance.now(); }
+}
+// The new page is laid over the old one, node by node, so that focus, scrolling and what is unfolded stay as they are.
+function morph(old, next) {
+  const a = [...old.childNodes], b = [...next.childNodes];
+  b.forEach((node, place) => {
+    const mine = a[place];
+    if (!mine) old.append(node.cloneNode(true));
+    else if (mine.nodeType !== node.nodeType || mine.nodeName !== node.nodeName) mine.replaceWith(node.cloneNode(true));
+    else if (mine.nodeType === Node.TEXT_NODE) { if (mine.data !== node.data) mine.data = node.data; }
+    else if (mine.nodeType === Node.ELEMENT_NODE) {
+      if (mine.id === "stale" || mine.classList.contains("say") && mine.dataset.told) return;
+      for (const { name, value } of node.attributes) if (mine.getAttribute(name) !== value && !(name === "open")) mine.setAttribute(name, value);
+      for (const { name } of [...mine.attributes]) if (!node.hasAttribute(name) && name !== "open" && name !== "tabindex") mine.removeAttribute(name);
+      morph(mine, node);
+    }
+  });
+  for (const extra of a.slice(b.length)) extra.remove();
+}
+
+function say(text, look) { if (pill.textContent !== text) pill.textContent = text; const cls = `live s ${look}`; if (pill.className !== cls) pill.className = cls; }
+function tell() {
+  const silent = performance.now() - heard, away = state.store?.database?.error;
+  const stale = silent > SILENCE || Boolean(away);
+  document.body.classList.toggle("stale", stale);
+  banner.hidden = !stale;
+  if (away) { say("Store unreachable", "s-lost bad"); $("p", banner).firstChild.data = `${away} What is below is from `; }
+  else if (silent > SILENCE) say(socket?.readyState === WebSocket.OPEN ? `No news for ${Math.round(silent / 1000)} s` : "Disconnected, trying again", "s-lost bad");
+  else if (seq) say("Live", "s-ok pulse");
+}
+
+function connect() {
+  if (document.hidden) return;
+  const url = new URL(pill.dataset.live, location.href);
+  url.protocol = location.protocol === "https:" ? "wss:" : "ws:";
+  if (seq) url.searchParams.set("since", seq);
+  socket = new WebSocket(url);
+  socket.onmessage = event => {
+    const message = JSON.parse(event.data);
+    heard = performance.now(); tries = 0; seq = message.seq;
+    const shape = merge(message);
+    requestAnimationFrame(() => { patch(); tell(); });
+    const waited = performance.now() - renewed;
+    if (shape && waited > 1000) setTimeout(renew, Math.random() * 500);
+    else if (refresh && waited > refresh && (dirty || !watch.length)) renew();
+    else if (shape) renewed -= refresh; // with the next message
+    const time = $("time", banner);
+    if (message.at && !state.store?.database?.error && time) time.textContent = message.at.slice(11, 19);
+  };
+  socket.onclose = () => { socket = null; if (!document.hidden) setTimeout(connect, Math.min(15000, 500 * 2 ** tries++) * (0.5 + Math.random())); };
+}
+document.addEventListener("visibilitychange", () => { if (document.hidden) socket?.close(); else { heard = performance.now(); if (!socket) connect(); } });
+setInterval(() => { if (!document.hidden) tell(); }, 1000);
+connect();

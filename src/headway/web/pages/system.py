@@ -1,0 +1,166 @@
+"""What surrounds the work: finish lines, states, speed, who did what, and how this installation is set up."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headway.errors import InvalidInput
+from headway.states import FINISHED
+from headway.views.activity import Activity, ProjectPage, read_activity, read_projects
+from headway.views.performance import Performance, read_performance
+from headway.views.reading import Reader
+from headway.views.records import Settings, read_settings
+from headway.views.states import State, States, StatesJobs
+from headway.web.pages.render import Pages
+
+#: Tasks and tags a matrix shows at most; of larger jobs those that decide: errors first, then the lowest.
+ROWS, TAGS = 60, 8
+LONG_AGO = datetime.fromtimestamp(0, UTC)
+
+
+def _number(text: str | None) -> int | None:
+    if not text:
+        return None
+    if not text.isascii() or not text.isdecimal() or len(text) > 18:
+        raise InvalidInput(f"{text[:40]!r} is no place in this list.", hint="Begin again from the first page.")
+    return int(text)
+
+
+async def projects(pages: Pages, request: Request) -> Response:
+    before = _number(request.query_params.get("before"))
+
+    def look(reader: Reader) -> ProjectPage:
+        return read_projects(reader.database, before=before)
+
+    page = await pages.site.read(look, pages.site.reader)
+    return pages.answer(request, "projects.html", refresh=10, page=page, before=before)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# States
+
+
+class Row(NamedTuple):
+    """One task of the matrix."""
+
+    task: int
+    cells: tuple[State | None, ...]
+    lowest: int
+
+
+class Matrix(NamedTuple):
+    """Tasks by tags."""
+
+    tags: tuple[str, ...]
+    rows: tuple[Row, ...]
+    #: Index of the row that decides for each tag; none where everybody has finished.
+    decides: tuple[int | None, ...]
+    left_out: int
+
+
+def matrix(found: States) -> Matrix:
+    """A warning (-2) is lower than an error (-1), but an error is what somebody must see: errors come first."""
+    tags = tuple(sorted({state.tag for state in found.states}))[:TAGS] or ("",)
+    by_task: dict[int, dict[str, State]] = {}
+    for state in found.states:
+        by_task.setdefault(state.task_id, {})[state.tag] = state
+    tasks = range(found.num_tasks) if found.num_tasks <= ROWS else sorted(by_task)
+    rows = []
+    for task in tasks:
+        own = by_task.get(task, {})
+        cells = tuple(own.get(tag) for tag in tags)
+        rows.append(Row(task, cells, min((state.status for state in own.values()), default=0)))
+    shown = rows
+    if len(rows) > ROWS:
+        worst = sorted(rows, key=lambda row: (row.lowest >= 0, row.lowest, row.task))[:ROWS]
+        shown = sorted(worst, key=lambda row: row.task)
+    decides = []
+    for column in range(len(tags)):
+        levels = [(_status(row.cells[column]), place) for place, row in enumerate(shown)]
+        lowest = min(levels, default=(FINISHED, 0))
+        decides.append(None if lowest[0] == FINISHED else lowest[1])
+    return Matrix(tags, tuple(shown), tuple(decides), found.num_tasks - len(shown))
+
+
+def _status(state: State | None) -> int:
+    return 0 if state is None else state.status
+
+
+async def states(pages: Pages, request: Request) -> Response:
+    def look(reader: Reader) -> StatesJobs:
+        return reader.states_jobs()
+
+    found = await pages.site.read(look, pages.site.reader)
+    jobs = sorted(found.jobs, key=lambda job: job.created_at or LONG_AGO, reverse=True)[:200]
+    return pages.answer(request, "states.html", refresh=15, jobs=jobs)
+
+
+async def states_job(pages: Pages, request: Request) -> Response:
+    id = request.path_params["id"]
+
+    def look(reader: Reader) -> States:
+        return reader.states(id)
+
+    found = await pages.site.read(look, pages.site.reader)
+    errors = [state for state in found.states if state.status == -1]
+    latest = sorted(found.states, key=lambda state: state.timestamp or LONG_AGO, reverse=True)
+    return pages.answer(
+        request, "states_job.html", refresh=3, found=found, matrix=matrix(found), errors=errors, latest=latest[:12],
+        finished=FINISHED, own_progress=own_progress,
+    )  # fmt: skip
+
+
+def own_progress(state: State | None) -> int:
+    """How long a bar is drawn: a status of one's own from 1 to 99 is taken as a percentage."""
+    if state is None or state.status <= 0:
+        return 0
+    return min(100, state.status)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+async def performance(pages: Pages, request: Request) -> Response:
+    range = request.query_params.get("range", "24h")
+    range = range if range in ("1h", "24h", "7d") else "24h"
+
+    def look(reader: Reader) -> tuple[Performance, ...]:
+        return read_performance(reader.database, range)
+
+    found = await pages.site.read(look, pages.site.reader)
+    slowest = max((one.run.p99 for one in found if one.run), default=1.0)
+    return pages.answer(request, "performance.html", refresh=30, found=found, range=range, slowest=slowest)
+
+
+async def activity(pages: Pages, request: Request) -> Response:
+    asked = request.query_params
+    job, actor, before = asked.get("job", "").strip(), asked.get("actor", "").strip(), _number(asked.get("before"))
+
+    def look(reader: Reader) -> Activity:
+        return read_activity(reader.database, job=job, actor=actor, before=before)
+
+    page = await pages.site.read(look, pages.site.reader)
+    return pages.answer(request, "activity.html", page=page, job=job, actor=actor, before=before)
+
+
+async def about(pages: Pages, request: Request) -> Response:
+    site = pages.site
+
+    def look(reader: Reader) -> tuple[Settings, str, int, float]:
+        database = reader.database
+        began = datetime.now(UTC).timestamp()
+        at = database.now()
+        return read_settings(site.settings), database.name, database.size(), at - began
+
+    settings, name, size, skew = await site.read(look, site.reader)
+    return pages.answer(request, "about.html", settings=settings.settings, name=name, size=size, skew=skew)
+
+
+PAGES = {
+    "/projects": projects, "/states": states, "/states/{id}": states_job, "/performance": performance,
+    "/activity": activity, "/about": about,
+}  # fmt: skip

@@ -1,0 +1,273 @@
+"""The pages in a real browser: accessible in every theme and width, by keyboard, live, and honest when there is no news."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any, Self
+
+import pytest
+import uvicorn
+from axe_playwright_python.base import AXE_FILE_PATH  # type: ignore[import-untyped]  # it has no types
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from headway.ledger import Done, Ledger
+from tests.services.chromium import find
+from tests.services.waiting import eventually
+from tests.web import scene
+from tests.web.scene import INVOICES
+from tests.web.stage import Stage
+
+PATHS = (
+    "/", "/jobs", f"/jobs/{INVOICES}", f"/jobs/{INVOICES}/items?state=dead&cause=2", f"/jobs/{INVOICES}/items/DEAD", "/dead",
+    "/queues", "/queues/urgent", "/workers", "/tasks?status=QUEUED&queue=urgent", "/tasks/FAILED", "/me", "/projects",
+    "/states", "/states/nightly", "/performance", "/activity", "/about", "/jobs/nope",
+)  # fmt: skip
+#: The checker itself; a page gets it once and is looked at several times.
+AXE = AXE_FILE_PATH.read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """The machine's Chromium; make test installs one where there is none."""
+    path = find()
+    if path is None:
+        pytest.skip("no Chromium on PATH; install it: apt-get install chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+class Served:
+    """A stage on a port of its own."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.server = uvicorn.Server(uvicorn.Config(stage.app(), port=0, log_level="error", lifespan="off"))
+        self.thread = threading.Thread(target=self.server.run)
+
+    def __enter__(self) -> Self:
+        self.thread.start()
+        eventually(lambda: self.server.started, timeout=30)
+        port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.address = f"http://127.0.0.1:{port}"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        self.server.force_exit = True
+        self.thread.join(10)
+        self.stage.site.close()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    url = f"sqlite:///{tmp_path_factory.mktemp('browser')}/headway.db"
+    scene.lively(url, items=3000)
+    with Served(Stage(url)) as made:
+        yield made
+
+
+@pytest.fixture
+def stage(served: Served) -> Stage:
+    stage = served.stage
+    stage.role, stage.name, stage.silent, stage.away = "admin", "teo", False, ""
+    return stage
+
+
+class Visit:
+    """One tab, with what went wrong in it."""
+
+    def __init__(self, browser: Browser, address: str, **options: Any) -> None:
+        self.context = browser.new_context(base_url=address, **options)
+        self.page: Page = self.context.new_page()
+        self.page.set_default_timeout(15_000)
+        self.wrong: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda said: self.wrong.append(said.text) if said.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.context.close()
+
+
+def whole(path: str, stage: Stage) -> str:
+    """A path with what its names stand for."""
+    reader = stage.site.reader
+    if "FAILED" in path:
+        path = path.replace("FAILED", reader.tasks(status="FAILED").tasks[0].id)
+    if "DEAD" in path:
+        letters = reader.dead_items(INVOICES, limit=1).causes[0].items
+        path = path.replace("DEAD", str(letters[0].idx))  # type: ignore[index]  # they were asked for
+    return path
+
+
+LOOKS: tuple[tuple[str, int, list[str] | None], ...] = (
+    # theme, width, rules that may come out otherwise than in the look before (None: all)
+    ("light", 1280, None),
+    ("dark", 1280, ["color-contrast"]),
+    (
+        "light",
+        390,
+        ["scrollable-region-focusable", "target-size"],
+    ),
+    ("light", 320, []),
+)
+
+
+def look(page: Page, theme: str, width: int, rules: list[str] | None) -> list[str]:
+    """What is wrong with a page as it is seen so."""
+    page.emulate_media(color_scheme=theme, reduced_motion="reduce")  # type: ignore[arg-type]  # light or dark
+    page.set_viewport_size({"width": width, "height": 800})
+    wide = page.evaluate("document.documentElement.scrollWidth")
+    wrong = [f"it is {wide} px wide"] if wide > width else []
+    if rules != []:
+        options: dict[str, Any] = {"resultTypes": ["violations"]}
+        if rules:
+            options["runOnly"] = {"type": "rule", "values": rules}
+        found = page.evaluate("options => axe.run(document, options)", options)
+        wrong += [f"{one['id']}: {one['nodes'][0]['html'][:160]}" for one in found["violations"]]
+    return wrong
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_page_is_accessible_in_both_themes_and_every_width(
+    chromium: Browser, served: Served, stage: Stage, path: str
+):
+    with Visit(chromium, served.address) as visit:
+        visit.page.goto(whole(path, stage))
+        visit.page.evaluate(AXE)
+        found = {
+            f"{theme} {width}": wrong
+            for theme, width, rules in LOOKS
+            if (wrong := look(visit.page, theme, width, rules))
+        }
+        wrong = [text for text in visit.wrong if "404" not in text]  # of the page that is not there
+        assert (found, wrong) == ({}, [])
+        assert {url.split("/")[2] for url in visit.asked if url.startswith("http")} == {served.address.split("/")[2]}
+
+
+def test_the_first_load_takes_few_requests_and_little_time_to_settle(chromium: Browser, served: Served, stage: Stage):
+    with Visit(chromium, served.address) as visit:
+        visit.page.goto("/")
+        expect(visit.page.locator(".live")).to_have_text("Live")
+        assert len([url for url in visit.asked if url.startswith("http")]) <= 8
+        shift = visit.page.evaluate(
+            "new Promise(done => new PerformanceObserver(list => done(list.getEntries().reduce((sum, e) => sum + e.value, 0)))"
+            ".observe({type: 'layout-shift', buffered: true}) || setTimeout(() => done(0), 300))"
+        )
+        assert shift <= 0.02
+
+
+def test_numbers_move_without_a_reload_and_together_with_their_bar(chromium: Browser, served: Served, stage: Stage):
+    with Visit(chromium, served.address) as visit, Ledger.open(stage.url) as ledger:
+        visit.page.goto("/jobs")
+        expect(visit.page.locator(".live")).to_have_text("Live")
+        row = visit.page.locator("tr", has_text="nightly-export")
+        before = row.locator(".f-done").get_attribute("width")
+        expect(row.locator("[data-v$='/done']")).to_have_text("310")
+        ledger.job("nightly-export").record([Done(idx) for idx in range(310, 630)])
+        expect(row.locator("[data-v$='/done']")).to_have_text("630")
+        expect(row.locator("[data-v$='/percent']")).to_have_text("78.8%")
+        assert float(row.locator(".f-done").get_attribute("width") or 0) > float(before or 0)
+        assert not visit.wrong
+
+
+def test_a_page_without_news_says_so_within_six_seconds_and_recovers(chromium: Browser, served: Served, stage: Stage):
+    with Visit(chromium, served.address) as visit:
+        visit.page.clock.install()
+        visit.page.goto("/")
+        visit.page.clock.run_for(1000)
+        expect(visit.page.locator(".live")).to_have_text("Live")
+        expect(visit.page.locator("#stale")).to_be_hidden()
+        stage.silent = True
+        visit.page.wait_for_timeout(300)  # what was under way has arrived
+        visit.page.clock.run_for(7500)
+        expect(visit.page.locator("#stale")).to_be_visible()
+        expect(visit.page.locator(".live")).to_contain_text("No news for")
+        expect(visit.page.locator("body")).to_have_class("stale")
+        stage.silent = False
+        visit.page.wait_for_timeout(300)
+        visit.page.clock.run_for(1500)
+        expect(visit.page.locator("#stale")).to_be_hidden()
+        expect(visit.page.locator(".live")).to_have_text("Live")
+
+
+def test_a_store_that_is_away_is_said_in_red_and_nothing_is_green(chromium: Browser, served: Served, stage: Stage):
+    with Visit(chromium, served.address) as visit:
+        visit.page.goto("/")
+        expect(visit.page.locator(".live")).to_have_text("Live")
+        stage.away = "The database does not answer."
+        expect(visit.page.locator("#stale")).to_contain_text("The database does not answer.")
+        expect(visit.page.locator(".live")).to_have_text("Store unreachable")
+
+
+def test_what_an_operator_does_works_by_keyboard(chromium: Browser, served: Served, stage: Stage):
+    with Visit(chromium, served.address) as visit:
+        page = visit.page
+        page.goto("/")
+        page.keyboard.press("/")
+        page.keyboard.type("inv-2025-000003")
+        page.keyboard.press("Enter")
+        page.wait_for_url(f"**/jobs/{INVOICES}/items/inv-2025-000003")
+        page.keyboard.press("g")
+        page.keyboard.press("d")
+        page.wait_for_url("**/dead")
+        opener = page.get_by_role("button", name="Retry").first
+        opener.focus()
+        page.keyboard.press("Enter")
+        dialog = page.locator("dialog[open]")
+        expect(dialog).to_contain_text("Nothing else is touched")
+        expect(dialog.locator("form")).to_have_attribute("action", "/actions/retry")
+        page.keyboard.press("Escape")
+        expect(page.locator("dialog[open]")).to_have_count(0)
+        expect(opener).to_be_focused()
+        page.goto("/jobs")
+        page.keyboard.press("j")
+        expect(page.locator("tbody th a").first).to_be_focused()
+        page.goto("/about")
+        page.get_by_role("button", name="Switch single keys off").click()
+        page.keyboard.press("g")
+        page.keyboard.press("d")
+        expect(page).to_have_url(f"{served.address}/about")
+        assert not visit.wrong
+
+
+def test_the_item_map_is_read_by_arrow_keys_and_leads_to_its_items(chromium: Browser, served: Served, stage: Stage):
+    with Visit(chromium, served.address) as visit:
+        page = visit.page
+        page.goto(f"/jobs/{INVOICES}")
+        page.locator("svg.wide").focus()
+        page.keyboard.press("ArrowRight")
+        expect(page.locator(".map .say")).to_contain_text("Items 5 to 9")
+        page.keyboard.press("x")
+        expect(page.locator(".map .say")).to_contain_text("dead")
+        page.keyboard.press("Enter")
+        page.wait_for_url("**/items?from=*&state=dead")
+        expect(page.locator("tbody tr").first).to_contain_text("dead")
+
+
+def test_without_a_script_a_page_is_whole_and_a_dialog_still_opens(chromium: Browser, served: Served, stage: Stage):
+    with Visit(chromium, served.address, java_script_enabled=False) as visit:
+        page = visit.page
+        page.goto("/")
+        expect(page.locator(".live")).to_contain_text("Snapshot")
+        expect(page.locator("h1")).to_contain_text("need you")
+        expect(page.locator("svg.ch")).to_be_visible()
+        expect(page.locator("[data-theme-toggle]")).to_be_hidden()
+        page.goto("/dead")
+        page.get_by_role("button", name="Retry").first.click()
+        expect(page.locator("dialog").first).to_be_visible()
+
+
+def test_the_chosen_theme_stays(chromium: Browser, served: Served, stage: Stage):
+    with Visit(chromium, served.address, color_scheme="light") as visit:
+        visit.page.goto("/about")
+        visit.page.get_by_role("button", name="Switch to the dark theme").click()
+        visit.page.goto("/jobs")
+        expect(visit.page.locator("html")).to_have_attribute("data-theme", "dark")

@@ -1,0 +1,416 @@
+"""The pages as HTML: whole without a script, true to the store, safe with whatever text is in it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import urljoin, urlsplit
+
+import pytest
+from starlette.testclient import TestClient
+
+from headway.failure import Failure
+from headway.ledger import Failed, Ledger, NewItem
+from headway.ledger.values import Done
+from headway.queue import records
+from headway.queue.values import Priority
+from headway.web.pages.static import Assets
+from headway.web.site import Flash
+from tests.web import scene
+from tests.web.scene import HOSTILE, INVOICES
+from tests.web.stage import Stage
+
+PATHS = (
+    "/", "/?range=24h", "/?range=7d", "/jobs", "/jobs?state=completed", f"/jobs/{INVOICES}", "/jobs/thumbnails-october",
+    "/jobs/nightly-export", f"/jobs/{INVOICES}/items", f"/jobs/{INVOICES}/items?state=dead&cause=1",
+    f"/jobs/{INVOICES}/items?state=retrying", f"/jobs/{INVOICES}/items/inv-2025-000003", "/dead", "/queues",
+    "/queues/normal", "/queues/low?range=24h", "/workers", "/tasks", "/tasks?status=FAILED", "/me", "/projects",
+    "/states", "/states/nightly", "/performance", "/performance?range=1h", "/activity", "/about",
+)  # fmt: skip
+#: What the application serves beside the pages.
+NOT_OURS = ("/api/", "/metrics", "/healthz", "/readyz", "/actions/")
+
+
+class Page(HTMLParser):
+    """What a test looks at: the tags with their attributes, the links, the text."""
+
+    VOID = frozenset({"meta", "link", "input", "br", "img", "rect", "path", "line", "circle", "polyline", "hr"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.parts: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+
+    def handle_data(self, data: str) -> None:
+        self.parts.append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", "".join(self.parts))
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("lively") / "headway.db"
+    scene.lively(f"sqlite:///{path}", items=6000)
+    return f"sqlite:///{path}"
+
+
+@pytest.fixture(scope="module")
+def _made(url: str) -> Iterator[tuple[Stage, TestClient]]:
+    stage = Stage(url)
+    with TestClient(stage.app(), follow_redirects=False) as client:
+        yield stage, client
+    stage.site.close()
+
+
+@pytest.fixture
+def stage(_made: tuple[Stage, TestClient]) -> Stage:
+    stage, _ = _made
+    stage.role, stage.name, stage.flash = "operator", "ana", None
+    return stage
+
+
+@pytest.fixture
+def client(stage: Stage, _made: tuple[Stage, TestClient]) -> TestClient:
+    return _made[1]
+
+
+def read(client: TestClient, path: str, status: int = 200) -> Page:
+    answer = client.get(path)
+    assert answer.status_code == status, (path, answer.text[:300])
+    return Page(answer.text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every page
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_page_is_whole_and_allows_nothing_inline(client: TestClient, path: str):
+    answer = client.get(path)
+    assert answer.status_code == 200
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert answer.headers["cache-control"] == "no-store"
+    page = Page(answer.text)
+    assert len(page.all("h1")) == 1
+    assert page.all("html") == [{"lang": "en"}]
+    assert "Snapshot" in page.text
+    for tag, attributes in page.tags:
+        assert "style" not in attributes, (tag, attributes)
+        assert not [name for name in attributes if name.startswith("on")], (tag, attributes)
+        assert tag != "style"
+        if tag == "script":
+            assert attributes["src"].startswith("/static/")  # type: ignore[union-attr]  # else it is inline
+    for name in ("src", "href", "action"):
+        for _, attributes in page.tags:
+            value = attributes.get(name)
+            assert value is None or not urlsplit(value).netloc, value
+    ids = [attributes["id"] for _, attributes in page.tags if attributes.get("id")]
+    assert len(ids) == len(set(ids)), ids
+
+
+def test_every_page_is_the_same_on_postgresql(postgres_url: str):
+    scene.lively(postgres_url, items=300)
+    stage = Stage(postgres_url, role="admin")
+    with TestClient(stage.app(), follow_redirects=False) as client:
+        for path in PATHS:
+            assert len(read(client, path).all("h1")) == 1
+        page = read(client, "/")
+        assert "paused by tomas" in page.text
+        assert "worker-d on db-b stopped answering" in page.text
+        assert client.get("/find?q=inv-2025-000003").headers["location"] == f"/jobs/{INVOICES}/items/inv-2025-000003"
+    stage.site.close()
+
+
+def test_every_link_of_every_page_leads_somewhere(client: TestClient):
+    """From the overview on, each address once; a page of a list is looked at, not followed to its end."""
+    seen: set[str] = set()
+    ahead = ["/"]
+    while ahead and len(seen) < 150:
+        path = ahead.pop()
+        shape = re.sub(r"\d+|[0-9a-f]{12,}|inv-\S+|page-\S+|row-\S+|img-\S+", "N", path)
+        if shape in seen or path.startswith(NOT_OURS):
+            continue
+        seen.add(shape)
+        answer = client.get(path)
+        assert answer.status_code in (200, 303), path
+        for link in Page(answer.text).all("a"):
+            target = urlsplit(urljoin(path, link["href"] or path))
+            ahead.append(f"{target.path}?{target.query}" if target.query else target.path)
+    assert {"/jobs", "/queues", "/workers", "/dead", "/states", "/performance", "/tasks", "/projects", "/activity", "/me",
+            "/about"} <= seen  # fmt: skip
+
+
+def test_a_page_with_its_style_sheet_and_scripts_is_small(client: TestClient):
+    assets = Assets()
+    for path in ("/", f"/jobs/{INVOICES}", "/dead", "/queues"):
+        page = client.get(path)
+        names = re.findall(r'(?:src|href)="(/static/[^"]+)"', page.text)
+        whole = len(page.content) + sum(
+            len(client.get(name, headers={"accept-encoding": ""}).content) for name in names
+        )
+        packed = len(gzip.compress(page.content)) + sum(len(gzip.compress(client.get(name).content)) for name in names)
+        assert 1 + len(names) <= 6
+        assert whole <= 60_000, (path, whole)
+        assert packed <= 20_000, (path, packed)
+    assert assets.path("app.css") in client.get("/").text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What they say
+
+
+def test_the_overview_says_first_what_needs_somebody(client: TestClient):
+    page = read(client, "/")
+    assert re.search(r"\d things need you", page.text)
+    for word in ("Worker lost", "New error", "Paused"):
+        assert word in page.text
+    assert "worker-d on db-b stopped answering" in page.text
+    assert "paused by tomas, “database backup, please leave the disk alone”" in page.text
+
+
+def test_an_empty_installation_says_how_to_begin(tmp_path: Path):
+    url = f"sqlite:///{tmp_path}/new.db"
+    Ledger.open(url).close()
+    stage = Stage(url)
+    client = TestClient(stage.app())
+    assert "Nothing has run here yet" in read(client, "/").text
+    assert "headway run" in read(client, "/jobs").text
+    assert "Nothing has failed for good" in read(client, "/dead").text
+    assert "You have not asked for anything yet" in read(client, "/me").text
+    for path in ("/queues", "/workers", "/tasks", "/projects", "/states", "/performance", "/activity", "/about"):
+        read(client, path)
+    stage.site.close()
+
+
+def test_when_nothing_is_wrong_the_overview_says_so(tmp_path: Path):
+    url = f"sqlite:///{tmp_path}/calm.db"
+    with Ledger.open(url) as ledger:
+        scene.thumbnails(ledger)
+    stage = Stage(url)
+    page = read(TestClient(stage.app()), "/")
+    assert "Nothing needs you" in page.text
+    assert "Nothing is running" in page.text
+    stage.site.close()
+
+
+def test_the_numbers_of_a_job_are_those_of_the_store(client: TestClient, stage: Stage):
+    sheet = stage.site.reader.job(INVOICES)
+    page = read(client, f"/jobs/{INVOICES}")
+    shown = {attributes["data-v"]: place for place, (_, attributes) in enumerate(page.tags) if "data-v" in attributes}
+    assert f"jobs/{INVOICES}/done" in shown
+    for count in (
+        sheet.job.done,
+        sheet.job.total,
+        sheet.job.dead,
+        sheet.job.retrying,
+        sheet.job.pending,
+        sheet.running,
+    ):
+        assert f"{count:,}" in page.text
+    assert f"{sheet.runs[-1].kept:,} of them kept from before" in page.text
+    assert "It was killed once, in run 1, and went on where it stood" in page.text
+    assert "headway run docjobs:extract_text" in page.text
+
+
+def test_the_map_of_a_job_has_a_table_with_the_same_counts(client: TestClient, stage: Stage):
+    job = stage.site.reader.job(INVOICES).job
+    page = client.get(f"/jobs/{INVOICES}").text
+    data = json.loads(re.findall(r'data-mapdata="([^"]+)"', page)[0].replace("&#34;", '"'))
+    assert sum(length for _, length in data["bases"]) == data["cells"]
+    assert sum(mark[2] for mark in data["marks"].values()) == job.dead
+    assert sum(mark[0] for mark in data["marks"].values()) == job.retrying
+    table = page[page.index("The map as a table") :]
+    cells = [
+        int(n.replace(",", ""))
+        for n in re.findall(r'<td class="n">([\d,]+)</td></tr>', table[: table.index("</table>")])
+    ]
+    assert sum(cells) == job.dead
+
+
+def test_causes_are_rows_with_their_number_of_dead_items_in_the_button(client: TestClient, stage: Stage):
+    causes = stage.site.reader.dead().causes
+    page = read(client, "/dead")
+    for cause in causes:
+        assert f"Retry {cause.dead}" in page.text
+        assert cause.message in page.text
+    forms = [form for form in page.all("form") if form.get("action") == "/actions/retry"]
+    assert len(forms) == len(causes)
+    hidden = [(field["name"], field["value"]) for field in page.all("input") if field.get("type") == "hidden"]
+    assert ("csrf", "token-of-the-form") in hidden
+    assert {("job", INVOICES), ("cause", str(causes[0].no)), ("next", "/dead")} <= set(hidden)
+
+
+def test_an_item_shows_every_attempt_its_own_frames_and_a_masked_payload(client: TestClient, stage: Stage):
+    letter = stage.site.reader.dead_items(INVOICES, limit=1).causes[0].items[0]  # type: ignore[index]  # asked for
+    page = read(client, f"/jobs/{INVOICES}/items/{letter.key}")
+    assert "after 3 tries" in page.text
+    for no in (1, 2, 3):
+        assert f"Try {no}" in page.text
+    assert "web/scene.py" in page.text
+    assert "hunter2" not in page.text
+    assert "***" in page.text
+    stage.role = "viewer"
+    assert "Your role may not read payloads" in read(client, f"/jobs/{INVOICES}/items/{letter.key}").text
+
+
+def test_items_are_paged_by_index_and_every_count_leads_to_exactly_its_items(client: TestClient, stage: Stage):
+    job = stage.site.reader.job(INVOICES).job
+    found: list[str] = []
+    path: str | None = f"/jobs/{INVOICES}/items?state=dead"
+    while path:
+        html = client.get(path).text
+        found += re.findall(rf'/jobs/{INVOICES}/items/(\d+)"', html)
+        more = re.findall(r'class="btn" href="(\?[^"]+)">Next page', html)
+        path = f"/jobs/{INVOICES}/items{more[0].replace('&amp;', '&')}" if more else None
+    assert len(found) == len(set(found)) == job.dead
+
+
+def test_a_person_sees_how_far_their_own_task_is(client: TestClient, stage: Stage):
+    stage.role, stage.name = "user", "teo"
+    page = read(client, "/me")
+    assert "Your export is half done." in page.text
+    assert "Writing page 31 of 58" in page.text
+    assert "It waits behind your own running export" in page.text
+    assert "tomas" not in page.text
+
+
+def test_what_an_action_did_is_told_once_on_the_page(client: TestClient, stage: Stage):
+    stage.flash = Flash("done", "41 dead letters pending again.")
+    assert "41 dead letters pending again." in read(client, "/dead").text
+
+
+def test_something_is_found_by_its_name(client: TestClient, stage: Stage):
+    task = stage.site.reader.tasks().tasks[0].id
+    for text, path in (
+        (INVOICES, f"/jobs/{INVOICES}"),
+        ("page-000007", "/jobs/embed-pages/items/page-000007"),
+        (task, f"/tasks/{task}"),
+        ("no such thing", "/jobs?q=no%20such%20thing"),
+        ("", "/jobs"),
+    ):
+        answer = client.get("/find", params={"q": text})
+        assert (answer.status_code, answer.headers["location"]) == (303, path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who may see what
+
+
+def test_a_viewer_gets_no_form_that_changes_anything(client: TestClient, stage: Stage):
+    for role, there in (("viewer", False), ("operator", True)):
+        stage.role = role  # type: ignore[assignment]  # one of the roles
+        forms = [form for path in PATHS for form in read(client, path).all("form") if form.get("method") == "post"]
+        assert bool(forms) is there
+
+
+def test_for_a_person_of_an_application_nothing_exists_but_their_own_tasks(client: TestClient, stage: Stage):
+    reader = stage.site.reader
+    mine, others = reader.tasks(user_id="teo").tasks[0].id, reader.tasks(user_id="ana").tasks[0].id
+    stage.role, stage.name = "user", "teo"
+    assert client.get("/").headers["location"] == "/me"
+    read(client, f"/tasks/{mine}")
+    read(client, f"/tasks/{others}", status=404)
+    for path in (*PATHS, "/find?q=ads"):
+        if path != "/me" and not path.startswith("/?") and path != "/":
+            page = read(client, path, status=404)
+            assert INVOICES not in page.text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Odd input, and a store that is away
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/jobs/nope", 404), ("/jobs/nope/items", 404), (f"/jobs/{INVOICES}/items/nope", 404), ("/queues/nope", 404),
+        ("/tasks/nope", 404), ("/states/nope", 404), ("/jobs/" + "x" * 2000, 400), (f"/jobs/{INVOICES}/items?state=odd", 400),
+        (f"/jobs/{INVOICES}/items?from=-1", 400), (f"/jobs/{INVOICES}/items?from=99999999999999999999", 400),
+        (f"/jobs/{INVOICES}/items?cause=x", 400), ("/jobs?state=odd", 400), ("/tasks?status=odd", 400),
+        ("/activity?before=x", 400), ("/?range=odd", 200), ("/jobs?q=%25_!", 200), ("/tasks?before=gone", 200),
+        ("/jobs?after=gone", 200), ("/jobs/%3Cscript%3E", 400),
+    ],
+)  # fmt: skip
+def test_odd_addresses_get_one_clear_answer(client: TestClient, path: str, status: int):
+    page = read(client, path, status=status)
+    assert page.all("h1")
+
+
+def test_hostile_text_is_text_everywhere(tmp_path: Path):
+    """Keys, errors, functions, workers, reasons, actors: whoever can write them must not write pages."""
+    url = f"sqlite:///{tmp_path}/hostile.db"
+    with Ledger.open(url) as ledger:
+        job = ledger.create("odd")
+        ledger.describe(job, function=HOSTILE, source=HOSTILE, command=HOSTILE, keyed_by="k", max_retries=0)
+        job.register([NewItem(0, json.dumps({"k": HOSTILE}), HOSTILE, 1), NewItem(1, json.dumps(HOSTILE), "b", 2)])
+        hold = ledger.hold(job, {"workers": HOSTILE, "mode": HOSTILE})
+        detail = f'Traceback\n  File "{HOSTILE}", line 3, in {HOSTILE}\n    {HOSTILE}\n'
+        bad = Failure(HOSTILE, HOSTILE, f"{HOSTILE} in {HOSTILE}", detail)
+        job.record(
+            [Failed(0, bad, worker=HOSTILE), Done(1, seconds=1.0, worker=HOSTILE, meta=json.dumps(HOSTILE))], hold=hold
+        )
+        ledger.note(HOSTILE, "", {HOSTILE: HOSTILE}, actor=HOSTILE)
+        scene.tasks(ledger.database)
+        ledger.database.run(lambda tx: records.pause(tx, Priority.LOW, reason=HOSTILE, by=HOSTILE, until=None))
+        scene.change(ledger.database, "UPDATE task_workers SET name = name || ?, host = ?, queues = ?", *[HOSTILE] * 3)
+        scene.change(ledger.database, "UPDATE tasks SET message = ?, kind = ?, worker = ?", *[HOSTILE] * 3)
+        scene.change(ledger.database, "UPDATE task_causes SET message = ?, type = ?", HOSTILE, HOSTILE)
+        scene.change(ledger.database, "UPDATE task_attempts SET error = ?", HOSTILE)
+    stage = Stage(url, name=HOSTILE, role="admin", flash=Flash("failed", HOSTILE))
+    client = TestClient(stage.app())
+    failed = stage.site.reader.tasks(status="FAILED").tasks[0].id
+    paths = ("/", "/jobs", "/jobs/odd", "/jobs/odd/items", "/jobs/odd/items/0", "/jobs/odd/items/1", "/dead", "/queues",
+             "/queues/low", "/workers", "/tasks", f"/tasks/{failed}", "/me", "/performance", "/activity", "/about")  # fmt: skip
+    for path in paths:
+        answer = client.get(path, params={"q": HOSTILE} if path == "/jobs" else {})
+        assert answer.status_code == 200, path
+        assert "<script>alert" not in answer.text, path
+        assert "<img" not in answer.text, path
+        for tag, attributes in Page(answer.text).tags:
+            assert "onerror" not in attributes, (path, tag)
+    stage.site.close()
+
+
+def test_a_store_that_is_away_is_not_shown_as_an_empty_one(tmp_path: Path):
+    stage = Stage(f"sqlite:///{tmp_path}/nowhere/headway.db")
+    client = TestClient(stage.app())
+    answer = client.get("/")
+    assert answer.status_code in (404, 503)
+    page = Page(answer.text)
+    assert "need you" not in page.text
+    assert "Nothing" not in page.text
+    stage.site.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def test_style_sheet_and_scripts_may_be_kept_for_ever_because_their_names_change_with_them(client: TestClient):
+    name = Assets().path("app.css")
+    plain = client.get(name, headers={"accept-encoding": "identity"})
+    packed = client.get(name, headers={"accept-encoding": "gzip"})
+    assert plain.headers["cache-control"] == "public, max-age=31536000, immutable"
+    assert plain.headers["content-type"].startswith("text/css")
+    assert packed.headers["content-encoding"] == "gzip"
+    assert packed.content == plain.content
+    assert client.get("/static/app.css").status_code == 404
+    assert client.get("/static/..%2f__init__.py").status_code == 404
