@@ -19,9 +19,9 @@ sys.path.insert(0, str(ROOT))
 import uvicorn  # noqa: E402 - the project is on the path only now
 from playwright.sync_api import Browser, sync_playwright  # noqa: E402 - the same
 
+from tests.services.chromium import find  # noqa: E402 - the same
 from tests.web import scene  # noqa: E402 - the same
 from tests.web.stage import Stage  # noqa: E402 - the same
-from tests.web.test_browser import find_chromium  # noqa: E402 - the same
 
 PAGES = {
     "overview": "/", "jobs": "/jobs", "job": f"/jobs/{scene.INVOICES}", "job-completed": "/jobs/thumbnails-october",
@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--items", type=int, default=120_000, help="items of the largest job")
     parser.add_argument("--readme", action="store_true")
     asked = parser.parse_args()
-    chromium = find_chromium()
+    chromium = find()
     if chromium is None:
         print("There is no Chromium on PATH. Install it: apt-get install chromium", file=sys.stderr)
         return 2
