@@ -309,10 +309,8 @@ def unset(name: str, database: str | None) -> None:
 @database_option
 def settings(database: str | None, *, as_json: bool) -> None:
     """Show what workers and supervisors go by, and who says so."""
-    from headway.views.queue import read_settings
-
-    with open_queue(database) as opened:
-        found = read_settings(opened)
+    with open_reader(database) as reader:
+        found = reader.queue_settings()
     if as_json:
         put_json(found)
         return

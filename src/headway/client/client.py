@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headway.views.job import DeadLetter, JobSheet, Runs
     from headway.views.jobs import Job, Jobs
     from headway.views.projects import ProjectProgress, Projects
-    from headway.views.queue import Queues, Tasks, TaskSheet, Workers
+    from headway.views.queue import Queues, QueueSettings, Tasks, TaskSheet, Workers
     from headway.views.records import Audit, Settings
     from headway.views.relay import RelayStatus
     from headway.views.states import States, StatesJobs
@@ -135,6 +135,12 @@ class Client:
         from headway.views.queue import Queues
 
         return parse(Queues, self._connection.get("/queues"))
+
+    def queue_settings(self) -> QueueSettings:
+        """As the server's host sees them."""
+        from headway.views.queue import QueueSettings
+
+        return parse(QueueSettings, self._connection.get("/queue-settings"))
 
     def tasks(
         self,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headway.views.job import DeadLetter, JobSheet, Runs
     from headway.views.jobs import Jobs
     from headway.views.projects import ProjectProgress, Projects
-    from headway.views.queue import Queues, Tasks, TaskSheet, Workers
+    from headway.views.queue import Queues, QueueSettings, Tasks, TaskSheet, Workers
     from headway.views.records import Audit, Settings
     from headway.views.relay import RelayStatus
     from headway.views.states import States, StatesJobs
@@ -151,6 +151,11 @@ class Reader:
         from headway.views.queue import read_queues
 
         return read_queues(self.queue)
+
+    def queue_settings(self) -> QueueSettings:
+        from headway.views.queue import read_settings
+
+        return read_settings(self.queue)
 
     def tasks(
         self,

@@ -268,6 +268,11 @@ def _queues(api: Api) -> None:
         """The four queues, in the order of service."""
         return await api.answer(request, reader.queues)
 
+    @api.get("/queue-settings", queue.QueueSettings)
+    async def list_queue_settings(request: Request) -> Response:
+        """What workers and supervisors go by, as this server's host sees it."""
+        return await api.answer(request, reader.queue_settings)
+
     @api.post("/queues/{name}/pause", right="pause")
     async def pause_queue(request: Request, name: QueueName, body: Pause) -> Response:
         """Hand out nothing more of a queue; what runs goes on."""
