@@ -97,7 +97,7 @@ def test_cause_and_item_together_are_refused(cli: Cli, ads: Path):
 def test_the_export_is_jsonl_and_has_payloads_only_on_demand(cli: Cli, ads: Path):
     letters = [json.loads(line) for line in cli("dead", "export", "ads").out.splitlines()]
     assert [letter["idx"] for letter in letters] == [40, 41, 42, 43, 44, 45]
-    assert letters[0].keys() == {"job", "idx", "key", "error", "cause", "failures", "died_at"}
+    assert letters[0].keys() == {"job", "idx", "key", "error", "cause", "failures", "died_at", "printed"}
     (first, *_) = cli("dead", "export", "ads", "--cause", "2", "--payload").out.splitlines()
     assert json.loads(first)["payload"]["sku"] == "sku-44"
 
