@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -267,7 +268,8 @@ def test_the_longest_run_and_the_memory_limit_change_under_a_running_worker(home
         queue.submit("sleep.fork", 0.01, id="before")
         worker.tick()
         queue.set("timeout", 0.6)
-        queue.set("memory_limit", 120)
+        pages = int(Path("/proc/self/statm").read_text().split()[1])  # a task's process begins as large as its worker
+        queue.set("memory_limit", pages * os.sysconf("SC_PAGE_SIZE") // 2**20 + 100)
         queue.submit("hog.fork", id="hog")
         queue.submit("patient.fork", str(home / "begun"), id="long")
         worker.tick()
