@@ -49,11 +49,11 @@ def _example(reader: Reader, cause: Cause) -> Example | None:
     if cause.example is None or isinstance(cause.job, Absent):
         return None
     sheet = read_item(find_job(reader.ledger, cause.job), str(cause.example))
-    told = [attempt for attempt in sheet.attempts if attempt.cause == cause.no and attempt.error]
-    if not told:
+    failures = [attempt for attempt in sheet.attempts if attempt.cause == cause.no and attempt.error]
+    if not failures:
         return None
-    own, library = frames(told[-1].traceback)
-    return Example(sheet.item.key or f"item {cause.example}", told[-1].error or "", own, library, len(sheet.attempts))
+    own, library = frames(failures[-1].traceback)
+    return Example(sheet.item.key or f"item {cause.example}", failures[-1].error or "", own, library, len(sheet.attempts))
 
 
 async def dead(pages: Pages, request: Request) -> Response:

@@ -49,10 +49,10 @@ def read_standing(reader: Reader, range: str = "1h") -> Standing:
     )
 
 
-def headline(standing: Standing) -> str:
+def headline(found: Standing) -> str:
     """The answer as the title: whether the queues drain."""
-    looks = standing.outlooks
-    waiting = [queue for queue in standing.queues if queue.waiting]
+    looks = found.outlooks
+    waiting = [queue for queue in found.queues if queue.waiting]
     if not waiting:
         return "Nobody waits"
     bad = [f"{queue.queue} {STUCK[looks[queue.queue].kind]}" for queue in waiting if looks[queue.queue].kind in STUCK]
