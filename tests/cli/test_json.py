@@ -42,6 +42,7 @@ CALLS: dict[str, list[tuple[str, ...]]] = {
     "task show": [("t-failed",), ("t-waiting",)],
     "workers": [()],
     "queue settings": [()],
+    "alerts": [(), ("--history", "--limit", "5")],
     "run": [],  # its two documents are those of headway.run; tests/run has them
 }
 

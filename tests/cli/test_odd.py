@@ -57,7 +57,8 @@ REQUIRED = {
     "completion": "bash", "relay": "--once", "worker": "--app no_such_module:queue", "task show": "t", "task cancel": "t --yes",
     "task retry": "t --yes", "queue pause": "low", "queue resume": "low", "queue limit": "queue low",
     "queue migrate": "--to rq --app no_such_module:queue", "queue set": "batch 5", "queue unset": "batch",
-    "workers drain": "w", "workers stop": "w --yes",
+    "workers drain": "w", "workers stop": "w --yes", "alerts ack": "1",
+    "alerts mute": "backlog --for 1h", "alerts unmute": "backlog",
 }  # fmt: skip
 ABSENT_REDIS = "redis://127.0.0.1:1/1"
 ABSENT_POSTGRESQL = "postgresql://headway:geheim@127.0.0.1:1/x"

@@ -42,6 +42,7 @@ COMMANDS: dict[str, str] = {
     "workers": "headway.cli.queue:workers",
     "watch": "headway.cli.watch:watch",
     "relay": "headway.cli.relay:relay",
+    "alerts": "headway.cli.alerts:alerts",
     "forget": "headway.cli.admin:forget",
     "purge": "headway.cli.admin:purge",
     "audit": "headway.cli.admin:audit",
@@ -57,7 +58,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Projects": ("progress", "project"),
     "States": ("states",),
     "Queue": ("worker", "queues", "tasks", "task", "queue", "workers"),
-    "Watch and serve": ("watch", "relay"),
+    "Watch and serve": ("watch", "relay", "alerts"),
     "Maintenance": ("doctor", "config", "audit", "forget", "purge", "completion"),
 }
 
@@ -110,6 +111,11 @@ EXAMPLES: dict[str, str] = {
     "workers stop": "headway workers stop web-1.4711.a1b2c3d4",
     "watch": "headway watch --queue digits --channel digits:events --stuck-timeout 3600",
     "relay": "headway relay --status",
+    "alerts": "headway alerts --rules",
+    "alerts ack": "headway alerts ack 7",
+    "alerts mute": "headway alerts mute backlog --for 2h",
+    "alerts unmute": "headway alerts unmute backlog",
+    "alerts watch": "headway alerts watch",
     "doctor": "headway doctor",
     "config": "headway config --show-origin",
     "audit": "headway audit ads",

@@ -10,10 +10,10 @@ from datetime import datetime
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from headway.views import dead, health, items, job, jobs, projects, queue, records, relay, states
+from headway.views import alerts, dead, health, items, job, jobs, projects, queue, records, relay, states
 from headway.views.shape import ABSENT, SCHEMAS, Absent, Json
 
-MODULES = (jobs, job, items, dead, projects, states, queue, relay, health, records)
+MODULES = (jobs, job, items, dead, projects, states, queue, relay, alerts, health, records)
 
 _TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
 
