@@ -69,7 +69,9 @@ class Judgement:
             for one in self._news(found) if rule == "new_cause" else found:
                 if one.above and (rule, one.subject) not in self._open:
                     self._perhaps_open(one)
-            if rule != "new_cause" or self._left == left:  # else the causes that were left are looked at again
+            if rule == "new_cause" and self._left > left:  # those that were left are looked at again
+                records.hold_mark(self._tx, rule, self._now - (self._rules.limits.get(rule) or 0.0))
+            else:
                 notes.append(self._note(rule, found))
         records.update_values(self._tx, standing)
         records.write_rules(self._tx, notes)

@@ -148,6 +148,14 @@ def write_rules(tx: Tx, notes: Sequence[Note]) -> None:
     )
 
 
+def hold_mark(tx: Tx, rule: str, since: float) -> None:
+    """The rule has not seen everything: the next look begins where this one did, ``since`` if it was the first."""
+    tx.execute(
+        "INSERT INTO alert_rules (name, checked_at) VALUES (?, ?) ON CONFLICT (name) DO NOTHING",
+        (rule, since),
+    )
+
+
 def purge(tx: Tx, before: float) -> int:
     """Delete alerts that were closed before then; how many."""
     tx.execute("DELETE FROM alert_mutes WHERE until < ?", (before,))
