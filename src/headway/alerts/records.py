@@ -119,7 +119,14 @@ def open_alert(tx: Tx, reading: Reading, threshold: float, opened_at: float) -> 
 
 def tell_opened(tx: Tx, alert: Alert, now: float) -> None:
     tx.execute("UPDATE alerts SET told = 1 WHERE no = ?", (alert.no,))
-    append(tx, _event(tx, alert, "opened", now, {}))
+    event = _event(
+        tx,
+        alert,
+        type="alert.opened",
+        now=now,
+        more={},
+    )
+    append(tx, event)
 
 
 def close_alert(tx: Tx, alert: Alert, now: float) -> None:
@@ -127,7 +134,14 @@ def close_alert(tx: Tx, alert: Alert, now: float) -> None:
     tx.execute("UPDATE alerts SET closed_at = ? WHERE no = ?", (now, alert.no))
     if alert.told:
         more: dict[str, str | float] = {"closed_at": _iso(now), "seconds": round(now - alert.opened_at, 3)}
-        append(tx, _event(tx, alert, "closed", now, more))
+        event = _event(
+            tx,
+            alert,
+            type="alert.closed",
+            now=now,
+            more=more,
+        )
+        append(tx, event)
 
 
 def update_values(tx: Tx, changes: Sequence[tuple[Alert, Reading]]) -> None:
@@ -262,16 +276,16 @@ def _audit(tx: Tx, now: float, by: str, action: str, detail: Mapping[str, object
     )
 
 
-def _event(tx: Tx, alert: Alert, change: str, now: float, more: Mapping[str, str | float]) -> Event:
+def _event(tx: Tx, alert: Alert, *, type: str, now: float, more: Mapping[str, str | float]) -> Event:
     row = tx.one("SELECT value FROM meta WHERE name = 'database'")
     assert row is not None
     return Event(
-        id=f"{row[0]}-alert-{alert.no}-{change}",
-        type=f"alert.{change}",
+        id=f"{row[0]}-{type}-{alert.no}",
+        type=type,
         at=datetime.fromtimestamp(now, UTC),
         source="headway.alerts",
         job=f"alerts/{alert.rule}",  # no job can have this id: no sink of one job hears it
-        version=1 if change == "opened" else 2,
+        version=1 if type == "alert.opened" else 2,
         data={
             "alert": alert.no, "rule": alert.rule, "subject": alert.subject, "severity": alert.severity,
             "text": alert.text, "value": alert.value, "limit": alert.threshold, "opened_at": _iso(alert.opened_at),
