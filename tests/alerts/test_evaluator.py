@@ -175,7 +175,7 @@ def test_a_storm_is_opened_in_portions_and_nothing_of_it_is_lost(scene: Scene):
             tx.execute(
                 "INSERT INTO task_causes (kind, type, message, frame, count, first_seen, last_seen) "
                 "VALUES ('caption', 'ValueError', ?, '', 1, ?, ?)",
-                (f"cause {number}", scene.now, scene.now),
+                (f"cause {number}", scene.now - 1000, scene.now - 1000),
             )
 
     scene.store.run(storm)
@@ -244,6 +244,32 @@ def test_run_goes_on_after_a_round_that_failed(tmp_path: Path):
         evaluator = Evaluator(store, given)
         evaluator.run(stop)
         assert store.one("SELECT count(*) FROM alert_rules") != (0,)
+
+
+def test_who_listens_and_fails_costs_nobody_else_anything(scene: Scene, queue: TaskQueue):
+    def fall(_: Change) -> None:
+        raise RuntimeError("no terminal")
+
+    queue.submit("caption", 1, id="t")
+    scene.evaluator(rules=NOW, on_change=fall).tick()
+    assert scene.events() == [(OPENED, "backlog", "normal")]
+
+
+@pytest.mark.parametrize("database_url", ["file"], indirect=True)
+def test_a_forked_child_neither_uses_nor_gives_back_its_parents_lease(scene: Scene, queue: TaskQueue):
+    evaluator = scene.evaluator(rules=NOW)
+    evaluator.tick()
+    child = os.fork()
+    if child == 0:
+        evaluator.tick()
+        judges = evaluator.active
+        evaluator.close()
+        os._exit(3 if judges else 0)
+    assert os.waitpid(child, 0)[1] == 0
+    queue.submit("caption", 1, id="t")
+    evaluator.tick()
+    assert evaluator.active
+    assert scene.events() == [(OPENED, "backlog", "normal")]
 
 
 # ---- killed ---------------------------------------------------------------------------------------------------------

@@ -219,3 +219,18 @@ def test_a_bad_setting_stops_the_watch_before_it_begins(scene: Scene, headway_cl
     assert "HEADWAY_ALERT_DELAY" in answer.stderr
     with pytest.raises(HeadwayError):
         unmute(scene.store, "nothing", by="anna")
+
+
+@ON_A_FILE
+def test_a_watch_whose_reader_left_ends(
+    scene: Scene, queue: TaskQueue, spawn_cli: Callable[..., subprocess.Popen[str]]
+):
+    settings = {"HEADWAY_ALERT_BACKLOG": "1", "HEADWAY_ALERT_OPEN_AFTER": "0"}
+    queue.submit("caption", 1, id="t")
+    process = spawn_cli("alerts", "watch", "-d", scene.url, env=settings, stdin=subprocess.DEVNULL)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "Traceback" not in errors

@@ -11,6 +11,7 @@ While the store is away, the log of this process says so. When it is back, the a
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from headway._lease import Lease, Owner, SqlLeases
 from headway._sql import Database, Tx
 from headway.alerts import records
 from headway.alerts.judgement import Change, Judgement
-from headway.alerts.readings import Rows, fetch, judge, reading
+from headway.alerts.readings import fetch, judge, reading
 from headway.alerts.rules import Reading, Rules
 from headway.errors import HeadwayError, Held, StaleClaim, StorageError, Unavailable
 from headway.failure import describe
@@ -62,11 +63,11 @@ class Evaluator:
         self._leases = SqlLeases()
         self._lease: Lease | None = None
         self._took: float | None = None  # seconds of the last round's transaction
-        self._away_since: float | None = None  # when the database was last reached, while it is away
-        self._reached_at = clock()
+        self._away_since: float | None = None  # when the first of the rounds began that did not reach the database
         self._redis: Redis | None = None
-        self._redis_reached_at = clock()
+        self._redis_away_since: float | None = None
         self._purged_at: float | None = None
+        self._pid = os.getpid()
 
     @property
     def active(self) -> bool:
@@ -90,20 +91,24 @@ class Evaluator:
     def tick(self, *, at: float | None = None) -> float:
         """One round, if this is the active evaluator; seconds until the next. ``at`` is the moment to judge by instead of
         the database's."""
-        rules = self._rules()
+        self._mind_fork()
+        rules, began = self._rules(), self._clock()
         try:
             changes = self._round(rules, at)
         except (Unavailable, StorageError):
             if self._away_since is None:
-                self._away_since = self._reached_at
+                self._away_since = began
             raise
-        self._away_since, self._reached_at = None, self._clock()
+        self._away_since = None
         for change in changes:
             self._say(change)
+        if self._lease is not None:
+            self._purge(rules, at)
         return INTERVAL
 
     def close(self) -> None:
         """Give the lease back, so that another need not wait for its end."""
+        self._mind_fork()
         lease, self._lease = self._lease, None
         if lease is not None:
             try:
@@ -137,8 +142,12 @@ class Evaluator:
             self._lease = None  # somebody else judges now
             return []
         self._took = self._clock() - began
-        self._purge(rules, rows)
         return changes
+
+    def _mind_fork(self) -> None:
+        """In a forked child the lease and the connection are the parent's: neither used nor given back here."""
+        if self._pid != os.getpid():
+            self._pid, self._lease, self._redis = os.getpid(), None, None
 
     def _acquire(self) -> bool:
         owner = Owner.current()  # outside the transaction: repeated, it is the same acquisition
@@ -160,15 +169,18 @@ class Evaluator:
         if self._redis_url is None:
             found["redis_memory"] = []
             return found
+        began = self._clock()
         try:
             share = self._redis_share(rules)
         except HeadwayError as error:
-            away = self._clock() - self._redis_reached_at
+            if self._redis_away_since is None:
+                self._redis_away_since = began
+            away = self._clock() - self._redis_away_since
             text = f"Redis has been out of reach for {duration(away)}: {error}"
             found["store_away"] = [reading(rules, "store_away", "redis", away, text, at_once=True)]
             log.warning("Redis cannot be asked for its memory", error=str(error))
             return found
-        self._redis_reached_at = self._clock()
+        self._redis_away_since = None
         known = share is not None and rules.limits.get("redis_memory") is not None
         text = f"Redis uses {share or 0.0:.0%} of its memory."
         found["redis_memory"] = [reading(rules, "redis_memory", "redis", share or 0.0, text)] if known else []
@@ -188,15 +200,20 @@ class Evaluator:
         limit = rules.redis_bytes or int(info.get("maxmemory", 0))
         return int(info["used_memory"]) / limit if limit else None
 
-    def _purge(self, rules: Rules, rows: Rows) -> None:
+    def _purge(self, rules: Rules, at: float | None) -> None:
         now = self._clock()
         if self._purged_at is None or now - self._purged_at > PURGE_SECONDS:
             self._purged_at = now
-            self._database.run(lambda tx: records.purge(tx, rows.now - rules.kept), operation="alerts.purge")
+            self._database.run(
+                lambda tx: records.purge(tx, (tx.now() if at is None else at) - rules.kept), operation="alerts.purge"
+            )
 
     def _say(self, change: Change) -> None:
         metrics.count("headway_alerts", rule=change.alert.rule, change=change.change)
         say = log.warning if change.change == "opened" and not change.muted else log.info
         say(f"alert {change.change}: {change.alert.text}", key=change.alert.rule, count=change.alert.no)
         if self._on_change is not None:
-            self._on_change(change)
+            try:
+                self._on_change(change)
+            except Exception as error:  # noqa: BLE001 - the change is written; who listens has a fault of its own
+                log.error("who was to hear of an alert failed", error=describe(error).text)  # noqa: TRY400

@@ -280,7 +280,8 @@ def _event(tx: Tx, alert: Alert, *, type: str, now: float, more: Mapping[str, st
     row = tx.one("SELECT value FROM meta WHERE name = 'database'")
     assert row is not None
     return Event(
-        id=f"{row[0]}-{type}-{alert.no}",
+        # With the moment: a database restored from a copy gives its numbers again.
+        id=f"{row[0]}-{type}-{alert.no}-{round(alert.opened_at * 1000)}",
         type=type,
         at=datetime.fromtimestamp(now, UTC),
         source="headway.alerts",

@@ -158,7 +158,22 @@ def watch(database: str | None) -> int:
             relay = events.Relay([events.SqlOutbox(store)], sinks)
             stack.enter_context(relay.start(shutdown.stop))
         say(f"Watching {plural(len(RULE_NAMES), 'rule')}. Ctrl-C ends it.")
-        Evaluator(store, Rules.of(config), redis=redis, on_change=_put_change).run(shutdown.stop)
+        lost: list[OSError] = []
+
+        def hear(change: Change) -> None:
+            try:
+                _put_change(change)
+            except OSError as error:  # nobody reads on: there is nobody to watch for
+                lost.append(error)
+                shutdown.stop.set()
+
+        def current() -> Rules:
+            config.reload_if_changed()
+            return Rules.of(config)
+
+        Evaluator(store, current, redis=redis, on_change=hear).run(shutdown.stop)
+    if lost:
+        raise lost[0]
     return 0
 
 
