@@ -154,7 +154,8 @@ def test_a_job_that_is_held_and_records_nothing_is_stalled_until_it_records(scen
         remaining = job.remaining()
         with next(remaining):
             pass
-        scene.pass_time(evaluator, 890)
+        scene.now += 880
+        scene.pass_time(evaluator, 10)
         assert scene.open() == []
         scene.pass_time(evaluator, 20)
         assert scene.open() == [("stalled_job", "ads")]
@@ -365,8 +366,11 @@ def test_a_deployment_at_rest_has_no_alert_by_the_default_rules(scene: Scene, qu
     queue.submit("caption", 1, id="t")
     Worker(queue).run(burst=True)
     headway.map(str, range(50), job="ads", database=scene.url, mode="thread", workers=2)
-    scene.pass_time(scene.evaluator(), 200)
+    scene.pass_time(scene.evaluator(), 100)
     assert scene.alerts() == []
+    limits = dict(scene.store.all("SELECT name, threshold FROM alert_rules"))
+    assert set(limits) == {rule.name for rule in RULES}  # each was judged
+    assert [name for name, limit in limits.items() if limit is None] == ["redis_memory"]  # there is none
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------

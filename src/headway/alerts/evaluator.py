@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from headway._lease import Lease, Owner, SqlLeases
@@ -93,6 +94,8 @@ class Evaluator:
         the database's."""
         self._mind_fork()
         rules, began = self._rules(), self._clock()
+        if self._redis_url is None:  # nothing to judge, which is neither well nor unknown
+            rules = replace(rules, limits={**rules.limits, "redis_memory": None})
         try:
             changes = self._round(rules, at)
         except (Unavailable, StorageError):
@@ -211,7 +214,7 @@ class Evaluator:
     def _say(self, change: Change) -> None:
         metrics.count("headway_alerts", rule=change.alert.rule, change=change.change)
         say = log.warning if change.change == "opened" and not change.muted else log.info
-        say(f"alert {change.change}: {change.alert.text}", key=change.alert.rule, count=change.alert.no)
+        say(f"alert {change.change}: {change.alert.text}", key=f"{change.alert.rule} {change.alert.no}")
         if self._on_change is not None:
             try:
                 self._on_change(change)

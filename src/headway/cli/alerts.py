@@ -106,7 +106,7 @@ def acknowledge(id: int, database: str | None) -> None:
 
 
 @alerts.command("mute")
-@click.argument("rule", type=_RULE)
+@click.argument("rule", type=_RULE, metavar="RULE")
 @click.option("--for", "seconds", callback=_span, required=True, metavar="TIME", help="How long: 90s, 30m, 2h, 1d.")
 @click.option("--subject", default="", help="Only this worker, queue, job, sink or store.  [default: all of the rule]")
 @database_option
@@ -121,7 +121,7 @@ def mute(rule: str, seconds: float, subject: str, database: str | None) -> None:
 
 
 @alerts.command("unmute")
-@click.argument("rule", type=_RULE)
+@click.argument("rule", type=_RULE, metavar="RULE")
 @click.option("--subject", default="", help="As it was muted.")
 @database_option
 def unmute(rule: str, subject: str, database: str | None) -> None:
