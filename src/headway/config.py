@@ -158,6 +158,19 @@ def _positive(text: str) -> float:
     return number
 
 
+def _within(least: float, most: float) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = least - 1.0
+        if not least <= number <= most:
+            raise ValueError(f"a number from {least:g} to {most:g} is needed")
+        return number
+
+    return read
+
+
 def _one_of(*words: str) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text.lower() not in words:
@@ -228,6 +241,22 @@ OPTIONS: tuple[Option, ...] = (
         "queue_redis_memory", None, _optional(_whole(1)),
         "MB Redis may use; near it tasks wait in SQL alone (default: its maxmemory)",
     ),
+    # The alerts'. Each rule has one limit; "off" switches it off.
+    Option("alert_store_away", 30.0, _optional(_positive), "seconds a store is away before it is an alert"),
+    Option("alert_stalled_job", 900.0, _optional(_positive), "seconds a job may be held without a record"),
+    Option("alert_failure_spike", 0.2, _optional(_within(0.001, 1.0)), "share of runs that may fail in the window"),
+    Option("alert_failure_runs", 20, _whole(1), "fewer runs than this in the window are no failure spike"),
+    Option("alert_failure_window", 300.0, _within(60.0, 86_400.0), "seconds that failures are counted over"),
+    Option("alert_worker_lost", 30.0, _optional(_within(10.0, 86_400.0)), "seconds of silence before a worker is lost"),
+    Option("alert_delay", 300.0, _optional(_positive), "seconds the oldest task of a queue may wait"),
+    Option("alert_backlog", 10_000, _optional(_whole(1, 10_000_000)), "tasks of a queue that may wait"),
+    Option("alert_new_cause", 3600.0, _optional(_positive), "seconds a new cause of failures stays an alert"),
+    Option("alert_store_slow", 1.0, _optional(_positive), "seconds a small transaction may take"),
+    Option("alert_redis_memory", 0.85, _optional(_within(0.001, 1.0)), "share of its memory that Redis may use"),
+    Option("alert_event_lag", 300.0, _optional(_positive), "seconds an event may wait for a sink"),
+    Option("alert_open_after", 60.0, _from_zero, "seconds a value must stand above its limit before an alert opens"),
+    Option("alert_close_after", 120.0, _from_zero, "seconds it must stand below the lower limit before it closes"),
+    Option("alert_close_share", 0.8, _within(0.1, 1.0), "the lower limit, as a share of the limit"),
     # The watcher's, under the names its source document gives them in the environment. It checks them when it starts.
     Option(
         "watch_redis", None, _as_is, "the Redis of RQ that is watched (default: queue_redis)",

@@ -43,6 +43,7 @@ CALLS: dict[str, list[tuple[str, ...]]] = {
     "workers": [()],
     "queue settings": [()],
     "token list": [()],
+    "alerts": [(), ("--history", "--limit", "5")],
     "run": [],  # its two documents are those of headway.run; tests/run has them
 }
 

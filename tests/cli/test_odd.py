@@ -61,6 +61,7 @@ REQUIRED = {
     "queue migrate": "--to rq --app no_such_module:queue", "queue set": "batch 5", "queue unset": "batch",
     "workers drain": "w", "workers stop": "w --yes", "serve": "--host no.such.host.invalid",
     "token create": "anna --role viewer", "token revoke": "nobody --yes",
+    "alerts ack": "1", "alerts mute": "backlog --for 1h", "alerts unmute": "backlog",
 }  # fmt: skip
 ABSENT_REDIS = "redis://127.0.0.1:1/1"
 ABSENT_POSTGRESQL = "postgresql://headway:geheim@127.0.0.1:1/x"

@@ -19,9 +19,11 @@ EXISTING = {
     "/api/v1/states/": {"job": "nightly"},
     "/api/v1/queues/": {"name": "low"},
     "/api/v1/workers/": {"name": "nobody"},
+    "/api/v1/alerts/": {"no": "999"},
+    "/api/v1/alert-rules/": {"rule": "backlog"},
 }
-#: A worker that answers would have to be there; that it is not is an answer too.
-ABSENT = ("/api/v1/workers/",)
+#: A worker that answers would have to be there, and an open alert; that they are not is an answer too.
+ABSENT = ("/api/v1/workers/", "/api/v1/alerts/")
 
 
 def operations(web: Web) -> list[tuple[str, str, dict[str, Any]]]:

@@ -49,6 +49,7 @@ COMMANDS: dict[str, str] = {
     "relay": "headway.cli.relay:relay",
     "serve": "headway.cli.serve:serve",
     "token": "headway.cli.serve:token",
+    "alerts": "headway.cli.alerts:alerts",
     "forget": "headway.cli.admin:forget",
     "purge": "headway.cli.admin:purge",
     "audit": "headway.cli.admin:audit",
@@ -65,7 +66,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Projects": ("progress", "project"),
     "States": ("states",),
     "Queue": ("worker", "queues", "tasks", "task", "queue", "workers"),
-    "Watch and serve": ("serve", "token", "watch", "relay"),
+    "Watch and serve": ("serve", "token", "watch", "relay", "alerts"),
     "Maintenance": ("doctor", "config", "audit", "forget", "purge", "completion"),
 }
 
@@ -128,6 +129,11 @@ EXAMPLES: dict[str, str] = {
     "token create": "headway token create anna --role operator --days 90",
     "token list": "headway token list",
     "token revoke": "headway token revoke 3f9a04c1b2d7",
+    "alerts": "headway alerts --rules",
+    "alerts ack": "headway alerts ack 7",
+    "alerts mute": "headway alerts mute backlog --for 2h",
+    "alerts unmute": "headway alerts unmute backlog",
+    "alerts watch": "headway alerts watch",
     "doctor": "headway doctor",
     "config": "headway config --show-origin",
     "audit": "headway audit ads",

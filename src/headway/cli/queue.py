@@ -80,6 +80,7 @@ def worker(
     SIGTERM what runs is finished; a second one ends it at once. What is not said here the settings say, also later: see
     'headway queue settings'.
     """
+    from headway.cli.attending import attending
     from headway.lifecycle import Shutdown, on_signals
     from headway.queue.app import load
     from headway.queue.supervisor import Plan, Supervisor, live_settings, log_as_configured, work_off
@@ -105,7 +106,8 @@ def worker(
             work_off(queue, plan, shutdown=shutdown)
             return 0
         say(f"Serving {', '.join(queue.value for queue in chosen)} with {plural(now.workers, 'worker')}.")
-        Supervisor(queue, plan, shutdown=shutdown, parent=parent, live=live).run()
+        with attending(live.config, queue.database):
+            Supervisor(queue, plan, shutdown=shutdown, parent=parent, live=live).run()
     return shutdown.exit_code if shutdown.abandon.is_set() else 0
 
 

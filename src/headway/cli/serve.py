@@ -26,6 +26,7 @@ def serve(*, host: str, port: int, names: tuple[str, ...], show: bool, redis: st
     While nobody made a token it is open to everybody on this machine, and listens nowhere else. Ctrl-C ends it.
     """
     from headway import telemetry
+    from headway.cli.attending import attending
     from headway.web.app import app
     from headway.web.server import check_access, listen
     from headway.web.server import serve as run
@@ -51,7 +52,8 @@ def serve(*, host: str, port: int, names: tuple[str, ...], show: bool, redis: st
 
                 webbrowser.open(address)
 
-        run(application, listener, ready=ready)
+        with attending(config, application.site.reader.database):
+            run(application, listener, ready=ready)
     return 0
 
 

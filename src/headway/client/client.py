@@ -12,6 +12,7 @@ from headway.views.parsing import parse
 
 if TYPE_CHECKING:
     from headway.views.access import Acted, Activity
+    from headway.views.alerts import Alerts
     from headway.views.dead import Dead, DeadItems, DeadLetters
     from headway.views.health import Health
     from headway.views.items import Items, ItemSheet, JobLog, LogEntry
@@ -128,6 +129,11 @@ class Client:
             page = self.dead_letters(id, cause=cause, payload=payload, after=after, limit=PAGE)
             yield from page.letters
             after = page.next_after
+
+    def alerts(self, *, history: int = 50) -> Alerts:
+        from headway.views.alerts import Alerts
+
+        return parse(Alerts, self._connection.get("/alerts", history=history))
 
     # ---- the queue ---------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,8 @@ TYPES = (
     "task.completed",
     "task.failed",
     "task.cancelled",
+    "alert.opened",
+    "alert.closed",
     "digits.train.failed.v1",
     "digits.train.outcome.v1",
 )

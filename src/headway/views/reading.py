@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from headway.queue.taskqueue import TaskQueue
     from headway.retry import RetryPolicy
     from headway.views.access import Activity
+    from headway.views.alerts import Alerts
     from headway.views.dead import Dead, DeadItems, DeadLetters
     from headway.views.health import Health
     from headway.views.items import Items, ItemSheet, JobLog, LogEntry
@@ -144,6 +145,11 @@ class Reader:
         from headway.views.dead import read_dead_letters
 
         return read_dead_letters(self._job(id), cause=cause, payload=payload, after=after, limit=limit)
+
+    def alerts(self, *, history: int = 50) -> Alerts:
+        from headway.views.alerts import read_alerts
+
+        return read_alerts(self.database, history=history)
 
     # ---- the queue ---------------------------------------------------------------------------------------------------
 

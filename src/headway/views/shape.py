@@ -47,6 +47,7 @@ SCHEMAS = {
     "QueueSettings": "headway.queue-settings/1",
     "RelayStatus": "headway.relay/1",
     "RelayPoison": "headway.relay-poison/1",
+    "Alerts": "headway.alerts/1",
     "Health": "headway.doctor/1",
     "Audit": "headway.audit/1",
     "Activity": "headway.activity/1",

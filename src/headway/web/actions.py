@@ -13,6 +13,9 @@ A form posts to ``/actions/NAME`` and is sent back to the page in its field ``ne
     cancel  task [reason]
     drain   worker [reason]                      it finishes what it runs, and ends
     stop    worker [reason]                      it gives back what it runs, and ends
+    acknowledge  alert                           somebody sees to it
+    mute    rule [subject] [minutes]             nobody is told of a rule's alerts for a while
+    unmute  rule [subject]
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from starlette.responses import RedirectResponse, Response
 
+from headway import alerts
 from headway.errors import HeadwayError, InvalidInput, NotFound
 from headway.ids import check_id
 from headway.ledger.recorder import audit
@@ -36,7 +40,7 @@ from headway.views.jobs import find_job
 from headway.web import login
 from headway.web.problems import Forbidden
 from headway.web.site import User
-from headway.wording import plural
+from headway.wording import duration, plural
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -179,6 +183,29 @@ def end_worker(reader: Reader, user: User, worker: str, how: Literal["drain", "s
     return Acted(f"worker.{asked}", f"The worker {worker} {done}.", 1)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Alerts
+
+
+def acknowledge(reader: Reader, user: User, no: int) -> Acted:
+    require(user, "alert")
+    alert = alerts.acknowledge(reader.database, no, by=user.name)
+    return Acted("alert.acknowledge", f"{alert.acknowledged_by} sees to alert {no} ({alert.rule}).", 1)
+
+
+def mute(reader: Reader, user: User, rule: str, *, seconds: float, subject: str = "") -> Acted:
+    require(user, "alert")
+    alerts.mute(reader.database, rule, seconds=seconds, by=user.name, subject=subject)
+    about = f"{rule} of {subject}" if subject else rule
+    return Acted("alert.mute", f"Nobody is told of {about} for {duration(seconds)}.", 1)
+
+
+def unmute(reader: Reader, user: User, rule: str, *, subject: str = "") -> Acted:
+    require(user, "alert")
+    stood = alerts.unmute(reader.database, rule, by=user.name, subject=subject)
+    return Acted("alert.unmute", f"{rule} is told again." if stood else f"{rule} was not muted.", int(stood))
+
+
 def _queue(name: str) -> Priority:
     try:
         return Priority(name)
@@ -212,6 +239,11 @@ def _pause(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acte
     return pause(reader, user, _named(fields, "queue"), reason=fields.get("reason", ""), seconds=seconds)
 
 
+def _mute(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acted:
+    minutes = _whole(fields.get("minutes", ""), "minutes") or 60
+    return mute(reader, user, _named(fields, "rule"), seconds=minutes * 60.0, subject=fields.get("subject", ""))
+
+
 FORMS: Final[dict[str, Callable[[Any, User, Fields, Sequence[str]], Acted]]] = {
     "retry": _retry,
     "forget": lambda reader, user, fields, _: forget(reader, user, _named(fields, "job")),
@@ -224,6 +256,13 @@ FORMS: Final[dict[str, Callable[[Any, User, Fields, Sequence[str]], Acted]]] = {
     ),
     "drain": lambda reader, user, fields, _: end_worker(
         reader, user, _named(fields, "worker"), "drain", reason=fields.get("reason", "")
+    ),
+    "acknowledge": lambda reader, user, fields, _: acknowledge(
+        reader, user, _whole(_named(fields, "alert"), "alert") or 0
+    ),
+    "mute": _mute,
+    "unmute": lambda reader, user, fields, _: unmute(
+        reader, user, _named(fields, "rule"), subject=fields.get("subject", "")
     ),
     "stop": lambda reader, user, fields, _: end_worker(
         reader, user, _named(fields, "worker"), "stop", reason=fields.get("reason", "")

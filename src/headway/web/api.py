@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headway.errors import InvalidInput, NotFound
-from headway.views import access, dead, health, items, job, jobs, projects, queue, records, relay, states
+from headway.views import access, alerts, dead, health, items, job, jobs, projects, queue, records, relay, states
 from headway.views.schemas import json_schema
 from headway.views.shape import schema_of
 from headway.web import actions
@@ -46,6 +46,7 @@ CauseNo = Annotated[int | None, Query(ge=1, le=MOST, description="only of this c
 ItemStatus = Literal["pending", "processing", "retrying", "done", "dead"]
 TaskStatus = Literal["queued", "running", "completed", "failed", "cancelled"]
 QueueName = Literal["urgent", "high", "normal", "low"]
+RuleName = Annotated[str, Path(description="the rule's name", max_length=64)]
 
 _ERROR_SCHEMA: Final = {
     "type": "object",
@@ -93,6 +94,19 @@ class Pause(_Body):
     """How long; without it until somebody resumes the queue."""
 
     seconds: float | None = Field(None, ge=1, le=actions.LONGEST)
+
+
+class Mute(_Body):
+    """How long, and of which subject; without one of all."""
+
+    seconds: float = Field(3600.0, ge=1, le=actions.LONGEST)
+    subject: str = Field("", max_length=256)
+
+
+class Unmute(_Body):
+    """Of which subject, as it was muted."""
+
+    subject: str = Field("", max_length=256)
 
 
 class Reason(_Body):
@@ -166,6 +180,7 @@ def mount(app: FastAPI, site: Site, progress: Callable[[], AsyncProgress | None]
     _jobs(api)
     _dead(api)
     _queues(api)
+    _alerts(api)
     _tasks(api)
     _others(api)
     app.include_router(api.router)
@@ -297,6 +312,34 @@ def _queues(api: Api) -> None:
     async def stop_worker(request: Request, name: Annotated[str, Path(max_length=256)], body: Reason) -> Response:
         """Let a worker give back what it runs, and end."""
         return await api.act(request, actions.end_worker, name, "stop", reason=body.reason)
+
+
+def _alerts(api: Api) -> None:
+    reader = api.site.reader
+
+    @api.get("/alerts", alerts.Alerts)
+    async def list_alerts(request: Request, history: Annotated[int, Query(ge=0, le=1000)] = 50) -> Response:
+        """What needs somebody, what did before, and what each rule sees."""
+        return await api.answer(request, reader.alerts, history=history)
+
+    @api.post("/alerts/{no}/acknowledge", right="alert")
+    async def acknowledge_alert(
+        request: Request,
+        no: Annotated[int, Path(ge=1, le=MOST)],
+        body: Reason,  # noqa: ARG001 - a POST has a body
+    ) -> Response:
+        """Say that you know of an alert and see to it."""
+        return await api.act(request, actions.acknowledge, no)
+
+    @api.post("/alert-rules/{rule}/mute", right="alert")
+    async def mute_rule(request: Request, rule: RuleName, body: Mute) -> Response:
+        """Tell nobody of a rule's alerts for a while."""
+        return await api.act(request, actions.mute, rule, seconds=body.seconds, subject=body.subject)
+
+    @api.post("/alert-rules/{rule}/unmute", right="alert")
+    async def unmute_rule(request: Request, rule: RuleName, body: Unmute) -> Response:
+        """End a mute before its time."""
+        return await api.act(request, actions.unmute, rule, subject=body.subject)
 
 
 def _tasks(api: Api) -> None:

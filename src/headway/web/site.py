@@ -52,9 +52,9 @@ PATIENCE: Final = 15.0
 RIGHTS: Final[dict[Role, frozenset[str]]] = {
     "user": frozenset({"own", "cancel"}),
     "viewer": frozenset({"own", "read"}),
-    "operator": frozenset({"own", "read", "payload", "retry", "cancel", "pause", "resume", "worker"}),
+    "operator": frozenset({"own", "read", "payload", "retry", "cancel", "pause", "resume", "worker", "alert"}),
     "admin": frozenset(
-        {"own", "read", "payload", "retry", "cancel", "pause", "resume", "worker", "forget", "export", "token"}
+        {"own", "read", "payload", "retry", "cancel", "pause", "resume", "worker", "alert", "forget", "export", "token"}
     ),
 }
 

@@ -7,7 +7,7 @@
     jobs        Jobs, Job, Items, Item
     dead        Dead letters by cause
     queues      Queues, Queue, Workers, Tasks, Task, My work
-    system      Projects, States, Performance, Activity, About
+    system      Projects, States, Performance, Alerts, Activity, About
 
 A page reads through `headway.views`, off the loop, and shows what it read; it changes nothing. What changes something is
 a form that posts to ``/actions/NAME``, which is no page's business.

@@ -53,7 +53,9 @@ def _example(reader: Reader, cause: Cause) -> Example | None:
     if not failures:
         return None
     own, library = frames(failures[-1].traceback)
-    return Example(sheet.item.key or f"item {cause.example}", failures[-1].error or "", own, library, len(sheet.attempts))
+    return Example(
+        sheet.item.key or f"item {cause.example}", failures[-1].error or "", own, library, len(sheet.attempts)
+    )
 
 
 async def dead(pages: Pages, request: Request) -> Response:

@@ -51,6 +51,7 @@ LINKS = (
 )
 #: Below the page: what is asked for less often.
 MORE = (
+    ("/alerts", "Alerts"),
     ("/tasks", "Tasks"),
     ("/projects", "Projects"),
     ("/activity", "Activity"),

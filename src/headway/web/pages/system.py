@@ -147,6 +147,11 @@ async def activity(pages: Pages, request: Request) -> Response:
     return pages.answer(request, "activity.html", page=page, job=job, actor=actor, before=before)
 
 
+async def alerts(pages: Pages, request: Request) -> Response:
+    found = await pages.site.read(pages.site.reader.alerts, history=20)
+    return pages.answer(request, "alerts.html", refresh=10, found=found)
+
+
 async def about(pages: Pages, request: Request) -> Response:
     site = pages.site
 
@@ -162,5 +167,5 @@ async def about(pages: Pages, request: Request) -> Response:
 
 PAGES = {
     "/projects": projects, "/states": states, "/states/{id}": states_job, "/performance": performance,
-    "/activity": activity, "/about": about,
+    "/activity": activity, "/alerts": alerts, "/about": about,
 }  # fmt: skip

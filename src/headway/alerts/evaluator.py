@@ -1,0 +1,222 @@
+"""The evaluator: judges the rules every few seconds. One is active in a whole deployment, under a lease.
+
+A round first looks, outside any transaction that writes. Then one transaction prolongs the lease, compares what was seen with
+the alerts that are open, and writes every opening and closing with its event, every timer, and what each rule saw. So a kill
+between any two lines leaves the round before or the round after, and nothing between. The transaction shows the lease's
+token: an evaluator that was stopped for a while and replaced writes nothing more. Two that believe themselves active would
+still tell once, for a subject has one open alert by a unique index.
+
+While the store is away, the log of this process says so. When it is back, the alert ``store_away`` says from when to when.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from headway._lease import Lease, Owner, SqlLeases
+from headway._sql import Database, Tx
+from headway.alerts import records
+from headway.alerts.judgement import Change, Judgement
+from headway.alerts.readings import fetch, judge, reading
+from headway.alerts.rules import Reading, Rules
+from headway.errors import HeadwayError, Held, StaleClaim, StorageError, Unavailable
+from headway.failure import describe
+from headway.retry import RetryPolicy
+from headway.telemetry import Log, metrics
+from headway.wording import duration
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+log = Log("alerts")
+
+#: Seconds between two rounds.
+INTERVAL = 10.0
+#: A killed evaluator is replaced after so long; on the same machine at once.
+LEASE = 30.0
+LEASE_NAME = "alerts"
+PURGE_SECONDS = 3600.0
+_AWAY = RetryPolicy(retries=0, base=1.0, cap=30.0, jitter=0.2)
+
+
+class Evaluator:
+    """See the module. `tick` is one round.
+
+    ``clock`` measures how long the store takes and is away; what is judged is judged by the database's clock.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        rules: Rules | Callable[[], Rules] = Rules,
+        *,
+        redis: str | None = None,
+        on_change: Callable[[Change], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._database, self._redis_url, self._on_change, self._clock = database, redis, on_change, clock
+        self._rules: Callable[[], Rules] = (lambda: rules) if isinstance(rules, Rules) else rules
+        self._leases = SqlLeases()
+        self._lease: Lease | None = None
+        self._took: float | None = None  # seconds of the last round's transaction
+        self._away_since: float | None = None  # when the first of the rounds began that did not reach the database
+        self._redis: Redis | None = None
+        self._redis_away_since: float | None = None
+        self._purged_at: float | None = None
+        self._pid = os.getpid()
+
+    @property
+    def active(self) -> bool:
+        """Whether this was the active evaluator in its last round."""
+        return self._lease is not None
+
+    def run(self, stop: threading.Event) -> None:
+        """Rounds until ``stop``; a failed one is said in the log and tried again."""
+        failures, delay = 0, 0.0
+        while not stop.wait(delay):
+            try:
+                delay, failures = self.tick(), 0
+            except Exception as error:  # noqa: BLE001 - an evaluator that ended would be missed only when it is needed
+                failures += 1
+                delay = _AWAY.delay(failures)
+                log.warning(
+                    "the alerts cannot be judged; it is tried again", attempt=failures, error=describe(error).text
+                )
+        self.close()
+
+    def tick(self, *, at: float | None = None) -> float:
+        """One round, if this is the active evaluator; seconds until the next. ``at`` is the moment to judge by instead of
+        the database's."""
+        self._mind_fork()
+        rules, began = self._rules(), self._clock()
+        if self._redis_url is None:  # nothing to judge, which is neither well nor unknown
+            rules = replace(rules, limits={**rules.limits, "redis_memory": None})
+        try:
+            changes = self._round(rules, at)
+        except (Unavailable, StorageError):
+            if self._away_since is None:
+                self._away_since = began
+            raise
+        self._away_since = None
+        for change in changes:
+            self._say(change)
+        if self._lease is not None:
+            self._purge(rules, at)
+        return INTERVAL
+
+    def close(self) -> None:
+        """Give the lease back, so that another need not wait for its end."""
+        self._mind_fork()
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            try:
+                self._database.run(lambda tx: self._leases.release(tx, lease), operation="alerts.release")
+            except HeadwayError as error:  # it lapses by itself
+                log.warning("the lease of the alerts could not be given back", error=str(error))
+        if self._redis is not None:
+            self._redis.close()
+            self._redis = None
+
+    # ---- one round -------------------------------------------------------------------------------------------------
+
+    def _round(self, rules: Rules, at: float | None) -> list[Change]:
+        if self._lease is None and not self._acquire():
+            return []
+        lease = self._lease
+        assert lease is not None
+        rows = fetch(self._database, rules, at)
+        rows.others = self._look_elsewhere(rules)
+        seen = judge(rows, rules)
+        away = self._clock() - self._away_since if self._away_since is not None else 0.0
+
+        def work(tx: Tx) -> list[Change]:
+            self._leases.renew(tx, lease)
+            return Judgement(tx, rules, rows.now).write(seen, away)
+
+        began = self._clock()
+        try:
+            changes = self._database.run(work, operation="alerts")
+        except StaleClaim:
+            self._lease = None  # somebody else judges now
+            return []
+        self._took = self._clock() - began
+        return changes
+
+    def _mind_fork(self) -> None:
+        """In a forked child the lease and the connection are the parent's: neither used nor given back here."""
+        if self._pid != os.getpid():
+            self._pid, self._lease, self._redis = os.getpid(), None, None
+
+    def _acquire(self) -> bool:
+        owner = Owner.current()  # outside the transaction: repeated, it is the same acquisition
+        try:
+            self._lease = self._database.run(
+                lambda tx: self._leases.acquire(tx, LEASE_NAME, owner, LEASE), operation="alerts.acquire"
+            )
+        except Held:
+            return False
+        log.info("this is the active evaluator of the alerts")
+        return True
+
+    def _look_elsewhere(self, rules: Rules) -> dict[str, list[Reading]]:
+        """What is not read from the database: how long it takes, and Redis. What is not known is left out."""
+        found: dict[str, list[Reading]] = {"store_away": []}
+        if self._took is not None:
+            text = f"A small transaction of the database took {duration(self._took)}."
+            found["store_slow"] = [reading(rules, "store_slow", "database", self._took, text)]
+        if self._redis_url is None:
+            found["redis_memory"] = []
+            return found
+        began = self._clock()
+        try:
+            share = self._redis_share(rules)
+        except HeadwayError as error:
+            if self._redis_away_since is None:
+                self._redis_away_since = began
+            away = self._clock() - self._redis_away_since
+            text = f"Redis has been out of reach for {duration(away)}: {error}"
+            found["store_away"] = [reading(rules, "store_away", "redis", away, text, at_once=True)]
+            log.warning("Redis cannot be asked for its memory", error=str(error))
+            return found
+        self._redis_away_since = None
+        known = share is not None and rules.limits.get("redis_memory") is not None
+        text = f"Redis uses {share or 0.0:.0%} of its memory."
+        found["redis_memory"] = [reading(rules, "redis_memory", "redis", share or 0.0, text)] if known else []
+        return found
+
+    def _redis_share(self, rules: Rules) -> float | None:
+        """Of the memory it may use; None where nobody said how much that is. Ends within the limits of `connect`."""
+        from headway import _redis
+
+        assert self._redis_url is not None
+        if self._redis is None:
+            self._redis = _redis.connect(self._redis_url, role="queue", name="headway-alerts", max_connections=2)
+        try:
+            info: Any = self._redis.info("memory")
+        except _redis.failures() as error:
+            raise _redis.translate(error, self._redis_url) from error
+        limit = rules.redis_bytes or int(info.get("maxmemory", 0))
+        return int(info["used_memory"]) / limit if limit else None
+
+    def _purge(self, rules: Rules, at: float | None) -> None:
+        now = self._clock()
+        if self._purged_at is None or now - self._purged_at > PURGE_SECONDS:
+            self._purged_at = now
+            self._database.run(
+                lambda tx: records.purge(tx, (tx.now() if at is None else at) - rules.kept), operation="alerts.purge"
+            )
+
+    def _say(self, change: Change) -> None:
+        metrics.count("headway_alerts", rule=change.alert.rule, change=change.change)
+        say = log.warning if change.change == "opened" and not change.muted else log.info
+        say(f"alert {change.change}: {change.alert.text}", key=f"{change.alert.rule} {change.alert.no}")
+        if self._on_change is not None:
+            try:
+                self._on_change(change)
+            except Exception as error:  # noqa: BLE001 - the change is written; who listens has a fault of its own
+                log.error("who was to hear of an alert failed", error=describe(error).text)  # noqa: TRY400

@@ -1,0 +1,163 @@
+"""What a round makes of what was seen: which alerts open and close, and which timers go on.
+
+Everything is decided by the rows and the readings, inside the caller's transaction: repeated because it was busy or because
+another evaluator takes over, it decides the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from headway._sql import Tx
+from headway.alerts import records
+from headway.alerts.readings import said
+from headway.alerts.records import Alert
+from headway.alerts.rules import Reading, Rules
+from headway.telemetry import Log
+from headway.wording import duration
+
+log = Log("alerts")
+
+#: A timer that nobody looked at for longer begins anew: what happened meanwhile is not known.
+GAP = 60.0
+#: Alerts that one round opens; the others follow in the next.
+OPENINGS = 100
+
+_Key = tuple[str, str]  # rule, subject
+
+
+class Change(NamedTuple):
+    """An alert that a round opened or closed."""
+
+    change: Literal["opened", "closed"]
+    alert: Alert
+    muted: bool
+
+
+class Judgement:
+    """One round's transaction."""
+
+    def __init__(self, tx: Tx, rules: Rules, now: float) -> None:
+        self._tx, self._rules, self._now = tx, rules, now
+        self._open: dict[_Key, Alert] = {(alert.rule, alert.subject): alert for alert in records.open_alerts(tx)}
+        self._muted = records.mutes(tx, now)
+        self._timers: dict[_Key, tuple[float, float]] = {
+            (rule, subject): (since, seen_at)
+            for rule, subject, since, seen_at in tx.all("SELECT rule, subject, since, seen_at FROM alert_timers")
+        }
+        self._running: dict[_Key, float] = {}  # timers that go on: since when
+        self._openings = 0
+        self._left = 0  # alerts that wait for the next round
+        self._changes: list[Change] = []
+
+    def write(self, seen: Mapping[str, Sequence[Reading]], away: float) -> list[Change]:
+        """``seen``: by the name of the rule; one that could not be judged is missing and stays as it is. ``away``: for how
+        many seconds the database had been out of reach before this round."""
+        self._tell_unmuted()
+        self._was_away(away)
+        standing: list[tuple[Alert, Reading]] = []
+        notes: list[records.Note] = []
+        for rule, found in seen.items():
+            left = self._left
+            readings = {one.subject: one for one in found}
+            standing += [
+                (self._open[rule, one.subject], one) for one in found if one.above and (rule, one.subject) in self._open
+            ]
+            for alert in [alert for (name, _), alert in self._open.items() if name == rule]:
+                self._perhaps_close(alert, readings.get(alert.subject))
+            for one in self._news(found) if rule == "new_cause" else found:
+                if one.above and (rule, one.subject) not in self._open:
+                    self._perhaps_open(one)
+            if rule == "new_cause" and self._left > left:  # those that were left are looked at again
+                records.hold_mark(self._tx, rule, self._now - (self._rules.limits.get(rule) or 0.0))
+            else:
+                notes.append(self._note(rule, found))
+        records.update_values(self._tx, standing)
+        records.write_rules(self._tx, notes)
+        self._write_timers(seen)
+        if self._left:
+            log.warning("more alerts are to be opened than one round opens; the others follow", count=self._left)
+        return self._changes
+
+    def _news(self, found: Sequence[Reading]) -> list[Reading]:
+        """Causes that were never told: each is told once."""
+        known = records.had(self._tx, "new_cause", [one.subject for one in found])
+        return [one for one in found if one.subject not in known]
+
+    def _perhaps_open(self, one: Reading) -> None:
+        since = self._since((one.rule, one.subject))
+        if not one.at_once and self._now - since < self._rules.open_after:
+            self._running[one.rule, one.subject] = since
+        elif self._openings >= OPENINGS:
+            self._left += 1
+            self._running[one.rule, one.subject] = since
+        else:
+            self._openings += 1
+            self._opened(one, self._now)
+
+    def _perhaps_close(self, alert: Alert, one: Reading | None) -> None:
+        """Its value is low, or it has none any more."""
+        key = (alert.rule, alert.subject)
+        if alert.rule == "new_cause":  # news for a while, then no more
+            if self._now - alert.opened_at >= (self._rules.limits.get("new_cause") or 0.0):
+                self._closed(alert)
+        elif one is None or one.above is False:
+            since = self._since(key)
+            if self._now - since < self._rules.close_after:
+                self._running[key] = since
+            else:
+                self._closed(alert)
+
+    def _since(self, key: _Key) -> float:
+        """Since when it stands so: from now on, unless it was seen so all the time."""
+        since, seen_at = self._timers.get(key, (self._now, self._now))
+        return since if since <= seen_at <= self._now <= seen_at + GAP else self._now
+
+    def _opened(self, one: Reading, at: float) -> Alert:
+        alert = records.open_alert(self._tx, one, self._rules.limits.get(one.rule) or 0.0, at)
+        muted = records.is_muted(self._muted, one.rule, one.subject)
+        if not muted:
+            records.tell_opened(self._tx, alert, at)
+            alert = alert._replace(told=True)
+        self._changes.append(Change("opened", alert, muted))
+        return alert
+
+    def _closed(self, alert: Alert) -> None:
+        records.close_alert(self._tx, alert, self._now)
+        self._open.pop((alert.rule, alert.subject), None)
+        self._changes.append(Change("closed", alert._replace(closed_at=self._now), not alert.told))
+
+    def _tell_unmuted(self) -> None:
+        """Alerts that opened under a mute and outlasted it."""
+        for key, alert in self._open.items():
+            if not alert.told and not records.is_muted(self._muted, *key):
+                records.tell_opened(self._tx, alert, self._now)
+                self._open[key] = told = alert._replace(told=True)
+                self._changes.append(Change("opened", told, muted=False))
+
+    def _was_away(self, seconds: float) -> None:
+        """The database is back: an alert that opened and closed while nobody could write it."""
+        limit = self._rules.limits.get("store_away")
+        if limit is not None and seconds >= limit:
+            text = said(
+                f"The database was out of reach for {duration(seconds)}; what happened meanwhile was not judged."
+            )
+            one = Reading("store_away", "database", seconds, text, above=True)
+            self._closed(self._opened(one, self._now - seconds))
+
+    def _note(self, rule: str, found: Sequence[Reading]) -> records.Note:
+        worst = max(found, key=lambda one: one.value, default=None)
+        value, subject = (None, None) if worst is None else (worst.value, worst.subject)
+        return rule, self._rules.limits.get(rule), value, subject, self._now
+
+    def _write_timers(self, seen: Mapping[str, object]) -> None:
+        over = [key for key in self._timers if key[0] in seen and key not in self._running]
+        if over:
+            self._tx.executemany("DELETE FROM alert_timers WHERE rule = ? AND subject = ?", over)
+        if self._running:
+            self._tx.insert(
+                "INSERT INTO alert_timers (rule, subject, since, seen_at) VALUES (?, ?, ?, ?) ON CONFLICT (rule, subject) "
+                "DO UPDATE SET since = excluded.since, seen_at = excluded.seen_at",
+                [(*key, since, self._now) for key, since in self._running.items()],
+            )

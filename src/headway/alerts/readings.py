@@ -1,0 +1,224 @@
+"""What the rules see: one short look at counters that others keep, never at items.
+
+`fetch` reads rows, in one consistent moment and by few statements whose cost does not grow with items or finished tasks.
+Everything after it is a function of those rows: a row that one rule cannot make sense of costs that rule, and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from hashlib import sha256
+from math import ceil
+
+from headway._lease import has_ended, read_owner
+from headway._sql import Database, Row
+from headway.alerts.rules import Reading, Rules
+from headway.telemetry import Log, redact
+from headway.wording import cut, duration, plural, printable
+
+log = Log("alerts")
+
+QUEUES = ("urgent", "high", "normal", "low")
+#: A cause may be committed this much later than it was first seen, by a clock this much behind.
+CAUSE_MARGIN = 300.0
+TEXT_LIMIT = 500
+
+
+@dataclass(slots=True)
+class Rows:
+    """What `fetch` read, at ``now`` by the database's clock."""
+
+    now: float
+    workers: list[Row]
+    waiting: list[Row]
+    paused: list[Row]
+    task_runs: list[Row]
+    jobs: list[Row]
+    causes: list[Row]
+    sinks: list[Row]
+    #: What does not come from the database: name of the rule -> its readings. A rule that is missing here was not judged.
+    others: dict[str, list[Reading]] = field(default_factory=dict)
+
+
+def fetch(database: Database, rules: Rules, at: float | None) -> Rows:
+    """``at`` is the moment to judge by instead of the database's."""
+    backlog = int(rules.limits.get("backlog") or 0) or 10_000
+    with database.read() as tx:
+        now = tx.now() if at is None else at
+        looked = tx.one("SELECT checked_at FROM alert_rules WHERE name = 'new_cause'")
+        since = now - (rules.limits.get("new_cause") or 0.0) if looked is None else min(now, looked[0])
+        window = int((now - rules.failure_window) // 60)
+        return Rows(
+            now=now,
+            workers=tx.all(
+                "SELECT name, owner, queues, state, wanted, task, started_at, seen_at, ended_at FROM task_workers"
+            ),
+            # In the order of service and no further than the limit: a queue of millions costs no more than one of that size.
+            waiting=tx.all(
+                " UNION ALL ".join(
+                    f"SELECT '{queue}', count(*), min(run_at) FROM (SELECT run_at FROM tasks WHERE status = 'QUEUED' "
+                    f"AND ready = 1 AND place = {place} ORDER BY place, turn, no LIMIT {backlog}) q{place}"
+                    for place, queue in enumerate(QUEUES)
+                )
+            ),
+            paused=tx.all("SELECT name FROM task_queues WHERE paused = 1 AND (paused_until IS NULL OR paused_until > ?)",
+                          (now,)),
+            task_runs=tx.all(
+                "SELECT kind, sum(completed), sum(failures) FROM task_minutes WHERE minute > ? GROUP BY kind", (window,)
+            ),
+            # The current minute of a job is in its own row.
+            jobs=tx.all(
+                "SELECT j.id, j.finished_at, j.updated_at, j.holder, j.lease_until, "
+                "coalesce(m.done, 0) + CASE WHEN j.minute > ? THEN j.minute_done ELSE 0 END, "
+                "coalesce(m.failed, 0) + CASE WHEN j.minute > ? THEN j.minute_failed ELSE 0 END, "
+                "EXISTS (SELECT 1 FROM controls c WHERE c.job = j.no AND c.paused = 1 "
+                "AND c.run = (SELECT max(r.no) FROM runs r WHERE r.job = j.no)) "
+                "FROM jobs j LEFT JOIN (SELECT job, sum(done) AS done, sum(failed) AS failed FROM minutes "
+                "WHERE minute > ? AND job IN (SELECT no FROM jobs WHERE updated_at > ?) GROUP BY job) m ON m.job = j.no "
+                "WHERE j.archived = 0 AND (j.finished_at IS NULL OR j.updated_at > ?)",
+                (window, window, window, window * 60.0, window * 60.0),
+            ),
+            causes=tx.all(
+                "SELECT 'job', j.id, j.function, c.type, c.message, c.frame FROM causes c JOIN jobs j ON j.no = c.job "
+                "WHERE c.first_seen > ? UNION ALL "
+                "SELECT 'task', kind, kind, type, message, frame FROM task_causes WHERE first_seen > ?",
+                (since - CAUSE_MARGIN, since - CAUSE_MARGIN),
+            ),
+            # Sinks of one job are served by that job's process.
+            sinks=tx.all(
+                "SELECT s.name, (SELECT o.at FROM outbox o WHERE o.seq > s.since AND NOT EXISTS "
+                "(SELECT 1 FROM deliveries d WHERE d.sink = s.name AND d.seq = o.seq) ORDER BY o.seq LIMIT 1) "
+                "FROM sinks s WHERE s.job IS NULL"
+            ),
+        )  # fmt: skip
+
+
+def judge(rows: Rows, rules: Rules) -> dict[str, list[Reading]]:
+    """name -> what each rule found. A rule that could not be judged is missing: unknown is not well."""
+    found = dict(rows.others)
+    for name, look in _LOOKS.items():
+        if rules.limits.get(name) is None:
+            found[name] = []  # it is off: what it opened closes
+            continue
+        try:
+            found[name] = list(look(rows, rules))
+        except Exception as error:  # noqa: BLE001 - one odd row costs its rule, and the others are judged
+            log.error("a rule cannot be judged", key=name, error=f"{type(error).__name__}: {error}")  # noqa: TRY400
+    return found
+
+
+def reading(rules: Rules, rule: str, subject: str, value: float, text: str, *, at_once: bool = False) -> Reading:
+    above = rules.judge(rule, value)
+    return Reading(
+        rule, subject, value, said(text) if above else "", above, at_once
+    )  # to look for secrets takes its time
+
+
+def said(text: str) -> str:
+    """One line that shows no secret and fills no page."""
+    return cut(printable(redact(text)), TEXT_LIMIT)
+
+
+def _workers(rows: Rows, rules: Rules) -> Iterator[Reading]:
+    """Lost ones that nobody asked to end. One that started later and serves the same queues takes the place of one."""
+    limit = rules.limits["worker_lost"] or 0.0
+    fresh: dict[str, list[float]] = {}
+    lost = []
+    for name, owner, queues, state, wanted, task, started_at, seen_at, ended_at in rows.workers:
+        known = read_owner(owner)
+        dead = known is not None and known[0].is_dead
+        silent = rows.now - seen_at
+        if state == "lost" or (ended_at is None and (dead or silent >= limit)):
+            if wanted is None and state != "draining":
+                lost.append((seen_at, name, queues, task, silent))
+        elif ended_at is None:
+            fresh.setdefault(queues, []).append(started_at)
+    # The latest loss chooses first: it has the fewest to choose from.
+    for seen_at, name, queues, task, silent in sorted(lost, reverse=True):
+        places = fresh.get(queues, [])
+        place = next((started for started in places if started >= seen_at), None)
+        if place is not None:
+            places.remove(place)
+        text = f"Worker {name} gave its last sign of life {duration(max(0.0, silent))} ago"
+        text += f", while it ran task {task}" if task else ""
+        text += "; another worker took its place." if place is not None else "; none came in its place."
+        # Replaced within the time a supervisor takes, it is not worth waking anybody; lost all the same.
+        yield Reading("worker_lost", name, max(0.0, silent), said(text), above=place is None,
+                      at_once=silent >= limit)  # fmt: skip
+
+
+def _backlog(rows: Rows, rules: Rules) -> Iterator[Reading]:
+    limit = rules.limits["backlog"] or 0.0
+    for queue, count, _ in rows.waiting:
+        many = f"{count:,} or more tasks wait" if count >= limit else f"{plural(count, 'task')} wait"
+        yield reading(rules, "backlog", queue, count, f"{many} in the queue {queue}.")
+
+
+def _delay(rows: Rows, rules: Rules) -> Iterator[Reading]:
+    """A queue that somebody paused is meant to wait."""
+    paused = {name for (name,) in rows.paused}
+    for queue, _, oldest in rows.waiting:
+        wait = 0.0 if oldest is None or queue in paused else max(0.0, rows.now - oldest)
+        yield reading(
+            rules, "delay", queue, wait, f"The oldest task of the queue {queue} has waited for {duration(wait)}."
+        )
+
+
+def _failures(rows: Rows, rules: Rules) -> Iterator[Reading]:
+    jobs = ((f"job {row[0]}", row[5], row[6]) for row in rows.jobs)
+    tasks = ((f"task {kind}", done, failed) for kind, done, failed in rows.task_runs)
+    minutes = ceil(rules.failure_window / 60)
+    for subject, done, failed in (*jobs, *tasks):
+        runs = int(done) + int(failed)
+        if runs < rules.failure_runs:
+            continue
+        text = f"{int(failed):,} of {plural(runs, 'run')} of {subject} failed in the last {minutes} min."
+        yield reading(rules, "failure_spike", subject, int(failed) / runs, text)
+
+
+def _stalled(rows: Rows, rules: Rules) -> Iterator[Reading]:
+    """A finished job is over; one without a holder was given back on purpose: interrupted, stopped or not begun."""
+    for job, finished_at, updated_at, holder, until, *_, paused in rows.jobs:
+        if finished_at is not None or holder is None or (paused and not has_ended(holder, until, rows.now)):
+            continue
+        silent = max(0.0, rows.now - updated_at)
+        known = read_owner(holder)
+        who = str(known[0]) if known else "a process"
+        if has_ended(holder, until, rows.now):
+            text = f"Job {job}: {who} died while running it, and nobody continued it. Nothing is lost; run it again."
+            yield Reading("stalled_job", job, silent, said(text), above=True)
+        else:
+            text = f"Job {job} has recorded nothing for {duration(silent)}, though {who} holds it."
+            yield reading(rules, "stalled_job", job, silent, text, at_once=True)
+
+
+def _causes(rows: Rows, _: Rules) -> Iterator[Reading]:
+    """By what failed and why, whichever job it was in: the same fault in tomorrow's job is not news."""
+    told = set()
+    for scope, where, function, type, message, frame in rows.causes:
+        identity = f"{scope}\0{function}\0{type}\0{message}\0{frame}"
+        subject = sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        if subject not in told:
+            told.add(subject)
+            place = f" at {frame}" if frame else ""
+            text = f"New in {scope} {where}: {type}: {message}{place}"
+            yield Reading("new_cause", subject, 0.0, said(text), above=True, at_once=True)
+
+
+def _lag(rows: Rows, rules: Rules) -> Iterator[Reading]:
+    for name, oldest in rows.sinks:
+        sink, wait = redact(name), 0.0 if oldest is None else max(0.0, rows.now - oldest)
+        text = f"The sink {sink} is behind: its oldest event has waited for {duration(wait)}."
+        yield reading(rules, "event_lag", sink, wait, text)
+
+
+_LOOKS: dict[str, Callable[[Rows, Rules], Iterator[Reading]]] = {
+    "worker_lost": _workers,
+    "backlog": _backlog,
+    "delay": _delay,
+    "failure_spike": _failures,
+    "stalled_job": _stalled,
+    "new_cause": _causes,
+    "event_lag": _lag,
+}

@@ -1,0 +1,113 @@
+"""The rules: what is watched, from which value on it needs somebody, and how long that must last.
+
+Each rule has one number, its limit, in the setting ``alert_NAME``; ``off`` switches it off. An alert opens when its value
+has stood at or above the limit for ``alert_open_after`` seconds, and closes when it has stood below a lower limit
+(``alert_close_share`` of the first) for ``alert_close_after`` seconds. Between the two nothing changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from headway.config import Config
+
+Severity = Literal["critical", "warning"]
+
+
+class Rule(NamedTuple):
+    """One thing that is watched. Its limit is in `Rules`."""
+
+    name: str
+    severity: Severity
+    unit: Literal["s", "tasks", "share"]
+    help: str
+
+    @property
+    def setting(self) -> str:
+        return f"alert_{self.name}"
+
+
+#: Every rule, the most urgent first.
+RULES: tuple[Rule, ...] = (
+    Rule("store_away", "critical", "s", "the database or Redis could not be reached"),
+    Rule(
+        "stalled_job", "critical", "s", "a job is held and records nothing, or its process died and nobody continued it"
+    ),
+    Rule("failure_spike", "critical", "share", "so large a share of the runs of a job or a kind of task failed"),
+    Rule("worker_lost", "warning", "s", "a worker ended without a word, and no other came in its place"),
+    Rule("delay", "warning", "s", "the oldest task of a queue waits too long"),
+    Rule("backlog", "warning", "tasks", "too many tasks of a queue wait"),
+    Rule("new_cause", "warning", "s", "something fails for a reason that was never seen before"),
+    Rule("store_slow", "warning", "s", "a small transaction takes too long"),
+    Rule("redis_memory", "warning", "share", "Redis uses too much of its memory"),
+    Rule("event_lag", "warning", "s", "a sink is behind with its events"),
+)
+BY_NAME = {rule.name: rule for rule in RULES}
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The numbers in force. The defaults are those of the settings (a test compares)."""
+
+    #: name -> its limit; None or missing: the rule is off.
+    limits: Mapping[str, float | None] = field(
+        default_factory=lambda: {
+            "store_away": 30.0, "stalled_job": 900.0, "failure_spike": 0.2, "worker_lost": 30.0, "delay": 300.0,
+            "backlog": 10_000.0, "new_cause": 3600.0, "store_slow": 1.0, "redis_memory": 0.85, "event_lag": 300.0,
+        }
+    )  # fmt: skip
+    open_after: float = 60.0
+    close_after: float = 120.0
+    close_share: float = 0.8
+    failure_runs: int = 20  # fewer runs in the window are no spike
+    failure_window: float = 300.0
+    kept: float = 30 * 86_400.0  # how long closed alerts are kept
+    redis_bytes: int | None = None  # what Redis may use, where it has no maxmemory
+
+    @classmethod
+    def of(cls, config: Config) -> Rules:
+        """As the settings say; they were checked when they were read."""
+        megabytes, days = config["queue_redis_memory"], config["retention_days"]
+        return cls(
+            limits={rule.name: _number(config[rule.setting]) for rule in RULES},
+            open_after=_known(config["alert_open_after"]),
+            close_after=_known(config["alert_close_after"]),
+            close_share=_known(config["alert_close_share"]),
+            failure_runs=int(_known(config["alert_failure_runs"])),
+            failure_window=_known(config["alert_failure_window"]),
+            kept=_known(days) * 86_400.0,
+            redis_bytes=None if megabytes is None else int(_known(megabytes)) * 2**20,
+        )
+
+    def judge(self, rule: str, value: float) -> bool | None:
+        """True: the alert would open; False: it would close; None: between the two, where nothing changes."""
+        limit = self.limits.get(rule)
+        if limit is None or value < limit * self.close_share:
+            return False
+        return True if value >= limit else None
+
+
+def _known(value: object) -> float:
+    assert isinstance(value, int | float)
+    return float(value)
+
+
+def _number(value: object) -> float | None:
+    return None if value is None else _known(value)
+
+
+class Reading(NamedTuple):
+    """What one rule found about one subject."""
+
+    rule: str
+    subject: str
+    value: float
+    text: str
+    #: As `Rules.judge` says.
+    above: bool | None
+    #: The value is itself a time that has passed, or a fact: it need not stand any longer.
+    at_once: bool = False

@@ -1,0 +1,75 @@
+"""The page of alerts, and what can be done about one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from headway.alerts import Evaluator, Rules
+from headway.errors import NotFound
+from headway.queue.taskqueue import TaskQueue
+from headway.web import actions
+from headway.web.problems import Forbidden
+from headway.web.site import User
+from tests.web.stage import Stage
+
+OPERATOR, VIEWER = User("olga", "operator"), User("vera", "viewer")
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    stage = Stage(f"sqlite:///{tmp_path}/headway.db")
+    with TaskQueue(stage.url, per_user=None) as queue:
+        queue.handler("caption")(lambda task, payload: None)
+        queue.submit_many([{"kind": "caption", "id": f"t{n}"} for n in range(12)])
+    yield stage
+    stage.site.close()
+
+
+def judge(stage: Stage) -> None:
+    database = stage.site.reader.database
+    evaluator = Evaluator(database, Rules(limits={"backlog": 10.0}, open_after=0.0))
+    evaluator.tick()
+    evaluator.tick()
+    evaluator.close()
+
+
+@pytest.mark.req("S2-40")
+def test_the_page_says_what_is_open_since_when_and_whether_anybody_looks(stage: Stage):
+    with TestClient(stage.app()) as client:
+        assert "Nobody has judged the rules yet" in client.get("/alerts").text
+        judge(stage)
+        page = client.get("/alerts").text
+        assert "1 alert is open" in page
+        assert "12" in page
+        assert "/actions/acknowledge" in page
+        stage.role = "viewer"
+        assert "/actions/" not in client.get("/alerts").text
+
+
+def test_an_operator_acknowledges_mutes_and_unmutes_and_a_viewer_does_not(stage: Stage):
+    judge(stage)
+    reader = stage.site.reader
+    [alert] = reader.alerts().alerts
+    for call in (
+        lambda: actions.acknowledge(reader, VIEWER, alert.no),
+        lambda: actions.mute(reader, VIEWER, "backlog", seconds=60),
+        lambda: actions.unmute(reader, VIEWER, "backlog"),
+    ):
+        with pytest.raises(Forbidden):
+            call()
+    assert reader.activity().activity == ()
+    actions.acknowledge(reader, OPERATOR, alert.no)
+    actions.mute(reader, OPERATOR, "backlog", seconds=7200, subject=alert.subject)
+    [alert] = reader.alerts().alerts
+    assert (alert.acknowledged_by, alert.muted) == ("olga", True)
+    assert actions.unmute(reader, OPERATOR, "backlog", subject=alert.subject).touched == 1
+    assert actions.unmute(reader, OPERATOR, "backlog").touched == 0
+    with pytest.raises(NotFound):
+        actions.acknowledge(reader, OPERATOR, 99)
+    with pytest.raises(NotFound):
+        actions.mute(reader, OPERATOR, "no such rule", seconds=60)
+    assert len(reader.activity().activity) == 3
