@@ -422,6 +422,8 @@ def test_a_child_forked_in_the_middle_of_a_long_transaction_refuses_instead_of_t
                 put(database, "child")
             with pytest.raises(HeadwayError, match="forked"):
                 names(database)
+            with pytest.raises(HeadwayError, match="forked"):
+                connect(database.name)  # SQLite's book of locks is one for all connections of a process
 
         pid = forked(child)
         finish.set()

@@ -86,12 +86,16 @@ class Pool(ABC):
         try:
             return self._idle.pop()
         except IndexError:
-            ticket = _Ticket()
-            self._tickets.add(ticket)  # before it is open: a fork in between must not overlook it
+            ticket = self._issue_ticket()  # before it is open: a fork in between must not overlook it
             connection = self._open()
             connection.ticket = ticket
             metrics.gauge("headway_sql_connections", self._connections, engine=self.engine)
             return connection
+
+    def _issue_ticket(self) -> _Ticket:
+        ticket = _Ticket()
+        self._tickets.add(ticket)
+        return ticket
 
     def _leave_inheritance(self) -> None:
         """In a forked child: begin with nothing. Locks too: a thread of the parent may have held them."""
