@@ -342,6 +342,20 @@ def test_a_run_started_where_the_ends_of_children_are_ignored_knows_how_its_work
     assert "was killed by SIGKILL" in letter.error
 
 
+def test_more_workers_than_the_process_may_have_descriptors_are_one_clear_error(place: Path):
+    limit = (
+        "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)); "
+        "os.execv(sys.executable, sys.argv[1:])"
+    )
+    run = [sys.executable, "-m", "headway", "run", "jobs:slow", "-i", "items.jsonl", "-j", "ads", "-w", "40"]
+    command = [sys.executable, "-c", limit, *run]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "cannot be started: Too many open files." in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not job_in(place).info().held
+
+
 def test_map_in_a_program_that_waits_for_all_its_children_itself_does_its_work(place: Path):
     program = (
         "import os, signal, headway, jobs\n"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from headway.errors import HeadwayError
 from headway.ledger import Item
 from headway.lifecycle import Budget, signal_name
 from headway.run import worker as worker_process
@@ -183,10 +184,16 @@ class Crew:
         self._members.clear()
 
     def _start(self, *, alone: bool) -> WorkerHandle:
-        ours, theirs = socket.socketpair()
-        slots = Slots(1 if alone else self._slots)
+        try:
+            ours, theirs = socket.socketpair()
+            slots = Slots(1 if alone else self._slots)
+            pid = os.fork()
+        except OSError as error:
+            raise HeadwayError(
+                f"Worker process {len(self) + 1} cannot be started: {error.strerror}.",
+                hint="Use fewer workers, or raise the limits of this process (ulimit -n, ulimit -u) and the machine.",
+            ) from error
         self._started += 1
-        pid = os.fork()
         if pid == 0:
             self._become_worker(ours, theirs, slots)
         theirs.close()

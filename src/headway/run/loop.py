@@ -55,6 +55,7 @@ class OpenItem:
         return self._item.attempts
 
     def __enter__(self) -> Self:
+        self._job.check()
         self._began = time.monotonic()
         return self
 
@@ -98,6 +99,10 @@ class OpenJob:
     def id(self) -> str:
         return self._job.id
 
+    def check(self) -> None:
+        """Raise in a forked child: it leaves ``with item:`` as its parent does, and goes on with the loop."""
+        self._guard.check()
+
     def progress(self) -> Progress:
         return self._job.progress()
 
@@ -127,6 +132,7 @@ class OpenJob:
                 yield OpenItem(self, item)
 
     def record(self, outcome: Done | Failed) -> None:
+        self.check()
         if self._lost is not None:
             raise self._lost
         self._job.record([outcome], hold=self._hold, policy=self._policy)
