@@ -217,7 +217,7 @@ class SQLite(Database):
 
     def _leave_inheritance(self) -> None:
         if self._guard.crossed:
-            if self.path is None or self._connections:
+            if self.path is None or self._connections or any(watch.is_open for watch in _all(self._watches)):
                 if self._file is not None:
                     self._file.mark_inherited()
                 self._guard.check()  # its one connection, or one that was in use, belongs to the parent: see below
@@ -327,6 +327,10 @@ class Watch:
                 version = None  # locked for a moment (recovery)
             before, self._version = self._version, version
             return version is None or version != before
+
+    @property
+    def is_open(self) -> bool:
+        return self._connection is not None
 
     def close(self) -> None:
         self._closed = True
