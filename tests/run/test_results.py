@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 import headway
-from headway.errors import InvalidInput
-from headway.ledger import Ledger
+from headway.errors import InvalidInput, StaleClaim
+from headway.ledger import Done, Ledger
+from headway.ledger.values import NewItem
+from headway.run.output import Output
 from tests.services.waiting import eventually
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -301,3 +303,36 @@ def test_results_do_not_stay_in_the_memory_of_a_worker(tmp_path: Path):
     with Ledger.open(f"sqlite:///{tmp_path}/a.db") as ledger:
         assert ledger.job("ads").info().done == 300
     assert os.stat(tmp_path / "out.jsonl").st_mode & 0o777 == 0o600
+
+
+def test_a_run_that_lost_its_job_does_not_touch_the_file_that_its_successor_began_anew(tmp_path: Path):
+    """Places in the file are those of the successor: what the earlier run wrote at its own would overwrite other lines."""
+    path = tmp_path / "out.jsonl"
+    with Ledger.open(f"sqlite:///{tmp_path}/a.db") as ledger:
+        job = ledger.create("ads", max_retries=0)
+        job.register([NewItem(idx, str(idx), None, None) for idx in range(4)])
+        hold = ledger.hold(job, {})
+        stopped = Output(job.held_by(hold), path)
+        job.record([Done(0, None, '"long enough"'), Done(1, None, "1")], hold=hold)
+        stopped.write()
+        ledger.database.run(  # as if it had been stopped for a minute
+            lambda tx: tx.execute(
+                'UPDATE jobs SET lease_until = 0, holder = \'{"host": "x", "space": "", "pid": 1, "born": ""}\''
+            )
+        )
+        successor = ledger.hold(job, {})
+        own = job.held_by(successor)
+        own.drop([0])
+        own.rewrite_outputs()
+        own.record([Done(2, None, "2")], hold=successor)
+        output = Output(own, path)
+        output.write()
+        own.record([Done(3, None, "3")], hold=successor)
+        before = path.read_bytes()
+        with pytest.raises(StaleClaim):
+            stopped.write()
+        assert path.read_bytes() == before
+        output.write()
+        assert results(tmp_path) == [1, 2, 3]
+        stopped.close()
+        output.close()
