@@ -324,11 +324,12 @@ def test_a_child_of_a_process_that_listens_opens_a_store_of_its_own_and_loses_no
         os._exit(0)  # as a kill would: nothing is closed in good order
 
     pid = forked(child)
-    os.read(told[0], 1)
+    os.close(told[1])
+    assert os.read(told[0], 1) == b"x", "the child could not write"
     assert subscription.get(30).state == store.get_state(1, "t")  # the parent listens still
     store.close()
     os.write(go_on[1], b"x")
     assert exit_code(pid) == 0
-    for descriptor in (*told, *go_on):
+    for descriptor in (told[0], *go_on):
         os.close(descriptor)
     assert [(state.task_id, state.status) for state in place.open().list_all_states()] == [(1, 100), (2, 200)]
