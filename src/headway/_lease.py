@@ -258,14 +258,16 @@ def _milliseconds(seconds: float) -> int:
 
 
 @lru_cache(maxsize=1)
-def _here(_pid: int) -> tuple[str, str, str]:
+def _here(pid: int) -> tuple[str, str, str]:
     """Host name, machine and space of process ids; by pid, because a fork may enter another namespace."""
     import socket  # takes milliseconds, and most lists of jobs ask nothing of it
 
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         machine = f"{boot} {os.readlink('/proc/self/ns/time')}"
-        return socket.gethostname(), machine, f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        # A /proc of another namespace (unshare --pid without --mount-proc) shows other processes under our numbers.
+        ours = os.readlink("/proc/self") == str(pid)
+        return socket.gethostname(), machine, f"{boot} {os.readlink('/proc/self/ns/pid')}" if ours else ""
     except OSError:  # not Linux: every owner is waited for
         return socket.gethostname(), "", ""
 

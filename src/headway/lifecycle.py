@@ -98,6 +98,21 @@ def undisturbed(work: Callable[[], T]) -> T:
     return answers[0]
 
 
+def signal_name(number: int) -> str:
+    """SIGKILL for 9; the real-time signals but two have no name, and who is killed by one of them is killed all the same."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def wait_for_children() -> None:
+    """Undo an inherited *ignore* of SIGCHLD, as some supervisors leave it behind: the kernel then forgets at once how a
+    child ended, and every wait for one fails."""
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 class Shutdown:
     """What signals asked for. The first of `STOP_SIGNALS` means *finish what you hold*, the second *now*."""
 

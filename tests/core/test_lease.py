@@ -126,6 +126,19 @@ def test_a_stopped_owner_is_not_dead():
         assert stopped.is_dead
 
 
+@pytest.mark.parametrize(("proc", "seen"), [([], "False"), (["--mount-proc"], "True")])
+def test_nobody_is_seen_to_be_dead_by_a_proc_that_shows_the_processes_of_another_namespace(proc: list[str], seen: str):
+    """Under our numbers it shows other processes: when one of them ends, a living owner would be taken for dead."""
+    apart = ["unshare", *([] if os.getuid() == 0 else ["-Ur"]), "--pid", "--fork", *proc]
+    if subprocess.run([*apart, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("a namespace of processes cannot be had here")
+    ask = (
+        "from dataclasses import replace; from headway._lease import Owner; "
+        "print(replace(Owner.current(), started='1').is_dead)"
+    )
+    assert subprocess.check_output([*apart, sys.executable, "-c", ask], text=True) == f"{seen}\n"
+
+
 #: Covers /proc/PID of its first argument, as hidepid does for other users' processes, gives up root if it has it, and
 #: says whether the owner it reads is dead while that process lives, and whether it is once the process was killed.
 HIDING = """

@@ -362,6 +362,49 @@ def test_children_forked_while_threads_work_can_work_too(url: str):
         database.verify()
 
 
+@pytest.mark.req("S3-26")
+@shared
+def test_threads_that_come_first_at_once_in_a_forked_child_share_one_lock_and_one_pool(url: str):
+    """As in a server that forks its workers and starts threads there. Each of them used to make a lock of its own, and to
+    close the connection by which another was writing: the interpreter crashed."""
+    with connect(url) as database:
+        put(database, "parent")
+
+        def child() -> None:
+            pid, turns = os.getpid, iter([0, 5, 10, 15, 20, 25, 30, 35] + [0] * 10_000)
+
+            def slow() -> int:  # every thread has looked who it is, and then one after the other goes on
+                found = pid()
+                time.sleep(0.001 * next(turns))
+                return found
+
+            os.getpid = slow
+            began, errors = threading.Barrier(8), []
+
+            def write(number: int, tx: Tx) -> None:
+                tx.execute(META, (f"{number}", "x"))
+                time.sleep(0.01)
+                tx.execute("UPDATE meta SET value = 'y' WHERE name = ?", (f"{number}",))
+
+            def work(number: int) -> None:
+                began.wait()
+                try:
+                    database.run(partial(write, number))
+                except HeadwayError as error:
+                    errors.append(error)
+
+            threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert errors == []
+            assert len(names(database)) == 9
+
+        assert exit_code(forked(child)) == 0
+        assert len(names(database)) == 9
+
+
 def test_a_child_forked_in_the_middle_of_a_long_transaction_refuses_instead_of_trusting_locks_it_has_not(
     tmp_path: Path,
 ):
@@ -382,6 +425,8 @@ def test_a_child_forked_in_the_middle_of_a_long_transaction_refuses_instead_of_t
                 put(database, "child")
             with pytest.raises(HeadwayError, match="forked"):
                 names(database)
+            with pytest.raises(HeadwayError, match="forked"):
+                connect(database.name)  # SQLite's book of locks is one for all connections of a process
 
         pid = forked(child)
         finish.set()

@@ -420,6 +420,26 @@ def test_a_child_that_leaves_the_block_of_its_parent_does_not_release_the_job(da
         assert [run.outcome for run in ledger.job("ads").runs()] == ["finished"]
 
 
+def test_a_child_forked_inside_an_item_neither_records_it_nor_goes_on_with_the_loop(database: str):
+    with headway.open_job("ads", PRODUCTS, database=database) as job:
+        items = job.remaining()
+        child, status = 0, -1
+        with suppress(headway.HeadwayError), next(items):
+            child = os.fork()
+            if child:  # before the parent records anything
+                status = os.waitpid(child, 0)[1]
+        if not child:
+            code = 1  # it recorded the item of its parent
+            with Ledger.open(database) as ledger:
+                if ledger.job("ads").info().done == 0:
+                    code = 0
+                    with suppress(headway.HeadwayError), next(items):
+                        code = 2  # it works off the items of its parent
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert job.progress().done == 1
+
+
 def test_a_loop_that_lost_its_job_records_nothing_more(database: str):
     with headway.open_job("ads", PRODUCTS, database=database) as job:
         with Ledger.open(database) as ledger:  # as if this process had been stopped for a minute

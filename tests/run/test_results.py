@@ -17,8 +17,10 @@ import pytest
 
 import headway
 from headway.cli import invoke
-from headway.errors import InvalidInput
-from headway.ledger import Ledger
+from headway.errors import InvalidInput, StaleClaim
+from headway.ledger import Done, Ledger
+from headway.ledger.values import NewItem
+from headway.run.output import Output
 from headway.run.results import as_plain
 from tests.services.waiting import eventually
 
@@ -432,3 +434,36 @@ def test_postgresql_keeps_results_and_what_was_printed_as_sqlite_does(tmp_path: 
     )
     lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert sorted((line["index"], line["result"]) for line in lines) == [(0, None), (1, 1)]
+
+
+def test_a_run_that_lost_its_job_does_not_touch_the_file_that_its_successor_began_anew(tmp_path: Path):
+    """Places in the file are those of the successor: what the earlier run wrote at its own would overwrite other lines."""
+    path = tmp_path / "out.jsonl"
+    with Ledger.open(f"sqlite:///{tmp_path}/a.db") as ledger:
+        job = ledger.create("ads", max_retries=0)
+        job.register([NewItem(idx, str(idx), None, None) for idx in range(4)])
+        hold = ledger.hold(job, {})
+        stopped = Output(job.held_by(hold), path)
+        job.record([Done(0, None, '"long enough"'), Done(1, None, "1")], hold=hold)
+        stopped.write()
+        ledger.database.run(  # as if it had been stopped for a minute
+            lambda tx: tx.execute(
+                'UPDATE jobs SET lease_until = 0, holder = \'{"host": "x", "space": "", "pid": 1, "born": ""}\''
+            )
+        )
+        successor = ledger.hold(job, {})
+        own = job.held_by(successor)
+        own.drop([0])
+        own.rewrite_outputs()
+        own.record([Done(2, None, "2")], hold=successor)
+        output = Output(own, path)
+        output.write()
+        own.record([Done(3, None, "3")], hold=successor)
+        before = path.read_bytes()
+        with pytest.raises(StaleClaim):
+            stopped.write()
+        assert path.read_bytes() == before
+        output.write()
+        assert results(tmp_path) == [1, 2, 3]
+        stopped.close()
+        output.close()

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -58,6 +59,11 @@ def killer(item):
     log(item)
     if item["n"] == 3:
         os.kill(os.getpid(), signal.SIGKILL)
+
+def killed_by_a_nameless_signal(item):
+    log(item)
+    if item["n"] == 3:
+        os.kill(os.getpid(), 40)
 
 def kills_its_companions(item):
     log(item)
@@ -311,6 +317,61 @@ def test_a_worker_killed_by_its_item_costs_that_item_an_attempt_and_nobody_else(
     (letter,) = job.dead_letters()
     assert letter.idx == 3
     assert "was killed by SIGKILL" in letter.error
+
+
+def test_a_signal_without_a_name_kills_its_own_item_and_not_the_run(place: Path, headway_cli: Cli):
+    done = headway_cli("run", "jobs:killed_by_a_nameless_signal", "-i", "items.jsonl", "-j", "ads", "-w", "2",
+                       "--retries", "0", "--no-last-pass")  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    (letter,) = job_in(place).dead_letters()
+    assert (letter.idx, job_in(place).info().done) == (3, 39)
+    assert "was killed by signal 40" in letter.error
+
+
+def test_a_run_started_where_the_ends_of_children_are_ignored_knows_how_its_workers_ended(place: Path):
+    """Some supervisors leave SIGCHLD ignored to what they start."""
+    start = (
+        "import signal, os, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+    )
+    run = [sys.executable, "-m", "headway", "run", "jobs:killer", "-i", "items.jsonl", "-j", "ads", "-w", "2",
+           "--retries", "0", "--no-last-pass"]  # fmt: skip
+    command = [sys.executable, "-c", start, *run]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3, done.stderr
+    (letter,) = job_in(place).dead_letters()
+    assert "was killed by SIGKILL" in letter.error
+
+
+def test_more_workers_than_the_process_may_have_descriptors_are_one_clear_error(place: Path):
+    limit = (
+        "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)); "
+        "os.execv(sys.executable, sys.argv[1:])"
+    )
+    run = [sys.executable, "-m", "headway", "run", "jobs:slow", "-i", "items.jsonl", "-j", "ads", "-w", "40"]
+    command = [sys.executable, "-c", limit, *run]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "cannot be started: Too many open files." in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not job_in(place).info().held
+
+
+def test_map_in_a_program_that_waits_for_all_its_children_itself_does_its_work(place: Path):
+    program = (
+        "import os, signal, headway, jobs\n"
+        "def reap(*_):\n"
+        "    try:\n"
+        "        while os.waitpid(-1, os.WNOHANG)[0]: pass\n"
+        "    except ChildProcessError: pass\n"
+        "if __name__ == '__main__':\n"
+        "    signal.signal(signal.SIGCHLD, reap)\n"
+        "    ended = headway.map(jobs.killer, [{'n': n} for n in range(8)], job='ads', workers=2, retries=0,"
+        " last_pass=False)\n"
+        "    print(ended.done, ended.dead)\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "7 1\n", done.stderr
 
 
 @pytest.mark.parametrize("function", ["kills_its_companions", "kills_its_loop"])

@@ -311,7 +311,7 @@ def test_a_file_that_was_removed_while_the_listener_was_away_is_told_to_those_wh
     with store._listing:  # the listener comes back, and cannot list before the file is gone
         listener = store._listener
         assert listener is not None
-        listener._waker._connection.close()  # type: ignore[attr-defined]  # as if it had been lost
+        listener._waker._watch._connection.close()  # type: ignore[attr-defined]  # as if it had been lost
         unlink(place)
     ended(subscription, JobGone)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from headway.states import State, Subscription
+from tests.core.databases import exit_code, forked
 from tests.states.conftest import ISOLATING, LOGGED, SHARED, Place, replayed, sees
 
 WRITER = """
@@ -300,3 +302,34 @@ def test_a_process_that_closes_a_sqlite_file_does_not_take_the_log_of_the_others
         check = [sys.executable, "-m", "headway", "states", "job", "--json", "--store", place.url]
         seen = json.loads(subprocess.run(check, capture_output=True, text=True, timeout=60, check=True).stdout)
         assert seen["states"][0]["status"] == number
+
+
+@pytest.mark.stores(("sqlite", "postgresql", "redis"))
+def test_a_child_of_a_process_that_listens_opens_a_store_of_its_own_and_loses_nothing_when_the_parent_closes(
+    place: Place,
+):
+    """A listener's connection that crossed the fork made SQLite take the parent for the last user of the file: the parent
+    removed the log that the child was writing to, and every later state of the child was acknowledged and lost."""
+    store = place.open()
+    subscription = store.subscribe()
+    replayed(subscription)
+    told, go_on = os.pipe(), os.pipe()
+
+    def child() -> None:
+        own = place.open()
+        own.set_state(State("job", 1, "t", 100))
+        os.write(told[1], b"x")
+        os.read(go_on[0], 1)
+        own.set_state(State("job", 2, "t", 200))
+        os._exit(0)  # as a kill would: nothing is closed in good order
+
+    pid = forked(child)
+    os.close(told[1])
+    assert os.read(told[0], 1) == b"x", "the child could not write"
+    assert subscription.get(30).state == store.get_state(1, "t")  # the parent listens still
+    store.close()
+    os.write(go_on[1], b"x")
+    assert exit_code(pid) == 0
+    for descriptor in (told[0], *go_on):
+        os.close(descriptor)
+    assert [(state.task_id, state.status) for state in place.open().list_all_states()] == [(1, 100), (2, 200)]

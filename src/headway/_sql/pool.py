@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -36,6 +38,7 @@ class Pool(ABC):
         self._inherited: list[Any] = []
         self._tickets: WeakSet[_Ticket] = WeakSet()  # of open connections, idle or in use
         self._closed = False
+        _pools.add(self)
 
     @abstractmethod
     def _open(self) -> Any:
@@ -83,12 +86,16 @@ class Pool(ABC):
         try:
             return self._idle.pop()
         except IndexError:
-            ticket = _Ticket()
-            self._tickets.add(ticket)  # before it is open: a fork in between must not overlook it
+            ticket = self._issue_ticket()  # before it is open: a fork in between must not overlook it
             connection = self._open()
             connection.ticket = ticket
             metrics.gauge("headway_sql_connections", self._connections, engine=self.engine)
             return connection
+
+    def _issue_ticket(self) -> _Ticket:
+        ticket = _Ticket()
+        self._tickets.add(ticket)
+        return ticket
 
     def _leave_inheritance(self) -> None:
         """In a forked child: begin with nothing. Locks too: a thread of the parent may have held them."""
@@ -96,3 +103,17 @@ class Pool(ABC):
             self._lock = threading.Lock()
             self._inherited, self._idle, self._tickets = self._idle, [], WeakSet()
             self._guard = ForkGuard(f"The connection to {self.name}")
+
+
+_pools: WeakSet[Pool] = WeakSet()
+
+
+def _begin_with_nothing() -> None:
+    """While the child still has one thread: of several that come first at once, each would begin anew, and take away the
+    locks and connections by which the others work already."""
+    for pool in list(_pools):
+        with suppress(HeadwayError):  # it may not be used here: whoever tries is told
+            pool._leave_inheritance()  # noqa: SLF001  # it is the pool's own step
+
+
+os.register_at_fork(after_in_child=_begin_with_nothing)

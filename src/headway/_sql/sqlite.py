@@ -7,8 +7,8 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -46,6 +46,7 @@ class SQLite(Database):
         self.forking = False
         self._file: sqlite_file.OpenFile | None = None
         self._looked_at = 0.0
+        self._watches: WeakSet[Watch] = WeakSet()
         _open_files.add(self)
         if path is None:
             self._one_at_a_time = threading.Lock()
@@ -77,7 +78,8 @@ class SQLite(Database):
         if rows != [("ok",)]:
             raise StoreCorrupt(f"The database {self.path} is damaged: {rows[0][0]}.")
         if self._file is not None:
-            sqlite_file.check_identity(self._file)
+            with self._counted():
+                sqlite_file.check_identity(self._file)
 
     def exists(self) -> bool:
         return True  # a file that is not there is not opened, and one that is there was checked
@@ -87,7 +89,8 @@ class SQLite(Database):
         if self.path is not None:
             self._file = sqlite_file.OpenFile(self.path)
             sqlite_file.check_header(self._file, writable=writable)
-            sqlite_file.check_identity(self._file)
+            with self._counted():
+                sqlite_file.check_identity(self._file)
 
     def close(self) -> None:
         super().close()
@@ -102,6 +105,32 @@ class SQLite(Database):
             size = sqlite_file.size(self.path)
         metrics.gauge("headway_sql_bytes", size, engine=self.engine)
         return size
+
+    def watch(self) -> Watch:
+        """A way to see that somebody wrote, by a connection of its own; whoever asks for it closes it."""
+        watch = Watch(self)
+        self._watches.add(watch)  # before it opens anything: a fork in between must not overlook it
+        watch.changed()
+        return watch
+
+    def check_place(self) -> None:
+        """Raise if the file was deleted, moved or replaced."""
+        if self._file is not None:
+            self._file.check_place()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Around a connection that is not the pool's: a fork waits for its end."""
+        self._wait_for_fork()
+        ticket = self._issue_ticket()
+        try:
+            yield
+        finally:
+            self._tickets.discard(ticket)
+
+    def _wait_for_fork(self) -> None:
+        while self.forking:
+            time.sleep(0.001)  # for 2 s at the most: see close_before_fork
 
     def _open(self) -> sqlite3.Connection:
         connection = None
@@ -132,13 +161,16 @@ class SQLite(Database):
             self._one_at_a_time.acquire()  # an in-memory database *is* its one connection
         try:
             self._leave_inheritance()
-            while self.forking:
-                time.sleep(0.001)  # for 2 s at the most: see close_before_fork
+            self._wait_for_fork()
             if self._file is not None and (now := time.monotonic()) - self._looked_at > LOOK_SECONDS:
                 self._looked_at = now
                 self._file.check_place()
+                if self._connections:  # else the -wal is none of ours, and whoever uses it may remove it
+                    self._file.check_wal()
+            connection = self._idle_or_new()
+            if self._file is not None and not self._file.knows_wal:
                 self._file.check_wal()
-            return self._idle_or_new()
+            return connection
         except BaseException:
             if self.path is None:
                 self._one_at_a_time.release()
@@ -185,7 +217,9 @@ class SQLite(Database):
 
     def _leave_inheritance(self) -> None:
         if self._guard.crossed:
-            if self.path is None or self._connections:
+            if self.path is None or self._connections or any(watch.is_open for watch in _all(self._watches)):
+                if self._file is not None:
+                    self._file.mark_inherited()
                 self._guard.check()  # its one connection, or one that was in use, belongs to the parent: see below
             self._writing = threading.Lock()  # a thread of the parent may hold the other one
             self.forking = False
@@ -201,6 +235,8 @@ class SQLite(Database):
         deadline = time.monotonic() + 2.0
         self.forking = True
         collected = False
+        for watch in _all(self._watches):
+            watch.close_before_fork()
         while self.path is not None and self._connections and time.monotonic() < deadline:
             while self._idle:
                 with suppress(IndexError):  # another thread was quicker to take it
@@ -230,9 +266,8 @@ class SQLite(Database):
 
     def _commit(self, connection: sqlite3.Connection) -> None:
         connection.execute("COMMIT")
-        if self._file is not None:
-            # Afterwards: a file that is in its place now was in its place when the commit reached it.
-            self._file.check_place()
+        # Afterwards: a file that is in its place now was in its place when the commit reached it.
+        self.check_place()
 
     def _unanswered(self, connection: sqlite3.Connection) -> None:
         return None  # COMMIT is a call of a library: it answers, or the process is gone
@@ -263,6 +298,51 @@ class SQLite(Database):
         return Transient(found) if _is_busy(error) else found
 
 
+class Watch:
+    """Says whether somebody wrote, by ``PRAGMA data_version`` on a connection of its own: a commit of any other one changes
+    it, wherever that is.
+
+    This connection must not cross a fork either (see `SQLite.close_before_fork`). So it is closed before each, and opened
+    again at the next look; what happened in between is not known, and counts as a change.
+    """
+
+    def __init__(self, database: SQLite) -> None:
+        self._database = database
+        self._lock = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
+        self._closed = False
+        self._version: int | None = None
+
+    def changed(self) -> bool:
+        """Whether somebody may have written since the last look."""
+        with self._lock:
+            if self._closed or self._database.forking:
+                return False
+            if self._connection is None:
+                self._database.check_place()  # SQLite would make a file that is not there
+                self._connection, self._version = self._database.own_connection(), None
+            try:
+                version = int(self._connection.execute("PRAGMA data_version").fetchone()[0])
+            except sqlite3.OperationalError:
+                version = None  # locked for a moment (recovery)
+            before, self._version = self._version, version
+            return version is None or version != before
+
+    @property
+    def is_open(self) -> bool:
+        return self._connection is not None
+
+    def close(self) -> None:
+        self._closed = True
+        self.close_before_fork()
+
+    def close_before_fork(self) -> None:
+        with self._lock:  # for one look at the most: whoever has it must not find its connection closed
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                connection.close()
+
+
 class _Connection(sqlite3.Connection):
     ticket: object  # the pool's
 
@@ -270,17 +350,23 @@ class _Connection(sqlite3.Connection):
 _open_files: WeakSet[SQLite] = WeakSet()
 
 
+def _all(those: WeakSet[T]) -> list[T]:
+    while True:
+        with suppress(RuntimeError):  # another thread has added one meanwhile
+            return list(those)
+
+
 def _before_fork() -> None:
-    for database in list(_open_files):
+    for database in _all(_open_files):
         database.close_before_fork()
 
 
 def _after_fork() -> None:
-    for database in list(_open_files):
+    for database in _all(_open_files):
         database.forking = False
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=sqlite_file.OpenFile.renew_lock)
 
 
 def _is_busy(error: Exception) -> bool:

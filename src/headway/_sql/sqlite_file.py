@@ -113,6 +113,7 @@ class OpenFile:
 
     _lock = threading.Lock()
     _open: ClassVar[dict[tuple[int, int], tuple[int, int]]] = {}  # device and inode: descriptor, users
+    _inherited: ClassVar[set[tuple[int, int]]] = set()
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -129,6 +130,12 @@ class OpenFile:
                     kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
                     raise StoreForeign(f"{path} is {kind}, not a database.")
                 self._file = (status.st_dev, status.st_ino)
+                if self._file in self._inherited:
+                    raise HeadwayError(
+                        f"{path} was in use when this process was forked, and cannot be used here: SQLite takes itself "
+                        "to have locks on it that are the parent's.",
+                        hint="Fork when no thread is in the middle of a transaction, or start a new process (spawn).",
+                    )
                 self._descriptor, users = self._open.get(self._file) or (os.open(path, os.O_RDONLY | os.O_CLOEXEC), 0)
                 self._open[self._file] = (self._descriptor, users + 1)
         except OSError as error:
@@ -143,11 +150,15 @@ class OpenFile:
         if self._found(self._name) != self._file:
             raise self._misplaced(self._name)
 
+    @property
+    def knows_wal(self) -> bool:
+        return self._wal is not None
+
     def check_wal(self) -> None:
         """The same for its ``-wal`` file, which is one and the same while this process has the database open."""
         found = self._found(self._wal_name)
         if self._wal is None:
-            self._wal = found  # None while nobody has opened the database
+            self._wal = found  # the first look after it was opened
         elif found != self._wal:
             raise self._misplaced(self._wal_name)
 
@@ -168,6 +179,15 @@ class OpenFile:
     def forget_wal(self) -> None:
         """This process has closed the database: the next -wal may be another one."""
         self._wal = None
+
+    def mark_inherited(self) -> None:
+        """A connection to this file was in use when this process was forked: nobody may open it here, by no new one."""
+        self._inherited.add(self._file)
+
+    @classmethod
+    def renew_lock(cls) -> None:
+        """In a forked child: a thread of the parent may have held it."""
+        cls._lock = threading.Lock()
 
     def release(self) -> None:
         with self._lock:

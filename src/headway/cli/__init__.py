@@ -15,6 +15,7 @@ import click
 
 from headway import __version__
 from headway.errors import HeadwayError, StorageError
+from headway.lifecycle import wait_for_children
 from headway.wording import cut, printable, shows_color
 
 F = TypeVar("F", bound=Callable[..., Any])  # click's decorators take and give any function
@@ -253,6 +254,7 @@ def _readable(text: str) -> str:
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """The entry point: every outcome becomes one of the documented exit codes."""
+    wait_for_children()
     code = invoke(arguments)
     # Whatever was loaded stays until the process ends, which is now: looking through it for garbage on the way out
     # takes a sixth of the time of a short command.

@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from headway.failure import Failure, describe
+from headway.lifecycle import signal_name
 from headway.queue.codec import PAYLOAD_LIMIT
 from headway.queue.taskqueue import Context
 from headway.queue.values import Claim
@@ -236,7 +237,7 @@ class Horse:
             _, status = os.waitpid(self.pid, 0)
         if self.ended is None:
             how = (
-                f"was killed by {_signal_name(os.WTERMSIG(status))}"
+                f"was killed by {signal_name(os.WTERMSIG(status))}"
                 if os.WIFSIGNALED(status)
                 else f"exited with status {os.WEXITSTATUS(status)}"
             )
@@ -247,13 +248,6 @@ class Horse:
         self.kill()
         while not self.wait(1.0):
             self.kill()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _be_the_horse(

@@ -22,7 +22,7 @@ from typing import Any
 from headway import telemetry
 from headway.config import Config
 from headway.errors import HeadwayError
-from headway.lifecycle import Shutdown, on_signals
+from headway.lifecycle import Shutdown, on_signals, signal_name
 from headway.queue.app import load
 from headway.queue.database import DatabaseSource
 from headway.queue.settings import LiveSettings
@@ -254,10 +254,7 @@ class Supervisor:
 def _how(status: int) -> str:
     if status >= 0:
         return f"exited with status {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"
+    return f"was killed by {signal_name(-status)}"
 
 
 def work_off(queue: TaskQueue, plan: Plan, *, shutdown: Shutdown) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from headway.errors import HeadwayError
 from headway.ledger import Item
-from headway.lifecycle import Budget
+from headway.lifecycle import Budget, signal_name
 from headway.run import worker as worker_process
 from headway.run.console import Console
 from headway.run.program import Work
@@ -198,10 +199,16 @@ class Crew:
         self._members.clear()
 
     def _start(self, *, alone: bool) -> WorkerHandle:
-        ours, theirs = socket.socketpair()
-        slots = Slots(1 if alone else self._slots)
+        try:
+            ours, theirs = socket.socketpair()
+            slots = Slots(1 if alone else self._slots)
+            pid = os.fork()
+        except OSError as error:
+            raise HeadwayError(
+                f"Worker process {len(self) + 1} cannot be started: {error.strerror}.",
+                hint="Use fewer workers, or raise the limits of this process (ulimit -n, ulimit -u) and the machine.",
+            ) from error
         self._started += 1
-        pid = os.fork()
         if pid == 0:
             self._become_worker(ours, theirs, slots)
         theirs.close()
@@ -229,18 +236,27 @@ class Crew:
 
 def _has_ended(pid: int) -> bool:
     """Whether the process has ended. It is left to be waited for: until then nobody else gets its number."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True  # the program that called us waits for every child, or ignores SIGCHLD
 
 
-def _end(worker: WorkerHandle) -> int:
-    """End the worker, if it has not ended, and what its function left behind in its group; its exit status."""
-    worker.kill()
-    return os.waitpid(worker.pid, 0)[1]
+def _end(worker: WorkerHandle) -> int | None:
+    """End the worker, if it has not ended, and what its function left behind in its group; its exit status. None if the
+    program that called us was quicker to ask for it: then its number may be somebody else's by now, and is left alone."""
+    try:
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        worker.kill()
+        return os.waitpid(worker.pid, 0)[1]
+    except ChildProcessError:
+        return None
 
 
-def _how_it_died(status: int) -> str:
+def _how_it_died(status: int | None) -> str:
+    if status is None:
+        return "ended, nobody knows how (this program ignores SIGCHLD, or waits for all its children)"
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        name = signal.Signals(number).name
-        return f"was killed by {name}" + (" (out of memory?)" if number == signal.SIGKILL else "")
+        return f"was killed by {signal_name(number)}" + (" (out of memory?)" if number == signal.SIGKILL else "")
     return f"ended by itself with code {os.WEXITSTATUS(status)}"

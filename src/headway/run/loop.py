@@ -60,6 +60,7 @@ class OpenItem:
         return self._item.attempts
 
     def __enter__(self) -> Self:
+        self._job.check()
         self._began = time.monotonic()
         return self
 
@@ -103,6 +104,10 @@ class OpenJob:
     def id(self) -> str:
         return self._job.id
 
+    def check(self) -> None:
+        """Raise in a forked child: it leaves ``with item:`` as its parent does, and goes on with the loop."""
+        self._guard.check()
+
     def progress(self) -> Progress:
         return self._job.progress()
 
@@ -136,6 +141,7 @@ class OpenJob:
 
     def record_many(self, outcomes: Sequence[Done | Failed]) -> None:
         """Several in one transaction."""
+        self.check()
         if self._lost is not None:
             raise self._lost
         self._job.record(outcomes, hold=self._hold, policy=self._policy)

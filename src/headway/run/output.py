@@ -201,8 +201,10 @@ class Output:
             self.write()
 
     def write(self) -> None:
-        """Bring the file up to what is recorded."""
+        """Bring the file up to what is recorded. `StaleClaim` before anything is touched if the job was taken over: its
+        new holder may have begun the file anew, and what we know of its places is no longer so."""
         self._written_at = time.monotonic()
+        self._job.database.run(self._job.open, operation="output")
         self._find_again()
         while rows := self._job.results(self._seq):
             lines = "".join(
@@ -246,6 +248,7 @@ class Output:
             raise self._cannot(error) from error
 
     def _note(self, tx: Tx) -> None:
+        self._job.open(tx)
         tx.execute(
             "INSERT INTO outputs (job, path, seq, size) VALUES (?, ?, ?, ?) "
             "ON CONFLICT (job, path) DO UPDATE SET seq = excluded.seq, size = excluded.size",

@@ -25,7 +25,7 @@ from headway.errors import StorageError
 from headway.lifecycle import Flag
 from headway.retry import RetryPolicy
 from headway.states import sql_rows
-from headway.states.sql_wakers import DataVersionWaker, LocalWaker, NotificationWaker, Waker
+from headway.states.sql_wakers import FileWaker, LocalWaker, NotificationWaker, Waker
 from headway.states.state import State, moment
 from headway.states.store import (
     RECENT_LIMIT,
@@ -294,7 +294,7 @@ class SqlStates:
     def listen(self, job: JobRecord) -> SqlListener:
         if isinstance(self._database, SQLite):
             self._check_file()
-            waker: Waker = LocalWaker() if self._path is None else DataVersionWaker(self._database)
+            waker: Waker = LocalWaker() if self._path is None else FileWaker(self._database)
             self._local_wakers = [waker]
         else:
             waker = NotificationWaker(self._database, sql_rows.channel(job.job_id))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import sqlite3
 import time
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -61,37 +60,25 @@ class LocalWaker:
         self.wake()
 
 
-class DataVersionWaker(LocalWaker):
-    """Looks at ``PRAGMA data_version``, which another connection's commit changes, wherever that connection is."""
+class FileWaker(LocalWaker):
+    """Looks at the file again and again, which another connection's commit changes, wherever that connection is."""
 
     def __init__(self, database: SQLite) -> None:
         super().__init__()
-        self._connection: sqlite3.Connection = database.own_connection()
-        self._version = self._look()
+        self._watch = database.watch()
         self._changed_at = time.monotonic()
 
     def wait(self, seconds: float) -> list[str] | None:
         deadline = time.monotonic() + seconds
         while (now := time.monotonic()) < deadline:
-            if self._woken(BUSY_SECONDS if now - self._changed_at < 1.0 else IDLE_SECONDS):
+            if self._woken(BUSY_SECONDS if now - self._changed_at < 1.0 else IDLE_SECONDS) or self._watch.changed():
+                self._changed_at = now
                 break
-            if (version := self._look()) != self._version:
-                self._version = version
-                break
-        else:
-            return None
-        self._changed_at = now
         return None
-
-    def _look(self) -> int:
-        try:
-            return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
-        except sqlite3.OperationalError:
-            return -1  # locked for a moment (recovery): counts as a change, so the tables are read
 
     def close(self) -> None:
         super().close()
-        self._connection.close()
+        self._watch.close()
 
 
 class NotificationWaker:
