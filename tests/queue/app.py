@@ -35,6 +35,7 @@ def build(url: str, *, isolations: Sequence[str] = ISOLATIONS, **options) -> Tas
         register("deaf", deaf, timeout=0.5)
         register("raise", odd)
         register("progress", told)
+        register("twice", twice)
     if "fork" not in isolations:
         return queue
     queue.handler("exit.fork", retries=0)(lambda task, payload: os._exit(payload))
@@ -113,6 +114,14 @@ def told(task, payload) -> str:
         task.progress(percent, f"step {percent}")
         time.sleep(payload)
     return "told"
+
+
+def twice(task, payload) -> None:
+    """Returns in two processes; notes how the second one ended."""
+    pid = os.fork()
+    if pid:
+        _, status = os.waitpid(pid, 0)
+        Path(payload).write_text(str(os.waitstatus_to_exitcode(status)))
 
 
 def hog(task, payload) -> None:

@@ -81,7 +81,7 @@ def test_on_postgresql_one_task_is_submitted_and_claimed_without_a_transaction_a
 ):
     with TaskQueue(postgres_url) as queue:
         queue.handler("caption")(lambda task, payload: None)
-        queue.stats()
+        queue.cancel(queue.submit("caption").id)  # the first one of a process also notes the application's rule
         with caplog.at_level(logging.DEBUG, logger="headway"):
             queue.submit("caption", user_id="anna")
             assert len(take(queue, 1)) == 1
@@ -288,5 +288,5 @@ def test_what_no_database_can_keep_in_a_message_costs_no_neighbour_its_record(da
         queue.submit_many({"kind": "caption", "payload": n % 2, "id": f"t{n}"} for n in range(4))
         Worker(queue).run(burst=True)
         assert {task.id: (task.status, task.message) for task in queue.list()} == {
-            f"t{n}": (Status.COMPLETED, "ab?c" if n % 2 else "plain") for n in range(4)
+            f"t{n}": (Status.COMPLETED, "a b c" if n % 2 else "plain") for n in range(4)
         }

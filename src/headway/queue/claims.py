@@ -20,7 +20,7 @@ from headway.errors import StaleClaim
 from headway.events.sql import SHARE_APPENDING
 from headway.failure import Failure, normalise
 from headway.queue.limits import Limits
-from headway.queue.records import _COLUMNS, count_minutes, pages, task_of, tell
+from headway.queue.records import _COLUMNS, NO_TURN, count_minutes, pages, task_of, tell
 from headway.queue.values import PRIORITIES, Claim, Priority, Status, Task
 from headway.retry import RetryPolicy
 from headway.telemetry import Log
@@ -33,7 +33,7 @@ LEASE = 12.0
 RETRY_CAP = 300.0
 
 _SKIP_LOCKED = {"sqlite": "", "postgresql": " FOR UPDATE SKIP LOCKED"}
-_CLAIMED = "no, token, payload, retry_delay, timeout, place, turn, run_at"
+_CLAIMED = "no, token, payload, retry_delay, timeout, place, turn, run_at, hinted_at"
 #: The database's time, the same throughout a statement, so that an index can be asked with it.
 _NOW = {
     "sqlite": "(julianday('now') - 2440587.5) * 86400.0",
@@ -211,7 +211,7 @@ def _take(tx: Tx, who: Claimant, picked: str, values: Sequence[Value]) -> list[R
 def _taking(now: str) -> str:
     return (
         f"status = 'RUNNING', version = version + 1, token = token + 1, holder = ?, lease_until = {now} + ?, worker = ?, "
-        f"started_at = {now}, updated_at = {now}, hinted_at = NULL"
+        f"started_at = {now}, updated_at = {now}"
     )
 
 
@@ -246,27 +246,57 @@ def _changing(source: str, changes: str, match: str, columns: str, more: str = "
 
 def _claims_of(rows: list[Row]) -> list[Claim]:
     """In the order of service; the rows come in any."""
-    return [_claim_of(row) for row in sorted(rows, key=lambda row: (row[-3], row[-2], row[-8]))]
+    return [_claim_of(row) for row in sorted(rows, key=lambda row: (row[-4], row[-3], row[-9]))]
 
 
 def _claim_of(row: Row) -> Claim:
-    task = task_of(row[:-8])
+    task = task_of(row[:-9])
     assert task.started_at is not None
-    no, token, payload, retry_delay, timeout, _, _, run_at = row[-8:]
+    no, token, payload, retry_delay, timeout, _, _, run_at, hinted_at = row[-9:]
     return Claim(
         no=no, id=task.id, kind=task.kind, priority=task.priority, token=token, version=task.version, payload=payload,
         attempts=task.attempts, retries=task.retries, retry_delay=retry_delay, timeout=timeout, user_id=task.user_id,
-        role=task.role, waited=max(0.0, task.started_at.timestamp() - run_at),
+        role=task.role, waited=max(0.0, task.started_at.timestamp() - run_at), hinted=hinted_at is not None,
     )  # fmt: skip
 
 
 def promote(tx: Tx, now: float) -> int:
     """Tasks whose wait is over may run. No wait is longer than the cap: a clock that was set back holds
     up nobody."""
-    promoting = "UPDATE tasks SET ready = 1, hinted_at = NULL WHERE status = 'QUEUED' AND ready = 0 AND"
     # Two statements: with an OR neither engine would use its indexes, and look at everything that is delayed.
-    due = tx.execute(f"{promoting} run_at <= ?", (now,))
-    return due + tx.execute(f"{promoting} attempts > 0 AND run_at > ?", (now + RETRY_CAP + 1.0,))
+    due = tx.execute(_promoting("run_at <= ?"), (now,))
+    return due + tx.execute(_promoting("attempts > 0 AND run_at > ?"), (now + RETRY_CAP + 1.0,))
+
+
+def _promoting(condition: str) -> str:
+    """Their turn is given now: while they waited the rounds went on, or began anew. A further try joins the round that is
+    served; a task that waits for the first time stands behind its party's others, as if it were submitted now."""
+    return f"""
+        WITH due AS MATERIALIZED (
+            SELECT no AS due_no, queue AS in_queue, place AS in_place, party AS of_party, attempts AS tries,
+                   row_number() OVER (PARTITION BY queue, party, attempts > 0 ORDER BY run_at, no) - 1 AS behind
+            FROM tasks WHERE status = 'QUEUED' AND ready = 0 AND {condition}
+        ), heads AS MATERIALIZED (
+            SELECT head_place, coalesce({_head("p.head_place")}, 0) AS head
+            FROM (SELECT DISTINCT in_place AS head_place FROM due) AS p
+        ), lasts AS MATERIALIZED (
+            SELECT last_queue, last_party, coalesce(
+                (SELECT t.turn FROM tasks t WHERE t.status = 'QUEUED' AND t.queue = last_queue AND t.party = last_party
+                 ORDER BY t.queue DESC, t.party DESC, t.turn DESC LIMIT 1), {NO_TURN}) AS last
+            FROM (SELECT DISTINCT in_queue AS last_queue, of_party AS last_party FROM due) AS p
+        )
+        UPDATE tasks SET ready = 1, hinted_at = NULL,
+            turn = CASE WHEN tries > 0 THEN head WHEN last >= head THEN last + 1 + behind ELSE head + behind END
+        FROM due JOIN heads ON head_place = in_place JOIN lasts ON last_queue = in_queue AND last_party = of_party
+        WHERE no = due_no AND status = 'QUEUED' AND ready = 0"""
+
+
+def _head(place: str) -> str:
+    """The round that is served now in a queue, as an expression; none where nothing waits."""
+    return (
+        f"(SELECT h.turn FROM tasks h WHERE h.status = 'QUEUED' AND h.ready = 1 AND h.place = {place} "
+        "ORDER BY h.place, h.turn, h.no LIMIT 1)"
+    )
 
 
 def paused(tx: Tx, now: float) -> set[Priority]:
@@ -416,7 +446,7 @@ def fail(
     )
     changed = tx.one(
         "UPDATE tasks SET status = ?, version = version + 1, attempts = ?, ready = 0, run_at = ?, error = ?, "
-        "holder = NULL, lease_until = NULL, hinted_at = NULL, ended_at = ?, updated_at = ? "
+        f"turn = {NO_TURN}, holder = NULL, lease_until = NULL, hinted_at = NULL, ended_at = ?, updated_at = ? "
         f"WHERE no = ? RETURNING {_COLUMNS}",
         (status.value, attempts, now if final else now + policy.delay(attempts), failure.text,
          now if final else None, now, claim.no),
@@ -451,17 +481,25 @@ def cancelled(tx: Tx, claim: Claim) -> Task:
 
 
 def give_back(tx: Tx, claim: Claim) -> Task | None:
-    """Return a task that was not run to its end (a shutdown): no attempt is counted. None if it is not ours any more."""
+    """Return a task that was not run to its end (a shutdown): no attempt is counted. None if it is not ours any more.
+
+    It joins the round that is served now. One that somebody asked to cancel is cancelled: it waits for nobody.
+    """
     now = tx.now()
     row = tx.one(
-        "UPDATE tasks SET status = 'QUEUED', ready = 1, version = version + 1, holder = NULL, lease_until = NULL, "
+        "UPDATE tasks SET status = CASE WHEN cancel_by IS NULL THEN 'QUEUED' ELSE 'CANCELLED' END, "
+        "ended_at = CASE WHEN cancel_by IS NULL THEN NULL ELSE CAST(? AS DOUBLE PRECISION) END, "
+        "message = CASE WHEN cancel_by IS NULL THEN message ELSE 'cancelled by ' || cancel_by END, "
+        f"turn = coalesce({_head('tasks.place')}, 0), ready = 1, version = version + 1, holder = NULL, lease_until = NULL, "
         f"hinted_at = NULL, run_at = ?, updated_at = ? WHERE no = ? AND token = ? AND status = 'RUNNING' RETURNING {_COLUMNS}",
-        (now, now, claim.no, claim.token),
+        (now, now, now, claim.no, claim.token),
     )
     if row is None:
         return None
     task = task_of(row)
     tell(tx, task, now)
+    if task.is_final:
+        count_minutes(tx, now, cancelled=[task])
     return task
 
 
@@ -533,12 +571,16 @@ def unhinted(tx: Tx, *, limit: int) -> list[tuple[str, Priority]]:
 
 
 def doubtful(tx: Tx, *, older_than: float, limit: int) -> list[tuple[str, Priority]]:
-    """Tasks whose hint is so old that it may be lost."""
-    rows = tx.all(
-        "SELECT id, queue FROM tasks WHERE status = 'QUEUED' AND hinted_at IS NOT NULL AND hinted_at < ? "
-        "ORDER BY hinted_at LIMIT ?",
-        (tx.now() - older_than, limit),
-    )
+    """Tasks whose hint is so old that it may be lost, or of a time to come: since it was given, the clock was set back."""
+    now = tx.now()
+    rows: list[Row] = []
+    # Two statements: with an OR neither engine would use the index.
+    for condition, bound in (("<", now - older_than), (">", now + max(60.0, -older_than))):
+        rows += tx.all(
+            f"SELECT id, queue FROM tasks WHERE status = 'QUEUED' AND hinted_at IS NOT NULL AND hinted_at {condition} ? "
+            "ORDER BY hinted_at LIMIT ?",
+            (bound, limit - len(rows)),
+        )
     return [(id, Priority(queue)) for id, queue in rows]
 
 

@@ -388,15 +388,22 @@ class RqSource:
 
         def look(tx: Tx, rest: Sequence[str]) -> tuple[set[str], set[str]]:
             known, waiting = claims.known(tx, rest)
+            again: set[str] = set()
             # Where a hint led to another row, that row's own hint is left for this one. Where it led to none (paused, over a
-            # limit), the sweeper tells RQ again when it may run.
-            served = Counter(claim.priority for claim in claimed)
-            short = {queue for queue, count in hints.items() if served[queue] < count}
-            claims.unhint(tx, waiting & {task_id for task_id, queue in hinted if queue in short})
+            # limit), or to one that has no hint, RQ has to be told again, by the sweeper or when a worker looks for such rows.
+            left = Counter(claim.priority for claim in claimed if claim.hinted and claim.id not in ids)
+            for task_id, queue in hinted:
+                if task_id in waiting and left[queue] > 0:
+                    left[queue] -= 1
+                elif task_id in waiting:
+                    again.add(task_id)
+            claims.unhint(tx, again)
             return known, waiting
 
         try:
-            named = [queue for queue in queues if queue in hints]
+            # Queues that go before the hinted ones are looked at too: RQ may not know what waits there (an overflow, an id
+            # that RQ does not take).
+            named = queues[: max((n for n, queue in enumerate(queues, 1) if queue in hints), default=0)]
             claimed = claims.claim_next(self._queue.database, who, queues=named, limit=len(hinted))
             taken = {claim.id for claim in claimed}
             rest = [task_id for task_id in ids if task_id not in taken]
@@ -468,7 +475,8 @@ class RqSource:
             self._seen = SimpleWorker(
                 queues, name=self._name, connection=self._client, serializer=JSONSerializer, worker_ttl=60
             )
-            self._seen.register_birth()  # type: ignore[no-untyped-call]  # RQ leaves it untyped
+            with suppress(ValueError):  # RQ knows us: we listened to this Redis before and could not say that we left
+                self._seen.register_birth()  # type: ignore[no-untyped-call]  # RQ leaves it untyped
             self._seen_at = self._clock()
         elif self._clock() - self._seen_at > 15.0:
             self._seen.heartbeat(120)
