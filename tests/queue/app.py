@@ -36,6 +36,7 @@ def build(url: str, *, isolations: Sequence[str] = ISOLATIONS, **options) -> Tas
         register("raise", odd)
         register("progress", told)
         register("twice", twice)
+        register("die", lambda task, payload: os.kill(os.getpid(), signal.SIGKILL), retries=1, retry_delay=0.01)
     if "fork" not in isolations:
         return queue
     queue.handler("exit.fork", retries=0)(lambda task, payload: os._exit(payload))

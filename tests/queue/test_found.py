@@ -23,6 +23,7 @@ from headway.queue import claims
 from headway.queue.claims import Claimant
 from headway.queue.flask import Headway
 from headway.queue.rq import RqSource
+from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import PRIORITIES, Claim, Status, Task, UserBusy
 from headway.queue.watch import Settings
@@ -146,6 +147,29 @@ def test_a_process_that_a_handler_forks_in_the_worker_does_not_become_a_second_w
         assert queue.get(first.id).status is Status.COMPLETED
     assert (tmp_path / "came back").read_text() == "1", "its status"
     assert len(truth.read_text().splitlines()) == 5
+
+
+def test_a_task_that_kills_its_worker_costs_no_task_of_the_same_batch_its_life(
+    database_url: str, tmp_path: Path, nursery: Nursery
+):
+    truth = tmp_path / "ran"
+    with app.build(database_url) as queue:
+        before = queue.submit("log.none", {"file": str(truth)})
+        deadly = queue.submit("die.none")
+        after = [queue.submit("log.none", {"file": str(truth)}).id for _ in range(4)]
+        sweeper = Sweeper(queue)
+        for n in range(2):  # its two tries
+            wait_is_over(queue)
+            nursery.start(f"w{n}", url=database_url, isolations=["none"]).wait()
+            sweeper.tick()
+        wait_is_over(queue)
+        worker = nursery.start("w", url=database_url, isolations=["none"])
+        try:
+            eventually(lambda: all(queue.get(id).is_final for id in (before.id, deadly.id, *after)))
+        finally:
+            worker.kill()
+        assert queue.get(deadly.id).status is Status.FAILED
+        assert {queue.get(id).status for id in (before.id, *after)} == {Status.COMPLETED}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -298,3 +322,21 @@ def test_an_application_factory_may_be_called_again_while_the_queue_is_in_use(tm
         assert queue.get(task.id).id == task.id
         with pytest.raises(InvalidInput, match="cannot be moved"):
             create_app("others")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is kept
+
+
+def test_counts_and_allowances_are_not_kept_for_ever(crowd: TaskQueue):
+    days = 40
+    crowd.limit("user", rate=2.0)
+    crowd.submit("caption", user_id="anna")
+    take(crowd)
+    crowd.database.run(lambda tx: tx.execute("UPDATE task_rates SET at = at - ?", (days * 86_400.0,)))
+    crowd.database.run(lambda tx: tx.execute("UPDATE task_minutes SET minute = minute - ?", (days * 1440,)))
+    crowd.submit("caption", user_id="ben")
+    take(crowd)
+    Sweeper(crowd).purge()
+    assert crowd.database.all("SELECT key FROM task_rates") == [("ben",)]
+    assert crowd.database.one("SELECT sum(submitted) FROM task_minutes") == (1,)

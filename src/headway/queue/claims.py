@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,6 +30,8 @@ log = Log("queue")
 
 #: Seconds a claim lasts unless it is renewed. With a renewal every third of it, a dead worker's task runs again in 20 s.
 LEASE = 12.0
+#: Tasks whose wait is over that one statement lets run: it must not take long, whatever the planner thinks of it.
+PROMOTED = 500
 #: The longest wait between two tries.
 RETRY_CAP = 300.0
 
@@ -262,20 +265,25 @@ def _claim_of(row: Row) -> Claim:
 
 def promote(tx: Tx, now: float) -> int:
     """Tasks whose wait is over may run. No wait is longer than the cap: a clock that was set back holds
-    up nobody."""
+    up nobody. At most so many together (`PROMOTED`): whoever comes next finds the others."""
     # Two statements: with an OR neither engine would use its indexes, and look at everything that is delayed.
-    due = tx.execute(_promoting("run_at <= ?"), (now,))
-    return due + tx.execute(_promoting("attempts > 0 AND run_at > ?"), (now + RETRY_CAP + 1.0,))
+    due = tx.all(_promoting("run_at <= ?"), (now,))
+    return len(due) + len(tx.all(_promoting("attempts > 0 AND run_at > ?"), (now + RETRY_CAP + 1.0,)))
 
 
 def _promoting(condition: str) -> str:
     """Their turn is given now: while they waited the rounds went on, or began anew. A further try joins the round that is
-    served; a task that waits for the first time stands behind its party's others, as if it were submitted now."""
+    served; a task that waits for the first time stands behind its party's others, as if it were submitted now.
+
+    Each row is looked up by its number. What it is asked again, in case another worker was quicker, is written so that no
+    partial index answers it: before its first ANALYZE PostgreSQL takes those for empty, and would read one for each row.
+    """
     return f"""
         WITH due AS MATERIALIZED (
             SELECT no AS due_no, queue AS in_queue, place AS in_place, party AS of_party, attempts AS tries,
                    row_number() OVER (PARTITION BY queue, party, attempts > 0 ORDER BY run_at, no) - 1 AS behind
-            FROM tasks WHERE status = 'QUEUED' AND ready = 0 AND {condition}
+            FROM (SELECT no, queue, place, party, attempts, run_at FROM tasks WHERE status = 'QUEUED' AND ready = 0
+                  AND {condition} ORDER BY run_at LIMIT {PROMOTED}) AS page
         ), heads AS MATERIALIZED (
             SELECT head_place, coalesce({_head("p.head_place")}, 0) AS head
             FROM (SELECT DISTINCT in_place AS head_place FROM due) AS p
@@ -288,7 +296,7 @@ def _promoting(condition: str) -> str:
         UPDATE tasks SET ready = 1, hinted_at = NULL,
             turn = CASE WHEN tries > 0 THEN head WHEN last >= head THEN last + 1 + behind ELSE head + behind END
         FROM due JOIN heads ON head_place = in_place JOIN lasts ON last_queue = in_queue AND last_party = of_party
-        WHERE no = due_no AND status = 'QUEUED' AND ready = 0"""
+        WHERE no = due_no AND status || '' = 'QUEUED' AND ready + 0 = 0 RETURNING no"""
 
 
 def _head(place: str) -> str:
@@ -423,8 +431,12 @@ def fail(
     outcome: str = "failed",
     retryable: bool = True,
     seconds: float | None = None,
+    spare: bool = False,
 ) -> Task:
-    """The run did not succeed. The task waits for its next try, has FAILED, or is CANCELLED if that was asked for."""
+    """The run did not succeed. The task waits for its next try, has FAILED, or is CANCELLED if that was asked for.
+
+    ``spare``: it is tried once more even if no try is left, because it may not have been run at all.
+    """
     row = tx.one(
         "SELECT attempts, retries, retry_delay, cancel_by, worker FROM tasks WHERE no = ? AND token = ? "
         f"AND status = 'RUNNING'{' FOR UPDATE' if tx.engine == 'postgresql' else ''}",
@@ -435,7 +447,7 @@ def fail(
     attempts, retries, retry_delay, cancel_by, worker = row
     now = tx.now()
     attempts += 1
-    final = cancel_by is not None or not retryable or attempts > retries
+    final = cancel_by is not None or not retryable or (attempts > retries and not spare)
     policy = RetryPolicy(retries, retry_delay, cap=RETRY_CAP, jitter=0.2)
     status = Status.CANCELLED if cancel_by is not None else Status.FAILED if final else Status.QUEUED
     cause = _cause(tx, claim.kind, failure, now)
@@ -516,21 +528,42 @@ def progress(tx: Tx, claim: Claim, percent: float, message: str) -> bool:
 
 
 def lapsed(tx: Tx, *, limit: int = 100) -> list[Task]:
-    """End the runs whose worker is dead or did not renew its lease: each costs an attempt, with its cause."""
+    """End the runs whose worker is dead or did not renew its lease: each costs an attempt, with its cause.
+
+    A worker that held several had begun one of them, and nobody knows which. So none of these has failed for good the first
+    time; a worker runs what was tried before with nothing else in its hands (`Worker._run_here`), and then it is known.
+    """
     now = tx.now()
     rows = tx.all(
         "SELECT no, id, kind, queue, token, version, attempts, retries, retry_delay, timeout, user_id, role, holder, "
-        f"lease_until FROM tasks WHERE status = 'RUNNING' ORDER BY lease_until LIMIT ?{_SKIP_LOCKED[tx.engine]}",
+        f"lease_until, worker FROM tasks WHERE status = 'RUNNING' ORDER BY lease_until LIMIT ?{_SKIP_LOCKED[tx.engine]}",
         (max(limit, 1000),),
     )
     ended = []
-    for no, id, kind, queue, token, version, attempts, retries, delay, timeout, user, role, holder, until in rows:
+    held = Counter(worker for *_, worker in rows)
+    for (
+        no,
+        id,
+        kind,
+        queue,
+        token,
+        version,
+        attempts,
+        retries,
+        delay,
+        timeout,
+        user,
+        role,
+        holder,
+        until,
+        worker,
+    ) in rows:
         if not has_ended(holder, until, now):
             continue
         claim = Claim(
             no, id, kind, Priority(queue), token, version, "", attempts, retries, delay, timeout, user, role, 0.0
         )
-        ended.append(fail(tx, claim, LOST, outcome="lost"))
+        ended.append(fail(tx, claim, LOST, outcome="lost", spare=held[worker] > 1 and attempts == 0))
         if len(ended) == limit:
             break
     return ended

@@ -268,6 +268,8 @@ class Worker:
                     return
                 if not self._may_begin(claim):
                     continue
+                if claim.attempts:
+                    self._hold_alone(claim)
                 self._held.popleft()
                 text = self._payload(claim)
                 if text is None:
@@ -294,6 +296,16 @@ class Worker:
                     self._ended.append((claim, ended, time.monotonic() - began))
                 if len(self._ended) >= self.settings.batch or pulse.cancelling:
                     self._record()
+
+    def _hold_alone(self, claim: Claim) -> None:
+        """Hold nothing but what is begun next: should it end this process, it alone is charged."""
+        self._record()
+        others = [held for held in self._held if held is not claim]
+        if others:
+            self._ours_until = 0.0  # should the answer be lost, ask before any of them is begun
+            self._give_back(others)
+            self._held.clear()
+            self._held.append(claim)
 
     # ---- recording ---------------------------------------------------------------------------------------------------
 
