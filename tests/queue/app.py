@@ -158,3 +158,7 @@ def work(
         ready()
         source = RqSource(queue, redis, name=name) if redis else None
         Worker(queue, name=name, shutdown=shutdown, settings=settings, source=source).run()
+
+
+if __name__ == "__main__":
+    work(sys.argv[1], sys.argv[2], drain=float(sys.argv[3]), redis=sys.argv[4] if len(sys.argv) > 4 else None)
