@@ -285,7 +285,7 @@ def test_threads_share_few_connections_and_closing_closes_them_all(tmp_path: Pat
     assert len(names(database)) == 80
     connections = metrics.value("headway_sql_connections", engine="sqlite")
     assert 1 <= connections <= 8
-    assert descriptors(path) <= 3 * connections
+    assert descriptors(path) <= 3 * connections + 1  # the one that holds the file itself
     for turn in range(200):
         database.all("SELECT name FROM meta WHERE name = ?", (str(turn),))
     assert metrics.value("headway_sql_connections", engine="sqlite") == connections

@@ -378,7 +378,7 @@ print("ok")
 def test_a_file_that_may_not_grow_stops_in_good_order_and_goes_on_when_it_may(tmp_path: Path):
     """The limit on file sizes stands in for a full disk where no disk can be made: it needs no rights."""
     code = "import resource; hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]; "
-    code += "resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, hard))\n" + FILL
+    code += "resource.setrlimit(resource.RLIMIT_FSIZE, (800_000, hard))\n" + FILL
     freed = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))"
     done = subprocess.run(
         [sys.executable, "-c", code, tmp_path / "a.db", freed], capture_output=True, text=True, check=False, timeout=100

@@ -35,6 +35,8 @@ def build(url: str, *, isolations: Sequence[str] = ISOLATIONS, **options) -> Tas
         register("deaf", deaf, timeout=0.5)
         register("raise", odd)
         register("progress", told)
+        register("twice", twice)
+        register("die", lambda task, payload: os.kill(os.getpid(), signal.SIGKILL), retries=1, retry_delay=0.01)
     if "fork" not in isolations:
         return queue
     queue.handler("exit.fork", retries=0)(lambda task, payload: os._exit(payload))
@@ -115,6 +117,14 @@ def told(task, payload) -> str:
     return "told"
 
 
+def twice(task, payload) -> None:
+    """Returns in two processes; notes how the second one ended."""
+    pid = os.fork()
+    if pid:
+        _, status = os.waitpid(pid, 0)
+        Path(payload).write_text(str(os.waitstatus_to_exitcode(status)))
+
+
 def hog(task, payload) -> None:
     kept = []
     for _ in range(60):  # not for ever, should nobody end it
@@ -148,3 +158,7 @@ def work(
         ready()
         source = RqSource(queue, redis, name=name) if redis else None
         Worker(queue, name=name, shutdown=shutdown, settings=settings, source=source).run()
+
+
+if __name__ == "__main__":
+    work(sys.argv[1], sys.argv[2], drain=float(sys.argv[3]), redis=sys.argv[4] if len(sys.argv) > 4 else None)

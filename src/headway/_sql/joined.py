@@ -83,6 +83,8 @@ def _in_postgresql(database: Database, connection: Any, psycopg: Any) -> Iterato
     status, states = connection.info.transaction_status, psycopg.pq.TransactionStatus
     if status == states.INERROR:
         raise _refused("Its transaction has failed already.", "Roll it back, and begin again.")
+    if connection.pgconn.pipeline_status != psycopg.pq.PipelineStatus.OFF:
+        raise _refused("It is in pipeline mode.", "Submit before or after the block: with connection.pipeline(): ...")
     if status == states.ACTIVE:
         raise _refused("Somebody else is using it at this moment.", "Use a connection in one thread at a time.")
     if connection.autocommit and status == states.IDLE:

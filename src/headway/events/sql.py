@@ -25,6 +25,8 @@ _APPENDING = "hashtext('headway.outbox')"
 #: How an appending transaction takes it, for a statement that appends on its own: before the first number is given.
 SHARE_APPENDING = f"SELECT pg_advisory_xact_lock_shared({_APPENDING})"
 
+#: So long a new sink waits at a time for open transactions that append.
+ALONE_MILLISECONDS = 100
 #: A reason longer than this is cut.
 REASON = 500
 
@@ -109,7 +111,9 @@ class SqlOutbox:
 
         def work(tx: Tx) -> None:
             if tx.engine == "postgresql":
-                # Alone for a moment: no lower number is committed after this look.
+                # Alone for a moment: no lower number is committed after this look. Whoever wants to append meanwhile waits
+                # behind us, and a transaction of a caller's may last: so we wait a moment, and try again later.
+                tx.execute(f"SET LOCAL lock_timeout = {ALONE_MILLISECONDS}")
                 tx.execute(f"SELECT pg_advisory_xact_lock({_APPENDING})")
             now = tx.now()
             # Not by the newest old event: one that happened long ago may have been decided just now.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +21,7 @@ from headway.errors import StaleClaim
 from headway.events.sql import SHARE_APPENDING
 from headway.failure import Failure, normalise
 from headway.queue.limits import Limits
-from headway.queue.records import _COLUMNS, count_minutes, pages, task_of, tell
+from headway.queue.records import _COLUMNS, NO_TURN, count_minutes, pages, task_of, tell
 from headway.queue.values import PRIORITIES, Claim, Priority, Status, Task
 from headway.retry import RetryPolicy
 from headway.telemetry import Log
@@ -29,11 +30,13 @@ log = Log("queue")
 
 #: Seconds a claim lasts unless it is renewed. With a renewal every third of it, a dead worker's task runs again in 20 s.
 LEASE = 12.0
+#: Tasks whose wait is over that one statement lets run: it must not take long, whatever the planner thinks of it.
+PROMOTED = 500
 #: The longest wait between two tries.
 RETRY_CAP = 300.0
 
 _SKIP_LOCKED = {"sqlite": "", "postgresql": " FOR UPDATE SKIP LOCKED"}
-_CLAIMED = "no, token, payload, retry_delay, timeout, place, turn, run_at"
+_CLAIMED = "no, token, payload, retry_delay, timeout, place, turn, run_at, hinted_at"
 #: The database's time, the same throughout a statement, so that an index can be asked with it.
 _NOW = {
     "sqlite": "(julianday('now') - 2440587.5) * 86400.0",
@@ -211,7 +214,7 @@ def _take(tx: Tx, who: Claimant, picked: str, values: Sequence[Value]) -> list[R
 def _taking(now: str) -> str:
     return (
         f"status = 'RUNNING', version = version + 1, token = token + 1, holder = ?, lease_until = {now} + ?, worker = ?, "
-        f"started_at = {now}, updated_at = {now}, hinted_at = NULL"
+        f"started_at = {now}, updated_at = {now}"
     )
 
 
@@ -246,27 +249,62 @@ def _changing(source: str, changes: str, match: str, columns: str, more: str = "
 
 def _claims_of(rows: list[Row]) -> list[Claim]:
     """In the order of service; the rows come in any."""
-    return [_claim_of(row) for row in sorted(rows, key=lambda row: (row[-3], row[-2], row[-8]))]
+    return [_claim_of(row) for row in sorted(rows, key=lambda row: (row[-4], row[-3], row[-9]))]
 
 
 def _claim_of(row: Row) -> Claim:
-    task = task_of(row[:-8])
+    task = task_of(row[:-9])
     assert task.started_at is not None
-    no, token, payload, retry_delay, timeout, _, _, run_at = row[-8:]
+    no, token, payload, retry_delay, timeout, _, _, run_at, hinted_at = row[-9:]
     return Claim(
         no=no, id=task.id, kind=task.kind, priority=task.priority, token=token, version=task.version, payload=payload,
         attempts=task.attempts, retries=task.retries, retry_delay=retry_delay, timeout=timeout, user_id=task.user_id,
-        role=task.role, waited=max(0.0, task.started_at.timestamp() - run_at),
+        role=task.role, waited=max(0.0, task.started_at.timestamp() - run_at), hinted=hinted_at is not None,
     )  # fmt: skip
 
 
 def promote(tx: Tx, now: float) -> int:
     """Tasks whose wait is over may run. No wait is longer than the cap: a clock that was set back holds
-    up nobody."""
-    promoting = "UPDATE tasks SET ready = 1, hinted_at = NULL WHERE status = 'QUEUED' AND ready = 0 AND"
+    up nobody. At most so many together (`PROMOTED`): whoever comes next finds the others."""
     # Two statements: with an OR neither engine would use its indexes, and look at everything that is delayed.
-    due = tx.execute(f"{promoting} run_at <= ?", (now,))
-    return due + tx.execute(f"{promoting} attempts > 0 AND run_at > ?", (now + RETRY_CAP + 1.0,))
+    due = tx.all(_promoting("run_at <= ?"), (now,))
+    return len(due) + len(tx.all(_promoting("attempts > 0 AND run_at > ?"), (now + RETRY_CAP + 1.0,)))
+
+
+def _promoting(condition: str) -> str:
+    """Their turn is given now: while they waited the rounds went on, or began anew. A further try joins the round that is
+    served; a task that waits for the first time stands behind its party's others, as if it were submitted now.
+
+    Each row is looked up by its number. What it is asked again, in case another worker was quicker, is written so that no
+    partial index answers it: before its first ANALYZE PostgreSQL takes those for empty, and would read one for each row.
+    """
+    return f"""
+        WITH due AS MATERIALIZED (
+            SELECT no AS due_no, queue AS in_queue, place AS in_place, party AS of_party, attempts AS tries,
+                   row_number() OVER (PARTITION BY queue, party, attempts > 0 ORDER BY run_at, no) - 1 AS behind
+            FROM (SELECT no, queue, place, party, attempts, run_at FROM tasks WHERE status = 'QUEUED' AND ready = 0
+                  AND {condition} ORDER BY run_at LIMIT {PROMOTED}) AS page
+        ), heads AS MATERIALIZED (
+            SELECT head_place, coalesce({_head("p.head_place")}, 0) AS head
+            FROM (SELECT DISTINCT in_place AS head_place FROM due) AS p
+        ), lasts AS MATERIALIZED (
+            SELECT last_queue, last_party, coalesce(
+                (SELECT t.turn FROM tasks t WHERE t.status = 'QUEUED' AND t.queue = last_queue AND t.party = last_party
+                 ORDER BY t.queue DESC, t.party DESC, t.turn DESC LIMIT 1), {NO_TURN}) AS last
+            FROM (SELECT DISTINCT in_queue AS last_queue, of_party AS last_party FROM due) AS p
+        )
+        UPDATE tasks SET ready = 1, hinted_at = NULL,
+            turn = CASE WHEN tries > 0 THEN head WHEN last >= head THEN last + 1 + behind ELSE head + behind END
+        FROM due JOIN heads ON head_place = in_place JOIN lasts ON last_queue = in_queue AND last_party = of_party
+        WHERE no = due_no AND status || '' = 'QUEUED' AND ready + 0 = 0 RETURNING no"""
+
+
+def _head(place: str) -> str:
+    """The round that is served now in a queue, as an expression; none where nothing waits."""
+    return (
+        f"(SELECT h.turn FROM tasks h WHERE h.status = 'QUEUED' AND h.ready = 1 AND h.place = {place} "
+        "ORDER BY h.place, h.turn, h.no LIMIT 1)"
+    )
 
 
 def paused(tx: Tx, now: float) -> set[Priority]:
@@ -393,8 +431,12 @@ def fail(
     outcome: str = "failed",
     retryable: bool = True,
     seconds: float | None = None,
+    spare: bool = False,
 ) -> Task:
-    """The run did not succeed. The task waits for its next try, has FAILED, or is CANCELLED if that was asked for."""
+    """The run did not succeed. The task waits for its next try, has FAILED, or is CANCELLED if that was asked for.
+
+    ``spare``: it is tried once more even if no try is left, because it may not have been run at all.
+    """
     row = tx.one(
         "SELECT attempts, retries, retry_delay, cancel_by, worker FROM tasks WHERE no = ? AND token = ? "
         f"AND status = 'RUNNING'{' FOR UPDATE' if tx.engine == 'postgresql' else ''}",
@@ -405,7 +447,7 @@ def fail(
     attempts, retries, retry_delay, cancel_by, worker = row
     now = tx.now()
     attempts += 1
-    final = cancel_by is not None or not retryable or attempts > retries
+    final = cancel_by is not None or not retryable or (attempts > retries and not spare)
     policy = RetryPolicy(retries, retry_delay, cap=RETRY_CAP, jitter=0.2)
     status = Status.CANCELLED if cancel_by is not None else Status.FAILED if final else Status.QUEUED
     cause = _cause(tx, claim.kind, failure, now)
@@ -416,7 +458,7 @@ def fail(
     )
     changed = tx.one(
         "UPDATE tasks SET status = ?, version = version + 1, attempts = ?, ready = 0, run_at = ?, error = ?, "
-        "holder = NULL, lease_until = NULL, hinted_at = NULL, ended_at = ?, updated_at = ? "
+        f"turn = {NO_TURN}, holder = NULL, lease_until = NULL, hinted_at = NULL, ended_at = ?, updated_at = ? "
         f"WHERE no = ? RETURNING {_COLUMNS}",
         (status.value, attempts, now if final else now + policy.delay(attempts), failure.text,
          now if final else None, now, claim.no),
@@ -451,17 +493,25 @@ def cancelled(tx: Tx, claim: Claim) -> Task:
 
 
 def give_back(tx: Tx, claim: Claim) -> Task | None:
-    """Return a task that was not run to its end (a shutdown): no attempt is counted. None if it is not ours any more."""
+    """Return a task that was not run to its end (a shutdown): no attempt is counted. None if it is not ours any more.
+
+    It joins the round that is served now. One that somebody asked to cancel is cancelled: it waits for nobody.
+    """
     now = tx.now()
     row = tx.one(
-        "UPDATE tasks SET status = 'QUEUED', ready = 1, version = version + 1, holder = NULL, lease_until = NULL, "
+        "UPDATE tasks SET status = CASE WHEN cancel_by IS NULL THEN 'QUEUED' ELSE 'CANCELLED' END, "
+        "ended_at = CASE WHEN cancel_by IS NULL THEN NULL ELSE CAST(? AS DOUBLE PRECISION) END, "
+        "message = CASE WHEN cancel_by IS NULL THEN message ELSE 'cancelled by ' || cancel_by END, "
+        f"turn = coalesce({_head('tasks.place')}, 0), ready = 1, version = version + 1, holder = NULL, lease_until = NULL, "
         f"hinted_at = NULL, run_at = ?, updated_at = ? WHERE no = ? AND token = ? AND status = 'RUNNING' RETURNING {_COLUMNS}",
-        (now, now, claim.no, claim.token),
+        (now, now, now, claim.no, claim.token),
     )
     if row is None:
         return None
     task = task_of(row)
     tell(tx, task, now)
+    if task.is_final:
+        count_minutes(tx, now, cancelled=[task])
     return task
 
 
@@ -478,21 +528,42 @@ def progress(tx: Tx, claim: Claim, percent: float, message: str) -> bool:
 
 
 def lapsed(tx: Tx, *, limit: int = 100) -> list[Task]:
-    """End the runs whose worker is dead or did not renew its lease: each costs an attempt, with its cause."""
+    """End the runs whose worker is dead or did not renew its lease: each costs an attempt, with its cause.
+
+    A worker that held several had begun one of them, and nobody knows which. So none of these has failed for good the first
+    time; a worker runs what was tried before with nothing else in its hands (`Worker._run_here`), and then it is known.
+    """
     now = tx.now()
     rows = tx.all(
         "SELECT no, id, kind, queue, token, version, attempts, retries, retry_delay, timeout, user_id, role, holder, "
-        f"lease_until FROM tasks WHERE status = 'RUNNING' ORDER BY lease_until LIMIT ?{_SKIP_LOCKED[tx.engine]}",
+        f"lease_until, worker FROM tasks WHERE status = 'RUNNING' ORDER BY lease_until LIMIT ?{_SKIP_LOCKED[tx.engine]}",
         (max(limit, 1000),),
     )
     ended = []
-    for no, id, kind, queue, token, version, attempts, retries, delay, timeout, user, role, holder, until in rows:
+    held = Counter(worker for *_, worker in rows)
+    for (
+        no,
+        id,
+        kind,
+        queue,
+        token,
+        version,
+        attempts,
+        retries,
+        delay,
+        timeout,
+        user,
+        role,
+        holder,
+        until,
+        worker,
+    ) in rows:
         if not has_ended(holder, until, now):
             continue
         claim = Claim(
             no, id, kind, Priority(queue), token, version, "", attempts, retries, delay, timeout, user, role, 0.0
         )
-        ended.append(fail(tx, claim, LOST, outcome="lost"))
+        ended.append(fail(tx, claim, LOST, outcome="lost", spare=held[worker] > 1 and attempts == 0))
         if len(ended) == limit:
             break
     return ended
@@ -533,12 +604,16 @@ def unhinted(tx: Tx, *, limit: int) -> list[tuple[str, Priority]]:
 
 
 def doubtful(tx: Tx, *, older_than: float, limit: int) -> list[tuple[str, Priority]]:
-    """Tasks whose hint is so old that it may be lost."""
-    rows = tx.all(
-        "SELECT id, queue FROM tasks WHERE status = 'QUEUED' AND hinted_at IS NOT NULL AND hinted_at < ? "
-        "ORDER BY hinted_at LIMIT ?",
-        (tx.now() - older_than, limit),
-    )
+    """Tasks whose hint is so old that it may be lost, or of a time to come: since it was given, the clock was set back."""
+    now = tx.now()
+    rows: list[Row] = []
+    # Two statements: with an OR neither engine would use the index.
+    for condition, bound in (("<", now - older_than), (">", now + max(60.0, -older_than))):
+        rows += tx.all(
+            f"SELECT id, queue FROM tasks WHERE status = 'QUEUED' AND hinted_at IS NOT NULL AND hinted_at {condition} ? "
+            "ORDER BY hinted_at LIMIT ?",
+            (bound, limit - len(rows)),
+        )
     return [(id, Priority(queue)) for id, queue in rows]
 
 

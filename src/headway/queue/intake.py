@@ -44,7 +44,9 @@ WITH clock AS MATERIALIZED (
 ), put AS (
     INSERT INTO tasks (id, kind, queue, place, turn, party, status, ready, user_id, slot, role, payload, fingerprint,
                        retries, retry_delay, timeout, run_at, created_at, updated_at, hinted_at)
-    SELECT id, kind, queue, place, turn + row_number() OVER (PARTITION BY queue, party ORDER BY n) - 1, party, 'QUEUED',
+    SELECT id, kind, queue, place,
+           CASE WHEN delay > 0 THEN {records.NO_TURN}
+                ELSE turn + row_number() OVER (PARTITION BY queue, party, delay > 0 ORDER BY n) - 1 END, party, 'QUEUED',
            CASE WHEN delay > 0 THEN 0 ELSE 1 END, user_id, slot, role, payload, fingerprint, retries, retry_delay, timeout,
            now + delay, now, now, CASE WHEN delay > 0 OR CAST(? AS integer) = 0 THEN NULL ELSE now END
     FROM given JOIN parties USING (queue, party) CROSS JOIN clock ORDER BY n

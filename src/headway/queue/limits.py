@@ -10,6 +10,8 @@ from headway._sql import Tx, Value, marks
 from headway.errors import InvalidInput
 from headway.queue.values import PRIORITIES
 
+#: Seconds that no claim waits for another: a statement may take 20 s.
+CLOCK_SET_BACK = 30.0
 SCOPES = ("queue", "user", "partition", "kind")
 _COLUMN = {"queue": "queue", "user": "user_id", "partition": "party", "kind": "kind"}
 
@@ -36,12 +38,15 @@ class Limits:
             self._full = {name for name in self._running if self._is_full(name)}
             self._full |= {name for name, most in self._most.items() if most == 0 and name[1] != "*"}
         if self._rate:
-            # Whoever has used up their rate is left out from the start, or they would hide those behind them.
-            for scope, key in tx.all("SELECT scope, key FROM task_rates"):
+            # Whoever has used up their rate is left out from the start, or they would hide those behind them. One question,
+            # however many users have a rate: an older allowance has grown to a task by now.
+            for scope, key, allowance, at in tx.all(
+                "SELECT scope, key, allowance, at FROM task_rates WHERE at > ?",
+                (now - 1.0 / min(self._rate.values()) - 1.0,),
+            ):
                 rate = self._limit(self._rate, (scope, key))
-                if rate is not None and self._allowed((scope, key), rate) < 1.0:
+                if rate is not None and self._saved(rate, allowance, at) < 1.0:
                     self._full.add((scope, key))
-            self._allowance.clear()
 
     def barred(self) -> tuple[list[str], list[Value]]:
         """Conditions that leave out what cannot run now, so that ten thousand tasks of a full user are not looked at."""
@@ -96,13 +101,17 @@ class Limits:
         return limits.get((scope, key), limits.get((scope, "*")))
 
     def _allowed(self, name: tuple[str, str], rate: float) -> float:
-        """What was saved up since the last claim, at most one second's worth (and at least one task)."""
+        """What is left of an allowance in this transaction."""
         if name not in self._allowance:
             row = self._tx.one("SELECT allowance, at FROM task_rates WHERE scope = ? AND key = ?", name)
-            most = max(1.0, rate)
-            saved = most if row is None else min(most, row[0] + max(0.0, self._now - row[1]) * rate)
-            self._allowance[name] = saved
+            self._allowance[name] = max(1.0, rate) if row is None else self._saved(rate, *row)
         return self._allowance[name]
+
+    def _saved(self, rate: float, allowance: float, at: float) -> float:
+        """What was saved up since the last claim, at most one second's worth (and at least one task). A claim that waited
+        for another's has an earlier time than that one; a time far ahead is of a clock that was set back since."""
+        most, elapsed = max(1.0, rate), self._now - at
+        return most if elapsed < -CLOCK_SET_BACK else min(most, allowance + max(0.0, elapsed) * rate)
 
 
 def _names(queue: str, user: str | None, party: str, kind: str) -> list[tuple[str, str]]:

@@ -29,6 +29,8 @@ from headway.queue.values import (
 
 #: Rows put in by one statement.
 ROWS_TOGETHER = 100
+#: The turn of a task that may not run yet: it is given one when it may (`claims.promote`), and counts for nobody's next.
+NO_TURN = -1
 
 _COLUMNS = (
     "id, kind, queue, status, version, user_id, role, attempts, retries, percent, message, error, worker, "
@@ -112,6 +114,8 @@ class _Placing:
                 self._next[priority, party] = max(current, last.get(party, current - 1) + 1)
 
     def turn(self, task: NewTask) -> int:
+        if task.delay > 0:
+            return NO_TURN
         turn = self._next[task.priority, task.party]
         self._next[task.priority, task.party] = turn + 1
         return turn
@@ -341,24 +345,27 @@ def cancel(tx: Tx, id: str, *, by: str, user_id: str | None = None) -> Task:
 
 def retry(tx: Tx, id: str, *, per_user: int | None) -> Task:
     """Give a failed or cancelled task another life, with no attempt counted. The user's place must be free."""
-    row = tx.one(f"SELECT no, status, user_id, kind, queue, slot FROM tasks WHERE id = ?{_LOCKED[tx.engine]}", (id,))
+    row = tx.one(
+        f"SELECT no, status, user_id, kind, queue, slot, party FROM tasks WHERE id = ?{_LOCKED[tx.engine]}", (id,)
+    )
     if row is None:
         return get(tx, id)
-    no, status, user_id, kind, queue, slot = row
+    no, status, user_id, kind, queue, slot, party = row
     if status not in (Status.FAILED, Status.CANCELLED):
         raise InvalidInput(
             f"Task {id} is {status}.", hint="Only a task that failed or was cancelled can be tried again."
         )
     now = tx.now()
-    again = NewTask(id, kind, Priority(queue), "", (), user_id=user_id)
+    again = NewTask(id, kind, Priority(queue), "", (), user_id=user_id, partition=party)
     # One that took no place was submitted to a queue without a limit, whatever the caller's queue says.
     slots = _free_slots(tx, [again], None if slot is None else per_user)
     if id not in slots:
         raise _user_busy(tx, again, per_user)
     tx.execute(
         "UPDATE tasks SET status = 'QUEUED', ready = 1, version = version + 1, attempts = 0, slot = ?, cancel_by = NULL, "
-        "error = NULL, percent = 0, message = '', run_at = ?, updated_at = ?, ended_at = NULL, hinted_at = NULL WHERE no = ?",
-        (slots[id], now, now, no),
+        "error = NULL, percent = 0, message = '', run_at = ?, updated_at = ?, ended_at = NULL, hinted_at = NULL, turn = ? "
+        "WHERE no = ?",
+        (slots[id], now, now, _Placing(tx, [again]).turn(again), no),
     )
     task = get(tx, id)
     tell(tx, task, now)

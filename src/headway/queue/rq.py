@@ -13,6 +13,7 @@ import json
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -380,19 +381,28 @@ class RqSource:
         self, who: Claimant, queues: Sequence[Priority], hinted: Sequence[tuple[str, Priority]]
     ) -> list[Claim]:
         ids = [task_id for task_id, _ in hinted if _may_be_ours(task_id)]
-
+        # A hint says that something waits in its queue; which row is next, the rows know: users take turns.
+        hints = {queue for _, queue in hinted}
         claimed: list[Claim] = []
 
         def look(tx: Tx, rest: Sequence[str]) -> tuple[set[str], set[str]]:
             known, waiting = claims.known(tx, rest)
-            # Paused, over a limit, not its turn: the sweeper tells RQ again. (The row that was taken instead may have had a
-            # hint of its own, or none. One hint too many costs a look; one too few would cost ten seconds.)
-            claims.unhint(tx, waiting)
+            again: set[str] = set()
+            # Where a hint led to another row, that row's own hint is left for this one. Where it led to none (paused, over a
+            # limit), or to one that has no hint, RQ has to be told again, by the sweeper or when a worker looks for such rows.
+            left = Counter(claim.priority for claim in claimed if claim.hinted and claim.id not in ids)
+            for task_id, queue in hinted:
+                if task_id in waiting and left[queue] > 0:
+                    left[queue] -= 1
+                elif task_id in waiting:
+                    again.add(task_id)
+            claims.unhint(tx, again)
             return known, waiting
 
         try:
-            # A hint says that something waits in its queue; which row is next, the rows know: users take turns.
-            named = [queue for queue in queues if any(found is queue for _, found in hinted)]
+            # Queues that go before the hinted ones are looked at too: RQ may not know what waits there (an overflow, an id
+            # that RQ does not take).
+            named = queues[: max((n for n, queue in enumerate(queues, 1) if queue in hints), default=0)]
             claimed = claims.claim_next(self._queue.database, who, queues=named, limit=len(hinted))
             taken = {claim.id for claim in claimed}
             rest = [task_id for task_id in ids if task_id not in taken]
@@ -464,7 +474,8 @@ class RqSource:
             self._seen = SimpleWorker(
                 queues, name=self._name, connection=self._client, serializer=JSONSerializer, worker_ttl=60
             )
-            self._seen.register_birth()  # type: ignore[no-untyped-call]  # RQ leaves it untyped
+            with suppress(ValueError):  # RQ knows us: we listened to this Redis before and could not say that we left
+                self._seen.register_birth()  # type: ignore[no-untyped-call]  # RQ leaves it untyped
             self._seen_at = self._clock()
         elif self._clock() - self._seen_at > 15.0:
             self._seen.heartbeat(120)

@@ -33,6 +33,8 @@ WORKER_SECONDS = 20.0
 HINT_SECONDS = 10.0
 #: Workers that ended are shown for a day.
 WORKER_KEPT = 86_400.0
+#: Counts of minutes, and allowances, are kept for a day at least.
+COUNTS_KEPT = 86_400.0
 _BATCH = 500
 _AWAY = RetryPolicy(retries=0, base=1.0, cap=30.0, jitter=0.2)
 
@@ -95,7 +97,7 @@ class Sweeper:
         ended = self._queue.database.run(lambda tx: claims.lapsed(tx, limit=_BATCH), operation="queue.sweep")
         for task in ended:
             log.warning("the worker of a task is gone", taskID=task.id, worker=task.worker, new=task.status.value)
-        self._queue.database.run(lambda tx: claims.promote(tx, tx.now()), operation="queue.promote")
+        promoted = self._queue.database.run(lambda tx: claims.promote(tx, tx.now()), operation="queue.promote")
         hinted = self._hint()
         self._queue.database.run(_mark_lost_workers, operation="queue.workers")
         if self._clock() - self._purged_at > 60.0:
@@ -104,7 +106,8 @@ class Sweeper:
             if self._hints is not None:
                 self._hints.forget_the_dead()
         self._measure()
-        return 0.0 if len(ended) == _BATCH or hinted == _BATCH else INTERVAL
+        more = len(ended) == _BATCH or hinted == _BATCH or promoted >= claims.PROMOTED
+        return 0.0 if more else INTERVAL
 
     def release(self) -> None:
         lease, self._lease = self._lease, None
@@ -129,14 +132,9 @@ class Sweeper:
             gone += count
             if count < _BATCH:
                 break
-        self._queue.database.run(self._purge_counts, operation="queue.purge")
+        kept = max(self.retention, COUNTS_KEPT)
+        self._queue.database.run(lambda tx: _forget_counts(tx, tx.now() - kept), operation="queue.purge")
         return gone
-
-    def _purge_counts(self, tx: Tx) -> None:
-        """What was counted of tasks that are gone; a day of it is always there to be shown."""
-        since = tx.now() - max(self.retention, 86_400.0)
-        tx.execute("DELETE FROM task_minutes WHERE minute < ?", (int(since // 60),))
-        tx.execute("DELETE FROM task_causes WHERE last_seen < ?", (since,))
 
     def _acquire(self) -> bool:
         try:
@@ -185,6 +183,21 @@ class Sweeper:
             metrics.gauge("headway_tasks_waiting", info.waiting, queue=info.priority.value)
             metrics.gauge("headway_tasks_running", info.running, queue=info.priority.value)
             metrics.gauge("headway_tasks_oldest_seconds", info.oldest_wait or 0.0, queue=info.priority.value)
+
+
+def _forget_counts(tx: Tx, before: float) -> None:
+    # A day of minutes at a time, so that the first purge of a year is no long statement.
+    tx.execute(
+        "DELETE FROM task_minutes WHERE minute < ? AND minute <= (SELECT min(minute) + 1440 FROM task_minutes)",
+        (int(before // 60),),
+    )
+    tx.execute("DELETE FROM task_causes WHERE last_seen < ?", (before,))
+    # An allowance that has had the time to be full again is what one is without a row.
+    tx.execute(
+        "DELETE FROM task_rates WHERE at < CAST(? AS DOUBLE PRECISION) - coalesce((SELECT max(1.0 / rate) "
+        "FROM task_limits WHERE rate IS NOT NULL), 0.0)",
+        (before,),
+    )
 
 
 def _mark_lost_workers(tx: Tx) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeVar, Unpack
 
 from headway._sql import Database, Tx, connect, join
 from headway.config import Config
-from headway.errors import HeadwayError, InvalidInput
+from headway.errors import HeadwayError, InvalidInput, StorageError
 from headway.ids import check_id
 from headway.queue import claims, intake, limits, records, settings
 from headway.queue.codec import PAYLOAD_LIMIT, Codec, FernetCodec, PlainCodec, write_payload
@@ -152,13 +152,17 @@ class TaskQueue:
         codec: Codec | None = None,
     ) -> None:
         """Say where the queue lives, for one that was made before that was known (an application factory)."""
-        if self._hints is not None or (self._opened is not None and self._url is not None):
+        in_use = self._hints is not None or (self._opened is not None and self._url is not None)
+        # An application factory that is called again says the same again.
+        if in_use and (database, None if mode == "database" else redis) != (self._url, self.redis_url):
             raise InvalidInput(
                 "The queue is in use already and cannot be moved.", hint="Configure it before its first use."
             )
         self._adopt(redis=redis, mode=mode, per_user=per_user, keys=keys, codec=codec)
         if self._moved:  # a test made the application inside `moved`: it stays there
             self.redis_url = None
+            return
+        if in_use:
             return
         self._url = database if isinstance(database, str) else None
         self._opened = database if isinstance(database, Database) else None
@@ -295,7 +299,9 @@ class TaskQueue:
             raise
         if hints is not None:
             # It is accepted: whatever happens to the hint, the task is not lost.
-            new = [(task.id, task.priority) for task in accepted if task.version == 1]
+            new = [
+                (task.id, task.priority) for task in accepted if task.version == 1 and task.run_at <= task.created_at
+            ]
             hinted = set(hints.push(new, also=self._taking_places(accepted)))
             missed = [task_id for task_id, _ in new if task_id not in hinted]
             if missed:
@@ -443,7 +449,13 @@ class TaskQueue:
     def retry(self, id: str) -> Task:
         """Give a failed or cancelled task another life."""
         check_id(id, "a task id")
-        return self._run(lambda tx: records.retry(tx, id, per_user=self._per_user), "retry")
+        while True:
+            try:
+                return self._run(lambda tx: records.retry(tx, id, per_user=self._per_user), "retry")
+            except StorageError as error:
+                # Somebody took the user's place at this very moment. Nothing was changed, and the next look sees who has it.
+                if type(error.__cause__).__name__ != "UniqueViolation":
+                    raise
 
     def pause(self, queue: Priority | str, *, reason: str, by: str, until: datetime | None = None) -> None:
         """Hand out nothing more of a queue, from the next claim on. What runs goes on; submitting goes on."""
@@ -556,7 +568,7 @@ class TaskQueue:
 
 _SETTINGS = {"database", "redis", "mode", "per_user", "keys"}
 #: Where a queue lives, and whom it tells.
-_PLACE = ("_opened", "_url", "_hints", "_places", "redis_url", "_config", "_on_submit", "_moved")
+_PLACE = ("_opened", "_url", "_hints", "_places", "redis_url", "_config", "_on_submit", "_moved", "_declared")
 _T = TypeVar("_T")
 _E = TypeVar("_E", Status, Priority)
 

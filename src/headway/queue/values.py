@@ -153,6 +153,7 @@ class Claim:
     user_id: str | None
     role: str
     waited: float
+    hinted: bool = False  # whether RQ was told of it
 
 
 @dataclass(frozen=True, slots=True)

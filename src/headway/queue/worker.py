@@ -119,21 +119,20 @@ class Worker:
             while not self._stopping() and not self._orphaned():
                 try:
                     rest = self.tick()
+                    if rest and burst and not self._held and not self._ended:
+                        return
+                    if rest:
+                        self._say_alive("idle")
+                        self._source.wait(rest, self._shutdown.stop)
+                    elif time.monotonic() - self._said_at > ALIVE_SECONDS:
+                        # Short tasks leave it no rest: it is not lost all the same, and hears what is wanted of it.
+                        self._say_alive("busy")
                     self._failures = 0
                 except HeadwayError as error:  # the store is away: tasks are safe in it, and so is what is claimed
                     self._failures += 1
                     rest = _AWAY.delay(self._failures)
                     log.warning("the store cannot be used; it is tried again", worker=self.name, error=str(error))
                     self._shutdown.stop.wait(rest)
-                    continue
-                if rest and burst and not self._held and not self._ended:
-                    return
-                if not rest and time.monotonic() - self._said_at > ALIVE_SECONDS:
-                    # Short tasks leave it no rest: it is not lost all the same, and hears what is wanted of it.
-                    self._say_alive("busy")
-                if rest:
-                    self._say_alive("idle")
-                    self._source.wait(rest, self._shutdown.stop)
         finally:
             self._leave()
             self._source.close()
@@ -191,7 +190,7 @@ class Worker:
         A worker that was stopped, or slow for longer than its lease, asks before it begins: somebody else may have done it.
         """
         if time.monotonic() >= self._ours_until:
-            self._queue.database.run(self._renew, operation="queue.renew")
+            self._renew()
         if claim.no in self._lost:
             log.warning("a task was given to another worker before its turn", taskID=claim.id, worker=self.name)
         elif claim.no in self._cancelling:
@@ -269,6 +268,8 @@ class Worker:
                     return
                 if not self._may_begin(claim):
                     continue
+                if claim.attempts:
+                    self._hold_alone(claim)
                 self._held.popleft()
                 text = self._payload(claim)
                 if text is None:
@@ -279,6 +280,10 @@ class Worker:
                 try:
                     with self._interrupts.armed():
                         ended = perform(task, handler.function, text, self._context)
+                    if os.getpid() != self._owner.pid:
+                        os._exit(
+                            1
+                        )  # a process that the handler forked came back: it would be a second worker with our claims
                 except TaskStopped:
                     self._give_back([claim])
                     continue
@@ -291,6 +296,16 @@ class Worker:
                     self._ended.append((claim, ended, time.monotonic() - began))
                 if len(self._ended) >= self.settings.batch or pulse.cancelling:
                     self._record()
+
+    def _hold_alone(self, claim: Claim) -> None:
+        """Hold nothing but what is begun next: should it end this process, it alone is charged."""
+        self._record()
+        others = [held for held in self._held if held is not claim]
+        if others:
+            self._ours_until = 0.0  # should the answer be lost, ask before any of them is begun
+            self._give_back(others)
+            self._held.clear()
+            self._held.append(claim)
 
     # ---- recording ---------------------------------------------------------------------------------------------------
 
@@ -373,19 +388,20 @@ class Worker:
         What waits its turn and what is not written down yet is renewed as well, and the same is noted of it.
         """
         try:
-            lost, cancelling = self._queue.database.run(lambda tx: self._renew(tx, running), operation="queue.renew")
+            lost, cancelling = self._renew(running)
         except HeadwayError as error:
             log.warning("the lease could not be renewed", worker=self.name, error=str(error))
             return False, False
         self._say_alive("busy", running.id if running else None)
         return bool(running and running.no in lost), bool(running and running.no in cancelling)
 
-    def _renew(self, tx: Tx, running: Claim | None = None) -> tuple[set[int], set[int]]:
+    def _renew(self, running: Claim | None = None) -> tuple[set[int], set[int]]:
+        """What is known by it holds from the commit on: a renewal that was not committed prolongs nothing."""
         asked_at = time.monotonic()
         ended = [claim for claim, _, _ in list(self._ended)]
         tokens = {claim.no: claim.token for claim in (*list(self._held), *ended, *([running] if running else ()))}
         who = Claimant(self.name, self._owner, (), self.settings.lease)
-        lost, cancelling = claims.renew(tx, who, tokens)
+        lost, cancelling = self._queue.database.run(lambda tx: claims.renew(tx, who, tokens), operation="queue.renew")
         self._lost |= lost
         self._cancelling |= cancelling
         self._ours_until = asked_at + self.settings.lease

@@ -39,6 +39,8 @@ from headway.run.wire import Slots, Wire, unpack_work
 #: Results wait at most this long for company before they are reported.
 FLUSH_SECONDS = 0.02
 FLUSH_COUNT = 500
+#: Characters of results that wait at the most: a worker needs no memory for results that are long.
+FLUSH_SIZE = 1_000_000
 
 #: How the process ends when it cannot reach its parent; only to be told apart in a log.
 CUT_OFF = 71
@@ -211,6 +213,7 @@ class Worker:
         self._failures = 0
         self._most_failures: int | None = None
         self._flushed_at = time.monotonic()
+        self._size = 0  # of the results that wait; threads may miss each other's, which costs memory and nothing else
         self._is_child = False
         self._mask = threading.local()
         self._on_work: Callable[[int], None] = self._wake_threads
@@ -358,7 +361,8 @@ class Worker:
             self._report_failure(idx, attempts, began, error)
             return
         self._done.append((idx, now - began, kept))
-        if now - self._flushed_at > FLUSH_SECONDS or len(self._done) >= FLUSH_COUNT:
+        self._size += len(kept) if kept else 0
+        if now - self._flushed_at > FLUSH_SECONDS or len(self._done) >= FLUSH_COUNT or self._size >= FLUSH_SIZE:
             self.flush()
 
     def _kept(self, result: Any) -> str | Literal[False]:
@@ -424,7 +428,7 @@ class Worker:
     def flush(self) -> None:
         """Report what is finished. Others append meanwhile: what is taken out one by one is neither lost nor doubled."""
         with self._sending:
-            self._flushed_at = time.monotonic()
+            self._flushed_at, self._size = time.monotonic(), 0
             done = [self._done.popleft() for _ in range(len(self._done))]
             failed = [self._failed.popleft() for _ in range(len(self._failed))]
             # Noted before the item was: whatever is in ``done`` has its words here, or they went before.
