@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from headway.errors import InvalidInput
+from headway.ledger.control import Control
 from headway.views.items import Items, ItemSheet, read_item, read_items
 from headway.views.job import JobSheet, Run, read_sheet
 from headway.views.jobs import find_job
@@ -39,6 +40,8 @@ class Found(NamedTuple):
     line: JobLine
     series: Series
     map: ItemMap | None
+    #: What is asked of the run that goes on; None if none does, or if it listens to nobody.
+    asked: Control | None
 
 
 def read_job(reader: Reader, id: str) -> Found:
@@ -49,9 +52,11 @@ def read_job(reader: Reader, id: str) -> Found:
     runs = sheet.runs
     start = (runs[0].started_at if runs else sheet.job.created_at).timestamp()
     end = now if sheet.job.holder else max(start, sheet.job.updated_at.timestamp())
+    controlled = sheet.job.holder is not None and runs and runs[-1].settings.get("mode") != "loop"
     return Found(
         datetime.fromtimestamp(now, UTC), sheet, read_line(database, job.no, sheet.job),
         read_job_series(job, start, end), read_map(job, since=runs[-1].started_at.timestamp() if runs else None),
+        job.asked(runs[-1].no) if controlled else None,
     )  # fmt: skip
 
 
@@ -218,7 +223,7 @@ async def job(pages: Pages, request: Request) -> Response:
             )
     return pages.answer(
         request, "job.html", now=found.now, refresh=10, line=found.line, sheet=found.sheet, series=found.series, map=map,
-        pictures=pictures, timeline=job_timeline(found), story=story(found.sheet.runs),
+        pictures=pictures, asked=found.asked, timeline=job_timeline(found), story=story(found.sheet.runs),
         sentence=map_sentence(map) if map else None, rows=map_rows(map) if map else [], data=map_data(map) if map else "",
         causes=[cause._replace(job=found.line.job.id) for cause in found.sheet.causes if cause.dead],
     )  # fmt: skip
