@@ -49,6 +49,7 @@ COMMANDS: dict[str, str] = {
     "relay": "headway.cli.relay:relay",
     "serve": "headway.cli.serve:serve",
     "token": "headway.cli.serve:token",
+    "demo": "headway.cli.demo:demo",
     "forget": "headway.cli.admin:forget",
     "purge": "headway.cli.admin:purge",
     "audit": "headway.cli.admin:audit",
@@ -65,7 +66,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Projects": ("progress", "project"),
     "States": ("states",),
     "Queue": ("worker", "queues", "tasks", "task", "queue", "workers"),
-    "Watch and serve": ("serve", "token", "watch", "relay"),
+    "Watch and serve": ("serve", "token", "watch", "relay", "demo"),
     "Maintenance": ("doctor", "config", "audit", "forget", "purge", "completion"),
 }
 
@@ -128,6 +129,7 @@ EXAMPLES: dict[str, str] = {
     "token create": "headway token create anna --role operator --days 90",
     "token list": "headway token list",
     "token revoke": "headway token revoke 3f9a04c1b2d7",
+    "demo": "headway demo --open",
     "doctor": "headway doctor",
     "config": "headway config --show-origin",
     "audit": "headway audit ads",
