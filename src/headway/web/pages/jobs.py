@@ -29,7 +29,7 @@ from headway.wording import duration, plural, roughly
 STATES = ("pending", "processing", "retrying", "done", "dead")
 STATUSES = ("processing", "interrupted", "pending", "completed")
 #: Rows of the map as a table.
-TABLE_ROWS = 12
+TABLE_ROWS = 8
 
 
 class Found(NamedTuple):
@@ -170,20 +170,22 @@ def map_sentence(map: ItemMap) -> tuple[str, int, int] | None:
 
 
 def map_rows(map: ItemMap) -> list[tuple[int, int, Cell]]:
-    """The map as a table: (first index, last index, what is in between), a dozen rows."""
+    """The map as a table: (first index, last index, what is in between), a few rows, those with something odd."""
     step = -(-map.cells // TABLE_ROWS)
     rows = []
     for first in range(0, map.cells, step):
         inside = [map.marks[cell] for cell in range(first, min(map.cells, first + step)) if cell in map.marks]
         sums = Cell(*(sum(values) for values in zip(*inside, strict=True))) if inside else Cell(0, 0, 0)
-        rows.append((first * map.size, min(map.cells, first + step) * map.size - 1, sums))
+        if any(sums):
+            rows.append((first * map.size, min(map.cells, first + step) * map.size - 1, sums))
     return rows
 
 
-def map_data(map: ItemMap) -> str:
-    """What the script needs to say what is in a cell."""
+def map_data(map: ItemMap) -> Markup:
+    """What the script needs to say what is in a cell: numbers and names of ours, so safe between single quotes as it is."""
     marks = {cell: list(mark) for cell, mark in map.marks.items()}
-    return json.dumps({"size": map.size, "cells": map.cells, "bases": map.bases, "marks": marks}, separators=(",", ":"))
+    found = {"size": map.size, "cells": map.cells, "bases": map.bases, "marks": marks}
+    return Markup(json.dumps(found, separators=(",", ":")))  # noqa: S704 - see above
 
 
 # ---------------------------------------------------------------------------------------------------------------------
