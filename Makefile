@@ -6,7 +6,7 @@ SETUP := .venv/.installed
 RESULTS := .test-results.json
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test coverage check trace bench faults compat mutants docs clean
+.PHONY: help setup run demo test coverage check trace bench faults compat mutants docs clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,6 +20,9 @@ $(SETUP): pyproject.toml constraints.txt
 
 run: $(SETUP)  ## run the main job of examples/ads
 	$(BIN)/python examples/ads/run.py
+
+demo: $(SETUP)  ## a lively installation in a temporary directory, with its dashboard, until Ctrl-C
+	$(BIN)/headway demo
 
 test: $(SETUP)  ## obtain the servers the tests need and run them
 	-@$(BIN)/python -m tests.services.firestore

@@ -10,7 +10,8 @@ import pytest
 
 from headway._sql import connect
 from headway.config import Config
-from headway.errors import InvalidInput, NotFound
+from headway.errors import InvalidInput, NotFound, Refused
+from headway.ledger import Hold
 from headway.queue.taskqueue import TaskQueue
 from headway.views.reading import Reader
 from headway.web import actions
@@ -92,6 +93,39 @@ def test_a_job_is_forgotten_by_an_admin_alone(reader: Reader):
     assert last(reader)[:2] == ("ada", "forget")
 
 
+@pytest.fixture
+def run(reader: Reader) -> Hold:
+    """The job ads is run by this process."""
+    return reader.ledger.hold(reader.ledger.job("ads"), {"workers": 2, "mode": "process"})
+
+
+@pytest.mark.req("S2-41")
+def test_a_run_is_asked_to_pause_to_go_on_to_use_other_workers_and_to_stop(reader: Reader, run: Hold):
+    job = reader.ledger.job("ads")
+    assert "begin nothing more" in actions.pause_run(reader, OPERATOR, "ads", reason="the disk  is full").text
+    assert last(reader) == ("olga", "pause", {"run": run.run, "reason": "the disk is full"})
+    assert (job.asked(run.run).paused, reader.job("ads").paused_by) == (True, "olga")
+    actions.resume_run(reader, OPERATOR, "ads")
+    assert last(reader) == ("olga", "resume", {"run": run.run})
+    assert actions.scale_run(reader, OPERATOR, "ads", 6).text.endswith("asked to work on 6 items at once.")
+    assert last(reader) == ("olga", "scale", {"run": run.run, "workers": 6})
+    actions.stop_run(reader, OPERATOR, "ads")
+    assert job.asked(run.run).stopping == 1
+    actions.stop_run(reader, OPERATOR, "ads", now=True, reason="now")
+    asked = job.asked(run.run)
+    assert (asked.paused, asked.workers, asked.stopping, asked.actor) == (False, 6, 2, "olga")
+
+
+def test_a_job_that_does_not_run_is_asked_nothing_and_no_number_of_workers_is_guessed(reader: Reader):
+    before = reader.activity()
+    with pytest.raises(Refused, match="ads is not running"):
+        actions.pause_run(reader, ADMIN, "ads")
+    for workers in (0, -1, 10_001):
+        with pytest.raises(InvalidInput, match="no number of workers"):
+            actions.scale_run(reader, ADMIN, "ads", workers)
+    assert reader.activity() == before
+
+
 def test_a_viewer_changes_nothing_even_around_the_routes(reader: Reader):
     before = reader.activity()
     for call in (
@@ -102,6 +136,10 @@ def test_a_viewer_changes_nothing_even_around_the_routes(reader: Reader):
         lambda: actions.retry_task(reader, VIEWER, "t-failed"),
         lambda: actions.end_worker(reader, VIEWER, "w", "stop"),
         lambda: actions.forget(reader, VIEWER, "ads"),
+        lambda: actions.pause_run(reader, VIEWER, "ads"),
+        lambda: actions.resume_run(reader, VIEWER, "ads"),
+        lambda: actions.stop_run(reader, VIEWER, "ads"),
+        lambda: actions.scale_run(reader, VIEWER, "ads", 3),
     ):
         with pytest.raises(Forbidden):
             call()
@@ -149,6 +187,34 @@ def test_a_form_does_what_the_api_does_and_leads_back_with_what_it_did(fresh: We
         assert store.one("SELECT paused_until - paused_at BETWEEN 1799 AND 1801 FROM task_queues WHERE paused = 1") == (
             1,
         )
+
+
+def test_a_run_is_controlled_by_the_forms_of_its_page(fresh: Web, reader: Reader, run: Hold):
+    csrf, cookies = log_in(fresh, "operator")
+
+    def post(name: str, **fields: str) -> None:
+        answer = fresh.post(f"/actions/{name}", form={"csrf": csrf, "job": "ads", **fields}, cookies=cookies)
+        assert answer.status == 303
+
+    page = fresh.ask("/jobs/ads", cookies=cookies).text
+    assert all(f'action="/actions/{name}"' in page for name in ("pause", "scale", "stop"))
+    assert "/actions/resume" not in page
+    post("pause", reason="lunch")
+    page = fresh.ask("/jobs/ads", cookies=cookies).text
+    assert "the-operator asked it to pause" in page
+    assert 'action="/actions/resume"' in page
+    post("resume")
+    for nonsense in ("", "x", "0", "99999"):
+        post("scale", workers=nonsense)
+    assert reader.ledger.job("ads").asked(run.run).workers is None
+    post("scale", workers="5")
+    post("stop")
+    page = fresh.ask("/jobs/ads", cookies=cookies).text
+    assert "the-operator asked it to stop" in page
+    assert 'action="/actions/stop"' not in page
+    asked = reader.ledger.job("ads").asked(run.run)
+    assert (asked.paused, asked.workers, asked.stopping) == (False, 5, 1)
+    assert 'action="/actions/pause"' not in fresh.ask("/jobs/ads", cookies=log_in(fresh, "viewer")[1]).text
 
 
 @pytest.mark.parametrize("text", ["done.", "x" * 2000, "ümlaut \n <b>", ""])

@@ -106,6 +106,21 @@ def test_an_action_through_the_client_is_in_the_activity_under_its_name(client: 
     ]  # fmt: skip
 
 
+def test_a_run_is_controlled_through_the_client(client: Client, reader: Reader):
+    with Ledger(reader.database) as ledger:
+        job = ledger.create("steered")
+        hold = ledger.hold(job, {"workers": 2, "mode": "process"})
+        client.pause_run("steered", reason="quiet")
+        assert client.job("steered").paused_by == "the-admin"
+        client.resume_run("steered")
+        client.scale_run("steered", 7)
+        client.stop_run("steered", now=True)
+        asked = job.asked(hold.run)
+        assert (asked.paused, asked.workers, asked.stopping, asked.actor) == (False, 7, 2, "the-admin")
+        ledger.release(hold, "stopped")
+        ledger.forget("steered", actor="test")
+
+
 def test_many_ask_at_once_in_an_event_loop(closed: Web):
     async def play() -> None:
         async with AsyncClient(closed.address, closed.tokens["viewer"]) as client:

@@ -233,7 +233,7 @@ def test_the_numbers_of_a_job_are_those_of_the_store(client: TestClient, stage: 
 def test_the_map_of_a_job_has_a_table_with_the_same_counts(client: TestClient, stage: Stage):
     job = stage.site.reader.job(INVOICES).job
     page = client.get(f"/jobs/{INVOICES}").text
-    data = json.loads(re.findall(r'data-mapdata="([^"]+)"', page)[0].replace("&#34;", '"'))
+    data = json.loads(re.findall(r"data-mapdata='([^']+)'", page)[0])
     assert sum(length for _, length in data["bases"]) == data["cells"]
     assert sum(mark[2] for mark in data["marks"].values()) == job.dead
     assert sum(mark[0] for mark in data["marks"].values()) == job.retrying

@@ -51,6 +51,7 @@ COMMANDS: dict[str, str] = {
     "serve": "headway.cli.serve:serve",
     "token": "headway.cli.serve:token",
     "alerts": "headway.cli.alerts:alerts",
+    "demo": "headway.cli.demo:demo",
     "forget": "headway.cli.admin:forget",
     "purge": "headway.cli.admin:purge",
     "audit": "headway.cli.admin:audit",
@@ -67,7 +68,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Projects": ("progress", "project"),
     "States": ("states",),
     "Queue": ("worker", "queues", "tasks", "task", "queue", "workers"),
-    "Watch and serve": ("serve", "token", "watch", "relay", "alerts"),
+    "Watch and serve": ("serve", "token", "watch", "relay", "alerts", "demo"),
     "Maintenance": ("doctor", "config", "audit", "forget", "purge", "completion"),
 }
 
@@ -135,6 +136,7 @@ EXAMPLES: dict[str, str] = {
     "alerts mute": "headway alerts mute backlog --for 2h",
     "alerts unmute": "headway alerts unmute backlog",
     "alerts watch": "headway alerts watch",
+    "demo": "headway demo --open",
     "doctor": "headway doctor",
     "config": "headway config --show-origin",
     "audit": "headway audit ads",

@@ -95,6 +95,7 @@ _ONCE = {"--fresh", "--accept-changes", "--dry-run"}
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
 @click.option("--progress", type=click.Choice(["auto", "bar", "plain", "json", "none"]), help="How to show it.")
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), help="Colours on the terminal.")
+@click.option("--serve", is_flag=True, help="Open the job's page on this machine while it runs, and say its address.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON on stdout.")
 @click.pass_context
 def run(
@@ -122,6 +123,7 @@ def run(
     dry_run: bool,
     progress: str | None,
     color: str | None,
+    serve: bool,
     as_json: bool,
 ) -> int:
     """Call MODULE:FUNCTION with every item, or run PROGRAM for it, and remember what became of each.
@@ -153,6 +155,10 @@ def run(
     with _errors_as_progress(config):
         if output is not None and not results:
             raise UsageError("--output needs results.", hint="Leave out --no-results or --output.")
+        if serve:
+            from headway.web import beside
+
+            beside.check()
         call = _work(function, ctx.meta.get(PROGRAM), stdin=stdin, stdout=stdout, key=key)
         name = call.text if isinstance(call, Program) else function or ""
         order = Order(
@@ -165,6 +171,7 @@ def run(
             keep=Keep(results=results, printed=keep_output),
             fresh=fresh,
             accept=accept_changes,
+            serve=serve,
             as_json=as_json,
             shutdown=Shutdown(),
             sinks=configured_sinks(config),  # a wrong address is said before anything is written
@@ -239,6 +246,7 @@ class Order:
     keep: Keep
     fresh: bool
     accept: bool
+    serve: bool
     as_json: bool
     shutdown: Shutdown
     sinks: Sequence[Sink]
@@ -373,11 +381,36 @@ def _perform(order: Order, ledger: Ledger, job: Job, hold: Hold, text: str, *, f
 
     display = open_display(order.config.text("progress"), stream=sys.stderr, color=order.config.text("color"))
     display.begin(text)
-    ending = perform(
-        ledger, job, hold, order.call, order.settings,
-        display=display, shutdown=order.shutdown, output=order.output, keep=order.keep, feed=feed, sinks=order.sinks,
-    )  # fmt: skip
+    with _page(order, job, display):
+        ending = perform(
+            ledger, job, hold, order.call, order.settings,
+            display=display, shutdown=order.shutdown, output=order.output, keep=order.keep, feed=feed, sinks=order.sinks,
+        )  # fmt: skip
     return _conclude(order, display, job, ending)
+
+
+@contextmanager
+def _page(order: Order, job: Job, display: Display) -> Iterator[None]:
+    """With --serve: the job's page, until the run is over. That it cannot be opened or fails ends no run, and is said."""
+    if not order.serve:
+        yield
+        return
+    from urllib.parse import quote
+
+    from headway.web.beside import Beside
+
+    try:
+        beside = Beside(order.config.text("database"))
+    except (HeadwayError, OSError) as error:
+        display.say(f"There is no page: {redact(str(error))}")
+        yield
+        return
+    display.say(f"Page: {beside.address}/jobs/{quote(job.id, safe='')}")
+    try:
+        yield
+    finally:
+        if failed := beside.close():
+            display.say(f"The page failed meanwhile, the run did not: {failed}")
 
 
 def _conclude(order: Order, display: Display, job: Job, ending: Ending) -> int:

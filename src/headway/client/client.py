@@ -240,6 +240,18 @@ class Client:
     def forget(self, job: str) -> Acted:
         return self._act(f"/jobs/{part(job)}/forget")
 
+    def pause_run(self, job: str, *, reason: str = "") -> Acted:
+        return self._act(f"/jobs/{part(job)}/pause", reason=reason)
+
+    def resume_run(self, job: str, *, reason: str = "") -> Acted:
+        return self._act(f"/jobs/{part(job)}/resume", reason=reason)
+
+    def stop_run(self, job: str, *, now: bool = False, reason: str = "") -> Acted:
+        return self._act(f"/jobs/{part(job)}/stop", now=now, reason=reason)
+
+    def scale_run(self, job: str, workers: int, *, reason: str = "") -> Acted:
+        return self._act(f"/jobs/{part(job)}/scale", workers=workers, reason=reason)
+
     def pause(self, queue: str, *, reason: str = "", seconds: float | None = None) -> Acted:
         return self._act(f"/queues/{part(queue)}/pause", reason=reason, seconds=seconds)
 

@@ -48,6 +48,7 @@ def ask(
     paused: bool | None = None,
     stopping: int | None = None,
     workers: int | None = None,
+    reason: str = "",
 ) -> Control:
     """Change what is asked of the run that goes on, and write down by whom. Raises `Refused` if none does."""
     if workers is not None and not (type(workers) is int and 1 <= workers <= MOST_WORKERS):
@@ -75,6 +76,8 @@ def ask(
         detail: dict[str, object] = {"run": run}
         if workers is not None:
             detail["workers"] = workers
+        if reason:
+            detail["reason"] = reason
         (id,) = tx.one("SELECT id FROM jobs WHERE no = ?", (job,)) or ("",)
         audit(tx, tx.now(), actor, action, id, detail)
         return asked

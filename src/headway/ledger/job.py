@@ -459,22 +459,29 @@ class Job(Reports):
 
     # ---- the run that goes on, from elsewhere ----------------------------------------------------------------------
 
-    def pause(self, *, actor: str | None = None) -> Control:
+    def pause(self, *, actor: str | None = None, reason: str = "") -> Control:
         """Ask the run to finish what it works on and to begin nothing more; `Refused` if none goes on. The run obeys
         within a second, says by whom it was asked, and the audit trail has it."""
-        return control.ask(self._database, self.no, "pause", actor=actor or current_user(), paused=True)
+        return control.ask(self._database, self.no, "pause", actor=actor or current_user(), paused=True, reason=reason)
 
-    def resume(self, *, actor: str | None = None) -> Control:
+    def resume(self, *, actor: str | None = None, reason: str = "") -> Control:
         """Ask a paused run to go on."""
-        return control.ask(self._database, self.no, "resume", actor=actor or current_user(), paused=False)
+        return control.ask(
+            self._database, self.no, "resume", actor=actor or current_user(), paused=False, reason=reason
+        )
 
-    def stop(self, *, now: bool = False, actor: str | None = None) -> Control:
+    def stop(self, *, now: bool = False, actor: str | None = None, reason: str = "") -> Control:
         """Ask the run to end when what it works on is finished, or ``now``: to abandon that."""
-        return control.ask(self._database, self.no, "stop", actor=actor or current_user(), stopping=2 if now else 1)
+        level = 2 if now else 1
+        return control.ask(
+            self._database, self.no, "stop", actor=actor or current_user(), stopping=level, reason=reason
+        )
 
-    def scale(self, workers: int, *, actor: str | None = None) -> Control:
+    def scale(self, workers: int, *, actor: str | None = None, reason: str = "") -> Control:
         """Ask the run to work on so many items at once."""
-        return control.ask(self._database, self.no, "scale", actor=actor or current_user(), workers=workers)
+        return control.ask(
+            self._database, self.no, "scale", actor=actor or current_user(), workers=workers, reason=reason
+        )
 
     def asked(self, run: int) -> Control:
         """What is asked of that run at this moment."""

@@ -10,6 +10,7 @@ api       /api/v1                        tokens   tokens and sessions in SQL
 actions   what can be changed            live     what changed, to every open page
 metrics   /metrics, /healthz, /readyz    problems errors as answers
 server    `headway serve`                pages    what people see
+beside    `headway run --serve`
 """
 
 from __future__ import annotations

@@ -8,6 +8,10 @@ A form posts to ``/actions/NAME`` and is sent back to the page in its field ``ne
     retry   job [cause] [item ...] [reason]      dead letters pending again
     retry   task [reason]                        a task that failed or was cancelled gets another life
     forget  job [reason]                         a job and its records are deleted
+    pause   job [reason]                         its run finishes what it works on, and begins nothing more
+    resume  job [reason]                         its run goes on
+    stop    job [now] [reason]                   its run finishes what it works on, and ends; now: it abandons that
+    scale   job workers [reason]                 its run works on so many items at once
     pause   queue [reason] [minutes]             nothing more of it is handed out
     resume  queue
     cancel  task [reason]
@@ -96,6 +100,35 @@ def forget(reader: Reader, user: User, job: str) -> Acted:
     find_job(reader.ledger, job)
     total = reader.ledger.forget(job, actor=user.name)
     return Acted("forget", f"Job {job} and its {plural(total, 'item')} are deleted.", total)
+
+
+# A run is asked by a row that it reads several times a second: it may end before it does as it is asked, so the answers say
+# what was asked, not what happened.
+
+
+def pause_run(reader: Reader, user: User, job: str, *, reason: str = "") -> Acted:
+    require(user, "run")
+    find_job(reader.ledger, job).pause(actor=user.name, reason=_said(reason))
+    return Acted("pause", f"The run of {job} is asked to finish what it works on and to begin nothing more.", 1)
+
+
+def resume_run(reader: Reader, user: User, job: str, *, reason: str = "") -> Acted:
+    require(user, "run")
+    find_job(reader.ledger, job).resume(actor=user.name, reason=_said(reason))
+    return Acted("resume", f"The run of {job} is asked to go on.", 1)
+
+
+def stop_run(reader: Reader, user: User, job: str, *, now: bool = False, reason: str = "") -> Acted:
+    require(user, "run")
+    find_job(reader.ledger, job).stop(now=now, actor=user.name, reason=_said(reason))
+    how = "to abandon what it works on and to end" if now else "to end when what it works on is finished"
+    return Acted("stop", f"The run of {job} is asked {how}.", 1)
+
+
+def scale_run(reader: Reader, user: User, job: str, workers: int, *, reason: str = "") -> Acted:
+    require(user, "run")
+    find_job(reader.ledger, job).scale(workers, actor=user.name, reason=_said(reason))
+    return Acted("scale", f"The run of {job} is asked to work on {plural(workers, 'item')} at once.", 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -234,6 +267,8 @@ def _retry(reader: Reader, user: User, fields: Fields, items: Sequence[str]) -> 
 
 
 def _pause(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acted:
+    if fields.get("job"):
+        return pause_run(reader, user, fields["job"], reason=fields.get("reason", ""))
     minutes = _whole(fields.get("minutes", ""), "minutes")
     seconds = None if minutes is None else minutes * 60.0
     return pause(reader, user, _named(fields, "queue"), reason=fields.get("reason", ""), seconds=seconds)
@@ -244,13 +279,30 @@ def _mute(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acted
     return mute(reader, user, _named(fields, "rule"), seconds=minutes * 60.0, subject=fields.get("subject", ""))
 
 
+def _resume(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acted:
+    if fields.get("job"):
+        return resume_run(reader, user, fields["job"], reason=fields.get("reason", ""))
+    return resume(reader, user, _named(fields, "queue"), reason=fields.get("reason", ""))
+
+
+def _stop(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acted:
+    if fields.get("job"):
+        return stop_run(reader, user, fields["job"], now=bool(fields.get("now")), reason=fields.get("reason", ""))
+    return end_worker(reader, user, _named(fields, "worker"), "stop", reason=fields.get("reason", ""))
+
+
+def _scale(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acted:
+    require(user, "run")
+    workers = _whole(_named(fields, "workers"), "number of workers")
+    return scale_run(reader, user, _named(fields, "job"), workers or 0, reason=fields.get("reason", ""))
+
+
 FORMS: Final[dict[str, Callable[[Any, User, Fields, Sequence[str]], Acted]]] = {
     "retry": _retry,
     "forget": lambda reader, user, fields, _: forget(reader, user, _named(fields, "job")),
     "pause": _pause,
-    "resume": lambda reader, user, fields, _: resume(
-        reader, user, _named(fields, "queue"), reason=fields.get("reason", "")
-    ),
+    "resume": _resume,
+    "scale": _scale,
     "cancel": lambda reader, user, fields, _: cancel_task(
         reader, user, _named(fields, "task"), reason=fields.get("reason", "")
     ),
@@ -264,9 +316,7 @@ FORMS: Final[dict[str, Callable[[Any, User, Fields, Sequence[str]], Acted]]] = {
     "unmute": lambda reader, user, fields, _: unmute(
         reader, user, _named(fields, "rule"), subject=fields.get("subject", "")
     ),
-    "stop": lambda reader, user, fields, _: end_worker(
-        reader, user, _named(fields, "worker"), "stop", reason=fields.get("reason", "")
-    ),
+    "stop": _stop,
 }
 
 

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headway.errors import InvalidInput, NotFound
+from headway.ledger.control import MOST_WORKERS
 from headway.views import access, alerts, dead, health, items, job, jobs, projects, queue, records, relay, states
 from headway.views.schemas import json_schema
 from headway.views.shape import schema_of
@@ -107,6 +108,18 @@ class Unmute(_Body):
     """Of which subject, as it was muted."""
 
     subject: str = Field("", max_length=256)
+
+
+class Stop(_Body):
+    """Whether to abandon what the run works on."""
+
+    now: bool = Field(False, description="abandon the items that run; no attempt is counted")
+
+
+class Scale(_Body):
+    """How many items are to run at once."""
+
+    workers: int = Field(ge=1, le=MOST_WORKERS)
 
 
 class Reason(_Body):
@@ -268,6 +281,26 @@ def _dead(api: Api) -> None:
         return await api.act(
             request, actions.retry_dead, id, cause=body.cause, items=tuple(body.items), reason=body.reason
         )
+
+    @api.post("/jobs/{id}/pause", right="run")
+    async def pause_run(request: Request, id: JobId, body: Reason) -> Response:
+        """Ask the run of a job to finish what it works on and to begin nothing more."""
+        return await api.act(request, actions.pause_run, id, reason=body.reason)
+
+    @api.post("/jobs/{id}/resume", right="run")
+    async def resume_run(request: Request, id: JobId, body: Reason) -> Response:
+        """Ask a paused run to go on."""
+        return await api.act(request, actions.resume_run, id, reason=body.reason)
+
+    @api.post("/jobs/{id}/stop", right="run")
+    async def stop_run(request: Request, id: JobId, body: Stop) -> Response:
+        """Ask the run of a job to end, as Ctrl-C does; the same command continues it."""
+        return await api.act(request, actions.stop_run, id, now=body.now, reason=body.reason)
+
+    @api.post("/jobs/{id}/scale", right="run")
+    async def scale_run(request: Request, id: JobId, body: Scale) -> Response:
+        """Ask the run of a job to work on another number of items at once."""
+        return await api.act(request, actions.scale_run, id, body.workers, reason=body.reason)
 
     @api.post("/jobs/{id}/forget", right="forget")
     async def forget_job(request: Request, id: JobId, body: Reason) -> Response:  # noqa: ARG001 - a POST has a body

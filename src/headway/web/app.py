@@ -53,6 +53,11 @@ class Application:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._gate(scope, receive, send)
 
+    async def tell(self) -> None:
+        """Tell the open pages how things are now."""
+        if self._publisher is not None:
+            await self._publisher.tell()
+
     async def close(self) -> None:
         """End the live connections and close the stores."""
         if self._publisher is not None:

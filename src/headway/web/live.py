@@ -43,6 +43,8 @@ log = Log("web")
 TICK: Final = 1.0
 BEAT: Final = 2.0
 LOOK: Final = 3.0
+#: Seconds that the last message gets to leave before the connections are closed.
+FAREWELL: Final = 0.1
 #: Changes that are kept for those who come back.
 KEPT: Final = 120
 #: Connections one process takes.
@@ -305,6 +307,15 @@ class Publisher:
             for user, found in theirs.items():
                 if user in self._users:
                     self._users[user].publish(found)
+
+    async def tell(self) -> None:
+        """Send everybody the state of this moment, because no later look will: the server is about to end."""
+        if not self._open:
+            return
+        if self._reading is not None:
+            await asyncio.wait([self._reading], timeout=LOOK)  # it may have begun before what is to be told
+        await self.look()
+        await asyncio.sleep(FAREWELL)
 
     def _publish_error(self, error: str) -> None:
         for channel in (self._everybody, *self._users.values()):

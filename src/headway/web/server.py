@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -68,8 +70,15 @@ def check_access(app: Application, host: str) -> bool:
     return closed
 
 
-def serve(app: Application, listener: socket.socket, *, ready: Callable[[], object] = lambda: None) -> None:
-    """Serve until SIGINT, SIGTERM or SIGHUP; ``ready`` is called when requests are answered."""
+def serve(
+    app: Application,
+    listener: socket.socket,
+    *,
+    ready: Callable[[], object] = lambda: None,
+    until: int | None = None,
+) -> None:
+    """Serve until SIGINT, SIGTERM or SIGHUP, or until the descriptor ``until`` is at its end. ``ready`` is called when
+    requests are answered. Open pages are told the last state before their connections are closed."""
     try:
         import uvicorn
         import websockets  # noqa: F401 - without it uvicorn would answer live connections with an error of its own
@@ -93,7 +102,18 @@ def serve(app: Application, listener: socket.socket, *, ready: Callable[[], obje
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
+            if until is not None:
+                asyncio.get_running_loop().add_reader(until, self._look_at, until)
             ready()
+
+        def _look_at(self, descriptor: int) -> None:
+            if not os.read(descriptor, 4096):
+                asyncio.get_running_loop().remove_reader(descriptor)
+                self.should_exit = True
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            await app.tell()
+            await super().shutdown(sockets)
 
     config = uvicorn.Config(
         app,

@@ -52,9 +52,23 @@ PATIENCE: Final = 15.0
 RIGHTS: Final[dict[Role, frozenset[str]]] = {
     "user": frozenset({"own", "cancel"}),
     "viewer": frozenset({"own", "read"}),
-    "operator": frozenset({"own", "read", "payload", "retry", "cancel", "pause", "resume", "worker", "alert"}),
+    "operator": frozenset({"own", "read", "payload", "retry", "cancel", "pause", "resume", "worker", "run", "alert"}),
     "admin": frozenset(
-        {"own", "read", "payload", "retry", "cancel", "pause", "resume", "worker", "alert", "forget", "export", "token"}
+        {
+            "own",
+            "read",
+            "payload",
+            "retry",
+            "cancel",
+            "pause",
+            "resume",
+            "worker",
+            "run",
+            "alert",
+            "forget",
+            "export",
+            "token",
+        }
     ),
 }
 
@@ -67,7 +81,8 @@ class User:
     role: Role
 
     def may(self, action: str) -> bool:
-        """Whether the role has the right: read, payload, retry, cancel, pause, resume, worker, forget, export, token."""
+        """Whether the role has the right: read, payload, retry, cancel, pause, resume, worker, run, forget, export,
+        token."""
         return action in RIGHTS[self.role]
 
     @property

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from headway.errors import InvalidInput
+from headway.ledger.control import Control
 from headway.views.items import Items, ItemSheet, read_item, read_items
 from headway.views.job import JobSheet, Run, read_sheet
 from headway.views.jobs import find_job
@@ -28,7 +29,7 @@ from headway.wording import duration, plural, roughly
 STATES = ("pending", "processing", "retrying", "done", "dead")
 STATUSES = ("processing", "interrupted", "pending", "completed")
 #: Rows of the map as a table.
-TABLE_ROWS = 12
+TABLE_ROWS = 8
 
 
 class Found(NamedTuple):
@@ -39,6 +40,8 @@ class Found(NamedTuple):
     line: JobLine
     series: Series
     map: ItemMap | None
+    #: What is asked of the run that goes on; None if none does, or if it listens to nobody.
+    asked: Control | None
 
 
 def read_job(reader: Reader, id: str) -> Found:
@@ -49,9 +52,11 @@ def read_job(reader: Reader, id: str) -> Found:
     runs = sheet.runs
     start = (runs[0].started_at if runs else sheet.job.created_at).timestamp()
     end = now if sheet.job.holder else max(start, sheet.job.updated_at.timestamp())
+    controlled = sheet.job.holder is not None and runs and runs[-1].settings.get("mode") != "loop"
     return Found(
         datetime.fromtimestamp(now, UTC), sheet, read_line(database, job.no, sheet.job),
         read_job_series(job, start, end), read_map(job, since=runs[-1].started_at.timestamp() if runs else None),
+        job.asked(runs[-1].no) if controlled else None,
     )  # fmt: skip
 
 
@@ -165,20 +170,22 @@ def map_sentence(map: ItemMap) -> tuple[str, int, int] | None:
 
 
 def map_rows(map: ItemMap) -> list[tuple[int, int, Cell]]:
-    """The map as a table: (first index, last index, what is in between), a dozen rows."""
+    """The map as a table: (first index, last index, what is in between), a few rows, those with something odd."""
     step = -(-map.cells // TABLE_ROWS)
     rows = []
     for first in range(0, map.cells, step):
         inside = [map.marks[cell] for cell in range(first, min(map.cells, first + step)) if cell in map.marks]
         sums = Cell(*(sum(values) for values in zip(*inside, strict=True))) if inside else Cell(0, 0, 0)
-        rows.append((first * map.size, min(map.cells, first + step) * map.size - 1, sums))
+        if any(sums):
+            rows.append((first * map.size, min(map.cells, first + step) * map.size - 1, sums))
     return rows
 
 
-def map_data(map: ItemMap) -> str:
-    """What the script needs to say what is in a cell."""
+def map_data(map: ItemMap) -> Markup:
+    """What the script needs to say what is in a cell: numbers and names of ours, so safe between single quotes as it is."""
     marks = {cell: list(mark) for cell, mark in map.marks.items()}
-    return json.dumps({"size": map.size, "cells": map.cells, "bases": map.bases, "marks": marks}, separators=(",", ":"))
+    found = {"size": map.size, "cells": map.cells, "bases": map.bases, "marks": marks}
+    return Markup(json.dumps(found, separators=(",", ":")))  # noqa: S704 - see above
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -218,7 +225,7 @@ async def job(pages: Pages, request: Request) -> Response:
             )
     return pages.answer(
         request, "job.html", now=found.now, refresh=10, line=found.line, sheet=found.sheet, series=found.series, map=map,
-        pictures=pictures, timeline=job_timeline(found), story=story(found.sheet.runs),
+        pictures=pictures, asked=found.asked, timeline=job_timeline(found), story=story(found.sheet.runs),
         sentence=map_sentence(map) if map else None, rows=map_rows(map) if map else [], data=map_data(map) if map else "",
         causes=[cause._replace(job=found.line.job.id) for cause in found.sheet.causes if cause.dead],
     )  # fmt: skip

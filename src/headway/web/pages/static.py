@@ -26,8 +26,9 @@ class Asset(NamedTuple):
 
 
 def _squeezed(content: bytes) -> bytes:
-    """Without indentation and lines of comment. Ours have no text that runs over several lines, so nothing else changes."""
-    lines = (line.strip() for line in content.splitlines())
+    """Without indentation and comments. Ours have no text that runs over several lines or contains what begins a comment
+    after a space, so nothing else changes."""
+    lines = (line.partition(b" // ")[0].strip() for line in content.splitlines())
     return b"\n".join(line for line in lines if line and not line.startswith(b"//"))
 
 

@@ -155,7 +155,8 @@ function tell() {
   document.body.classList.toggle("stale", stale);
   banner.hidden = !stale;
   if (away) { say("Store unreachable", "s-lost bad"); $("p", banner).firstChild.data = `${away} What is below is from `; }
-  else if (silent > SILENCE) say(socket?.readyState === WebSocket.OPEN ? `No news for ${Math.round(silent / 1000)} s` : "Disconnected, trying again", "s-lost bad");
+  else if ((seq || silent > SILENCE) && socket?.readyState !== WebSocket.OPEN) say("Disconnected, trying again", "s-lost bad");
+  else if (silent > SILENCE) say(`No news for ${Math.round(silent / 1000)} s`, "s-lost bad");
   else if (seq) say("Live", "s-ok pulse");
 }
 
@@ -167,8 +168,9 @@ function connect() {
   socket = new WebSocket(url);
   socket.onmessage = event => {
     const message = JSON.parse(event.data);
+    const again = Boolean(seq && message.full); // another server: what happened between the two is not known
     heard = performance.now(); tries = 0; seq = message.seq;
-    const shape = merge(message);
+    const shape = merge(message) || again;
     requestAnimationFrame(() => { patch(); tell(); });
     const waited = performance.now() - renewed;
     if (shape && waited > 1000) setTimeout(renew, Math.random() * 500);
@@ -177,7 +179,7 @@ function connect() {
     const time = $("time", banner);
     if (message.at && !state.store?.database?.error && time) time.textContent = message.at.slice(11, 19);
   };
-  socket.onclose = () => { socket = null; if (!document.hidden) setTimeout(connect, Math.min(15000, 500 * 2 ** tries++) * (0.5 + Math.random())); };
+  socket.onclose = () => { socket = null; if (document.hidden) return; tell(); setTimeout(connect, Math.min(15000, 500 * 2 ** tries++) * (0.5 + Math.random())); };
 }
 document.addEventListener("visibilitychange", () => { if (document.hidden) socket?.close(); else { heard = performance.now(); if (!socket) connect(); } });
 setInterval(() => { if (!document.hidden) tell(); }, 1000);

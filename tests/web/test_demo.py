@@ -1,0 +1,74 @@
+"""`headway demo`: one command, something true and lively to see, and nothing left of it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.services.waiting import eventually
+from tests.web.conftest import Web
+
+Spawn = Callable[..., "subprocess.Popen[str]"]
+
+
+def begun_with(variable: str) -> list[str]:
+    """The commands of all processes that inherited this variable."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if variable.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
+
+
+def test_everything_moves_is_seen_over_http_and_is_gone_afterwards(spawn_cli: Spawn, tmp_path: Path):
+    mark = f"OF_THIS_TEST={tmp_path}"
+    demo = spawn_cli("demo", env={"TMPDIR": str(tmp_path), "OF_THIS_TEST": str(tmp_path)}, stderr=subprocess.DEVNULL)
+    assert demo.stdout is not None
+    web = Web(demo.stdout.readline().strip(), demo)
+    job = "/api/v1/jobs/reindex-invoices-1"
+
+    def resumed_after_a_kill() -> bool:
+        runs = web.ask(f"{job}/runs").json.get("runs", [])
+        return len(runs) == 2 and runs[0]["outcome"] == "lost" and runs[1]["kept"] >= 60
+
+    eventually(resumed_after_a_kill, timeout=120)
+    done = web.ask(job).json["job"]["done"]
+    eventually(lambda: web.ask(job).json["job"]["done"] > done, timeout=60)
+
+    def tasks_are_done() -> bool:
+        done = [int(queue["completed"]) for queue in web.ask("/api/v1/queues").json["queues"]]
+        return sum(done) >= 2
+
+    eventually(tasks_are_done, timeout=60)
+    assert len({task["user_id"] for task in web.ask("/api/v1/tasks").json["tasks"]}) > 1
+    assert web.ask("/api/v1/states/nightly").json["states"]
+    [project] = web.ask("/api/v1/projects").json["projects"]
+    assert (project["project_id"], project["total"]) == ("crawl-1", 2000)
+    for path in ("/", "/jobs/reindex-invoices-1", "/queues", "/workers", "/states/nightly"):
+        assert web.ask(path).status == 200, path
+    assert len(begun_with(mark)) > 5
+    demo.send_signal(signal.SIGINT)
+    assert demo.wait(60) == 0
+    eventually(lambda: not begun_with(mark), timeout=10)
+    assert not list(tmp_path.glob("headway-demo-*"))
+
+
+@pytest.mark.parametrize("port", ["used", "free"])
+def test_it_ends_by_itself_and_a_port_in_use_is_said(
+    headway_cli: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, port: str, opened: Web
+):
+    number = opened.host.split(":")[1] if port == "used" else "0"
+    answer = headway_cli("demo", "--seconds", "0.2", "--port", number, env={"TMPDIR": str(tmp_path)})
+    if port == "used":
+        assert answer.returncode != 0
+        assert f"Port {number} of 127.0.0.1 is in use" in answer.stderr
+    else:
+        assert (answer.returncode, answer.stdout[:17]) == (0, "http://127.0.0.1:")
+    assert not list(tmp_path.glob("headway-demo-*"))
