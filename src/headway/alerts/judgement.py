@@ -56,12 +56,12 @@ class Judgement:
         many seconds the database had been out of reach before this round."""
         self._tell_unmuted()
         self._was_away(away)
-        standing: list[tuple[Alert, Reading]] = []
+        current: list[tuple[Alert, Reading]] = []
         notes: list[records.Note] = []
         for rule, found in seen.items():
             left = self._left
             readings = {one.subject: one for one in found}
-            standing += [
+            current += [
                 (self._open[rule, one.subject], one) for one in found if one.above and (rule, one.subject) in self._open
             ]
             for alert in [alert for (name, _), alert in self._open.items() if name == rule]:
@@ -73,7 +73,7 @@ class Judgement:
                 records.hold_mark(self._tx, rule, self._now - (self._rules.limits.get(rule) or 0.0))
             else:
                 notes.append(self._note(rule, found))
-        records.update_values(self._tx, standing)
+        records.update_values(self._tx, current)
         records.write_rules(self._tx, notes)
         self._write_timers(seen)
         if self._left:
@@ -119,22 +119,22 @@ class Judgement:
         muted = records.is_muted(self._muted, one.rule, one.subject)
         if not muted:
             records.tell_opened(self._tx, alert, at)
-            alert = alert._replace(told=True)
+            alert = alert._replace(published=True)
         self._changes.append(Change("opened", alert, muted))
         return alert
 
     def _closed(self, alert: Alert) -> None:
         records.close_alert(self._tx, alert, self._now)
         self._open.pop((alert.rule, alert.subject), None)
-        self._changes.append(Change("closed", alert._replace(closed_at=self._now), not alert.told))
+        self._changes.append(Change("closed", alert._replace(closed_at=self._now), not alert.published))
 
     def _tell_unmuted(self) -> None:
         """Alerts that opened under a mute and outlasted it."""
         for key, alert in self._open.items():
-            if not alert.told and not records.is_muted(self._muted, *key):
+            if not alert.published and not records.is_muted(self._muted, *key):
                 records.tell_opened(self._tx, alert, self._now)
-                self._open[key] = told = alert._replace(told=True)
-                self._changes.append(Change("opened", told, muted=False))
+                self._open[key] = opened = alert._replace(published=True)
+                self._changes.append(Change("opened", opened, muted=False))
 
     def _was_away(self, seconds: float) -> None:
         """The database is back: an alert that opened and closed while nobody could write it."""

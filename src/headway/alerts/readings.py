@@ -195,12 +195,12 @@ def _stalled(rows: Rows, rules: Rules) -> Iterator[Reading]:
 
 def _causes(rows: Rows, _: Rules) -> Iterator[Reading]:
     """By what failed and why, whichever job it was in: the same fault in tomorrow's job is not news."""
-    told = set()
+    seen = set()
     for scope, where, function, type, message, frame in rows.causes:
         identity = f"{scope}\0{function}\0{type}\0{message}\0{frame}"
         subject = sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-        if subject not in told:
-            told.add(subject)
+        if subject not in seen:
+            seen.add(subject)
             place = f" at {frame}" if frame else ""
             text = f"New in {scope} {where}: {type}: {message}{place}"
             yield Reading("new_cause", subject, 0.0, said(text), above=True, at_once=True)

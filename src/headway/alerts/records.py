@@ -23,7 +23,7 @@ MOST_MUTED = 366 * 86_400.0
 NAME_LIMIT = 500
 
 _COLUMNS = (
-    "no, rule, subject, severity, text, value, peak, threshold, opened_at, closed_at, told, "
+    "no, rule, subject, severity, text, value, peak, threshold, opened_at, closed_at, published, "
     "acknowledged_by, acknowledged_at"
 )
 
@@ -45,7 +45,7 @@ class Alert(NamedTuple):
     threshold: float
     opened_at: float
     closed_at: float | None
-    told: bool
+    published: bool
     acknowledged_by: str | None
     acknowledged_at: float | None
 
@@ -114,11 +114,11 @@ def open_alert(tx: Tx, reading: Reading, threshold: float, opened_at: float) -> 
     )
     assert row is not None
     return Alert(row[0], reading.rule, reading.subject, severity, reading.text, reading.value, reading.value, threshold,
-                 opened_at, None, told=False, acknowledged_by=None, acknowledged_at=None)  # fmt: skip
+                 opened_at, None, published=False, acknowledged_by=None, acknowledged_at=None)  # fmt: skip
 
 
 def tell_opened(tx: Tx, alert: Alert, now: float) -> None:
-    tx.execute("UPDATE alerts SET told = 1 WHERE no = ?", (alert.no,))
+    tx.execute("UPDATE alerts SET published = 1 WHERE no = ?", (alert.no,))
     event = _event(
         tx,
         alert,
@@ -132,7 +132,7 @@ def tell_opened(tx: Tx, alert: Alert, now: float) -> None:
 def close_alert(tx: Tx, alert: Alert, now: float) -> None:
     now = max(now, alert.opened_at)  # a clock that was set back ends nothing before it began
     tx.execute("UPDATE alerts SET closed_at = ? WHERE no = ?", (now, alert.no))
-    if alert.told:
+    if alert.published:
         more: dict[str, str | float] = {"closed_at": _iso(now), "seconds": round(now - alert.opened_at, 3)}
         event = _event(
             tx,
@@ -250,7 +250,7 @@ _LOCKED = {"sqlite": "", "postgresql": " FOR UPDATE"}
 
 def _alert(row: Row) -> Alert:
     alert = Alert(*row)
-    return alert._replace(told=bool(alert.told))
+    return alert._replace(published=bool(alert.published))
 
 
 def _rule(name: str) -> str:

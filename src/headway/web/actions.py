@@ -274,7 +274,18 @@ def _pause(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acte
     return pause(reader, user, _named(fields, "queue"), reason=fields.get("reason", ""), seconds=seconds)
 
 
+def _acknowledge(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acted:
+    require(user, "alert")
+    return acknowledge(reader, user, _whole(_named(fields, "alert"), "alert") or 0)
+
+
+def _unmute(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acted:
+    require(user, "alert")
+    return unmute(reader, user, _named(fields, "rule"), subject=fields.get("subject", ""))
+
+
 def _mute(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acted:
+    require(user, "alert")
     minutes = _whole(fields.get("minutes", ""), "minutes") or 60
     return mute(reader, user, _named(fields, "rule"), seconds=minutes * 60.0, subject=fields.get("subject", ""))
 
@@ -309,13 +320,9 @@ FORMS: Final[dict[str, Callable[[Any, User, Fields, Sequence[str]], Acted]]] = {
     "drain": lambda reader, user, fields, _: end_worker(
         reader, user, _named(fields, "worker"), "drain", reason=fields.get("reason", "")
     ),
-    "acknowledge": lambda reader, user, fields, _: acknowledge(
-        reader, user, _whole(_named(fields, "alert"), "alert") or 0
-    ),
+    "acknowledge": _acknowledge,
     "mute": _mute,
-    "unmute": lambda reader, user, fields, _: unmute(
-        reader, user, _named(fields, "rule"), subject=fields.get("subject", "")
-    ),
+    "unmute": _unmute,
     "stop": _stop,
 }
 

@@ -12,7 +12,7 @@ CREATE TABLE alerts (
     threshold  DOUBLE PRECISION NOT NULL,
     opened_at  DOUBLE PRECISION NOT NULL,
     closed_at  DOUBLE PRECISION,                    -- none while it is open
-    told       INTEGER NOT NULL DEFAULT 0,          -- 1: its event alert.opened was decided
+    published  INTEGER NOT NULL DEFAULT 0,          -- 1: its event alert.opened was decided
     acknowledged_by TEXT,
     acknowledged_at DOUBLE PRECISION
 );
