@@ -106,13 +106,6 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def wait_for_children() -> None:
-    """Undo an inherited *ignore* of SIGCHLD, as some supervisors leave it behind: the kernel then forgets at once how a
-    child ended, and every wait for one fails."""
-    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
 class Shutdown:
     """What signals asked for. The first of `STOP_SIGNALS` means *finish what you hold*, the second *now*."""
 

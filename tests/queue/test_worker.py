@@ -168,9 +168,10 @@ def test_progress_is_written_down_while_it_runs(queue: TaskQueue, isolation: str
 def test_a_shutdown_finishes_what_runs_and_gives_back_what_takes_longer_than_it_may(
     queue: TaskQueue, isolation: str, spawn: Callable[..., Forked], tmp_path: Path
 ):
-    short = queue.submit(f"sleep.{isolation}", 0.4)
+    begun = tmp_path / "begun"
+    short = queue.submit(f"log.{isolation}", {"file": str(begun), "seconds": 0.4})
     worker = spawn("w1", 20.0)
-    eventually(lambda: queue.get(short.id).status is not Status.QUEUED)
+    eventually(begun.exists)  # not only claimed: what has not begun is given back
     worker.terminate()
     assert worker.wait(30) == 0
     assert queue.get(short.id).status is Status.COMPLETED

@@ -554,15 +554,16 @@ def test_a_listing_that_was_under_way_does_not_take_back_what_was_written_meanwh
         return snapshot
 
     store._backend.read_all = slow  # type: ignore[method-assign,assignment]  # the wire becomes slow; nothing is replaced
-    first = threading.Thread(target=store.list_all_states)
-    if place.kind == "firestore":  # it listens and has listed already
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(store, "_fresh_until", 0.0)
-            first.start()
-            assert reading.wait(60)
-    else:
-        first.start()
-        assert reading.wait(60)
+
+    def list_until_asked() -> None:
+        while not reading.is_set():
+            if place.kind == "firestore":  # it listens, and what it heard would be the answer
+                store._fresh_until = 0.0
+            store.list_all_states()
+
+    first = threading.Thread(target=list_until_asked)
+    first.start()
+    assert reading.wait(60)
     store.set_state(State("job", 0, "new", 2))
     store.set_state(State("job", 0, "old", 3))
     may_end.set()

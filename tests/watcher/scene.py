@@ -40,10 +40,13 @@ class Listener:
         eventually(lambda: self._pubsub.subscribed and server.client().pubsub_numsub(channel)[0][1])
         self.all: list[dict[str, Any]] = []
 
-    def hear(self) -> list[dict[str, Any]]:
+    def hear(self, most: int = 1_000_000) -> list[dict[str, Any]]:
+        """What was told so far; ``most``: return when so many were, though more may follow."""
         connection = self._pubsub.connection
         assert connection is not None
-        while connection.can_read(timeout=0.01):  # see PubSubAdapter.get_message for why not just get_message
+        while len(self.all) < most and connection.can_read(
+            timeout=0.01
+        ):  # see PubSubAdapter.get_message for why not just get_message
             message = self._pubsub.get_message(timeout=5)
             if message is not None:
                 self.all.append(json.loads(message["data"]))
