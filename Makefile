@@ -27,7 +27,7 @@ demo: $(SETUP)  ## a lively installation in a temporary directory, with its dash
 test: $(SETUP)  ## obtain the servers the tests need and run them
 	-@$(BIN)/python -m tests.services.firestore
 	-@$(BIN)/python -m tests.services.chromium
-	$(BIN)/pytest -n 2 --dist worksteal --results $(RESULTS)
+	$(BIN)/pytest -n 2 --dist worksteal --results=$(RESULTS)
 
 # Apart from test, because a tracer doubles its time and stands in the way of tests about signals and start-up.
 coverage: $(SETUP)  ## run the tests with branch coverage of every process

@@ -119,7 +119,7 @@ def test_make_check_lets_nothing_be_skipped_and_make_test_does(tmp_path: Path, v
     lines = done.stdout.splitlines()
     runs = [line for line in lines if line.startswith("pytest")]
     assert all(run.startswith(f"{told} ") for run in runs)
-    assert sum("--results .test-results.json" in run for run in runs) == 1
+    assert sum("--results=.test-results.json" in run for run in runs) == 1
     if verb == "check":
         assert "python CI=true tools/trace.py .test-results.json" in lines
 

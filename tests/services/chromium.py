@@ -10,7 +10,7 @@ import sys
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 INSTALLING = (
     ("apt-get", "update", "-q"),
-    ("apt-get", "install", "-q", "-y", "--no-install-recommends", "chromium"),
+    ("apt-get", "install", "-q", "-y", "chromium"),
 )
 
 
