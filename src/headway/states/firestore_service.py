@@ -70,7 +70,10 @@ def translating() -> Iterator[None]:
             f"Firestore refused us: {redact(error.message)}",
             hint="The service account needs roles/datastore.user in that project.",
         ) from error
-    except (exceptions.ServerError, exceptions.RetryError, exceptions.TooManyRequests) as error:
+    except (
+        exceptions.ServerError, exceptions.RetryError, exceptions.TooManyRequests,
+        exceptions.Cancelled,  # by the service: whether it was done is not known, as with an answer that was lost
+    ) as error:  # fmt: skip
         _away(error)
     except exceptions.GoogleAPICallError as error:
         raise StorageError(f"Firestore did not do it: {redact(str(error))}") from error
