@@ -214,7 +214,10 @@ def test_another_exit_code_means_not_taken_and_says_why(tmp_path: Path, code: in
 
 
 def test_a_program_that_reads_nothing_and_ends_well_has_taken_a_large_event(tmp_path: Path):
-    CommandSink([program(tmp_path / "skip", "sys.exit(0)")]).deliver(event(1, text="x" * 2_000_000))
+    ran = tmp_path / "ran"
+    skip = program(tmp_path / "skip", f"open({str(ran)!r}, 'a').write('once ')\nsys.exit(0)")
+    CommandSink([skip]).deliver(event(1, text="x" * 2_000_000))
+    assert ran.read_text() == "once "
 
 
 def test_a_program_that_takes_too_long_is_killed_with_its_children(tmp_path: Path):

@@ -155,6 +155,7 @@ def test_a_stopped_holder_that_wakes_up_after_a_fresh_start_records_nothing(
 
 
 #: Every write of whoever holds a job; what each of them would change is looked at below.
+TABLES = ("jobs", "runs", "input_products", "progress", "outputs", "outbox")
 WRITES: dict[str, Callable[[Ledger, Job, Hold], object]] = {
     "register": lambda _, job, __: job.register([NewItem(77)]),
     "drop": lambda _, job, __: job.drop([1]),
@@ -168,7 +169,7 @@ WRITES: dict[str, Callable[[Ledger, Job, Hold], object]] = {
     "finish": lambda _, job, __: job.finish(),
     "claim": lambda _, job, __: job.claim("w"),
     "note_running": lambda _, job, hold: job.note_running(hold, [(1, "w")]),
-    "give_back": lambda _, job, __: job.give_back([1]),
+    "give_back": lambda _, job, __: job.give_back([2]),
     "renew": lambda ledger, _, hold: ledger.renew(hold),
     "release": lambda ledger, _, hold: ledger.release(hold, "failed"),
 }
@@ -180,17 +181,20 @@ def test_whoever_lost_the_job_cannot_write_any_more(ledger: Ledger, job: Job, ve
     paused = ledger.hold(job, {})
     ledger.database.write("UPDATE jobs SET holder = NULL, lease_until = NULL")  # its lease lapsed
     ledger.hold(job, {})
-    tables = ["jobs", "runs", "input_products", "progress", "outputs", "outbox"]
-    before = [ledger.database.all(f"SELECT * FROM {table}") for table in tables]
+    before = [ledger.database.all(f"SELECT * FROM {table}") for table in TABLES]
     with pytest.raises(StaleClaim, match="taken over"):
         WRITES[verb](ledger, job.held_by(paused), paused)
-    assert [ledger.database.all(f"SELECT * FROM {table}") for table in tables] == before
+    assert [ledger.database.all(f"SELECT * FROM {table}") for table in TABLES] == before
 
 
 @pytest.mark.parametrize("verb", [verb for verb in WRITES if verb != "release"])
 def test_whoever_holds_the_job_can_write(ledger: Ledger, job: Job, verb: str):
+    ledger.database.write("INSERT INTO outputs (job, path, seq, size) VALUES (?, '/r', 5, 5)", (job.no,))
     hold = ledger.hold(job, {})
+    job.note_running(hold, [(2, "w")])
+    before = [ledger.database.all(f"SELECT * FROM {table}") for table in TABLES]
     WRITES[verb](ledger, job.held_by(hold), hold)
+    assert [ledger.database.all(f"SELECT * FROM {table}") for table in TABLES] != before
 
 
 def test_a_hold_is_renewed_while_items_are_registered_however_slowly_they_come(ledger: Ledger, job: Job):

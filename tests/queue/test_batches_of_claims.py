@@ -13,7 +13,7 @@ from headway._lease import Owner
 from headway._sql import Tx, Value, connect
 from headway._sql.tx import Cursor
 from headway.failure import Failure
-from headway.queue import claims
+from headway.queue import claims, hinting
 from headway.queue.claims import Claimant, Success
 from headway.queue.rq import RqHints, RqSource
 from headway.queue.taskqueue import TaskQueue
@@ -246,7 +246,7 @@ def test_a_task_whose_id_rq_does_not_take_runs_and_is_in_nobodys_way(database_ur
                 ran += [claim.id for claim in taken]
                 source.settled(list(complete(queue, taken).values()))
             assert sorted(ran) == ["with.dot", "without"]
-            assert queue.database.run(lambda tx: claims.unhinted(tx, limit=10)) == []
+            assert queue.database.run(lambda tx: hinting.unhinted(tx, limit=10)) == []
         finally:
             source.close()
 

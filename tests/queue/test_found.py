@@ -19,7 +19,7 @@ from headway._lease import Owner
 from headway.errors import HeadwayError, InvalidInput
 from headway.events.sql import SqlOutbox
 from headway.lifecycle import Shutdown
-from headway.queue import claims
+from headway.queue import claims, hinting
 from headway.queue.claims import Claimant
 from headway.queue.flask import Headway
 from headway.queue.rq import RqSource
@@ -187,7 +187,7 @@ def test_a_clock_that_was_set_back_does_not_hold_up_what_has_a_rate(crowd: TaskQ
 def test_a_hint_from_before_the_clock_was_set_back_is_looked_for(crowd: TaskQueue):
     task = crowd.submit("caption")
     crowd.database.run(lambda tx: tx.execute("UPDATE tasks SET hinted_at = ?", (tx.now() + 3600.0,)))
-    found = crowd.database.run(lambda tx: claims.doubtful(tx, older_than=10.0, limit=10))
+    found = crowd.database.run(lambda tx: hinting.doubtful(tx, older_than=10.0, limit=10))
     assert [id for id, _ in found] == [task.id]
 
 
@@ -196,24 +196,24 @@ def test_a_hint_from_before_the_clock_was_set_back_is_looked_for(crowd: TaskQueu
 
 
 @pytest.fixture
-def hinting(database_url: str, redis_server: RedisServer) -> Iterator[TaskQueue]:
+def hinted(database_url: str, redis_server: RedisServer) -> Iterator[TaskQueue]:
     with TaskQueue(database_url, redis_server.url(), per_user=None) as made:
         made.handler("caption", isolation="none")(lambda task, payload: payload)
         yield made
 
 
 def test_an_urgent_task_that_rq_cannot_know_is_not_left_behind_the_low_ones(
-    hinting: TaskQueue, redis_server: RedisServer
+    hinted: TaskQueue, redis_server: RedisServer
 ):
-    hinting.submit_many({"kind": "caption", "role": "admin", "priority": "low"} for _ in range(20))
-    urgent = hinting.submit("caption", id="invoice.17", role="admin", priority="urgent")
-    source = RqSource(hinting, redis_server.url(), name="w")
-    first = source.claim(who(hinting), PRIORITIES, 1)
+    hinted.submit_many({"kind": "caption", "role": "admin", "priority": "low"} for _ in range(20))
+    urgent = hinted.submit("caption", id="invoice.17", role="admin", priority="urgent")
+    source = RqSource(hinted, redis_server.url(), name="w")
+    first = source.claim(who(hinted), PRIORITIES, 1)
     assert [claim.id for claim in first] == [urgent.id]
 
 
-def test_a_delayed_task_is_no_hint(hinting: TaskQueue, redis_server: RedisServer):
-    hinting.submit("caption", delay=60.0)
+def test_a_delayed_task_is_no_hint(hinted: TaskQueue, redis_server: RedisServer):
+    hinted.submit("caption", delay=60.0)
     assert redis_server.client().llen("rq:queue:normal") == 0
 
 
@@ -251,14 +251,14 @@ def test_a_worker_that_rests_outlives_a_database_that_is_away(
 
 
 def test_a_worker_that_comes_back_to_a_redis_it_could_not_leave_is_not_refused_by_rq(
-    hinting: TaskQueue, redis_server: RedisServer
+    hinted: TaskQueue, redis_server: RedisServer
 ):
     stop = threading.Event()
-    RqSource(hinting, redis_server.url(), name="w").wait(0.05, stop)  # Redis was away when it was closed
-    again = RqSource(hinting, redis_server.url(), name="w")
-    task = hinting.submit("caption")
+    RqSource(hinted, redis_server.url(), name="w").wait(0.05, stop)  # Redis was away when it was closed
+    again = RqSource(hinted, redis_server.url(), name="w")
+    task = hinted.submit("caption")
     again.wait(0.05, stop)
-    assert [claim.id for claim in again.claim(who(hinting), PRIORITIES, 1)] == [task.id]
+    assert [claim.id for claim in again.claim(who(hinted), PRIORITIES, 1)] == [task.id]
     again.close()
 
 

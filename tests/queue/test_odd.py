@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 
-from headway.queue import claims
+from headway.queue import hinting
 from headway.queue.rq import RqSource
 from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
@@ -111,7 +111,7 @@ def test_rq_is_not_told_of_what_has_used_up_its_rate(crowd: TaskQueue):
     crowd.submit("resize", id="other")
     crowd.limit("kind", "caption", rate=0.001)
     take(crowd)
-    assert crowd.database.run(lambda tx: claims.unhinted(tx, limit=10)) == [("other", "normal")]
+    assert crowd.database.run(lambda tx: hinting.unhinted(tx, limit=10)) == [("other", "normal")]
 
 
 @pytest.mark.req("S2-33")

@@ -122,7 +122,7 @@ def test_a_redis_that_lost_or_repeats_what_it_knew_costs_no_task_at_any_moment_o
         assert set(taken) == {task[name] for name in moments[:5]}
         settled = [queue.database.run(lambda tx: claims.complete(tx, taken[task["completed"]], None, 0.0))]
         queue.cancel(task["cancelled"], by="anna")
-        settled.append(queue.database.run(lambda tx: claims.cancelled(tx, taken[task["cancelled"]])))
+        settled.append(queue.database.run(lambda tx: claims.fail(tx, taken[task["cancelled"]], claims.LOST)))
         settled.append(queue.database.run(lambda tx: claims.fail(tx, taken[task["retrying"]], claims.LOST)))
         source.settled(settled)
         assert server.client().lpop("rq:queue:normal") == task["popped"]

@@ -317,7 +317,7 @@ def test_cancelling_ends_a_waiting_task_at_once_and_asks_a_running_one(queue: Ta
     asked = queue.cancel(running.id, by="anna")
     assert (asked.status, asked.cancelling) == (Status.RUNNING, True)
     assert queue.database.run(lambda tx: claims.progress(tx, claim, 10, "")), "the handler is told"
-    assert queue.database.run(lambda tx: claims.cancelled(tx, claim)).status is Status.CANCELLED
+    assert fail(queue, claim).status is Status.CANCELLED
     assert queue.cancel(running.id, by="anna").status is Status.CANCELLED, "one that has ended stays as it is"
 
 
@@ -328,13 +328,6 @@ def test_a_cancelled_task_that_fails_is_not_tried_again(queue: TaskQueue):
     ended = fail(queue, claim)
     assert ended.status is Status.CANCELLED
     assert ended.ended_at is not None
-
-
-def test_nobody_ends_a_run_as_cancelled_that_nobody_cancelled(queue: TaskQueue):
-    queue.submit("caption")
-    [claim] = take(queue)
-    with pytest.raises(StaleClaim):
-        queue.database.run(lambda tx: claims.cancelled(tx, claim))
 
 
 def test_another_users_task_is_as_missing_as_one_that_never_was(queue: TaskQueue):

@@ -71,6 +71,7 @@ def test_a_worker_says_at_its_start_whether_redis_can_be_reached(
         with subprocess.Popen(command(tmp_path, url, server.url()), **surroundings(tmp_path), stderr=stderr) as worker:
             eventually(lambda: said in log.read_text(), 60)
             eventually(lambda: queue.get(task.id).status is Status.COMPLETED, 60)
+            eventually(lambda: queue.database.all("SELECT 1 FROM alert_rules"), 60)  # it judges the alerts too
             worker.terminate()
             assert worker.wait(60) == 0
 

@@ -50,6 +50,21 @@ def test_the_page_says_what_is_open_since_when_and_whether_anybody_looks(stage: 
         assert "/actions/" not in client.get("/alerts").text
 
 
+def test_the_overview_names_an_open_alert_that_it_would_not_see_by_itself(stage: Stage):
+    with TestClient(stage.app()) as client:
+        assert "Event lag" not in client.get("/").text
+        stage.site.reader.database.write(
+            "INSERT INTO alerts (rule, subject, severity, text, value, peak, threshold, opened_at) VALUES "
+            "('event_lag', 'webhook', 'warning', 'The sink webhook is <b>behind</b>.', 400, 400, 300, ?)",
+            (stage.site.reader.database.now(),),
+        )
+        page = client.get("/").text
+        assert "Event lag" in page
+        assert "The sink webhook is &lt;b&gt;behind&lt;/b&gt;." in page
+        actions.mute(stage.site.reader, OPERATOR, "event_lag", seconds=60)
+        assert "Event lag" not in client.get("/").text
+
+
 def test_an_operator_acknowledges_mutes_and_unmutes_and_a_viewer_does_not(stage: Stage):
     judge(stage)
     reader = stage.site.reader

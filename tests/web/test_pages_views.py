@@ -13,11 +13,12 @@ import pytest
 from headway._sql import Database, connect
 from headway.failure import Failure
 from headway.ledger import Done, Failed, Job, Ledger, NewItem
-from headway.views.activity import read_activity, read_projects
+from headway.views.access import read_activity
 from headway.views.job import read_sheet
 from headway.views.map import CELLS, cell_size, durations, read_map
 from headway.views.overview import outlook, pace, read_job_page
 from headway.views.performance import read_performance
+from headway.views.projects import read_newest_projects
 from headway.views.queue import QueueView
 from headway.views.series import Point, Series, read_job_series, read_series
 from headway.web.pages import draw
@@ -195,15 +196,17 @@ def test_activity_and_projects_are_paged_from_the_newest(database: Database):
     for no in range(5):
         ledger.note("retry", "ads", {"no": no, "token": "hunter2"}, actor="ana")
     first = read_activity(database, limit=3)
-    second = read_activity(database, before=first.next, limit=3)
-    assert [entry.detail["no"] for entry in (*first.entries, *second.entries)] == [4, 3, 2, 1, 0]
-    assert second.next is None
-    assert first.entries[0].detail["token"] == "***"
-    assert read_activity(database, actor="tomas").entries == ()
+    second = read_activity(database, before=first.next_before, limit=3)
+    assert [entry.detail["no"] for entry in (*first.activity, *second.activity)] == [4, 3, 2, 1, 0]
+    assert second.next_before is None
+    assert first.activity[0].detail["token"] == "***"
+    assert read_activity(database, actor="tomas").activity == ()
     scene.projects(database)
-    page = read_projects(database, limit=2)
+    page = read_newest_projects(database, limit=2)
     assert [line.project.status for line in page.lines] == ["DONE", "CRAWLING"]
-    assert [line.project.project_id for line in read_projects(database, before=page.next).lines] == ["crawl-shop-eu"]
+    assert [line.project.project_id for line in read_newest_projects(database, before=page.next).lines] == [
+        "crawl-shop-eu"
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

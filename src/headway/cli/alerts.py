@@ -148,25 +148,20 @@ def watch(database: str | None) -> int:
 
     For those who run no server. Any number of these may run: one of them judges, and another takes over when it ends.
     """
-    from contextlib import ExitStack
-
-    from headway import events, telemetry
+    from headway import telemetry
     from headway._sql import connect
-    from headway.alerts import Evaluator, Rules
+    from headway.cli.attending import evaluator, relaying
     from headway.config import Config
     from headway.lifecycle import Shutdown, on_signals
 
     config = Config(cli={"database": database})
     telemetry.configure(level=config.text("log_level").upper(), as_json=config["log_format"] == "json")
-    sinks = events.open_sinks(config["sinks"], config["webhook"])
-    redis = config.text("queue_redis") if config.is_set("queue_redis") else None
-    with on_signals(Shutdown()) as shutdown, ExitStack() as stack:
-        store = stack.enter_context(connect(config.text("database"), create=True, stop=shutdown.stop))
-        if sinks:
-            relay = events.Relay([events.SqlOutbox(store)], sinks)
-            stack.enter_context(relay.start(shutdown.stop))
-        say(f"Watching {plural(len(RULE_NAMES), 'rule')}. Ctrl-C ends it.")
-        lost: list[OSError] = []
+    lost: list[OSError] = []
+    with (
+        on_signals(Shutdown()) as shutdown,
+        connect(config.text("database"), create=True, stop=shutdown.stop) as store,
+        relaying(config, store, shutdown.stop),
+    ):
 
         def hear(change: Change) -> None:
             try:
@@ -175,11 +170,9 @@ def watch(database: str | None) -> int:
                 lost.append(error)
                 shutdown.stop.set()
 
-        def current() -> Rules:
-            config.reload_if_changed()
-            return Rules.of(config)
-
-        Evaluator(store, current, redis=redis, on_change=hear).run(shutdown.stop)
+        judging = evaluator(config, store, hear)
+        say(f"Watching {plural(len(RULE_NAMES), 'rule')}. Ctrl-C ends it.")
+        judging.run(shutdown.stop)
     if lost:
         raise lost[0]
     return 0

@@ -26,6 +26,7 @@ def serve(*, host: str, port: int, names: tuple[str, ...], show: bool, redis: st
     While nobody made a token it is open to everybody on this machine, and listens nowhere else. Ctrl-C ends it.
     """
     from headway import telemetry
+    from headway._sql import connect
     from headway.cli.attending import attending
     from headway.web.app import app
     from headway.web.server import check_access, listen
@@ -52,7 +53,8 @@ def serve(*, host: str, port: int, names: tuple[str, ...], show: bool, redis: st
 
                 webbrowser.open(address)
 
-        with attending(config, application.site.reader.database):
+        # Its own connections: those of the application are closed when the last request is answered.
+        with connect(config.text("database"), create=True) as store, attending(config, store):
             run(application, listener, ready=ready)
     return 0
 

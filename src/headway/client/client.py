@@ -205,10 +205,12 @@ class Client:
 
         return parse(RelayStatus, self._connection.get("/relay"))
 
-    def activity(self, *, job: str | None = None, before: int | None = None, limit: int = 50) -> Activity:
+    def activity(
+        self, *, job: str | None = None, actor: str | None = None, before: int | None = None, limit: int = 50
+    ) -> Activity:
         from headway.views.access import Activity
 
-        return parse(Activity, self._connection.get("/activity", job=job, before=before, limit=limit))
+        return parse(Activity, self._connection.get("/activity", job=job, actor=actor, before=before, limit=limit))
 
     def audit(self, job: str | None = None) -> Audit:
         """The whole trail, the oldest first."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -21,8 +21,8 @@ from headway.errors import StaleClaim
 from headway.events.sql import SHARE_APPENDING
 from headway.failure import Failure, normalise
 from headway.queue.limits import Limits
-from headway.queue.records import _COLUMNS, NO_TURN, count_minutes, pages, task_of, tell
-from headway.queue.values import PRIORITIES, Claim, Priority, Status, Task
+from headway.queue.records import _COLUMNS, NO_TURN, count_minutes, task_of, tell
+from headway.queue.values import Claim, Priority, Status, Task
 from headway.retry import RetryPolicy
 from headway.telemetry import Log
 
@@ -475,23 +475,6 @@ def fail(
     return task
 
 
-def cancelled(tx: Tx, claim: Claim) -> Task:
-    """The worker ended a run because somebody asked for it."""
-    now = tx.now()
-    row = tx.one(
-        "UPDATE tasks SET status = 'CANCELLED', version = version + 1, holder = NULL, lease_until = NULL, ended_at = ?, "
-        "updated_at = ?, message = 'cancelled by ' || cancel_by "
-        f"WHERE no = ? AND token = ? AND status = 'RUNNING' AND cancel_by IS NOT NULL RETURNING {_COLUMNS}",
-        (now, now, claim.no, claim.token),
-    )
-    if row is None:
-        raise _stale(claim)
-    task = task_of(row)
-    tell(tx, task, now)
-    count_minutes(tx, now, cancelled=[task])
-    return task
-
-
 def give_back(tx: Tx, claim: Claim) -> Task | None:
     """Return a task that was not run to its end (a shutdown): no attempt is counted. None if it is not ours any more.
 
@@ -582,59 +565,3 @@ def _cause(tx: Tx, kind: str, failure: Failure, now: float) -> int:
 
 def _stale(claim: Claim) -> StaleClaim:
     return StaleClaim(f"Task {claim.id} was given to another worker, or ended, while this one was not responding.")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Hints: which ids RQ should know
-
-
-def unhinted(tx: Tx, *, limit: int) -> list[tuple[str, Priority]]:
-    """Tasks that may run and of which RQ was not told, in the order of service; none of a paused queue, none whose id RQ
-    does not take (one with a dot)."""
-    now = tx.now()
-    open_queues = [queue.place for queue in PRIORITIES if queue not in paused(tx, now)]
-    barred, values = Limits(tx, now).barred()
-    where = "".join(f" AND {condition}" for condition in barred)
-    rows = tx.all(
-        "SELECT id, queue FROM tasks WHERE status = 'QUEUED' AND ready = 1 AND hinted_at IS NULL "
-        f"AND id NOT LIKE '%.%' AND place IN ({marks(len(open_queues))}){where} ORDER BY place, turn, no LIMIT ?",
-        (*open_queues, *values, limit),
-    )
-    return [(id, Priority(queue)) for id, queue in rows]
-
-
-def doubtful(tx: Tx, *, older_than: float, limit: int) -> list[tuple[str, Priority]]:
-    """Tasks whose hint is so old that it may be lost, or of a time to come: since it was given, the clock was set back."""
-    now = tx.now()
-    rows: list[Row] = []
-    # Two statements: with an OR neither engine would use the index.
-    for condition, bound in (("<", now - older_than), (">", now + max(60.0, -older_than))):
-        rows += tx.all(
-            f"SELECT id, queue FROM tasks WHERE status = 'QUEUED' AND hinted_at IS NOT NULL AND hinted_at {condition} ? "
-            "ORDER BY hinted_at LIMIT ?",
-            (bound, limit - len(rows)),
-        )
-    return [(id, Priority(queue)) for id, queue in rows]
-
-
-def hinted(tx: Tx, ids: Sequence[str]) -> None:
-    """RQ was told of these just now."""
-    now = tx.now()
-    for page in pages(ids):
-        tx.execute(
-            f"UPDATE tasks SET hinted_at = ? WHERE id IN ({marks(len(page))}) AND status = 'QUEUED'", (now, *page)
-        )
-
-
-def unhint(tx: Tx, ids: Iterable[str]) -> None:
-    """RQ does not know of these (any more)."""
-    for page in pages(sorted(ids)):
-        tx.execute(f"UPDATE tasks SET hinted_at = NULL WHERE id IN ({marks(len(page))}) AND status = 'QUEUED'", page)
-
-
-def known(tx: Tx, ids: Sequence[str]) -> tuple[set[str], set[str]]:
-    """(those of ``ids`` that are tasks, those of them that wait)."""
-    found: dict[str, str] = {}
-    for page in pages(ids):
-        found |= dict(tx.all(f"SELECT id, status FROM tasks WHERE id IN ({marks(len(page))})", page))
-    return set(found), {id for id, status in found.items() if status == Status.QUEUED}

@@ -13,7 +13,7 @@ from typing import Any
 
 from headway._sql import Database
 from headway.errors import InvalidInput
-from headway.queue import claims
+from headway.queue import hinting
 from headway.queue.sweeper import Hints
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import TaskConflict, UserBusy
@@ -37,11 +37,11 @@ def to_rq(queue: TaskQueue, hints: Hints, *, dry_run: bool = False) -> Moved:
     """Tell RQ of every task that waits and that it does not know, in the order of service."""
     moved = 0
     while True:
-        waiting = queue.database.run(lambda tx: claims.unhinted(tx, limit=_PAGE), operation="queue.migrate")
+        waiting = queue.database.run(lambda tx: hinting.unhinted(tx, limit=_PAGE), operation="queue.migrate")
         if dry_run:
             return Moved(_count(queue, "hinted_at IS NULL"))
         done = hints.push(waiting)
-        queue.database.run(lambda tx: claims.hinted(tx, done), operation="queue.migrate")  # noqa: B023 - run at once
+        queue.database.run(lambda tx: hinting.hinted(tx, done), operation="queue.migrate")  # noqa: B023 - run at once
         moved += len(done)
         if not done:
             return Moved(moved, left=len(waiting))
@@ -58,12 +58,12 @@ def to_database(queue: TaskQueue, *, dry_run: bool = False) -> Moved:
     moved = 0
     while True:
         # From the oldest on; each page is taken back before it is forgotten, so an interrupted move goes on here.
-        page = queue.database.run(lambda tx: claims.doubtful(tx, older_than=-3600.0, limit=_PAGE))
+        page = queue.database.run(lambda tx: hinting.doubtful(tx, older_than=-3600.0, limit=_PAGE))
         if not page:
             return Moved(moved)
         hints.withdraw(page)
         ids = [task_id for task_id, _ in page]
-        queue.database.run(lambda tx: claims.unhint(tx, ids), operation="queue.migrate")  # noqa: B023 - run at once
+        queue.database.run(lambda tx: hinting.unhint(tx, ids), operation="queue.migrate")  # noqa: B023 - run at once
         moved += len(page)
 
 

@@ -33,7 +33,7 @@ from headway import _redis
 from headway._sql import Tx
 from headway.errors import HeadwayError, InvalidInput
 from headway.ids import check_id
-from headway.queue import claims
+from headway.queue import claims, hinting
 from headway.queue.claims import Claimant
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import PRIORITIES, Claim, Priority, Status, Task
@@ -386,7 +386,7 @@ class RqSource:
         claimed: list[Claim] = []
 
         def look(tx: Tx, rest: Sequence[str]) -> tuple[set[str], set[str]]:
-            known, waiting = claims.known(tx, rest)
+            known, waiting = hinting.known(tx, rest)
             again: set[str] = set()
             # Where a hint led to another row, that row's own hint is left for this one. Where it led to none (paused, over a
             # limit), or to one that has no hint, RQ has to be told again, by the sweeper or when a worker looks for such rows.
@@ -396,7 +396,7 @@ class RqSource:
                     left[queue] -= 1
                 elif task_id in waiting:
                     again.add(task_id)
-            claims.unhint(tx, again)
+            hinting.unhint(tx, again)
             return known, waiting
 
         try:

@@ -16,7 +16,7 @@ from headway._lease import Lease, Owner, SqlLeases, read_owner
 from headway._sql import Tx
 from headway.errors import HeadwayError, Held, StaleClaim
 from headway.failure import describe
-from headway.queue import claims
+from headway.queue import claims, hinting
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import Priority
 from headway.retry import RetryPolicy
@@ -162,7 +162,7 @@ class Sweeper:
         if hints.look_at_memory():
             return 0
         old = database.run(
-            lambda tx: claims.doubtful(tx, older_than=HINT_SECONDS, limit=_BATCH), operation="queue.doubtful"
+            lambda tx: hinting.doubtful(tx, older_than=HINT_SECONDS, limit=_BATCH), operation="queue.doubtful"
         )
         missing = hints.missing(old) if old else []
         if missing is None:
@@ -170,12 +170,12 @@ class Sweeper:
         if old:
             lost = {task_id for task_id, _ in missing}
             present = [task_id for task_id, _ in old if task_id not in lost]
-            database.run(lambda tx: claims.hinted(tx, present), operation="queue.hinted")  # looked at again later
-            database.run(lambda tx: claims.unhint(tx, lost), operation="queue.unhint")
-        waiting = database.run(lambda tx: claims.unhinted(tx, limit=_BATCH), operation="queue.unhinted")
+            database.run(lambda tx: hinting.hinted(tx, present), operation="queue.hinted")  # looked at again later
+            database.run(lambda tx: hinting.unhint(tx, lost), operation="queue.unhint")
+        waiting = database.run(lambda tx: hinting.unhinted(tx, limit=_BATCH), operation="queue.unhinted")
         done = hints.push(waiting)
         if done:
-            database.run(lambda tx: claims.hinted(tx, done), operation="queue.hinted")
+            database.run(lambda tx: hinting.hinted(tx, done), operation="queue.hinted")
         return len(done)
 
     def _measure(self) -> None:

@@ -25,7 +25,7 @@ from headway._sql import Database, Tx, connect, join
 from headway.config import Config
 from headway.errors import HeadwayError, InvalidInput, StorageError
 from headway.ids import check_id
-from headway.queue import claims, intake, limits, records, settings
+from headway.queue import hinting, intake, limits, records, settings
 from headway.queue.codec import PAYLOAD_LIMIT, Codec, FernetCodec, PlainCodec, write_payload
 from headway.queue.values import NewTask, Priority, QueueInfo, Status, Task, UserBusy
 from headway.retry import TASK
@@ -306,7 +306,7 @@ class TaskQueue:
             missed = [task_id for task_id, _ in new if task_id not in hinted]
             if missed:
                 try:
-                    self._run(lambda tx: claims.unhint(tx, missed), "unhint")
+                    self._run(lambda tx: hinting.unhint(tx, missed), "unhint")
                 except HeadwayError as error:  # the sweeper finds out, somewhat later
                     log.warning("RQ was not told of a task, and that could not be noted", error=str(error))
         if self._on_submit is not None:

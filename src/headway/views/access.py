@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+from headway.telemetry import redact
+from headway.views.records import facts
 from headway.views.shape import Json, document
 
 if TYPE_CHECKING:
@@ -67,22 +68,28 @@ class Acted(NamedTuple):
 
 
 def read_activity(
-    database: Database, *, job: str | None = None, before: int | None = None, limit: int = 50
+    database: Database,
+    *,
+    job: str | None = None,
+    actor: str | None = None,
+    before: int | None = None,
+    limit: int = 50,
 ) -> Activity:
+    """What was done after the entry ``before``, counted from the newest; one more is read, to know of a next page."""
+    from headway.ledger.values import utc
+
     where: list[str] = ["true"]
     values: list[Value] = []
-    if job is not None:
-        where, values = [*where, "job = ?"], [*values, job]
-    if before is not None:
-        where, values = [*where, "seq < ?"], [*values, before]
+    for condition, wanted in (("job = ?", job), ("actor = ?", actor), ("seq < ?", before)):
+        if wanted is not None:
+            where.append(condition)
+            values.append(wanted)
     rows = database.all(
         f"SELECT seq, at, actor, action, job, detail FROM audit WHERE {' AND '.join(where)} ORDER BY seq DESC LIMIT ?",
         (*values, limit + 1),
     )
-    from headway.ledger.values import utc
-
     page = tuple(
-        ActivityEntry(no, utc(at), who, what, name, json.loads(detail))
+        ActivityEntry(no, utc(at), redact(who), what, name, facts(detail))
         for no, at, who, what, name, detail in rows[:limit]
     )
     return Activity(page, page[-1].no if len(rows) > limit else None)

@@ -38,6 +38,23 @@ class Projects(NamedTuple):
         return document(self)
 
 
+class ProjectLine(NamedTuple):
+    """A project of the finish line, as SQL has it."""
+
+    project: Annotated[ProjectProgress, "its counts"]
+    created_at: Annotated[datetime, "when it was made"]
+    checked_at: Annotated[datetime | None, "when its counts were last taken from Redis"]
+    completed_at: Annotated[datetime | None, "when it was complete"]
+    journaled: Annotated[bool, "whether every count is in SQL before it is acknowledged"]
+
+
+class ProjectPage(NamedTuple):
+    """A page of projects."""
+
+    lines: Annotated[tuple[ProjectLine, ...], "the newest first"]
+    next: Annotated[int | None, "`before` of the next page; null on the last"]
+
+
 def read_projects(database: Database, *, after: str = "", limit: int = 50) -> Projects:
     from headway.finishline.progress import Progress, Status
 
@@ -51,6 +68,24 @@ def read_projects(database: Database, *, after: str = "", limit: int = 50) -> Pr
     ]
     page = tuple(project_view(id, progress) for id, progress in found)
     return Projects(page, page[-1].project_id if len(rows) > limit else None)
+
+
+def read_newest_projects(database: Database, *, before: int | None = None, limit: int = 50) -> ProjectPage:
+    from headway.finishline.progress import Progress, Status
+    from headway.ledger.values import maybe_utc, utc
+
+    rows = database.all(
+        "SELECT no, id, status, total, done, errors, journaled, created_at, checkpoint_at, completed_at FROM projects "
+        f"{'' if before is None else 'WHERE no < ? '}ORDER BY no DESC LIMIT ?",
+        (*(() if before is None else (before,)), limit + 1),
+    )
+    lines = []
+    for _, id, status, total, done, errors, journaled, created, checked, completed in rows[:limit]:
+        word = Status.DONE if completed is not None else Status(status)
+        restored = maybe_utc(checked) if completed is None and not journaled else None
+        view = project_view(id, Progress(word, total, done, errors, live=False, restored=restored))
+        lines.append(ProjectLine(view, utc(created), maybe_utc(checked), maybe_utc(completed), bool(journaled)))
+    return ProjectPage(tuple(lines), rows[limit - 1][0] if len(rows) > limit else None)
 
 
 def project_view(project_id: str, found: Progress) -> ProjectProgress:

@@ -241,10 +241,12 @@ class Reader:
         with states.Manager(job, 0, num_tasks, opened) as manager:
             return read_states(manager, task_id=task, tag=tag)
 
-    def activity(self, *, job: str | None = None, before: int | None = None, limit: int = 50) -> Activity:
+    def activity(
+        self, *, job: str | None = None, actor: str | None = None, before: int | None = None, limit: int = 50
+    ) -> Activity:
         from headway.views.access import read_activity
 
-        return read_activity(self.database, job=job, before=before, limit=limit)
+        return read_activity(self.database, job=job, actor=actor, before=before, limit=limit)
 
     def audit(self, job: str | None = None) -> Audit:
         from headway.views.records import read_audit

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from headway.telemetry import names_a_secret, redact
+from headway.views.items import masked
 from headway.views.shape import Json, document
 
 if TYPE_CHECKING:
@@ -57,8 +58,17 @@ def read_audit(ledger: Ledger, job: str | None = None) -> Audit:
 
     entries = ledger.audit_trail(job)
     return Audit(
-        tuple(AuditEntry(utc(at), who, what, name, json.loads(detail)) for at, who, what, name, detail in entries)
+        tuple(AuditEntry(utc(at), redact(who), what, name, facts(detail)) for at, who, what, name, detail in entries)
     )
+
+
+def facts(text: str) -> dict[str, Any]:
+    """The facts of an entry without secrets: a reason is whatever somebody typed."""
+    try:
+        found = masked(json.loads(text))
+    except ValueError:
+        found = redact(text)
+    return found if isinstance(found, dict) else {"detail": found}
 
 
 def read_settings(config: Config) -> Settings:

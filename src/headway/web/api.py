@@ -470,13 +470,14 @@ def _others(api: Api) -> None:
     async def list_activity(
         request: Request,
         job: Annotated[str | None, Query(max_length=128)] = None,
+        actor: Annotated[str | None, Query(max_length=256)] = None,
         before: Annotated[int | None, Query(ge=1, le=MOST)] = None,
         limit: Limit = 50,
     ) -> Response:
-        """Who did what, the newest first."""
+        """Who did what, the newest first; secrets are masked."""
         if job == "":
             raise InvalidInput("An empty id names no job.", hint="Leave it out to see everything.")
-        return await api.answer(request, reader.activity, job=job, before=before, limit=limit)
+        return await api.answer(request, reader.activity, job=job, actor=actor, before=before, limit=limit)
 
     @api.get("/settings", records.Settings)
     async def show_settings(request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -10,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from headway.errors import HeadwayError
+from headway.views.alerts import AlertView
 from headway.views.jobs import Job
 from headway.views.overview import (
     JobLine,
@@ -47,18 +49,14 @@ class Need(NamedTuple):
     link: str
 
 
-class Now(NamedTuple):
-    """What stands at one moment."""
+@dataclass(frozen=True)
+class Standing:
+    """The queues as they stand at one moment."""
 
     at: datetime
-    lines: tuple[JobLine, ...]
-    series: Series
-    hour: Series
     queues: tuple[QueueView, ...]
     flows: dict[str, tuple[Series, tuple[int, ...]]]
     workers: tuple[WorkerView, ...]
-    causes: tuple[Any, ...]
-    task_causes: tuple[TaskCause, ...]
 
     @property
     def outlooks(self) -> dict[str, Outlook]:
@@ -69,25 +67,38 @@ class Now(NamedTuple):
         return tuple(worker for worker in self.workers if worker.state in ("idle", "busy", "draining"))
 
 
+@dataclass(frozen=True)
+class Now(Standing):
+    """Everything on the page."""
+
+    lines: tuple[JobLine, ...]
+    series: Series
+    hour: Series
+    causes: tuple[Any, ...]
+    task_causes: tuple[TaskCause, ...]
+    alerts: tuple[AlertView, ...]
+
+
 def read_now(reader: Reader, range: str) -> Now:
     """Everything on the page, in one call off the loop."""
     database = reader.database
     return Now(
-        datetime.fromtimestamp(database.now(), UTC),
-        read_job_page(database, limit=8).lines,
-        read_series(database, range),
-        read_series(database, "1h"),
-        reader.queues().queues,
-        read_queue_series(database),
-        reader.workers().workers,
-        read_causes(database, limit=20),
-        read_task_causes(database, limit=10),
+        at=datetime.fromtimestamp(database.now(), UTC),
+        queues=reader.queues().queues,
+        flows=read_queue_series(database),
+        workers=reader.workers().workers,
+        lines=read_job_page(database, limit=8).lines,
+        series=read_series(database, range),
+        hour=read_series(database, "1h"),
+        causes=read_causes(database, limit=20),
+        task_causes=read_task_causes(database, limit=10),
+        alerts=reader.alerts(history=0).alerts,
     )
 
 
 def needs(now: Now) -> list[Need]:
     """What needs somebody, the worst first. Each says what is the matter, since when, and where to look."""
-    found = [*_lost(now), *_new_causes(now), *_stalled(now), *_queues(now)]
+    found = [*_lost(now), *_alerts(now), *_new_causes(now), *_stalled(now), *_queues(now)]
     dead = sum(cause.dead for cause in now.causes) + sum(cause.dead for cause in now.task_causes)
     if dead and not any(need.word == "New error" for need in found):
         newest = max(cause.last_seen for cause in (*now.causes, *now.task_causes))
@@ -95,6 +106,22 @@ def needs(now: Now) -> list[Need]:
         text = f"{plural(dead, 'item')} failed for good, for {reasons}; nobody retried them"
         found.append(Need("Dead letters", "s-dead bad", text, f"last {when(newest, now.at)}", "/dead", "See why"))
     return found
+
+
+#: Rules about what is on this page anyway are left to it: they would say the same a minute later.
+_SHOWN = frozenset({"worker_lost", "stalled_job", "backlog", "delay", "new_cause"})
+
+
+def _alerts(now: Now) -> list[Need]:
+    """Open alerts about what the page does not read by itself: stores, Redis, events, failures that become many."""
+    return [
+        Need(
+            alert.rule.replace("_", " ").capitalize(), "s-dead bad" if alert.severity == "critical" else "s-warn warn",
+            alert.text, f"since {when(alert.opened_at, now.at)}", "/alerts", "See alerts",
+        )
+        for alert in now.alerts
+        if alert.rule not in _SHOWN and not alert.muted
+    ]  # fmt: skip
 
 
 def _lost(now: Now) -> list[Need]:

@@ -10,34 +10,16 @@ from starlette.responses import Response
 
 from headway.errors import NotFound
 from headway.queue.values import PRIORITIES, Status
-from headway.views.overview import Outlook, outlook
-from headway.views.queue import QueueView, Tasks, TaskSheet, TaskView, WorkerView
+from headway.views.queue import QueueView, Tasks, TaskSheet, TaskView
 from headway.views.reading import Reader
-from headway.views.series import RANGES, Series, read_queue_series
-from headway.web.pages.overview import ticks
+from headway.views.series import RANGES, read_queue_series
+from headway.web.pages.overview import Standing, ticks
 from headway.web.pages.render import Pages
 from headway.wording import plural, roughly
 
 #: Outlooks of a queue that does not drain, in words.
 STUCK = {"paused": "is paused", "stalled": "is stalled", "growing": "will not drain"}
 NAMES = tuple(priority.value for priority in PRIORITIES)
-
-
-class Standing(NamedTuple):
-    """The queues as they stand."""
-
-    at: datetime
-    queues: tuple[QueueView, ...]
-    flows: dict[str, tuple[Series, tuple[int, ...]]]
-    workers: tuple[WorkerView, ...]
-
-    @property
-    def outlooks(self) -> dict[str, Outlook]:
-        return {queue.queue: outlook(queue, *self.flows[queue.queue]) for queue in self.queues}
-
-    @property
-    def alive(self) -> tuple[WorkerView, ...]:
-        return tuple(worker for worker in self.workers if worker.state in ("idle", "busy", "draining"))
 
 
 def read_standing(reader: Reader, range: str = "1h") -> Standing:

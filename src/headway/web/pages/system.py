@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from headway.errors import InvalidInput
 from headway.states import FINISHED
-from headway.views.activity import Activity, ProjectPage, read_activity, read_projects
 from headway.views.performance import Performance, read_performance
+from headway.views.projects import ProjectPage, read_newest_projects
 from headway.views.reading import Reader
 from headway.views.records import Settings, read_settings
 from headway.views.states import State, States, StatesJobs
@@ -34,7 +34,7 @@ async def projects(pages: Pages, request: Request) -> Response:
     before = _number(request.query_params.get("before"))
 
     def look(reader: Reader) -> ProjectPage:
-        return read_projects(reader.database, before=before)
+        return read_newest_projects(reader.database, before=before)
 
     page = await pages.site.read(look, pages.site.reader)
     return pages.answer(request, "projects.html", refresh=10, page=page, before=before)
@@ -139,11 +139,7 @@ async def performance(pages: Pages, request: Request) -> Response:
 async def activity(pages: Pages, request: Request) -> Response:
     asked = request.query_params
     job, actor, before = asked.get("job", "").strip(), asked.get("actor", "").strip(), _number(asked.get("before"))
-
-    def look(reader: Reader) -> Activity:
-        return read_activity(reader.database, job=job, actor=actor, before=before)
-
-    page = await pages.site.read(look, pages.site.reader)
+    page = await pages.site.read(pages.site.reader.activity, job=job or None, actor=actor or None, before=before)
     return pages.answer(request, "activity.html", page=page, job=job, actor=actor, before=before)
 
 

@@ -1,0 +1,66 @@
+"""Which tasks RQ was told of: the mark on each row by which the sweeper knows what it still has to hint.
+
+A hint is a wake-up. A row whose mark says too little is hinted again, one whose mark says too much is found by its age.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from headway._sql import Row, Tx, marks
+from headway.queue.claims import paused
+from headway.queue.limits import Limits
+from headway.queue.records import pages
+from headway.queue.values import PRIORITIES, Priority, Status
+
+
+def unhinted(tx: Tx, *, limit: int) -> list[tuple[str, Priority]]:
+    """Tasks that may run and of which RQ was not told, in the order of service; none of a paused queue, none whose id RQ
+    does not take (one with a dot)."""
+    now = tx.now()
+    open_queues = [queue.place for queue in PRIORITIES if queue not in paused(tx, now)]
+    barred, values = Limits(tx, now).barred()
+    where = "".join(f" AND {condition}" for condition in barred)
+    rows = tx.all(
+        "SELECT id, queue FROM tasks WHERE status = 'QUEUED' AND ready = 1 AND hinted_at IS NULL "
+        f"AND id NOT LIKE '%.%' AND place IN ({marks(len(open_queues))}){where} ORDER BY place, turn, no LIMIT ?",
+        (*open_queues, *values, limit),
+    )
+    return [(id, Priority(queue)) for id, queue in rows]
+
+
+def doubtful(tx: Tx, *, older_than: float, limit: int) -> list[tuple[str, Priority]]:
+    """Tasks whose hint is so old that it may be lost, or of a time to come: since it was given, the clock was set back."""
+    now = tx.now()
+    rows: list[Row] = []
+    # Two statements: with an OR neither engine would use the index.
+    for condition, bound in (("<", now - older_than), (">", now + max(60.0, -older_than))):
+        rows += tx.all(
+            f"SELECT id, queue FROM tasks WHERE status = 'QUEUED' AND hinted_at IS NOT NULL AND hinted_at {condition} ? "
+            "ORDER BY hinted_at LIMIT ?",
+            (bound, limit - len(rows)),
+        )
+    return [(id, Priority(queue)) for id, queue in rows]
+
+
+def hinted(tx: Tx, ids: Sequence[str]) -> None:
+    """RQ was told of these just now."""
+    now = tx.now()
+    for page in pages(ids):
+        tx.execute(
+            f"UPDATE tasks SET hinted_at = ? WHERE id IN ({marks(len(page))}) AND status = 'QUEUED'", (now, *page)
+        )
+
+
+def unhint(tx: Tx, ids: Iterable[str]) -> None:
+    """RQ does not know of these (any more)."""
+    for page in pages(sorted(ids)):
+        tx.execute(f"UPDATE tasks SET hinted_at = NULL WHERE id IN ({marks(len(page))}) AND status = 'QUEUED'", page)
+
+
+def known(tx: Tx, ids: Sequence[str]) -> tuple[set[str], set[str]]:
+    """(those of ``ids`` that are tasks, those of them that wait)."""
+    found: dict[str, str] = {}
+    for page in pages(ids):
+        found |= dict(tx.all(f"SELECT id, status FROM tasks WHERE id IN ({marks(len(page))})", page))
+    return set(found), {id for id, status in found.items() if status == Status.QUEUED}
