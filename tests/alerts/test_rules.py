@@ -301,7 +301,7 @@ def test_a_sink_that_takes_nothing_is_behind(scene: Scene):
     assert rule == "event_lag"
     assert "geheim" not in sink + scene.alerts()[0].text
     for handle, _ in outbox.waiting("https://user:geheim@example.org/hook", 10):
-        outbox.delivered("https://user:geheim@example.org/hook", handle)
+        outbox.delivered("https://user:geheim@example.org/hook", [handle])
     scene.pass_time(evaluator, 10)
     assert scene.open() == []
 

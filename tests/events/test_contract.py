@@ -120,7 +120,7 @@ def test_a_relay_killed_between_any_two_steps_is_followed_at_once_by_one_that_le
             os.write(writes, found.id.encode() + b"\n")
             if point == "after delivering":
                 os._exit(9)
-            box.delivered("s", handle)
+            box.delivered("s", [handle])
             os._exit(9)
 
     assert exit_code(forked(doomed)) == 9

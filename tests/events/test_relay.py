@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -391,3 +392,51 @@ def test_time_is_up_means_the_whole_delivery(receiver: Any, gate: threading.Even
     with pytest.raises(Unavailable, match=r"within 0\.3 s"):
         sink.deliver(event())
     assert time.monotonic() - began < 30  # the receiver would have gone on for ever
+
+
+class Noting(SqlOutbox):
+    """Remembers how many deliveries each of its notes was about."""
+
+    def __init__(self, database: _sql.Database) -> None:
+        super().__init__(database)
+        self.notes: list[int] = []
+
+    def delivered(self, sink: str, handles: Sequence[str]) -> None:
+        super().delivered(sink, handles)
+        self.notes.append(len(handles))
+
+
+@pytest.mark.parametrize(("count", "notes"), [(5, [1] * 5), (200, [100, 100])])
+def test_deliveries_are_noted_one_by_one_unless_many_wait(tmp_path: Path, count: int, notes: list[int]):
+    with _sql.connect(f"sqlite:///{tmp_path}/e.db") as database:
+        events.append_all(database, numbers(*range(1, count + 1)))
+        box = Noting(database)
+        Relay(box, [ear := Ear()], clock=lambda: 7.0).tick()
+        Relay(box, [ear], clock=lambda: 7.0).tick()
+        assert ear.heard == ids(range(1, count + 1))
+        assert box.notes == notes
+
+
+def test_what_many_deliveries_a_slow_sink_took_is_noted_within_a_moment(tmp_path: Path):
+    moments = iter(range(1000))
+    with _sql.connect(f"sqlite:///{tmp_path}/e.db") as database:
+        events.append_all(database, numbers(*range(1, 101)))
+        box = Noting(database)
+        Relay(box, [Ear()], clock=lambda: next(moments) * 0.02).tick()  # each look at the clock is 20 ms later
+        assert max(box.notes) <= 2
+        assert sum(box.notes) == 100
+
+
+def test_what_was_delivered_before_a_sink_failed_among_many_is_not_delivered_again(tmp_path: Path):
+    with _sql.connect(f"sqlite:///{tmp_path}/e.db") as database:
+        events.append_all(database, numbers(*range(1, 101)))
+        ear = Ear()
+
+        def take(found: Event) -> None:
+            if len(ear.heard) == 60:
+                raise Unavailable("not now")
+            ear.deliver(found)
+
+        Relay(SqlOutbox(database), [CallableSink("ear", take)]).tick()
+        Relay(SqlOutbox(database), [ear]).tick()
+        assert ear.heard == ids(range(1, 101))

@@ -85,8 +85,8 @@ class Outbox(Protocol):
         aside on the way, and said."""
         ...
 
-    def delivered(self, sink: str, handle: str) -> None:
-        """The sink took it. Said again, nothing changes."""
+    def delivered(self, sink: str, handles: Sequence[str]) -> None:
+        """The sink took these. Said again, nothing changes."""
         ...
 
     def count_refusal(self, sink: str, handle: str, *, seen: int, apart: float) -> int:

@@ -95,9 +95,9 @@ class RedisOutbox:
                 self._subscribe(sink)  # the server lost the stream; what is announced again waits from its start
                 return self._take(sink, limit)
 
-    def delivered(self, sink: str, handle: str) -> None:
+    def delivered(self, sink: str, handles: Sequence[str]) -> None:
         with self._translate_errors():
-            self._client.xack(self._key, sink, handle)
+            self._client.xack(self._key, sink, *handles)
 
     def count_refusal(self, sink: str, handle: str, *, seen: int, apart: float) -> int:
         """Read and written in two steps: whoever delivers has the lease of the sink."""

@@ -3,7 +3,8 @@
 Each pair of an outbox and a sink is a `Route` with a thread of its own, so that a sink that hangs, drips or is down, or
 an outbox that is out of reach, keeps nobody else waiting. A route delivers in order, up to the first event that is not
 taken; then it leaves its sink alone for a while, longer each time. It notes a delivery *after* it succeeded: a crash in
-between repeats it with the same event id, by which a receiver recognises it.
+between repeats it with the same event id, by which a receiver recognises it. Where a whole batch waits, it notes the
+deliveries of a moment together (`NOTE`), and a crash repeats those.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ APART = 5.0
 
 #: Events read at a time.
 BATCH = 100
+
+#: Seconds within which a delivery is noted where many wait: one write for many events, or the sink would never catch up.
+NOTE = 0.05
 
 #: Deliveries after which an outbox is asked to make the next looks cheap again.
 TIDY_AFTER = 100
@@ -116,20 +120,27 @@ class Route:
                 self.outbox.release(lease)
 
     def _deliver_all(self, lease: Lease, limit: int, stopping: Callable[[], bool]) -> float:
-        renewed = self._clock()
         waiting = self.outbox.waiting(self.sink.name, limit)
-        for handle, event in waiting:
-            if stopping():
-                return self._rest
-            if self._clock() - renewed > lease.seconds / 3:
-                self.outbox.renew(lease)  # or learn that somebody else has it
-                renewed = self._clock()
-            delay = self._deliver(handle, event)
-            if delay:
-                return delay
-            self._note()
         if not waiting:
             return self._idle()
+        renewed = noted = self._clock()
+        moment = NOTE if len(waiting) >= BATCH else 0.0
+        try:
+            for handle, event in waiting:
+                if stopping():
+                    return self._rest
+                if self._clock() - renewed > lease.seconds / 3:
+                    self.outbox.renew(lease)  # or learn that somebody else has it
+                    renewed = self._clock()
+                delay = self._deliver(handle, event)
+                if delay:
+                    return delay
+                if self._clock() - noted >= moment:
+                    self._note()
+                    noted = self._clock()
+        finally:
+            self._note()  # true whatever became of the lease
+        self._tidy()
         return 0.0 if len(waiting) >= limit else self._rest
 
     def _deliver(self, handle: str, event: Event) -> float:
@@ -182,17 +193,20 @@ class Route:
 
     def _note(self) -> None:
         """Tell the outbox what was delivered. One that is away now is told later: by then nothing was delivered twice."""
-        while self._unnoted:
-            self.outbox.delivered(self.sink.name, self._unnoted[0])
-            del self._unnoted[0]
-            self._untidy += 1
+        if self._unnoted:
+            self.outbox.delivered(self.sink.name, self._unnoted)
+            self._untidy += len(self._unnoted)
+            self._unnoted = []
 
     def _idle(self) -> float:
         self.idle_rounds += 1
+        self._tidy()
+        return self._rest
+
+    def _tidy(self) -> None:
         if self._untidy >= TIDY_AFTER:
             self._untidy = 0
             self.outbox.tidy(self.sink.name)
-        return self._rest
 
     def _measure(self) -> None:
         """Say how far the sink is behind. Nothing is ever dropped for being too much: it is said."""

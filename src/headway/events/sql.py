@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from headway._lease import Lease, Owner, SqlLeases, has_ended, read_owner
-from headway._sql import NOW, Database, Row, Tx
+from headway._sql import NOW, Database, Row, Tx, marks
 from headway.errors import InvalidInput
 from headway.events.envelope import Event, completion, from_fields, plain, whole
 from headway.events.outbox import HISTORY, LEASE, Backlog, Refused
@@ -158,8 +158,8 @@ class SqlOutbox:
         metrics.count("headway_events_refused", sink=sink)
         self.put_aside(sink, str(row[0]), f"no event: {why}")
 
-    def delivered(self, sink: str, handle: str) -> None:
-        self._settle(sink, handle, None)
+    def delivered(self, sink: str, handles: Sequence[str]) -> None:
+        self._settle(sink, handles, None)
 
     def count_refusal(self, sink: str, handle: str, *, seen: int, apart: float) -> int:
         def work(tx: Tx) -> int:
@@ -177,15 +177,16 @@ class SqlOutbox:
         return self._database.run(work, operation="events.refusal")
 
     def put_aside(self, sink: str, handle: str, reason: str) -> None:
-        self._settle(sink, handle, redact(reason)[:REASON])
+        self._settle(sink, [handle], redact(reason)[:REASON])
 
-    def _settle(self, sink: str, handle: str, reason: str | None) -> None:
+    def _settle(self, sink: str, handles: Sequence[str], reason: str | None) -> None:
         def work(tx: Tx) -> None:
-            # The event or the sink may have been deleted meanwhile: then there is nothing to settle.
+            # An event or the sink may have been deleted meanwhile: then there is nothing to settle.
             tx.execute(
                 f"INSERT INTO deliveries (sink, seq, refused, at) SELECT s.name, o.seq, ?, {NOW[tx.engine]} "
-                "FROM sinks s, outbox o WHERE s.name = ? AND o.seq = ? ON CONFLICT (sink, seq) DO NOTHING",
-                (reason, sink, int(handle)),
+                f"FROM sinks s, outbox o WHERE s.name = ? AND o.seq IN ({marks(len(handles))}) "
+                "ON CONFLICT (sink, seq) DO NOTHING",
+                (reason, sink, *map(int, handles)),
             )
             if reason is not None:  # tried again some day, it has all its tries
                 tx.execute("UPDATE sinks SET refusing = NULL WHERE name = ?", (sink,))
