@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -112,3 +113,81 @@ def test_a_verb_whose_part_is_missing_ends_with_2_and_one_message(tmp_path: Path
     assert done.returncode == 2, done.stderr
     assert f"pip install 'headway[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# ---- an odd place, an odd environment --------------------------------------------------------------------------------
+
+
+def headway_in(
+    place: Path, *words: str | bytes, umask: int = -1, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The command with no other environment than this one."""
+    (place / "jobs.py").write_text("def double(item):\n    return item * 2\n")
+    (place / "items.jsonl").write_text('1\n2\n"\u00e4"\n', "utf-8")
+    return subprocess.run(
+        [sys.executable, "-m", "headway", *words],
+        cwd=place, capture_output=True, text=True, encoding="utf-8", check=False, env=environment or {}, umask=umask,
+    )  # fmt: skip
+
+
+RUN = ("run", "jobs:double", "--items", "items.jsonl", "--job", "ads", "--output", "out.jsonl", "--workers", "1")
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"LC_ALL": "C"},
+        {"LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"HOME": "/nonexistent", "TMPDIR": "/nonexistent"},
+        {"LC_ALL": "no_SUCH.locale", "TZ": "Nowhere/City", "COLUMNS": "x"},
+    ],
+    ids=["none", "C", "ASCII", "no home", "nonsense"],
+)
+def test_a_run_needs_nothing_of_its_environment(tmp_path: Path, environment: dict[str, str]):
+    place = tmp_path / "a path with spaces"
+    place.mkdir()
+    done = headway_in(place, *RUN, environment=environment)
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line)["result"] for line in (place / "out.jsonl").read_text("utf-8").splitlines()]
+    assert sorted(map(str, results)) == ["2", "4", "\u00e4\u00e4"]
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077], ids=oct)
+def test_whatever_the_umask_is_files_are_their_owners_alone(tmp_path: Path, umask: int):
+    assert headway_in(tmp_path, *RUN, umask=umask).returncode == 0
+    assert headway_in(tmp_path, "results", "ads", "--output", "results.csv", umask=umask).returncode == 0
+    made = {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir() if path.is_file()}
+    ours = {name: mode for name, mode in made.items() if name not in ("jobs.py", "items.jsonl")}
+    assert ours == {"headway.db": "0o600", "out.jsonl": "0o600", "results.csv": "0o600"}
+
+
+@pytest.mark.parametrize("job", [(), ("--job", "ads")], ids=["unnamed", "named"])
+@pytest.mark.parametrize("option", ["--items", "--output"])
+def test_a_file_whose_name_is_no_text_is_refused_before_anything_is_written(
+    tmp_path: Path, job: tuple[str, ...], option: str
+):
+    name = b"caf\xe9.jsonl"
+    with open(os.path.join(os.fsencode(tmp_path), name), "w", encoding="utf-8") as file:
+        file.write("1\n")
+    words: list[str | bytes] = ["run", "jobs:double", *job, option, name]
+    if option == "--output":
+        words += ["--items", "items.jsonl"]
+    done = headway_in(tmp_path, *words, environment={"LC_ALL": "C.UTF-8"})
+    assert done.returncode == 2, done.stderr
+    assert "caf\\xe9.jsonl' is not written in UTF-8" in done.stderr
+    assert not (tmp_path / "headway.db").exists()
+
+
+def test_the_package_has_every_file_that_is_no_python_too():
+    """What the wheel takes is the package's directory; nothing may be left out by a rule of Git."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    assert project["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["src/headway"]}
+    package = ROOT / "src" / "headway"
+    data = {path.suffix for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert data == {".py", ".sql", ".lua", ".json", ".html", ".css", ".js", ".typed"}
+    files = [str(path.relative_to(ROOT)) for path in package.rglob("*") if path.suffix in data - {".py"}]
+    ignored = subprocess.run(
+        ["git", "check-ignore", "--no-index", *files], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ignored.stdout == ""
