@@ -412,7 +412,7 @@ def test_a_server_that_is_a_replica_for_a_moment_is_tried_again(
         assert line.item_done("p", 1).done == 2
     finally:
         promotion.join()
-    assert "READONLY" in str([record.__dict__["fields"] for record in caplog.records])
+    assert "read only replica" in str([record.__dict__["fields"] for record in caplog.records])
 
 
 @pytest.mark.faults

@@ -44,6 +44,26 @@ def test_a_run_survives_a_restart_of_postgresql(
         assert ledger.database.one("SELECT count(*) FROM outbox") == (1,)
 
 
+@pytest.mark.parametrize("accident", ["removed", "replaced"])
+def test_a_run_whose_database_file_is_gone_says_so_and_claims_nothing(tmp_path: Path, spawn_cli: Spawn, accident: str):
+    (tmp_path / "jobs.py").write_text(FUNCTION)
+    (tmp_path / "items.jsonl").write_text("".join(f"{n}\n" for n in range(10_000)))
+    Ledger.open(f"sqlite:///{tmp_path}/other.db").close()
+    run = spawn_cli("run", "jobs:work", "-i", "items.jsonl", "-j", "ads", "-w", "2", "--database", "sqlite:///a.db")
+    _wait_for_executions(tmp_path, 10)
+    if accident == "replaced":
+        (tmp_path / "other.db").replace(tmp_path / "a.db")
+    else:
+        (tmp_path / "a.db").unlink()
+    out, said = run.communicate(timeout=60)
+    assert run.returncode == 1, said
+    assert "a.db" in said
+    assert "while it was in use" in said
+    assert "Traceback" not in said
+    assert " done" not in out
+    assert " finished in " not in said
+
+
 def _wait_for_executions(place: Path, count: int) -> None:
     eventually(lambda: _executed(place) >= count, timeout=30)
 

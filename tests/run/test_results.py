@@ -71,6 +71,23 @@ def test_an_output_added_to_a_finished_job_has_every_result(place: Path, run_cli
     assert results(place) == ALL
 
 
+def test_an_output_added_when_a_run_is_resumed_has_the_results_of_before_too(
+    place: Path, run_cli: Cli, spawn_cli: Spawn
+):
+    (place / "slow").touch()
+    run = spawn_cli(*RUN, stderr=subprocess.DEVNULL)
+    eventually((place / "executed").exists, 30)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(30) == 130
+    before = len((place / "executed").read_text().split())
+    assert 0 < before < 40
+    (place / "slow").unlink()
+    done = run_cli(*RUN, "-o", "out.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert results(place) == ALL
+    assert len((place / "executed").read_text().split()) == 40, "nothing was executed again for it"
+
+
 def test_an_output_added_to_a_job_that_kept_no_results_is_refused_and_says_why(place: Path, run_cli: Cli):
     assert run_cli(*RUN, "--no-results").returncode == 0
     refused = run_cli(*RUN, "-o", "out.jsonl")

@@ -153,6 +153,7 @@ def run(
     as_lines = config["log_format"] == "json" or config["progress"] == "json"
     telemetry.configure(level=config.text("log_level").upper(), as_json=as_lines)
     with _errors_as_progress(config):
+        _check_words()
         if output is not None and not results:
             raise UsageError("--output needs results.", hint="Leave out --no-results or --output.")
         if serve:
@@ -477,6 +478,20 @@ def _clock(moment: datetime) -> str:
     local = moment.astimezone()
     today = local.date() == datetime.now().astimezone().date()
     return local.strftime("%H:%M" if today else "%d %b %H:%M")
+
+
+def _check_words() -> None:
+    """The command is kept, with the names of files in it, and no database keeps bytes that are no text. Said before anything
+    is written; a function's name or an item is checked elsewhere."""
+    for word in sys.argv[1:]:
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            shown = word.encode(errors="surrogateescape").decode(errors="backslashreplace")
+            raise InvalidInput(
+                f"'{shown}' is not written in UTF-8, so it cannot be kept with the job.",
+                hint="Rename the file, or give it another name by a link: ln -s FILE items.jsonl",
+            ) from error
 
 
 def _command() -> str:

@@ -19,19 +19,9 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from rq import Queue as RqQueue
-from rq import SimpleWorker
-from rq.executions import Execution
-from rq.job import Job as RqJob
-from rq.job import JobStatus
-from rq.registry import FailedJobRegistry, StartedJobRegistry
-from rq.results import Result
-from rq.serializers import JSONSerializer
-from rq.worker_registration import clean_worker_registry
-
 from headway import _redis
 from headway._sql import Tx
-from headway.errors import HeadwayError, InvalidInput
+from headway.errors import HeadwayError, InvalidInput, MissingExtra
 from headway.ids import check_id
 from headway.queue import claims, hinting
 from headway.queue.claims import Claimant
@@ -39,6 +29,19 @@ from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import PRIORITIES, Claim, Priority, Status, Task
 from headway.retry import CircuitBreaker
 from headway.telemetry import Log, metrics, redact
+
+try:
+    from rq import Queue as RqQueue
+    from rq import SimpleWorker
+    from rq.executions import Execution
+    from rq.job import Job as RqJob
+    from rq.job import JobStatus
+    from rq.registry import FailedJobRegistry, StartedJobRegistry
+    from rq.results import Result
+    from rq.serializers import JSONSerializer
+    from rq.worker_registration import clean_worker_registry
+except ImportError as error:
+    raise MissingExtra("redis", "A queue with a Redis") from error
 
 if TYPE_CHECKING:
     from redis import Redis
