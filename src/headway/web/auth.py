@@ -52,7 +52,7 @@ T = TypeVar("T")
 #: An application's own users: who sends this request, or None. It may be a coroutine function.
 Users = Callable[[HTTPConnection], User | Awaitable[User | None] | None]
 
-#: Seconds between two looks whether a token was made or revoked, by one statement for all who ask.
+#: Seconds between two looks whether a token or a login was made or ended, by one statement for all who ask.
 PULSE: Final = 2.0
 #: Seconds that the store may take to say who somebody is.
 ASK: Final = 2.0
@@ -158,7 +158,7 @@ class Access:
         return None
 
     async def pulse(self) -> tokens.Pulse:
-        """How many tokens were ever made, and when one was last revoked: then everybody is asked about again."""
+        """How many tokens and logins were made and ended. When one ended, everybody is asked about again."""
         at, pulse = self._pulse
         if pulse is not None and time.monotonic() - at < PULSE:
             return pulse
@@ -168,12 +168,17 @@ class Access:
             if pulse is not None and time.monotonic() - at < STALE:
                 return pulse
             raise
-        if pulse is not None and found.revoked_at != pulse.revoked_at:
+        if pulse is not None and found[1:] != pulse[1:]:
             # Not forgotten: while the store is away, who was known stays known.
             known = self._known.items()
             self._known = {name: (min(since, time.monotonic() - FRESH), user) for name, (since, user) in known}
         self._pulse = (time.monotonic(), found)
         return found
+
+    @property
+    def seen(self) -> tokens.Pulse | None:
+        """The pulse by which those were judged who were let in last."""
+        return self._pulse[1]
 
     async def _read(self, question: Callable[[], T]) -> T:
         """Ask the store, not for long; and for a moment not again once it did not answer, so that whoever needs no store
@@ -329,7 +334,7 @@ class Gate:
             known = await access.who(connection)
             if known is None:
                 return self._ask_to_log_in(scope, connection, path)
-            scope["headway.user"] = known.user
+            scope["headway.user"], scope["headway.pulse"] = known.user, access.seen
         visitor = access.cookie(connection, "visitor")
         fresh = "" if visitor or is_for_programs(path) else secrets.token_urlsafe(24)
         scope["headway.csrf"] = access.form_token(connection, visitor or fresh)

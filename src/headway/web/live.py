@@ -5,8 +5,9 @@ One publisher per process looks at the stores while anybody listens, however man
 remembers the last number it was sent and is given what came since, or everything, when it is ready for more. So one that
 reads slowly skips to the latest, costs no memory and delays nobody.
 
-A number belongs to this process's life (`Channel.epoch`). Said back after a reconnect, ``since`` gives the changes since
-then if they are still known here, else everything.
+A number belongs to one channel's life (`Channel.epoch`): that of everybody lives as long as the process, that of a person as
+long as a page of theirs is open. Said back after a reconnect, ``since`` gives the changes since then if they are still known
+here, else everything.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from headway.views.reading import Reader
     from headway.web.auth import Access
     from headway.web.site import Site
+    from headway.web.tokens import Pulse
 
 log = Log("web")
 
@@ -55,8 +57,12 @@ TASKS: Final = 100
 CAUSES: Final = 3
 #: Seconds of work that a rate is made of.
 WINDOW: Final = 60.0
-#: Seconds after which it is asked again who listens, also when no token was revoked.
+#: Seconds after which it is asked again who listens, also when no token or login was made or ended.
 RECHECK: Final = 300.0
+#: Listeners that are asked about at once: the others wait, and the store's threads stay free for requests.
+ASKING: Final = 4
+#: Connections that one person of an application may have, so that nobody takes those of all.
+EACH: Final = 50
 
 Sections = dict[str, dict[str, Any]]
 
@@ -140,8 +146,8 @@ class Look:
 class Channel:
     """What some connections are sent: its content, and the last changes of it."""
 
-    def __init__(self, epoch: str) -> None:
-        self.epoch, self.number = epoch, 0
+    def __init__(self, epoch: str | None = None) -> None:
+        self.epoch, self.number = epoch or secrets.token_hex(4), 0
         self.listeners = 0
         self._at = ""
         self._sections: Sections = {}
@@ -193,9 +199,12 @@ class Channel:
             await self._changed.wait()
 
     def place(self, seq: str) -> int | None:
-        """The number somebody says they were at; None if it is not one of ours."""
-        epoch, _, number = seq.partition(".")
-        return int(number) if epoch == self.epoch and number.isdecimal() and len(number) < 16 else None
+        """The number somebody says they were at; None if it is not one that was sent here."""
+        epoch, _, text = seq.partition(".")
+        if epoch != self.epoch or not text.isdecimal() or len(text) > 15:
+            return None
+        number = int(text)
+        return number if number <= self.number else None
 
 
 class Publisher:
@@ -204,12 +213,12 @@ class Publisher:
     def __init__(self, site: Site, access: Access, *, tick: float = TICK) -> None:
         self._site, self._access, self._tick = site, access, tick
         self._look = Look(site.reader)
-        self._epoch = secrets.token_hex(4)
-        self._everybody = Channel(self._epoch)
+        self._everybody = Channel()
         self._users: dict[str, Channel] = {}
         self._task: asyncio.Task[None] | None = None
         self._reading: asyncio.Future[Any] | None = None
-        self._revoked: float | None = None
+        self._pulse: Pulse | None = None
+        self._asking = asyncio.Semaphore(ASKING)
         self._open: set[WebSocket] = set()
 
     # ---- connections -------------------------------------------------------------------------------------------------
@@ -220,9 +229,14 @@ class Publisher:
         if len(self._open) >= MOST:
             await websocket.close(1013, "too many connections")
             return
-        await websocket.accept()
         owner = user.owner
-        channel = self._everybody if owner is None else self._users.setdefault(owner, Channel(self._epoch))
+        channel = self._everybody if owner is None else self._users.get(owner) or Channel()
+        if owner is not None and channel.listeners >= EACH:
+            await websocket.close(1013, "too many connections of yours")
+            return
+        await websocket.accept()
+        if owner is not None:  # another page of theirs may have come meanwhile
+            channel = self._users.setdefault(owner, channel)
         self._open.add(websocket)
         channel.listeners += 1
         metrics.gauge("headway_web_live", len(self._open))
@@ -258,23 +272,29 @@ class Publisher:
     async def _send(self, websocket: WebSocket, channel: Channel) -> None:
         """Until it is cancelled, because the other side has gone, or the other side is not known any more."""
         number = channel.place(websocket.query_params.get("since", ""))
-        revoked, checked = self._revoked, time.monotonic()
+        pulse: Pulse | None = websocket.scope["headway.pulse"]
+        checked = time.monotonic()
         while True:
             if channel.number:
                 number, text = channel.since(number)
                 await websocket.send_text(text)
             await channel.news(number or 0)
-            if revoked != self._revoked or time.monotonic() - checked > RECHECK:
-                revoked, checked = self._revoked, time.monotonic()
-                if not await self._still_known(websocket):
+            now = self._pulse
+            if pulse != now or time.monotonic() - checked > RECHECK:
+                known = await self._still_known(websocket)
+                if known is False:
                     await websocket.close(4401, "not known any more")
                     return
+                if known:  # else nobody could say: it is asked again with the next message
+                    pulse, checked = now, time.monotonic()
 
-    async def _still_known(self, websocket: WebSocket) -> bool:
-        with suppress(HeadwayError):  # while the store is away nobody's right can have ended as far as we know
-            known = await self._access.who(websocket)
-            return known is not None and known.user == self._site.user(websocket)
-        return True
+    async def _still_known(self, websocket: WebSocket) -> bool | None:
+        async with self._asking:
+            try:
+                known = await self._access.who(websocket)
+            except HeadwayError:
+                return None
+        return known is not None and known.user == self._site.user(websocket)
 
     # ---- looking -----------------------------------------------------------------------------------------------------
 
@@ -287,7 +307,7 @@ class Publisher:
     async def look(self) -> None:
         """Read, and publish what changed; if the store does not answer, publish that."""
         with suppress(HeadwayError):  # said below
-            self._revoked = (await self._access.pulse()).revoked_at
+            self._pulse = await self._access.pulse()
         if self._reading is None or self._reading.done():
             everybody, users = self._everybody.listeners > 0, tuple(sorted(self._users))
             self._reading = asyncio.ensure_future(self._site.read(self._look, everybody=everybody, users=users))

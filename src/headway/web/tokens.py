@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: Seconds a login lasts.
 SESSION: Final = 12 * 3600.0
+#: Seconds that a login which ended is kept, so that every server sees that it did.
+ENDED: Final = 3600.0
 #: The most days a token can last.
 MOST_DAYS: Final = 3650.0
 
@@ -85,18 +87,29 @@ def revoke(database: Database, id: str, *, by: str) -> Token:
 
 
 class Pulse(NamedTuple):
-    """What changes when it matters who is known."""
+    """What changes when it matters who is known. Counts, because a clock may be set back."""
 
     #: One that ran out or was revoked counts: a server that asked for tokens does not open itself to everybody because
     #: the last of them ended.
     made: int
-    revoked_at: float | None
+    #: Of these, how many were revoked or ran out.
+    ended: int
+    #: Logins that ended in the last hour, and the last of them.
+    logins: int
+    last_login: float | None
 
 
 def pulse(database: Database) -> Pulse:
-    row = database.one("SELECT count(*), max(revoked_at) FROM web_tokens")
+    with database.read() as tx:
+        now = tx.now()
+        row = tx.one(
+            "SELECT count(*), coalesce(sum(CASE WHEN revoked_at IS NOT NULL OR expires_at <= ? THEN 1 ELSE 0 END), 0), "
+            "(SELECT count(*) FROM web_sessions WHERE expires_at <= ?), "
+            "(SELECT max(expires_at) FROM web_sessions WHERE expires_at <= ?) FROM web_tokens",
+            (now, now, now),
+        )
     assert row is not None
-    return Pulse(*row)
+    return Pulse(int(row[0]), int(row[1]), int(row[2]), row[3])
 
 
 _VALID = "t.revoked_at IS NULL AND (t.expires_at IS NULL OR t.expires_at > ?)"
@@ -117,12 +130,12 @@ def find(database: Database, text: str) -> tuple[User, str] | None:
 
 
 def open_session(database: Database, token: str, *, user: User) -> str:
-    """The cookie of somebody who logged in by a token; those that ran out are cleared away."""
+    """The cookie of somebody who logged in by a token; those that ended are cleared away when every server has seen it."""
     cookie = secrets.token_urlsafe(32)
 
     def work(tx: Tx) -> None:
         now = tx.now()
-        tx.execute("DELETE FROM web_sessions WHERE expires_at < ?", (now,))
+        tx.execute("DELETE FROM web_sessions WHERE expires_at < ?", (now - ENDED,))
         tx.execute(
             "INSERT INTO web_sessions (hash, token, created_at, expires_at) VALUES (?, ?, ?, ?)",
             (hashed(cookie), token, now, now + SESSION),
@@ -145,9 +158,15 @@ def find_session(database: Database, cookie: str) -> User | None:
 
 
 def close_session(database: Database, cookie: str) -> None:
-    database.write(
-        "DELETE FROM web_sessions WHERE hash = ?", (hashed(cookie),), operation="web.session", idempotent=True
-    )
+    """It is ended rather than deleted: the other servers of the installation look for what ended."""
+
+    def work(tx: Tx) -> None:
+        now = tx.now()
+        tx.execute(
+            "UPDATE web_sessions SET expires_at = ? WHERE hash = ? AND expires_at > ?", (now, hashed(cookie), now)
+        )
+
+    database.run(work, operation="web.session")
 
 
 def signing_key(database: Database) -> bytes:
