@@ -148,12 +148,16 @@ class Servers:
         self._directory = directory
         self._processes: list[subprocess.Popen[str]] = []
 
-    def __call__(self, *arguments: str, env: dict[str, str] | None = None) -> Web:
-        """On a free port, in `directory`; answered when it is ready."""
+    def __call__(
+        self, *arguments: str, env: dict[str, str] | None = None, server: dict[str, float] | None = None
+    ) -> Web:
+        """On a free port, in `directory`; answered when it is ready. ``server``: other limits of `headway.web.server`."""
+        limits = "".join(f"server.{name} = {value}; " for name, value in (server or {}).items())
+        start = f"from headway.web import server; {limits}from headway.cli import main; main()"
         port = () if "--port" in arguments else ("--port", "0")
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
         process = subprocess.Popen(
-            [sys.executable, "-m", "headway", "serve", *port, *arguments],
+            [sys.executable, *(("-c", start) if server else ("-m", "headway")), "serve", *port, *arguments],
             env=inherited | (env or {}),
             text=True,
             start_new_session=True,

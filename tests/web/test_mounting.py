@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from websockets.exceptions import InvalidStatus
 
 from tests.services.waiting import eventually
 from tests.web.conftest import Web, news
@@ -104,6 +105,35 @@ def test_a_change_by_an_applications_user_needs_the_token_of_our_own_form(host: 
     assert web.post(path, cookies=cookies, X_CSRF_Token=found[1]).json["touched"] == 1
     answer = web.post("/ops/headway/actions/resume", form={"csrf": found[1], "queue": "low"}, cookies=cookies)
     assert (answer.status, answer.headers["Location"]) == (303, "/ops/headway/")
+
+
+ODD_USERS = """
+import headway.web
+
+def users(connection):
+    kind = connection.cookies.get("who")
+    return {
+        "number": headway.web.User(42, "user"), "none": headway.web.User("", "user"), "role": headway.web.User("a", "root"),
+        "nul": headway.web.User("a\\0", "user"), "long": headway.web.User("a" * 5000, "viewer"), "text": "anna",
+        "anna": headway.web.User("anna", "user"),
+    }[kind]
+
+app = headway.web.app(database=DATABASE, users=users)
+"""
+
+
+def test_a_name_that_is_none_is_refused_and_costs_nobody_else_anything(host: Host):
+    """Of all people one question is asked: an odd name in it would be everybody's error."""
+    web = host(ODD_USERS)
+    with web.live(Cookie="who=anna") as anna:
+        assert "t-anna" in news(anna)["full"]["tasks"]
+        for kind in ("number", "none", "role", "nul", "long", "text"):
+            answer = web.ask("/api/v1/tasks", cookies={"who": kind})
+            assert (answer.status, answer.error) == (500, "ConfigError"), kind
+            assert "users function" in answer.json["error"]["message"]
+            with pytest.raises(InvalidStatus), web.live(Cookie=f"who={kind}"):
+                pass
+        assert news(anna).get("delta", {}).get("store") is None
 
 
 def test_a_live_connection_works_below_a_path(host: Host):

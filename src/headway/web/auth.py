@@ -34,11 +34,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
 from starlette.responses import RedirectResponse, Response
 
-from headway.errors import HeadwayError, StorageError, Unavailable
+from headway.errors import ConfigError, HeadwayError, StorageError, Unavailable
 from headway.telemetry import Log, metrics
 from headway.web import problems, tokens
-from headway.web.problems import Forbidden, NotAcceptable, Throttled, TooLarge, Unauthenticated
-from headway.web.site import Flash, User
+from headway.web.problems import Forbidden, NotAcceptable, Throttled, TooLarge, TooSlow, Unauthenticated
+from headway.web.site import RIGHTS, Flash, User
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -63,14 +63,19 @@ STALE: Final = 600.0
 REMEMBERED: Final = 10_000
 #: Wrong tokens a minute from one address, before it has to wait.
 GUESSES: Final = 10
-#: Bytes a request may have.
+#: Bytes a request may have, and seconds in which it has to be here.
 BODY: Final = 1_000_000
+UPLOAD: Final = 30.0
+#: Characters of a name that an application gives a user.
+NAME: Final = 500
 
 #: Reached without being anybody: they tell nothing.
 PUBLIC: Final = ("/healthz", "/readyz", "/login", "/favicon.ico")
 PUBLIC_BELOW: Final = "/static/"
 
 SAFE: Final = ("GET", "HEAD", "OPTIONS")
+
+_OF_PROXIES: Final = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "via")
 
 HEADERS: Final = {
     "Content-Security-Policy": (
@@ -101,7 +106,7 @@ class Throttle:
         self._wrong: dict[str, deque[float]] = {}
 
     def check(self, peer: str) -> None:
-        wrong, now = self._wrong.get(peer), self._clock()
+        wrong, now = self._wrong.get(_network_of(peer)), self._clock()
         while wrong and wrong[0] < now - 60:
             wrong.popleft()
         if wrong is not None and len(wrong) >= GUESSES:
@@ -110,7 +115,7 @@ class Throttle:
     def failed(self, peer: str) -> None:
         if len(self._wrong) >= REMEMBERED:
             self._wrong.pop(next(iter(self._wrong)))
-        self._wrong.setdefault(peer, deque(maxlen=GUESSES)).append(self._clock())
+        self._wrong.setdefault(_network_of(peer), deque(maxlen=GUESSES)).append(self._clock())
 
 
 @dataclass(slots=True)
@@ -137,7 +142,7 @@ class Access:
             found = self.users(connection)
             user = await found if inspect.isawaitable(found) else found
             if user is not None:
-                return Known(user, "users")
+                return Known(_checked(user), "users")
         cookie = self.cookie(connection, "session")
         if cookie:
             found_user = await self._ask("s" + tokens.hashed(cookie), tokens.find_session, cookie)
@@ -240,7 +245,7 @@ class Access:
         client = connection.scope.get("client")
         return (
             (client is None or _is_loopback(str(client[0])))
-            and not any(name in headers for name in ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip"))
+            and not any(name in headers for name in _OF_PROXIES)
             and self.is_ours(headers.get("host", ""))
         )
 
@@ -260,7 +265,7 @@ class Access:
     def set_cookie(self, response: Response, scope: Scope, kind: str, value: str, seconds: int | None) -> None:
         response.set_cookie(
             self.name(kind), value, max_age=seconds, path=root_of(scope) or "/", httponly=True, samesite="strict",
-            secure=scope.get("scheme") in ("https", "wss"),
+            secure=_is_encrypted(scope),
         )  # fmt: skip
 
     def form_token(self, connection: HTTPConnection, visitor: str) -> str:
@@ -274,7 +279,11 @@ class Access:
             raise Forbidden("The form is not from this page, or too old.", hint="Load the page again and repeat it.")
 
     def flash(self, kind: str, text: str) -> str:
-        body = base64.urlsafe_b64encode(json.dumps([kind, text[:500]]).encode()).decode().rstrip("=")
+        body = (
+            base64.urlsafe_b64encode(json.dumps([kind, text[:500]], ensure_ascii=False).encode("utf-8", "replace"))
+            .decode()
+            .rstrip("=")
+        )
         return f"{body}.{self._sign('flash', body)}"
 
     def read_flash(self, cookie: str) -> Flash | None:
@@ -405,6 +414,13 @@ def root_of(scope: Scope) -> str:
     return str(scope.get("root_path", "")).rstrip("/")
 
 
+def _is_encrypted(scope: Scope) -> bool:
+    """Whether the browser came by TLS, also where a proxy ends it. A sender who says so falsely gets a cookie that is sent
+    less often, and nothing else."""
+    said = Headers(scope=scope).get("x-forwarded-proto", "")
+    return scope.get("scheme") in ("https", "wss") or said.partition(",")[0].strip().lower() == "https"
+
+
 def _check_source(connection: HTTPConnection, path: str) -> None:
     """Refuse what another site's page sent. Browsers say so in headers that no script can set."""
     headers, scope = connection.headers, connection.scope
@@ -434,6 +450,17 @@ def _name_of(host: str) -> str:
         return ""
 
 
+def _network_of(peer: str) -> str:
+    """Whose guesses are counted together: of IPv6 the network, for everybody has 2**64 addresses of one."""
+    try:
+        address = ipaddress.IPv6Address(peer.partition("%")[0])
+    except ValueError:
+        return peer
+    if address.ipv4_mapped:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
+
+
 def _is_loopback(name: str) -> bool:
     try:
         address = ipaddress.ip_address(name)
@@ -449,6 +476,22 @@ def _bearer(header: str | None) -> str | None:
         return None
     kind, _, text = header.partition(" ")
     return text.strip() if kind.lower() == "bearer" else ""
+
+
+def _checked(user: object) -> User:
+    """What the application's function gave, before it becomes part of questions that are asked for many people at once."""
+    if not isinstance(user, User) or user.role not in RIGHTS:
+        raise ConfigError(
+            "The application's users function gave neither a headway.web.User with a known role nor None.",
+            hint=f"Roles are {', '.join(RIGHTS)}.",
+        )
+    name = user.name
+    if type(name) is not str or not 0 < len(name) <= NAME or not name.isprintable():
+        raise ConfigError(
+            f"The application's users function gave a name that is no text of 1 to {NAME} printable characters.",
+            hint="Use the text that submit(user_id=...) is given: User(str(account.id), role).",
+        )
+    return user
 
 
 def _user_of(database: object, text: str) -> User | None:
@@ -491,18 +534,25 @@ class _Answering:
 
 
 def _bounded(scope: Scope, receive: Receive) -> Receive:
-    """Refuse what is larger than any request of ours, before it is in memory."""
+    """Refuse what is larger than any request of ours, before it is in memory, and what does not come to its end."""
     if scope["type"] != "http":
         return receive
     length = Headers(scope=scope).get("content-length", "0")
     error = TooLarge(f"A request may have {BODY:,} bytes.")
     if not length.isdecimal() or int(length) > BODY:
         raise error
-    taken = 0
+    taken, end = 0, time.monotonic() + UPLOAD
+    whole = False
 
     async def counted() -> Message:
-        nonlocal taken
-        message = await receive()
+        nonlocal taken, whole
+        if whole:  # what comes now is that the other side went away
+            return await receive()
+        try:
+            message = await asyncio.wait_for(receive(), max(0.0, end - time.monotonic()))
+        except TimeoutError:
+            raise TooSlow(f"The request was not here within {UPLOAD:.0f} s.") from None
+        whole = not message.get("more_body", False)
         taken += len(message.get("body", b"") or b"")
         if taken > BODY:
             raise error

@@ -220,6 +220,7 @@ class Publisher:
         self._pulse: Pulse | None = None
         self._asking = asyncio.Semaphore(ASKING)
         self._open: set[WebSocket] = set()
+        self._answers = True  # whether the store did when it was last asked
 
     # ---- connections -------------------------------------------------------------------------------------------------
 
@@ -322,6 +323,7 @@ class Publisher:
             log.warning("the live path could not look", error=error_message(error))
             self._publish_error("the server could not read it; see its log")
         else:
+            self._answers = True
             if self._everybody.listeners:
                 self._everybody.publish(sections)
             for user, found in theirs.items():
@@ -330,7 +332,7 @@ class Publisher:
 
     async def tell(self) -> None:
         """Send everybody the state of this moment, because no later look will: the server is about to end."""
-        if not self._open:
+        if not self._open or not self._answers:  # who ends does not wait for a store that is away
             return
         if self._reading is not None:
             await asyncio.wait([self._reading], timeout=LOOK)  # it may have begun before what is to be told
@@ -338,6 +340,7 @@ class Publisher:
         await asyncio.sleep(FAREWELL)
 
     def _publish_error(self, error: str) -> None:
+        self._answers = False
         for channel in (self._everybody, *self._users.values()):
             channel.publish({"store": {"database": {"error": error}}})
 
