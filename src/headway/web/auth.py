@@ -3,10 +3,10 @@
 No route is reached around it, so none can forget it. A request passes when
 
 1. its size is within bounds;
-2. somebody is known to ask: by a token (``Authorization: Bearer``), by the application's own ``users`` function, by the
-   session cookie of a login; or the server is *open*, which it is while nobody ever made a token, and then only to this
-   machine: the peer, the ``Host`` it names (a name that was pointed at us by DNS rebinding is another one) and the absence of
-   a proxy's headers are looked at;
+2. somebody is known to ask: by a token or a ticket (``Authorization: Bearer``), by the application's own ``users``
+   function, by the session cookie of a login; or the server is *open*, which it is while nobody ever made a token, and then
+   only to this machine: the peer, the ``Host`` it names (a name that was pointed at us by DNS rebinding is another one) and
+   the absence of a proxy's headers are looked at;
 3. it was not sent by another site's page: ``Origin`` and ``Sec-Fetch-Site`` say so, for WebSockets too;
 4. where a browser's cookie or its being on this machine is all that vouches for it, it carries the token of our own forms.
 
@@ -36,9 +36,9 @@ from starlette.responses import RedirectResponse, Response
 
 from headway.errors import ConfigError, HeadwayError, StorageError, Unavailable
 from headway.telemetry import Log, metrics
-from headway.web import problems, tokens
+from headway.web import problems, tickets, tokens
 from headway.web.problems import Forbidden, NotAcceptable, Throttled, TooLarge, TooSlow, Unauthenticated
-from headway.web.site import RIGHTS, Flash, User
+from headway.web.site import NAME, RIGHTS, Flash, User, is_name
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -66,11 +66,9 @@ GUESSES: Final = 10
 #: Bytes a request may have, and seconds in which it has to be here.
 BODY: Final = 1_000_000
 UPLOAD: Final = 30.0
-#: Characters of a name that an application gives a user.
-NAME: Final = 500
 
 #: Reached without being anybody: they tell nothing.
-PUBLIC: Final = ("/healthz", "/readyz", "/login", "/favicon.ico")
+PUBLIC: Final = ("/healthz", "/readyz", "/login", "/enter", "/favicon.ico")
 PUBLIC_BELOW: Final = "/static/"
 
 SAFE: Final = ("GET", "HEAD", "OPTIONS")
@@ -135,6 +133,9 @@ class Access:
     async def who(self, connection: HTTPConnection) -> Known | None:
         pulse = await self.pulse()
         bearer = _bearer(connection.headers.get("authorization"))
+        if bearer is not None and bearer.startswith(tickets.PREFIX):
+            ticket = self.ticket(bearer, peer_of(connection.scope))
+            return None if ticket is None else Known(ticket.user, "token")
         if bearer is not None:
             user = await self._by_token(bearer, peer_of(connection.scope))
             return None if user is None else Known(user, "token")
@@ -148,9 +149,28 @@ class Access:
             found_user = await self._ask("s" + tokens.hashed(cookie), tokens.find_session, cookie)
             if isinstance(found_user, User):
                 return Known(found_user, "session")
-        if self.users is None and self._is_near(connection) and not pulse.made:
+        if self.users is None and self._is_near(connection) and not pulse.made and not self.keys:
             return Known(User("local", "admin"), "open")
         return None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return self.site.settings.texts("web_keys")
+
+    def ticket(self, text: str, peer: str) -> tickets.Ticket | None:
+        self.throttle.check(peer)
+        found = tickets.read(self.keys, text, audience=self.site.settings.text("web_audience"))
+        if found is None:
+            self.throttle.failed(peer)
+        return found
+
+    async def enter(self, text: str, peer: str) -> tuple[User, str] | None:
+        """Who came with a ticket, and the new session's cookie; a ticket is taken once."""
+        ticket = self.ticket(text, peer)
+        if ticket is None:
+            return None
+        cookie = await self.site.change(lambda: tokens.open_visit(self.site.reader.database, *ticket))
+        return None if cookie is None else (ticket.user, cookie)
 
     async def _by_token(self, text: str, peer: str) -> User | None:
         name = "t" + tokens.hashed(text)
@@ -485,8 +505,7 @@ def _checked(user: object) -> User:
             "The application's users function gave neither a headway.web.User with a known role nor None.",
             hint=f"Roles are {', '.join(RIGHTS)}.",
         )
-    name = user.name
-    if type(name) is not str or not 0 < len(name) <= NAME or not name.isprintable():
+    if not is_name(user.name):
         raise ConfigError(
             f"The application's users function gave a name that is no text of 1 to {NAME} printable characters.",
             hint="Use the text that submit(user_id=...) is given: User(str(account.id), role).",

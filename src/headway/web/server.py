@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from headway.errors import ConfigError, MissingExtra, Refused, UsageError
-from headway.web import tokens
+from headway.web import tickets, tokens
 
 if TYPE_CHECKING:
     from headway.web.app import Application
@@ -65,8 +65,9 @@ def is_loopback(host: str) -> bool:
 
 
 def check_access(app: Application, host: str) -> bool:
-    """Whether tokens are needed; refuses an address that others can reach while they are not."""
-    closed = tokens.pulse(app.site.reader.database).made > 0
+    """Whether tokens or tickets are needed; refuses an address that others can reach while they are not."""
+    keys = [tickets.checked(key) for key in app.access.keys]
+    closed = bool(keys) or tokens.pulse(app.site.reader.database).made > 0
     if not closed and not is_loopback(host):
         raise Refused(
             f"Others can reach {host}, and nobody would have to say who they are.",

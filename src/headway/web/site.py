@@ -73,6 +73,15 @@ RIGHTS: Final[dict[Role, frozenset[str]]] = {
 }
 
 
+#: Characters of a name that an application gives a user.
+NAME: Final = 500
+
+
+def is_name(name: object) -> bool:
+    """Whether it can be part of a question that is asked for many people at once."""
+    return type(name) is str and 0 < len(name) <= NAME and name.isprintable()
+
+
 @dataclass(frozen=True, slots=True)
 class User:
     """Who is asking."""

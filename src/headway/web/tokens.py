@@ -94,9 +94,11 @@ class Pulse(NamedTuple):
     made: int
     #: Of these, how many were revoked or ran out.
     ended: int
-    #: Logins that ended in the last hour, and the last of them.
+    #: Logins and visits that ended in the last hour, and the last of them.
     logins: int
     last_login: float | None
+    visits: int
+    last_visit: float | None
 
 
 def pulse(database: Database) -> Pulse:
@@ -105,11 +107,13 @@ def pulse(database: Database) -> Pulse:
         row = tx.one(
             "SELECT count(*), coalesce(sum(CASE WHEN revoked_at IS NOT NULL OR expires_at <= ? THEN 1 ELSE 0 END), 0), "
             "(SELECT count(*) FROM web_sessions WHERE expires_at <= ?), "
-            "(SELECT max(expires_at) FROM web_sessions WHERE expires_at <= ?) FROM web_tokens",
-            (now, now, now),
+            "(SELECT max(expires_at) FROM web_sessions WHERE expires_at <= ?), "
+            "(SELECT count(*) FROM web_visits WHERE expires_at <= ?), "
+            "(SELECT max(expires_at) FROM web_visits WHERE expires_at <= ?) FROM web_tokens",
+            (now, now, now, now, now),
         )
     assert row is not None
-    return Pulse(int(row[0]), int(row[1]), int(row[2]), row[3])
+    return Pulse(int(row[0]), int(row[1]), *row[2:])
 
 
 _VALID = "t.revoked_at IS NULL AND (t.expires_at IS NULL OR t.expires_at > ?)"
@@ -146,13 +150,35 @@ def open_session(database: Database, token: str, *, user: User) -> str:
     return cookie
 
 
+def open_visit(database: Database, ticket: str, user: User) -> str | None:
+    """The cookie of somebody who came with a ticket; None if somebody had come with it before. The row outlives the ticket:
+    it is kept for longer than a ticket is good for, also when the visitor logs out at once."""
+    cookie = secrets.token_urlsafe(32)
+
+    def work(tx: Tx) -> bool:
+        now = tx.now()
+        tx.execute("DELETE FROM web_visits WHERE expires_at < ?", (now - ENDED,))
+        new = tx.execute(
+            "INSERT INTO web_visits (ticket, hash, name, role, created_at, expires_at) VALUES (?, ?, ?, ?, ?, ?) "
+            "ON CONFLICT (ticket) DO NOTHING",
+            (ticket, hashed(cookie), user.name, user.role, now, now + SESSION),
+        )
+        if new:
+            audit(tx, now, user.name, "login", "", {"ticket": ticket, "role": user.role})
+        # Repeated because the first answer was lost, it finds the row that it wrote itself.
+        return bool(tx.one("SELECT 1 FROM web_visits WHERE ticket = ? AND hash = ?", (ticket, hashed(cookie))))
+
+    return cookie if database.run(work, operation="web.session") else None
+
+
 def find_session(database: Database, cookie: str) -> User | None:
     with database.read() as tx:
         now = tx.now()
         row = tx.one(
             "SELECT t.name, t.role FROM web_sessions s JOIN web_tokens t ON t.id = s.token "
-            f"WHERE s.hash = ? AND s.expires_at > ? AND {_VALID}",
-            (hashed(cookie), now, now),
+            f"WHERE s.hash = ? AND s.expires_at > ? AND {_VALID} "
+            "UNION ALL SELECT name, role FROM web_visits WHERE hash = ? AND expires_at > ?",
+            (hashed(cookie), now, now, hashed(cookie), now),
         )
     return None if row is None else _user(row)
 
@@ -162,9 +188,9 @@ def close_session(database: Database, cookie: str) -> None:
 
     def work(tx: Tx) -> None:
         now = tx.now()
-        tx.execute(
-            "UPDATE web_sessions SET expires_at = ? WHERE hash = ? AND expires_at > ?", (now, hashed(cookie), now)
-        )
+        for table in ("web_sessions", "web_visits"):
+            sql = f"UPDATE {table} SET expires_at = ? WHERE hash = ? AND expires_at > ?"
+            tx.execute(sql, (now, hashed(cookie), now))
 
     database.run(work, operation="web.session")
 
