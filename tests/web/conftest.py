@@ -111,11 +111,14 @@ class Web:
         return self.ask(path, method="POST", body=body, **options)
 
     @contextmanager
-    def live(self, *, token: str | None = None, since: str = "", **headers: str) -> Iterator[ClientConnection]:
+    def live(
+        self, *, token: str | None = None, since: str = "", states: str = "", **headers: str
+    ) -> Iterator[ClientConnection]:
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         if token is not None:
             sent["Authorization"] = f"Bearer {self.tokens.get(token, token)}"
-        address = f"ws://{self.host}/api/v1/live" + (f"?since={since}" if since else "")
+        address = f"ws://{self.host}/api/v1/live" + ("?" if since or states else "")
+        address += urlencode({name: text for name, text in {"since": since, "states": states}.items() if text})
         with connect(address, additional_headers=sent, open_timeout=30) as socket:
             yield socket
 

@@ -17,6 +17,7 @@ from headway._sql import connect
 from headway.ledger import Done, Ledger
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.worker import Worker
+from headway.states import Manager, delete_job, open_store
 from headway.web import tokens
 from headway.web.live import EACH, KEPT, Channel, Look
 from headway.web.site import THREADS, WAITING
@@ -348,3 +349,46 @@ def test_one_person_cannot_take_the_connections_of_all(fresh: Web):
             pass
         with fresh.live(token="other") as page, fresh.live(token="viewer"):
             assert "t-ben" in news(page)["full"]["tasks"]
+
+
+@pytest.mark.req("S1-63")
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql", "redis"])
+def test_a_monitor_of_a_job_is_sent_the_states_of_all_its_tasks_and_tags(
+    serve: Servers, database: str, kind: str, request: pytest.FixtureRequest
+):
+    """Whatever store keeps them. A job that is deleted and made again is shown as it is then."""
+    store = database
+    if kind == "postgresql":
+        store = request.getfixturevalue("postgres_with_tables")
+    elif kind == "redis":
+        store = request.getfixturevalue("redis_server").url(1)
+    web = serve("--database", database, env={"HEADWAY_STATES": store})
+    managers = [Manager("monitored", task, 2, open_store(store, "monitored", 2)[0]) for task in range(2)]
+    managers[0].set_state("parse", status=10, payload={"large": "x"})
+    with web.live(states="monitored") as page, web.live(states="monitored") as other:
+        first = until(page, lambda part: part.get("states"))
+        view = (first.get("full") or first["delta"])["states"]["monitored/0/parse"]
+        assert (view["status"], view["version"]) == (10, 1)
+        assert "payload" not in view
+        assert "jobs" not in (first.get("full") or {})
+        managers[1].set_state("embed", status=20)
+        managers[0].set_state("parse", status=30)
+        seen: dict[str, int] = {}
+
+        def both(part: dict[str, Any]) -> bool:
+            seen.update({key: entry["status"] for key, entry in part.get("states", {}).items() if entry})
+            return seen == {"monitored/0/parse": 30, "monitored/1/embed": 20}
+
+        until(page, both)
+        until(other, lambda part: "monitored/1/embed" in part.get("states", {}))
+        for manager in managers:
+            manager.close()
+        delete_job(store, "monitored")
+        with Manager("monitored", 0, 2, open_store(store, "monitored", 2)[0]) as manager:
+            manager.set_state("parse", status=5)
+            until(page, lambda part: part.get("states", {}).get("monitored/0/parse", {}).get("status") == 5, 60)
+
+
+def test_a_person_of_an_application_monitors_no_job(fresh: Web):
+    with fresh.live(token="user", states="nightly") as page:
+        assert set(news(page)["full"]) == {"store", "tasks"}

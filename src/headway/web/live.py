@@ -18,6 +18,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -31,12 +32,13 @@ from headway.views.job import FORECAST_ITEMS, cause_view
 from headway.views.jobs import job_view
 from headway.views.queue import read_queues, read_workers, task_view
 from headway.views.shape import Json, iso, plain
+from headway.web.monitor import Monitor
 
 if TYPE_CHECKING:
     from headway.ledger.values import JobInfo
     from headway.views.reading import Reader
     from headway.web.auth import Access
-    from headway.web.site import Site
+    from headway.web.site import Site, User
     from headway.web.tokens import Pulse
 
 log = Log("web")
@@ -61,6 +63,8 @@ WINDOW: Final = 60.0
 RECHECK: Final = 300.0
 #: Listeners that are asked about at once: the others wait, and the store's threads stay free for requests.
 ASKING: Final = 4
+#: Jobs whose states are followed at once.
+WATCHED: Final = 20
 #: Connections that one person of an application may have, so that nobody takes those of all.
 EACH: Final = 50
 
@@ -207,6 +211,47 @@ class Channel:
         return number if number <= self.number else None
 
 
+class Watched:
+    """A job's states, while pages show them: a channel, and who fills it."""
+
+    def __init__(self, store: str, job: str, threads: ThreadPoolExecutor, tick: float) -> None:
+        self.channel = Channel()
+        self._monitor, self._threads, self._tick = Monitor(store, job), threads, tick
+        self._task = asyncio.create_task(self._follow())
+
+    async def _follow(self) -> None:
+        """Its own loop and threads: a store of states that hangs delays nobody else."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                reading = loop.run_in_executor(self._threads, self._monitor)
+                try:
+                    while not reading.done():
+                        await asyncio.wait([reading], timeout=LOOK)
+                        if not reading.done():
+                            self._say(f"no answer for {LOOK:.0f} s")
+                    self.channel.publish({"store": {"database": {"error": None}}, "states": reading.result()})
+                except HeadwayError as error:
+                    self._say(redact(str(error)))
+                except Exception as error:  # noqa: BLE001 - said where a person looks, and tried again
+                    log.warning("the states of a job cannot be followed", error=error_message(error))
+                    self._say("the server could not read it; see its log")
+                await asyncio.sleep(self._tick)
+        finally:
+            # Behind a call that may still be under way; nobody waits for it.
+            with suppress(RuntimeError):  # the server ends, and with it what was open
+                loop.run_in_executor(self._threads, self._close).add_done_callback(_seen)
+
+    def _close(self) -> None:
+        self._monitor.close()
+
+    def _say(self, error: str) -> None:
+        self.channel.publish({"store": {"database": {"error": error}}})
+
+    def end(self) -> None:
+        self._task.cancel()
+
+
 class Publisher:
     """See the module. It works while anybody listens."""
 
@@ -215,6 +260,8 @@ class Publisher:
         self._look = Look(site.reader)
         self._everybody = Channel()
         self._users: dict[str, Channel] = {}
+        self._watched: dict[str, Watched] = {}
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="headway-states")
         self._task: asyncio.Task[None] | None = None
         self._reading: asyncio.Future[Any] | None = None
         self._pulse: Pulse | None = None
@@ -230,16 +277,46 @@ class Publisher:
         if len(self._open) >= MOST:
             await websocket.close(1013, "too many connections")
             return
-        owner = user.owner
-        channel = self._everybody if owner is None else self._users.get(owner) or Channel()
-        if owner is not None and channel.listeners >= EACH:
-            await websocket.close(1013, "too many connections of yours")
+        channel = self._channel(user, websocket.query_params.get("states"))
+        if isinstance(channel, str):
+            await websocket.close(1013, channel)
             return
-        await websocket.accept()
-        if owner is not None:  # another page of theirs may have come meanwhile
-            channel = self._users.setdefault(owner, channel)
         self._open.add(websocket)
         channel.listeners += 1
+        try:
+            await websocket.accept()
+            await self._converse(websocket, channel)
+        finally:
+            self._open.discard(websocket)
+            channel.listeners -= 1
+            self._tidy()
+
+    def _channel(self, user: User, states: str | None) -> Channel | str:
+        """What somebody is sent; or why nothing."""
+        if user.owner is not None:  # their own tasks, whatever they ask for
+            own = self._users.setdefault(user.owner, Channel())
+            return own if own.listeners < EACH else "too many connections of yours"
+        if states is None:
+            return self._everybody
+        if states not in self._watched:
+            if len(self._watched) >= WATCHED:
+                return "the states of too many jobs are shown"
+            store = self._site.settings.text("states")
+            self._watched[states] = Watched(store, states, self._threads, self._tick)
+        return self._watched[states].channel
+
+    def _tidy(self) -> None:
+        """What nobody listens to any more is no longer looked at."""
+        for owner in [owner for owner, channel in self._users.items() if not channel.listeners]:
+            del self._users[owner]
+        for job in [job for job, watched in self._watched.items() if not watched.channel.listeners]:
+            self._watched.pop(job).end()
+        metrics.gauge("headway_web_live", len(self._open))
+        if not self._open and self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    async def _converse(self, websocket: WebSocket, channel: Channel) -> None:
         metrics.gauge("headway_web_live", len(self._open))
         if self._task is None:
             self._task = asyncio.create_task(self._run())
@@ -261,14 +338,6 @@ class Publisher:
         finally:
             gone.remove_done_callback(end)
             gone.cancel()
-            self._open.discard(websocket)
-            channel.listeners -= 1
-            if user.owner is not None and not channel.listeners:
-                self._users.pop(user.owner, None)
-            metrics.gauge("headway_web_live", len(self._open))
-            if not self._open and self._task is not None:
-                self._task.cancel()
-                self._task = None
 
     async def _send(self, websocket: WebSocket, channel: Channel) -> None:
         """Until it is cancelled, because the other side has gone, or the other side is not known any more."""
@@ -348,6 +417,8 @@ class Publisher:
         if self._task is not None:
             self._task.cancel()
             self._task = None
+        for watched in self._watched.values():
+            watched.end()
         for websocket in list(self._open):
             with suppress(RuntimeError, WebSocketDisconnect):
                 if websocket.application_state is WebSocketState.CONNECTED:
