@@ -6,7 +6,7 @@ SETUP := .venv/.installed
 RESULTS := .test-results.json
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run demo test coverage check trace bench faults compat mutants docs clean
+.PHONY: help setup run demo test coverage check trace bench faults schemas compat mutants docs clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ bench: $(SETUP)  ## run bench/*.py one after another into bench/results/, then s
 
 faults: $(SETUP)  ## run the long campaigns of kills, cuts and corruption
 	$(BIN)/pytest -m 'faults or slow' --timeout=3600
+
+schemas: $(SETUP)  ## let schemathesis look for server errors behind every route of the OpenAPI document
+	$(BIN)/pytest -m faults tests/web/test_schemathesis.py --timeout=3600
 
 compat: $(SETUP)  ## run the suite on every Python, Redis, RQ and redis-py we claim, as far as they are to be had
 	$(BIN)/python tools/compat.py

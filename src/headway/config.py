@@ -228,6 +228,8 @@ OPTIONS: tuple[Option, ...] = (
     # The queue's. Those of its workers are read while they run; `headway queue set` goes before what is said here.
     Option("queue_mode", "auto", _one_of("auto", "rq", "database", "hybrid"), "how workers hear of tasks"),
     Option("queue_per_user", 1, _optional(_whole(1, 10_000)), "active tasks a user may have; none: any number"),
+    Option("web_keys", (), texts, "keys that sign tickets for the web application, the newest first", secret=True),
+    Option("web_audience", "headway", _text, "the server that tickets for the web application are meant for"),
     Option("queue_keys", (), texts, "Fernet keys for payloads, the newest first", secret=True),
     Option("queue_workers", 1, _whole(1, 1000), "worker processes of a supervisor, at least"),
     Option("queue_max_workers", None, _optional(_whole(1, 1000)), "and at most, under load (default: queue_workers)"),

@@ -111,11 +111,14 @@ class Web:
         return self.ask(path, method="POST", body=body, **options)
 
     @contextmanager
-    def live(self, *, token: str | None = None, since: str = "", **headers: str) -> Iterator[ClientConnection]:
+    def live(
+        self, *, token: str | None = None, since: str = "", states: str = "", **headers: str
+    ) -> Iterator[ClientConnection]:
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         if token is not None:
             sent["Authorization"] = f"Bearer {self.tokens.get(token, token)}"
-        address = f"ws://{self.host}/api/v1/live" + (f"?since={since}" if since else "")
+        address = f"ws://{self.host}/api/v1/live" + ("?" if since or states else "")
+        address += urlencode({name: text for name, text in {"since": since, "states": states}.items() if text})
         with connect(address, additional_headers=sent, open_timeout=30) as socket:
             yield socket
 
@@ -148,12 +151,16 @@ class Servers:
         self._directory = directory
         self._processes: list[subprocess.Popen[str]] = []
 
-    def __call__(self, *arguments: str, env: dict[str, str] | None = None) -> Web:
-        """On a free port, in `directory`; answered when it is ready."""
+    def __call__(
+        self, *arguments: str, env: dict[str, str] | None = None, server: dict[str, float] | None = None
+    ) -> Web:
+        """On a free port, in `directory`; answered when it is ready. ``server``: other limits of `headway.web.server`."""
+        limits = "".join(f"server.{name} = {value}; " for name, value in (server or {}).items())
+        start = f"from headway.web import server; {limits}from headway.cli import main; main()"
         port = () if "--port" in arguments else ("--port", "0")
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
         process = subprocess.Popen(
-            [sys.executable, "-m", "headway", "serve", *port, *arguments],
+            [sys.executable, *(("-c", start) if server else ("-m", "headway")), "serve", *port, *arguments],
             env=inherited | (env or {}),
             text=True,
             start_new_session=True,

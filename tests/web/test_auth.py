@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 from pathlib import Path
@@ -148,6 +149,24 @@ def test_wrong_tokens_are_counted_by_address_for_a_minute():
     throttle.check("10.0.0.1")
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "together"),
+    [
+        ("2001:db8::1", "2001:db8::ffff:ffff:ffff:ffff", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("::ffff:192.0.2.1", "192.0.2.1", True),
+        ("::ffff:192.0.2.1", "::ffff:192.0.2.2", False),
+        ("192.0.2.1", "192.0.2.2", False),
+    ],
+)
+def test_the_addresses_of_one_network_guess_together(one: str, other: str, together: bool):
+    throttle = Throttle()
+    for _ in range(GUESSES):
+        throttle.failed(one)
+    with pytest.raises(Throttled) if together else contextlib.nullcontext():
+        throttle.check(other)
+
+
 def test_guessing_is_throttled_and_does_not_keep_out_who_is_known(serve: Servers, database: str):
     made = make_tokens(database)
     web = serve("--database", database)
@@ -179,6 +198,13 @@ def test_a_session_cookie_is_out_of_reach_for_scripts_and_other_sites(closed: We
     assert "SameSite=strict" in cookie
     assert closed.tokens["viewer"] not in str(answer.headers)
     assert closed.ask("/api/v1/jobs", cookies=cookies | answer.cookies).status == 200
+
+
+def test_behind_a_proxy_that_ends_tls_the_cookies_are_for_tls_only(closed: Web):
+    for said, secure in (("https", True), ("HTTPS, http", True), ("http", False)):
+        answer = closed.ask("/login", X_Forwarded_Proto=said)
+        assert ("Secure" in answer.headers["set-cookie"]) == secure
+    assert "Secure" not in closed.ask("/login").headers["set-cookie"]
 
 
 @pytest.mark.parametrize(

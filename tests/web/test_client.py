@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.server
 import inspect
 import json
@@ -20,7 +21,7 @@ from headway.ledger import Ledger, NewItem
 from headway.views.reading import Reader
 from headway.views.shape import Document, plain
 from tests.cli.test_json import CALLS
-from tests.web.conftest import Web
+from tests.web.conftest import Servers, Web
 
 Run = Callable[..., CompletedProcess[str]]
 
@@ -268,3 +269,54 @@ def test_progress_of_a_project_comes_from_the_server(fresh: Web, headway_cli: Ru
     found = headway_cli("progress", "crawl", "--json", env=env)
     assert json.loads(found.stdout)["done"] == 1
     assert headway_cli("progress", "nobody", env=env).returncode == 2
+
+
+@pytest.mark.parametrize("token", ["a\nb", "zwölf", "hw_€", "\ud800", "two words", "x" * 5000])
+def test_what_cannot_be_a_token_is_refused_and_not_repeated(token: str):
+    with pytest.raises(InvalidInput) as refused:
+        Client("http://127.0.0.1:1", token)
+    assert token not in str(refused.value)
+
+
+@pytest.mark.parametrize("address", ["https://a..b", f"http://{'a' * 300}"])
+def test_a_name_that_no_host_has_is_refused(address: str):
+    with pytest.raises(InvalidInput, match="is no server"):
+        Client(address)
+
+
+def test_an_item_whose_key_is_an_address_is_found(serve: Servers, tmp_path: Path):
+    key = "https://shop.example/a b/?c=d%2F"
+    with Ledger.open(f"sqlite:///{tmp_path}/keys.db") as ledger:
+        job = ledger.create("crawl")
+        job.register([NewItem(0, "{}", key)])
+    web = serve("--database", f"sqlite:///{tmp_path}/keys.db")
+    with Client(web.address) as client:
+        assert client.item("crawl", key).item.key == key
+
+
+def test_an_answer_that_comes_in_drops_is_not_waited_for_without_end():
+    class Dripping(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "100000")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(300):  # half a minute; the socket is never silent for as long as the limit
+                    self.wfile.write(b" ")
+                    self.wfile.flush()
+                    gone.wait(0.1)
+
+        def log_message(self, *_: object) -> None:
+            """Nobody reads it."""
+
+    gone = threading.Event()
+    with http.server.HTTPServer(("127.0.0.1", 0), Dripping) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        try:
+            with Client(f"http://127.0.0.1:{server.server_port}", timeout=1.0) as client, pytest.raises(Unavailable):
+                client.jobs()
+            assert thread.is_alive()  # it was left before it had ended
+        finally:
+            gone.set()
+            thread.join()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,3 +73,15 @@ def test_it_ends_by_itself_and_a_port_in_use_is_said(
     else:
         assert (answer.returncode, answer.stdout[:17]) == (0, "http://127.0.0.1:")
     assert not list(tmp_path.glob("headway-demo-*"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children that their parent has ended")
+def test_killed_it_leaves_no_process_behind(spawn_cli: Spawn, tmp_path: Path):
+    mark = f"OF_THIS_TEST={tmp_path}"
+    demo = spawn_cli("demo", env={"TMPDIR": str(tmp_path), "OF_THIS_TEST": str(tmp_path)}, stderr=subprocess.DEVNULL)
+    assert demo.stdout is not None
+    assert demo.stdout.readline().startswith("http://")
+    eventually(lambda: len(begun_with(mark)) > 5, timeout=60)
+    demo.kill()
+    demo.wait(30)
+    eventually(lambda: not begun_with(mark), timeout=60)

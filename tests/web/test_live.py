@@ -5,20 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from websockets.asyncio.client import connect as async_connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from headway._sql import connect
 from headway.ledger import Done, Ledger
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.worker import Worker
-from headway.web.live import KEPT, Channel, Look
+from headway.states import Manager, delete_job, open_store
+from headway.web import tokens
+from headway.web.live import EACH, KEPT, Channel, Look
+from headway.web.site import THREADS, WAITING
 from tests.services.postgres import PostgresServer
 from tests.services.proxy import TcpProxy
 from tests.services.waiting import eventually
-from tests.web.conftest import Servers, Web, make_tokens, news
+from tests.web.conftest import Servers, Web, make_tokens, news, until_closed
+from tests.web.test_auth import log_in
 
 
 def until(socket: Any, wanted: Any, timeout: float = 30) -> dict[str, Any]:
@@ -93,8 +100,12 @@ def test_who_was_away_for_longer_than_is_remembered_gets_everything():
 @pytest.mark.parametrize("seq", ["", "1", "other.1", "e.", "e.x", "e.-1", "e." + "9" * 40, "é.1"])
 def test_a_number_of_another_life_of_the_server_is_no_place_in_this_one(seq: str):
     async def play() -> None:
-        assert Channel("e").place(seq) is None
-        assert Channel("e").place("e.7") == 7
+        channel = Channel("e")
+        for count in range(7):
+            channel.publish({"jobs": {"a": {"done": count}}})
+        assert channel.place(seq) is None
+        assert channel.place("e.7") == 7
+        assert channel.place("e.8") is None  # nobody was sent it
 
     asyncio.run(play())
 
@@ -252,3 +263,132 @@ def test_a_store_that_is_away_is_said_what_was_known_stays_and_nothing_is_opened
         proxy.pass_through()
         until(socket, lambda part: part.get("store", {}).get("database", {"error": 1})["error"] is None, 60)
         eventually(lambda: web.ask("/readyz").status == 200)
+
+
+@pytest.mark.req("S2-26")
+def test_a_person_whose_last_page_was_away_for_a_while_is_told_everything_at_once(fresh: Web, database: str):
+    """Nobody looked meanwhile, so nothing of what was remembered for them holds."""
+    with fresh.live(token="user") as page:
+        first = news(page)
+        while int(news(page)["seq"].partition(".")[2]) < 3:
+            pass
+        last = news(page)["seq"]
+    fresh.post("/api/v1/tasks/t-anna/cancel", token="user")
+    with fresh.live(token="user", since=last) as page:
+        back = news(page, 5)  # not when as many messages have gone by as there were before
+    assert back["full"]["tasks"]["t-anna"]["status"] == "CANCELLED"
+    assert back["seq"].partition(".")[0] != first["seq"].partition(".")[0]
+
+
+def test_the_first_token_ends_the_live_connections_of_an_open_server(serve: Servers, database: str):
+    web = serve("--database", database)
+    with web.live() as socket:
+        news(socket)
+        make_tokens(database)
+        with pytest.raises(ConnectionClosed) as ended:
+            until_closed(socket)
+    assert ended.value.rcvd is not None
+    assert ended.value.rcvd.code == 4401
+
+
+def test_many_listeners_are_asked_about_again_and_those_who_ended_are_found(serve: Servers, database: str):
+    """More people than questions the server takes at once."""
+    with connect(database) as store:
+        made = [tokens.create(store, f"p{number}", "viewer", by="test") for number in range(THREADS + WAITING + 20)]
+    web = serve("--database", database)
+
+    async def play() -> None:
+        address, gate = f"ws://{web.host}/api/v1/live", asyncio.Semaphore(20)
+
+        async def opened(text: str) -> Any:
+            async with gate:
+                headers = {"Authorization": f"Bearer {text}"}
+                return await async_connect(address, additional_headers=headers, open_timeout=60, compression=None)
+
+        pages = await asyncio.gather(*(opened(text) for text, _ in made))
+        await asyncio.gather(*(page.recv() for page in pages))
+        with connect(database) as store:
+            for _, token in made[-3:]:
+                tokens.revoke(store, token.id, by="test")
+
+        async def read(page: Any) -> None:
+            async for _ in page:
+                pass
+
+        reading = [asyncio.create_task(read(page)) for page in pages]
+        for task in reading[-3:]:
+            with pytest.raises(ConnectionClosed):
+                await asyncio.wait_for(task, 30)
+        assert not any(task.done() for task in reading[:-3])
+        for task in reading:
+            task.cancel()
+        for page in pages:
+            page.transport.abort()
+
+    asyncio.run(play())
+
+
+def test_whoever_logs_out_ends_the_live_connections_of_that_login_in_every_process(serve: Servers, database: str):
+    made = make_tokens(database)
+    one, other = serve("--database", database), serve("--database", database)
+    one.tokens = made
+    csrf, cookies = log_in(one, "viewer")
+    with other.live(Cookie="; ".join(f"{name}={value}" for name, value in cookies.items())) as socket:
+        news(socket)
+        assert one.post("/logout", form={"csrf": csrf}, cookies=cookies).status == 303
+        with pytest.raises(ConnectionClosed):
+            until_closed(socket)
+    assert other.ask("/api/v1/jobs", cookies=cookies).status == 401
+
+
+def test_one_person_cannot_take_the_connections_of_all(fresh: Web):
+    with ExitStack() as sockets:
+        for _ in range(EACH):
+            news(sockets.enter_context(fresh.live(token="user")))
+        with pytest.raises(InvalidStatus), fresh.live(token="user"):
+            pass
+        with fresh.live(token="other") as page, fresh.live(token="viewer"):
+            assert "t-ben" in news(page)["full"]["tasks"]
+
+
+@pytest.mark.req("S1-63")
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql", "redis"])
+def test_a_monitor_of_a_job_is_sent_the_states_of_all_its_tasks_and_tags(
+    serve: Servers, database: str, kind: str, request: pytest.FixtureRequest
+):
+    """Whatever store keeps them. A job that is deleted and made again is shown as it is then."""
+    store = database
+    if kind == "postgresql":
+        store = request.getfixturevalue("postgres_with_tables")
+    elif kind == "redis":
+        store = request.getfixturevalue("redis_server").url(1)
+    web = serve("--database", database, env={"HEADWAY_STATES": store})
+    managers = [Manager("monitored", task, 2, open_store(store, "monitored", 2)[0]) for task in range(2)]
+    managers[0].set_state("parse", status=10, payload={"large": "x"})
+    with web.live(states="monitored") as page, web.live(states="monitored") as other:
+        first = until(page, lambda part: part.get("states"))
+        view = (first.get("full") or first["delta"])["states"]["monitored/0/parse"]
+        assert (view["status"], view["version"]) == (10, 1)
+        assert "payload" not in view
+        assert "jobs" not in (first.get("full") or {})
+        managers[1].set_state("embed", status=20)
+        managers[0].set_state("parse", status=30)
+        seen: dict[str, int] = {}
+
+        def both(part: dict[str, Any]) -> bool:
+            seen.update({key: entry["status"] for key, entry in part.get("states", {}).items() if entry})
+            return seen == {"monitored/0/parse": 30, "monitored/1/embed": 20}
+
+        until(page, both)
+        until(other, lambda part: "monitored/1/embed" in part.get("states", {}))
+        for manager in managers:
+            manager.close()
+        delete_job(store, "monitored")
+        with Manager("monitored", 0, 2, open_store(store, "monitored", 2)[0]) as manager:
+            manager.set_state("parse", status=5)
+            until(page, lambda part: part.get("states", {}).get("monitored/0/parse", {}).get("status") == 5, 60)
+
+
+def test_a_person_of_an_application_monitors_no_job(fresh: Web):
+    with fresh.live(token="user", states="nightly") as page:
+        assert set(news(page)["full"]) == {"store", "tasks"}

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import base64
+import hmac
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
 
+from headway.errors import UsageError
+from headway.web import User, ticket
+from headway.web.tickets import Ticket, read
 from tests.services.waiting import eventually
-from tests.web.conftest import Web, news
+from tests.web.conftest import Web, news, until_closed
 
 STARLETTE = """
 from starlette.applications import Starlette
@@ -62,12 +72,13 @@ def host(tmp_path: Path, database: str) -> Iterator[Host]:
     """`host(source)`: a module with an application ``app``, served by uvicorn as any other."""
     processes: list[subprocess.Popen[str]] = []
 
-    def start(source: str, *command: str) -> Web:
+    def start(source: str, *command: str, env: dict[str, str] | None = None) -> Web:
         (tmp_path / "hosting.py").write_text(f"DATABASE = {database!r}\n{source}")
         (tmp_path / "serving.py").write_text(SERVE)
         process = subprocess.Popen(
             command or [sys.executable, "serving.py"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
-            start_new_session=True, env={name: text for name, text in os.environ.items() if not name.startswith("HEADWAY_")},
+            start_new_session=True,
+            env={name: text for name, text in os.environ.items() if not name.startswith("HEADWAY_")} | (env or {}),
         )  # fmt: skip
         processes.append(process)
         assert process.stdout is not None
@@ -106,9 +117,133 @@ def test_a_change_by_an_applications_user_needs_the_token_of_our_own_form(host: 
     assert (answer.status, answer.headers["Location"]) == (303, "/ops/headway/")
 
 
-def test_a_live_connection_works_below_a_path(host: Host):
-    from websockets.sync.client import connect
+BRIDGE = """
+import os
+from flask import Flask, redirect, request
+import headway.web
 
+KEY = os.environ["HEADWAY_WEB_KEYS"]
+flask_app = Flask("shop")
+
+@flask_app.get("/my-tasks")
+def my_tasks():  # whoever this application knows, by whatever it knows them
+    return redirect("/headway/enter?next=/me&ticket=" + headway.web.ticket(request.args["who"], key=KEY))
+
+app = headway.web.with_flask(flask_app, database=DATABASE)
+"""
+
+
+@pytest.mark.req("S2-27")
+def test_an_application_lets_its_own_users_in_by_tickets(host: Host):
+    """As docs/web.md says it. What the browser keeps is a session; the ticket opens nothing a second time."""
+    web = host(BRIDGE, env={"HEADWAY_WEB_KEYS": KEYS[1]})
+    assert web.ask("/headway/api/v1/tasks").status == 401  # with a key it is open to nobody, near or not
+    there = web.ask("/my-tasks?who=anna").headers["Location"]
+    entered = web.ask(there)
+    assert (entered.status, entered.headers["Referrer-Policy"]) == (200, "no-referrer")
+    assert "url=/headway/me" in entered.text
+    assert "ticket" not in entered.text
+    cookie = entered.headers.get_all("set-cookie")[-1]  # type: ignore[index]  # there is one
+    assert "HttpOnly" in cookie
+    assert "SameSite=strict" in cookie
+    again = web.ask(there)
+    assert again.status == 401
+    assert not any("session" in name for name in again.cookies)
+    mine = web.ask("/headway/api/v1/tasks", cookies=entered.cookies).json["tasks"]
+    assert {task["user_id"] for task in mine} == {"anna"}
+    assert web.ask("/headway/api/v1/tasks/t-ben", cookies=entered.cookies).status == 404
+    with connect(f"ws://{web.host}/headway/api/v1/live", additional_headers={"Cookie": "; ".join(
+        f"{name}={value}" for name, value in entered.cookies.items())}) as live:  # fmt: skip
+        assert set(news(live)["full"]["tasks"]) == {"t-failed", "t-anna"}
+        page = web.ask("/headway/login", cookies=entered.cookies)
+        found = re.search(r'name="csrf" value="([^"]+)"', page.text)
+        assert found is not None
+        assert web.post("/headway/logout", form={"csrf": found[1]}, cookies=entered.cookies).status == 303
+        with pytest.raises(ConnectionClosed):
+            until_closed(live)
+    assert web.ask("/headway/api/v1/tasks", cookies=entered.cookies).status == 401
+    assert web.ask(there).status == 401  # nor after the session ended
+    bearer = ticket("ben", key=KEYS[1])
+    assert web.ask("/headway/api/v1/tasks/t-ben", token=bearer).status == 200
+    assert web.ask("/headway/api/v1/jobs", token=bearer).status == 403
+
+
+KEYS = ("a" * 40, "b" * 40)
+
+
+def forged(said: object, key: str = KEYS[0]) -> str:
+    """A text that is signed well, whatever it says."""
+    body = base64.urlsafe_b64encode(json.dumps(said).encode()).decode().rstrip("=")
+    return f"hwt_{body}.{hmac.new(key.encode(), f'ticket:{body}'.encode(), 'sha256').hexdigest()}"
+
+
+GOOD = {"id": "0" * 32, "name": "anna", "role": "user", "aud": "headway", "exp": time.time() + 200}
+
+
+def test_a_ticket_says_what_it_was_made_with_and_an_older_key_still_opens():
+    assert read(KEYS, forged(GOOD)) == Ticket("0" * 32, User("anna", "user"))
+    for key in KEYS:
+        found = read(KEYS, ticket("anna", "viewer", key=key))
+        assert found is not None
+        assert found.user == User("anna", "viewer")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "hwt_", "hwt_.", "hw_x_y", "hwt_" + "a" * 9000, forged(GOOD)[:-1], forged(GOOD) + "0", forged(GOOD).upper(),
+        forged(GOOD, "c" * 40), forged([]), forged(7), forged(None), forged({}),
+        forged(GOOD | {"aud": "another"}), forged(GOOD | {"exp": time.time() - 1}), forged(GOOD | {"exp": time.time() + 3600}),
+        forged(GOOD | {"exp": "9999999999"}), forged(GOOD | {"exp": float("nan")}), forged(GOOD | {"exp": True}),
+        forged(GOOD | {"role": "root"}), forged(GOOD | {"role": ["user"]}), forged(GOOD | {"name": ""}),
+        forged(GOOD | {"name": 7}), forged(GOOD | {"name": "a\0"}), forged(GOOD | {"id": "short"}), forged(GOOD | {"id": None}),
+        "hwt_é." + "0" * 64, "hwt_\ud800.\ud800",
+    ],
+)  # fmt: skip
+def test_what_is_no_ticket_of_ours_is_nobodys(text: str):
+    assert read(KEYS, text) is None
+    assert read((), forged(GOOD)) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"key": "short"}, {"seconds": 0}, {"seconds": 301}, {"seconds": float("nan")}, {"role": "root"}, {"name": ""}],
+)
+def test_a_ticket_that_no_server_would_take_is_not_made(options: dict[str, Any]):
+    with pytest.raises(UsageError):
+        ticket(**{"name": "anna", "key": KEYS[0], **options})
+
+
+ODD_USERS = """
+import headway.web
+
+def users(connection):
+    kind = connection.cookies.get("who")
+    return {
+        "number": headway.web.User(42, "user"), "none": headway.web.User("", "user"), "role": headway.web.User("a", "root"),
+        "nul": headway.web.User("a\\0", "user"), "long": headway.web.User("a" * 5000, "viewer"), "text": "anna",
+        "anna": headway.web.User("anna", "user"),
+    }[kind]
+
+app = headway.web.app(database=DATABASE, users=users)
+"""
+
+
+def test_a_name_that_is_none_is_refused_and_costs_nobody_else_anything(host: Host):
+    """Of all people one question is asked: an odd name in it would be everybody's error."""
+    web = host(ODD_USERS)
+    with web.live(Cookie="who=anna") as anna:
+        assert "t-anna" in news(anna)["full"]["tasks"]
+        for kind in ("number", "none", "role", "nul", "long", "text"):
+            answer = web.ask("/api/v1/tasks", cookies={"who": kind})
+            assert (answer.status, answer.error) == (500, "ConfigError"), kind
+            assert "users function" in answer.json["error"]["message"]
+            with pytest.raises(InvalidStatus), web.live(Cookie=f"who={kind}"):
+                pass
+        assert news(anna).get("delta", {}).get("store") is None
+
+
+def test_a_live_connection_works_below_a_path(host: Host):
     web = host(STARLETTE)
     with connect(f"ws://{web.host}/ops/headway/api/v1/live", additional_headers={"Cookie": "who=ben"}) as socket:
         assert set(news(socket)["full"]["tasks"]) == {"t-ben"}
@@ -141,7 +276,5 @@ def test_flask_and_headway_in_one_gunicorn(host: Host, database: str, tmp_path: 
             return False
 
     eventually(up, 60)
-    from websockets.sync.client import connect
-
     with connect(f"ws://{bind}/headway/api/v1/live") as live:
         assert news(live)["full"]["jobs"]["ads"]["done"] == 40

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import resource
 import signal
 import socket
 from collections.abc import Callable
@@ -92,3 +94,44 @@ def test_a_client_that_goes_in_the_middle_leaves_nothing_behind(opened: Web):
         return "headway_web_live 0.0" in opened.ask("/metrics").text
 
     eventually(none_left)
+
+
+def test_a_connection_that_never_finishes_the_head_of_a_request_is_closed(serve: Servers, tmp_path: Path):
+    """One that says nothing, one that stops in the middle, one that goes on for ever; before any request and after one."""
+    web = serve("--database", f"sqlite:///{tmp_path}/h.db", server={"HEAD_SECONDS": 0.3, "HEAD_BYTES": 20_000})
+    host, port = web.host.split(":")
+    whole = f"GET /healthz HTTP/1.1\r\nHost: {web.host}\r\n\r\n".encode()
+
+    def opened(text: bytes) -> socket.socket:
+        connection = socket.create_connection((host, int(port)), timeout=30)
+        connection.sendall(text)
+        return connection
+
+    with web.live() as live:
+        for text in (b"", b"GET / HT", whole + b"GET /healthz HTTP/1.1\r\nX: "):
+            with opened(text) as connection:
+                assert (b"ok\n" in read_all(connection)) == (b"HTTP/1.1\r\nHost" in text)
+        with opened(b"GET / HTTP/1.1\r\n") as connection, contextlib.suppress(ConnectionError):
+            for _ in range(1000):
+                connection.sendall(b"x" * 100 + b": y\r\n")
+            assert not read_all(connection)
+        assert "full" in news(live)  # it is older than that, and open
+
+
+def read_all(connection: socket.socket) -> bytes:
+    found = b""
+    with contextlib.suppress(ConnectionError):
+        while some := connection.recv(4096):
+            found += some
+    return found
+
+
+def test_a_server_takes_the_descriptors_that_it_may_have(serve: Servers, tmp_path: Path):
+    """Its pages are not limited by what a shell gives its commands."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, hard), hard))
+    try:
+        web = serve("--database", f"sqlite:///{tmp_path}/h.db")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert resource.prlimit(web.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import ssl
 import threading
+import time
 from typing import Any, Final
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -23,6 +25,8 @@ log = Log("client")
 #: Seconds an answer may take, and bytes it may have.
 TIMEOUT: Final = 30.0
 LARGEST: Final = 256_000_000
+
+_SENDABLE = re.compile(r"[\x21-\x7e]{0,4096}")
 
 
 class Connection:
@@ -38,6 +42,16 @@ class Connection:
             raise InvalidInput(f"{redact(address)!r} is no server.", hint="Use https://host or http://127.0.0.1:8700")
         if parts.username is not None or parts.password is not None:
             raise InvalidInput("An address has no user or password in it.", hint="Put the token into HEADWAY_TOKEN.")
+        try:
+            host.encode("idna")
+        except UnicodeError:
+            raise InvalidInput(
+                f"{redact(address)[:200]!r} is no server.", hint="Use https://host or http://127.0.0.1:8700"
+            ) from None
+        if token is not None and not _SENDABLE.fullmatch(token):  # what it is is not repeated
+            raise InvalidInput(
+                "The token has characters that no token has.", hint="Use it as headway token create printed it."
+            )
         self.address = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         self._path = parts.path.rstrip("/")
         self._secure, self._host, self._port = parts.scheme == "https", host, port
@@ -75,7 +89,7 @@ class Connection:
                         raise self._away(error) from error
 
     def _once(self, method: str, path: str, body: Any) -> Any:
-        connection = self._connection()
+        connection, end = self._connection(), time.monotonic() + self._timeout
         headers = {"Accept": "application/json", "User-Agent": f"headway/{__version__}"}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
@@ -85,7 +99,7 @@ class Connection:
         connection.request(method, f"{self._path}/api/v1{path}", content, headers)
         response = connection.getresponse()
         announced = response.length  # None where it comes in chunks, which say themselves that they are whole
-        text = response.read(LARGEST + 1)
+        text = _whole(response, end)
         if announced is not None and len(text) < min(announced, LARGEST + 1):
             raise http.client.IncompleteRead(text, announced - len(text))
         if len(text) > LARGEST:
@@ -131,6 +145,17 @@ class Connection:
         return Unavailable(
             f"The server at {self.address} cannot be reached: {reason}.", hint="Check that it runs: headway serve"
         )
+
+
+def _whole(response: http.client.HTTPResponse, end: float) -> bytes:
+    """The answer, by that moment: one that comes in drops would keep its asker for ever."""
+    parts, size = [], 0
+    while size <= LARGEST and (some := response.read1(1_000_000)):
+        parts.append(some)
+        size += len(some)
+        if time.monotonic() > end:
+            raise TimeoutError("it did not answer in time")
+    return b"".join(parts)
 
 
 def part(text: str) -> str:

@@ -7,6 +7,7 @@ headway serve                                                                 # 
 site      what every route stands on: the stores, who is asking, reading off the loop
 app       putting it together            auth     the gate: tokens, sessions, foreign pages
 api       /api/v1                        tokens   tokens and sessions in SQL
+tickets   an application's own users
 actions   what can be changed            live     what changed, to every open page
 metrics   /metrics, /healthz, /readyz    problems errors as answers
 server    `headway serve`                pages    what people see
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
     from headway.web.app import app as app
     from headway.web.app import with_flask as with_flask
     from headway.web.site import User as User
+    from headway.web.tickets import ticket as ticket
 
-__all__ = ["User", "app", "with_flask"]
+__all__ = ["User", "app", "ticket", "with_flask"]
+_ROOMS = {"User": "site", "ticket": "tickets"}
 
 
 def __getattr__(name: str) -> Any:
@@ -31,6 +34,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'headway.web' has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module("headway.web.site" if name == "User" else "headway.web.app"), name)
+    value = getattr(import_module(f"headway.web.{_ROOMS.get(name, 'app')}"), name)
     globals()[name] = value
     return value

@@ -234,7 +234,7 @@ def _jobs(api: Api) -> None:
         """A page of a job's items, by index."""
         return await api.answer(request, reader.items, id, status=status, cause=cause, after=after, limit=limit)
 
-    @api.get("/jobs/{id}/items/{item}", items.ItemSheet)
+    @api.get("/jobs/{id}/items/{item:path}", items.ItemSheet)  # a key may be a path or an address
     async def show_item(
         request: Request, id: JobId, item: Annotated[str, Path(max_length=1024)], payload: bool = False
     ) -> Response:

@@ -114,6 +114,7 @@ class Application:
             Route("/actions/{name}", actions.handler(site, access), methods=["POST"]),
             Route("/login", login.login(access), methods=["POST"]),
             Route("/logout", login.logout(access), methods=["POST"]),
+            Route("/enter", login.enter(access), methods=["GET"]),
             *pages.routes(site),
             Route("/login", login.login_page, methods=["GET"]),
         ]

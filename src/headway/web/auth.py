@@ -3,10 +3,10 @@
 No route is reached around it, so none can forget it. A request passes when
 
 1. its size is within bounds;
-2. somebody is known to ask: by a token (``Authorization: Bearer``), by the application's own ``users`` function, by the
-   session cookie of a login; or the server is *open*, which it is while nobody ever made a token, and then only to this
-   machine: the peer, the ``Host`` it names (a name that was pointed at us by DNS rebinding is another one) and the absence of
-   a proxy's headers are looked at;
+2. somebody is known to ask: by a token or a ticket (``Authorization: Bearer``), by the application's own ``users``
+   function, by the session cookie of a login; or the server is *open*, which it is while nobody ever made a token, and then
+   only to this machine: the peer, the ``Host`` it names (a name that was pointed at us by DNS rebinding is another one) and
+   the absence of a proxy's headers are looked at;
 3. it was not sent by another site's page: ``Origin`` and ``Sec-Fetch-Site`` say so, for WebSockets too;
 4. where a browser's cookie or its being on this machine is all that vouches for it, it carries the token of our own forms.
 
@@ -34,11 +34,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
 from starlette.responses import RedirectResponse, Response
 
-from headway.errors import HeadwayError, StorageError, Unavailable
+from headway.errors import ConfigError, HeadwayError, StorageError, Unavailable
 from headway.telemetry import Log, metrics
-from headway.web import problems, tokens
-from headway.web.problems import Forbidden, NotAcceptable, Throttled, TooLarge, Unauthenticated
-from headway.web.site import Flash, User
+from headway.web import problems, tickets, tokens
+from headway.web.problems import Forbidden, NotAcceptable, Throttled, TooLarge, TooSlow, Unauthenticated
+from headway.web.site import NAME, RIGHTS, Flash, User, is_name
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -52,7 +52,7 @@ T = TypeVar("T")
 #: An application's own users: who sends this request, or None. It may be a coroutine function.
 Users = Callable[[HTTPConnection], User | Awaitable[User | None] | None]
 
-#: Seconds between two looks whether a token was made or revoked, by one statement for all who ask.
+#: Seconds between two looks whether a token or a login was made or ended, by one statement for all who ask.
 PULSE: Final = 2.0
 #: Seconds that the store may take to say who somebody is.
 ASK: Final = 2.0
@@ -63,14 +63,17 @@ STALE: Final = 600.0
 REMEMBERED: Final = 10_000
 #: Wrong tokens a minute from one address, before it has to wait.
 GUESSES: Final = 10
-#: Bytes a request may have.
+#: Bytes a request may have, and seconds in which it has to be here.
 BODY: Final = 1_000_000
+UPLOAD: Final = 30.0
 
 #: Reached without being anybody: they tell nothing.
-PUBLIC: Final = ("/healthz", "/readyz", "/login", "/favicon.ico")
+PUBLIC: Final = ("/healthz", "/readyz", "/login", "/enter", "/favicon.ico")
 PUBLIC_BELOW: Final = "/static/"
 
 SAFE: Final = ("GET", "HEAD", "OPTIONS")
+
+_OF_PROXIES: Final = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "via")
 
 HEADERS: Final = {
     "Content-Security-Policy": (
@@ -101,7 +104,7 @@ class Throttle:
         self._wrong: dict[str, deque[float]] = {}
 
     def check(self, peer: str) -> None:
-        wrong, now = self._wrong.get(peer), self._clock()
+        wrong, now = self._wrong.get(_network_of(peer)), self._clock()
         while wrong and wrong[0] < now - 60:
             wrong.popleft()
         if wrong is not None and len(wrong) >= GUESSES:
@@ -110,7 +113,7 @@ class Throttle:
     def failed(self, peer: str) -> None:
         if len(self._wrong) >= REMEMBERED:
             self._wrong.pop(next(iter(self._wrong)))
-        self._wrong.setdefault(peer, deque(maxlen=GUESSES)).append(self._clock())
+        self._wrong.setdefault(_network_of(peer), deque(maxlen=GUESSES)).append(self._clock())
 
 
 @dataclass(slots=True)
@@ -130,6 +133,9 @@ class Access:
     async def who(self, connection: HTTPConnection) -> Known | None:
         pulse = await self.pulse()
         bearer = _bearer(connection.headers.get("authorization"))
+        if bearer is not None and bearer.startswith(tickets.PREFIX):
+            ticket = self.ticket(bearer, peer_of(connection.scope))
+            return None if ticket is None else Known(ticket.user, "token")
         if bearer is not None:
             user = await self._by_token(bearer, peer_of(connection.scope))
             return None if user is None else Known(user, "token")
@@ -137,15 +143,34 @@ class Access:
             found = self.users(connection)
             user = await found if inspect.isawaitable(found) else found
             if user is not None:
-                return Known(user, "users")
+                return Known(_checked(user), "users")
         cookie = self.cookie(connection, "session")
         if cookie:
             found_user = await self._ask("s" + tokens.hashed(cookie), tokens.find_session, cookie)
             if isinstance(found_user, User):
                 return Known(found_user, "session")
-        if self.users is None and self._is_near(connection) and not pulse.made:
+        if self.users is None and self._is_near(connection) and not pulse.made and not self.keys:
             return Known(User("local", "admin"), "open")
         return None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return self.site.settings.texts("web_keys")
+
+    def ticket(self, text: str, peer: str) -> tickets.Ticket | None:
+        self.throttle.check(peer)
+        found = tickets.read(self.keys, text, audience=self.site.settings.text("web_audience"))
+        if found is None:
+            self.throttle.failed(peer)
+        return found
+
+    async def enter(self, text: str, peer: str) -> tuple[User, str] | None:
+        """Who came with a ticket, and the new session's cookie; a ticket is taken once."""
+        ticket = self.ticket(text, peer)
+        if ticket is None:
+            return None
+        cookie = await self.site.change(lambda: tokens.open_visit(self.site.reader.database, *ticket))
+        return None if cookie is None else (ticket.user, cookie)
 
     async def _by_token(self, text: str, peer: str) -> User | None:
         name = "t" + tokens.hashed(text)
@@ -158,7 +183,7 @@ class Access:
         return None
 
     async def pulse(self) -> tokens.Pulse:
-        """How many tokens were ever made, and when one was last revoked: then everybody is asked about again."""
+        """How many tokens and logins were made and ended. When one ended, everybody is asked about again."""
         at, pulse = self._pulse
         if pulse is not None and time.monotonic() - at < PULSE:
             return pulse
@@ -168,12 +193,17 @@ class Access:
             if pulse is not None and time.monotonic() - at < STALE:
                 return pulse
             raise
-        if pulse is not None and found.revoked_at != pulse.revoked_at:
+        if pulse is not None and found[1:] != pulse[1:]:
             # Not forgotten: while the store is away, who was known stays known.
             known = self._known.items()
             self._known = {name: (min(since, time.monotonic() - FRESH), user) for name, (since, user) in known}
         self._pulse = (time.monotonic(), found)
         return found
+
+    @property
+    def seen(self) -> tokens.Pulse | None:
+        """The pulse by which those were judged who were let in last."""
+        return self._pulse[1]
 
     async def _read(self, question: Callable[[], T]) -> T:
         """Ask the store, not for long; and for a moment not again once it did not answer, so that whoever needs no store
@@ -235,7 +265,7 @@ class Access:
         client = connection.scope.get("client")
         return (
             (client is None or _is_loopback(str(client[0])))
-            and not any(name in headers for name in ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip"))
+            and not any(name in headers for name in _OF_PROXIES)
             and self.is_ours(headers.get("host", ""))
         )
 
@@ -255,7 +285,7 @@ class Access:
     def set_cookie(self, response: Response, scope: Scope, kind: str, value: str, seconds: int | None) -> None:
         response.set_cookie(
             self.name(kind), value, max_age=seconds, path=root_of(scope) or "/", httponly=True, samesite="strict",
-            secure=scope.get("scheme") in ("https", "wss"),
+            secure=_is_encrypted(scope),
         )  # fmt: skip
 
     def form_token(self, connection: HTTPConnection, visitor: str) -> str:
@@ -269,7 +299,11 @@ class Access:
             raise Forbidden("The form is not from this page, or too old.", hint="Load the page again and repeat it.")
 
     def flash(self, kind: str, text: str) -> str:
-        body = base64.urlsafe_b64encode(json.dumps([kind, text[:500]]).encode()).decode().rstrip("=")
+        body = (
+            base64.urlsafe_b64encode(json.dumps([kind, text[:500]], ensure_ascii=False).encode("utf-8", "replace"))
+            .decode()
+            .rstrip("=")
+        )
         return f"{body}.{self._sign('flash', body)}"
 
     def read_flash(self, cookie: str) -> Flash | None:
@@ -329,7 +363,7 @@ class Gate:
             known = await access.who(connection)
             if known is None:
                 return self._ask_to_log_in(scope, connection, path)
-            scope["headway.user"] = known.user
+            scope["headway.user"], scope["headway.pulse"] = known.user, access.seen
         visitor = access.cookie(connection, "visitor")
         fresh = "" if visitor or is_for_programs(path) else secrets.token_urlsafe(24)
         scope["headway.csrf"] = access.form_token(connection, visitor or fresh)
@@ -400,6 +434,13 @@ def root_of(scope: Scope) -> str:
     return str(scope.get("root_path", "")).rstrip("/")
 
 
+def _is_encrypted(scope: Scope) -> bool:
+    """Whether the browser came by TLS, also where a proxy ends it. A sender who says so falsely gets a cookie that is sent
+    less often, and nothing else."""
+    said = Headers(scope=scope).get("x-forwarded-proto", "")
+    return scope.get("scheme") in ("https", "wss") or said.partition(",")[0].strip().lower() == "https"
+
+
 def _check_source(connection: HTTPConnection, path: str) -> None:
     """Refuse what another site's page sent. Browsers say so in headers that no script can set."""
     headers, scope = connection.headers, connection.scope
@@ -429,6 +470,17 @@ def _name_of(host: str) -> str:
         return ""
 
 
+def _network_of(peer: str) -> str:
+    """Whose guesses are counted together: of IPv6 the network, for everybody has 2**64 addresses of one."""
+    try:
+        address = ipaddress.IPv6Address(peer.partition("%")[0])
+    except ValueError:
+        return peer
+    if address.ipv4_mapped:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
+
+
 def _is_loopback(name: str) -> bool:
     try:
         address = ipaddress.ip_address(name)
@@ -444,6 +496,21 @@ def _bearer(header: str | None) -> str | None:
         return None
     kind, _, text = header.partition(" ")
     return text.strip() if kind.lower() == "bearer" else ""
+
+
+def _checked(user: object) -> User:
+    """What the application's function gave, before it becomes part of questions that are asked for many people at once."""
+    if not isinstance(user, User) or user.role not in RIGHTS:
+        raise ConfigError(
+            "The application's users function gave neither a headway.web.User with a known role nor None.",
+            hint=f"Roles are {', '.join(RIGHTS)}.",
+        )
+    if not is_name(user.name):
+        raise ConfigError(
+            f"The application's users function gave a name that is no text of 1 to {NAME} printable characters.",
+            hint="Use the text that submit(user_id=...) is given: User(str(account.id), role).",
+        )
+    return user
 
 
 def _user_of(database: object, text: str) -> User | None:
@@ -486,18 +553,25 @@ class _Answering:
 
 
 def _bounded(scope: Scope, receive: Receive) -> Receive:
-    """Refuse what is larger than any request of ours, before it is in memory."""
+    """Refuse what is larger than any request of ours, before it is in memory, and what does not come to its end."""
     if scope["type"] != "http":
         return receive
     length = Headers(scope=scope).get("content-length", "0")
     error = TooLarge(f"A request may have {BODY:,} bytes.")
     if not length.isdecimal() or int(length) > BODY:
         raise error
-    taken = 0
+    taken, end = 0, time.monotonic() + UPLOAD
+    whole = False
 
     async def counted() -> Message:
-        nonlocal taken
-        message = await receive()
+        nonlocal taken, whole
+        if whole:  # what comes now is that the other side went away
+            return await receive()
+        try:
+            message = await asyncio.wait_for(receive(), max(0.0, end - time.monotonic()))
+        except TimeoutError:
+            raise TooSlow(f"The request was not here within {UPLOAD:.0f} s.") from None
+        whole = not message.get("more_body", False)
         taken += len(message.get("body", b"") or b"")
         if taken > BODY:
             raise error

@@ -24,7 +24,7 @@ from headway.web.server import GRACE, HOST, listen
 #: What the process is niced by: it takes what the run leaves.
 NICE: Final = 10
 #: What it stands on.
-_NEEDED: Final = ("fastapi", "uvicorn", "websockets", "jinja2")
+_NEEDED: Final = ("fastapi", "uvicorn", "httptools", "websockets", "jinja2")
 
 
 def check() -> None:

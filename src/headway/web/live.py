@@ -5,8 +5,9 @@ One publisher per process looks at the stores while anybody listens, however man
 remembers the last number it was sent and is given what came since, or everything, when it is ready for more. So one that
 reads slowly skips to the latest, costs no memory and delays nobody.
 
-A number belongs to this process's life (`Channel.epoch`). Said back after a reconnect, ``since`` gives the changes since
-then if they are still known here, else everything.
+A number belongs to one channel's life (`Channel.epoch`): that of everybody lives as long as the process, that of a person as
+long as a page of theirs is open. Said back after a reconnect, ``since`` gives the changes since then if they are still known
+here, else everything.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -30,12 +32,14 @@ from headway.views.job import FORECAST_ITEMS, cause_view
 from headway.views.jobs import job_view
 from headway.views.queue import read_queues, read_workers, task_view
 from headway.views.shape import Json, iso, plain
+from headway.web.monitor import Monitor
 
 if TYPE_CHECKING:
     from headway.ledger.values import JobInfo
     from headway.views.reading import Reader
     from headway.web.auth import Access
-    from headway.web.site import Site
+    from headway.web.site import Site, User
+    from headway.web.tokens import Pulse
 
 log = Log("web")
 
@@ -55,8 +59,14 @@ TASKS: Final = 100
 CAUSES: Final = 3
 #: Seconds of work that a rate is made of.
 WINDOW: Final = 60.0
-#: Seconds after which it is asked again who listens, also when no token was revoked.
+#: Seconds after which it is asked again who listens, also when no token or login was made or ended.
 RECHECK: Final = 300.0
+#: Listeners that are asked about at once: the others wait, and the store's threads stay free for requests.
+ASKING: Final = 4
+#: Jobs whose states are followed at once.
+WATCHED: Final = 20
+#: Connections that one person of an application may have, so that nobody takes those of all.
+EACH: Final = 50
 
 Sections = dict[str, dict[str, Any]]
 
@@ -140,8 +150,8 @@ class Look:
 class Channel:
     """What some connections are sent: its content, and the last changes of it."""
 
-    def __init__(self, epoch: str) -> None:
-        self.epoch, self.number = epoch, 0
+    def __init__(self, epoch: str | None = None) -> None:
+        self.epoch, self.number = epoch or secrets.token_hex(4), 0
         self.listeners = 0
         self._at = ""
         self._sections: Sections = {}
@@ -193,9 +203,53 @@ class Channel:
             await self._changed.wait()
 
     def place(self, seq: str) -> int | None:
-        """The number somebody says they were at; None if it is not one of ours."""
-        epoch, _, number = seq.partition(".")
-        return int(number) if epoch == self.epoch and number.isdecimal() and len(number) < 16 else None
+        """The number somebody says they were at; None if it is not one that was sent here."""
+        epoch, _, text = seq.partition(".")
+        if epoch != self.epoch or not text.isdecimal() or len(text) > 15:
+            return None
+        number = int(text)
+        return number if number <= self.number else None
+
+
+class Watched:
+    """A job's states, while pages show them: a channel, and who fills it."""
+
+    def __init__(self, store: str, job: str, threads: ThreadPoolExecutor, tick: float) -> None:
+        self.channel = Channel()
+        self._monitor, self._threads, self._tick = Monitor(store, job), threads, tick
+        self._task = asyncio.create_task(self._follow())
+
+    async def _follow(self) -> None:
+        """Its own loop and threads: a store of states that hangs delays nobody else."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                reading = loop.run_in_executor(self._threads, self._monitor)
+                try:
+                    while not reading.done():
+                        await asyncio.wait([reading], timeout=LOOK)
+                        if not reading.done():
+                            self._say(f"no answer for {LOOK:.0f} s")
+                    self.channel.publish({"store": {"database": {"error": None}}, "states": reading.result()})
+                except HeadwayError as error:
+                    self._say(redact(str(error)))
+                except Exception as error:  # noqa: BLE001 - said where a person looks, and tried again
+                    log.warning("the states of a job cannot be followed", error=error_message(error))
+                    self._say("the server could not read it; see its log")
+                await asyncio.sleep(self._tick)
+        finally:
+            # Behind a call that may still be under way; nobody waits for it.
+            with suppress(RuntimeError):  # the server ends, and with it what was open
+                loop.run_in_executor(self._threads, self._close).add_done_callback(_seen)
+
+    def _close(self) -> None:
+        self._monitor.close()
+
+    def _say(self, error: str) -> None:
+        self.channel.publish({"store": {"database": {"error": error}}})
+
+    def end(self) -> None:
+        self._task.cancel()
 
 
 class Publisher:
@@ -204,13 +258,16 @@ class Publisher:
     def __init__(self, site: Site, access: Access, *, tick: float = TICK) -> None:
         self._site, self._access, self._tick = site, access, tick
         self._look = Look(site.reader)
-        self._epoch = secrets.token_hex(4)
-        self._everybody = Channel(self._epoch)
+        self._everybody = Channel()
         self._users: dict[str, Channel] = {}
+        self._watched: dict[str, Watched] = {}
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="headway-states")
         self._task: asyncio.Task[None] | None = None
         self._reading: asyncio.Future[Any] | None = None
-        self._revoked: float | None = None
+        self._pulse: Pulse | None = None
+        self._asking = asyncio.Semaphore(ASKING)
         self._open: set[WebSocket] = set()
+        self._answers = True  # whether the store did when it was last asked
 
     # ---- connections -------------------------------------------------------------------------------------------------
 
@@ -220,11 +277,46 @@ class Publisher:
         if len(self._open) >= MOST:
             await websocket.close(1013, "too many connections")
             return
-        await websocket.accept()
-        owner = user.owner
-        channel = self._everybody if owner is None else self._users.setdefault(owner, Channel(self._epoch))
+        channel = self._channel(user, websocket.query_params.get("states"))
+        if isinstance(channel, str):
+            await websocket.close(1013, channel)
+            return
         self._open.add(websocket)
         channel.listeners += 1
+        try:
+            await websocket.accept()
+            await self._converse(websocket, channel)
+        finally:
+            self._open.discard(websocket)
+            channel.listeners -= 1
+            self._tidy()
+
+    def _channel(self, user: User, states: str | None) -> Channel | str:
+        """What somebody is sent; or why nothing."""
+        if user.owner is not None:  # their own tasks, whatever they ask for
+            own = self._users.setdefault(user.owner, Channel())
+            return own if own.listeners < EACH else "too many connections of yours"
+        if states is None:
+            return self._everybody
+        if states not in self._watched:
+            if len(self._watched) >= WATCHED:
+                return "the states of too many jobs are shown"
+            store = self._site.settings.text("states")
+            self._watched[states] = Watched(store, states, self._threads, self._tick)
+        return self._watched[states].channel
+
+    def _tidy(self) -> None:
+        """What nobody listens to any more is no longer looked at."""
+        for owner in [owner for owner, channel in self._users.items() if not channel.listeners]:
+            del self._users[owner]
+        for job in [job for job, watched in self._watched.items() if not watched.channel.listeners]:
+            self._watched.pop(job).end()
+        metrics.gauge("headway_web_live", len(self._open))
+        if not self._open and self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    async def _converse(self, websocket: WebSocket, channel: Channel) -> None:
         metrics.gauge("headway_web_live", len(self._open))
         if self._task is None:
             self._task = asyncio.create_task(self._run())
@@ -246,35 +338,33 @@ class Publisher:
         finally:
             gone.remove_done_callback(end)
             gone.cancel()
-            self._open.discard(websocket)
-            channel.listeners -= 1
-            if user.owner is not None and not channel.listeners:
-                self._users.pop(user.owner, None)
-            metrics.gauge("headway_web_live", len(self._open))
-            if not self._open and self._task is not None:
-                self._task.cancel()
-                self._task = None
 
     async def _send(self, websocket: WebSocket, channel: Channel) -> None:
         """Until it is cancelled, because the other side has gone, or the other side is not known any more."""
         number = channel.place(websocket.query_params.get("since", ""))
-        revoked, checked = self._revoked, time.monotonic()
+        pulse: Pulse | None = websocket.scope["headway.pulse"]
+        checked = time.monotonic()
         while True:
             if channel.number:
                 number, text = channel.since(number)
                 await websocket.send_text(text)
             await channel.news(number or 0)
-            if revoked != self._revoked or time.monotonic() - checked > RECHECK:
-                revoked, checked = self._revoked, time.monotonic()
-                if not await self._still_known(websocket):
+            now = self._pulse
+            if pulse != now or time.monotonic() - checked > RECHECK:
+                known = await self._still_known(websocket)
+                if known is False:
                     await websocket.close(4401, "not known any more")
                     return
+                if known:  # else nobody could say: it is asked again with the next message
+                    pulse, checked = now, time.monotonic()
 
-    async def _still_known(self, websocket: WebSocket) -> bool:
-        with suppress(HeadwayError):  # while the store is away nobody's right can have ended as far as we know
-            known = await self._access.who(websocket)
-            return known is not None and known.user == self._site.user(websocket)
-        return True
+    async def _still_known(self, websocket: WebSocket) -> bool | None:
+        async with self._asking:
+            try:
+                known = await self._access.who(websocket)
+            except HeadwayError:
+                return None
+        return known is not None and known.user == self._site.user(websocket)
 
     # ---- looking -----------------------------------------------------------------------------------------------------
 
@@ -287,7 +377,7 @@ class Publisher:
     async def look(self) -> None:
         """Read, and publish what changed; if the store does not answer, publish that."""
         with suppress(HeadwayError):  # said below
-            self._revoked = (await self._access.pulse()).revoked_at
+            self._pulse = await self._access.pulse()
         if self._reading is None or self._reading.done():
             everybody, users = self._everybody.listeners > 0, tuple(sorted(self._users))
             self._reading = asyncio.ensure_future(self._site.read(self._look, everybody=everybody, users=users))
@@ -302,6 +392,7 @@ class Publisher:
             log.warning("the live path could not look", error=error_message(error))
             self._publish_error("the server could not read it; see its log")
         else:
+            self._answers = True
             if self._everybody.listeners:
                 self._everybody.publish(sections)
             for user, found in theirs.items():
@@ -310,7 +401,7 @@ class Publisher:
 
     async def tell(self) -> None:
         """Send everybody the state of this moment, because no later look will: the server is about to end."""
-        if not self._open:
+        if not self._open or not self._answers:  # who ends does not wait for a store that is away
             return
         if self._reading is not None:
             await asyncio.wait([self._reading], timeout=LOOK)  # it may have begun before what is to be told
@@ -318,6 +409,7 @@ class Publisher:
         await asyncio.sleep(FAREWELL)
 
     def _publish_error(self, error: str) -> None:
+        self._answers = False
         for channel in (self._everybody, *self._users.values()):
             channel.publish({"store": {"database": {"error": error}}})
 
@@ -325,6 +417,8 @@ class Publisher:
         if self._task is not None:
             self._task.cancel()
             self._task = None
+        for watched in self._watched.values():
+            watched.end()
         for websocket in list(self._open):
             with suppress(RuntimeError, WebSocketDisconnect):
                 if websocket.application_state is WebSocketState.CONNECTED:

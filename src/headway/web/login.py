@@ -11,7 +11,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from headway.errors import UsageError
 from headway.web import tokens
 from headway.web.auth import peer_of, root_of
-from headway.web.problems import NotAcceptable
+from headway.web.problems import NotAcceptable, Unauthenticated
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -48,6 +48,29 @@ def login(access: Access) -> Callable[[Request], Awaitable[Response]]:
         return response
 
     return post
+
+
+def enter(access: Access) -> Callable[[Request], Awaitable[Response]]:
+    """``GET /enter?ticket=...&next=/jobs``: somebody of an application with users of its own comes in."""
+
+    async def get(request: Request) -> Response:
+        found = await access.enter(request.query_params.get("ticket", ""), peer_of(request.scope))
+        if found is None:
+            raise Unauthenticated(
+                "This ticket was used, has ended, or is none.", hint="Come from the application again."
+            )
+        there = root_of(request.scope) + local_path(request.query_params.get("next", "/"))
+        # A page of ours, not a redirection: after one from another site a browser would keep a strict cookie to itself.
+        text = (
+            '<!doctype html><html lang="en"><meta charset="utf-8"><title>headway</title>'
+            f'<meta http-equiv="refresh" content="0;url={_attribute(quote(there, safe="/?&=%#:,+@!"))}">'
+            f'<p><a href="{_attribute(there)}">Go on</a></p></html>'
+        )
+        response = HTMLResponse(text, headers={"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"})
+        access.set_cookie(response, request.scope, "session", found[1], int(tokens.SESSION))
+        return response
+
+    return get
 
 
 def logout(access: Access) -> Callable[[Request], Awaitable[Response]]:

@@ -39,6 +39,10 @@ class TooLarge(UsageError):
     """What was sent is larger than anything that is asked for here."""
 
 
+class TooSlow(UsageError):
+    """What was sent did not come to its end in time."""
+
+
 class NotAcceptable(UsageError):
     """What was sent is not of the kind that is asked for here."""
 
@@ -56,11 +60,13 @@ STATUS: Final[dict[type[BaseException], int]] = {
     Unauthenticated: 401,
     Forbidden: 403,
     WrongMethod: 405,
+    TooSlow: 408,
     TooLarge: 413,
     NotAcceptable: 415,
     Throttled: 429,
     UsageError: 400,
     errors.MissingExtra: 501,
+    errors.ConfigError: 500,  # the server's own settings, not what was asked
     errors.NotFound: 404,
     Refused: 409,
     errors.Unavailable: 503,

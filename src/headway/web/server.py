@@ -6,15 +6,16 @@ import asyncio
 import errno
 import ipaddress
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from headway.errors import ConfigError, MissingExtra, Refused, UsageError
-from headway.web import tokens
+from headway.web import tickets, tokens
 
 if TYPE_CHECKING:
     from headway.web.app import Application
@@ -23,6 +24,10 @@ HOST: Final = "127.0.0.1"
 PORT: Final = 8700
 #: Seconds that requests under way get to end.
 GRACE: Final = 5
+#: Seconds that the head of a request may take, and bytes it may have. A connection is looked at so often: one that begins
+#: no request is closed after one to two of these.
+HEAD_SECONDS: Final = 10.0
+HEAD_BYTES: Final = 262_144
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -60,8 +65,9 @@ def is_loopback(host: str) -> bool:
 
 
 def check_access(app: Application, host: str) -> bool:
-    """Whether tokens are needed; refuses an address that others can reach while they are not."""
-    closed = tokens.pulse(app.site.reader.database).made > 0
+    """Whether tokens or tickets are needed; refuses an address that others can reach while they are not."""
+    keys = [tickets.checked(key) for key in app.access.keys]
+    closed = bool(keys) or tokens.pulse(app.site.reader.database).made > 0
     if not closed and not is_loopback(host):
         raise Refused(
             f"Others can reach {host}, and nobody would have to say who they are.",
@@ -80,6 +86,7 @@ def serve(
     """Serve until SIGINT, SIGTERM or SIGHUP, or until the descriptor ``until`` is at its end. ``ready`` is called when
     requests are answered. Open pages are told the last state before their connections are closed."""
     try:
+        import httptools  # noqa: F401 - it parses, within our limits
         import uvicorn
         import websockets  # noqa: F401 - without it uvicorn would answer live connections with an error of its own
     except ImportError as error:
@@ -117,6 +124,7 @@ def serve(
 
     config = uvicorn.Config(
         app,
+        http=_protocol(),
         ws="websockets-sansio",
         ws_per_message_deflate=False,  # a kilobyte a second is not worth 100 KB of memory per connection
         ws_max_size=65_536,
@@ -127,7 +135,57 @@ def serve(
         timeout_graceful_shutdown=GRACE,
         lifespan="on",
     )
+    _take_descriptors()
     Server(config).run(sockets=[listener])
+
+
+def _protocol() -> type[asyncio.Protocol]:
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+    class Protocol(HttpToolsProtocol):
+        """A connection that does not begin a request in time, or begins it without an end, is closed: it would keep its
+        descriptor, of which there are so many. The gate bounds what follows the head."""
+
+        _incomplete, _size = True, 0
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._looked_at: Any = self.cycle
+            self.loop.call_later(HEAD_SECONDS, self._look)
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._incomplete, self._size = True, 0
+
+        def on_headers_complete(self) -> None:
+            self._incomplete = False
+            super().on_headers_complete()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._size += len(data)
+            if self._incomplete and self._size > HEAD_BYTES:
+                self.transport.abort()
+
+        def _look(self) -> None:
+            if self.transport.is_closing() or self.transport.get_protocol() is not self:
+                return  # it ended, or is a live connection by now
+            cycle: Any = self.cycle  # None before the first request
+            if cycle is self._looked_at and (cycle is None or cycle.response_complete):
+                self.transport.abort()
+                return
+            self._looked_at = self.cycle
+            self.loop.call_later(HEAD_SECONDS, self._look)
+
+    return Protocol
+
+
+def _take_descriptors() -> None:
+    """A live page is a descriptor: take as many as this process is allowed, not the shell's 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else 65_536, hard))
 
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

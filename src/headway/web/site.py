@@ -17,7 +17,8 @@ The stores are opened by the first read, in its thread: the server starts, and s
 A section (``jobs queues workers causes tasks store``) maps an id to a whole view, as the API has it. In a delta ``null``
 means that the entry is gone. ``seq`` is opaque: say it back. A message comes at least every 2 s, with an empty delta if
 nothing changed. While the store is away, ``store`` has the entry ``{"database": {"error": "..."}}`` and the rest stays as it
-was last known. A person who may see their own tasks only gets the section ``tasks`` alone.
+was last known. A person who may see their own tasks only gets the section ``tasks`` alone. With ``?states=JOB`` the sections
+are ``states`` (``JOB/TASK/TAG`` to the state, without its payload) and ``store``.
 """
 
 from __future__ import annotations
@@ -71,6 +72,15 @@ RIGHTS: Final[dict[Role, frozenset[str]]] = {
         }
     ),
 }
+
+
+#: Characters of a name that an application gives a user.
+NAME: Final = 500
+
+
+def is_name(name: object) -> bool:
+    """Whether it can be part of a question that is asked for many people at once."""
+    return type(name) is str and 0 < len(name) <= NAME and name.isprintable()
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: Seconds a login lasts.
 SESSION: Final = 12 * 3600.0
+#: Seconds that a login which ended is kept, so that every server sees that it did.
+ENDED: Final = 3600.0
 #: The most days a token can last.
 MOST_DAYS: Final = 3650.0
 
@@ -85,18 +87,33 @@ def revoke(database: Database, id: str, *, by: str) -> Token:
 
 
 class Pulse(NamedTuple):
-    """What changes when it matters who is known."""
+    """What changes when it matters who is known. Counts, because a clock may be set back."""
 
     #: One that ran out or was revoked counts: a server that asked for tokens does not open itself to everybody because
     #: the last of them ended.
     made: int
-    revoked_at: float | None
+    #: Of these, how many were revoked or ran out.
+    ended: int
+    #: Logins and visits that ended in the last hour, and the last of them.
+    logins: int
+    last_login: float | None
+    visits: int
+    last_visit: float | None
 
 
 def pulse(database: Database) -> Pulse:
-    row = database.one("SELECT count(*), max(revoked_at) FROM web_tokens")
+    with database.read() as tx:
+        now = tx.now()
+        row = tx.one(
+            "SELECT count(*), coalesce(sum(CASE WHEN revoked_at IS NOT NULL OR expires_at <= ? THEN 1 ELSE 0 END), 0), "
+            "(SELECT count(*) FROM web_sessions WHERE expires_at <= ?), "
+            "(SELECT max(expires_at) FROM web_sessions WHERE expires_at <= ?), "
+            "(SELECT count(*) FROM web_visits WHERE expires_at <= ?), "
+            "(SELECT max(expires_at) FROM web_visits WHERE expires_at <= ?) FROM web_tokens",
+            (now, now, now, now, now),
+        )
     assert row is not None
-    return Pulse(*row)
+    return Pulse(int(row[0]), int(row[1]), *row[2:])
 
 
 _VALID = "t.revoked_at IS NULL AND (t.expires_at IS NULL OR t.expires_at > ?)"
@@ -117,12 +134,12 @@ def find(database: Database, text: str) -> tuple[User, str] | None:
 
 
 def open_session(database: Database, token: str, *, user: User) -> str:
-    """The cookie of somebody who logged in by a token; those that ran out are cleared away."""
+    """The cookie of somebody who logged in by a token; those that ended are cleared away when every server has seen it."""
     cookie = secrets.token_urlsafe(32)
 
     def work(tx: Tx) -> None:
         now = tx.now()
-        tx.execute("DELETE FROM web_sessions WHERE expires_at < ?", (now,))
+        tx.execute("DELETE FROM web_sessions WHERE expires_at < ?", (now - ENDED,))
         tx.execute(
             "INSERT INTO web_sessions (hash, token, created_at, expires_at) VALUES (?, ?, ?, ?)",
             (hashed(cookie), token, now, now + SESSION),
@@ -133,21 +150,49 @@ def open_session(database: Database, token: str, *, user: User) -> str:
     return cookie
 
 
+def open_visit(database: Database, ticket: str, user: User) -> str | None:
+    """The cookie of somebody who came with a ticket; None if somebody had come with it before. The row outlives the ticket:
+    it is kept for longer than a ticket is good for, also when the visitor logs out at once."""
+    cookie = secrets.token_urlsafe(32)
+
+    def work(tx: Tx) -> bool:
+        now = tx.now()
+        tx.execute("DELETE FROM web_visits WHERE expires_at < ?", (now - ENDED,))
+        new = tx.execute(
+            "INSERT INTO web_visits (ticket, hash, name, role, created_at, expires_at) VALUES (?, ?, ?, ?, ?, ?) "
+            "ON CONFLICT (ticket) DO NOTHING",
+            (ticket, hashed(cookie), user.name, user.role, now, now + SESSION),
+        )
+        if new:
+            audit(tx, now, user.name, "login", "", {"ticket": ticket, "role": user.role})
+        # Repeated because the first answer was lost, it finds the row that it wrote itself.
+        return bool(tx.one("SELECT 1 FROM web_visits WHERE ticket = ? AND hash = ?", (ticket, hashed(cookie))))
+
+    return cookie if database.run(work, operation="web.session") else None
+
+
 def find_session(database: Database, cookie: str) -> User | None:
     with database.read() as tx:
         now = tx.now()
         row = tx.one(
             "SELECT t.name, t.role FROM web_sessions s JOIN web_tokens t ON t.id = s.token "
-            f"WHERE s.hash = ? AND s.expires_at > ? AND {_VALID}",
-            (hashed(cookie), now, now),
+            f"WHERE s.hash = ? AND s.expires_at > ? AND {_VALID} "
+            "UNION ALL SELECT name, role FROM web_visits WHERE hash = ? AND expires_at > ?",
+            (hashed(cookie), now, now, hashed(cookie), now),
         )
     return None if row is None else _user(row)
 
 
 def close_session(database: Database, cookie: str) -> None:
-    database.write(
-        "DELETE FROM web_sessions WHERE hash = ?", (hashed(cookie),), operation="web.session", idempotent=True
-    )
+    """It is ended rather than deleted: the other servers of the installation look for what ended."""
+
+    def work(tx: Tx) -> None:
+        now = tx.now()
+        for table in ("web_sessions", "web_visits"):
+            sql = f"UPDATE {table} SET expires_at = ? WHERE hash = ? AND expires_at > ?"
+            tx.execute(sql, (now, hashed(cookie), now))
+
+    database.run(work, operation="web.session")
 
 
 def signing_key(database: Database) -> bytes:
