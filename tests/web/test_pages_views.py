@@ -127,7 +127,7 @@ def test_durations_are_binned_without_a_gap():
     assert sum(count for _, count in bins) == 3
     bounds = [bound for bound, _ in bins]
     ratios = {round(right / left, 3) for left, right in pairwise(bounds)}
-    assert ratios == {round(10**0.25, 3)}
+    assert ratios == {round(10**0.125, 3)}
     assert durations([]) == ()
 
 
