@@ -137,12 +137,14 @@ async def tasks(pages: Pages, request: Request) -> Response:
 async def task(pages: Pages, request: Request) -> Response:
     id, owner = request.path_params["id"], pages.site.user(request).owner
 
-    def look(reader: Reader) -> TaskSheet:
-        reader.queue.get(id, user_id=owner)  # another person's task is as missing as one that never was
-        return reader.task(id)
+    def look(reader: Reader) -> tuple[TaskSheet, QueueView | None]:
+        found = reader.task(id, user_id=owner)  # another person's task is as missing as one that never was
+        waits = found.task.status == "QUEUED"
+        paused = [one for one in reader.queues().queues if waits and one.paused and one.queue == found.task.queue]
+        return found, paused[0] if paused else None
 
-    found = await pages.site.read(look, pages.site.reader)
-    return pages.answer(request, "task.html", refresh=5, found=found, task=found.task)
+    found, paused = await pages.site.read(look, pages.site.reader)
+    return pages.answer(request, "task.html", refresh=5, found=found, task=found.task, paused=paused)
 
 
 class Own(NamedTuple):

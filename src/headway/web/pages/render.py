@@ -77,7 +77,7 @@ def templates() -> Environment:
     made.globals.update(draw=draw, version=__version__, links=LINKS, more=MORE, plural=plural, query=query)
     made.filters.update(
         num=num, dur=span, roughly=roughly, pace=pace, clock=clock, when=when, since=since, part=part, small=small,
-        mb=mb, words=words, past=past, exact=exact, q=lambda text: quote(str(text), safe=""),
+        mb=mb, words=words, past=past, exact=exact, measured=measured, q=lambda text: quote(str(text), safe=""),
     )  # fmt: skip
     return made
 
@@ -178,6 +178,13 @@ def words(message: str) -> str:
 def past(series: Series, name: str = "done") -> list[int]:
     """One number over time, without the last stretch: it is not over, and in a line it would look like a fall."""
     return [getattr(point, name) for point in series.points[:-1]]
+
+
+def measured(value: float | None, unit: str | None) -> str:
+    """A value of a rule in what it is measured in: time, a share, or a number of things."""
+    if value is None:
+        return NOTHING
+    return span(value) if unit == "s" else f"{100 * value:.0f}%" if unit == "share" else num(value)
 
 
 def mb(size: int | None) -> str:

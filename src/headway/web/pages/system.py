@@ -159,7 +159,9 @@ async def activity(pages: Pages, request: Request) -> Response:
 
 async def alerts(pages: Pages, request: Request) -> Response:
     found = await pages.site.read(pages.site.reader.alerts, history=20)
-    return pages.answer(request, "alerts.html", refresh=10, found=found)
+    return pages.answer(
+        request, "alerts.html", refresh=10, found=found, units={rule.name: rule.unit for rule in found.rules}
+    )
 
 
 async def about(pages: Pages, request: Request) -> Response:
