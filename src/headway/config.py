@@ -332,6 +332,8 @@ class Config:
         self._environment = environment
         self._path = (directory or Path()) / FILE
         self._stamp = self._look()
+        #: The profile in force, if there is one.
+        self.profile: str | None = None
         self._found = self._read()
 
     def with_cli(self, cli: Mapping[str, Value]) -> Config:
@@ -402,6 +404,7 @@ class Config:
                 known = ", ".join(sorted({*profiles, *PROFILES}))
                 raise ConfigError(f"There is no profile {profile!r} in {self._path} (there are: {known}).")
             chosen, built_in = profiles.get(profile, {}), PROFILES.get(profile, {})
+        self.profile = profile
         for old, new in RENAMED.items():
             if PREFIX + old.upper() in environment:
                 raise _renamed(PREFIX + old.upper(), PREFIX + new.upper())

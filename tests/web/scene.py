@@ -73,6 +73,23 @@ def lively(url: str, *, items: int = 120_000) -> None:
     states(url)
 
 
+def go_on(url: str, minutes: int = 20) -> None:
+    """As if everything went on at the pace of the last minute: for who looks at it for longer than that."""
+    with Ledger.open(url) as ledger:
+        for table, columns in (
+            ("minutes", "job, {}, done, failed, seconds"),
+            ("task_minutes", "{}, queue, kind, share, submitted, completed, failed, failures, run_seconds"),
+        ):  # fmt: skip
+            last = int(ledger.database.now() // 60) - 1
+            for ahead in range(1, minutes):
+                change(
+                    ledger.database,
+                    f"INSERT INTO {table} ({columns.format('minute')}) SELECT {columns.format('minute + ?')} FROM {table} "
+                    "WHERE minute = ?",
+                    ahead, last,
+                )  # fmt: skip
+
+
 def change(database: Database, sql: str, *values: Value) -> None:
     database.run(lambda tx: tx.execute(sql, values))
 
@@ -197,6 +214,12 @@ def spread(
     change(database, "UPDATE jobs SET finished_at = ? WHERE no = ? AND finished_at IS NOT NULL", last, job.no)
     change(database, "UPDATE causes SET first_seen = ?, last_seen = ? - 60 * no WHERE job = ?", now - 780, now, job.no)
     change(database, "UPDATE causes SET first_seen = ? WHERE job = ? AND no = 1", first + 420, job.no)
+    for (cause,) in database.all("SELECT no FROM causes WHERE job = ?", (job.no,)):
+        change(  # the first cause all the time, the others in a burst
+            database,
+            "UPDATE dead_letters SET created_at = ? + ? * ((idx * 7919) % 97) / 97.0 WHERE job = ? AND cause = ?",
+            *((first + 600, now - first - 900) if cause == 1 else (now - 740 - 900 * (cause == 2), 420)), job.no, cause,
+        )  # fmt: skip
     change(database, "UPDATE attempts SET at = ? - 900 + 90 * no + idx % 540 WHERE job = ?", now, job.no)
 
 

@@ -29,10 +29,12 @@ class Stage:
     #: The live line says nothing, or that the store is away.
     silent: bool = False
     away: str = ""
+    #: Settings beyond the database, as the command line would give them.
+    given: dict[str, str | tuple[str, ...]] = field(default_factory=dict)
     site: Site = field(init=False)
 
     def __post_init__(self) -> None:
-        settings = Config(cli={"database": self.url, "states": self.url})
+        settings = Config(cli={"database": self.url, "states": self.url, **self.given})
         self.site = Site(self.url, None, settings, Reader(settings))
 
     def app(self) -> ASGIApp:

@@ -107,6 +107,19 @@ def _failure(name: str) -> Any:
     return Failure(name, f"{name} as always", frame=f"five.py in {name.lower()}")
 
 
+#: How people look at it: what they come for is there in each.
+LOOKS: dict[str, dict[str, Any]] = {
+    "light": {"color_scheme": "light", "viewport": {"width": 1280, "height": 800}},
+    "dark": {"color_scheme": "dark", "viewport": {"width": 1280, "height": 800}},
+    "phone": {"color_scheme": "light", "viewport": {"width": 390, "height": 844}, "has_touch": True},
+}
+
+
+@pytest.fixture(params=LOOKS)
+def look(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return LOOKS[request.param]
+
+
 class Task(Visit):
     """A visit that begins at the Overview and counts its clicks."""
 
@@ -130,9 +143,9 @@ class Task(Visit):
         self.click(dialog.get_by_role("button", name=button, exact=True))
 
 
-def test_the_forecast_of_a_run_and_what_it_kept_are_seen_at_once(chromium: Browser, house: House):
+def test_the_forecast_of_a_run_and_what_it_kept_are_seen_at_once(chromium: Browser, house: House, look: dict[str, Any]):
     runs = house.reader.job(INVOICES).runs
-    with Task(chromium, house.web.address) as task:
+    with Task(chromium, house.web.address, **look) as task:
         row = task.page.locator("tr", has_text=INVOICES).first
         expect(row).to_contain_text(re.compile(r"~\d+ (s|min|h)"))
         expect(row).to_contain_text(re.compile(r"\d\d:\d\d to \d\d:\d\d"))
@@ -141,33 +154,42 @@ def test_the_forecast_of_a_run_and_what_it_kept_are_seen_at_once(chromium: Brows
         assert not task.wrong
 
 
-def test_five_hundred_failures_are_five_causes_at_once(chromium: Browser, house: House):
-    with Task(chromium, house.web.address) as task:
+def test_five_hundred_failures_are_five_causes_at_once(chromium: Browser, house: House, look: dict[str, Any]):
+    with Task(chromium, house.web.address, **look) as task:
         rows = task.page.locator("table.ct tbody tr")
         expect(rows).to_have_count(5)
         seen = {row.locator("th b").inner_text(): int(row.locator("td").first.inner_text()) for row in rows.all()}
         assert seen == CAUSES
 
 
-def test_one_cause_is_retried_by_two_clicks_and_nothing_else(chromium: Browser, house: House):
+@pytest.mark.parametrize(
+    ("look", "name"), [("light", "LookupError"), ("dark", "OSError"), ("phone", "ValueError")], indirect=["look"]
+)
+def test_one_cause_is_retried_by_two_clicks_and_nothing_else(
+    chromium: Browser, house: House, look: dict[str, Any], name: str
+):
     def dead() -> dict[str, int]:
         return {cause.type: cause.dead for cause in house.reader.dead("five-causes").causes}
 
-    with Task(chromium, house.web.address) as task:
-        task.click(task.page.get_by_role("button", name="Retry 40 dead letters of LookupError"))
-        task.confirm("Retry 40", reason="the table is back")
-        expect(task.page.get_by_text("40 dead letters of job five-causes pending again.")).to_be_visible()
+    before, count = dead(), CAUSES[name]
+    with Task(chromium, house.web.address, **look) as task:
+        task.click(task.page.get_by_role("button", name=f"Retry {count} dead letters of {name}"))
+        task.confirm(f"Retry {count}", reason="the table is back")
+        expect(task.page.get_by_text(f"{count} dead letters of job five-causes pending again.")).to_be_visible()
         assert task.clicks == 2
-    assert dead() == {name: count for name, count in CAUSES.items() if name != "LookupError"}
+    assert dead() == {other: number for other, number in before.items() if other != name}
     newest = house.reader.activity(limit=1).activity[0]
     assert (newest.action, newest.job, newest.detail["reason"]) == ("retry", "five-causes", "the table is back")
 
 
-def test_an_item_is_found_by_its_name_with_its_attempts_and_frames(chromium: Browser, house: House):
+def test_an_item_is_found_by_its_name_with_its_attempts_and_frames(
+    chromium: Browser, house: House, look: dict[str, Any]
+):
     letters = house.reader.dead_items(INVOICES, limit=1).causes[0].items
     key = letters[0].key  # type: ignore[index]  # they were asked for
-    with Task(chromium, house.web.address) as task:
+    with Task(chromium, house.web.address, **look) as task:
         task.page.keyboard.press("/")
+        expect(task.page.locator(".find")).to_be_focused()
         task.page.keyboard.type(str(key))
         task.page.keyboard.press("Enter")
         task.page.wait_for_url(f"**/jobs/{INVOICES}/items/{key}")
@@ -176,8 +198,9 @@ def test_an_item_is_found_by_its_name_with_its_attempts_and_frames(chromium: Bro
         assert task.clicks == 0
 
 
+@pytest.mark.parametrize("look", ["light", "dark"], indirect=True)
 def test_a_queue_is_paused_by_two_clicks_with_a_reason_that_everybody_sees_and_resumed_by_one(
-    chromium: Browser, house: House
+    chromium: Browser, house: House, look: dict[str, Any]
 ):
     who = Claimant("test", _me(), scene.KINDS, lease=60)
 
@@ -186,15 +209,23 @@ def test_a_queue_is_paused_by_two_clicks_with_a_reason_that_everybody_sees_and_r
             found = queue.database.run(lambda tx: claims.claim(tx, who, queues=(Priority.NORMAL,)))
             return len(found)
 
-    with Task(chromium, house.web.address) as task:
+    waiting = house.reader.tasks(queue="normal", status="QUEUED").tasks[0].id
+    with Task(chromium, house.web.address, **look) as task:
         task.click(task.page.get_by_role("button", name="Pause normal"))
         task.confirm("Pause", reason="new model")
         expect(task.page.get_by_text("The queue normal is paused.")).to_be_visible()
         assert task.clicks == 2
         assert taken() == 0
-        for path in ("/", "/queues", "/queues/normal"):
+        for path in ("/", "/queues", "/queues/normal", f"/tasks/{waiting}"):
             task.page.goto(path)
             expect(task.page.locator("main")).to_contain_text("new model")
+        printed = subprocess.run(
+            [sys.executable, "-m", "headway", "queues", "--database", house.url],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "new model" in printed.stdout
         task.page.goto("/")
         task.clicks = 0
         task.click(task.page.get_by_role("button", name="Resume normal"))
@@ -203,13 +234,76 @@ def test_a_queue_is_paused_by_two_clicks_with_a_reason_that_everybody_sees_and_r
         assert taken() == 1
 
 
+def test_retrying_and_pausing_take_a_keyboard_and_nothing_else(chromium: Browser, house: House):
+    with Task(chromium, house.web.address) as task:
+        page = task.page
+        button = page.get_by_role("button", name="Retry 120 dead letters of KeyError")
+        for _ in range(200):  # as far as Tab takes to get there
+            page.keyboard.press("Tab")
+            if button.evaluate("button => button === document.activeElement"):
+                break
+        page.keyboard.press("Enter")
+        dialog = page.locator("dialog[open]")
+        expect(dialog).to_contain_text("Retry 120 dead letters of KeyError in five-causes")
+        expect(dialog.get_by_label("Reason")).to_be_focused()
+        page.keyboard.type("by keyboard")
+        page.keyboard.press("Enter")
+        expect(page.get_by_text("120 dead letters of job five-causes pending again.")).to_be_visible()
+
+        page.keyboard.press("g")
+        page.keyboard.press("q")
+        page.wait_for_url("**/queues")
+        for _ in range(2):  # urgent, high
+            page.keyboard.press("j")
+        expect(page.get_by_role("link", name="high", exact=True)).to_be_focused()
+        page.keyboard.press("p")
+        expect(page.locator("dialog[open]")).to_contain_text("Pause high")
+        page.locator("dialog[open]").get_by_label("Reason").press("Enter")
+        expect(page.get_by_text("The queue high is paused.")).to_be_visible()
+        assert not task.wrong
+    house.reader.queue.resume("high", by="test")
+    newest = house.reader.activity(limit=3).activity
+    assert ("retry", "by keyboard") in [(one.action, one.detail.get("reason")) for one in newest]
+
+
+def test_selected_items_are_retried_and_no_others(chromium: Browser, house: House):
+    page_of = f"/jobs/{INVOICES}/items?state=dead"
+    before = house.reader.job(INVOICES).job.dead
+    with Task(chromium, house.web.address) as task:
+        task.page.goto(page_of)
+        retry = task.page.get_by_role("button", name="Retry selected")
+        expect(retry).to_be_disabled()
+        boxes = task.page.get_by_role("checkbox", name="Select item")
+        chosen = [boxes.nth(place).get_attribute("value") for place in (0, 2)]
+        boxes.nth(0).check()
+        task.page.locator("tbody tr").nth(2).get_by_role("link").focus()
+        task.page.keyboard.press("x")
+        task.page.keyboard.press("r")
+        task.confirm("Retry 2 selected", reason="two of them")
+        expect(task.page.get_by_text(f"2 dead letters of job {INVOICES} pending again.")).to_be_visible()
+        expect(task.page).to_have_url(re.compile(r"state=dead$"))
+    assert house.reader.job(INVOICES).job.dead == before - 2
+    assert {house.reader.item(INVOICES, str(idx)).item.status for idx in chosen} == {"pending"}
+
+
+def test_without_a_script_an_action_is_done_and_said(chromium: Browser, house: House):
+    with Task(chromium, house.web.address, java_script_enabled=False) as task:
+        task.click(task.page.get_by_role("button", name="Pause high"))
+        task.confirm("Pause", reason="no script")
+        expect(task.page.get_by_text("The queue high is paused.")).to_be_visible()
+        task.click(task.page.get_by_role("button", name="Resume high"))
+        expect(task.page.get_by_text("The queue high goes on.")).to_be_visible()
+
+
 def _me() -> Any:
     from headway._lease import Owner
 
     return Owner.current()
 
 
-def test_whether_a_queue_clears_grows_or_stands_still_is_seen_at_once(chromium: Browser, house: House):
+def test_whether_a_queue_clears_grows_or_stands_still_is_seen_at_once(
+    chromium: Browser, house: House, look: dict[str, Any]
+):
     database = house.reader.database
     minute = int(database.now() // 60)
     flows = {"high": (0, 60), "normal": (60, 6), "low": (0, 0)}
@@ -226,25 +320,28 @@ def test_whether_a_queue_clears_grows_or_stands_still_is_seen_at_once(chromium: 
         queue.handler("resize")(scene.work)
         queue.submit("resize", {}, user_id="zoe", role="admin", priority="high")
         queue.resume("low", by="test")
-    with Task(chromium, house.web.address) as task:
+    with Task(chromium, house.web.address, **look) as task:
         said = {name: task.page.locator("tr", has=task.page.locator(f"a[href='/queues/{name}']")) for name in flows}
         expect(said["high"]).to_contain_text("clears in")
         expect(said["normal"]).to_contain_text("will not drain")
         expect(said["low"]).to_contain_text("stalled")
 
 
-def test_success_and_p95_of_a_function_are_one_click_away(chromium: Browser, house: House):
-    with Task(chromium, house.web.address) as task:
+def test_success_and_p95_of_a_function_are_one_click_away(chromium: Browser, house: House, look: dict[str, Any]):
+    with Ledger.open(house.url) as ledger:
+        job = ledger.job(INVOICES)
+        rows = ledger.database.all("SELECT seconds FROM progress WHERE job = ? AND seconds IS NOT NULL", (job.no,))
+        counted = ledger.database.one("SELECT sum(done), sum(failed) FROM minutes WHERE job = ?", (job.no,))
+    taken = sorted(seconds for (seconds,) in rows)
+    assert counted is not None
+    with Task(chromium, house.web.address, **look) as task:
         task.click(task.page.get_by_role("link", name="Performance"))
         row = task.page.locator("tr", has_text="docjobs:extract_text")
-        shown = row.locator("[data-l='p95']").inner_text()
-        with Ledger.open(house.url) as ledger:
-            job = ledger.job(INVOICES)
-            rows = ledger.database.all("SELECT seconds FROM progress WHERE job = ? AND seconds IS NOT NULL", (job.no,))
-        taken = sorted(seconds for (seconds,) in rows)
-        truth = taken[int(len(taken) * 0.95)]
-        value = float(shown.split()[0]) * {"ms": 0.001, "s": 1.0}[shown.split()[1]]
-        assert value == pytest.approx(truth, rel=0.06)
+        shown = row.locator("[data-l='Run p50 · p95']").inner_text().split("·")[1].split()[:2]
+        value = float(shown[0]) * {"ms": 0.001, "s": 1.0}[shown[1]]
+        assert value == pytest.approx(taken[int(len(taken) * 0.95)], rel=0.05)
+        success = row.locator("[data-l='Succeeded']").inner_text()
+        assert float(success.strip("%")) == pytest.approx(100 * counted[0] / sum(counted), rel=0.01)
         assert task.clicks == 1
 
 
@@ -267,7 +364,9 @@ def test_a_killed_worker_is_named_with_its_task_and_one_that_drains_finishes_and
             task.click(alert.get_by_role("link"))
             row = task.page.locator(f"[id='{lost.name}']")
             expect(row).to_contain_text("lost")
+            expect(row.locator("[data-l='Heard of']")).to_contain_text(re.compile(r"\d+ (s|min).* ago"))
             expect(row).to_contain_text(held[:16])
+            expect(row).to_contain_text(f"taken over by {successor.name}", timeout=30_000)
             assert task.clicks == 1
             expect(task.page.locator(f"[id='{successor.name}']")).to_contain_text(held[:16], timeout=30_000)
             task.clicks = 0

@@ -18,6 +18,7 @@ from headway.ledger import Failed, Ledger, NewItem
 from headway.ledger.values import Done
 from headway.queue import records
 from headway.queue.values import Priority
+from headway.views.overview import read_task_causes
 from headway.web.pages.static import Assets
 from headway.web.site import Flash
 from tests.web import scene
@@ -252,10 +253,14 @@ def test_causes_are_rows_with_their_number_of_dead_items_in_the_button(client: T
         assert f"Retry {cause.dead}" in page.text
         assert cause.message in page.text
     forms = [form for form in page.all("form") if form.get("action") == "/actions/retry"]
-    assert len(forms) == len(causes)
+    tasks = read_task_causes(stage.site.reader.database)
+    assert tasks
+    assert len(forms) == len(causes) + len(tasks) + 2  # each cause, all items, all tasks
     hidden = [(field["name"], field["value"]) for field in page.all("input") if field.get("type") == "hidden"]
     assert ("csrf", "token-of-the-form") in hidden
-    assert {("job", INVOICES), ("cause", str(causes[0].no)), ("next", "/dead")} <= set(hidden)
+    assert {("job", INVOICES), ("cause", str(causes[0].no)), ("next", "/dead"), ("tasks", str(tasks[0].no))} <= set(
+        hidden
+    )
 
 
 def test_an_item_shows_every_attempt_its_own_frames_and_a_masked_payload(client: TestClient, stage: Stage):

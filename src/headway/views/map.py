@@ -23,7 +23,7 @@ CELLS = 1200
 #: Up to so many items every row is read.
 EXACT = 10_000
 #: Histogram: bins per factor of ten.
-BINS_PER_DECADE = 4
+BINS_PER_DECADE = 8
 
 Base = Literal["kept", "done", "pend"]
 
@@ -51,11 +51,11 @@ class ItemMap(NamedTuple):
     bases: Annotated[tuple[tuple[Base, int], ...], "runs of cells that look alike"]
     marks: Annotated[dict[int, Cell], "cells with something else in them"]
     sampled: Annotated[int | None, "how many items were looked at; null: all"]
-    durations: Annotated[tuple[tuple[float, int], ...], "(seconds from, how many items), each four to a factor of ten"]
+    durations: Annotated[tuple[tuple[float, int], ...], "(seconds from, how many items), eight to a factor of ten"]
     p50: Annotated[float | None, "half of the items took no longer"]
     p95: Annotated[float | None, "19 of 20 items took no longer"]
     slowest: Annotated[tuple[tuple[int, float], ...], "(index, seconds) of the slowest looked at"]
-    workers: Annotated[tuple[Worker, ...], "who finished them, the busiest first"]
+    workers: Annotated[tuple[Worker, ...], "who finished those of this run, the busiest first"]
 
 
 def read_map(job: ledger.Job, *, since: float | None) -> ItemMap | None:
@@ -96,7 +96,9 @@ def read_map(job: ledger.Job, *, since: float | None) -> ItemMap | None:
     }
     bases = _bases(rows, cells, size, since, every=exact)
     took = sorted((seconds, idx) for idx, status, _, seconds, _ in rows if status == "done" and seconds is not None)
-    names = Counter(worker for _, status, _, _, worker in rows if status == "done" and worker)
+    names = Counter(
+        worker for _, status, at, _, worker in rows if status == "done" and worker and (since is None or at >= since)
+    )
     return ItemMap(
         size, cells, bases, found, None if exact else len(rows),
         durations([seconds for seconds, _ in took]),
@@ -142,7 +144,8 @@ def durations(seconds: Sequence[float]) -> tuple[tuple[float, int], ...]:
         return ()
     counts = Counter(math.floor(BINS_PER_DECADE * math.log10(max(one, 0.0001))) for one in seconds)
     first, last = min(counts), max(counts)
-    last = max(last, first + 7)  # a few bins at least: one column alone says nothing
+    # A few bins at least, on both sides: one column alone says nothing.
+    first, last = min(first, last - 8), max(last, first + 8)
     return tuple((10 ** (place / BINS_PER_DECADE), counts.get(place, 0)) for place in range(first, last + 1))
 
 

@@ -18,6 +18,7 @@ from headway.views.series import Series, read_job_series
 if TYPE_CHECKING:
     from headway._sql import Database
     from headway.views.queue import QueueView
+    from headway.views.reading import Reader
 
 #: Jobs on one page of them.
 PAGE = 50
@@ -233,6 +234,31 @@ def read_task_causes(database: Database, *, limit: int = 50) -> tuple[TaskCause,
     )
 
 
+def count_dead(reader: Reader) -> int:
+    """Dead letters of jobs and failed tasks together."""
+    row = reader.database.one(
+        "SELECT (SELECT coalesce(sum(dead), 0) FROM jobs WHERE archived = 0) + "
+        "(SELECT count(*) FROM tasks WHERE status = 'FAILED')"
+    )
+    return int(row[0]) if row else 0
+
+
+def read_failed_ids(
+    database: Database, *, cause: int | None = None, after: int = 0, limit: int = 200
+) -> list[tuple[int, str]]:
+    """(number, id) of tasks that failed for good, by number: of one cause (that of the last run), or all."""
+    of_it = (
+        "AND EXISTS (SELECT 1 FROM task_attempts a WHERE a.task = t.no AND a.cause = ? "
+        "AND a.no = (SELECT max(l.no) FROM task_attempts l WHERE l.task = t.no)) "
+    )
+    rows = database.all(
+        f"SELECT t.no, t.id FROM tasks t WHERE t.status = 'FAILED' AND t.no > ? {of_it if cause is not None else ''}"
+        "ORDER BY t.no LIMIT ?",
+        (after, limit) if cause is None else (after, cause, limit),
+    )
+    return [(int(no), str(id)) for no, id in rows]
+
+
 def find_item(database: Database, key: str) -> tuple[str, str] | None:
     """(job, key) of the item with that key, in the job that changed last. Each job is asked by its index."""
     recent = [no for (no,) in database.all("SELECT no FROM jobs WHERE archived = 0 ORDER BY updated_at DESC LIMIT 100")]
@@ -242,3 +268,41 @@ def find_item(database: Database, key: str) -> tuple[str, str] | None:
         (*recent, key),
     )
     return (str(row[0]), str(row[1])) if row else None
+
+
+#: Of a cause with more dead letters than this it is not said when they died: reading them all would take too long.
+DATED = 5000
+BINS = 24
+
+
+class Times(NamedTuple):
+    """When the dead letters of causes died, over one stretch of time."""
+
+    start: Annotated[datetime, "when the first of them came"]
+    counts: Annotated[
+        dict[tuple[str, int], tuple[int, ...]], "(job, number of the cause) -> how many in each part of it"
+    ]
+
+
+def read_death_times(database: Database, causes: Sequence[Cause]) -> Times | None:
+    """Over the same stretch for all of them, from the first to now; None when there is nothing to show."""
+    from headway.ledger.values import utc
+    from headway.views.shape import Absent
+
+    dated = [cause for cause in causes if cause.dead <= DATED and not isinstance(cause.job, Absent)]
+    if not dated:
+        return None
+    now = database.now()
+    start = min(cause.first_seen.timestamp() for cause in dated)
+    width = max(1.0, (now - start) / BINS)
+    counts = {}
+    for cause in dated:
+        rows = database.all(
+            "SELECT d.created_at FROM dead_letters d JOIN jobs j ON j.no = d.job WHERE j.id = ? AND d.cause = ? LIMIT ?",
+            (str(cause.job), cause.no, DATED),
+        )
+        bins = [0] * BINS
+        for (at,) in rows:
+            bins[min(BINS - 1, max(0, int((at - start) / width)))] += 1
+        counts[str(cause.job), cause.no] = tuple(bins)
+    return Times(utc(start), counts)

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
+from headway._sql import marks
+from headway.views.map import durations
 from headway.views.series import RANGES
 
 if TYPE_CHECKING:
-    from headway._sql import Database
+    from headway._sql import Database, Tx
 
 #: Ended items and tasks whose times are looked at, newest first.
 SAMPLE = 5000
+#: A function with fewer among them is looked at by itself: so many items, spread evenly over its newest job.
+FEW, SPREAD = 200, 1000
+#: People who wait are not counted in a queue with more waiting tasks than this: it would take too long.
+COUNTED = 100_000
 
 
 class Times(NamedTuple):
@@ -33,6 +39,7 @@ class Performance(NamedTuple):
     run: Annotated[Times | None, "how long an attempt took; of the newest ones"]
     wait: Annotated[Times | None, "how long a task waited; of the newest ones"]
     looked_at: Annotated[int, "how many times are behind `run`"]
+    took: Annotated[tuple[tuple[float, int], ...], "(seconds from, how many attempts), eight to a factor of ten"]
 
     @property
     def success(self) -> float | None:
@@ -69,9 +76,10 @@ def read_performance(database: Database, range: str = "24h") -> tuple[Performanc
             "AND started_at IS NOT NULL ORDER BY ended_at DESC LIMIT ?",
             (since, SAMPLE),
         )
+        alone = {name: _spread(tx, name, since) for name, *_ in items if sum(1 for one, _ in ran if one == name) < FEW}
     found = []
     for name, done, failed, seconds in items:
-        run = [took for function, took in ran if function == name]
+        run = alone.get(name) or [took for function, took in ran if function == name]
         found.append(_performance(name, "items", done, failed, seconds, run, []))
     for kind, done, failed, seconds in tasks:
         run = [took for other, _, took in ended if other == kind]
@@ -87,7 +95,61 @@ def _performance(
 ) -> Performance:
     done, failed = int(done or 0), int(failed or 0)
     mean = seconds / (done + failed) if seconds and done + failed else None
-    return Performance(name, what, done, failed, mean, _times(run), _times(wait), len(run))
+    return Performance(name, what, done, failed, mean, _times(run), _times(wait), len(run), durations(run))
+
+
+def _spread(tx: Tx, function: str, since: float) -> list[float]:
+    """Times of a function's newest job, of items that lie evenly over it."""
+    row = tx.one(
+        "SELECT no, total FROM jobs WHERE function = ? AND updated_at >= ? ORDER BY updated_at DESC LIMIT 1",
+        (function, since),
+    )
+    if row is None or not row[1]:
+        return []
+    no, total = row
+    chosen = range(0, total, max(1, total // SPREAD))
+    rows = tx.all(
+        f"SELECT seconds FROM progress WHERE job = ? AND idx IN ({marks(len(chosen))}) AND seconds IS NOT NULL",
+        (no, *chosen),
+    )
+    return [seconds for (seconds,) in rows]
+
+
+class QueueTimes(NamedTuple):
+    """How long tasks of a queue wait and run, of the newest that ended."""
+
+    wait: Annotated[Times | None, "from when they might run to when they did"]
+    run: Annotated[Times | None, "the last run of each"]
+    took: Annotated[tuple[tuple[float, int], ...], "(seconds from, how many runs), eight to a factor of ten"]
+    looked_at: Annotated[int, "how many tasks are behind it"]
+
+
+def read_queue_times(database: Database, range: str = "24h") -> dict[str, QueueTimes]:
+    """By queue; a queue of which none ended is not there."""
+    with database.read() as tx:
+        rows = tx.all(
+            "SELECT queue, started_at - run_at, ended_at - started_at FROM tasks WHERE ended_at IS NOT NULL AND ended_at >= ? "
+            "AND started_at IS NOT NULL ORDER BY ended_at DESC LIMIT ?",
+            (tx.now() - RANGES[range][0] * 60, SAMPLE),
+        )
+    found = {}
+    for queue in {str(row[0]) for row in rows}:
+        waits = [wait for name, wait, _ in rows if name == queue]
+        runs = [run for name, _, run in rows if name == queue]
+        found[queue] = QueueTimes(_times(waits), _times(runs), durations(runs), len(runs))
+    return found
+
+
+def read_waiting(database: Database, waiting: int) -> dict[str, tuple[tuple[str, int], ...]]:
+    """Who waits in each queue (the partition, else the user), those with most tasks first; nothing when very many wait."""
+    if not 0 < waiting <= COUNTED:
+        return {}
+    found: dict[str, list[tuple[str, int]]] = {}
+    for queue, party, count in database.all(
+        "SELECT queue, party, count(*) FROM tasks WHERE status = 'QUEUED' GROUP BY queue, party ORDER BY count(*) DESC, party"
+    ):
+        found.setdefault(queue, []).append((party, int(count)))
+    return {queue: tuple(parties) for queue, parties in found.items()}
 
 
 def _times(values: Sequence[float]) -> Times | None:

@@ -40,6 +40,7 @@ from headway.watcher.ports import (
 try:
     import redis
     import redis.exceptions
+    from rq.exceptions import DeserializationError, InvalidJobOperation, NoSuchJobError
     from rq.executions import Execution, ExecutionRegistry
     from rq.job import Job
     from rq.registry import CanceledJobRegistry, FailedJobRegistry, StartedJobRegistry
@@ -123,10 +124,10 @@ def default_ports() -> WatcherPorts:
     return WatcherPorts(redis=connect, hashes=connect, rq=RqAdapter, clock=time.monotonic)
 
 
-def connect(url: str) -> RedisAdapter:
+def connect(url: str, *, timeout: float = REPLY_S) -> RedisAdapter:
     """A client of its own; nothing is sent until its first command."""
     place = checked_url(url)
-    client = _redis.connect(url, role="queue", name="watcher", timeout=REPLY_S, connect_timeout=REPLY_S, decode=False)
+    client = _redis.connect(url, role="queue", name="watcher", timeout=timeout, connect_timeout=timeout, decode=False)
     kwargs = client.get_connection_kwargs()
     if "path" in kwargs:
         kwargs.pop("socket_keepalive", None)  # a peer on this machine does not vanish; redis-py refuses it there
@@ -169,6 +170,44 @@ def _no_address(why: str) -> InvalidInput:
         hint="It looks like redis://user:password@host:6379/0; in a password write %23 for #, %2F for /, %3F for ?, "
         "%40 for @ and %25 for %.",
     )
+
+
+class _AsItIs:
+    """What a job contains, neither read nor changed: RQ's default is pickle, which can run anything when it is read."""
+
+    @staticmethod
+    def loads(content: bytes) -> bytes:
+        return content
+
+    @staticmethod
+    def dumps(content: bytes) -> bytes:
+        return content
+
+
+def requeue_failed(url: str, queue: str, job_ids: Sequence[str]) -> list[str]:
+    """Take jobs out of the failed registry and put them into their queue, as RQ does it; those that were. What a job looks
+    like when it is written back is tried before anything is changed, so a damaged one stays where it is."""
+    place, moved = checked_url(url), []
+    with _translating(place):
+        client = _redis.connect(
+            url, role="queue", name="requeue", timeout=REPLY_S, connect_timeout=REPLY_S, decode=False
+        )
+        try:
+            registry = FailedJobRegistry(queue, connection=client, serializer=_AsItIs)
+            for job_id in job_ids:
+                try:
+                    job = Job.fetch(job_id, connection=client, serializer=_AsItIs)
+                    job.to_dict(include_meta=True)
+                except (NoSuchJobError, DeserializationError, ValueError, TypeError, KeyError, AttributeError):
+                    continue
+                try:
+                    registry.requeue(job)
+                except InvalidJobOperation:
+                    continue  # somebody else was faster
+                moved.append(job_id)
+        finally:
+            client.close()
+    return moved
 
 
 class RqAdapter(RqProto):

@@ -5,8 +5,11 @@ answers in a sentence what it did.
 
 A form posts to ``/actions/NAME`` and is sent back to the page in its field ``next``, with that sentence:
 
-    retry   job [cause] [item ...] [reason]      dead letters pending again
+    retry   job [cause] [item ...] [reason]      dead letters pending again; with selected: the items, and none is an error
     retry   task [reason]                        a task that failed or was cancelled gets another life
+    retry   tasks [reason]                       failed tasks of a cause (its number), or all of them (all)
+    retry   jobs=all [reason]                    every dead letter of every job
+    requeue cause until [reason]                 failed jobs of a plain RQ deployment go back to their queue
     forget  job [reason]                         a job and its records are deleted
     pause   job [reason]                         its run finishes what it works on, and begins nothing more
     resume  job [reason]                         its run goes on
@@ -262,8 +265,29 @@ Fields = Mapping[str, str]
 def _retry(reader: Reader, user: User, fields: Fields, items: Sequence[str]) -> Acted:
     if fields.get("task"):
         return retry_task(reader, user, fields["task"], reason=fields.get("reason", ""))
+    require(user, "retry")
+    if fields.get("tasks") or fields.get("jobs") == "all":
+        from headway.web import bulk
+
+        said = _said(fields.get("reason", ""))
+        if not fields.get("tasks"):
+            return bulk.retry_jobs(reader, user.name, reason=said)
+        number = None if fields["tasks"] == "all" else _whole(fields["tasks"], "cause")
+        return bulk.retry_tasks(reader, user.name, number, reason=said)
+    if fields.get("selected") and not items:
+        raise InvalidInput("No item is selected.", hint="Nothing was changed.")
     cause = _whole(fields.get("cause", ""), "cause")
     return retry_dead(reader, user, _named(fields, "job"), cause=cause, items=items, reason=fields.get("reason", ""))
+
+
+def _requeue(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acted:
+    from headway.web import bulk
+
+    require(user, "retry")
+    until = _whole(_named(fields, "until"), "time", digits=13) or 0  # milliseconds
+    return bulk.requeue_cause(
+        reader, user.name, _named(fields, "cause"), until=until / 1000, reason=_said(fields.get("reason", ""))
+    )
 
 
 def _pause(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acted:
@@ -310,6 +334,7 @@ def _scale(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acte
 
 FORMS: Final[dict[str, Callable[[Any, User, Fields, Sequence[str]], Acted]]] = {
     "retry": _retry,
+    "requeue": _requeue,
     "forget": lambda reader, user, fields, _: forget(reader, user, _named(fields, "job")),
     "pause": _pause,
     "resume": _resume,
@@ -360,9 +385,9 @@ def _named(fields: Fields, name: str) -> str:
     return value
 
 
-def _whole(text: str, name: str) -> int | None:
+def _whole(text: str, name: str, *, digits: int = 9) -> int | None:
     if not text:
         return None
-    if not text.isdecimal() or len(text) > 9:
+    if not text.isdecimal() or len(text) > digits:
         raise InvalidInput(f"{text[:40]!r} is no {name}.", hint="Use a whole number.")
     return int(text)

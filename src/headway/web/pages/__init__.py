@@ -24,6 +24,7 @@ from starlette.routing import BaseRoute, Route
 from headway.errors import HeadwayError, NotFound, StorageError, Unavailable, UsageError
 from headway.telemetry import Log
 from headway.web.pages.render import Pages
+from headway.web.problems import Forbidden
 from headway.web.site import Site
 
 log = Log("web")
@@ -56,10 +57,14 @@ def _guarded(pages: Pages, path: str, endpoint: Endpoint) -> Callable[[Request],
             if path == "/":
                 return RedirectResponse(site.url(request, "/me"), 303)
             return pages.failed(request, NotFound("There is no such page."), 404)
+        if site.user(request).role != "user":
+            await pages.count_dead()
         try:
             return await endpoint(pages, request)
         except NotFound as error:
             return pages.failed(request, error, 404)
+        except Forbidden as error:
+            return pages.failed(request, error, 403)
         except UsageError as error:
             return pages.failed(request, error, 400)
         except (Unavailable, StorageError) as error:

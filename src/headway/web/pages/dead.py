@@ -1,21 +1,36 @@
-"""Dead letters: what failed for good, by cause, of jobs and of the queue."""
+"""Dead letters: what failed for good, by cause, of jobs, of the queue, and of the RQ deployment that the watcher follows."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import NamedTuple
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
+from headway.errors import HeadwayError, NotFound
 from headway.views.items import read_item
 from headway.views.job import Cause
 from headway.views.jobs import find_job
-from headway.views.overview import TaskCause, read_causes, read_task_causes
+from headway.views.overview import (
+    TaskCause,
+    Times,
+    read_causes,
+    read_death_times,
+    read_failed_ids,
+    read_task_causes,
+)
+from headway.views.queue import TaskSheet
 from headway.views.reading import Reader
-from headway.views.shape import Absent
-from headway.web.pages.jobs import Frame, frames
-from headway.web.pages.render import Pages
+from headway.views.shape import Absent, plain
+from headway.watcher.failures import FailedJobs, followed, read_failures
+from headway.web.pages.jobs import Frame, frames, whole
+from headway.web.pages.render import HEADERS, Pages
+from headway.web.problems import Forbidden
 
 #: Causes whose example is read with its traceback; the others are one click away.
 OPENED = 12
@@ -36,13 +51,36 @@ class Letters(NamedTuple):
 
     at: datetime
     causes: tuple[tuple[Cause, Example | None], ...]
+    times: Times | None
     tasks: tuple[TaskCause, ...]
+
+
+class Foreign(NamedTuple):
+    """What failed in the RQ deployment that the watcher follows, or why it is not known."""
+
+    queues: tuple[str, ...]
+    failed: FailedJobs | None
+    error: str = ""
 
 
 def read_letters(reader: Reader) -> Letters:
     causes = read_causes(reader.database)
     shown = [(cause, _example(reader, cause) if place < OPENED else None) for place, cause in enumerate(causes)]
-    return Letters(datetime.fromtimestamp(reader.database.now(), UTC), tuple(shown), read_task_causes(reader.database))
+    return Letters(
+        datetime.fromtimestamp(reader.database.now(), UTC), tuple(shown), read_death_times(reader.database, causes[:OPENED]),
+        read_task_causes(reader.database),
+    )  # fmt: skip
+
+
+def read_foreign(reader: Reader) -> Foreign | None:
+    """A Redis that is away takes nothing from the rest of the page: it is said in its place."""
+    deployment = followed(reader.config, reader.database)
+    if deployment is None:
+        return None
+    try:
+        return Foreign(deployment.queues, read_failures(deployment))
+    except HeadwayError as error:
+        return Foreign(deployment.queues, None, str(error))
 
 
 def _example(reader: Reader, cause: Cause) -> Example | None:
@@ -59,14 +97,76 @@ def _example(reader: Reader, cause: Cause) -> Example | None:
 
 
 async def dead(pages: Pages, request: Request) -> Response:
-    found = await pages.site.read(read_letters, pages.site.reader)
+    site = pages.site
+    found, foreign = await asyncio.gather(site.read(read_letters, site.reader), site.read(read_foreign, site.reader))
     items = sum(cause.dead for cause, _ in found.causes)
     tasks = sum(cause.dead for cause in found.tasks)
     newest = max((cause for cause, _ in found.causes), key=lambda cause: cause.first_seen, default=None)
+    failed = foreign.failed if foreign and foreign.failed else None
     return pages.answer(
         request, "dead.html", now=found.at, refresh=15, found=found, items=items, tasks=tasks, newest=newest,
-        jobs=sorted({str(cause.job) for cause, _ in found.causes}),
+        jobs=sorted({str(cause.job) for cause, _ in found.causes}), foreign=foreign, failed=failed,
+        reasons=len(found.causes) + len(found.tasks) + (len(failed.causes) if failed else 0),
     )  # fmt: skip
 
 
-PAGES = {"/dead": dead}
+# ---------------------------------------------------------------------------------------------------------------------
+# Export
+
+
+async def export(pages: Pages, request: Request) -> Response:
+    """Dead letters, one JSON object per line, as ``headway dead export`` writes them: of a job, a cause of it, every job, or
+    with ``tasks`` of the queue. Payloads are left out; they take the right ``export``. A page at a time is read and sent,
+    however many there are."""
+    asked = request.query_params
+    cause = whole(asked.get("cause"), "number of a cause")
+    payload = bool(asked.get("payload"))
+    if payload and not pages.site.user(request).may("export"):
+        raise Forbidden("Your role may not export payloads.", hint="Leave payload out, or ask an admin.")
+    reader = pages.site.reader
+    if asked.get("tasks"):
+        return _lines(_failed_tasks(pages, cause), "failed-tasks.jsonl")
+    if job := asked.get("job"):
+        await pages.site.read(find_job, reader.ledger, job)
+        return _lines(_letters_of(pages, [job], cause, payload=payload), "dead-letters.jsonl")
+    found = await pages.site.read(read_causes, reader.database)
+    return _lines(
+        _letters_of(pages, sorted({str(one.job) for one in found}), None, payload=payload), "dead-letters.jsonl"
+    )
+
+
+async def _letters_of(pages: Pages, jobs: list[str], cause: int | None, *, payload: bool) -> AsyncIterator[str]:
+    site = pages.site
+    for job in jobs:
+        after: int | None = -1
+        while after is not None:
+            page = await site.read(site.reader.dead_letters, job, cause=cause, payload=payload, after=after, limit=500)
+            yield "".join(f"{json.dumps(plain(letter))}\n" for letter in page.letters)
+            after = page.next_after
+
+
+async def _failed_tasks(pages: Pages, cause: int | None) -> AsyncIterator[str]:
+    site, after = pages.site, 0
+    while True:
+        numbers, sheets = await site.read(_tasks_page, site.reader, cause, after)
+        if not numbers:
+            return
+        yield "".join(f"{json.dumps(plain(sheet))}\n" for sheet in sheets)
+        after = numbers[-1]
+
+
+def _tasks_page(reader: Reader, cause: int | None, after: int) -> tuple[list[int], list[TaskSheet]]:
+    found = read_failed_ids(reader.database, cause=cause, after=after, limit=100)
+    sheets = []
+    for _, id in found:
+        with suppress(NotFound):  # deleted meanwhile
+            sheets.append(reader.task(id))
+    return [no for no, _ in found], sheets
+
+
+def _lines(content: AsyncIterator[str], name: str) -> Response:
+    headers = {**HEADERS, "content-disposition": f'attachment; filename="{name}"'}
+    return StreamingResponse(content, headers=headers, media_type="application/x-ndjson")
+
+
+PAGES = {"/dead": dead, "/dead/export": export}

@@ -44,6 +44,17 @@ def spark(values: Sequence[float], *, label: str = "", height: int = 20, top: fl
     return _svg(drawn, cls="b", height=height, label=label, box=f"0 0 {width} {height}")
 
 
+def bins(counts: Sequence[int], *, label: str, height: int = 20) -> Markup:
+    """How many in each part of a stretch of time, as columns on a line: what came in bursts is seen as bursts."""
+    most = max(counts, default=0) or 1
+    path = "".join(
+        f"M{i * 5} {height}v-{max(2, round(n / most * (height - 1)))}h4V{height}z" for i, n in enumerate(counts) if n
+    )
+    width = len(counts) * 5
+    drawn = f'<path class="f-dead" d="{path}"/><path class="st-line" d="M0 {height}H{width}"/>'
+    return _svg(drawn, cls="b", height=height, label=label, box=f"0 0 {width} {height}")
+
+
 def bar(parts: Mapping[str, int], total: int, *, height: int = 10, label: str = "") -> Markup:
     """``parts`` of ``total`` in the order given (kept, done, retrying, dead); what is left is pending."""
     drawn, x, total = f'<rect class="f-pend" width="1000" height="{height}"/>', 0.0, max(1, total)
@@ -122,28 +133,94 @@ def _axis(ticks: Sequence[tuple[float, str]], y: float) -> str:
     )
 
 
-def histogram(bins: Sequence[tuple[float, int]], marks: Sequence[tuple[float, str]], *, label: str) -> Markup:
+def histogram(
+    bins: Sequence[tuple[float, int]], marks: Sequence[tuple[float, str]], *, label: str, what: str = "items"
+) -> Markup:
     """Counts by duration on a logarithmic axis. ``bins``: (lower bound in seconds, count); ``marks``: (seconds, text)."""
     most, count = max((n for _, n in bins), default=1) or 1, len(bins)
     shapes = "".join(
         f"M{i * 20 + 1} 80V{80 - max(2, round(n / most * 78))}h18V80z" for i, (_, n) in enumerate(bins) if n
     )
-    drawn = '<line class="gr" x1="0" x2="100%" y1="106" y2="106"/>'
-    drawn += (
+    low, high = bins[0][0], bins[-1][0] * (bins[-1][0] / bins[-2][0] if count > 1 else 2)
+
+    def at(seconds: float) -> float:
+        return min(99.0, max(0.0, 100 * math.log(max(seconds, low) / low) / math.log(high / low)))
+
+    drawn = (
+        '<line class="gr" x1="0" x2="100%" y1="106" y2="106"/>'
         f'<svg y="26" width="100%" height="80" viewBox="0 0 {count * 20} 80" preserveAspectRatio="none">'
         f'<path class="f-done" d="{shapes}"/></svg>'
     )
-    step = max(1, count // 4)
-    drawn += _axis([(100 * i / count, _short(bins[i][0])) for i in range(0, count, step)], 122)
-    low, high = bins[0][0], bins[-1][0] * (bins[-1][0] / bins[-2][0] if count > 1 else 2)
+    ticks = decades(low, high)
+    drawn += _axis([(at(seconds), _short(seconds)) for seconds in ticks], 122)
+    drawn += "".join(
+        f'<line class="st-mut" x1="{_n(at(seconds))}%" x2="{_n(at(seconds))}%" y1="106" y2="110"/>' for seconds in ticks
+    )
+    peak = max(range(count), key=lambda place: bins[place][1])
+    placed = {round(at(seconds)) for seconds, _ in marks}
+    side = 100 * (peak + 0.5) / count
+    if all(abs(side - other) > 22 for other in placed):
+        drawn += f'<text class="tx tm" x="{_n(side)}%" y="22">{bins[peak][1]:,} {escape(what)}</text>'
     for place, (seconds, text) in enumerate(marks):
-        at = min(99.0, max(0.0, 100 * math.log(max(seconds, low) / low) / math.log(high / low)))
-        y, side = 11 + 13 * place, "te" if at > 86 else ""
+        x = at(seconds)
+        y, anchor = 11 + 13 * place, "te" if x > 80 else ""
         drawn += (
-            f'<line class="st-ink" x1="{_n(at)}%" x2="{_n(at)}%" y1="{y + 3}" y2="106"/>'
-            f'<text class="tx in {side}" x="{_n(at + (-1 if side else 1))}%" y="{y}">{escape(text)}</text>'
+            f'<line class="st-ink" x1="{_n(x)}%" x2="{_n(x)}%" y1="{y + 3}" y2="106"/>'
+            f'<text class="tx in {anchor}" x="{_n(x + (-1 if anchor else 1))}%" y="{y}">{escape(text)}</text>'
         )
     return _svg(drawn, cls="ch", height=126, label=label)
+
+
+#: Durations that people name, about a factor of three apart; every other one is the coarse ladder.
+_NAMED = (
+    0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 180, 600, 1800, 3600, 10_800, 36_000, 86_400, 604_800
+)  # fmt: skip
+
+
+def decades(low: float, high: float) -> list[float]:
+    """Durations that people name between two, those of the coarse ladder if they are enough."""
+    coarse = [one for one in _NAMED[::2] if low <= one <= high]
+    return coarse if len(coarse) >= 3 else [one for one in _NAMED if low <= one <= high]
+
+
+class Axis:
+    """A logarithmic axis of durations that several rows share, from one that people name to another."""
+
+    def __init__(self, seconds: Iterable[float]) -> None:
+        found = list(seconds) or [0.1, 10.0]
+        self.low = max((one for one in _NAMED if one <= min(found)), default=_NAMED[0])
+        self.high = min(
+            (one for one in _NAMED if one >= max(found) and one > self.low), default=max(_NAMED[-1], *found)
+        )
+
+    def at(self, seconds: float) -> float:
+        return min(100.0, max(0.0, 100 * math.log(max(seconds, self.low) / self.low) / math.log(self.high / self.low)))
+
+    @property
+    def ticks(self) -> list[float]:
+        return decades(self.low, self.high)
+
+
+def spread(axis: Axis, p50: float, p95: float, *, label: str) -> Markup:
+    """Half take no longer than the dot, 19 of 20 no longer than the end of the line."""
+    left, right = axis.at(p50), axis.at(p95)
+    drawn = "".join(
+        f'<line class="gr" x1="{_n(axis.at(seconds))}%" x2="{_n(axis.at(seconds))}%" y1="1" y2="13"/>'
+        for seconds in axis.ticks
+    )
+    drawn += (
+        f'<line class="st-done" stroke-width="2" x1="{_n(left)}%" x2="{_n(right)}%" y1="7" y2="7"/>'
+        f'<line class="st-done" stroke-width="2" x1="{_n(right)}%" x2="{_n(right)}%" y1="3" y2="11"/>'
+        f'<circle class="f-done" cx="{_n(left)}%" cy="7" r="4"/>'
+    )
+    return _svg(drawn, cls="ch spr", height=14, label=label)
+
+
+def scale(axis: Axis) -> Markup:
+    """The axis itself, as the head of a column."""
+    ticks = axis.ticks
+    step = -(-len(ticks) // 4)
+    return _svg(_axis([(axis.at(seconds), _short(seconds)) for seconds in ticks[::step]], 11), cls="ch", height=13)
 
 
 def _short(seconds: float) -> str:
@@ -199,11 +276,15 @@ def timeline(
                 f'<text class="tx tm wide" x="{_n((left + right) / 2)}%" y="{top + base // 2}">{escape(text)}</text>'
             )
     paths: dict[str, str] = {}
+    at: dict[str, int] = {}
     for start, end, count, cls in columns:
         if count:
             left, right = round(20 * span.at(start)), round(20 * span.at(end))
-            path = f"M{left} {base}v-{max(1, round(base * count / most))}h{max(1, right - left - 1)}V{base}z"
-            paths[cls] = paths.get(cls, "") + path
+            tall, across = max(1, round(base * count / most)), max(1, right - left - 1)
+            # One after another along the base line: a column is four short steps from where the last one ended.
+            step = f"h{left - at[cls]}" if cls in at else f"M{left} {base}"
+            paths[cls] = f"{paths.get(cls, '')}{step}v-{tall}h{across}v{tall}"
+            at[cls] = left + across
     inner = "".join(f'<path class="f-{cls}" d="{path}"/>' for cls, path in paths.items())
     box = f'viewBox="0 0 2000 {base}" preserveAspectRatio="none"'
     drawn += f'<svg y="{top}" width="100%" height="{base}" {box}>{inner}</svg>{scale}'
@@ -216,27 +297,27 @@ def timeline(
         )
     drawn += f'<line class="gr" x1="0" x2="100%" y1="{top + base}" y2="{top + base}"/>'
     if now is not None:
-        at = span.at(now)
-        side = "te" if at > 92 else "tm"
+        here = span.at(now)
+        side = "te" if here > 92 else "tm"
         drawn += (
-            f'<line class="st-ink" x1="{_n(at)}%" x2="{_n(at)}%" y1="14" y2="{top + base}"/>'
-            f'<text class="tx in {side}" x="{_n(at)}%" y="10">{escape(now_text)}</text>'
+            f'<line class="st-ink" x1="{_n(here)}%" x2="{_n(here)}%" y1="14" y2="{top + base}"/>'
+            f'<text class="tx in {side}" x="{_n(here)}%" y="10">{escape(now_text)}</text>'
         )
     taken = narrow = -100.0
     for moment, text, more in events:
-        at = span.at(moment)
-        drawn += f'<line class="st-mut" x1="{_n(at)}%" x2="{_n(at)}%" y1="{top + base}" y2="{top + base + 6}"/>'
+        place = span.at(moment)
+        drawn += f'<line class="st-mut" x1="{_n(place)}%" x2="{_n(place)}%" y1="{top + base}" y2="{top + base + 6}"/>'
         # What ended stands before its mark, what began after it. A label that would lie on another is left out (the table
         # below has it); on a phone letters are wider, so more are left out there.
-        side = "te" if at > 88 or (at > 10 and "started" not in text and "resumed" not in text) else ""
-        if (at - 9 if side else at) < taken:
+        side = "te" if place > 88 or (place > 10 and "started" not in text and "resumed" not in text) else ""
+        if (place - 9 if side else place) < taken:
             continue
-        taken = at if side else at + 9
-        wide = "wide" if (at - 24 if side else at) < narrow else ""
-        narrow = narrow if wide else at if side else at + 24
+        taken = place if side else place + 9
+        wide = "wide" if (place - 24 if side else place) < narrow else ""
+        narrow = narrow if wide else place if side else place + 24
         drawn += (
-            f'<text class="tx in {side} {wide}" x="{_n(at)}%" y="{top + base + 19}">{escape(text)}</text>'
-            f'<text class="tx wide {side}" x="{_n(at)}%" y="{top + base + 33}">{escape(more)}</text>'
+            f'<text class="tx in {side} {wide}" x="{_n(place)}%" y="{top + base + 19}">{escape(text)}</text>'
+            f'<text class="tx wide {side}" x="{_n(place)}%" y="{top + base + 33}">{escape(more)}</text>'
         )
     return _svg(drawn, cls="ch", height=top + base + 38, label=label)
 

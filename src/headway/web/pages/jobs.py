@@ -19,7 +19,7 @@ from headway.views.items import Items, ItemSheet, read_item, read_items
 from headway.views.job import JobSheet, Run, read_sheet
 from headway.views.jobs import find_job
 from headway.views.map import Cell, ItemMap, read_map
-from headway.views.overview import JobLine, JobPage, read_job_page, read_line
+from headway.views.overview import JobLine, JobPage, Times, read_death_times, read_job_page, read_line
 from headway.views.reading import Reader
 from headway.views.series import Series, read_job_series
 from headway.web.pages import draw
@@ -42,6 +42,7 @@ class Found(NamedTuple):
     map: ItemMap | None
     #: What is asked of the run that goes on; None if none does, or if it listens to nobody.
     asked: Control | None
+    times: Times | None
 
 
 def read_job(reader: Reader, id: str) -> Found:
@@ -52,11 +53,12 @@ def read_job(reader: Reader, id: str) -> Found:
     runs = sheet.runs
     start = (runs[0].started_at if runs else sheet.job.created_at).timestamp()
     end = now if sheet.job.holder else max(start, sheet.job.updated_at.timestamp())
+    causes = [cause._replace(job=id) for cause in sheet.causes if cause.dead][:6]
     controlled = sheet.job.holder is not None and runs and runs[-1].settings.get("mode") != "loop"
     return Found(
         datetime.fromtimestamp(now, UTC), sheet, read_line(database, job.no, sheet.job),
         read_job_series(job, start, end), read_map(job, since=runs[-1].started_at.timestamp() if runs else None),
-        job.asked(runs[-1].no) if controlled else None,
+        job.asked(runs[-1].no) if controlled else None, read_death_times(database, causes),
     )  # fmt: skip
 
 
@@ -81,15 +83,17 @@ def job_timeline(found: Found) -> Markup | None:
             forecast = (early, likely, late, f"~{roughly(line.forecast.likely)}")
             end = max(end, late)
     pad = (end - start) * 0.01
-    columns = [
-        (
-            max(point.minute * 60, start),
-            point.minute * 60 + width,
-            point.done,
-            "kept" if point.minute * 60 + width <= last else "done",
-        )
-        for point in series.points
-    ]
+    columns = []
+    for point in series.points:
+        began, over = max(point.minute * 60.0, start), point.minute * 60.0 + width
+        count: float = point.done
+        if (
+            now is not None and over > now
+        ):  # it is not over: as tall as it will be if it goes on so, and as wide as it is
+            if now - began < width / 4:
+                continue
+            count, over = count * width / (now - began), now
+        columns.append((began, over, round(count), "kept" if over <= last else "done"))
     events: list[tuple[float, str, str]] = []
     gaps: list[tuple[float, float, str]] = []
     for place, run in enumerate(runs):
@@ -227,11 +231,11 @@ async def job(pages: Pages, request: Request) -> Response:
         request, "job.html", now=found.now, refresh=10, line=found.line, sheet=found.sheet, series=found.series, map=map,
         pictures=pictures, asked=found.asked, timeline=job_timeline(found), story=story(found.sheet.runs),
         sentence=map_sentence(map) if map else None, rows=map_rows(map) if map else [], data=map_data(map) if map else "",
-        causes=[cause._replace(job=found.line.job.id) for cause in found.sheet.causes if cause.dead],
+        times=found.times, causes=[cause._replace(job=found.line.job.id) for cause in found.sheet.causes if cause.dead],
     )  # fmt: skip
 
 
-def _number(text: str | None, what: str) -> int | None:
+def whole(text: str | None, what: str) -> int | None:
     if not text:
         return None
     if not text.isascii() or not text.isdecimal() or len(text) > 18:
@@ -247,8 +251,8 @@ async def items(pages: Pages, request: Request) -> Response:
     state = asked.get("state") or None
     if state is not None and state not in STATES:
         raise InvalidInput(f"{state[:40]!r} is no state of an item.", hint=f"Use one of: {', '.join(STATES)}.")
-    cause = _number(asked.get("cause"), "number of a cause")
-    first = _number(asked.get("from"), "index") or 0
+    cause = whole(asked.get("cause"), "number of a cause")
+    first = whole(asked.get("from"), "index") or 0
 
     def look(reader: Reader) -> tuple[Items, JobSheet]:
         one = find_job(reader.ledger, id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 from starlette.requests import Request
@@ -12,14 +12,17 @@ from starlette.responses import RedirectResponse, Response
 
 from headway.errors import HeadwayError
 from headway.views.alerts import AlertView
+from headway.views.job import Cause
 from headway.views.jobs import Job
 from headway.views.overview import (
     JobLine,
     Outlook,
     TaskCause,
+    Times,
     find_item,
     outlook,
     read_causes,
+    read_death_times,
     read_job_page,
     read_task_causes,
 )
@@ -74,7 +77,8 @@ class Now(Standing):
     lines: tuple[JobLine, ...]
     series: Series
     hour: Series
-    causes: tuple[Any, ...]
+    causes: tuple[Cause, ...]
+    times: Times | None
     task_causes: tuple[TaskCause, ...]
     alerts: tuple[AlertView, ...]
 
@@ -82,6 +86,7 @@ class Now(Standing):
 def read_now(reader: Reader, range: str) -> Now:
     """Everything on the page, in one call off the loop."""
     database = reader.database
+    causes = read_causes(database, limit=20)
     return Now(
         at=datetime.fromtimestamp(database.now(), UTC),
         queues=reader.queues().queues,
@@ -90,7 +95,8 @@ def read_now(reader: Reader, range: str) -> Now:
         lines=read_job_page(database, limit=8).lines,
         series=read_series(database, range),
         hour=read_series(database, "1h"),
-        causes=read_causes(database, limit=20),
+        causes=causes,
+        times=read_death_times(database, causes[:5]),
         task_causes=read_task_causes(database, limit=10),
         alerts=reader.alerts(history=0).alerts,
     )
@@ -101,7 +107,7 @@ def needs(now: Now) -> list[Need]:
     found = [*_lost(now), *_alerts(now), *_new_causes(now), *_stalled(now), *_queues(now)]
     dead = sum(cause.dead for cause in now.causes) + sum(cause.dead for cause in now.task_causes)
     if dead and not any(need.word == "New error" for need in found):
-        newest = max(cause.last_seen for cause in (*now.causes, *now.task_causes))
+        newest = max([*(one.last_seen for one in now.causes), *(one.last_seen for one in now.task_causes)])
         reasons = plural(len(now.causes) + len(now.task_causes), "reason")
         text = f"{plural(dead, 'item')} failed for good, for {reasons}; nobody retried them"
         found.append(Need("Dead letters", "s-dead bad", text, f"last {when(newest, now.at)}", "/dead", "See why"))
@@ -215,8 +221,8 @@ def _job(job: Job) -> str:
 
 
 def ticks(series: Series) -> list[tuple[float, str]]:
-    """The time axis of a series: five moments."""
-    first, count = series.points[0].minute, len(series.points)
+    """The time axis of a line: five moments from its first point to its last that is over."""
+    first, count = series.points[0].minute, len(series.points) - 1
     form = "%H:%M" if series.step * count <= 1500 else "%a %d"
     marks = []
     for quarter in range(5):
@@ -240,8 +246,7 @@ async def overview(pages: Pages, request: Request) -> Response:
         ready=max((line.forecast.late for line in running if line.forecast), default=None)
         if all(line.forecast for line in running) else None,
         others=[line for line in now.lines if not line.job.holder], ticks=ticks(now.series), range=range, ranges=tuple(RANGES),
-        # What is not over yet would look like a fall.
-        series=now.series, waiting=sum(queue.waiting for queue in now.queues),
+        times=now.times, series=now.series, waiting=sum(queue.waiting for queue in now.queues),
         queued=bool(now.workers) or any(any((*queue[1:4], *queue[5:9])) for queue in now.queues),
     )  # fmt: skip
 

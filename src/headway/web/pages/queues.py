@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headway.errors import NotFound
+from headway.errors import HeadwayError, NotFound
 from headway.queue.values import PRIORITIES, Status
-from headway.views.queue import QueueView, Tasks, TaskSheet, TaskView
+from headway.views.performance import QueueTimes, Times, read_queue_times, read_waiting
+from headway.views.queue import QueueView, Tasks, TaskSheet, TaskView, WorkerView
 from headway.views.reading import Reader
 from headway.views.series import RANGES, read_queue_series
+from headway.web.pages import draw
 from headway.web.pages.overview import Standing, ticks
 from headway.web.pages.render import Pages
 from headway.wording import plural, roughly
@@ -52,11 +56,23 @@ def headline(found: Standing) -> str:
     return ", ".join(parts) if parts else f"{plural(sum(queue.waiting for queue in waiting), 'task')} wait"
 
 
+def axis_of(times: Iterable[Times | None]) -> draw.Axis:
+    """The axis that all of them fit on."""
+    return draw.Axis(seconds for one in times if one for seconds in (one.p50, one.p95))
+
+
 async def queues(pages: Pages, request: Request) -> Response:
-    found = await pages.site.read(read_standing, pages.site.reader)
+    def look(reader: Reader) -> tuple[Standing, dict[str, QueueTimes], dict[str, tuple[tuple[str, int], ...]]]:
+        found = read_standing(reader)
+        waiting = sum(queue.waiting for queue in found.queues)
+        return found, read_queue_times(reader.database), read_waiting(reader.database, waiting)
+
+    found, times, people = await pages.site.read(look, pages.site.reader)
     return pages.answer(
-        request, "queues.html", now=found.at, refresh=10, found=found, headline=headline(found), looks=found.outlooks
-    )
+        request, "queues.html", now=found.at, refresh=10, found=found, headline=headline(found), looks=found.outlooks,
+        times=times, people=people, users=len({name for parties in people.values() for name, _ in parties}),
+        waits=axis_of(one.wait for one in times.values()), runs=axis_of(one.run for one in times.values()),
+    )  # fmt: skip
 
 
 async def queue(pages: Pages, request: Request) -> Response:
@@ -66,28 +82,41 @@ async def queue(pages: Pages, request: Request) -> Response:
     range = request.query_params.get("range", "1h")
     range = range if range in RANGES else "1h"
 
-    def look(reader: Reader) -> tuple[Standing, Standing, Tasks, Tasks]:
+    def look(reader: Reader) -> tuple[Standing, Standing, Tasks, Tasks, dict[str, QueueTimes]]:
         return (
             read_standing(reader), read_standing(reader, range), reader.tasks(queue=name, status="RUNNING", limit=20),
-            reader.tasks(queue=name, status="QUEUED", limit=20),
+            reader.tasks(queue=name, status="QUEUED", limit=20), read_queue_times(reader.database, range),
         )  # fmt: skip
 
-    found, past, running, waiting = await pages.site.read(look, pages.site.reader)
+    found, past, running, waiting, times = await pages.site.read(look, pages.site.reader)
     one = next(each for each in found.queues if each.queue == name)
     series, came = past.flows[name]
     return pages.answer(
         request, "queue.html", now=found.at, refresh=10, queue=one, look=found.outlooks[name], series=series, came=came,
         ticks=ticks(series), running=running.tasks, waiting=waiting.tasks, range=range, ranges=tuple(RANGES),
-        serving=[worker for worker in found.alive if name in worker.queues],
+        times=times.get(name), serving=[worker for worker in found.alive if name in worker.queues],
     )  # fmt: skip
 
 
+def held(reader: Reader, workers: tuple[WorkerView, ...]) -> dict[str, TaskView]:
+    """What lost workers ran when they fell silent, as it stands now: who runs it instead, or how it ended."""
+    found = {}
+    for worker in [one for one in workers if one.state == "lost" and one.task][:50]:
+        with suppress(HeadwayError):  # deleted since
+            found[worker.name] = reader.task(str(worker.task)).task
+    return found
+
+
 async def workers(pages: Pages, request: Request) -> Response:
-    found = await pages.site.read(read_standing, pages.site.reader)
+    def look(reader: Reader) -> tuple[Standing, dict[str, TaskView]]:
+        found = read_standing(reader)
+        return found, held(reader, found.workers)
+
+    found, tasks = await pages.site.read(look, pages.site.reader)
     return pages.answer(
         request, "workers.html", now=found.at, refresh=10, workers=found.workers, alive=found.alive,
         lost=[worker for worker in found.workers if worker.state == "lost"],
-        waiting=sum(queue.waiting for queue in found.queues if not queue.paused),
+        waiting=sum(queue.waiting for queue in found.queues if not queue.paused), held=tasks,
     )  # fmt: skip
 
 
@@ -108,12 +137,14 @@ async def tasks(pages: Pages, request: Request) -> Response:
 async def task(pages: Pages, request: Request) -> Response:
     id, owner = request.path_params["id"], pages.site.user(request).owner
 
-    def look(reader: Reader) -> TaskSheet:
-        reader.queue.get(id, user_id=owner)  # another person's task is as missing as one that never was
-        return reader.task(id)
+    def look(reader: Reader) -> tuple[TaskSheet, QueueView | None]:
+        found = reader.task(id, user_id=owner)  # another person's task is as missing as one that never was
+        waits = found.task.status == "QUEUED"
+        paused = [one for one in reader.queues().queues if waits and one.paused and one.queue == found.task.queue]
+        return found, paused[0] if paused else None
 
-    found = await pages.site.read(look, pages.site.reader)
-    return pages.answer(request, "task.html", refresh=5, found=found, task=found.task)
+    found, paused = await pages.site.read(look, pages.site.reader)
+    return pages.answer(request, "task.html", refresh=5, found=found, task=found.task, paused=paused)
 
 
 class Own(NamedTuple):

@@ -6,7 +6,9 @@ content security policy that allows nothing inline and no other host.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Any
@@ -20,6 +22,8 @@ from starlette.responses import HTMLResponse
 from headway import __version__
 from headway.errors import HeadwayError
 from headway.telemetry import redact
+from headway.views.overview import count_dead
+from headway.views.series import Series
 from headway.web.pages import draw
 from headway.web.pages.static import Assets
 from headway.web.site import Site
@@ -73,9 +77,13 @@ def templates() -> Environment:
     made.globals.update(draw=draw, version=__version__, links=LINKS, more=MORE, plural=plural, query=query)
     made.filters.update(
         num=num, dur=span, roughly=roughly, pace=pace, clock=clock, when=when, since=since, part=part, small=small,
-        mb=mb, words=words, q=lambda text: quote(str(text), safe=""),
+        mb=mb, words=words, past=past, exact=exact, measured=measured, q=lambda text: quote(str(text), safe=""),
     )  # fmt: skip
     return made
+
+
+#: Seconds for which the number beside *Dead letters* is good.
+COUNTED_FOR = 5.0
 
 
 class Pages:
@@ -84,6 +92,15 @@ class Pages:
     def __init__(self, site: Site) -> None:
         self.site = site
         self.assets = Assets()
+        self._dead: tuple[float, int] | None = None
+
+    async def count_dead(self) -> None:
+        """How many dead letters there are, for the link on top of every page; unknown while the store is away."""
+        if self._dead is not None and time.monotonic() - self._dead[0] < COUNTED_FOR:
+            return
+        self._dead = None
+        with suppress(HeadwayError):
+            self._dead = (time.monotonic(), await self.site.read(count_dead, self.site.reader))
 
     def answer(
         self,
@@ -106,7 +123,9 @@ class Pages:
         html = templates().get_template(template).render(
             request=request, user=user, csrf=site.csrf(request), flash=site.flash(request), url=url, live=site.live,
             asset=lambda name: root + self.assets.path(name), now=moment, refresh=refresh,
-            store=redact(site.database), later=lambda seconds: moment + timedelta(seconds=seconds),
+            store=redact(site.database),
+            dead_letters=self._dead[1] if self._dead else 0, profile=site.settings.profile,
+            later=lambda seconds: moment + timedelta(seconds=seconds),
             here="/" + request.scope["path"].removeprefix(root).split("/")[1], **values,
         )  # fmt: skip
         return HTMLResponse(html, status, HEADERS)
@@ -156,6 +175,18 @@ def words(message: str) -> str:
     return message.lstrip("\U0001f534\U0001f7e2\U0001f7e1⚫ ")
 
 
+def past(series: Series, name: str = "done") -> list[int]:
+    """One number over time, without the last stretch: it is not over, and in a line it would look like a fall."""
+    return [getattr(point, name) for point in series.points[:-1]]
+
+
+def measured(value: float | None, unit: str | None) -> str:
+    """A value of a rule in what it is measured in: time, a share, or a number of things."""
+    if value is None:
+        return NOTHING
+    return span(value) if unit == "s" else f"{100 * value:.0f}%" if unit == "share" else num(value)
+
+
 def mb(size: int | None) -> str:
     return NOTHING if size is None else f"{size / 1e6:,.0f} MB"
 
@@ -177,6 +208,11 @@ def when(at: datetime | None, now: datetime) -> str:
     if 1 < days < 7:
         return f"{at:%A %H:%M}"
     return f"{at.day} {at:%b %H:%M}" if at.year == now.year else f"{at.day} {at:%b %Y}"
+
+
+def exact(at: datetime | None, now: datetime) -> str:
+    """The same with its seconds, where several things happen in a minute."""
+    return when(at, now) if at is None or not f"{at:%S}" else f"{when(at, now)}:{at.astimezone(UTC):%S}"
 
 
 def since(at: datetime, now: datetime) -> str:

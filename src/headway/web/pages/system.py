@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from headway.views.projects import ProjectPage, read_newest_projects
 from headway.views.reading import Reader
 from headway.views.records import Settings, read_settings
 from headway.views.states import State, States, StatesJobs
+from headway.web.pages.queues import axis_of
 from headway.web.pages.render import Pages
 
 #: Tasks and tags a matrix shows at most; of larger jobs those that decide: errors first, then the lowest.
@@ -64,7 +66,11 @@ class Matrix(NamedTuple):
 
 def matrix(found: States) -> Matrix:
     """A warning (-2) is lower than an error (-1), but an error is what somebody must see: errors come first."""
-    tags = tuple(sorted({state.tag for state in found.states}))[:TAGS] or ("",)
+    # The tag that is furthest comes first: so steps that follow each other stand in their order.
+    sums = Counter[str]()
+    for state in found.states:
+        sums[state.tag] += 100 if state.status == FINISHED else own_progress(state)
+    tags = tuple(sorted(sums, key=lambda tag: (-sums[tag], tag)))[:TAGS] or ("",)
     by_task: dict[int, dict[str, State]] = {}
     for state in found.states:
         by_task.setdefault(state.task_id, {})[state.tag] = state
@@ -110,8 +116,14 @@ async def states_job(pages: Pages, request: Request) -> Response:
     latest = sorted(found.states, key=lambda state: state.timestamp or LONG_AGO, reverse=True)
     return pages.answer(
         request, "states_job.html", refresh=3, found=found, matrix=matrix(found), errors=errors, latest=latest[:12],
-        finished=FINISHED, own_progress=own_progress,
+        finished=FINISHED, own_progress=own_progress, reached=reached,
     )  # fmt: skip
+
+
+def reached(state: State) -> int:
+    """How far a task was when it failed, as far as it noted it."""
+    noted = state.payload.get("last_status") if isinstance(state.payload, dict) else None
+    return min(100, max(0, noted)) if type(noted) is int else 0
 
 
 def own_progress(state: State | None) -> int:
@@ -132,8 +144,10 @@ async def performance(pages: Pages, request: Request) -> Response:
         return read_performance(reader.database, range)
 
     found = await pages.site.read(look, pages.site.reader)
-    slowest = max((one.run.p99 for one in found if one.run), default=1.0)
-    return pages.answer(request, "performance.html", refresh=30, found=found, range=range, slowest=slowest)
+    return pages.answer(
+        request, "performance.html", refresh=30, found=found, range=range, runs=axis_of(one.run for one in found),
+        waits=axis_of(one.wait for one in found),
+    )  # fmt: skip
 
 
 async def activity(pages: Pages, request: Request) -> Response:
@@ -145,7 +159,9 @@ async def activity(pages: Pages, request: Request) -> Response:
 
 async def alerts(pages: Pages, request: Request) -> Response:
     found = await pages.site.read(pages.site.reader.alerts, history=20)
-    return pages.answer(request, "alerts.html", refresh=10, found=found)
+    return pages.answer(
+        request, "alerts.html", refresh=10, found=found, units={rule.name: rule.unit for rule in found.rules}
+    )
 
 
 async def about(pages: Pages, request: Request) -> Response:
@@ -158,7 +174,9 @@ async def about(pages: Pages, request: Request) -> Response:
         return read_settings(site.settings), database.name, database.size(), at - began
 
     settings, name, size, skew = await site.read(look, site.reader)
-    return pages.answer(request, "about.html", settings=settings.settings, name=name, size=size, skew=skew)
+    chosen = {key: one for key, one in settings.settings.items() if one.origin != "default"}
+    usual = {key: one for key, one in settings.settings.items() if key not in chosen}
+    return pages.answer(request, "about.html", chosen=chosen, usual=usual, name=name, size=size, skew=skew)
 
 
 PAGES = {

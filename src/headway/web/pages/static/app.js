@@ -26,12 +26,20 @@ function wire(part) {
   }
   if (!("commandForElement" in HTMLButtonElement.prototype)) // older browsers
     for (const button of $$("[commandfor]", part)) button.onclick = () => { const dialog = document.getElementById(button.getAttribute("commandfor")); button.getAttribute("command") === "close" ? dialog.close() : dialog.showModal(); };
+  for (const box of $$("[data-pick-all]", part)) { box.hidden = false; box.onchange = () => { for (const one of $$("[data-pick]")) one.checked = box.checked; picked(); }; }
+  for (const box of $$("[data-pick]", part)) box.onchange = picked;
+  if ($("[data-pick]", part)) picked();
   for (const button of $$("[data-keys]", part)) {
     button.hidden = false;
     const say = () => { button.textContent = kept.get("keys") === "off" ? "Switch single keys on" : "Switch single keys off"; };
     button.onclick = () => { kept.set("keys", kept.get("keys") === "off" ? "on" : "off"); say(); };
     say();
   }
+}
+// What is selected is said before anything is done with it.
+function picked() {
+  const count = $$("[data-pick]:checked").length;
+  for (const button of $$("[data-picks]")) { button.textContent = count ? `Retry ${number.format(count)} selected` : "Retry selected"; button.disabled = !count; }
 }
 wire(document);
 
@@ -45,10 +53,13 @@ addEventListener("keydown", event => {
   const link = going && Date.now() - going < 1000 ? $(`[data-go="${CSS.escape(event.key)}"]`) : null;
   if (link) { location.href = link.href; return; }
   if (event.key === "j" || event.key === "k") {
-    const rows = $$("main tbody th a, main summary, main .al a"), at = rows.indexOf(document.activeElement);
+    const rows = $$("main tbody tr, main .cz, main .al li").map(row => $("summary, th a, a", row)).filter(Boolean), at = rows.indexOf(document.activeElement);
     rows[Math.max(0, Math.min(rows.length - 1, at + (event.key === "j" ? 1 : -1)))]?.focus();
     event.preventDefault();
   }
+  const row = document.activeElement?.closest("tr, .cz, section") || document;
+  if (event.key === "x") $("[data-pick]", row)?.click();
+  if (event.key === "r" || event.key === "p") (event.key === "r" && $("button[data-picks]:not(:disabled)") || $$("button[commandfor]", row).concat($$("main button[commandfor]")).find(button => button.textContent.startsWith(event.key === "r" ? "Re" : "Pause") && !button.closest("dialog")))?.click();
   going = event.key === "g" ? Date.now() : 0;
 });
 
@@ -116,7 +127,7 @@ function merge(message) {
 }
 
 async function renew() {
-  if (asked || document.hidden || $("dialog[open]") || $("main :is(input,select,textarea):focus")) return;
+  if (asked || document.hidden || $("dialog[open], [data-pick]:checked") || $("main :is(input,select,textarea):focus")) return;
   asked = true; dirty = false;
   try {
     const answer = await fetch(location.href, { headers: { accept: "text/html" }, credentials: "same-origin" });
@@ -125,7 +136,7 @@ async function renew() {
     if (!next || $("dialog[open]")) return;
     morph(main, next);
     document.title = fresh.title;
-    for (const name of ["#asof"]) if ($(name, fresh) && $(name)) $(name).textContent = $(name, fresh).textContent;
+    for (const name of ["#asof", "#deadn"]) if ($(name, fresh) && $(name)) $(name).textContent = $(name, fresh).textContent;
     wire(main); patch();
     document.dispatchEvent(new Event("renewed"));
   } catch { /* the pill says that there is no connection */ } finally { asked = false; renewed = performance.now(); }

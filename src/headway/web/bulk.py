@@ -1,0 +1,100 @@
+"""Actions on many at once: failed tasks of a cause, everything that is dead, a cause of a plain RQ deployment.
+
+Each is bounded, says what it did and what is left, and leaves a line in the activity with every part that is done together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from headway.errors import InvalidInput, NotFound
+from headway.ledger.recorder import audit
+from headway.queue import records
+from headway.queue.settings import declared_per_user
+from headway.queue.values import UserBusy
+from headway.telemetry import redact
+from headway.views.access import Acted
+from headway.views.overview import read_failed_ids
+from headway.wording import plural
+
+if TYPE_CHECKING:
+    from headway._sql import Tx
+    from headway.views.reading import Reader
+
+#: Tasks that one action gives another life, and those of one transaction.
+MOST: Final = 5000
+_TOGETHER: Final = 200
+
+
+def retry_tasks(reader: Reader, actor: str, cause: int | None, *, reason: str = "") -> Acted:
+    """Failed tasks of one cause, or all, wait again, the oldest first. One whose user has no free place stays failed."""
+    per_user = declared_per_user(reader.database)
+    after, moved, busy = 0, 0, 0
+    while moved + busy < MOST:
+        found = read_failed_ids(reader.database, cause=cause, after=after, limit=min(_TOGETHER, MOST - moved - busy))
+        if not found:
+            break
+
+        def work(tx: Tx, ids: tuple[str, ...] = tuple(id for _, id in found)) -> tuple[int, int]:
+            retried = full = 0
+            for id in ids:
+                try:
+                    records.retry(tx, id, per_user=per_user)
+                    retried += 1
+                except UserBusy:
+                    full += 1  # nothing was written for it
+                except (InvalidInput, NotFound):
+                    continue  # somebody else was faster
+            if retried:
+                facts: dict[str, object] = {"cause": cause, "count": retried, "reason": reason}
+                audit(tx, tx.now(), actor, "task.retry", "", facts)
+            return retried, full
+
+        retried, full = reader.database.run(work, operation="web.retry")
+        after, moved, busy = found[-1][0], moved + retried, busy + full
+    if not moved and not busy:
+        raise NotFound("No failed task has this cause any more.", hint="Nothing was changed.")
+    text = f"{plural(moved, 'task')} {'waits' if moved == 1 else 'wait'} again."
+    if busy:
+        text += f" {plural(busy, 'task')} of users who have an active task already stay failed."
+    if moved + busy >= MOST and read_failed_ids(reader.database, cause=cause, after=after, limit=1):
+        text += " There are more: do it once again."
+    return Acted("task.retry", text, moved)
+
+
+def retry_jobs(reader: Reader, actor: str, *, reason: str = "") -> Acted:
+    """Every dead letter of every job is pending again; each job is one transaction with its line in the activity."""
+    touched, jobs = 0, 0
+    for info in [one for one in reader.ledger.jobs() if one.dead]:
+        moved = reader.ledger.job(info.id).retry_dead(actor=actor, reason=reason)
+        touched, jobs = touched + moved, jobs + bool(moved)
+    return Acted("retry", f"{plural(touched, 'dead letter')} of {plural(jobs, 'job')} pending again.", touched)
+
+
+def requeue_cause(reader: Reader, actor: str, cause: str, *, until: float, reason: str = "") -> Acted:
+    """Failed jobs of RQ with one cause go back to their queue: those that had failed by ``until``, so never more than the
+    page had shown. RQ is another store: what is asked for is noted before, and how many it took back after."""
+    from headway.watcher import failures
+
+    deployment = failures.followed(reader.config, reader.database)
+    if deployment is None:
+        raise NotFound("No RQ deployment is followed.", hint="Name its queues: the setting watch_queues.")
+    found = failures.cause_of(failures.read_failures(deployment), cause)
+    chosen = [job for job in found.jobs if job.at <= until]
+    facts: dict[str, object] = {
+        "queue": found.queue,
+        "cause": redact(f"{found.type}: {found.message}"),
+        "reason": reason,
+    }
+    _note(reader, actor, "rq.requeue", {**facts, "jobs": len(chosen)})
+    moved = failures.requeue(deployment, found, chosen)
+    _note(reader, actor, "rq.requeued", {**facts, "jobs": len(moved)})
+    left = len(chosen) - len(moved)
+    text = f"{plural(len(moved), 'job')} of {found.queue} {'is' if len(moved) == 1 else 'are'} in RQ's queue again."
+    if left:
+        text += f" {plural(left, 'job')} could not be: somebody was faster, or the record is damaged."
+    return Acted("rq.requeue", text, len(moved))
+
+
+def _note(reader: Reader, actor: str, action: str, facts: dict[str, object]) -> None:
+    reader.database.run(lambda tx: audit(tx, tx.now(), actor, action, "", facts), operation="web.note")
