@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 
@@ -74,7 +74,7 @@ def test_of_a_large_job_the_shares_are_right_to_a_percent_and_the_slowest_exact(
     # Every tenth item is slow: a sample in round steps would find all of them or none.
     seconds = [draw.uniform(1, 2) if place % 10 == 0 else draw.uniform(0.01, 0.09) for place in range(4 * EXACT)]
     seconds[17_001] = 60.0  # one that no sample finds by chance
-    found = read_durations(filled(database, list(seconds)), len(seconds))
+    found = read_durations(filled(database, seconds), len(seconds))
     assert found is not None
     assert 0.9 * SAMPLE <= found.looked_at <= SAMPLE
     ordered = sorted(seconds)

@@ -41,9 +41,7 @@ class Durations(NamedTuple):
     p50: Annotated[float, "half of the items took no longer, in seconds"]
     p95: Annotated[float, "19 of 20 items took no longer"]
     slowest: Annotated[tuple[SlowItem, ...], "those that took longest, the slowest first"]
-    looked_at: Annotated[
-        int, "how many items are behind p50 and p95: all that are done, or of many a sample"
-    ]
+    looked_at: Annotated[int, "how many items are behind p50 and p95: all that are done, or of many a sample"]
 
 
 def read_durations(job: ledger.Job, total: int) -> Durations | None:
