@@ -27,7 +27,7 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Databas
 
 
 def filled(
-    database: Database, seconds: list[float | None], *, first: int = 0, step: int = 1, keyed: bool = True
+    database: Database, seconds: Sequence[float | None], *, first: int = 0, step: int = 1, keyed: bool = True
 ) -> Job:
     job = Ledger(database).create("timed", max_retries=0)
     places = [first + step * place for place in range(len(seconds))]
@@ -42,7 +42,7 @@ def test_of_a_small_job_every_item_counts_and_the_slowest_have_their_names(datab
     job = filled(database, [0.01 * place for place in range(1, 101)])
     found = read_durations(job, 100)
     assert found is not None
-    assert (found.p50, found.p95, found.looked_at) == (pytest.approx(0.51), pytest.approx(0.96), 100)
+    assert (found.p50, found.p95, found.looked_at) == (0.51, 0.96, 100)
     assert [(one.idx, one.key) for one in found.slowest] == [(idx, f"k-{idx}") for idx in (99, 98, 97, 96, 95)]
     assert [one.seconds for one in found.slowest] == pytest.approx([1.0, 0.99, 0.98, 0.97, 0.96])
 
@@ -72,8 +72,8 @@ def test_what_failed_has_no_duration_here(database: Database):
 def test_of_a_large_job_the_shares_are_right_to_a_percent_and_the_slowest_exact(database: Database):
     draw = Random(5)
     # Every tenth item is slow: a sample in round steps would find all of them or none.
-    seconds = [draw.uniform(1, 2) if place % 10 == 0 else draw.uniform(0.01, 0.09) for place in range(4 * EXACT)]
-    seconds[17_001] = 60.0  # one that no sample finds by chance
+    seconds = [draw.uniform(1, 2) if place % 10 == 0 else draw.uniform(0.01, 0.09) for place in range(EXACT + 1000)]
+    seconds[4_001] = 60.0  # one that no sample finds by chance
     found = read_durations(filled(database, seconds), len(seconds))
     assert found is not None
     assert 0.9 * SAMPLE <= found.looked_at <= SAMPLE
@@ -81,7 +81,7 @@ def test_of_a_large_job_the_shares_are_right_to_a_percent_and_the_slowest_exact(
     assert ordered[int(0.47 * len(ordered))] <= found.p50 <= ordered[int(0.53 * len(ordered))]
     assert ordered[int(0.935 * len(ordered))] <= found.p95 <= ordered[int(0.965 * len(ordered))]
     assert [one.seconds for one in found.slowest] == pytest.approx(ordered[: -SLOWEST - 1 : -1], abs=1e-6)
-    assert found.slowest[0].key == "k-17001"
+    assert found.slowest[0].key == "k-4001"
 
 
 def test_indices_that_lie_far_apart_are_found_all_the_same(tmp_path: Path):
