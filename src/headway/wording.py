@@ -36,6 +36,13 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
+def took(seconds: float) -> str:
+    """How long one thing took, which may have been short: ``12 ms``, ``3.4 s``, ``48 min 12 s``."""
+    if seconds < 0.0095:
+        return f"{seconds * 1000:.1f} ms"
+    return f"{seconds * 1000:.0f} ms" if seconds < 0.95 else duration(seconds)
+
+
 def pace(rate: float | None) -> str:
     """``41.2/s``; slow work by the minute or the hour."""
     if rate is None:

@@ -72,6 +72,20 @@ def test_show_says_counts_runs_causes_and_the_exact_command_to_continue(cli: Cli
     assert document["database"]["bytes"] > 0
 
 
+def test_show_says_how_long_items_took_and_which_took_longest(cli: Cli, ads: Path):
+    with Ledger.open(f"sqlite:///{ads}") as ledger:
+        job = ledger.create("timed")
+        job.register([NewItem(idx, str(idx), f"inv\x1b[31m-{idx}\n" if idx else None, idx) for idx in range(20)])
+        job.record([Done(idx, seconds=0.01 + 0.1 * idx) for idx in range(20)])
+    text = cli("show", "timed").out
+    assert "an item took 1.0 s (p50), 1.9 s (p95); slowest: inv [31m-19  1.9 s, inv [31m-18  1.8 s, inv" in text
+    assert "\x1b" not in text
+    found = cli("show", "timed", "--json").json["durations"]
+    assert (found["p50"], found["p95"], found["looked_at"]) == (1.01, 1.91, 20)
+    assert found["slowest"][0] == {"idx": 19, "key": "inv\x1b[31m-19\n", "seconds": 1.91}
+    assert len(found["slowest"]) == 5
+
+
 def test_show_names_the_process_that_runs_the_job(cli: Cli, ads: Path):
     with Ledger.open(f"sqlite:///{ads}") as ledger:
         job = ledger.job("ads")

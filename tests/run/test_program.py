@@ -287,3 +287,21 @@ def test_a_second_ctrl_c_ends_the_programs_and_the_same_command_goes_on(
     again = headway_cli(*command)
     assert again.returncode == 0, again.stderr
     assert job_in(place).info().failures == 0, "what was abandoned is charged nothing"
+
+
+# ---- how many at once -----------------------------------------------------------------------------------------------
+
+
+def test_zero_workers_are_one_per_core_whatever_the_settings_say(place: Path, headway_cli: Cli):
+    (place / "headway.toml").write_text("workers = 7\n")
+    done = headway_cli("run", "--items", "items.txt", "--workers", "0", "--", "true", "{}", cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert job_in(place).runs()[-1].settings["workers"] == len(os.sched_getaffinity(0))
+
+
+def test_whoever_means_workers_by_j_is_told_that_it_names_the_job(place: Path, headway_cli: Cli):
+    done = headway_cli("run", "--items", "items.txt", "-j", "8", "--", "true", "{}", cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert "-j names the job, which is called 8 now. For that many items at once: --workers 8" in done.stderr
+    named = headway_cli("run", "--items", "items.txt", "-j", "8", "-w", "2", "--", "true", "{}", cwd=place)
+    assert "-j names the job" not in named.stderr

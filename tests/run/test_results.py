@@ -10,8 +10,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,6 +153,24 @@ def test_values_of_other_libraries_are_kept_as_the_caller_encodes_them(tmp_path:
         encode=lambda value: [value.real, value.imag], decode=lambda pair: complex(*pair),
     )  # fmt: skip
     assert [found.result for found in done.results()] == [complex(1), complex(2)]
+
+
+def test_models_of_pydantic_are_kept_and_decode_makes_them_again(tmp_path: Path):
+    pydantic = pytest.importorskip("pydantic")
+    model: Any = pydantic.create_model("Ad", sku=(str, ...), made=(date, ...), tags=(set[str], ...), inner=(Any, None))
+
+    def advertise(item: int) -> Any:
+        made = model(sku=f"p-{item}", made=date(2026, 1, item), tags={"new"})
+        return {"ad": made, "all": [made]} if item == 2 else model(sku="outer", made=made.made, tags=set(), inner=made)
+
+    done = headway.map(
+        advertise, [1, 2], job="ads", database=f"sqlite:///{tmp_path}/a.db", workers=1, progress="none",
+        decode=lambda value: model.model_validate(value.get("ad", value)),
+    )  # fmt: skip
+    assert done.dead == 0
+    first, second = (found.result for found in done.results())
+    assert (first.sku, first.made, first.inner["sku"]) == ("outer", date(2026, 1, 1), "p-1")
+    assert (second.sku, second.tags) == ("p-2", {"new"})
 
 
 def test_values_of_numpy_have_a_plain_form():

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,39 @@ def test_rows_of_a_dataframe_are_items_and_its_index_is_their_key(options: dict[
     )
     with pytest.raises(InvalidInput, match="twice"):
         headway.map(returned, pandas.concat([frame, frame]), workers=1, **options)
+
+
+def test_rows_of_a_polars_dataframe_are_items_with_everything_json_has_a_form_for(options: dict[str, Any]):
+    polars = pytest.importorskip("polars")
+    day, moment = date(2026, 1, 2), datetime(2026, 1, 2, 3, 4)  # noqa: DTZ001 - polars' moments have no zone by default
+    frame = polars.DataFrame(
+        {
+            "sku": ["a", "b"],
+            "n": [1, None],
+            "price": [1.5, float("nan")],
+            "day": [day, None],
+            "days": [[day, None], []],
+            "more": [{"at": moment, "n": 1}, {"at": None, "n": None}],
+            "kind": polars.Series(["x", "y"], dtype=polars.Categorical),
+        }
+    )
+    done = headway.map(returned, frame, key="sku", workers=1, **options)
+    assert [(found.key, found.result) for found in done.results()] == [
+        ("a", {"sku": "a", "n": 1, "price": 1.5, "day": "2026-01-02", "days": ["2026-01-02", None],
+               "more": {"at": "2026-01-02T03:04:00", "n": 1}, "kind": "x"}),
+        ("b", {"sku": "b", "n": None, "price": None, "day": None, "days": [], "more": {"at": None, "n": None}, "kind": "y"}),
+    ]  # fmt: skip
+    assert headway.map(returned, frame.reverse(), key="sku", workers=1, **options).kept == 2
+    assert [row["sku"] for row in headway.track(frame, **{**options, "job": "loop"})] == ["a", "b"]
+
+
+def test_a_frame_that_cannot_be_items_is_refused_with_what_to_do(options: dict[str, Any]):
+    polars = pytest.importorskip("polars")
+    with pytest.raises(InvalidInput, match="LazyFrame") as refused:
+        headway.map(returned, polars.LazyFrame({"a": [1]}), **options)
+    assert "collect()" in (refused.value.hint or "")
+    with pytest.raises(InvalidInput, match="bytes"):
+        headway.map(returned, polars.DataFrame({"a": [b"x"]}), **options)
 
 
 # ---- notebooks ------------------------------------------------------------------------------------------------------

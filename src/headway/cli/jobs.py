@@ -25,10 +25,11 @@ from headway.cli.toolkit import (
     wrapped,
 )
 from headway.errors import UsageError
-from headway.wording import cut, duration, pace, printable, roughly
+from headway.wording import cut, duration, pace, printable, roughly, took
 
 if TYPE_CHECKING:
     from headway.views import jobs as views
+    from headway.views.durations import Durations, SlowItem
     from headway.views.job import JobSheet, Run
 
 #: Seconds between two looks of --watch.
@@ -157,6 +158,8 @@ def _lines(sheet: JobSheet, database: str | None) -> list[str]:
     origin = f"{printable(job.function) or 'a program'} over {printable(job.source) or 'its own items'}"
     lines = [f"Job {job.id}: {_state(sheet)}", cut(f"  {origin}", columns), *_bar_lines(sheet, kept, columns)]
     lines += wrapped(words, columns=columns)
+    if sheet.durations is not None:
+        lines += wrapped(_durations(sheet.durations, job.done), columns=columns)
     if sheet.runs:
         heads, rows = _run_rows(sheet.runs[-SHEET_ROWS:])
         lines += [
@@ -177,6 +180,18 @@ def _lines(sheet: JobSheet, database: str | None) -> list[str]:
     return lines
 
 
+def _durations(found: Durations, done: int) -> list[str]:
+    """How long items took, in words that are not divided."""
+    looked = f" (of {found.looked_at:,} looked at)" if found.looked_at < done else ""
+    slowest = [f"{_name(item)} {took(item.seconds)}" for item in found.slowest[:3]]
+    words = ["an item took", f"{took(found.p50)} (p50),", f"{took(found.p95)} (p95){looked};", "slowest:"]
+    return words + [f"{item}," for item in slowest[:-1]] + slowest[-1:]
+
+
+def _name(item: SlowItem) -> str:
+    return f"item {item.idx}" if item.key is None else cut(printable(item.key), 40)
+
+
 def _indented(lines: list[str]) -> list[str]:
     return [f"  {line}" for line in lines]
 
@@ -191,11 +206,23 @@ def _bar_lines(sheet: JobSheet, kept: int, columns: int) -> list[str]:
     ascii_only = (getattr(sys.stdout, "encoding", None) or "").lower() not in ("utf-8", "utf8")
     strokes = bar(kept / total, (job.done - kept) / total, room, ascii_only=ascii_only) if room >= SHORTEST_BAR else ""
     line = f"{ends[0]}{strokes}{ends[1]}"
-    left = f"~{roughly(sheet.eta_seconds)} left" if sheet.eta_seconds is not None else ""
+    left = _left(sheet)
     speed = "   ".join(part for part in (pace(sheet.rate), left) if part)
     if not speed:
         return [line]
     return [f"{line}   {speed}"] if len(line) + 3 + len(speed) <= columns else [line, f"  {speed}"]
+
+
+def _left(sheet: JobSheet) -> str:
+    """``~18 min left (15 to 25 min)``, or nothing while that cannot be said."""
+    if sheet.eta_seconds is None:
+        return ""
+    likely = f"~{roughly(sheet.eta_seconds)} left"
+    if sheet.eta_low_seconds is None or sheet.eta_high_seconds is None:  # a server of an earlier version
+        return likely
+    low, high = roughly(sheet.eta_low_seconds), roughly(sheet.eta_high_seconds)
+    (number, _, unit), (_, _, other) = low.partition(" "), high.partition(" ")
+    return likely if low == high else f"{likely} ({number if unit == other else low} to {high})"
 
 
 def _state(sheet: JobSheet) -> str:

@@ -70,7 +70,7 @@ _ONCE = {"--fresh", "--accept-changes", "--dry-run"}
 )
 @click.option("--job", "-j", metavar="ID", help="What to call the job.  [default: made of function and file]")
 @database_option
-@click.option("--workers", "-w", type=click.IntRange(1), help="Items that run at once.  [default: one per core]")
+@click.option("--workers", "-w", type=click.IntRange(0), help="Items that run at once; 0, the default: one per core.")
 @click.option("--mode", type=click.Choice(["process", "thread", "async"]), help="How items run.  [default: process]")
 @click.option("--retries", type=click.IntRange(0), help="Further tries of an item that failed.  [default: 2]")
 @click.option("--timeout", type=float, metavar="SECONDS", help="How long one item may take.")
@@ -264,10 +264,10 @@ def _settings(config: Config, call: Work, name: str, *, last_pass: bool) -> Sett
     from headway.run import function as functions
 
     asked = None if config.origin("mode") == "default" else config.text("mode")
-    mode = functions.choose_mode(call, asked, name, config["workers"])
+    mode = functions.choose_mode(call, asked, name, config["workers"] or None)
     workers, timeout, rate, most = (config[key] for key in ("workers", "timeout", "rate", "max_failures"))
     settings = Settings(
-        workers=functions.choose_workers(None if workers is None else int(workers), mode),
+        workers=functions.choose_workers(int(workers) if workers else None, mode),
         mode=mode,
         policy=RetryPolicy(int(config["retries"] or 0), float(config["retry_delay"] or 0), jitter=0.5, cap=300.0),
         timeout=None if timeout is None else float(timeout),
@@ -382,12 +382,20 @@ def _perform(order: Order, ledger: Ledger, job: Job, hold: Hold, text: str, *, f
 
     display = open_display(order.config.text("progress"), stream=sys.stderr, color=order.config.text("color"))
     display.begin(text)
+    if _looks_like_a_number_of_workers(order):
+        display.say(f"-j names the job, which is called {job.id} now. For that many items at once: --workers {job.id}")
     with _page(order, job, display):
         ending = perform(
             ledger, job, hold, order.call, order.settings,
             display=display, shutdown=order.shutdown, output=order.output, keep=order.keep, feed=feed, sinks=order.sinks,
         )  # fmt: skip
     return _conclude(order, display, job, ending)
+
+
+def _looks_like_a_number_of_workers(order: Order) -> bool:
+    """Whoever comes from GNU parallel, make or xargs means that by -j."""
+    given = order.job or ""
+    return given.isascii() and given.isdigit() and len(given) <= 3 and order.config.origin("workers") == "default"
 
 
 @contextmanager

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import exp, sqrt
+from math import exp
+
+from headway.forecast import Forecast, forecast
 
 #: No forecast before so many items have finished and so many seconds have passed.
 FORECAST_ITEMS = 30
@@ -17,6 +19,8 @@ FADE_ITEMS = 60.0
 #: Silence is called a stall after so many seconds, and before anything has finished after so many.
 STALL_SECONDS = 15.0
 FIRST_STALL_SECONDS = 30.0
+#: The whole run is remembered as so many pieces of about equally many runs of items, at most.
+PIECES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +56,6 @@ class RunSnapshot:
         return min(100.0, 100.0 * self.position / self.total) if self.total else 100.0
 
 
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """Seconds until the run is through: the likely figure, and a range that holds four times out of five."""
-
-    seconds: float
-    low: float
-    high: float
-
-
 class Estimator:
     """Rate and forecast from what *this* run has finished; items that were kept from before say nothing about speed."""
 
@@ -72,6 +67,9 @@ class Estimator:
         # Faded sums: finished items, runs of items and the seconds they took. Their quotients are the averages.
         self._items = self._runs = self._seconds = 0.0
         self._gap = 0.0
+        #: (seconds, runs of items) of all of the run, the oldest first; the last one grows until it has as many as the others.
+        self._past: list[tuple[float, float]] = [(0.0, 0.0)]
+        self._piece = 1
 
     def update(self, snapshot: RunSnapshot) -> None:
         now = self._clock()
@@ -92,6 +90,7 @@ class Estimator:
         self._items = self._items * fade + max(finished, 0)
         self._runs = self._runs * fade + max(runs, 0)
         self._seconds = self._seconds * fade + passed
+        self._remember(passed, max(runs, finished, 0))
         if finished > 0:
             silence = now - self._moved
             self._gap = silence if self._gap == 0.0 else 0.8 * self._gap + 0.2 * silence
@@ -123,10 +122,19 @@ class Estimator:
         runs_per_item = max(1.0, self._runs / self._items)
         waiting = min(last.retrying, left)
         runs_left = (left - waiting) * runs_per_item + waiting * (1.0 + runs_per_item)
-        seconds = runs_left * self._seconds / max(self._runs, self._items)
-        # Counts scatter by their square root; a little more for a pace that drifts.
-        spread = min(0.6, 0.08 + 1.2 * sqrt(1.0 / self._items + 1.0 / (left + 1)))
-        return Forecast(seconds, seconds * (1.0 - spread), seconds / (1.0 - spread))
+        pace = self._seconds / max(self._runs, self._items)  # of a run; an item's is as many times that as it has runs
+        return forecast(self._past[:-1], runs_left, pace, self._items)
+
+    def _remember(self, seconds: float, runs: int) -> None:
+        """Pieces get larger as the run gets longer: there are never more than `PIECES`, and never many fewer."""
+        self._past[-1] = (self._past[-1][0] + seconds, self._past[-1][1] + runs)
+        if self._past[-1][1] < self._piece:
+            return
+        self._past.append((0.0, 0.0))
+        if len(self._past) > PIECES:
+            self._piece *= 2
+            pairs = zip(self._past[:-1:2], self._past[1:-1:2], strict=True)
+            self._past = [(one[0] + two[0], one[1] + two[1]) for one, two in pairs] + [(0.0, 0.0)]
 
     def _left(self) -> int | None:
         if self._last is None or self._last.total is None:

@@ -406,6 +406,8 @@ def frame_rows(items: Iterable[object]) -> tuple[Iterable[object], Sequence[str]
         return [_row(columns, row) for row in rows], [str(label) for label in frame.index]
     if library == "polars" and hasattr(frame, "iter_rows"):
         return [_row(frame.columns, row) for row in frame.iter_rows()], None
+    if library == "polars" and hasattr(frame, "collect"):
+        raise InvalidInput("A LazyFrame has no rows before it is collected.", hint="Give frame.collect().")
     return items, None
 
 
@@ -417,8 +419,12 @@ def _value(value: Any) -> Any:
     """A cell as JSON has it; one that is missing is null."""
     if type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and isnan(value)):
         return None
-    if value is None or isinstance(value, str | int | float | bool | list | dict):
+    if value is None or isinstance(value, str | int | float | bool):
         return value
+    if isinstance(value, list):
+        return [_value(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _value(each) for name, each in value.items()}
     try:
         return as_plain(value)
     except TypeError:

@@ -7,16 +7,14 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from headway.telemetry import redact
+from headway.views.durations import Durations, read_durations
 from headway.views.jobs import Job, job_view
+from headway.views.series import read_job_series
 from headway.views.shape import ABSENT, Absent, Json, document
+from headway.views.speed import PAST_SECONDS, Forecast, pace
 
 if TYPE_CHECKING:
     from headway import ledger
-
-#: The rate of a job is that of its last minutes.
-RATE_MINUTES = 5
-#: No forecast before so many items are done in these minutes.
-FORECAST_ITEMS = 30
 
 
 class Run(NamedTuple):
@@ -87,11 +85,14 @@ class JobSheet(NamedTuple):
     job: Annotated[Job, "the job"]
     running: Annotated[int, "items that are claimed or being worked on"]
     rate: Annotated[float | None, "items per second of the run in progress, over its last minutes"]
-    eta_seconds: Annotated[float | None, "seconds left at that rate; null while it cannot be said"]
+    eta_seconds: Annotated[float | None, "seconds left, the likely figure; null while it cannot be said"]
     runs: Annotated[tuple[Run, ...], "its runs, the first one first"]
     causes: Annotated[tuple[Cause, ...], "causes of failure, those with most dead letters first"]
     database: Annotated[Records, "where it is kept"]
     paused_by: Annotated[str | None, "who asked the run in progress to pause; null if it is not paused"] = None
+    eta_low_seconds: Annotated[float | None, "the lower end of the range of `eta_seconds`"] = None
+    eta_high_seconds: Annotated[float | None, "its upper end: the range holds four times out of five"] = None
+    durations: Annotated[Durations | None, "how long items took; null while no time was recorded"] = None
 
     def as_json(self) -> Json:
         return document(self)
@@ -108,33 +109,32 @@ def read_runs(job: ledger.Job) -> Runs:
 def read_sheet(job: ledger.Job) -> JobSheet:
     """Counts, runs, causes and speed of one job."""
     info, runs = job.info(), job.runs()
-    rate, left = _speed(job, info, runs)
+    rate, forecast = _speed(job, info, runs)
     asked = job.asked(runs[-1].no) if info.held and runs else None
+    paused = asked is not None and asked.paused
+    early, likely, late = forecast if forecast is not None and not paused else (None, None, None)
     return JobSheet(
         job=job_view(info),
         running=job.progress().running,
         rate=None if rate is None else round(rate, 3),
-        eta_seconds=None if left is None else round(left, 1),
+        eta_seconds=None if likely is None else round(likely, 1),
         runs=tuple(run_view(run) for run in runs),
         causes=tuple(cause_view(cause) for cause in job.causes()),
         database=Records(job.database.name, job.database.size()),
-        paused_by=asked.actor if asked is not None and asked.paused else None,
+        paused_by=asked.actor if asked is not None and paused else None,
+        eta_low_seconds=None if early is None else round(early, 1),
+        eta_high_seconds=None if late is None else round(late, 1),
+        durations=read_durations(job, info.total),
     )
 
 
-def _speed(job: ledger.Job, info: ledger.JobInfo, runs: list[ledger.Run]) -> tuple[float | None, float | None]:
-    """Items per second of the run in progress, over its last minutes, and the seconds left at that pace."""
+def _speed(job: ledger.Job, info: ledger.JobInfo, runs: list[ledger.Run]) -> tuple[float | None, Forecast | None]:
+    """Items per second of the run in progress, over its last minutes, and when it will be through."""
     if not info.held or not runs:
         return None, None
     now = job.database.now()
-    window = int(now // 60) - RATE_MINUTES
-    began = runs[-1].started_at.timestamp()
-    if began >= window * 60:
-        done = info.done - runs[-1].kept  # all of this run: an earlier one may lie in the same minutes
-    else:
-        done, began = sum(row[1] for row in job.minutes(window)), window * 60.0
-    rate = done / max(1.0, now - began)
-    return rate or None, info.remaining / rate if done >= FORECAST_ITEMS else None
+    past = read_job_series(job, now - PAST_SECONDS, now)
+    return pace(past, runs[-1].started_at.timestamp(), now, info.remaining, info.done - runs[-1].kept)
 
 
 def run_view(run: ledger.Run) -> Run:

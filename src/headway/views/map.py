@@ -3,7 +3,7 @@
 A job of a million items must not be read as a million rows. What is not done is little and has an index, so it is
 counted exactly in every cell. What is done is nearly all of it: of a large job one item of each cell is looked at, by its
 key, and says for its cell whether it was done in this run, before, or not at all. Durations and shares come from the same
-rows; ``sampled`` says how many were looked at when it was not all of them.
+rows; ``sampled`` says how many were looked at when it was not all of them. (p50, p95 and the slowest: `durations`.)
 """
 
 from __future__ import annotations
@@ -52,9 +52,6 @@ class ItemMap(NamedTuple):
     marks: Annotated[dict[int, Cell], "cells with something else in them"]
     sampled: Annotated[int | None, "how many items were looked at; null: all"]
     durations: Annotated[tuple[tuple[float, int], ...], "(seconds from, how many items), eight to a factor of ten"]
-    p50: Annotated[float | None, "half of the items took no longer"]
-    p95: Annotated[float | None, "19 of 20 items took no longer"]
-    slowest: Annotated[tuple[tuple[int, float], ...], "(index, seconds) of the slowest looked at"]
     workers: Annotated[tuple[Worker, ...], "who finished those of this run, the busiest first"]
 
 
@@ -95,15 +92,13 @@ def read_map(job: ledger.Job, *, since: float | None) -> ItemMap | None:
         if retrying or running or dead
     }
     bases = _bases(rows, cells, size, since, every=exact)
-    took = sorted((seconds, idx) for idx, status, _, seconds, _ in rows if status == "done" and seconds is not None)
+    took = [seconds for _, status, _, seconds, _ in rows if status == "done" and seconds is not None]
     names = Counter(
         worker for _, status, at, _, worker in rows if status == "done" and worker and (since is None or at >= since)
     )
     return ItemMap(
         size, cells, bases, found, None if exact else len(rows),
-        durations([seconds for seconds, _ in took]),
-        _percentile(took, 0.50), _percentile(took, 0.95),
-        tuple((idx, seconds) for seconds, idx in took[-3:][::-1]),
+        durations(took),
         tuple(Worker(name, count) for name, count in names.most_common(12)),
     )  # fmt: skip
 
@@ -147,7 +142,3 @@ def durations(seconds: Sequence[float]) -> tuple[tuple[float, int], ...]:
     # A few bins at least, on both sides: one column alone says nothing.
     first, last = min(first, last - 8), max(last, first + 8)
     return tuple((10 ** (place / BINS_PER_DECADE), counts.get(place, 0)) for place in range(first, last + 1))
-
-
-def _percentile(took: Sequence[tuple[float, int]], part: float) -> float | None:
-    return took[min(len(took) - 1, int(part * len(took)))][0] if took else None

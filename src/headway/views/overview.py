@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from math import sqrt
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from headway._sql import marks
-from headway.views.job import FORECAST_ITEMS, RATE_MINUTES, Cause, cause_view
+from headway.views.job import Cause, cause_view
 from headway.views.jobs import Job, job_view
 from headway.views.series import Series, read_job_series
+from headway.views.speed import PAST_SECONDS, Forecast, pace
 
 if TYPE_CHECKING:
     from headway._sql import Database
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 PAGE = 50
 #: Minutes that a forecast of a queue looks back.
 FORECAST_MINUTES = 10
-#: The least a forecast may be off, and the most that is still said.
-SPREAD = (0.08, 0.6)
 
 
 class LastRun(NamedTuple):
@@ -36,14 +34,6 @@ class LastRun(NamedTuple):
     started_at: Annotated[datetime, "when it began"]
     outcome: Annotated[str | None, "how it ended; null while it runs"]
     host: Annotated[str, "where"]
-
-
-class Forecast(NamedTuple):
-    """When a job will be ready, in seconds from now."""
-
-    early: Annotated[float, "not before"]
-    likely: Annotated[float, "at the pace of the last minutes"]
-    late: Annotated[float, "if its pace varies as it did"]
 
 
 class JobLine(NamedTuple):
@@ -122,39 +112,10 @@ def _line(database: Database, no: int, job: Job, run: LastRun | None) -> JobLine
         ended = run is not None and run.outcome is None  # it did not say how it ended
         return JobLine(job, run._replace(outcome="lost") if run and ended else run, None, None, None)
     now = database.now()
-    past = read_job_series(LedgerJob(database, no, job.id), now - 1800, now)
+    past = read_job_series(LedgerJob(database, no, job.id), now - PAST_SECONDS, now)
     began = run.started_at.timestamp() if run else job.created_at.timestamp()
     rate, forecast = pace(past, began, now, job.total - job.done - job.dead, job.done - (run.kept if run else 0))
     return JobLine(job, run, rate, forecast, past)
-
-
-def pace(
-    past: Series, began: float, now: float, remaining: int, done_in_run: int
-) -> tuple[float | None, Forecast | None]:
-    """Items per second of the run, over its last minutes, and when it will be ready.
-
-    The window of the forecast follows from how much the minutes differ: the less regular, the wider. It counts this run
-    only, never what was kept: a resumed job is not faster than it is.
-    """
-    start, done = began, done_in_run
-    if now - began > (RATE_MINUTES + 1) * 60:
-        recent = [p for p in past.points if p.minute * 60 >= now - (RATE_MINUTES + 1) * 60]
-        start, done = (recent[0].minute * 60.0 if recent else now), sum(p.done for p in recent)
-    rate = done / max(1.0, now - start)
-    if not done or rate <= 0:
-        return None, None
-    if done < FORECAST_ITEMS or remaining <= 0:
-        return rate, None
-    whole = [p.done for p in past.points if p.minute * 60 >= began and (p.minute + past.step) * 60 <= now][-15:]
-    spread = SPREAD[0]
-    if len(whole) >= 3:
-        mean = sum(whole) / len(whole)
-        deviation = sqrt(sum((count - mean) ** 2 for count in whole) / len(whole))
-        spread = min(SPREAD[1], max(SPREAD[0], deviation / mean if mean else SPREAD[1]))
-    else:
-        spread = 0.3  # it has hardly begun
-    likely = remaining / rate
-    return rate, Forecast(likely * (1 - spread), likely, likely * (1 + 1.5 * spread))
 
 
 class Outlook(NamedTuple):

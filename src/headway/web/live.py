@@ -28,10 +28,11 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from headway.errors import HeadwayError
 from headway.telemetry import Log, error_message, metrics, redact
-from headway.views.job import FORECAST_ITEMS, cause_view
+from headway.views.job import cause_view
 from headway.views.jobs import job_view
 from headway.views.queue import read_queues, read_workers, task_view
 from headway.views.shape import Json, iso, plain
+from headway.views.speed import FORECAST_ITEMS
 from headway.web.monitor import Monitor
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from headway.views.series import Series
 from headway.web.pages import draw
 from headway.web.pages.static import Assets
 from headway.web.site import Site
-from headway.wording import duration, pace, plural, roughly
+from headway.wording import duration, pace, plural, roughly, took
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -163,11 +163,7 @@ def part(done: float, total: float) -> str:
 def span(seconds: float | None) -> str:
     if seconds is None:
         return NOTHING
-    if seconds < 0.0095:
-        return f"{seconds * 1000:.1f} ms"
-    if seconds < 0.95:
-        return f"{seconds * 1000:.0f} ms"
-    return duration(seconds)
+    return took(seconds)
 
 
 def words(message: str) -> str:
