@@ -31,16 +31,17 @@ from headway.lifecycle import Shutdown, on_signals
 from headway.retry import RetryPolicy
 from headway.run import function as functions
 from headway.run import plan as plans
+from headway.run.attempt import GiveUp
 from headway.run.display import Display, open_display
 from headway.run.items import GivenItems
+from headway.run.local import LocalPool
 from headway.run.loop import OpenJob
 from headway.run.output import CsvOutput, Output, keeps_results, open_output, refuse_foreign, refuse_incomplete
-from headway.run.pool import Ending, Feed, Pool, Settings
+from headway.run.pool import Ending, Feed, Settings
 from headway.run.program import Work
 from headway.run.results import ItemResult, Keep, as_they_came, in_order
 from headway.run.tracking import Tracker
 from headway.run.tracking import start as start_tracking
-from headway.run.worker import GiveUp
 from headway.telemetry import Log
 
 __all__ = [
@@ -371,7 +372,7 @@ def perform(
     try:
         file = None if output is None else open_output(job, output)
         keep = replace(keep, all_results=keep.results and keeps_results(job))
-        pool = Pool(
+        pool = LocalPool(
             ledger, job, hold, function, settings,
             display=display, shutdown=shutdown, output=file, keep=keep, feed=feed,
         )  # fmt: skip
