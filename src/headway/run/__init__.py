@@ -33,11 +33,12 @@ from headway.run import function as functions
 from headway.run import plan as plans
 from headway.run.attempt import GiveUp
 from headway.run.display import Display, open_display
+from headway.run.executor import Executor, ExecutorPool, capacity, check_executor
 from headway.run.items import GivenItems
 from headway.run.local import LocalPool
 from headway.run.loop import OpenJob
 from headway.run.output import CsvOutput, Output, keeps_results, open_output, refuse_foreign, refuse_incomplete
-from headway.run.pool import Ending, Feed, Settings
+from headway.run.pool import Ending, Feed, Pool, Settings
 from headway.run.program import Work
 from headway.run.results import ItemResult, Keep, as_they_came, in_order
 from headway.run.tracking import Tracker
@@ -108,6 +109,7 @@ def map(
     database: str | None = None,
     workers: int | None = None,
     mode: str | None = None,
+    executor: Executor | None = None,
     retries: int = 2,
     retry_delay: float = 1.0,
     timeout: float | None = None,
@@ -135,6 +137,10 @@ def map(
     completion, at least once if this process dies in between, always with the same event id. Ctrl-C lets running items
     finish, then raises KeyboardInterrupt.
 
+    ``executor`` runs them elsewhere: anything with the ``submit`` of `concurrent.futures` (a ProcessPoolExecutor, loky,
+    Dask's ``client.get_executor()``, mpi4py.futures). It stays the caller's and is never shut down; ``workers`` is how
+    many items are there at once.
+
     What items print goes where it went, and is kept with those that fail (``keep_output``: failed, all or none). What
     the function returns is kept and comes back by `Result.results`, unless ``results=False``. ``encode`` makes JSON
     of it, ``decode`` makes it again what it was; dataclasses, dates, NumPy's and pydantic's values need no ``encode``.
@@ -145,10 +151,16 @@ def map(
     if keep_output not in ("failed", "all", "none"):
         raise InvalidInput(f"keep_output = {keep_output!r} is not acceptable.", hint="Use failed, all or none.")
     config = Config(cli={"database": database, "payload_limit": payload_limit})
-    mode = functions.choose_mode(function, mode, name)
+    if executor is None:
+        mode = functions.choose_mode(function, mode, name)
+        workers = functions.choose_workers(workers, mode)
+    else:
+        check_executor(executor, mode)
+        mode = "executor"
+        workers = functions.choose_workers(capacity(executor) if workers is None else workers, "process")
     id = check_id(job, "a job id") if job is not None else functions.default_job(function)
     settings = Settings(
-        workers=functions.choose_workers(workers, mode),
+        workers=workers,
         mode=mode,
         policy=RetryPolicy(retries, retry_delay, jitter=0.5, cap=300.0),
         timeout=timeout,
@@ -173,7 +185,7 @@ def map(
         ending = perform(
             ledger, held, hold, function, settings,
             display=display, shutdown=shutdown, output=None if output is None else Path(output), sinks=sinks,
-            keep=Keep(results=results, encode=encode, printed=keep_output),
+            keep=Keep(results=results, encode=encode, printed=keep_output), executor=executor,
         )  # fmt: skip
         if ending.outcome == "interrupted":
             if shutdown.signum == signal.SIGINT:
@@ -364,6 +376,7 @@ def perform(
     keep: Keep | None = None,
     feed: Feed | None = None,
     sinks: Sequence[Sink] = (),
+    executor: Executor | None = None,
 ) -> Ending:
     """Work the job off under ``hold``, release it, and tell the sinks what was decided, unless it was interrupted."""
     outcome = "failed"
@@ -372,10 +385,18 @@ def perform(
     try:
         file = None if output is None else open_output(job, output)
         keep = replace(keep, all_results=keep.results and keeps_results(job))
-        pool = LocalPool(
-            ledger, job, hold, function, settings,
-            display=display, shutdown=shutdown, output=file, keep=keep, feed=feed,
-        )  # fmt: skip
+        pool: Pool
+        if executor is None:
+            pool = LocalPool(
+                ledger, job, hold, function, settings,
+                display=display, shutdown=shutdown, output=file, keep=keep, feed=feed,
+            )  # fmt: skip
+        else:
+            assert callable(function)
+            pool = ExecutorPool(
+                ledger, job, hold, function, settings,
+                executor=executor, display=display, shutdown=shutdown, output=file, keep=keep,
+            )  # fmt: skip
         ending = pool.run()
         outcome = ending.outcome
     finally:

@@ -196,7 +196,7 @@ class Pool(ABC):
             self._display.end(self._snapshot())
         if self._unkept:
             self._display.say(
-                f"The results of {_items(self._unkept)} were not kept: they are not JSON, or longer than a megabyte."
+                f"The results of {items_of(self._unkept)} were not kept: they are not JSON, or longer than a megabyte."
             )
         return Ending(
             outcome=self._stop_reason or "finished",
@@ -392,11 +392,11 @@ class Pool(ABC):
         if asked.stopping == 2:
             self._shutdown.abandon.set()
         if asked.workers is not None and asked.workers != before.workers:
-            self._display.say(f"{asked.actor} asks for {_items(asked.workers)} at once.")
+            self._display.say(f"{asked.actor} asks for {items_of(asked.workers)} at once.")
             self._resize(asked.workers)
         if asked.paused and not before.paused:
             self._display.say(
-                f"Paused by {asked.actor}: finishing {_items(self._busy)}. Go on:  headway resume {self._job.id}"
+                f"Paused by {asked.actor}: finishing {items_of(self._busy)}. Go on:  headway resume {self._job.id}"
             )
             self._recall()
         elif before.paused and not asked.paused:
@@ -459,12 +459,12 @@ class Pool(ABC):
         busy = self._busy
         self._recall_all()
         if self._asked.stopping:
-            self._display.say(f"Stopping, as {self._asked.actor} asked: finishing {_items(busy)} ...")
+            self._display.say(f"Stopping, as {self._asked.actor} asked: finishing {items_of(busy)} ...")
             return Budget(10**9)
         if self._shutdown.signum == signal.SIGINT:
-            self._display.say(f"Stopping: finishing {_items(busy)} (Ctrl-C again to abandon them) ...")
+            self._display.say(f"Stopping: finishing {items_of(busy)} (Ctrl-C again to abandon them) ...")
             return Budget(10**9)
-        self._display.say(f"Stopping: finishing {_items(busy)} for up to {TERM_SECONDS:g} s ...")
+        self._display.say(f"Stopping: finishing {items_of(busy)} for up to {TERM_SECONDS:g} s ...")
         return Budget(TERM_SECONDS)
 
     def _recall_all(self) -> None:
@@ -477,5 +477,5 @@ def _wake(wake: socket.socket) -> None:
         wake.send(b"!")
 
 
-def _items(count: int) -> str:
+def items_of(count: int) -> str:
     return "1 item" if count == 1 else f"{count:,} items"
