@@ -89,3 +89,15 @@ def forking(n: int) -> int:
     if os.fork():
         os.wait()
     return n
+
+
+#: Set by a test: a process that is forked from it sees that, one that is started anew does not.
+changed = False
+
+
+def sees_change(_: int) -> bool:
+    return changed
+
+
+async def sees_change_soon(_: int) -> bool:
+    return changed

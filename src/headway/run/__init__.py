@@ -109,6 +109,7 @@ def map(
     database: str | None = None,
     workers: int | None = None,
     mode: str | None = None,
+    start: Literal["auto", "fork", "spawn"] | None = None,
     executor: Executor | None = None,
     retries: int = 2,
     retry_delay: float = 1.0,
@@ -137,6 +138,9 @@ def map(
     completion, at least once if this process dies in between, always with the same event id. Ctrl-C lets running items
     finish, then raises KeyboardInterrupt.
 
+    Workers are forked, or started anew (``start="spawn"``) where a fork is unsafe: other threads run here, or this is
+    macOS. Then they import the function's module; what is in no module is forked all the same. It is said which.
+
     ``executor`` runs them elsewhere: anything with the ``submit`` of `concurrent.futures` (a ProcessPoolExecutor, loky,
     Dask's ``client.get_executor()``, mpi4py.futures). It stays the caller's and is never shut down; ``workers`` is how
     many items are there at once.
@@ -150,10 +154,12 @@ def map(
         raise InvalidInput("A file of results needs results.", hint="Leave out results=False or output=.")
     if keep_output not in ("failed", "all", "none"):
         raise InvalidInput(f"keep_output = {keep_output!r} is not acceptable.", hint="Use failed, all or none.")
-    config = Config(cli={"database": database, "payload_limit": payload_limit})
+    config = Config(cli={"database": database, "payload_limit": payload_limit, "start": start})
+    started = functions.FORK
     if executor is None:
         mode = functions.choose_mode(function, mode, name)
         workers = functions.choose_workers(workers, mode)
+        started = functions.choose_start(function, encode, config.text("start"))
     else:
         check_executor(executor, mode)
         mode = "executor"
@@ -167,6 +173,7 @@ def map(
         rate=rate,
         max_failures=max_failures,
         last_pass=last_pass,
+        start=started,
     )
     check_settings(settings)
     source = GivenItems(items, key=key, limit=int(config["payload_limit"] or 0))
@@ -385,6 +392,8 @@ def perform(
     try:
         file = None if output is None else open_output(job, output)
         keep = replace(keep, all_results=keep.results and keeps_results(job))
+        if settings.start.why:
+            display.say(settings.start.why)
         pool: Pool
         if executor is None:
             pool = LocalPool(

@@ -49,7 +49,7 @@ class LocalPool(Pool):
         self._console = Console() if display.live and Console.is_needed() else None
         self._crew = Crew(
             self._selector, function,
-            mode=settings.mode, size=settings.workers, mark=hold.mark, timeout=settings.timeout,
+            start=settings.start.how, mode=settings.mode, size=settings.workers, mark=hold.mark, timeout=settings.timeout,
             keep=keep, console=self._console,
         )  # fmt: skip
         # Who sees to the time of each item itself is ended from here only if it does not come to that.

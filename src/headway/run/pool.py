@@ -27,6 +27,7 @@ from headway.retry import RetryPolicy
 from headway.run.backlog import Backlog
 from headway.run.console import Console
 from headway.run.display import Display, RunSnapshot
+from headway.run.function import FORK, Start
 from headway.run.output import CsvOutput, Output
 from headway.run.program import TIMED_OUT
 from headway.run.results import Keep
@@ -69,6 +70,7 @@ class Settings:
     rate: float | None = None
     max_failures: int | None = None
     last_pass: bool = True
+    start: Start = FORK
 
 
 @dataclass(frozen=True, slots=True)

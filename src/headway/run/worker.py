@@ -14,8 +14,10 @@ import asyncio
 import io
 import json
 import os
+import pickle
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -76,6 +78,23 @@ def main(wire: Wire, slots: Slots, function: Work, *, mode: str, timeout: float 
             with suppress(Exception):  # a line that was begun and not ended; nobody may be there to read it
                 stream.flush()
         os._exit(code)
+
+
+def spawned() -> NoReturn:
+    """The process of a worker that was started anew instead of being forked: what it works with comes by descriptors."""
+    wire, page, package, count = map(int, sys.argv[1:5])
+    with os.fdopen(package, "rb", closefd=True) as file:
+        # Other workers read the same open file: its position is theirs too.
+        data = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
+    given = pickle.loads(data)  # noqa: S301 - of our own parent, by a file that has no name
+    sys.argv[1:] = []
+    sys.path[:] = given["path"]  # before the function is looked for
+    function, mode, timeout, keep = pickle.loads(given["work"])  # noqa: S301 - the same
+    end = socket.socket(fileno=wire)
+    end.set_inheritable(False)
+    slots = Slots(count, page)
+    os.close(page)
+    main(Wire(end, blocking=True), slots, function, mode=mode, timeout=timeout, keep=keep)
 
 
 def _print_line_by_line() -> None:
