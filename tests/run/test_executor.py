@@ -48,6 +48,10 @@ def dask_client() -> Iterator[Any]:
         distributed.Client(cluster) as client,
     ):
         yield client
+    # A thread of Dask outlives all that. Later tests of this process must be able to fork in peace.
+    utils = distributed.utils
+    utils._offload_executor.shutdown()
+    utils._offload_executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="Dask-Offload")
 
 
 @pytest.fixture(scope="module")
