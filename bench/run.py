@@ -23,6 +23,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -58,6 +59,7 @@ def main() -> None:
         measure_rate(report, place, count, rounds, tasks)
         measure_registration(report, place, count)
         measure_track(report, place, count)
+        measure_executor(report, place, count // 5, rounds)
         measure_programs(report, place, 300 if options.quick else 1_000, rounds)
         if options.full:
             measure_million(report, place)
@@ -201,6 +203,34 @@ def measure_track(report: Report, place: Path, count: int) -> None:
     report.add("headway.track: added to each item", 1000 * (time.monotonic() - began) / count, "ms", most=0.5)
     check_recorded(path, count)
     remove(path)
+
+
+# ---- an executor of the user's ----------------------------------------------------------------------------------
+
+
+def measure_executor(report: Report, place: Path, count: int, rounds: int) -> None:
+    """No-op items in a ProcessPoolExecutor, beside the same call with workers of our own."""
+    say(f"{count:,} items in a ProcessPoolExecutor, {rounds} rounds")
+    ratios, rates = [], []
+    for _ in range(rounds):
+        with ProcessPoolExecutor(WORKERS) as executor:
+            list(executor.map(abs, range(WORKERS)))
+            own, theirs = (map_rate(place, count, each) for each in (None, executor))
+        rates.append(theirs)
+        ratios.append(theirs / own)
+    report.add("map in a ProcessPoolExecutor: items recorded", median(rates), "items/s", rounds=rounds)
+    report.add("map in a ProcessPoolExecutor / in workers of our own", median(ratios), "x", least=0.5)
+
+
+def map_rate(place: Path, count: int, executor: ProcessPoolExecutor | None) -> float:
+    path = place / "map.db"
+    result = headway.map(
+        abs, range(count), job="bench", database=f"sqlite:///{path}", workers=WORKERS, progress="none", executor=executor,
+        start=None if executor is not None else "fork",
+    )  # fmt: skip
+    check_recorded(path, count)
+    remove(path)
+    return count / result.seconds
 
 
 # ---- programs ---------------------------------------------------------------------------------------------------

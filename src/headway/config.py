@@ -211,6 +211,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("states", None, _maybe_store, "where the states of tasks are kept (default: database)", follows=("database", _same)),
     Option("workers", None, _optional(_whole(0)), "how many items run at once (default, and 0: one per core)"),
     Option("mode", "process", _one_of("process", "thread", "async"), "how items run"),
+    Option("start", "auto", _one_of("auto", "fork", "spawn"), "how worker processes are started"),
     Option("retries", 2, _whole(0), "further tries of an item that failed"),
     Option("retry_delay", 1.0, _positive, "seconds before the first further try; doubled for each one after it"),
     Option("timeout", None, _optional(_positive), "seconds an item may take"),

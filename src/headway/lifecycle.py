@@ -160,8 +160,17 @@ def on_signals(shutdown: Shutdown) -> Iterator[Shutdown]:
         yield shutdown
         return
 
+    owner = os.getpid()
+
     def handle(signum: int, _: FrameType | None) -> None:
-        shutdown.request_from_handler(signum)
+        if os.getpid() == owner:
+            shutdown.request_from_handler(signum)
+            return
+        # A process that somebody forked meanwhile (a worker of multiprocessing) has our handlers. Nobody there looks at
+        # the shutdown, and its parent waits for it to end: it obeys as if we had not been there.
+        found = before[signal.Signals(signum)]
+        signal.signal(signum, signal.SIG_DFL if found is None else found)
+        signal.raise_signal(signum)
 
     wanted = [
         number for number in STOP_SIGNALS if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)

@@ -274,6 +274,7 @@ def _settings(config: Config, call: Work, name: str, *, last_pass: bool) -> Sett
         rate=None if rate is None else float(rate),
         max_failures=None if most is None else int(most),
         last_pass=last_pass,
+        start=functions.choose_start(call, None, config.text("start")),
     )
     check_settings(settings)
     return settings

@@ -31,8 +31,11 @@ from headway.lifecycle import Shutdown, on_signals
 from headway.retry import RetryPolicy
 from headway.run import function as functions
 from headway.run import plan as plans
+from headway.run.attempt import GiveUp
 from headway.run.display import Display, open_display
+from headway.run.executor import Executor, ExecutorPool, capacity, check_executor
 from headway.run.items import GivenItems
+from headway.run.local import LocalPool
 from headway.run.loop import OpenJob
 from headway.run.output import CsvOutput, Output, keeps_results, open_output, refuse_foreign, refuse_incomplete
 from headway.run.pool import Ending, Feed, Pool, Settings
@@ -40,7 +43,6 @@ from headway.run.program import Work
 from headway.run.results import ItemResult, Keep, as_they_came, in_order
 from headway.run.tracking import Tracker
 from headway.run.tracking import start as start_tracking
-from headway.run.worker import GiveUp
 from headway.telemetry import Log
 
 __all__ = [
@@ -107,6 +109,8 @@ def map(
     database: str | None = None,
     workers: int | None = None,
     mode: str | None = None,
+    start: Literal["auto", "fork", "spawn"] | None = None,
+    executor: Executor | None = None,
     retries: int = 2,
     retry_delay: float = 1.0,
     timeout: float | None = None,
@@ -134,6 +138,13 @@ def map(
     completion, at least once if this process dies in between, always with the same event id. Ctrl-C lets running items
     finish, then raises KeyboardInterrupt.
 
+    Workers are forked, or started anew (``start="spawn"``) where a fork is unsafe: other threads run here, or this is
+    macOS. Then they import the function's module; what is in no module is forked all the same. It is said which.
+
+    ``executor`` runs them elsewhere: anything with the ``submit`` of `concurrent.futures` (a ProcessPoolExecutor, loky,
+    Dask's ``client.get_executor()``, mpi4py.futures). It stays the caller's and is never shut down; ``workers`` is how
+    many items are there at once.
+
     What items print goes where it went, and is kept with those that fail (``keep_output``: failed, all or none). What
     the function returns is kept and comes back by `Result.results`, unless ``results=False``. ``encode`` makes JSON
     of it, ``decode`` makes it again what it was; dataclasses, dates, NumPy's and pydantic's values need no ``encode``.
@@ -143,17 +154,26 @@ def map(
         raise InvalidInput("A file of results needs results.", hint="Leave out results=False or output=.")
     if keep_output not in ("failed", "all", "none"):
         raise InvalidInput(f"keep_output = {keep_output!r} is not acceptable.", hint="Use failed, all or none.")
-    config = Config(cli={"database": database, "payload_limit": payload_limit})
-    mode = functions.choose_mode(function, mode, name)
+    config = Config(cli={"database": database, "payload_limit": payload_limit, "start": start})
+    started = functions.FORK
+    if executor is None:
+        mode = functions.choose_mode(function, mode, name)
+        workers = functions.choose_workers(workers, mode)
+        started = functions.choose_start(function, encode, config.text("start"))
+    else:
+        check_executor(executor, mode)
+        mode = "executor"
+        workers = functions.choose_workers(capacity(executor) if workers is None else workers, "process")
     id = check_id(job, "a job id") if job is not None else functions.default_job(function)
     settings = Settings(
-        workers=functions.choose_workers(workers, mode),
+        workers=workers,
         mode=mode,
         policy=RetryPolicy(retries, retry_delay, jitter=0.5, cap=300.0),
         timeout=timeout,
         rate=rate,
         max_failures=max_failures,
         last_pass=last_pass,
+        start=started,
     )
     check_settings(settings)
     source = GivenItems(items, key=key, limit=int(config["payload_limit"] or 0))
@@ -172,7 +192,7 @@ def map(
         ending = perform(
             ledger, held, hold, function, settings,
             display=display, shutdown=shutdown, output=None if output is None else Path(output), sinks=sinks,
-            keep=Keep(results=results, encode=encode, printed=keep_output),
+            keep=Keep(results=results, encode=encode, printed=keep_output), executor=executor,
         )  # fmt: skip
         if ending.outcome == "interrupted":
             if shutdown.signum == signal.SIGINT:
@@ -363,6 +383,7 @@ def perform(
     keep: Keep | None = None,
     feed: Feed | None = None,
     sinks: Sequence[Sink] = (),
+    executor: Executor | None = None,
 ) -> Ending:
     """Work the job off under ``hold``, release it, and tell the sinks what was decided, unless it was interrupted."""
     outcome = "failed"
@@ -371,10 +392,20 @@ def perform(
     try:
         file = None if output is None else open_output(job, output)
         keep = replace(keep, all_results=keep.results and keeps_results(job))
-        pool = Pool(
-            ledger, job, hold, function, settings,
-            display=display, shutdown=shutdown, output=file, keep=keep, feed=feed,
-        )  # fmt: skip
+        if settings.start.why:
+            display.say(settings.start.why)
+        pool: Pool
+        if executor is None:
+            pool = LocalPool(
+                ledger, job, hold, function, settings,
+                display=display, shutdown=shutdown, output=file, keep=keep, feed=feed,
+            )  # fmt: skip
+        else:
+            assert callable(function)
+            pool = ExecutorPool(
+                ledger, job, hold, function, settings,
+                executor=executor, display=display, shutdown=shutdown, output=file, keep=keep,
+            )  # fmt: skip
         ending = pool.run()
         outcome = ending.outcome
     finally:

@@ -6,6 +6,7 @@ import io
 import logging
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any, TextIO
 
@@ -72,6 +73,8 @@ class Printing:
     def __init__(self, *, several: bool) -> None:
         self._alone: Captured | None = None
         self._apart: ContextVar[list[Captured]] | None = ContextVar("printed") if several else None
+        self._copies: dict[str, tuple[_Tee, TextIO]] = {}
+        self._handlers: list[tuple[logging.StreamHandler[Any], _Tee, TextIO]] = []
 
     def enter_worker(self) -> None:
         """In the worker: from now on see what is printed."""
@@ -79,6 +82,7 @@ class Printing:
         copies = {name: _Tee(stream, self._add) for name, stream in before.items() if stream is not None}
         for name, copy in copies.items():
             setattr(sys, name, copy)
+            self._copies[name] = copy, before[name]
         # Handlers that were made when the user's module was imported write to the streams of that time.
         loggers = [logging.root, *logging.root.manager.loggerDict.values()]
         for handler in {each for logger in loggers if isinstance(logger, logging.Logger) for each in logger.handlers}:
@@ -86,6 +90,18 @@ class Printing:
                 for name, copy in copies.items():
                     if handler.stream is before[name]:
                         handler.setStream(copy)
+                        self._handlers.append((handler, copy, before[name]))
+
+    def leave_worker(self) -> None:
+        """See nothing more. What somebody else put into our place meanwhile stays there."""
+        for name, (copy, before) in self._copies.items():
+            with suppress(OSError, ValueError):  # nobody is there to read it, or it was closed
+                copy.flush()
+            if getattr(sys, name) is copy:
+                setattr(sys, name, before)
+        for handler, seen, stream in self._handlers:
+            if handler.stream is seen:
+                handler.setStream(stream)
 
     def begin(self) -> None:
         if self._apart is None:

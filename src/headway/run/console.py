@@ -45,6 +45,10 @@ class Console:
         for descriptor in _terminals():
             os.dup2(self._writing, descriptor)
 
+    def streams(self) -> dict[str, int]:
+        """The same for a worker that is started anew."""
+        return {("stdout", "stderr")[descriptor - 1]: self._writing for descriptor in _terminals()}
+
     def close(self) -> list[str]:
         """The last lines, the unfinished one included."""
         os.close(self._writing)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import pickle
 import selectors
 import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from headway.errors import HeadwayError
 from headway.ledger import Item
@@ -41,6 +45,8 @@ class WorkerHandle:
         self.reported = False
         self.recalled = False
         self.stopping = False
+        #: Of one that was started anew: kept, because Python waits by itself for processes that nobody keeps.
+        self.process: subprocess.Popen[bytes] | None = None
 
     def running(self) -> list[tuple[int, float]]:
         """(idx, since when by the monotonic clock) of what it runs right now and has not reported."""
@@ -77,13 +83,14 @@ class WorkerHandle:
 
 
 class Crew:
-    """All of them: started by fork, talked to through sockets of the caller's selector."""
+    """All of them: forked from this process or started anew, talked to through sockets of the caller's selector."""
 
     def __init__(
         self,
         selector: selectors.BaseSelector,
         function: Work,
         *,
+        start: str,
         mode: str,
         size: int,
         mark: str,
@@ -94,6 +101,7 @@ class Crew:
         self._selector = selector
         self._function, self._mode, self._timeout, self._keep, self._console = function, mode, timeout, keep, console
         self._mark = mark
+        self._package = _package(function, mode, timeout, keep) if start == "spawn" else None
         self._started = 0
         self._members: dict[int, WorkerHandle] = {}
         #: Processes, and how many items each of them runs at once.
@@ -197,12 +205,19 @@ class Crew:
             worker.wire.close()
             worker.slots.close()
         self._members.clear()
+        if self._package is not None:
+            self._package.close()
 
     def _start(self, *, alone: bool) -> WorkerHandle:
         try:
             ours, theirs = socket.socketpair()
-            slots = Slots(1 if alone else self._slots)
-            pid = os.fork()
+            count = 1 if alone else self._slots
+            if self._package is not None:
+                slots, process = self._spawn(theirs, count, self._package)
+                pid = process.pid
+            else:
+                slots, process = Slots(count), None
+                pid = os.fork()
         except OSError as error:
             raise HeadwayError(
                 f"Worker process {len(self) + 1} cannot be started: {error.strerror}.",
@@ -214,8 +229,23 @@ class Crew:
         theirs.close()
         name = f"{self._mark} worker {self._started}"
         worker = self._members[pid] = WorkerHandle(pid, Wire(ours, blocking=False), slots, name, alone=alone)
+        worker.process = process
         self._selector.register(worker.wire, selectors.EVENT_READ, worker)
         return worker
+
+    def _spawn(self, theirs: socket.socket, count: int, package: IO[bytes]) -> tuple[Slots, subprocess.Popen[bytes]]:
+        """Start a worker that has nothing of this process but its end of the socket, the page and the package."""
+        with tempfile.TemporaryFile() as page:
+            page.truncate(Slots.size(count))
+            descriptors = theirs.fileno(), page.fileno(), package.fileno()
+            code = "from headway.run.worker import spawned; spawned()"
+            streams = {} if self._console is None else self._console.streams()
+            process = subprocess.Popen(
+                [sys.executable, "-c", code, *map(str, (*descriptors, count))],
+                pass_fds=descriptors, stdin=subprocess.DEVNULL, process_group=0,
+                stdout=streams.get("stdout"), stderr=streams.get("stderr"),
+            )  # fmt: skip
+            return Slots(count, page.fileno()), process
 
     def _become_worker(self, ours: socket.socket, theirs: socket.socket, slots: Slots) -> NoReturn:
         """In the child. Every other end of ours must be closed here, or siblings would not notice our death."""
@@ -234,6 +264,15 @@ class Crew:
             os._exit(70)
 
 
+def _package(function: Work, mode: str, timeout: float | None, keep: Keep) -> IO[bytes]:
+    """What a worker that is started anew has to know. The file has no name: nobody else can write into it, and the pickle
+    is read by our own children only."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the crew
+    pickle.dump({"path": sys.path, "work": pickle.dumps((function, mode, timeout, keep))}, file)
+    file.flush()
+    return file
+
+
 def _has_ended(pid: int) -> bool:
     """Whether the process has ended. It is left to be waited for: until then nobody else gets its number."""
     try:
@@ -248,7 +287,10 @@ def _end(worker: WorkerHandle) -> int | None:
     try:
         os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         worker.kill()
-        return os.waitpid(worker.pid, 0)[1]
+        status = os.waitpid(worker.pid, 0)[1]
+        if worker.process is not None:
+            worker.process.returncode = status  # it was waited for
+        return status
     except ChildProcessError:
         return None
 

@@ -6,14 +6,16 @@ import functools
 import importlib
 import inspect
 import os
+import pickle
 import re
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headway.errors import InvalidInput
 from headway.ledger import canonical
@@ -208,6 +210,60 @@ def choose_mode(function: Work, mode: str | None, name: str, workers: object = N
             hint=f"Leave --mode out, or use {fits}.",
         )
     return mode
+
+
+class Start(NamedTuple):
+    """How worker processes are started: forked from this one, or anew (spawn), and why, where that is worth a word."""
+
+    how: str
+    why: str = ""
+
+
+FORK = Start("fork")
+
+
+def choose_start(function: Work, encode: object, wanted: str) -> Start:
+    """A fork copies this process in the middle of whatever its other threads do: a lock that one of them holds stays locked
+    in the child for ever. macOS's own libraries do not bear it at all. So there a worker is started anew, if the function
+    can be found by its name in a new process, and else forked all the same; either is said."""
+    if wanted == "fork" or isinstance(function, Program):
+        return FORK
+    if wanted not in ("auto", "spawn"):
+        raise InvalidInput(f"start = {wanted!r} is not acceptable.", hint="Use auto, fork or spawn.")
+    why = _why_not_forked() if wanted == "auto" else ""
+    if wanted == "auto" and not why:
+        return FORK
+    obstacle = _why_not_sent(function, encode)
+    if not obstacle:
+        return Start("spawn", why and f"Workers are started anew, not forked, because {why}. start=fork forks them.")
+    if wanted == "spawn":
+        raise InvalidInput(
+            f"A worker that is started anew cannot get the function: {obstacle}.",
+            hint="Define it in a module of its own, or leave out start=.",
+        )
+    if "ipykernel" in sys.modules:
+        return FORK  # its threads are always there, and so are functions that are in no module
+    return Start("fork", f"Workers are forked although {why}, because {obstacle}. If they hang, put it into a module.")
+
+
+def _why_not_forked() -> str:
+    if sys.platform == "darwin":
+        return "macOS does not bear forks"
+    here = threading.current_thread()
+    others = [each.name for each in threading.enumerate() if each is not here and not each.name.startswith("headway")]
+    if not others:
+        return ""
+    shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+    return f"{'another thread runs' if len(others) == 1 else f'{len(others)} other threads run'} here ({shown})"
+
+
+def _why_not_sent(function: Work, encode: object) -> str:
+    """Why a new process cannot get the function; empty if it can."""
+    try:
+        data = pickle.dumps((function, encode))
+    except Exception as error:  # noqa: BLE001 - objects may raise anything when they are pickled
+        return f"the function cannot be pickled ({type(error).__name__})"
+    return "the function is defined in the main program" if b"__main__" in data else ""
 
 
 def choose_workers(workers: int | None, mode: str) -> int:

@@ -21,7 +21,7 @@ from headway.ledger import Done, Failed, Hold, Item, Job, Ledger, Progress, desc
 from headway.ledger.content import bounded_meta
 from headway.lifecycle import ForkGuard
 from headway.retry import RetryPolicy
-from headway.run.worker import GiveUp
+from headway.run.attempt import GiveUp
 
 PAGE = 500
 

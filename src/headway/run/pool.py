@@ -1,7 +1,8 @@
-"""The parent of a run: one process that owns the ledger, hands items to workers and commits what they report in groups.
+"""The parent of a run: one process that owns the ledger, hands items out and commits what is reported in groups.
 
 `Pool.run` is a single-threaded loop, so nothing here needs a lock and forking a replacement worker is safe. If all of
-it is killed, the ledger alone says what is left to do.
+it is killed, the ledger alone says what is left to do. Who runs the items is the business of its subclasses:
+`headway.run.local` has worker processes of our own.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import selectors
 import signal
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from headway.errors import HeadwayError
 from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, Outcome, Recorded
 from headway.ledger.control import Control
 from headway.ledger.job import DAMAGED
@@ -24,22 +26,16 @@ from headway.lifecycle import Budget, Shutdown
 from headway.retry import RetryPolicy
 from headway.run.backlog import Backlog
 from headway.run.console import Console
-from headway.run.crew import Crew, WorkerHandle
 from headway.run.display import Display, RunSnapshot
+from headway.run.function import FORK, Start
 from headway.run.output import CsvOutput, Output
-from headway.run.program import TERM_SECONDS as PROGRAM_TERM_SECONDS
-from headway.run.program import TIMED_OUT, Program, Work
+from headway.run.program import TIMED_OUT
 from headway.run.results import Keep
-from headway.telemetry import Log, metrics
-
-log = Log("run")
 
 #: A batch is meant to keep a worker busy for about this long: short items share a round trip, long ones travel alone.
 BATCH_SECONDS = 0.05
 BATCH_MOST = 1000
 BATCH_BYTES = 2**20
-#: A worker that is busy with one item for this long gives the others it holds back.
-RECALL_SECONDS = 0.5
 #: An item that runs this long is written down as running, so that others see it and a killed run leaves a trace.
 NOTE_SECONDS = 1.0
 #: How often a run looks whether somebody asks something of it from elsewhere.
@@ -48,8 +44,6 @@ COMMIT_SECONDS = 0.02
 COMMIT_MOST = 4000
 #: After SIGTERM (not Ctrl-C) items in progress get this long before they are abandoned.
 TERM_SECONDS = 4.0
-#: Workers that die one after the other without having begun an item.
-STILLBORN_MOST = 5
 
 
 class Feed(Protocol):
@@ -76,6 +70,7 @@ class Settings:
     rate: float | None = None
     max_failures: int | None = None
     last_pass: bool = True
+    start: Start = FORK
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +88,12 @@ class Ending:
     seconds: float
 
 
-class Pool:
+class Pool(ABC):
     def __init__(
         self,
         ledger: Ledger,
         job: Job,
         hold: Hold,
-        function: Work,
         settings: Settings,
         *,
         display: Display,
@@ -110,18 +104,10 @@ class Pool:
     ) -> None:
         self._ledger, self._job, self._hold, self._settings = ledger, job, hold, settings
         self._display, self._shutdown, self._output, self._feed = display, shutdown, output, feed
-        self._console = Console() if display.live and Console.is_needed() else None
+        #: What is printed where the bar is drawn goes through it, if a subclass needs that.
+        self._console: Console | None = None
         self._selector = selectors.DefaultSelector()
         self._backlog = Backlog(job, on_damaged=self._count_damaged)
-        self._crew = Crew(
-            self._selector, function,
-            mode=settings.mode, size=settings.workers, mark=hold.mark, timeout=settings.timeout,
-            keep=keep, console=self._console,
-        )  # fmt: skip
-        # Who sees to the time of each item itself is ended from here only if it does not come to that.
-        self._slack = 2.0 if settings.mode == "async" else 0.0
-        if isinstance(function, Program):
-            self._slack = PROGRAM_TERM_SECONDS + 5.0
         self._keep = keep
         self._unkept = 0
         self._asked = Control()
@@ -129,7 +115,6 @@ class Pool:
         self._inbox: list[Outcome] = []
         self._unrecorded_failures = 0
         self._noted: set[int] = set()
-        self._stillborn = 0
         self._item_seconds: float | None = None
         self._allowance = 0.0
         self._allowance_at = time.monotonic()
@@ -141,6 +126,46 @@ class Pool:
         self._completed = False
         self._errors: Counter[str] = Counter()
         self._last_error = ""
+
+    # ---- who runs the items ----------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def _busy(self) -> int:
+        """How many items run right now."""
+
+    @property
+    @abstractmethod
+    def _idle(self) -> bool:
+        """Nobody has anything."""
+
+    @abstractmethod
+    def _hand_out(self, now: float) -> None:
+        """Give what is ready, and suspects, to whoever has room."""
+
+    @abstractmethod
+    def _attend(self, source: Any, events: int) -> None:
+        """What was registered with the selector as ``source`` has news."""
+
+    @abstractmethod
+    def _look_after(self, now: float) -> Iterable[tuple[int, str, float]]:
+        """Ten times a second: see who has died or takes too long; (idx, worker, since when) of what runs."""
+
+    @abstractmethod
+    def _recall(self) -> None:
+        """Ask for everything that has not begun."""
+
+    @abstractmethod
+    def _resize(self, size: int) -> None:
+        """Have ``size`` items run at once from now on."""
+
+    @abstractmethod
+    def _abandon(self) -> None:
+        """Give up what still runs. Its items are as if they had not been begun: no attempt is counted."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """The run is over, however it ended: leave nothing behind."""
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
@@ -164,7 +189,7 @@ class Pool:
             if self._stop_reason is None:
                 self._completed = self._job.finish(self._hold)
         finally:
-            self._crew.close()
+            self._close()
             for line in self._console.close() if self._console is not None else ():
                 self._display.say(line)
             self._selector.close()
@@ -173,7 +198,7 @@ class Pool:
             self._display.end(self._snapshot())
         if self._unkept:
             self._display.say(
-                f"The results of {_items(self._unkept)} were not kept: they are not JSON, or longer than a megabyte."
+                f"The results of {items_of(self._unkept)} were not kept: they are not JSON, or longer than a megabyte."
             )
         return Ending(
             outcome=self._stop_reason or "finished",
@@ -197,6 +222,7 @@ class Pool:
                 grace = self._begin_stop()
             if grace is not None and (self._shutdown.abandon.is_set() or grace.spent):
                 self._abandon()
+                self._commit()
                 return
             if self._inbox and (now >= commit_at or len(self._inbox) >= COMMIT_MOST or self._failures_left() == 0):
                 self._commit()
@@ -204,10 +230,11 @@ class Pool:
             if self._stop_reason is None:
                 self._backlog.refill(now)
             if self._stop_reason is None:
-                self._dispatch(now)
+                if self._may_hand_out():
+                    self._hand_out(now)
                 if self._is_through():
                     return
-            elif self._crew.idle:
+            elif self._idle:
                 return
             if now >= chores_at:
                 chores_at = now + 0.1
@@ -239,18 +266,6 @@ class Pool:
             else:
                 self._attend(key.data, events)
 
-    def _attend(self, worker: WorkerHandle, events: int) -> None:
-        if events & selectors.EVENT_WRITE:
-            with suppress(OSError):  # the end of its stream says the rest
-                worker.wire.push()
-            self._crew.watch(worker)
-        if events & selectors.EVENT_READ:
-            alive = worker.wire.receive()
-            for frame in worker.wire.frames():
-                self._take(worker, frame)
-            if not alive:
-                self._worker_ended(worker)
-
     def _take_feed(self) -> None:
         assert self._feed is not None
         self._total += self._feed.take()
@@ -275,45 +290,13 @@ class Pool:
     def _feed_is_open(self) -> bool:
         return self._feed is not None and not self._feed.ended
 
-    # ---- handing out -----------------------------------------------------------------------------------------------
+    # ---- how much may be handed out --------------------------------------------------------------------------------
 
-    def _dispatch(self, now: float) -> None:
-        backlog = self._backlog
-        if self._asked.paused:
-            return
-        if not backlog.suspects and not backlog.ready:
-            return
-        if self._failures_left() == 0:
-            return  # as many failures wait to be recorded as there may be deaths: first see how many are
-        if backlog.suspects:
-            examiner = self._crew.examiner()
-            if not examiner.out:
-                self._crew.give(examiner, [backlog.suspects.popleft()])
-        if not backlog.ready:
-            return
-        batch = self._batch_size()
-        # Those with least to do first, so that the last items of a job are spread over all of them.
-        for worker in sorted(self._crew.common(len(backlog.held)), key=lambda each: len(each.out)):
-            if worker.stopping or worker.wire.pending:
-                continue
-            slots = worker.slots.count
-            room = slots * (2 * batch if batch > 1 else 1) - len(worker.out)
-            if room >= slots * batch / 2:
-                fair = -(-len(backlog.ready) // self._crew.processes)
-                count = self._allowed(min(room, slots * batch, max(slots, fair), len(backlog.ready)), now)
-                self._give(worker, count)
-            if not backlog.ready:
-                return
-
-    def _give(self, worker: WorkerHandle, count: int) -> None:
-        """Send up to ``count`` items, fewer if they are large."""
-        items: list[Item] = []
-        size = 0
-        while len(items) < count and size < BATCH_BYTES:
-            items.append(self._backlog.ready.popleft())
-            size += len(items[-1].payload or "")
-        if items:
-            self._crew.give(worker, items, may_fail=self._may_fail(worker))
+    def _may_hand_out(self) -> bool:
+        if self._asked.paused or not (self._backlog.suspects or self._backlog.ready):
+            return False
+        # As many failures may wait to be recorded as there may be deaths: first see how many are.
+        return self._failures_left() != 0
 
     def _failures_left(self) -> int | None:
         """How many items may still die before ``max_failures`` ends the run, if every failure that is not recorded yet
@@ -322,16 +305,6 @@ class Pool:
         if most is None or self._passing:
             return None
         return max(0, most - self._died - self._unrecorded_failures)
-
-    def _may_fail(self, worker: WorkerHandle) -> int | None:
-        """This worker's share of what may still fail: after that it gives back what it has not begun. Shares never add
-        up to more than is left, except that each worker may always run one item per slot."""
-        left = self._failures_left()
-        if left is None:
-            return None
-        others = [each for each in self._crew if each is not worker]
-        idle = sum(1 for each in others if not each.out)
-        return max(1, (left - sum(each.may_fail for each in others)) // (idle + 1))
 
     def _allowed(self, count: int, now: float) -> int:
         """At most ``count``, fewer if the rate says so."""
@@ -350,45 +323,23 @@ class Pool:
             return 1
         return max(1, min(BATCH_MOST, int(BATCH_SECONDS / max(self._item_seconds, 1e-5))))
 
-    # ---- what workers say ------------------------------------------------------------------------------------------
+    # ---- what is reported -----------------------------------------------------------------------------------------
 
-    def _take(self, worker: WorkerHandle, frame: Any) -> None:
-        if "back" in frame:
-            worker.recalled = False
-            self._backlog.put_back(worker.out.pop(idx) for idx in frame["back"] if idx in worker.out)
-            if self._stop_reason is not None:
-                self._backlog.release()
-            return
-        if "alone" in frame:
-            self._backlog.suspects.extend(worker.out.pop(idx) for idx in frame["alone"] if idx in worker.out)
-            if self._stop_reason is not None:
-                self._backlog.release()
-            return
-        worker.reported, self._stillborn = True, 0
-        worker.failures += len(frame["failed"])
-        name, seconds = worker.name, 0.0
-        worker.printed.update(frame["printed"])
+    def _take_outcomes(self, out: dict[int, Item], frame: Any, name: str, printed: dict[int, str]) -> None:
+        """Take the ends of items that ``name`` had. Whatever it reports that is not in ``out`` is not its item any
+        more, and is somebody else's to report."""
+        seconds = 0.0
         for idx, took, result in frame["done"]:
-            if worker.out.pop(idx, None) is not None:
+            if out.pop(idx, None) is not None:
                 unkept = result is False or not self._keep.results
                 self._unkept += result is False
-                self._inbox.append(
-                    Done(idx, None, result or None, took, name, None, unkept, worker.printed.pop(idx, None))
-                )
+                self._inbox.append(Done(idx, None, result or None, took, name, None, unkept, printed.pop(idx, None)))
                 seconds += took
         for idx, attempts, took, kind, message, where, detail, retryable, said in frame["failed"]:
-            if worker.out.pop(idx, None) is not None:
+            if out.pop(idx, None) is not None:
                 how: FailedOutcome = "timeout" if kind == TIMED_OUT else "failed"
-                self._fail(
-                    idx,
-                    attempts,
-                    Failure(kind, message, where, detail),
-                    how,
-                    took,
-                    name,
-                    retryable=retryable,
-                    printed=said,
-                )
+                failure = Failure(kind, message, where, detail)
+                self._fail(idx, attempts, failure, how, took, name, retryable=retryable, printed=said)
                 seconds += took
         count = len(frame["done"]) + len(frame["failed"])
         if count:
@@ -414,88 +365,23 @@ class Pool:
             Failed(idx, failure, outcome, None, seconds, name, seen=attempts, retryable=retryable, printed=printed)
         )
 
-    def _worker_ended(self, worker: WorkerHandle) -> None:
-        """A worker has ended: find out why, charge the item that killed it and nobody else."""
-        how, cut_off = self._crew.remove(worker)
-        running, begun = dict(worker.running()), worker.begun()
-        worker.slots.close()
-        if begun or not worker.stopping:
-            log.warning("a worker died", worker=worker.name, reason=how, count=len(running))
-            metrics.count("headway_worker_deaths")
-        # What ran when it was cut off, or when it ended by itself between two items, need not be what did that.
-        suspects = list(running) if running and not cut_off else begun
-        if len(suspects) == 1:
-            (idx,) = suspects
-            item = worker.out.pop(idx)
-            why = " (did the function close file descriptors that are not its own?)" if cut_off else ""
-            failure = Failure("WorkerDied", f"the worker process {how} while it ran this item{why}")
-            seconds = time.monotonic() - running[idx] if idx in running else None
-            self._fail(idx, item.attempts, failure, "failed", seconds, worker.name)
-        elif suspects:
-            # One of several items is to blame: each runs again, alone, at no cost to the others.
-            self._backlog.suspects.extend(worker.out.pop(idx) for idx in suspects)
-        elif not worker.reported and not worker.stopping:
-            self._stillborn += 1
-            if self._stillborn >= STILLBORN_MOST:
-                raise HeadwayError(
-                    f"{self._stillborn} workers in a row {how} before they began an item.",
-                    hint="Run the function once by hand in a fresh process to see why.",
-                )
-        self._backlog.put_back(worker.out.values())
-
     # ---- chores, ten times a second --------------------------------------------------------------------------------
 
     def _chores(self, now: float) -> None:
         if now >= self._look_at:
             self._look_at = now + ASKED_SECONDS
             self._obey(self._job.asked(self._hold.run))
-        for worker in self._crew.dead():
-            for frame in worker.last_frames():
-                self._take(worker, frame)
-            self._worker_ended(worker)
-        to_note: list[tuple[int, str]] = []
-        for worker in self._crew:
-            running = worker.running()
-            longest = max((now - began for _, began in running), default=0.0)
-            if longest > RECALL_SECONDS and len(worker.out) > len(running):
-                self._crew.recall(worker)
-            self._end_overdue(worker, running, now)
-            to_note += [
-                (idx, worker.name) for idx, began in running if now - began > NOTE_SECONDS and idx not in self._noted
-            ]
-            if worker.alone and not worker.out and not self._backlog.suspects:
-                self._crew.dismiss(worker)
+        to_note = [
+            (idx, name)
+            for idx, name, began in self._look_after(now)
+            if now - began > NOTE_SECONDS and idx not in self._noted
+        ]
         if to_note:
             self._noted.update(idx for idx, _ in to_note)
             self._job.note_running(self._hold, to_note)
         if self._output is not None:
             self._output.write_sometimes()
         self._display.show(self._snapshot())
-
-    def _end_overdue(self, worker: WorkerHandle, running: list[tuple[int, float]], now: float) -> None:
-        limit = self._settings.timeout
-        if limit is None:
-            return
-        limit += self._slack
-        overdue = [(idx, began) for idx, began in running if now - began > limit]
-        if not overdue:
-            return
-        worker.kill()
-        worker.stopping = True
-        for frame in worker.last_frames():
-            self._take(worker, frame)
-        if self._settings.mode == "async" and len(running) > 1:
-            # Its loop is blocked, by which item nobody can tell: each runs again, alone, at no cost to the others.
-            self._backlog.suspects.extend(worker.out.pop(idx) for idx, _ in running if idx in worker.out)
-            overdue = []
-        for idx, began in overdue:
-            item = worker.out.pop(idx, None)
-            if item is not None:  # it did not report in the last moment
-                failure = Failure(TIMED_OUT, f"no result within {self._settings.timeout:g} s")
-                self._fail(idx, item.attempts, failure, "timeout", now - began, worker.name)
-        # What else ran in that process did nothing wrong: it runs again and is charged nothing.
-        self._backlog.put_back(worker.out.values())
-        worker.out.clear()
 
     # ---- what is asked from elsewhere ------------------------------------------------------------------------------
 
@@ -508,14 +394,13 @@ class Pool:
         if asked.stopping == 2:
             self._shutdown.abandon.set()
         if asked.workers is not None and asked.workers != before.workers:
-            self._display.say(f"{asked.actor} asks for {_items(asked.workers)} at once.")
-            self._crew.resize(asked.workers)
+            self._display.say(f"{asked.actor} asks for {items_of(asked.workers)} at once.")
+            self._resize(asked.workers)
         if asked.paused and not before.paused:
             self._display.say(
-                f"Paused by {asked.actor}: finishing {_items(self._crew.busy)}. Go on:  headway resume {self._job.id}"
+                f"Paused by {asked.actor}: finishing {items_of(self._busy)}. Go on:  headway resume {self._job.id}"
             )
-            for worker in self._crew:
-                self._crew.recall(worker)
+            self._recall()
         elif before.paused and not asked.paused:
             self._display.say(f"Resumed by {asked.actor}.")
 
@@ -560,7 +445,7 @@ class Pool:
             total=None if self._feed_is_open() else self._total,
             kept=self._kept,
             done=self._done,
-            running=self._crew.busy,
+            running=self._busy,
             retrying=self._failed,
             dead=self._dead,
             failures=self._failures,
@@ -573,29 +458,20 @@ class Pool:
 
     def _begin_stop(self) -> Budget:
         self._stop_reason = "interrupted"
-        busy = self._crew.busy
+        busy = self._busy
         self._recall_all()
         if self._asked.stopping:
-            self._display.say(f"Stopping, as {self._asked.actor} asked: finishing {_items(busy)} ...")
+            self._display.say(f"Stopping, as {self._asked.actor} asked: finishing {items_of(busy)} ...")
             return Budget(10**9)
         if self._shutdown.signum == signal.SIGINT:
-            self._display.say(f"Stopping: finishing {_items(busy)} (Ctrl-C again to abandon them) ...")
+            self._display.say(f"Stopping: finishing {items_of(busy)} (Ctrl-C again to abandon them) ...")
             return Budget(10**9)
-        self._display.say(f"Stopping: finishing {_items(busy)} for up to {TERM_SECONDS:g} s ...")
+        self._display.say(f"Stopping: finishing {items_of(busy)} for up to {TERM_SECONDS:g} s ...")
         return Budget(TERM_SECONDS)
 
     def _recall_all(self) -> None:
         self._backlog.release()
-        for worker in self._crew:
-            self._crew.recall(worker)
-
-    def _abandon(self) -> None:
-        """Kill what still runs. Its items are as if they had not been begun: no attempt is counted."""
-        for worker in self._crew:
-            worker.kill()
-            for frame in worker.last_frames():
-                self._take(worker, frame)
-        self._commit()
+        self._recall()
 
 
 def _wake(wake: socket.socket) -> None:
@@ -603,5 +479,5 @@ def _wake(wake: socket.socket) -> None:
         wake.send(b"!")
 
 
-def _items(count: int) -> str:
+def items_of(count: int) -> str:
     return "1 item" if count == 1 else f"{count:,} items"

@@ -123,9 +123,14 @@ class Wire:
 class Slots:
     """Which item each slot of a worker runs and since when, readable by the parent after the worker was killed."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, file: int = -1) -> None:
+        """``file``: its descriptor, for a process that is not forked from the one that made the page."""
         self.count = count
-        self._page = mmap.mmap(-1, max(mmap.PAGESIZE, _HEADER + count * _SLOT.size))
+        self._page = mmap.mmap(file, self.size(count))
+
+    @staticmethod
+    def size(count: int) -> int:
+        return max(mmap.PAGESIZE, _HEADER + count * _SLOT.size)
 
     def begin(self, slot: int, idx: int, now: float) -> None:
         _SLOT.pack_into(self._page, _HEADER + slot * _SLOT.size, idx + 1, now, idx + 1)

@@ -14,26 +14,26 @@ import asyncio
 import io
 import json
 import os
+import pickle
 import select
 import signal
+import socket
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
-from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, Literal, NoReturn
 
 from headway.errors import HeadwayError
 from headway.failure import kept_text
-from headway.ledger import Failure, describe
 from headway.lifecycle import STOP_SIGNALS
+from headway.run.attempt import decoded, failed_row, kept_result
 from headway.run.captured import Printing
 from headway.run.program import Program, ProgramFailed, Work
-from headway.run.results import RESULT_LIMIT, Keep, as_plain
+from headway.run.results import Keep
 from headway.run.wire import Slots, Wire, unpack_work
 
 #: Results wait at most this long for company before they are reported.
@@ -49,100 +49,6 @@ Function = Callable[[Any], Any]  # the user's: any JSON in, anything out
 
 #: What an async item returned, what it raised, and what it printed.
 _Attempted = tuple[Any, BaseException | None, str | None]
-
-_LAZY = (CoroutineType, GeneratorType, AsyncGeneratorType)
-_PLAIN = frozenset({dict, list, str, int, float, bool, tuple})
-_DECODER = json.JSONDecoder()
-_scan = _DECODER.scan_once  # type: ignore[attr-defined]  # documented in the standard library's source only
-
-
-class GiveUp(Exception):
-    """Raised by a user's function: this item will not succeed however often it is tried."""
-
-
-class ResultNotJson(HeadwayError):
-    """The function returned something that cannot be kept."""
-
-    hint = "Return dicts, lists, strings and numbers, or run without --output."
-
-
-class NothingRan(HeadwayError):
-    """The function returned a coroutine or a generator: its body has not been executed."""
-
-
-class PayloadDamaged(HeadwayError):
-    """What the ledger has as the item's payload is no JSON: a foreign hand or a broken disk changed it."""
-
-
-#: Trying again cannot help.
-_FINAL = (GiveUp, ResultNotJson, NothingRan, PayloadDamaged)
-
-
-def describe_raised(error: BaseException) -> Failure:
-    """`describe`, which never raises, and in words what a function did that ends a process elsewhere."""
-    failure = describe(error)
-    if issubclass(type(error), SystemExit):
-        return replace(failure, message=f"the function called sys.exit({failure.message})")
-    if not failure.message and not issubclass(type(error), Exception):
-        return replace(failure, message="raised by the function")
-    return failure
-
-
-def _name_of(kind: type) -> str:
-    """The class's name past its metaclass, which is the user's too."""
-    name: str = type.__getattribute__(kind, "__name__")
-    return name[:80].encode("utf-8", "replace").decode()
-
-
-def encoded(result: object, encode: Callable[[Any], Any] | None = None) -> str:
-    """The result as JSON text, or `ResultNotJson`."""
-    try:
-        plain = result if encode is None else encode(result)
-        text = json.dumps(plain, ensure_ascii=False, allow_nan=False, default=as_plain)
-        text.encode()
-    except MemoryError:
-        raise
-    except BaseException as error:  # noqa: BLE001 - methods of the result may raise anything
-        why = describe(error)
-        raise ResultNotJson(f"the function returned {_name_of(type(result))}, which is not JSON: {why.text}") from None
-    return text
-
-
-def refuse_lazy(result: object) -> None:
-    """Raise `NothingRan` for a result that only promises to do something."""
-    kind = type(result)
-    if kind in _PLAIN:
-        return
-    try:
-        lazy = issubclass(kind, _LAZY) or hasattr(kind, "__await__")
-        if issubclass(kind, CoroutineType):
-            result.close()  # type: ignore[attr-defined]  # of a coroutine: else Python complains that nobody awaited it
-    except BaseException:  # noqa: BLE001 - a class with a hostile metaclass is no coroutine
-        return
-    if lazy:
-        what = (
-            "a generator" if issubclass(kind, GeneratorType | AsyncGeneratorType) else f"an awaitable ({kind.__name__})"
-        )
-        raise NothingRan(
-            # The summary of a run shows the beginning only.
-            f"nothing was executed: the function returned {what}. Make it an async function that awaits, or a plain one "
-            "that returns when its work is done"
-        )
-
-
-def decoded(text: str) -> Any:
-    """A payload. Canonical JSON has no space around it; what a program registered itself may."""
-    try:
-        value, end = _scan(text, 0)
-        return value if end == len(text) else _DECODER.decode(text)
-    except StopIteration:
-        pass
-    except (ValueError, RecursionError) as error:
-        raise PayloadDamaged(f"the stored payload is not JSON any more: {error}") from None
-    try:
-        return _DECODER.decode(text)
-    except (ValueError, RecursionError) as error:
-        raise PayloadDamaged(f"the stored payload is not JSON any more: {error}") from None
 
 
 def main(wire: Wire, slots: Slots, function: Work, *, mode: str, timeout: float | None, keep: Keep) -> NoReturn:
@@ -172,6 +78,23 @@ def main(wire: Wire, slots: Slots, function: Work, *, mode: str, timeout: float 
             with suppress(Exception):  # a line that was begun and not ended; nobody may be there to read it
                 stream.flush()
         os._exit(code)
+
+
+def spawned() -> NoReturn:
+    """The process of a worker that was started anew instead of being forked: what it works with comes by descriptors."""
+    wire, page, package, count = map(int, sys.argv[1:5])
+    with os.fdopen(package, "rb", closefd=True) as file:
+        # Other workers read the same open file: its position is theirs too.
+        data = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
+    given = pickle.loads(data)  # noqa: S301 - of our own parent, by a file that has no name
+    sys.argv[1:] = []
+    sys.path[:] = given["path"]  # before the function is looked for
+    function, mode, timeout, keep = pickle.loads(given["work"])  # noqa: S301 - the same
+    end = socket.socket(fileno=wire)
+    end.set_inheritable(False)
+    slots = Slots(count, page)
+    os.close(page)
+    main(Wire(end, blocking=True), slots, function, mode=mode, timeout=timeout, keep=keep)
 
 
 def _print_line_by_line() -> None:
@@ -349,14 +272,8 @@ class Worker:
 
     def _report(self, idx: int, attempts: int, began: float, result: Any) -> None:
         now = time.monotonic()
-        kept: str | Literal[False] | None = None
         try:
-            if result is not None:
-                refuse_lazy(result)
-                if self._keep.results:
-                    kept = self._kept(result)
-            elif self._keep.all_results:
-                kept = "null"
+            kept = kept_result(result, self._keep)
         except (HeadwayError, MemoryError) as error:
             self._report_failure(idx, attempts, began, error)
             return
@@ -365,29 +282,12 @@ class Worker:
         if now - self._flushed_at > FLUSH_SECONDS or len(self._done) >= FLUSH_COUNT or self._size >= FLUSH_SIZE:
             self.flush()
 
-    def _kept(self, result: Any) -> str | Literal[False]:
-        """The result as it is kept. Where nobody asked for all of them, one that has no JSON form or is very long is not
-        kept, and its item is done all the same."""
-        try:
-            text = encoded(result, self._keep.encode)
-        except ResultNotJson:
-            if self._keep.all_results:
-                raise
-            return False
-        return text if self._keep.all_results or len(text) <= RESULT_LIMIT else False
-
     def _report_failure(
         self, idx: int, attempts: int, began: float, error: BaseException, printed: str | None = None
     ) -> None:
         if type(error) is ProgramFailed:
             printed = self._end_printing(error.printed)
-        failure = error.failure if type(error) is ProgramFailed else describe_raised(error)
-        # By the type alone: isinstance would ask the exception for its __class__, which is the user's to refuse.
-        retryable = error.retryable if type(error) is ProgramFailed else not issubclass(type(error), _FINAL)
-        seconds = time.monotonic() - began
-        self._failed.append(
-            (idx, attempts, seconds, failure.type, failure.message, failure.frame, failure.detail, retryable, printed)
-        )
+        self._failed.append(failed_row(idx, attempts, time.monotonic() - began, error, printed))
         self._failures += 1
         if self._most_failures is not None and self._failures >= self._most_failures:
             self.flush()

@@ -1,0 +1,137 @@
+"""What becomes of one try at an item, wherever it runs: its result as it is kept, or its failure as it is reported.
+
+Whatever leaves the user's function, an exception of any kind or a result that cannot be kept, is turned into text here,
+guarded, so that it costs its own item only and can be sent to the parent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from typing import Any, Literal
+
+from headway.errors import HeadwayError
+from headway.ledger import Failure, describe
+from headway.run.program import ProgramFailed
+from headway.run.results import RESULT_LIMIT, Keep, as_plain
+
+_LAZY = (CoroutineType, GeneratorType, AsyncGeneratorType)
+_PLAIN = frozenset({dict, list, str, int, float, bool, tuple})
+_DECODER = json.JSONDecoder()
+_scan = _DECODER.scan_once  # type: ignore[attr-defined]  # documented in the standard library's source only
+
+
+class GiveUp(Exception):
+    """Raised by a user's function: this item will not succeed however often it is tried."""
+
+
+class ResultNotJson(HeadwayError):
+    """The function returned something that cannot be kept."""
+
+    hint = "Return dicts, lists, strings and numbers, or run without --output."
+
+
+class NothingRan(HeadwayError):
+    """The function returned a coroutine or a generator: its body has not been executed."""
+
+
+class PayloadDamaged(HeadwayError):
+    """What the ledger has as the item's payload is no JSON: a foreign hand or a broken disk changed it."""
+
+
+#: Trying again cannot help.
+_FINAL = (GiveUp, ResultNotJson, NothingRan, PayloadDamaged)
+
+
+def describe_raised(error: BaseException) -> Failure:
+    """`describe`, which never raises, and in words what a function did that ends a process elsewhere."""
+    failure = describe(error)
+    if issubclass(type(error), SystemExit):
+        return replace(failure, message=f"the function called sys.exit({failure.message})")
+    if not failure.message and not issubclass(type(error), Exception):
+        return replace(failure, message="raised by the function")
+    return failure
+
+
+def _name_of(kind: type) -> str:
+    """The class's name past its metaclass, which is the user's too."""
+    name: str = type.__getattribute__(kind, "__name__")
+    return name[:80].encode("utf-8", "replace").decode()
+
+
+def encoded(result: object, encode: Callable[[Any], Any] | None = None) -> str:
+    """The result as JSON text, or `ResultNotJson`."""
+    try:
+        plain = result if encode is None else encode(result)
+        text = json.dumps(plain, ensure_ascii=False, allow_nan=False, default=as_plain)
+        text.encode()
+    except MemoryError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - methods of the result may raise anything
+        why = describe(error)
+        raise ResultNotJson(f"the function returned {_name_of(type(result))}, which is not JSON: {why.text}") from None
+    return text
+
+
+def refuse_lazy(result: object) -> None:
+    """Raise `NothingRan` for a result that only promises to do something."""
+    kind = type(result)
+    if kind in _PLAIN:
+        return
+    try:
+        lazy = issubclass(kind, _LAZY) or hasattr(kind, "__await__")
+        if issubclass(kind, CoroutineType):
+            result.close()  # type: ignore[attr-defined]  # of a coroutine: else Python complains that nobody awaited it
+    except BaseException:  # noqa: BLE001 - a class with a hostile metaclass is no coroutine
+        return
+    if lazy:
+        what = (
+            "a generator" if issubclass(kind, GeneratorType | AsyncGeneratorType) else f"an awaitable ({kind.__name__})"
+        )
+        raise NothingRan(
+            # The summary of a run shows the beginning only.
+            f"nothing was executed: the function returned {what}. Make it an async function that awaits, or a plain one "
+            "that returns when its work is done"
+        )
+
+
+def decoded(text: str) -> Any:
+    """A payload. Canonical JSON has no space around it; what a program registered itself may."""
+    try:
+        value, end = _scan(text, 0)
+        return value if end == len(text) else _DECODER.decode(text)
+    except StopIteration:
+        pass
+    except (ValueError, RecursionError) as error:
+        raise PayloadDamaged(f"the stored payload is not JSON any more: {error}") from None
+    try:
+        return _DECODER.decode(text)
+    except (ValueError, RecursionError) as error:
+        raise PayloadDamaged(f"the stored payload is not JSON any more: {error}") from None
+
+
+def kept_result(result: object, keep: Keep) -> str | Literal[False] | None:
+    """The result as it is kept, None if there is nothing to keep. Where nobody asked for all of them, one that has no
+    JSON form or is very long is not kept (False), and its item is done all the same."""
+    if result is None:
+        return "null" if keep.all_results else None
+    refuse_lazy(result)
+    if not keep.results:
+        return None
+    try:
+        text = encoded(result, keep.encode)
+    except ResultNotJson:
+        if keep.all_results:
+            raise
+        return False
+    return text if keep.all_results or len(text) <= RESULT_LIMIT else False
+
+
+def failed_row(idx: int, attempts: int, seconds: float, error: BaseException, printed: str | None) -> tuple[Any, ...]:
+    """A failure as it is reported to the parent."""
+    failure = error.failure if type(error) is ProgramFailed else describe_raised(error)
+    # By the type alone: isinstance would ask the exception for its __class__, which is the user's to refuse.
+    retryable = error.retryable if type(error) is ProgramFailed else not issubclass(type(error), _FINAL)
+    return idx, attempts, seconds, failure.type, failure.message, failure.frame, failure.detail, retryable, printed
