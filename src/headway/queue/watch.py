@@ -12,7 +12,7 @@ from typing import Protocol, Self
 
 from headway.failure import Failure
 from headway.queue.claims import LEASE
-from headway.queue.execution import Ended, Interrupts, TaskCancelled, TaskStopped, TaskTimeout
+from headway.queue.execution import CannotBegin, Ended, Interrupts, TaskCancelled, TaskStopped, TaskTimeout
 from headway.queue.values import PRIORITIES, Claim, Priority
 from headway.telemetry import Log
 
@@ -127,7 +127,10 @@ class Pulse:
         self._thread = threading.Thread(target=self._run, name="headway-pulse", daemon=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no thread is left
+            raise CannotBegin(f"No task can be looked after: {error}") from error
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -27,6 +27,7 @@ from headway.queue import claims
 from headway.queue.claims import Claimant
 from headway.queue.database import DatabaseSource
 from headway.queue.execution import (
+    CannotBegin,
     Ended,
     Horse,
     Interrupts,
@@ -131,7 +132,8 @@ class Worker:
                 except HeadwayError as error:  # the store is away: tasks are safe in it, and so is what is claimed
                     self._failures += 1
                     rest = _AWAY.delay(self._failures)
-                    log.warning("the store cannot be used; it is tried again", worker=self.name, error=str(error))
+                    what = "no task can be begun" if isinstance(error, CannotBegin) else "the store cannot be used"
+                    log.warning(f"{what}; it is tried again", worker=self.name, error=str(error))
                     self._shutdown.stop.wait(rest)
         finally:
             self._leave()
@@ -150,12 +152,18 @@ class Worker:
             self._cancelling.clear()
         if not self._held:
             return self.settings.rest
-        while self._held and not self._stopping():
-            handler = self._queue.handlers[self._held[0].kind]
-            if handler.isolation != "fork":
-                self._run_here()
-            elif self._may_begin(self._held[0]):
-                self._run_forked(self._held.popleft(), handler)
+        try:
+            while self._held and not self._stopping():
+                handler = self._queue.handlers[self._held[0].kind]
+                if handler.isolation != "fork":
+                    self._run_here()
+                elif self._may_begin(self._held[0]):
+                    self._run_forked(self._held.popleft(), handler)
+        except CannotBegin:  # somebody else may be able to, and nothing is charged
+            self._ours_until = 0.0
+            self._give_back(list(self._held))
+            self._held.clear()
+            raise
         self._record()
         return 0.0
 
@@ -219,7 +227,7 @@ class Worker:
         text = self._payload(claim)
         if text is None:
             return
-        horse = Horse(claim, handler.function, text, self._context)
+        horse = self._start(claim, handler, text)
         watch, renewal = Watch(claim, self.settings), Renewal(self.settings)
         said: tuple[float, str] | None = None
         verdict: Ended | None = None
@@ -253,6 +261,13 @@ class Worker:
             ended = replace(ended, message=horse.progress[1])
         self._ended.append((claim, ended, horse.seconds))
         self._record()
+
+    def _start(self, claim: Claim, handler: Handler, text: str) -> Horse:
+        try:
+            return Horse(claim, handler.function, text, self._context)
+        except CannotBegin:
+            self._held.appendleft(claim)  # it is given back with the others
+            raise
 
     # ---- in this process ---------------------------------------------------------------------------------------------
 
