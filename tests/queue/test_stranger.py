@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,15 +21,21 @@ from sqlalchemy.orm import Session
 
 from headway.config import Config
 from headway.errors import HeadwayError, InvalidInput, StorageError
+from headway.events import Event, SqlOutbox, append
 from headway.lifecycle import Shutdown
+from headway.queue import claims
 from headway.queue.supervisor import Plan, Supervisor
+from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import Status
 from headway.queue.worker import Worker
 from headway.testing import eager
+from tests.queue import app
+from tests.queue.nursery import Nursery
 from tests.queue.test_found import take
 from tests.services.postgres import PostgresServer
 from tests.services.redis import RedisServer
+from tests.services.waiting import eventually
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What is said
@@ -294,3 +301,94 @@ def test_a_payload_that_is_refused_fails_its_task_in_a_test_as_beside_workers():
             Status.FAILED,
             "PayloadRefused: The key is gone.",
         )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a worker holds
+
+
+def test_tasks_behind_a_slow_one_in_a_workers_hands_are_run_by_an_idle_worker(
+    database_url: str, tmp_path: Path, nursery: Nursery
+):
+    truth = tmp_path / "ran"
+    with app.build(database_url) as queue:
+        slow = queue.submit("patient.none", str(tmp_path / "began"))
+        others = [queue.submit("log.none", {"file": str(truth)}).id for _ in range(5)]
+        first = nursery.start("first", url=database_url, isolations=["none"])
+        eventually((tmp_path / "began").exists)
+        second = nursery.start("second", url=database_url, isolations=["none"])
+        try:
+            eventually(lambda: all(queue.get(id).is_final for id in others))
+            assert queue.get(slow.id).status is Status.RUNNING
+        finally:
+            first.kill()
+            second.kill()
+        assert {(queue.get(id).status, queue.get(id).attempts) for id in others} == {(Status.COMPLETED, 0)}
+    assert len(truth.read_text().splitlines()) == 5, "once each"
+
+
+def test_a_worker_whose_tasks_take_long_claims_few_of_them(crowd: TaskQueue):
+    begun: list[int] = []
+
+    def slow(task: Any, payload: Any) -> None:
+        begun.append(sum(one.status is Status.RUNNING for one in crowd.list()))
+        while time.monotonic() < payload:  # as long as it takes: its duration is what is measured
+            pass
+
+    crowd.handlers = {}
+    crowd.handler("slow", isolation="none")(slow)
+    worker = Worker(crowd, shutdown=Shutdown())
+    crowd.submit("slow", time.monotonic() + 1.2)
+    worker.tick()
+    crowd.submit_many({"kind": "slow", "payload": 0} for _ in range(9))
+    worker.tick()
+    assert begun[1] < 5
+
+
+def test_a_users_tasks_that_are_given_back_together_stand_one_behind_the_other(crowd: TaskQueue):
+    crowd.submit_many({"kind": "caption", "user_id": "anna"} for _ in range(10))
+    held = take(crowd, 10)
+    crowd.database.run(lambda tx: claims.give_back_all(tx, held))
+    crowd.submit("caption", user_id="ben")
+    assert "ben" in [claim.user_id for claim in take(crowd, 2)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is kept
+
+
+def test_the_sweeper_deletes_old_events_of_tasks_that_every_sink_has(crowd: TaskQueue):
+    outbox = SqlOutbox(crowd.database)
+    outbox.subscribe("audit")
+    tasks = [crowd.submit("caption").id for _ in range(3)]
+    crowd.database.run(
+        lambda tx: append(
+            tx, Event(id="j-1", type="job.started", at=datetime.now(UTC), source="headway", job="j", version=1, data={})
+        )
+    )
+    crowd.database.run(lambda tx: tx.execute("UPDATE outbox SET at = at - 40 * 86400"))
+    recent = crowd.submit("caption").id
+    for handle, event in outbox.waiting("audit", 10):
+        if event.job in (tasks[0], tasks[2], recent, "j"):
+            outbox.delivered("audit", handle)
+    Sweeper(crowd).purge(pages=1)
+    assert [job for (job,) in crowd.database.all("SELECT job FROM outbox ORDER BY seq")] == [tasks[1], "j", recent]
+
+
+def test_the_sweeper_deletes_so_much_at_a_time_that_it_finds_the_dead_in_between(crowd: TaskQueue):
+    crowd.submit_many({"kind": "caption"} for _ in range(1100))
+    crowd.database.run(
+        lambda tx: tx.execute("UPDATE tasks SET status = 'COMPLETED', ended_at = ?", (tx.now() - 40 * 86_400,))
+    )
+    crowd.database.run(lambda tx: tx.execute("UPDATE outbox SET at = at - 40 * 86400"))
+    sweeper = Sweeper(crowd)
+    left = []
+    for _ in range(3):
+        sweeper.purge(pages=1)
+        left.append(
+            (
+                crowd.database.one("SELECT count(*) FROM tasks"),
+                crowd.database.one("SELECT count(*) FROM outbox"),
+            )
+        )
+    assert left == [((600,), (600,)), ((100,), (100,)), ((0,), (0,))]

@@ -37,6 +37,7 @@ class Settings:
     cancel_grace: float = CANCEL_GRACE
     drain: float = 30.0
     rest: float = 1.0
+    hold: float = 1.0  # seconds a task may be held that is not begun; then it is given back, somebody else may be idle
 
 
 class Keeping(Protocol):
@@ -57,6 +58,10 @@ class Keeping(Protocol):
         ...
 
     def renew(self, running: Claim | None) -> tuple[bool, bool]: ...
+
+    def release_unbegun(self) -> None:
+        """Give back what was held too long without being begun."""
+        ...
 
 
 class Renewal:
@@ -161,6 +166,7 @@ class Pulse:
             elif self._renewal.is_due:
                 self._worker.renew(None)
             self._worker.record()
+            self._worker.release_unbegun()
 
     def _look_after(self, claim: Claim, watch: Watch, began: float) -> None:
         worker = self._worker
