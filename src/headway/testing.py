@@ -13,24 +13,39 @@ the processes are missing. As pytest fixtures: ``pytest_plugins = ["headway.test
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from headway._lease import Owner
+from headway.errors import StorageError
+from headway.failure import Failure
 from headway.queue import claims
 from headway.queue.claims import Claimant
-from headway.queue.execution import RunningTask, perform
+from headway.queue.execution import Ended, RunningTask, perform
 from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import PRIORITIES, Claim, Task
+from headway.queue.values import PRIORITIES, Claim, Status, Task
+
+_here = threading.local()  # whether a handler runs in this thread
 
 
 @contextmanager
 def eager(queue: TaskQueue) -> Iterator[TaskQueue]:
     """``queue`` with its handlers, on a database in memory, without Redis. What is submitted is run before `submit`
-    returns; a task that failed and has tries left is tried again at once. Afterwards the queue is as it was."""
-    with queue.moved(database="sqlite:///:memory:", on_submit=lambda: run_waiting(queue)):
+    returns; a task that failed and has tries left is tried again at once. What a handler submits is run when the handler has
+    returned, as it is beside a worker. Afterwards the queue is as it was."""
+
+    def run(accepted: Sequence[Task]) -> None:
+        if getattr(_here, "running", False):
+            return  # a handler submitted it: whoever runs the handler finds it next
+        run_waiting(queue)
+        while any(queue.get(task.id).status is Status.RUNNING for task in accepted):
+            time.sleep(0.001)  # another thread took it
+            run_waiting(queue)
+
+    with queue.moved(database="sqlite:///:memory:", on_submit=run):
         yield queue
 
 
@@ -44,7 +59,11 @@ def run_waiting(queue: TaskQueue, *, limit: int = 1000) -> list[Task]:
         claimed = queue.database.run(lambda tx: claims.claim(tx, who, queues=PRIORITIES, limit=1))
         if not claimed:
             break
-        ended.append(_run(queue, claimed[0]))
+        _here.running = True
+        try:
+            ended.append(_run(queue, claimed[0]))
+        finally:
+            _here.running = False
     return ended
 
 
@@ -57,7 +76,12 @@ def _run(queue: TaskQueue, claim: Claim) -> Task:
 
     began = time.monotonic()
     task = RunningTask(claim, report, cancelled)
-    result = perform(task, queue.handlers[claim.kind].function, queue.payload(claim.id, claim.payload), queue.context)
+    try:
+        payload = queue.payload(claim.id, claim.payload)
+    except StorageError as error:
+        result = Ended(failure=Failure("PayloadRefused", str(error)), retryable=False)
+    else:
+        result = perform(task, queue.handlers[claim.kind].function, payload, queue.context)
     seconds = time.monotonic() - began
     if result.failure is None:
         return queue.database.run(lambda tx: claims.complete(tx, claim, result.result, seconds))

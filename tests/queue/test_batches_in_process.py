@@ -99,7 +99,7 @@ def test_a_batch_that_takes_longer_than_the_lease_is_run_by_nobody_else(queue: T
     stop = threading.Event()
     sweeping = others(queue, stop)
     try:
-        Worker(queue, settings=Settings(batch=10, lease=LEASE)).run(burst=True)
+        Worker(queue, settings=Settings(batch=10, lease=LEASE, hold=60.0)).run(burst=True)
     finally:
         stop.set()
         sweeping.join()
@@ -126,7 +126,7 @@ def test_a_task_of_the_batch_that_was_cancelled_before_its_turn_is_not_run(
             runs.door.set()
 
     cancelling = beside.submit(cancel)
-    Worker(queue, settings=Settings(batch=10)).run(burst=True)
+    Worker(queue, settings=Settings(batch=10, hold=60.0)).run(burst=True)
     cancelling.result()
     assert queue.get(waiting.id).status is Status.CANCELLED
     assert queue.get(slow.id).status is Status.COMPLETED
@@ -154,7 +154,7 @@ def test_a_claim_that_somebody_else_took_over_meanwhile_is_not_begun(queue: Task
             runs.door.set()
 
     taking = beside.submit(take_over)
-    Worker(queue, settings=Settings(batch=10)).run(burst=True)
+    Worker(queue, settings=Settings(batch=10, hold=60.0)).run(burst=True)
     taking.result()
     assert runs.count == {"slow": 1}
 

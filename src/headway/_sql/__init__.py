@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from headway._sql import sqlite_file
 from headway._sql.database import Database
-from headway._sql.joined import join
+from headway._sql.joined import is_two_phase, join
 from headway._sql.schema import migrations
 from headway._sql.sqlite import SQLite
 from headway._sql.tx import NOW, Engine, Row, Tx, Value, marks
@@ -21,7 +21,9 @@ from headway.errors import InvalidInput, NotFound, StorageError
 from headway.retry import STORE, pause
 from headway.telemetry import Log, redact
 
-__all__ = ["NOW", "Database", "Engine", "Row", "Tx", "Value", "connect", "join", "marks", "migrations", "sqlite_path"]
+__all__ = [
+    "NOW", "Database", "Engine", "Row", "Tx", "Value", "connect", "is_two_phase", "join", "marks", "migrations", "sqlite_path",
+]  # fmt: skip
 
 log = Log("sql")
 

@@ -43,6 +43,12 @@ def join(database: Database, connection: object) -> Iterator[Tx]:
             raise _refused(f"A {type(driver).__module__}.{type(driver).__qualname__} cannot be used.")
 
 
+def is_two_phase(connection: object) -> bool:
+    """Whether the caller's transaction is to be prepared before it is committed: PostgreSQL prepares none that notifies.
+    The driver keeps that to itself; one that does not tell is taken for an ordinary one."""
+    return getattr(_driver_connection(connection), "_tpc", None) is not None
+
+
 def _refused(what: str, hint: str = f"Give {_KINDS}.") -> InvalidInput:
     return InvalidInput(f"The task cannot be put into the transaction of this connection. {what}", hint=hint)
 
@@ -99,7 +105,8 @@ def _in_postgresql(database: Database, connection: Any, psycopg: Any) -> Iterato
     cursor.execute(f"SAVEPOINT {_SAVEPOINT}")
     try:
         path = cursor.execute("SHOW search_path").fetchone()[0]
-        cursor.execute("SELECT set_config('search_path', 'headway,public', true)")
+        # Temporary tables of the caller's come last; not named, they would come first.
+        cursor.execute("SELECT set_config('search_path', 'headway,public,pg_temp', true)")
         found = cursor.execute("SELECT to_regclass('headway.meta')").fetchone()[0]
         row = cursor.execute("SELECT value FROM headway.meta WHERE name = 'database'").fetchone() if found else None
         _same_database(database, row and row[0])

@@ -20,6 +20,7 @@ from headway.events.sql import SqlOutbox as SqlOutbox
 from headway.events.sql import append as append
 from headway.events.sql import append_all as append_all
 from headway.events.sql import purge as purge
+from headway.events.sql import purge_page as purge_page
 
 if TYPE_CHECKING:
     from headway.events.outbox import Backlog as Backlog
@@ -68,6 +69,7 @@ __all__ = [  # noqa: PLE0604 - exactly the names above
     "append",
     "append_all",
     "purge",
+    "purge_page",
     *_PLACES,
 ]
 

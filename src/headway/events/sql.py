@@ -81,20 +81,35 @@ def _append_alone(database: Database, event: Event) -> None:
         log.error("an event cannot be kept; its sinks are not told", event=event.type, job=event.job, error=str(error))  # noqa: TRY400  # the error is the fact, its trace is not
 
 
+_NOBODY_WAITS = (
+    "NOT EXISTS (SELECT 1 FROM sinks s WHERE s.since < outbox.seq AND (s.job IS NULL OR s.job = outbox.job) AND NOT EXISTS "
+    "(SELECT 1 FROM deliveries d WHERE d.sink = s.name AND d.seq = outbox.seq))"
+)
+
+
 def purge(tx: Tx, before: float) -> None:
     """Delete events older than ``before`` (Unix time) that no sink waits for, and what is left of sinks of one job
     whose events are gone."""
-    tx.execute(
-        "DELETE FROM outbox WHERE at < ? AND NOT EXISTS (SELECT 1 FROM sinks s WHERE s.since < outbox.seq "
-        "AND (s.job IS NULL OR s.job = outbox.job) AND NOT EXISTS "
-        "(SELECT 1 FROM deliveries d WHERE d.sink = s.name AND d.seq = outbox.seq))",
-        (before,),
-    )
+    tx.execute(f"DELETE FROM outbox WHERE at < ? AND {_NOBODY_WAITS}", (before,))
     tx.execute(
         "DELETE FROM sinks WHERE job IS NOT NULL AND at < ? AND NOT EXISTS "
         "(SELECT 1 FROM outbox o WHERE o.job = sinks.job)",
         (before,),
     )
+
+
+def purge_page(tx: Tx, source: str, before: float, *, after: int, limit: int) -> int | None:
+    """`purge` for one who does it again and again: of the next ``limit`` events behind number ``after``, those of ``source``.
+    Up to which number it looked; None when it has come to the end. What sinks still wait for is passed, not looked at again."""
+    page = [int(seq) for (seq,) in tx.all(
+        "SELECT seq FROM outbox WHERE seq > ? AND at < ? ORDER BY seq LIMIT ?", (after, before, limit)
+    )]  # fmt: skip
+    if page:
+        tx.execute(
+            f"DELETE FROM outbox WHERE seq > ? AND seq <= ? AND at < ? AND source = ? AND {_NOBODY_WAITS}",
+            (after, page[-1], before, source),
+        )
+    return page[-1] if len(page) == limit else None
 
 
 class SqlOutbox:

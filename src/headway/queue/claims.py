@@ -475,19 +475,20 @@ def fail(
     return task
 
 
-def give_back(tx: Tx, claim: Claim) -> Task | None:
+def give_back(tx: Tx, claim: Claim, *, behind: int = 0) -> Task | None:
     """Return a task that was not run to its end (a shutdown): no attempt is counted. None if it is not ours any more.
 
-    It joins the round that is served now. One that somebody asked to cancel is cancelled: it waits for nobody.
+    It joins the round that is served now, or one so many rounds ``behind``: those of its party that are given back with it
+    stand one behind the other, as they did. One that somebody asked to cancel is cancelled: it waits for nobody.
     """
     now = tx.now()
     row = tx.one(
         "UPDATE tasks SET status = CASE WHEN cancel_by IS NULL THEN 'QUEUED' ELSE 'CANCELLED' END, "
         "ended_at = CASE WHEN cancel_by IS NULL THEN NULL ELSE CAST(? AS DOUBLE PRECISION) END, "
         "message = CASE WHEN cancel_by IS NULL THEN message ELSE 'cancelled by ' || cancel_by END, "
-        f"turn = coalesce({_head('tasks.place')}, 0), ready = 1, version = version + 1, holder = NULL, lease_until = NULL, "
+        f"turn = coalesce({_head('tasks.place')}, 0) + ?, ready = 1, version = version + 1, holder = NULL, lease_until = NULL, "
         f"hinted_at = NULL, run_at = ?, updated_at = ? WHERE no = ? AND token = ? AND status = 'RUNNING' RETURNING {_COLUMNS}",
-        (now, now, now, claim.no, claim.token),
+        (now, behind, now, now, claim.no, claim.token),
     )
     if row is None:
         return None
@@ -496,6 +497,17 @@ def give_back(tx: Tx, claim: Claim) -> Task | None:
     if task.is_final:
         count_minutes(tx, now, cancelled=[task])
     return task
+
+
+def give_back_all(tx: Tx, claims: Sequence[Claim]) -> list[Task]:
+    """`give_back` for what a worker held; those that were still its own."""
+    rows = tx.all(
+        f"SELECT no, row_number() OVER (PARTITION BY place, party ORDER BY turn, no) - 1 FROM tasks WHERE {_AMONG[tx.engine]}",
+        (json.dumps([claim.no for claim in claims]),),
+    )
+    behind = {int(no): int(rank) for no, rank in rows}
+    back = [give_back(tx, claim, behind=behind.get(claim.no, 0)) for claim in claims]
+    return [task for task in back if task is not None]
 
 
 def progress(tx: Tx, claim: Claim, percent: float, message: str) -> bool:

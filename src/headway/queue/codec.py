@@ -14,6 +14,7 @@ import base64
 import hashlib
 import hmac
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -120,9 +121,17 @@ def write_payload(payload: Any, *, limit: int = PAYLOAD_LIMIT) -> str:
             f"The payload has {size:,} bytes; at most {limit:,} are taken.",
             hint="Put large data into a file or an object store and give its address.",
         )
-    if "\\u0000" in text:
+    if holds_zero(text):
         raise InvalidInput("The payload holds the character U+0000, which PostgreSQL cannot keep.")
     return text
+
+
+def holds_zero(text: str) -> bool:
+    """Whether JSON holds the character U+0000: written by an escape whose backslash is not itself escaped."""
+    return "\\u0000" in text and _ZERO.search(text) is not None
+
+
+_ZERO = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
 def _digest(kind: str, text: str) -> str:

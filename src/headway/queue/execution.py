@@ -19,14 +19,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
+from headway.errors import HeadwayError
 from headway.failure import Failure, describe
 from headway.lifecycle import signal_name
-from headway.queue.codec import PAYLOAD_LIMIT
+from headway.queue.codec import PAYLOAD_LIMIT, holds_zero
 from headway.queue.taskqueue import Context
 from headway.queue.values import Claim
 from headway.wording import printable
@@ -53,6 +54,10 @@ class TaskTimeout(BaseException):
 
 class TaskStopped(BaseException):
     """Raised in a handler that still ran when its worker had to end: the task goes back into its queue."""
+
+
+class CannotBegin(HeadwayError):
+    """No process, descriptor or thread is left to run a task with: nothing was begun, and later there may be one."""
 
 
 class GiveUp(Exception):
@@ -125,7 +130,7 @@ def _result(value: Any) -> str | None:
         size = len(text.encode())
     except Exception as error:  # an object may raise anything while it is encoded
         raise _ResultRefused(f"the handler returned {type(value).__name__}, which is not JSON") from error
-    if size > RESULT_LIMIT or "\\u0000" in text:
+    if size > RESULT_LIMIT or holds_zero(text):
         raise _ResultRefused(f"the handler returned {size:,} bytes; at most {RESULT_LIMIT:,} are kept, without U+0000")
     return text
 
@@ -142,14 +147,21 @@ class Horse:
         self.began = time.monotonic()
         self.progress: tuple[float, str] | None = None
         self.ended: Ended | None = None
-        self._flag = mmap.mmap(-1, 1)  # shared with the child: 1 means stop
-        self._reading, writing = os.pipe()
         self._buffer = bytearray()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()  # or the child would print it a second time
         worker = os.getpid()
-        self.pid = os.fork()
+        with ExitStack() as undo:  # what was had before something was refused is given back
+            try:
+                self._flag = undo.enter_context(mmap.mmap(-1, 1))  # shared with the child: 1 means stop
+                self._reading, writing = os.pipe()
+                undo.callback(os.close, self._reading)
+                undo.callback(os.close, writing)
+                self.pid = os.fork()
+            except OSError as error:
+                raise CannotBegin(f"No process can be started for a task: {error}") from error
+            undo.pop_all()
         if self.pid == 0:
             _be_the_horse(claim, function, text, context, writing, self._reading, self._flag, worker)
         os.close(writing)

@@ -6,13 +6,19 @@ otherwise two workers could each see the last free place. Where there are none, 
 
 from __future__ import annotations
 
-from headway._sql import Tx, Value, marks
+import json
+
+from headway._sql import Tx, Value
 from headway.errors import InvalidInput
-from headway.queue.values import PRIORITIES
+from headway.queue.values import PRIORITIES, is_number
 
 #: Seconds that no claim waits for another: a statement may take 20 s.
 CLOCK_SET_BACK = 30.0
 SCOPES = ("queue", "user", "partition", "kind")
+_LISTED = {
+    "sqlite": "SELECT value FROM json_each(?)",
+    "postgresql": "SELECT json_array_elements_text(CAST(? AS json))",
+}
 _COLUMN = {"queue": "queue", "user": "user_id", "partition": "party", "kind": "kind"}
 
 
@@ -50,18 +56,20 @@ class Limits:
 
     def barred(self) -> tuple[list[str], list[Value]]:
         """Conditions that leave out what cannot run now, so that ten thousand tasks of a full user are not looked at."""
+        # However many there are, they are one parameter: a statement takes 65,535 of them at the most.
         where: list[str] = []
         values: list[Value] = []
+        listed = _LISTED[self._tx.engine]
         for scope in SCOPES:
             keys = sorted(key for found, key in self._full if found == scope)
             if keys:
-                where.append(f"coalesce({_COLUMN[scope]}, '') NOT IN ({marks(len(keys))})")
-                values += keys
+                where.append(f"coalesce({_COLUMN[scope]}, '') NOT IN ({listed})")
+                values.append(json.dumps(keys))
             if self._most.get((scope, "*")) == 0:
                 own = sorted(key for found, key in self._most if found == scope and key != "*")
                 nobody = f"{_COLUMN[scope]} IS NULL OR " if scope == "user" else ""
-                where.append(f"({nobody}{_COLUMN[scope]} IN ({marks(len(own))}))")
-                values += own
+                where.append(f"({nobody}{_COLUMN[scope]} IN ({listed}))")
+                values.append(json.dumps(own))
         return where, values
 
     def admits(self, queue: str, user: str | None, party: str, kind: str) -> bool:
@@ -127,7 +135,7 @@ def set_limit(tx: Tx, scope: str, key: str, *, concurrency: int | None, rate: fl
         raise InvalidInput(f"There is no queue {key!r}.", hint=f"Use one of {', '.join(PRIORITIES)}, or *.")
     if concurrency is not None and (type(concurrency) is not int or not 0 <= concurrency <= 1_000_000):
         raise InvalidInput(f"{concurrency!r} is no number of tasks.", hint="Use a whole number from 0.")
-    if rate is not None and not 0 < rate < 10**6:
+    if rate is not None and (not is_number(rate) or not 0 < rate < 10**6):
         raise InvalidInput(f"{rate!r} is no rate.", hint="Use tasks per second, above 0.")
     if concurrency is None and rate is None:
         tx.execute("DELETE FROM task_limits WHERE scope = ? AND key = ?", (scope, key))

@@ -49,13 +49,14 @@ _LOCKED = {"sqlite": "", "postgresql": " FOR UPDATE"}
 
 
 def submit(
-    tx: Tx, tasks: Sequence[NewTask], *, per_user: int | None, hinting: bool = False, share: int | None = None
-) -> list[Task]:
+    tx: Tx, tasks: Sequence[NewTask], *, per_user: int | None, hinting: bool = False, share: int | None = None,
+    waking: bool = True,
+) -> list[Task]:  # fmt: skip
     """Put tasks in, all of them or none. A task that is there already with the same content is returned as it is.
 
     ``hinting``: the caller is about to tell RQ of them. It is written down beforehand, because a second commit would
     double the cost of a submission; should the caller die in between, the sweeper looks for the hint and gives it.
-    ``share``: see `count_minutes`.
+    ``share``: see `count_minutes`. ``waking``: workers that listen to the database are told; the others look every second.
 
     Raises `UserBusy` when a user would have more than ``per_user`` active ones, `TaskConflict` when an id is taken by
     another content.
@@ -84,7 +85,7 @@ def submit(
     for one in added.values():
         tell(tx, one, now)
     count_minutes(tx, now, submitted=added.values(), share=share)
-    if added and not hinting:
+    if added and waking and not hinting:
         wake(tx)
     return [added.get(task.id) or found[task.id] for task in tasks]
 
@@ -314,6 +315,17 @@ def queue_infos(tx: Tx, *, minutes: int = 60) -> list[QueueInfo]:
     return infos
 
 
+def count_waiting(tx: Tx, queues: Sequence[Priority], *, most: int) -> int:
+    """How many tasks of these queues may run now, as far as ``most``: a million of them are not read for it."""
+    row = tx.one(
+        "SELECT count(*) FROM (SELECT 1 FROM tasks WHERE status = 'QUEUED' AND ready = 1 "
+        f"AND place IN ({marks(len(queues))}) AND queue NOT IN (SELECT name FROM task_queues WHERE paused = 1 "
+        f"AND (paused_until IS NULL OR paused_until > ?)) LIMIT {int(most)}) AS found",
+        (*(queue.place for queue in queues), tx.now()),
+    )
+    return int(row[0]) if row else 0
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Cancelling, retrying, pausing
 
@@ -373,6 +385,14 @@ def retry(tx: Tx, id: str, *, per_user: int | None) -> Task:
 
 
 def pause(tx: Tx, queue: Priority, *, reason: str, by: str, until: datetime | None) -> None:
+    if until is not None and getattr(until, "tzinfo", None) is None:
+        raise InvalidInput(
+            "until= is no time that is the same everywhere.", hint="Use datetime.now(UTC) + timedelta(...)"
+        )
+    if until is not None and until.timestamp() <= tx.now():
+        raise InvalidInput(
+            "until= is over already: the queue would not be paused.", hint="Use a time to come, or none."
+        )
     tx.execute(
         "UPDATE task_queues SET paused = 1, paused_by = ?, paused_at = ?, paused_until = ?, reason = ? WHERE name = ?",
         (by, tx.now(), None if until is None else until.timestamp(), reason, queue.value),

@@ -10,6 +10,7 @@ waiting rows again.
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 import zlib
@@ -60,6 +61,7 @@ WINDOW = 10_000
 OVERFLOW_FROM, OVERFLOW_UNTIL = 0.85, 0.75
 _FAILED_SECONDS = 7 * 86_400
 _IDLE_LOOK = 1.0
+_MEMORY_LOOK = 5.0
 _PASSED_OVER = 100
 
 
@@ -86,6 +88,7 @@ class RqHints:
         self._window = window
         self._memory_limit, self._alert = memory_limit, alert
         self.overflowing = False
+        self._looked_at = -math.inf
         self._client = _redis.connect(
             url, role="queue", name="hints", timeout=timeout, connect_timeout=timeout, decode=False
         )
@@ -98,7 +101,11 @@ class RqHints:
 
         ``also``: commands that go with them, in the same round trip.
         """
-        if not tasks or self.overflowing or not self._breaker.allow():
+        if not tasks or not self._breaker.allow():
+            return []
+        if time.monotonic() - self._looked_at > _MEMORY_LOOK:
+            self._measure_memory()  # each process for itself: a submitter has no sweeper to do it
+        if self.overflowing:
             return []
         try:
             done = self._push(tasks, also)
@@ -174,23 +181,28 @@ class RqHints:
     def look_at_memory(self) -> bool:
         """Whether Redis is so full that new tasks wait in SQL alone. Said once when it begins and once when it is over;
         meanwhile what RQ keeps of failed tasks is cleaned up."""
-        try:
-            info: Any = self._client.info("memory")
-        except _redis.failures():
-            return self.overflowing  # not known: as before
-        limit = self._memory_limit or int(info.get("maxmemory", 0))
-        share = int(info["used_memory"]) / limit if limit else 0.0
-        metrics.gauge("headway_queue_redis_memory", share)
-        if not self.overflowing and share > OVERFLOW_FROM:
-            self.overflowing = True
+        before, share = self.overflowing, self._measure_memory()
+        if self.overflowing and not before:
             self._say(f"Redis uses {share:.0%} of its memory: new tasks wait in the database alone")
-        elif self.overflowing and share < OVERFLOW_UNTIL:
-            self.overflowing = False
+        elif before and not self.overflowing:
             self._say(f"Redis uses {share:.0%} of its memory again: tasks go to RQ")
         if self.overflowing:
             with suppress(*_redis.failures()):
                 self._clean_up()
         return self.overflowing
+
+    def _measure_memory(self) -> float:
+        """The share of its memory that Redis uses; between the two limits it is as it was."""
+        self._looked_at = time.monotonic()
+        try:
+            info: Any = self._client.info("memory")
+        except _redis.failures():
+            return 0.0  # not known: as before
+        limit = self._memory_limit or int(info.get("maxmemory", 0))
+        share = int(info["used_memory"]) / limit if limit else 0.0
+        metrics.gauge("headway_queue_redis_memory", share)
+        self.overflowing = share > (OVERFLOW_UNTIL if self.overflowing else OVERFLOW_FROM)
+        return share
 
     def _clean_up(self) -> None:
         """RQ's copies of what failed are for its tools; the rows have it all."""

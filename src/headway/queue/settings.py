@@ -177,9 +177,9 @@ def reload_file(config: Config) -> bool:
 def check(name: str, raw: object) -> float | None:
     """The value an operator gives to a setting, or `InvalidInput`."""
     if name not in LIVE:
-        close = difflib.get_close_matches(name, LIVE, 1)
+        close = difflib.get_close_matches(str(name), LIVE, 1)
         raise InvalidInput(
-            f"{name[:40]!r} is no setting of a running queue.",
+            f"{str(name)[:40]!r} is no setting of a running queue.",
             hint=f"Did you mean {close[0]!r}?" if close else f"There are: {', '.join(LIVE)}.",
         )
     try:

@@ -23,6 +23,7 @@ from headway import telemetry
 from headway.config import Config
 from headway.errors import HeadwayError
 from headway.lifecycle import Shutdown, on_signals, signal_name
+from headway.queue import records
 from headway.queue.app import load
 from headway.queue.database import DatabaseSource
 from headway.queue.settings import LiveSettings
@@ -224,16 +225,20 @@ class Supervisor:
 
     # ---- how many ----------------------------------------------------------------------------------------------------
 
+    def waiting(self) -> int:
+        """How many tasks wait that its workers may take; no more of them are counted than it may have workers."""
+        with self._queue.database.read() as tx:
+            return records.count_waiting(tx, self.plan.queues, most=self.plan.most)
+
     def _weigh(self) -> None:
         """More workers while tasks wait although all are busy; fewer when nothing has waited for a while."""
         plan = self.plan
         if plan.most > plan.workers:
             try:
-                infos = [info for info in self._queue.stats() if info.priority in plan.queues]
+                waiting = self.waiting()
             except HeadwayError as error:  # unknown is not idle: nothing is changed
                 log.warning("the load cannot be seen", error=str(error))
                 return
-            waiting = sum(info.waiting for info in infos if not info.paused)
             if waiting:
                 self._load.idle_since = None
                 self._load.pressed += 1

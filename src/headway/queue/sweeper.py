@@ -10,8 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Protocol
 
+from headway import events
 from headway._lease import Lease, Owner, SqlLeases, read_owner
 from headway._sql import Tx
 from headway.errors import HeadwayError, Held, StaleClaim
@@ -36,6 +38,8 @@ WORKER_KEPT = 86_400.0
 #: Counts of minutes, and allowances, are kept for a day at least.
 COUNTS_KEPT = 86_400.0
 _BATCH = 500
+#: Of what is deleted in one round: a worker that died meanwhile is to be found in time.
+_PAGES = 20
 _AWAY = RetryPolicy(retries=0, base=1.0, cap=30.0, jitter=0.2)
 
 
@@ -76,6 +80,8 @@ class Sweeper:
         self._leases = SqlLeases()
         self._lease: Lease | None = None
         self._purged_at = clock()
+        self._measure_at = clock()
+        self._events_after = 0
 
     def run(self, stop: threading.Event) -> None:
         failures, delay = 0, 0.0
@@ -101,11 +107,15 @@ class Sweeper:
         hinted = self._hint()
         self._queue.database.run(_mark_lost_workers, operation="queue.workers")
         if self._clock() - self._purged_at > 60.0:
-            self._purged_at = self._clock()
-            self.purge()
+            if self.purge(pages=_PAGES) < _PAGES * _BATCH and not self._events_after:
+                self._purged_at = self._clock()  # else it goes on in the next round: what else it does is not to wait
             if self._hints is not None:
                 self._hints.forget_the_dead()
-        self._measure()
+        if self._clock() >= self._measure_at:
+            began = self._clock()
+            self._measure()
+            # Counting a million that wait takes a while: never more than a twentieth of the time.
+            self._measure_at = self._clock() + 20 * (self._clock() - began)
         more = len(ended) == _BATCH or hinted == _BATCH or promoted >= claims.PROMOTED
         return 0.0 if more else INTERVAL
 
@@ -117,11 +127,12 @@ class Sweeper:
             except HeadwayError as error:  # it lapses by itself
                 log.warning("the sweeper's lease could not be given back", error=str(error))
 
-    def purge(self) -> int:
-        """Delete tasks that ended longer ago than they are kept, in steps; how many."""
+    def purge(self, *, pages: int | None = None) -> int:
+        """Delete tasks that ended longer ago than they are kept, and their events that every sink has, in steps; how many
+        tasks. At most so many ``pages`` of each."""
         gone = 0
-        while True:
-            count = self._queue.database.run(
+        for _ in count() if pages is None else range(pages):
+            found = self._queue.database.run(
                 lambda tx: tx.execute(
                     "DELETE FROM tasks WHERE no IN (SELECT no FROM tasks WHERE ended_at IS NOT NULL AND ended_at < ? "
                     "AND status IN ('COMPLETED', 'FAILED', 'CANCELLED') ORDER BY ended_at LIMIT ?)",
@@ -129,12 +140,26 @@ class Sweeper:
                 ),
                 operation="queue.purge",
             )
-            gone += count
-            if count < _BATCH:
+            gone += found
+            if found < _BATCH:
                 break
+        self._purge_events(pages)
         kept = max(self.retention, COUNTS_KEPT)
         self._queue.database.run(lambda tx: _forget_counts(tx, tx.now() - kept), operation="queue.purge")
         return gone
+
+    def _purge_events(self, pages: int | None) -> None:
+        """On from where it stopped; at the end it begins anew, because a sink may have taken more meanwhile."""
+        for _ in count() if pages is None else range(pages):
+            reached = self._queue.database.run(
+                lambda tx: events.purge_page(
+                    tx, "headway.queue", tx.now() - self.retention, after=self._events_after, limit=_BATCH
+                ),
+                operation="queue.purge",
+            )
+            self._events_after = reached or 0
+            if reached is None:
+                break
 
     def _acquire(self) -> bool:
         try:

@@ -12,6 +12,7 @@ task = queue.submit("caption", {"image": 7}, user_id="anna")
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -21,13 +22,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeVar, Unpack
 
-from headway._sql import Database, Tx, connect, join
+from headway._sql import Database, Tx, connect, is_two_phase, join
 from headway.config import Config
 from headway.errors import HeadwayError, InvalidInput, StorageError
 from headway.ids import check_id
 from headway.queue import hinting, intake, limits, records, settings
 from headway.queue.codec import PAYLOAD_LIMIT, Codec, FernetCodec, PlainCodec, write_payload
-from headway.queue.values import NewTask, Priority, QueueInfo, Status, Task, UserBusy
+from headway.queue.values import NewTask, Priority, QueueInfo, Status, Task, UserBusy, is_number
 from headway.retry import TASK
 from headway.telemetry import Log, redact
 
@@ -107,13 +108,13 @@ class TaskQueue:
         self._opening = threading.Lock()
         self._opened: Database | None = None
         self._url: str | None = None
-        self._on_submit: Callable[[], object] | None = None
+        self._on_submit: Callable[[Sequence[Task]], object] | None = None
         self._moved = False
         self.redis_url: str | None = None
         self._hints: RqHints | None = None
         self._places: Places | None = None
         self._config: Config | None = None
-        self._looked_at = 0.0
+        self._looked_at = -math.inf
         self._declared = False
         self.handlers: dict[str, Handler] = {}
         self._roles = roles
@@ -219,7 +220,7 @@ class TaskQueue:
                 self._let_redis_go()
 
     @contextmanager
-    def moved(self, *, database: str, on_submit: Callable[[], object] | None = None) -> Iterator[None]:
+    def moved(self, *, database: str, on_submit: Callable[[Sequence[Task]], object] | None = None) -> Iterator[None]:
         """For tests: on another database, without Redis, calling ``on_submit`` after each submission; then as before."""
         before = {name: getattr(self, name) for name in _PLACE}
         self._opened, self._url, self._hints, self._places, self.redis_url = connect(database), None, None, None, None
@@ -244,11 +245,11 @@ class TaskQueue:
     ) -> Callable[[F], F]:
         """Register a function for tasks of ``kind``; it is called as ``function(task, payload)``."""
         check_id(kind, "a kind of task")
-        if timeout is not None and not 0 < timeout <= 10**7:
+        if timeout is not None and (not is_number(timeout) or not 0 < timeout <= 10**7):
             raise InvalidInput(f"timeout={timeout!r} is no number of seconds.", hint="Use seconds above 0, or None.")
         if type(retries) is not int or not 0 <= retries <= 1000:
             raise InvalidInput(f"retries={retries!r} is no number of retries.", hint="Use a whole number from 0.")
-        if not 0 < retry_delay <= 10**6:
+        if not is_number(retry_delay) or not 0 < retry_delay <= 10**6:
             raise InvalidInput(f"retry_delay={retry_delay!r} is no number of seconds.", hint="Use seconds above 0.")
         if isolation not in ("fork", "none"):
             raise InvalidInput(f"isolation={isolation!r} is not known.", hint="Use 'fork' or 'none'.")
@@ -279,7 +280,12 @@ class TaskQueue:
 
     def submit_many(self, tasks: Iterable[Mapping[str, Any]], *, connection: object = None) -> Sequence[Task]:
         """`submit` for many, each a mapping of its arguments: all of them are accepted, or none."""
-        return self._submit([self._new(**task) for task in tasks], connection)
+        given: list[Any] = list(tasks)
+        if not all(isinstance(task, Mapping) and "kind" in task for task in given):
+            raise InvalidInput(
+                "submit_many takes mappings, each with a kind.", hint='For example [{"kind": "caption", "payload": 7}]'
+            )
+        return self._submit([self._new(**task) for task in given], connection)
 
     def _submit(self, tasks: Sequence[NewTask], connection: object, *, quick: bool = False) -> Sequence[Task]:
         if not tasks:
@@ -310,7 +316,7 @@ class TaskQueue:
                 except HeadwayError as error:  # the sweeper finds out, somewhat later
                     log.warning("RQ was not told of a task, and that could not be noted", error=str(error))
         if self._on_submit is not None:
-            self._on_submit()
+            self._on_submit(accepted)
         return accepted
 
     def _declare(self) -> None:
@@ -325,7 +331,10 @@ class TaskQueue:
         with join(self.database, connection) as tx:
             # A share of the counts that is this connection's alone: its transaction may last.
             row = tx.one("SELECT pg_backend_pid()") if tx.engine == "postgresql" else None
-            return records.submit(tx, tasks, per_user=self._per_user, share=16 + (int(row[0]) if row else 0))
+            return records.submit(
+                tx, tasks, per_user=self._per_user, share=16 + (int(row[0]) if row else 0),
+                waking=not is_two_phase(connection),
+            )  # fmt: skip
 
     def _check_quickly(self, places: Places, task: NewTask) -> None:
         """Refuse a user whose active task is known without beginning to write."""
@@ -356,7 +365,7 @@ class TaskQueue:
             raise InvalidInput(f"There is no handler for tasks of kind {kind!r} (there are: {known}).")
         id, user_id, partition = options.get("id"), options.get("user_id"), options.get("partition")
         role, delay = options.get("role", "user"), options.get("delay", 0.0)
-        if not 0 <= delay <= 10**9:
+        if not is_number(delay) or not 0 <= delay <= 10**9:
             raise InvalidInput(f"delay={delay!r} is no number of seconds.", hint="Use seconds from 0.")
         task_id = check_id(self._new_id() if id is None else id, "a task id")
         text = write_payload(payload, limit=self._payload_limit)
@@ -540,7 +549,16 @@ class TaskQueue:
 
     def payload(self, id: str, stored: str) -> str:
         """A stored payload as JSON text, or an error if it was altered or is another task's."""
-        return self._codec.decode(id, stored)
+        codec = self._codec
+        try:
+            return codec.decode(id, stored)
+        except StorageError:
+            # Whoever submitted it may have read a new key from the file a moment before we do: look now, not in two seconds.
+            self._looked_at = -math.inf
+            self.refresh()
+            if self._codec is codec:
+                raise
+            return self._codec.decode(id, stored)
 
     def _let_redis_go(self) -> None:
         """Whoever is using it in another thread is told that it is away, and its task waits for the sweeper."""

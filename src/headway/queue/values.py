@@ -108,6 +108,11 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, StrEnum) else value
 
 
+def is_number(value: object) -> bool:
+    """For arguments: whoever calls may give anything, whatever their types promise."""
+    return isinstance(value, int | float)
+
+
 def moment(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 

@@ -12,7 +12,7 @@ from typing import Protocol, Self
 
 from headway.failure import Failure
 from headway.queue.claims import LEASE
-from headway.queue.execution import Ended, Interrupts, TaskCancelled, TaskStopped, TaskTimeout
+from headway.queue.execution import CannotBegin, Ended, Interrupts, TaskCancelled, TaskStopped, TaskTimeout
 from headway.queue.values import PRIORITIES, Claim, Priority
 from headway.telemetry import Log
 
@@ -37,6 +37,7 @@ class Settings:
     cancel_grace: float = CANCEL_GRACE
     drain: float = 30.0
     rest: float = 1.0
+    hold: float = 1.0  # seconds a task may be held that is not begun; then it is given back, somebody else may be idle
 
 
 class Keeping(Protocol):
@@ -57,6 +58,10 @@ class Keeping(Protocol):
         ...
 
     def renew(self, running: Claim | None) -> tuple[bool, bool]: ...
+
+    def release_unbegun(self) -> None:
+        """Give back what was held too long without being begun."""
+        ...
 
 
 class Renewal:
@@ -127,7 +132,10 @@ class Pulse:
         self._thread = threading.Thread(target=self._run, name="headway-pulse", daemon=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no thread is left
+            raise CannotBegin(f"No task can be looked after: {error}") from error
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -158,6 +166,7 @@ class Pulse:
             elif self._renewal.is_due:
                 self._worker.renew(None)
             self._worker.record()
+            self._worker.release_unbegun()
 
     def _look_after(self, claim: Claim, watch: Watch, began: float) -> None:
         worker = self._worker

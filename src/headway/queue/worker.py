@@ -27,6 +27,7 @@ from headway.queue import claims
 from headway.queue.claims import Claimant
 from headway.queue.database import DatabaseSource
 from headway.queue.execution import (
+    CannotBegin,
     Ended,
     Horse,
     Interrupts,
@@ -99,6 +100,9 @@ class Worker:
         self._held: deque[Claim] = deque()  # claimed and not begun
         self._ended: list[tuple[Claim, Ended, float]] = []  # run and not recorded
         self._recording = threading.Lock()
+        self._beginning = threading.Lock()  # who takes the next of what is held, or gives it back
+        self._held_since = 0.0
+        self._lately = 0.0  # seconds that a task took in this process, of late
         self._ours_until = 0.0  # by this machine's clock: no later than the leases of what is held
         self._lost: set[int] = set()  # held, and somebody else's by now
         self._cancelling: set[int] = set()  # held, and to be cancelled
@@ -131,7 +135,8 @@ class Worker:
                 except HeadwayError as error:  # the store is away: tasks are safe in it, and so is what is claimed
                     self._failures += 1
                     rest = _AWAY.delay(self._failures)
-                    log.warning("the store cannot be used; it is tried again", worker=self.name, error=str(error))
+                    what = "no task can be begun" if isinstance(error, CannotBegin) else "the store cannot be used"
+                    log.warning(f"{what}; it is tried again", worker=self.name, error=str(error))
                     self._shutdown.stop.wait(rest)
         finally:
             self._leave()
@@ -146,16 +151,23 @@ class Worker:
             asked_at = time.monotonic()
             self._held.extend(map(self._bounded, self._source.claim(who, self.settings.queues, self._batch())))
             self._ours_until = asked_at + self.settings.lease
+            self._held_since = time.monotonic()
             self._lost.clear()
             self._cancelling.clear()
         if not self._held:
             return self.settings.rest
-        while self._held and not self._stopping():
-            handler = self._queue.handlers[self._held[0].kind]
-            if handler.isolation != "fork":
-                self._run_here()
-            elif self._may_begin(self._held[0]):
-                self._run_forked(self._held.popleft(), handler)
+        try:
+            while self._held and not self._stopping():
+                handler = self._queue.handlers[self._held[0].kind]
+                if handler.isolation != "fork":
+                    self._run_here()
+                elif self._may_begin(self._held[0]):
+                    self._run_forked(self._held.popleft(), handler)
+        except CannotBegin:  # somebody else may be able to, and nothing is charged
+            self._ours_until = 0.0
+            self._give_back(list(self._held))
+            self._held.clear()
+            raise
         self._record()
         return 0.0
 
@@ -182,7 +194,10 @@ class Worker:
     def _batch(self) -> int:
         """One at a time where a task takes a process: the others would only wait for it, and somebody else be idle."""
         forks = any(handler.isolation == "fork" for handler in self._queue.handlers.values())
-        return 1 if forks else self.settings.batch
+        if forks:
+            return 1
+        # What is held is to be begun soon: as many as take half of what they may be held, as long as they took lately.
+        return max(1, min(self.settings.batch, int(self.settings.hold / 2 / max(self._lately, 1e-6))))
 
     def _may_begin(self, claim: Claim) -> bool:
         """Whether the first of what is held is still ours to run. If not, it is not held any more.
@@ -219,7 +234,7 @@ class Worker:
         text = self._payload(claim)
         if text is None:
             return
-        horse = Horse(claim, handler.function, text, self._context)
+        horse = self._start(claim, handler, text)
         watch, renewal = Watch(claim, self.settings), Renewal(self.settings)
         said: tuple[float, str] | None = None
         verdict: Ended | None = None
@@ -254,6 +269,13 @@ class Worker:
         self._ended.append((claim, ended, horse.seconds))
         self._record()
 
+    def _start(self, claim: Claim, handler: Handler, text: str) -> Horse:
+        try:
+            return Horse(claim, handler.function, text, self._context)
+        except CannotBegin:
+            self._held.appendleft(claim)  # it is given back with the others
+            raise
+
     # ---- in this process ---------------------------------------------------------------------------------------------
 
     def _run_here(self) -> None:
@@ -261,16 +283,8 @@ class Worker:
         if self._interrupts is None:
             self._interrupts = Interrupts()
         with Pulse(self, self._interrupts) as pulse:
-            while self._held and not self._stopping():
-                claim = self._held[0]
+            while not self._stopping() and (claim := self._take_here()) is not None:
                 handler = self._queue.handlers[claim.kind]
-                if handler.isolation == "fork":
-                    return
-                if not self._may_begin(claim):
-                    continue
-                if claim.attempts:
-                    self._hold_alone(claim)
-                self._held.popleft()
                 text = self._payload(claim)
                 if text is None:
                     continue
@@ -292,10 +306,37 @@ class Worker:
                 finally:
                     pulse.end()
                 ended = replace(ended, message=pulse.last_message)
+                seconds = time.monotonic() - began
+                self._lately += (seconds - self._lately) * 0.2
                 if claim.no not in pulse.lost:
-                    self._ended.append((claim, ended, time.monotonic() - began))
+                    self._ended.append((claim, ended, seconds))
                 if len(self._ended) >= self.settings.batch or pulse.cancelling:
                     self._record()
+
+    def _take_here(self) -> Claim | None:
+        """The next of what is held, to be begun in this process; None if there is none, or it needs one of its own."""
+        with self._beginning:
+            while self._held and self._queue.handlers[self._held[0].kind].isolation != "fork":
+                claim = self._held[0]
+                if self._may_begin(claim):
+                    if claim.attempts:
+                        self._hold_alone(claim)
+                    return self._held.popleft()
+        return None
+
+    def release_unbegun(self) -> None:
+        """Beside a handler that takes long: give back what waits for its end, for whoever is idle. Should the answer be lost,
+        it is asked whether they are ours before any of them is begun."""
+        if not self._held or time.monotonic() - self._held_since < self.settings.hold:
+            return
+        with self._beginning:
+            self._ours_until = 0.0
+            try:
+                self._give_back(list(self._held))
+            except HeadwayError as error:
+                log.warning("what is not begun could not be given back", worker=self.name, error=str(error))
+                return
+            self._held.clear()
 
     def _hold_alone(self, claim: Claim) -> None:
         """Hold nothing but what is begun next: should it end this process, it alone is charged."""
@@ -408,11 +449,8 @@ class Worker:
         return lost, cancelling
 
     def _give_back(self, returned: Sequence[Claim]) -> None:
-        def work(tx: Tx) -> list[Task | None]:
-            return [claims.give_back(tx, claim) for claim in returned]
-
-        back = self._queue.database.run(work, operation="queue.give_back")
-        self._source.settled([task for task in back if task is not None])
+        back = self._queue.database.run(lambda tx: claims.give_back_all(tx, returned), operation="queue.give_back")
+        self._source.settled(back)
 
     # ---- being seen --------------------------------------------------------------------------------------------------
 
