@@ -16,12 +16,25 @@ from headway._sql.database import Database
 from headway._sql.joined import join
 from headway._sql.schema import migrations
 from headway._sql.sqlite import SQLite
-from headway._sql.tx import NOW, Engine, Row, Tx, Value, marks
+from headway._sql.tx import NOW, Engine, Row, Tx, Value, array, marks
 from headway.errors import InvalidInput, NotFound, StorageError
 from headway.retry import STORE, pause
 from headway.telemetry import Log, redact
 
-__all__ = ["NOW", "Database", "Engine", "Row", "Tx", "Value", "connect", "join", "marks", "migrations", "sqlite_path"]
+__all__ = [
+    "NOW",
+    "Database",
+    "Engine",
+    "Row",
+    "Tx",
+    "Value",
+    "array",
+    "connect",
+    "join",
+    "marks",
+    "migrations",
+    "sqlite_path",
+]
 
 log = Log("sql")
 

@@ -34,7 +34,7 @@ from headway._sql import Tx
 from headway.errors import HeadwayError, InvalidInput
 from headway.ids import check_id
 from headway.queue import claims, hinting
-from headway.queue.claims import Claimant
+from headway.queue.claims import Claimant, Success
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import PRIORITIES, Claim, Priority, Status, Task
 from headway.retry import CircuitBreaker
@@ -301,6 +301,11 @@ class RqSource:
         if claimed:
             self._show_started(claimed)
         return claimed
+
+    def settle_and_claim(
+        self, successes: Sequence[Success], who: Claimant, queues: Sequence[Priority], limit: int
+    ) -> None:
+        """Not here: which queues have something is known by their hints."""
 
     def wait(self, seconds: float, stop: threading.Event) -> None:
         if stop.is_set() or not self._breaker.allow():
