@@ -56,6 +56,8 @@ _LOOK = (
     f"SELECT {{now}}, EXISTS (SELECT 1 FROM task_limits), {_DUE}, q.name, q.paused_until "
     "FROM (SELECT 1) AS one LEFT JOIN task_queues q ON q.paused = 1"
 )
+# PostgreSQL is not told how many rows a batch has: it takes an array that it does not see for ten values and looks each of them
+# up. For a hundred it would count on a read of the disk each, and read a table of ten thousand rows from end to end instead.
 #: Numbers of rows as one parameter, so that the statement is the same for one and for a hundred.
 _AMONG = {
     "sqlite": "no IN (SELECT value FROM json_each(?))",
@@ -64,8 +66,9 @@ _AMONG = {
 _GIVEN = {
     "sqlite": "SELECT json_extract(value, '$[0]') AS given_no, json_extract(value, '$[1]') AS given_token, "
     "json_extract(value, '$[2]') AS given_result, json_extract(value, '$[3]') AS given_message FROM json_each(?)",
-    "postgresql": "SELECT * FROM unnest(CAST(? AS bigint[]), CAST(? AS bigint[]), CAST(? AS text[]), CAST(? AS text[]), "
-    "CAST(? AS double precision[]), CAST(? AS double precision[])) "
+    "postgresql": "SELECT * FROM unnest((SELECT CAST(? AS bigint[])), (SELECT CAST(? AS bigint[])), "
+    "(SELECT CAST(? AS text[])), (SELECT CAST(? AS text[])), (SELECT CAST(? AS double precision[])), "
+    "(SELECT CAST(? AS double precision[]))) "
     "AS g (given_no, given_token, given_result, given_message, given_waited, given_seconds)",
 }
 # The event of each row that was changed, as `records.tell` writes it.
@@ -168,8 +171,8 @@ def _claiming(
         f"FROM tasks WHERE {where} AND NOT EXISTS (SELECT 1 FROM mine) AND NOT EXISTS (SELECT 1 FROM task_limits) "
         f"AND NOT ({_DUE.format(now=now, cap=RETRY_CAP + 1.0)}) AND queue NOT IN (SELECT name FROM task_queues "
         f"WHERE paused = 1 AND (paused_until IS NULL OR paused_until > {now})) ORDER BY place, turn, no LIMIT {int(limit)} "
-        f"FOR UPDATE SKIP LOCKED), taken AS (UPDATE tasks SET {_taking(now)} FROM picked WHERE no = picked_no "
-        "RETURNING tasks.*)"
+        f"FOR UPDATE SKIP LOCKED), taken AS (UPDATE tasks SET {_taking(now)} "
+        "WHERE no = ANY (ARRAY(SELECT picked_no FROM picked)) RETURNING *)"
     )
     taking: tuple[Value, ...] = (write_owner(who.owner, who.lease), who.lease, who.worker)
     return statement, (who.worker, process, who.lease / 2, *values, *taking)

@@ -46,6 +46,9 @@ class DatabaseSource:
         else:
             self._watch_file(seconds, stop)
 
+    def show(self) -> None:
+        """The rows say it."""
+
     def settled(self, tasks: Sequence[Task]) -> None:
         """Nobody else needs to know."""
 

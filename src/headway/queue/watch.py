@@ -56,6 +56,10 @@ class Keeping(Protocol):
         """Write down what has ended. A store that is away is asked again later."""
         ...
 
+    def show(self) -> None:
+        """Let others see what runs."""
+        ...
+
     def renew(self, running: Claim | None) -> tuple[bool, bool]: ...
 
 
@@ -179,6 +183,7 @@ class Pulse:
         elif self._renewal.is_due:
             self._worker.renew(None)
         self._worker.record()
+        self._worker.show()
 
     def _look_after(self, claim: Claim, watch: Watch, began: float) -> None:
         worker = self._worker

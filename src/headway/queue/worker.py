@@ -66,6 +66,10 @@ class Source(Protocol):
         """Until something may be there to claim, ``stop`` is set, or the time is over."""
         ...
 
+    def show(self) -> None:
+        """What was claimed last runs on: whoever looks at the source with tools of its own sees it. By any thread."""
+        ...
+
     def settled(self, tasks: Sequence[Task]) -> None:
         """These tasks of the worker have ended, or wait again."""
         ...
@@ -259,6 +263,7 @@ class Worker:
                     horse.abandon()
                     return
                 watch.cancelling |= cancelling
+            self._source.show()
             verdict = watch.verdict(horse.seconds, horse.rss())
             if watch.cancelling:
                 horse.ask_to_stop()
@@ -407,6 +412,9 @@ class Worker:
                 self._completed += ended.failure is None
                 self._failed += ended.failure is not None
                 metrics.observe("headway_task_seconds", seconds, kind=claim.kind, status=status.value)
+
+    def show(self) -> None:
+        self._source.show()
 
     def record(self) -> None:
         try:
