@@ -115,7 +115,7 @@ def measure_rate(report: Report, place: Path, count: int, rounds: int, tasks: in
                 say(f"  {name}: {rates[name][-1]:,.0f}/s")
             for name in ON_REDIS if server else ():
                 server.make_pristine()
-                into, out = Peer(name, server.url(), place).measure(tasks, LIMIT)
+                into, out, _ = Peer(name, server.url(), place).measure(tasks, LIMIT)
                 enqueuing[name].append(into)
                 rates[name].append(out)
                 say(f"  {name}: {out:,.0f}/s")

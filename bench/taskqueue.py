@@ -1,11 +1,12 @@
 """How fast the queue is, beside RQ, procrastinate, PgQueuer, Celery, Dramatiq, Huey and DBOS in one run.
 
-    python bench/taskqueue.py [--quick] [--million] [--rounds N] [--only WORD ...]
+    python bench/taskqueue.py [--quick] [--million] [--rounds N] [--only WORD ...] [--against WORD ...]
 
 Two worker processes each, no-op tasks, one Redis and one PostgreSQL with fsync, each queue with databases of its own.
 Contestants take turns within every round; ratios are medians over the rounds. Tasks are put in while the warm workers
-are stopped, so that neither their start nor the putting in counts. ``--million`` looks at the sweeper with 10^6 finished
-tasks; ``--only`` measures the parts whose name contains a WORD.
+are stopped, so that neither their start nor the putting in counts. On a loaded machine compare CPU as well: what the
+workers used and what PostgreSQL used for a task. ``--million`` looks at the sweeper with 10^6 finished tasks; ``--only``
+measures the parts whose name contains a WORD, ``--against`` drains beside those whose name contains one.
 
 (The file is not named after its package: a `queue.py` here would stand before Python's own module in every benchmark.)
 """
@@ -19,7 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from measure import Report, median, percentile, say, scratch
@@ -75,6 +76,13 @@ class Servers:
         Redis.from_url(url).flushdb()
         return Peer(name, url, self.place, self.database())
 
+    @cached_property
+    def postgres_pid(self) -> int:
+        with connect(self.database()) as database:
+            row = database.one("SELECT split_part(pg_read_file('postmaster.pid'), chr(10), 1)")
+            assert row is not None
+            return int(row[0])
+
     def database(self) -> str:
         return self.postgres.url(self.postgres.create_database())
 
@@ -100,6 +108,7 @@ def main() -> None:
     parser.add_argument(
         "--only", action="append", default=[], metavar="WORD", help="only parts with this in their name"
     )
+    parser.add_argument("--against", action="append", default=[], metavar="WORD", help="drain only beside these")
     options = parser.parse_args()
     rounds = options.rounds or (1 if options.quick else 3)
     report = Report("taskqueue", quick=options.quick)
@@ -111,7 +120,7 @@ def main() -> None:
         parts: dict[str, Callable[[], None]] = {
             "submit": lambda: submit(report, own, 100 if options.quick else 300, rounds, peers=not trouble),
             "pick-up": lambda: pick_up(report, own, 20 if options.quick else 60, rounds),
-            "drain": lambda: drain(report, own, 0.3 if options.quick else 1.0, rounds),
+            "drain": lambda: drain(report, own, 0.3 if options.quick else 1.0, rounds, options.against),
             "flat": lambda: flat(report, own, 1_000 if options.quick else 5_000),
             "sweeper": lambda: sweeping(report, own, sizes),
         }
@@ -129,15 +138,15 @@ def main() -> None:
 
 def submit(report: Report, own: Servers, count: int, rounds: int, *, peers: bool) -> None:
     names = ["headway", *(["procrastinate", "pgqueuer", "rq_simple"] if peers else [])]
-    made = {name: own.fresh(name) for name in names}
-    for peer in made.values():
-        peer.prepare()
     means: dict[str, list[float]] = defaultdict(list)
     together: dict[str, list[float]] = defaultdict(list)
-    for _ in range(rounds * 2):
+    for _ in range(rounds):
+        # Anew for each round, so that the window of hints in RQ is never full.
+        made = {name: own.fresh(name) for name in names}
         for name, peer in made.items():
+            peer.prepare()
             means[name].append(1000 * sum(peer.enqueue(count)) / count)
-            together[name].append(1000 * peer.many(1_000) / 1_000)
+            together[name].append(1000 * peer.bulk(1_000) / 1_000)
     for name in names:
         report.add(
             f"{name}: one submission, mean", median(means[name]), "ms", most=10 if name == "headway" else None,
@@ -178,16 +187,28 @@ def pick_up(report: Report, own: Servers, count: int, rounds: int) -> None:
 # ---- how many a second -----------------------------------------------------------------------------------------------
 
 
-def drain(report: Report, own: Servers, share: float, rounds: int) -> None:
+def drain(report: Report, own: Servers, share: float, rounds: int, against: list[str]) -> None:
     rates: dict[str, list[float]] = defaultdict(list)
+    used: dict[str, list[list[float]]] = defaultdict(list)
+    compared = [each for each in DRAINS if not against or any(word in each[1] for word in against)]
+    names = {name for each in compared for name in each[:2]}
     for _ in range(rounds):
-        for name, count in TASKS.items():
+        for name in TASKS:
+            if name not in names:
+                continue
             # Those that are compared stand next to each other in the list, and so in time.
-            rates[name].append(own.fresh(name).measure(max(100, int(count * share)), LIMIT)[1])
-            say(f"  {name}: {rates[name][-1]:,.0f}/s")
+            count = max(100, int(TASKS[name] * share))
+            _, rate, cpu = own.fresh(name).measure(count, LIMIT, own.postgres_pid)
+            rates[name].append(rate)
+            used[name].append(cpu)
+            say(f"  {name}: {rate:,.0f}/s, CPU of the workers {cpu[0]:,.0f} and of PostgreSQL {cpu[1]:,.0f} us a task")
     for name, values in rates.items():
-        report.add(f"{name}: tasks done", median(values), "tasks/s", spread=[round(min(values)), round(max(values))])
-    for ours, theirs, least in DRAINS:
+        report.add(
+            f"{name}: tasks done", median(values), "tasks/s", spread=[round(min(values)), round(max(values))],
+            worker_cpu_us=round(median([workers for workers, _ in used[name]])),
+            postgres_cpu_us=round(median([postgres for _, postgres in used[name]])),
+        )  # fmt: skip
+    for ours, theirs, least in compared:
         report.add(f"drain: {ours} / {theirs}", ratio(rates[ours], rates[theirs]), "x", least=least)
 
 

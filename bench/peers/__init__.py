@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from measure import ROOT, say
+from measure import ROOT, median, say
 
 HERE = Path(__file__).parent
 HOME = ROOT / ".venv" / "peers"
@@ -67,6 +67,29 @@ def install() -> str | None:
     return None
 
 
+def cpu_of(leader: int) -> float:
+    """Seconds of CPU that a process and its children have used so far."""
+    listed = subprocess.run(["ps", "-A", "-o", "ppid=,pid="], check=True, capture_output=True, text=True).stdout
+    children: dict[int, list[int]] = {}
+    for line in listed.splitlines():
+        parent, pid = map(int, line.split())
+        children.setdefault(parent, []).append(pid)
+    found, left = 0.0, [leader]
+    while left:
+        pid = left.pop()
+        found += _cpu(pid)
+        left += children.get(pid, [])
+    return found
+
+
+def _cpu(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0  # it has ended meanwhile
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
 class Peer:
     """One task queue. ``name`` may have a batch behind a colon: ``pgqueuer:100``."""
 
@@ -89,19 +112,22 @@ class Peer:
             "PYTHONDONTWRITEBYTECODE": "1",
         }
 
-    def measure(self, count: int, limit: float) -> tuple[float, float]:
-        """(enqueued per second, done per second). Workers are running and warm before the clock starts."""
+    def measure(self, count: int, limit: float, *servers: int) -> tuple[float, float, list[float]]:
+        """(enqueued per second, done per second, microseconds of CPU for a task of the workers and of each of the servers).
+        Workers are running and warm before the clock starts."""
         self.prepare()
         with self.working() as pids:
             for pid in pids:
                 os.killpg(pid, signal.SIGSTOP)
             before = self.ran
             filling = self.many(count)
-            began = time.monotonic()
+            began, used = time.monotonic(), [sum(map(cpu_of, pids)), *map(cpu_of, servers)]
             for pid in pids:
                 os.killpg(pid, signal.SIGCONT)
             self.wait(before + count, limit)
-            return count / filling, count / (time.monotonic() - began)
+            took, after = time.monotonic() - began, [sum(map(cpu_of, pids)), *map(cpu_of, servers)]
+            cpu = [1e6 * (now - then) / count for then, now in zip(used, after, strict=True)]
+            return count / filling, count / took, cpu
 
     @contextmanager
     def working(self, warm: int = 50) -> Iterator[list[int]]:
@@ -133,6 +159,10 @@ class Peer:
     def many(self, count: int) -> float:
         """Seconds of all."""
         return float(self._ask("many", count))
+
+    def bulk(self, count: int) -> float:
+        """Seconds of all, on a connection that is open already: the median of five calls."""
+        return median([float(seconds) for seconds in json.loads(self._ask("bulk", count))])
 
     def pick_up(self, rounds: int) -> list[float]:
         """Seconds from each call to the moment its task runs."""

@@ -7,6 +7,7 @@ the moment): that is how a run is seen, for about two microseconds and without a
     queues.py prepare          make the queue's tables
     queues.py enqueue COUNT    one by one; prints the seconds of each call as JSON
     queues.py many COUNT       together, as the queue does it best; prints the seconds of all
+    queues.py bulk COUNT       the same on a connection that is open; prints the seconds of each of five calls as JSON
     queues.py pickup ROUNDS    one at a time on idle workers; prints the seconds until each one ran
     queues.py work             the queue's workers, where it has no command for that
 """
@@ -254,6 +255,9 @@ def main() -> None:
             print(json.dumps(enqueued(count)))
         case "many":
             print(together(count))
+        case "bulk":
+            enqueued(3)
+            print(json.dumps([together(count) for _ in range(5)]))
         case "pickup":
             picked_up(2)
             print(json.dumps(picked_up(count)))

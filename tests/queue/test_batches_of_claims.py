@@ -207,6 +207,99 @@ def test_a_batch_whose_record_was_sent_twice_is_completed_once(crowd: TaskQueue)
     assert crowd.database.one("SELECT sum(completed), sum(run_seconds) FROM task_minutes") == (3, 1.5)
 
 
+def test_a_record_that_claims_the_next_batch_may_be_sent_twice(crowd: TaskQueue):
+    crowd.submit_many({"kind": "caption", "id": f"t{n}"} for n in range(5))
+    who = worker()
+    done = [Success(claim, None, 0.5) for claim in take(crowd, 2, who)]
+
+    def record_and_claim():
+        return claims.complete_and_claim(crowd.database, done, who, queues=PRIORITIES, limit=2)
+
+    recorded, claimed = record_and_claim()
+    assert recorded == {"t0", "t1"}
+    assert [claim.id for claim in claimed] == ["t2", "t3"]
+    if crowd.database.engine == "postgresql":  # SQLite's answer is never lost
+        assert record_and_claim() == (recorded, claimed)
+    assert {task.id: task.status.value for task in crowd.list()} == {
+        "t0": "COMPLETED", "t1": "COMPLETED", "t2": "RUNNING", "t3": "RUNNING", "t4": "QUEUED",
+    }  # fmt: skip
+    assert len(events(crowd)) == 5 + 2 + 2 + 2
+    assert crowd.database.one("SELECT sum(completed), sum(run_seconds) FROM task_minutes") == (2, 1.0)
+
+
+def test_what_is_somebody_elses_by_now_is_not_recorded_when_the_next_batch_is_claimed(crowd: TaskQueue):
+    crowd.submit_many({"kind": "caption", "id": f"t{n}"} for n in range(3))
+    kept, lost = take(crowd, 2)
+    crowd.database.write("UPDATE tasks SET token = token + 1, worker = 'w2' WHERE id = ?", (lost.id,))
+    done = [Success(claim, None, 0.5) for claim in (kept, lost)]
+    recorded, claimed = claims.complete_and_claim(crowd.database, done, worker(), queues=PRIORITIES, limit=5)
+    assert recorded == {kept.id}
+    assert [claim.id for claim in claimed] == ["t2"]
+    assert crowd.get(lost.id).status is Status.RUNNING
+
+
+def test_neither_a_pause_nor_a_limit_is_passed_over_when_the_next_batch_is_claimed(crowd: TaskQueue):
+    crowd.submit_many({"kind": "caption", "id": f"t{n}"} for n in range(4))
+    first, second = take(crowd, 2)
+    crowd.pause("normal", reason="r", by="me")
+    done = [Success(first, None, 0.5)]
+    assert claims.complete_and_claim(crowd.database, done, worker(), queues=PRIORITIES, limit=9) == ({first.id}, [])
+    crowd.resume("normal")
+    crowd.limit("kind", "caption", concurrency=0)
+    done = [Success(second, None, 0.5)]
+    assert claims.complete_and_claim(crowd.database, done, worker(), queues=PRIORITIES, limit=9) == ({second.id}, [])
+
+
+ODD = ['"', "\\", "{}", "NULL", "a,b", "\n\t", "\u00e4\u2028", '\\"', " ", "'; DROP TABLE tasks; --", "%s ? %%"]
+
+
+def test_odd_texts_of_a_batch_come_back_as_they_were(crowd: TaskQueue):
+    crowd.submit_many({"kind": "caption", "payload": odd, "partition": f"p{n % 2}"} for n, odd in enumerate(ODD))
+    crowd.submit("caption", ODD)
+    taken = take(crowd, 100)
+    assert sorted(json.loads(claim.payload) for claim in taken if claim.payload[0] != "[") == sorted(ODD)
+    assert [json.loads(claim.payload) for claim in taken if claim.payload[0] == "["] == [ODD]
+    odd = {claim.id: text for claim, text in zip(taken, [*ODD, "last"], strict=True)}
+    done = [Success(claim, json.dumps(odd[claim.id]), 0.1, odd[claim.id]) for claim in taken]
+    assert len(claims.complete_alone(crowd.database, done)) == len(taken)
+    rows = crowd.database.all("SELECT id, result, message FROM tasks")
+    assert {id: (json.loads(result), message) for id, result, message in rows} == {
+        id: (text, text) for id, text in odd.items()
+    }
+
+
+def test_a_batch_is_recorded_and_the_next_claimed_without_reading_the_table_from_end_to_end(postgres_url: str):
+    """However large the table was when PostgreSQL made its plan. The server counts; a session that ended has told it all."""
+
+    def read_through() -> int:
+        with connect(postgres_url) as other:
+            row = other.one("SELECT seq_scan FROM pg_stat_user_tables WHERE relname = 'tasks'")
+        assert row is not None
+        return int(row[0])
+
+    def sessions() -> int:
+        with connect(postgres_url) as other:
+            row = other.one("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()")
+        assert row is not None
+        return int(row[0])
+
+    with TaskQueue(postgres_url, per_user=None) as queue:
+        queue.handler("caption")(lambda task, payload: None)
+        for _ in range(3):
+            queue.submit_many({"kind": "caption"} for _ in range(1000))
+    eventually(lambda: sessions() == 1)
+    before = read_through()
+    with TaskQueue(postgres_url, per_user=None) as queue:
+        taken = take(queue, 100)
+        for _ in range(12):  # psycopg prepares what is sent five times, PostgreSQL keeps the plan after five more
+            done = [Success(claim, None, 0.1) for claim in taken]
+            recorded, taken = claims.complete_and_claim(queue.database, done, worker(), queues=PRIORITIES, limit=100)
+            assert len(recorded) == len(taken) == 100
+        assert len(claims.complete_alone(queue.database, [Success(claim, None, 0.1) for claim in taken])) == 100
+    eventually(lambda: sessions() == 1)
+    assert read_through() == before
+
+
 def test_a_submission_that_was_sent_twice_is_one_task(postgres_url: str):
     with TaskQueue(postgres_url) as queue:
         queue.handler("caption")(lambda task, payload: None)

@@ -8,6 +8,7 @@ import pickle
 import signal
 import zlib
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +97,35 @@ def test_a_worker_serves_the_queues_in_order_and_rqs_tools_see_it(
     assert not client.keys("rq:execution*")
 
 
+def test_rq_reads_a_hint_as_a_job_of_its_own(queue: TaskQueue, redis_server: RedisServer):
+    tasks = queue.submit_many({"kind": "echo.none", "id": f"t-{n}_{n}"} for n in range(3))
+    client = raw_client(redis_server)
+    jobs = RqQueue("normal", connection=client, serializer=JSONSerializer).jobs
+    assert [(job.id, job.args, job.get_status().value) for job in jobs] == [
+        (task.id, [task.id], "queued") for task in tasks
+    ]
+    assert {job.func_name for job in jobs} == {"headway.queue.rq.not_by_this_worker"}
+
+
+def test_a_task_that_ends_at_once_is_never_shown_to_rq_as_started(queue: TaskQueue, redis_server: RedisServer):
+    tasks = queue.submit_many({"kind": "echo.none"} for _ in range(20))
+    client = raw_client(redis_server)
+    with client.monitor() as monitor:
+        heard = (command["command"] for command in monitor.listen())
+        drain(queue)
+        client.echo("over")
+        said = list(takewhile(lambda command: command != "ECHO over", heard))
+    assert any(command.startswith("DEL rq:job:") for command in said)
+    assert not [command for command in said if "rq:execution" in command or "rq:wip:" in command]
+    assert not client.exists(*(f"rq:job:{task.id}" for task in tasks))
+
+
+@pytest.mark.parametrize("kind", ["patient.fork", "patient.none"])
 def test_a_running_task_is_in_rqs_registry_of_started_jobs(
-    queue: TaskQueue, redis_server: RedisServer, spawn: Callable[..., Forked], tmp_path: Path
+    queue: TaskQueue, redis_server: RedisServer, spawn: Callable[..., Forked], tmp_path: Path, kind: str
 ):
     spawn("w-1")
-    task = queue.submit("patient.fork", str(tmp_path / "began"))
+    task = queue.submit(kind, str(tmp_path / "began"))
     eventually((tmp_path / "began").exists, 30)
     registry = StartedJobRegistry("normal", connection=raw_client(redis_server))
     assert eventually(lambda: registry.get_job_ids(cleanup=False)) == [task.id]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -259,3 +260,24 @@ def test_counts_and_causes_of_tasks_that_are_gone_are_deleted_and_those_of_today
     queue.database.run(lambda tx: tx.execute("UPDATE task_causes SET last_seen = last_seen - 86500"))
     Sweeper(queue, retention=1).purge()
     assert there() == (0, 0)
+
+
+def test_a_worker_that_ran_a_task_in_its_own_process_has_one_thread_when_it_forks(database_url: str):
+    """A child of a process with threads may inherit a lock that nobody releases."""
+    worker = os.getpid()
+
+    def threads() -> int:
+        return len(os.listdir(f"/proc/{worker}/task"))
+
+    with TaskQueue(database_url, per_user=None) as queue:
+        inside: list[int] = []
+        queue.handler("here", isolation="none")(lambda task, payload: inside.append(threads()))
+        queue.handler("forked")(lambda task, payload: threads())
+        tasks = queue.submit_many({"kind": kind} for kind in ("here", "forked", "here", "forked"))
+        alone = threads()
+        Worker(queue).run(burst=True)
+        results = queue.database.all("SELECT result FROM tasks WHERE kind = 'forked'")
+        assert [(queue.get(task.id).status, task.kind) for task in tasks] == [(Status.COMPLETED, t.kind) for t in tasks]
+        assert inside == [alone + 1] * 2
+        assert [json.loads(result) for (result,) in results] == [alone] * 2
+        assert threads() == alone

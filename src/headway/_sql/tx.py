@@ -85,7 +85,9 @@ class Tx:
     def returned(self, sql: str, parameters: Sequence[Value] = ()) -> list[Row]:
         """Run one statement; the rows it returns, none if it is not one that returns any."""
         cursor = self._execute(sql, parameters)
-        return cursor.fetchall() if cursor.description else []
+        # For its description psycopg makes an object of every column, which takes longer than a few rows do.
+        returns: Any = getattr(cursor, "rownumber", None) if self.engine == "postgresql" else cursor.description
+        return cursor.fetchall() if returns is not None else []
 
     def now(self) -> float:
         """The database's own time, seconds since 1970. Leases are measured by it, never by a client's clock."""
@@ -105,6 +107,20 @@ def marks(count: int) -> str:
     """``?,?,?`` for an IN list. For none of them ``NULL``: to neither engine that is a syntax error, and no value is in
     it. (Nor is one *not* in it: ``NOT IN`` an empty list must be left out by its caller.)"""
     return ",".join("?" * count) or "NULL"
+
+
+def array(values: Sequence[str | float | None]) -> str:
+    """An array as PostgreSQL reads it from a text: ``CAST(? AS bigint[])``, ``unnest(CAST(? AS text[]))``. A column of a
+    batch as one parameter costs the server a fraction of what the same rows cost as JSON."""
+    return "{" + ",".join(map(_element, values)) + "}"
+
+
+def _element(value: str | float | None) -> str:
+    if value is None:
+        return "NULL"
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return repr(value)
 
 
 #: Words that change something. ``FOR UPDATE`` is none of them: it asks for a lock that outlives no single statement.

@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import groupby
 
 from headway._lease import Owner, has_ended, write_owner
-from headway._sql import Database, Row, Tx, Value, marks
+from headway._sql import Database, Row, Tx, Value, array, marks
 from headway.errors import StaleClaim
 from headway.events.sql import SHARE_APPENDING
 from headway.failure import Failure, normalise
@@ -36,7 +36,11 @@ PROMOTED = 500
 RETRY_CAP = 300.0
 
 _SKIP_LOCKED = {"sqlite": "", "postgresql": " FOR UPDATE SKIP LOCKED"}
-_CLAIMED = "no, token, payload, retry_delay, timeout, place, turn, run_at, hinted_at"
+#: What a worker needs to know of a task that it is to run.
+_CLAIMED = (
+    "no, id, kind, queue, token, version, payload, attempts, retries, retry_delay, timeout, user_id, role, started_at, "
+    "run_at, hinted_at, place, turn"
+)
 #: The database's time, the same throughout a statement, so that an index can be asked with it.
 _NOW = {
     "sqlite": "(julianday('now') - 2440587.5) * 86400.0",
@@ -52,6 +56,8 @@ _LOOK = (
     f"SELECT {{now}}, EXISTS (SELECT 1 FROM task_limits), {_DUE}, q.name, q.paused_until "
     "FROM (SELECT 1) AS one LEFT JOIN task_queues q ON q.paused = 1"
 )
+# PostgreSQL is not told how many rows a batch has: it takes an array that it does not see for ten values and looks each of them
+# up. For a hundred it would count on a read of the disk each, and read a table of ten thousand rows from end to end instead.
 #: Numbers of rows as one parameter, so that the statement is the same for one and for a hundred.
 _AMONG = {
     "sqlite": "no IN (SELECT value FROM json_each(?))",
@@ -60,9 +66,10 @@ _AMONG = {
 _GIVEN = {
     "sqlite": "SELECT json_extract(value, '$[0]') AS given_no, json_extract(value, '$[1]') AS given_token, "
     "json_extract(value, '$[2]') AS given_result, json_extract(value, '$[3]') AS given_message FROM json_each(?)",
-    "postgresql": "SELECT (value ->> 0)::bigint AS given_no, (value ->> 1)::bigint AS given_token, "
-    "value ->> 2 AS given_result, value ->> 3 AS given_message, (value ->> 4)::double precision AS given_waited, "
-    "(value ->> 5)::double precision AS given_seconds FROM json_array_elements(CAST(? AS json))",
+    "postgresql": "SELECT * FROM unnest((SELECT CAST(? AS bigint[])), (SELECT CAST(? AS bigint[])), "
+    "(SELECT CAST(? AS text[])), (SELECT CAST(? AS text[])), (SELECT CAST(? AS double precision[])), "
+    "(SELECT CAST(? AS double precision[]))) "
+    "AS g (given_no, given_token, given_result, given_message, given_waited, given_seconds)",
 }
 # The event of each row that was changed, as `records.tell` writes it.
 _TELL = (
@@ -134,31 +141,11 @@ def claim_next(
     give them to somebody else.) Where there are limits, or a wait is over, or nothing was found, `claim` decides.
     """
     if database.engine == "postgresql" and queues and who.kinds and limit > 0:
-        # The process is part of it: another one by the same name has a predecessor, whose runs the sweeper ends.
-        now, process = _NOW["postgresql"], write_owner(who.owner).removesuffix("}")
-        where, values = _eligible(who, [queue.place for queue in queues], unhinted=unhinted)
-        mine = (
-            f"SELECT {_COLUMNS}, {_CLAIMED} FROM tasks WHERE status = 'RUNNING' AND worker = ? AND starts_with(holder, ?) "
-            f"AND lease_until > {now} + ?"
-        )
-        picked = (
-            f"SELECT no AS picked_no FROM tasks WHERE {where} AND NOT EXISTS (SELECT 1 FROM mine) "
-            f"AND NOT EXISTS (SELECT 1 FROM task_limits) AND NOT ({_DUE.format(now=now, cap=RETRY_CAP + 1.0)}) "
-            "AND queue NOT IN (SELECT name FROM task_queues WHERE paused = 1 AND (paused_until IS NULL "
-            f"OR paused_until > {now})) ORDER BY place, turn, no LIMIT {int(limit)} FOR UPDATE SKIP LOCKED"
-        )
-        statement = _changing(picked, _taking(now), "no = picked_no", f"{_COLUMNS}, {_CLAIMED}")
+        statement, values = _claiming(who, queues, limit, unhinted=unhinted)
         rows = database.write(
-            f"WITH mine AS MATERIALIZED ({mine}), {statement} UNION ALL SELECT * FROM mine",
-            (
-                who.worker,
-                process,
-                who.lease / 2,
-                *values,
-                write_owner(who.owner, who.lease),
-                who.lease,
-                who.worker,
-            ),
+            f"WITH {statement}, appending AS MATERIALIZED ({SHARE_APPENDING}), "
+            f"told AS ({_telling('taken')}) SELECT {_CLAIMED} FROM taken UNION ALL SELECT * FROM mine",
+            values,
             operation="queue.claim",
             idempotent=True,
         )
@@ -167,6 +154,28 @@ def claim_next(
     return database.run(
         lambda tx: claim(tx, who, queues=queues, limit=limit, unhinted=unhinted), operation="queue.claim"
     )
+
+
+def _claiming(
+    who: Claimant, queues: Sequence[Priority], limit: int, *, unhinted: bool = False, given: str = ""
+) -> tuple[str, tuple[Value, ...]]:
+    """For a WITH of PostgreSQL: ``taken``, the rows of a claim, or ``mine``, those of one that the worker did not hear of.
+    ``given`` names the rows that it settles by the same statement: before that it held them."""
+    # The process is part of it: another one by the same name has a predecessor, whose runs the sweeper ends.
+    now, process = _NOW["postgresql"], write_owner(who.owner).removesuffix("}")
+    where, values = _eligible(who, [queue.place for queue in queues], unhinted=unhinted)
+    settling = f" AND no NOT IN (SELECT given_no FROM {given})" if given else ""
+    statement = (
+        f"mine AS MATERIALIZED (SELECT {_CLAIMED} FROM tasks WHERE status = 'RUNNING' AND worker = ? "
+        f"AND starts_with(holder, ?) AND lease_until > {now} + ?{settling}), picked AS MATERIALIZED (SELECT no AS picked_no "
+        f"FROM tasks WHERE {where} AND NOT EXISTS (SELECT 1 FROM mine) AND NOT EXISTS (SELECT 1 FROM task_limits) "
+        f"AND NOT ({_DUE.format(now=now, cap=RETRY_CAP + 1.0)}) AND queue NOT IN (SELECT name FROM task_queues "
+        f"WHERE paused = 1 AND (paused_until IS NULL OR paused_until > {now})) ORDER BY place, turn, no LIMIT {int(limit)} "
+        f"FOR UPDATE SKIP LOCKED), taken AS (UPDATE tasks SET {_taking(now)} "
+        "WHERE no = ANY (ARRAY(SELECT picked_no FROM picked)) RETURNING *)"
+    )
+    taking: tuple[Value, ...] = (write_owner(who.owner, who.lease), who.lease, who.worker)
+    return statement, (who.worker, process, who.lease / 2, *values, *taking)
 
 
 def _look(tx: Tx) -> tuple[float, set[Priority], bool, bool]:
@@ -208,7 +217,7 @@ def _take_within_limits(tx: Tx, who: Claimant, where: str, values: list[Value], 
 
 def _take(tx: Tx, who: Claimant, picked: str, values: Sequence[Value]) -> list[Row]:
     taken = (write_owner(who.owner, who.lease), who.lease, who.worker)
-    return _change(tx, picked, (*values, *taken), _taking(_NOW[tx.engine]), "no = picked_no", f"{_COLUMNS}, {_CLAIMED}")
+    return _change(tx, picked, (*values, *taken), _taking(_NOW[tx.engine]), "no = picked_no", _CLAIMED)
 
 
 def _taking(now: str) -> str:
@@ -240,26 +249,28 @@ def _changing(source: str, changes: str, match: str, columns: str, more: str = "
     LIMIT. The lock of those who append comes before the first number of the outbox, because the rows that are inserted
     there are those of a join with it.
     """
-    tell = _TELL.format(object="json_build_object", rows="changed CROSS JOIN appending")
     return (
         f"source AS MATERIALIZED ({source}), appending AS MATERIALIZED ({SHARE_APPENDING}), changed AS (UPDATE tasks "
-        f"SET {changes} FROM source WHERE {match} RETURNING tasks.*), told AS ({tell}){more} SELECT {columns} FROM changed"
+        f"SET {changes} FROM source WHERE {match} RETURNING tasks.*), told AS ({_telling('changed')}){more} "
+        f"SELECT {columns} FROM changed"
     )
+
+
+def _telling(rows: str) -> str:
+    return _TELL.format(object="json_build_object", rows=f"{rows} CROSS JOIN appending")
 
 
 def _claims_of(rows: list[Row]) -> list[Claim]:
     """In the order of service; the rows come in any."""
-    return [_claim_of(row) for row in sorted(rows, key=lambda row: (row[-4], row[-3], row[-9]))]
+    return [_claim_of(row) for row in sorted(rows, key=lambda row: (row[-2], row[-1], row[0]))]
 
 
 def _claim_of(row: Row) -> Claim:
-    task = task_of(row[:-9])
-    assert task.started_at is not None
-    no, token, payload, retry_delay, timeout, _, _, run_at, hinted_at = row[-9:]
+    (no, id, kind, queue, token, version, payload, attempts, retries, retry_delay, timeout, user_id, role, started_at, run_at,
+     hinted_at, _, _) = row  # fmt: skip
     return Claim(
-        no=no, id=task.id, kind=task.kind, priority=task.priority, token=token, version=task.version, payload=payload,
-        attempts=task.attempts, retries=task.retries, retry_delay=retry_delay, timeout=timeout, user_id=task.user_id,
-        role=task.role, waited=max(0.0, task.started_at.timestamp() - run_at), hinted=hinted_at is not None,
+        no, id, kind, Priority(queue), token, version, payload, attempts, retries, retry_delay, timeout, user_id, role,
+        max(0.0, started_at - run_at), hinted_at is not None,
     )  # fmt: skip
 
 
@@ -360,7 +371,8 @@ def complete_all(tx: Tx, successes: Sequence[Success]) -> dict[str, Task]:
     if tx.engine == "postgresql":
         return {task.id: task for task in map(task_of, tx.all(f"WITH {_completing()}", _given(successes)))}
     now = _NOW["sqlite"]
-    rows = _change(tx, _GIVEN["sqlite"], _given(successes)[:1], _completed(now), _OWN, _COLUMNS)
+    given = json.dumps([[done.claim.no, done.claim.token, done.result, done.message] for done in successes])
+    rows = _change(tx, _GIVEN["sqlite"], (given,), _completed(now), _OWN, _COLUMNS)
     tasks = {task.id: task for task in map(task_of, rows)}
     counted = sorted(
         (done for done in successes if done.claim.id in tasks), key=lambda done: (done.claim.priority, done.claim.kind)
@@ -380,17 +392,58 @@ def complete_alone(database: Database, successes: Sequence[Success]) -> dict[str
     its answer was lost: a row that is completed under a claim's own token was completed by this very call."""
     if database.engine != "postgresql":
         return database.run(lambda tx: complete_all(tx, successes), operation="queue.settle")
-    rows = database.write(
-        f"WITH {_completing()} UNION ALL SELECT {_COLUMNS} FROM tasks JOIN source ON no = given_no "
-        "AND token = given_token AND status = 'COMPLETED'",
-        _given(successes),
-        operation="queue.settle",
-        idempotent=True,
-    )
+    rows = database.write(f"WITH {_completing()}", _given(successes), operation="queue.settle", idempotent=True)
+    if len(rows) < len(successes):
+        rows += _completed_before(database, successes, {row[0] for row in rows})
     return {task.id: task for task in map(task_of, rows)}
 
 
-_OWN = "no = given_no AND token = given_token AND status = 'RUNNING'"
+def _completed_before(database: Database, successes: Sequence[Success], known: set[str]) -> list[Row]:
+    """Those of the others that are completed under the token of their claim: the answer to it was lost. A statement of its own:
+    as part of the first it cost each record a look at the whole table, because PostgreSQL plans for what it saw of it last."""
+    left = [done for done in successes if done.claim.id not in known]
+    return database.all(
+        f"WITH source AS MATERIALIZED ({_GIVEN['postgresql']}) SELECT {_COLUMNS} FROM source JOIN tasks ON no = given_no "
+        "AND token = given_token AND status || '' = 'COMPLETED'",
+        _given(left)[:-1],
+    )
+
+
+def complete_and_claim(
+    database: Database, successes: Sequence[Success], who: Claimant, *, queues: Sequence[Priority], limit: int
+) -> tuple[set[str], list[Claim]]:
+    """`complete_alone` for all that a worker holds, and the first look of `claim_next`, as one transaction: (the ids of those
+    that are completed, what it may run next). On PostgreSQL it is one statement, which may be sent again as each of them.
+
+    Nothing found does not mean that nothing waits: then `claim_next` decides.
+    """
+    if database.engine != "postgresql":
+
+        def work(tx: Tx) -> tuple[set[str], list[Claim]]:
+            return set(complete_all(tx, successes)), claim(tx, who, queues=queues, limit=limit)
+
+        return database.run(work, operation="queue.settle")
+    claiming, values = _claiming(who, queues, limit, given="source")
+    completed = _CLAIMED.replace("no, id,", "NULL, id,").split(", ")[:2] + ["NULL"] * (_CLAIMED.count(",") - 1)
+    *given, share = _given(successes)
+    rows = database.write(
+        f"WITH source AS MATERIALIZED ({_GIVEN['postgresql']}), changed AS (UPDATE tasks SET {_completed(_NOW['postgresql'])} "
+        f"FROM source WHERE {_OWN} RETURNING tasks.*), {claiming}, appending AS MATERIALIZED ({SHARE_APPENDING}), "
+        f"told AS ({_telling('(SELECT * FROM changed UNION ALL SELECT * FROM taken) AS either')}), {_COUNTED} "
+        f"SELECT {_CLAIMED} FROM taken UNION ALL SELECT * FROM mine UNION ALL SELECT {', '.join(completed)} FROM changed",
+        (*given, *values, share),
+        operation="queue.settle",
+        idempotent=True,
+    )
+    ids = {row[1] for row in rows if row[0] is None}
+    if len(ids) < len(successes):
+        ids.update(row[0] for row in _completed_before(database, successes, ids))
+    return ids, _claims_of([row for row in rows if row[0] is not None])
+
+
+# What waits for a record is found by its number. Status is asked so that no partial index answers it: PostgreSQL would read
+# through everything that runs.
+_OWN = "no = given_no AND token = given_token AND status || '' = 'RUNNING'"
 
 
 def _completed(now: str) -> str:
@@ -401,26 +454,28 @@ def _completed(now: str) -> str:
     )
 
 
+_COUNTED = (
+    "counted AS (INSERT INTO task_minutes (minute, queue, kind, share, completed, wait_seconds, run_seconds) "
+    "SELECT floor(updated_at / 60)::bigint, queue, kind, ?, count(*), sum(given_waited), sum(given_seconds) "
+    "FROM changed JOIN source ON no = given_no GROUP BY 1, 2, 3 ORDER BY 2, 3 "
+    "ON CONFLICT (minute, queue, kind, share) DO UPDATE SET completed = task_minutes.completed + excluded.completed, "
+    "wait_seconds = task_minutes.wait_seconds + excluded.wait_seconds, "
+    "run_seconds = task_minutes.run_seconds + excluded.run_seconds)"
+)
+
+
 @lru_cache(maxsize=1)
 def _completing() -> str:
-    counted = (
-        ", counted AS (INSERT INTO task_minutes (minute, queue, kind, share, completed, wait_seconds, run_seconds) "
-        "SELECT floor(updated_at / 60)::bigint, queue, kind, ?, count(*), sum(given_waited), sum(given_seconds) "
-        "FROM changed JOIN source ON no = given_no GROUP BY 1, 2, 3 ORDER BY 2, 3 "
-        "ON CONFLICT (minute, queue, kind, share) DO UPDATE SET completed = task_minutes.completed + excluded.completed, "
-        "wait_seconds = task_minutes.wait_seconds + excluded.wait_seconds, "
-        "run_seconds = task_minutes.run_seconds + excluded.run_seconds)"
-    )
-    return _changing(_GIVEN["postgresql"], _completed(_NOW["postgresql"]), _OWN, _COLUMNS, counted)
+    return _changing(_GIVEN["postgresql"], _completed(_NOW["postgresql"]), _OWN, _COLUMNS, f", {_COUNTED}")
 
 
 def _given(successes: Sequence[Success]) -> tuple[Value, ...]:
-    """The batch as one parameter, and whose share of the minute it is counted in."""
-    given = [
-        [done.claim.no, done.claim.token, done.result, done.message, done.claim.waited, done.seconds]
-        for done in successes
-    ]
-    return json.dumps(given), os.getpid() % 16
+    """The batch column by column, and whose share of the minute it is counted in."""
+    return (
+        array([done.claim.no for done in successes]), array([done.claim.token for done in successes]),
+        array([done.result for done in successes]), array([done.message for done in successes]),
+        array([done.claim.waited for done in successes]), array([done.seconds for done in successes]), os.getpid() % 16,
+    )  # fmt: skip
 
 
 def fail(

@@ -14,7 +14,7 @@ from typing import Any
 
 from headway.errors import HeadwayError
 from headway.queue import claims
-from headway.queue.claims import Claimant
+from headway.queue.claims import Claimant, Success
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import Claim, Priority, Task
 from headway.telemetry import Log
@@ -35,11 +35,19 @@ class DatabaseSource:
     def claim(self, who: Claimant, queues: Sequence[Priority], limit: int) -> list[Claim]:
         return claims.claim_next(self._queue.database, who, queues=queues, limit=limit)
 
+    def settle_and_claim(
+        self, successes: Sequence[Success], who: Claimant, queues: Sequence[Priority], limit: int
+    ) -> tuple[set[str], list[Claim]] | None:
+        return claims.complete_and_claim(self._queue.database, successes, who, queues=queues, limit=limit)
+
     def wait(self, seconds: float, stop: threading.Event) -> None:
         if self._queue.database.engine == "postgresql":
             self._listen(seconds, stop)
         else:
             self._watch_file(seconds, stop)
+
+    def show(self) -> None:
+        """The rows say it."""
 
     def settled(self, tasks: Sequence[Task]) -> None:
         """Nobody else needs to know."""

@@ -41,7 +41,7 @@ class Places:
         """The task that may be in the user's place, if this process has refused the user before."""
         if user_id not in self._refused:
             return None
-        answer = self._ask("GET", _key(user_id))
+        answer = self._ask("GET", place_key(user_id))
         return answer if isinstance(answer, str) else None
 
     def refused(self, user_id: str, task_id: str) -> None:
@@ -50,7 +50,7 @@ class Places:
             self._refused[user_id] = None
             if len(self._refused) > REMEMBERED:
                 self._refused.popitem(last=False)
-        self._ask(*taking(user_id, task_id))
+        self._ask("SET", place_key(user_id), task_id, "EX", KEPT)
 
     def free(self, user_id: str) -> None:
         """The user was accepted after all."""
@@ -59,7 +59,7 @@ class Places:
 
     def leave(self, users: Iterable[str]) -> None:
         """Their tasks ended. Should a user have submitted the next one meanwhile, its key is lost, which costs nothing."""
-        keys = [_key(user) for user in users]
+        keys = [place_key(user) for user in users]
         if keys:
             self._ask("DEL", *keys)
 
@@ -83,11 +83,6 @@ class Places:
         return answer
 
 
-def taking(user_id: str, task_id: str) -> tuple[str | int, ...]:
-    """The command that puts a task into a user's place."""
-    return "SET", _key(user_id), task_id, "EX", KEPT
-
-
-def _key(user_id: str) -> str:
+def place_key(user_id: str) -> str:
     """By a digest: who uses the application is nobody's business who reads Redis."""
     return QUEUE_USER(user=hashlib.blake2b(user_id.encode(), digest_size=16).hexdigest())

@@ -9,13 +9,12 @@ waiting rows again.
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,8 @@ from headway._sql import Tx
 from headway.errors import HeadwayError, InvalidInput, MissingExtra
 from headway.ids import check_id
 from headway.queue import claims, hinting
-from headway.queue.claims import Claimant
+from headway.queue.claims import Claimant, Success
+from headway.queue.places import KEPT
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import PRIORITIES, Claim, Priority, Status, Task
 from headway.retry import CircuitBreaker
@@ -46,6 +46,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from redis import Redis
+    from redis.client import Pipeline
 
 log = Log("queue")
 
@@ -59,6 +60,8 @@ SUBMIT_TIMEOUT = 0.25
 WINDOW = 10_000
 #: Shares of Redis's memory at which hints stop, and at which they begin again.
 OVERFLOW_FROM, OVERFLOW_UNTIL = 0.85, 0.75
+#: Hints given by one script: Redis does nothing else meanwhile.
+_TOGETHER = 1000
 _FAILED_SECONDS = 7 * 86_400
 _IDLE_LOOK = 1.0
 _MEMORY_LOOK = 5.0
@@ -94,12 +97,11 @@ class RqHints:
         )
         self._breaker = CircuitBreaker(threshold=1, cooldown=1.0)
         self._template: dict[Priority, list[Any]] = {}
-        self._lengths: dict[Priority, int] = {}  # of the queues of RQ, after our last push
 
-    def push(self, tasks: Sequence[tuple[str, Priority]], *, also: Sequence[tuple[str | int, ...]] = ()) -> list[str]:
+    def push(self, tasks: Sequence[tuple[str, Priority]], *, places: Sequence[tuple[str, str]] = ()) -> list[str]:
         """Put ids into their queues, in this order; those that RQ has now. The others wait for the sweeper.
 
-        ``also``: commands that go with them, in the same round trip.
+        ``places``: keys of users, each with the task in its place; they go with the ids in the same round trip.
         """
         if not tasks or not self._breaker.allow():
             return []
@@ -107,64 +109,46 @@ class RqHints:
             self._measure_memory()  # each process for itself: a submitter has no sweeper to do it
         if self.overflowing:
             return []
+        done: list[str] = []
         try:
-            done = self._push(tasks, also)
+            for priority in dict.fromkeys(priority for _, priority in tasks):
+                ids = [task_id for task_id, each in tasks if each is priority and _rq_takes(task_id)]
+                for start in range(0, len(ids), _TOGETHER):
+                    page = ids[start : start + _TOGETHER]
+                    done += page[: self._push(page, priority, places)]
+                    places = ()
         except _redis.failures() as error:
             if self._breaker.failed():
                 log.warning("Redis is away: tasks wait in the database", error=redact(str(error)))
             metrics.gauge("headway_queue_redis_away", 1)
-            return []
+            return done
         if self._breaker.succeeded():
             log.warning("Redis is back: tasks go to RQ again")
             metrics.gauge("headway_queue_redis_away", 0)
         return done
 
-    def _push(self, tasks: Sequence[tuple[str, Priority]], also: Sequence[tuple[str | int, ...]]) -> list[str]:
-        groups: dict[Priority, list[str]] = {}
-        for task_id, priority in tasks:
-            if _rq_takes(task_id):
-                groups.setdefault(priority, []).append(task_id)
-        room = self._room(groups)
-        groups = {priority: ids[: max(0, room[priority])] for priority, ids in groups.items() if room[priority] > 0}
-        if not groups:
-            return []
-        pipeline = self._client.pipeline(transaction=True)
-        for command in also:
-            pipeline.execute_command(*command)  # type: ignore[no-untyped-call]  # redis-py leaves it untyped
-        pipeline.sadd(RqQueue.redis_queues_keys, *(_list_key(priority.value) for priority in groups))
-        created = _at(datetime.now(UTC))
-        for priority, ids in groups.items():
-            for task_id in ids:
-                pipeline.hset(RqJob.key_for(task_id), items=[*self._fields(task_id, priority), *created])
-        for priority, ids in groups.items():
-            pipeline.rpush(_list_key(priority.value), *ids)
-        answers = pipeline.execute()
-        for priority, length in zip(groups, answers[-len(groups) :], strict=True):
-            self._lengths[priority] = int(length)
-        return [task_id for ids in groups.values() for task_id in ids]
-
-    def _room(self, groups: Mapping[Priority, Sequence[str]]) -> Mapping[Priority, int]:
-        """How many more hints each queue takes. As long as it was far from full after our last push, nobody is asked: the
-        window is there to bound memory, and others who push ask as well."""
-        unsure = [
-            each for each in groups if self._lengths.get(each, self._window) + len(groups[each]) > self._window // 2
+    def _push(self, ids: Sequence[str], priority: Priority, places: Sequence[tuple[str, str]]) -> int:
+        """By a script: it looks for room, and what it puts in is there at once, with its job. A thousand commands would take
+        redis-py longer than PostgreSQL takes for the rows."""
+        keys = [
+            RqQueue.redis_queues_keys,
+            _list_key(priority.value),
+            *map(RqJob.key_for, ids),
+            *(key for key, _ in places),
         ]
-        if unsure:
-            pipeline = self._client.pipeline(transaction=False)
-            for priority in unsure:
-                pipeline.llen(_list_key(priority.value))
-            self._lengths.update(zip(unsure, map(int, pipeline.execute()), strict=True))
-        return {priority: self._window - self._lengths[priority] for priority in groups}
+        common = [*self._fields(priority), *_at(datetime.now(UTC))]
+        jobs = [part for task_id in ids for part in (task_id, _data(task_id))]
+        arguments = [self._window, len(ids), KEPT, len(common), *common, *jobs, *(task_id for _, task_id in places)]
+        return int(_redis.script("queue/hint")(self._client, keys, arguments))
 
-    def _fields(self, task_id: str, priority: Priority) -> list[Any]:
-        """What RQ keeps of a job, as `RqJob.save` writes it; of a thousand jobs only the id differs."""
+    def _fields(self, priority: Priority) -> list[Any]:
+        """What RQ keeps of a job, as `RqJob.save` writes it, without what differs from job to job."""
         if priority not in self._template:
             job = self.job("any", priority)
             known = job.to_dict(include_meta=False, include_result=False) | {"status": JobStatus.QUEUED.value}
             kept = {name: value for name, value in known.items() if value != "" and name not in ("data", "created_at")}
             self._template[priority] = [part for item in kept.items() for part in item]
-        data = json.dumps([FUNCTION, None, [task_id], {}]).encode()
-        return [*self._template[priority], "data", zlib.compress(data, 0)]
+        return self._template[priority]
 
     def missing(self, tasks: Sequence[tuple[str, Priority]]) -> list[tuple[str, Priority]] | None:
         """Those of ``tasks`` that stand in no queue of RQ: their hint was popped and came to nothing, or was lost. None
@@ -264,6 +248,11 @@ def _job(client: Redis, task_id: str, priority: Priority) -> RqJob:
     )
 
 
+def _data(task_id: str) -> bytes:
+    """What RQ calls with what, as its JSON serializer writes it. An id needs no escape: see `check_id`."""
+    return zlib.compress(f'["{FUNCTION}", null, ["{task_id}"], {{}}]'.encode(), 0)
+
+
 def _rq_takes(task_id: str) -> bool:
     """RQ knows no id with a dot, and fails on one that it meets. Such a task is served from its row alone."""
     return "." not in task_id
@@ -294,6 +283,8 @@ class RqSource:
         self._paused: tuple[float, frozenset[Priority]] = (0.0, frozenset())
         self._seen: SimpleWorker | None = None
         self._seen_at = 0.0
+        self._showing = threading.Lock()  # the thread beside handlers shows what runs
+        self._unshown: dict[str, Claim] = {}
         self._executions: dict[str, tuple[RqJob, Execution]] = {}
 
     # ---- what a worker asks ------------------------------------------------------------------------------------------
@@ -313,9 +304,21 @@ class RqSource:
             claimed = self._claim_rows(who, queues, limit, unhinted=True)
             if not claimed:  # where there was one there may be more
                 self._looked_at = self._clock()
-        if claimed:
-            self._show_started(claimed)
+        with self._showing:
+            self._unshown = {claim.id: claim for claim in claimed}
         return claimed
+
+    def show(self) -> None:
+        """Let RQ's tools see what runs. A short task has ended before that: what it would cost is most of what it costs."""
+        with self._showing:
+            claimed, self._unshown = list(self._unshown.values()), {}
+            if claimed:
+                self._show_started(claimed)
+
+    def settle_and_claim(
+        self, successes: Sequence[Success], who: Claimant, queues: Sequence[Priority], limit: int
+    ) -> None:
+        """Not here: which queues have something is known by their hints."""
 
     def wait(self, seconds: float, stop: threading.Event) -> None:
         if stop.is_set() or not self._breaker.allow():
@@ -338,31 +341,40 @@ class RqSource:
 
     def settled(self, tasks: Iterable[Task]) -> None:
         """Show RQ's tools how tasks ended. What is not shown because Redis is away, its own cleanup removes."""
-        if not self._breaker.allow():
+        with self._showing:
+            settled = [task for task in tasks if _rq_takes(task.id)]
+            for task in settled:
+                self._unshown.pop(task.id, None)
+            if not settled or not self._breaker.allow():
+                return
+            try:
+                self._show_settled(settled)
+            except _redis.failures() as error:
+                self._failed(error)
+
+    def _show_settled(self, tasks: Sequence[Task]) -> None:
+        over = [RqJob.key_for(task.id) for task in tasks if task.status not in (Status.QUEUED, Status.FAILED)]
+        shown = {task.id: self._executions.pop(task.id) for task in tasks if task.id in self._executions}
+        failed = [task for task in tasks if task.status is Status.FAILED]
+        if not shown and not failed:
+            if over:
+                self._client.delete(*over)
             return
-        try:
-            pipeline = self._client.pipeline(transaction=True)
-            for task in tasks:
-                job, execution = self._executions.pop(task.id, (None, None))
-                if job is None or execution is None:
-                    continue
-                execution.delete(job=job, pipeline=pipeline)
-                if task.status is Status.FAILED:
-                    job.set_status(JobStatus.FAILED, pipeline=pipeline)
-                    registry = FailedJobRegistry(
-                        task.priority.value, connection=self._client, serializer=JSONSerializer
-                    )
-                    shown = _shown(task)
-                    registry.add(job, ttl=_FAILED_SECONDS, exc_string=shown, pipeline=pipeline)
-                    Result.create_failure(job, _FAILED_SECONDS, shown, worker_name=self._name, pipeline=pipeline)
-                elif task.status is not Status.QUEUED:
-                    pipeline.delete(RqJob.key_for(task.id))
-            if self._seen is not None:
-                pipeline.hset(self._seen.key, "state", "idle")
-                pipeline.hdel(self._seen.key, "current_job")
-            pipeline.execute()
-        except _redis.failures() as error:
-            self._failed(error)
+        pipeline = self._client.pipeline(transaction=True)
+        for job, execution in shown.values():
+            execution.delete(job=job, pipeline=pipeline)
+        for task in failed:
+            job = shown[task.id][0] if task.id in shown else self._started(task.id, task.priority, pipeline)
+            job.set_status(JobStatus.FAILED, pipeline=pipeline)
+            registry = FailedJobRegistry(task.priority.value, connection=self._client, serializer=JSONSerializer)
+            registry.add(job, ttl=_FAILED_SECONDS, exc_string=_shown(task), pipeline=pipeline)
+            Result.create_failure(job, _FAILED_SECONDS, _shown(task), worker_name=self._name, pipeline=pipeline)
+        if over:
+            pipeline.delete(*over)
+        if shown and self._seen is not None:
+            pipeline.hset(self._seen.key, "state", "idle")
+            pipeline.hdel(self._seen.key, "current_job")
+        pipeline.execute()
 
     def close(self) -> None:
         if self._seen is not None:
@@ -503,9 +515,7 @@ class RqSource:
             self._show_alive()
             pipeline = self._client.pipeline(transaction=True)
             for claim in filter(lambda claim: _rq_takes(claim.id), claimed):
-                job = _job(self._client, claim.id, claim.priority)
-                job.prepare_for_execution(self._name, pipeline=pipeline)
-                pipeline.hset(RqJob.key_for(claim.id), mapping=job.to_dict(include_meta=False, include_result=False))
+                job = self._started(claim.id, claim.priority, pipeline)
                 execution = Execution.create(job, ttl=90, pipeline=pipeline)
                 self._executions[claim.id] = (job, execution)
             if self._seen is not None:
@@ -513,6 +523,13 @@ class RqSource:
             pipeline.execute()
         except _redis.failures() as error:
             self._failed(error)
+
+    def _started(self, task_id: str, priority: Priority, pipeline: Pipeline) -> RqJob:
+        """The job as a worker of RQ leaves it when it begins."""
+        job = _job(self._client, task_id, priority)
+        job.prepare_for_execution(self._name, pipeline=pipeline)
+        pipeline.hset(RqJob.key_for(task_id), mapping=job.to_dict(include_meta=False, include_result=False))
+        return job
 
 
 def _shown(task: Task) -> str:

@@ -308,7 +308,7 @@ class TaskQueue:
             new = [
                 (task.id, task.priority) for task in accepted if task.version == 1 and task.run_at <= task.created_at
             ]
-            hinted = set(hints.push(new, also=self._taking_places(accepted)))
+            hinted = set(hints.push(new, places=self._taking_places(accepted)))
             missed = [task_id for task_id, _ in new if task_id not in hinted]
             if missed:
                 try:
@@ -347,12 +347,14 @@ class TaskQueue:
             raise records.busy(user, self._per_user, known, row[0])
         places.free(user)
 
-    def _taking_places(self, accepted: Iterable[Task]) -> list[tuple[str | int, ...]]:
+    def _taking_places(self, accepted: Iterable[Task]) -> list[tuple[str, str]]:
         if self._per_user != 1:
             return []
-        from headway.queue.places import taking
+        from headway.queue.places import place_key
 
-        return [taking(task.user_id, task.id) for task in accepted if task.version == 1 and task.user_id is not None]
+        return [
+            (place_key(task.user_id), task.id) for task in accepted if task.version == 1 and task.user_id is not None
+        ]
 
     def _new(self, kind: str, payload: Any = None, **options: Unpack[Options]) -> NewTask:
         if unknown := sorted(options.keys() - Options.__annotations__.keys()):

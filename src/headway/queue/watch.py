@@ -57,6 +57,10 @@ class Keeping(Protocol):
         """Write down what has ended. A store that is away is asked again later."""
         ...
 
+    def show(self) -> None:
+        """Let others see what runs."""
+        ...
+
     def renew(self, running: Claim | None) -> tuple[bool, bool]: ...
 
     def release_unbegun(self) -> None:
@@ -115,32 +119,49 @@ class Pulse:
     """The thread beside handlers that run in the worker's process.
 
     It looks after the whole batch: what runs, what waits its turn, and what has ended and is not written down yet. Each
-    of them is the worker's only as long as its lease is renewed.
+    of them is the worker's only as long as its lease is renewed. It is entered for each batch; between two of them its
+    thread does nothing, and waits for the next: to start one takes longer than a short batch does.
     """
 
     def __init__(self, worker: Keeping, interrupts: Interrupts) -> None:
-        self._worker, self._interrupts = worker, interrupts
+        self._worker, self.interrupts = worker, interrupts
         self._over = threading.Event()
+        self._looking = threading.Lock()  # held during each look
         self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._begin_batch(at_work=False)
+
+    def _begin_batch(self, *, at_work: bool) -> None:
+        self._at_work = at_work
         self._current: tuple[Claim, Watch, float] | None = None
-        self._renewal = Renewal(worker.settings)
+        self._renewal = Renewal(self._worker.settings)
         self._progress: tuple[float, str] | None = None
         self.cancelling = False
         self.lost: set[int] = set()
         self._ending: tuple[int, float] | None = None  # (the claim's number, since when it is to end)
         self.last_message: str | None = None
-        self._thread = threading.Thread(target=self._run, name="headway-pulse", daemon=True)
 
     def __enter__(self) -> Self:
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # no thread is left
-            raise CannotBegin(f"No task can be looked after: {error}") from error
+        with self._looking:
+            self._begin_batch(at_work=True)
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="headway-pulse", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # no thread is left
+                self._thread = None
+                raise CannotBegin(f"No task can be looked after: {error}") from error
         return self
 
     def __exit__(self, *_: object) -> None:
+        with self._looking:  # what it looks at just now it finishes
+            self._at_work = False
+
+    def close(self) -> None:
+        """End its thread."""
         self._over.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def begin(self, claim: Claim) -> None:
         with self._lock:
@@ -159,14 +180,20 @@ class Pulse:
 
     def _run(self) -> None:
         while not self._over.wait(min(PULSE, self._worker.settings.lease / 4)):
-            with self._lock:
-                current = self._current
-            if current is not None:
-                self._look_after(*current)
-            elif self._renewal.is_due:
-                self._worker.renew(None)
-            self._worker.record()
-            self._worker.release_unbegun()
+            with self._looking:
+                if self._at_work:
+                    self._look()
+
+    def _look(self) -> None:
+        with self._lock:
+            current = self._current
+        if current is not None:
+            self._look_after(*current)
+        elif self._renewal.is_due:
+            self._worker.renew(None)
+        self._worker.record()
+        self._worker.show()
+        self._worker.release_unbegun()
 
     def _look_after(self, claim: Claim, watch: Watch, began: float) -> None:
         worker = self._worker
@@ -201,4 +228,4 @@ class Pulse:
                 # the process ends, the supervisor replaces it, the sweeper charges the task.
                 log.critical("a handler cannot be ended: its worker is", taskID=claim.id, reason=type(error).__name__)
                 os.kill(os.getpid(), signal.SIGKILL)
-            self._interrupts.raise_in_handler(error)
+            self.interrupts.raise_in_handler(error)

@@ -24,7 +24,7 @@ from headway.errors import HeadwayError, StaleClaim, StorageError
 from headway.failure import Failure
 from headway.lifecycle import Budget, Shutdown
 from headway.queue import claims
-from headway.queue.claims import Claimant
+from headway.queue.claims import Claimant, Success
 from headway.queue.database import DatabaseSource
 from headway.queue.execution import (
     CannotBegin,
@@ -39,7 +39,7 @@ from headway.queue.execution import (
 )
 from headway.queue.settings import LiveSettings
 from headway.queue.taskqueue import Context, Handler, TaskQueue
-from headway.queue.values import Claim, Priority, Task
+from headway.queue.values import Claim, Priority, Status, Task
 from headway.queue.watch import PULSE, Pulse, Renewal, Settings, Watch
 from headway.retry import RetryPolicy
 from headway.telemetry import Log, metrics
@@ -56,8 +56,19 @@ class Source(Protocol):
 
     def claim(self, who: Claimant, queues: Sequence[Priority], limit: int) -> list[Claim]: ...
 
+    def settle_and_claim(
+        self, successes: Sequence[Success], who: Claimant, queues: Sequence[Priority], limit: int
+    ) -> tuple[set[str], list[Claim]] | None:
+        """Record these and claim the next in one transaction: (the ids of those that are recorded, the next). None where that
+        is not cheaper than one after the other; then nothing was done."""
+        ...
+
     def wait(self, seconds: float, stop: threading.Event) -> None:
         """Until something may be there to claim, ``stop`` is set, or the time is over."""
+        ...
+
+    def show(self) -> None:
+        """What was claimed last runs on: whoever looks at the source with tools of its own sees it. By any thread."""
         ...
 
     def settled(self, tasks: Sequence[Task]) -> None:
@@ -107,6 +118,7 @@ class Worker:
         self._lost: set[int] = set()  # held, and somebody else's by now
         self._cancelling: set[int] = set()  # held, and to be cancelled
         self._interrupts: Interrupts | None = None
+        self._pulse: Pulse | None = None
         self._completed = self._failed = 0
         self._wanted: str | None = None
         self._said: tuple[str, str | None] | None = None
@@ -122,7 +134,7 @@ class Worker:
         try:
             while not self._stopping() and not self._orphaned():
                 try:
-                    rest = self.tick()
+                    rest = self.tick(ahead=True)
                     if rest and burst and not self._held and not self._ended:
                         return
                     if rest:
@@ -139,21 +151,18 @@ class Worker:
                     log.warning(f"{what}; it is tried again", worker=self.name, error=str(error))
                     self._shutdown.stop.wait(rest)
         finally:
+            self._end_pulse()
             self._leave()
             self._source.close()
 
-    def tick(self) -> float:
-        """One batch: claim, run, record. Seconds to rest when there was nothing."""
+    def tick(self, *, ahead: bool = False) -> float:
+        """One batch: claim, run, record. Seconds to rest when there was nothing. With ``ahead`` the next batch is claimed by
+        the record of this one, if that is cheaper, and held for the next tick."""
         self._record()
-        self._follow()
         if not self._held and not self._stopping():
-            who = Claimant(self.name, self._owner, sorted(self._queue.handlers), self.settings.lease)
+            self._follow()
             asked_at = time.monotonic()
-            self._held.extend(map(self._bounded, self._source.claim(who, self.settings.queues, self._batch())))
-            self._ours_until = asked_at + self.settings.lease
-            self._held_since = time.monotonic()
-            self._lost.clear()
-            self._cancelling.clear()
+            self._hold(self._source.claim(self._claimant(), self.settings.queues, self._batch()), asked_at)
         if not self._held:
             return self.settings.rest
         try:
@@ -168,8 +177,22 @@ class Worker:
             self._give_back(list(self._held))
             self._held.clear()
             raise
+        if ahead:
+            self._record_and_claim()
+        else:
+            self._end_pulse()
         self._record()
         return 0.0
+
+    def _claimant(self) -> Claimant:
+        return Claimant(self.name, self._owner, sorted(self._queue.handlers), self.settings.lease)
+
+    def _hold(self, claimed: Sequence[Claim], asked_at: float) -> None:
+        self._held.extend(map(self._bounded, claimed))
+        self._ours_until = asked_at + self.settings.lease
+        self._held_since = time.monotonic()
+        self._lost.clear()
+        self._cancelling.clear()
 
     def _follow(self) -> None:
         """Go by the settings as they are now, from the next claim on; listen to another Redis if one is named."""
@@ -234,6 +257,7 @@ class Worker:
         text = self._payload(claim)
         if text is None:
             return
+        self._end_pulse()
         horse = self._start(claim, handler, text)
         watch, renewal = Watch(claim, self.settings), Renewal(self.settings)
         said: tuple[float, str] | None = None
@@ -254,6 +278,7 @@ class Worker:
                     horse.abandon()
                     return
                 watch.cancelling |= cancelling
+            self._source.show()
             verdict = watch.verdict(horse.seconds, horse.rss())
             if watch.cancelling:
                 horse.ask_to_stop()
@@ -280,9 +305,7 @@ class Worker:
 
     def _run_here(self) -> None:
         """Work off what can run in this process, with a thread that looks after the claims."""
-        if self._interrupts is None:
-            self._interrupts = Interrupts()
-        with Pulse(self, self._interrupts) as pulse:
+        with self._begun_pulse() as pulse:
             while not self._stopping() and (claim := self._take_here()) is not None:
                 handler = self._queue.handlers[claim.kind]
                 text = self._payload(claim)
@@ -292,7 +315,7 @@ class Worker:
                 task = RunningTask(claim, pulse.report, pulse.is_cancelled)
                 pulse.begin(claim)
                 try:
-                    with self._interrupts.armed():
+                    with pulse.interrupts.armed():
                         ended = perform(task, handler.function, text, self._context)
                     if os.getpid() != self._owner.pid:
                         os._exit(
@@ -305,12 +328,12 @@ class Worker:
                     ended = Ended(failure=Failure(type(late).__name__, str(late)), outcome="timeout")
                 finally:
                     pulse.end()
-                ended = replace(ended, message=pulse.last_message)
+                ended = ended if pulse.last_message is None else replace(ended, message=pulse.last_message)
                 seconds = time.monotonic() - began
                 self._lately += (seconds - self._lately) * 0.2
                 if claim.no not in pulse.lost:
                     self._ended.append((claim, ended, seconds))
-                if len(self._ended) >= self.settings.batch or pulse.cancelling:
+                if (self._held and len(self._ended) >= self.settings.batch) or pulse.cancelling:
                     self._record()
 
     def _take_here(self) -> Claim | None:
@@ -337,6 +360,19 @@ class Worker:
                 log.warning("what is not begun could not be given back", worker=self.name, error=str(error))
                 return
             self._held.clear()
+
+    def _begun_pulse(self) -> Pulse:
+        if self._pulse is None:
+            if self._interrupts is None:
+                self._interrupts = Interrupts()
+            self._pulse = Pulse(self, self._interrupts)
+        return self._pulse
+
+    def _end_pulse(self) -> None:
+        """A process that forks has one thread."""
+        if self._pulse is not None:
+            self._pulse.close()
+            self._pulse = None
 
     def _hold_alone(self, claim: Claim) -> None:
         """Hold nothing but what is begun next: should it end this process, it alone is charged."""
@@ -368,11 +404,7 @@ class Worker:
             if not batch:
                 return
 
-            returned = [
-                claims.Success(claim, ended.result, seconds, ended.message)
-                for claim, ended, seconds in batch
-                if ended.failure is None
-            ]
+            returned = _successes(batch)
 
             def settle(tx: Tx) -> list[Task | None]:
                 completed = claims.complete_all(tx, returned) if returned else {}
@@ -389,17 +421,41 @@ class Worker:
                 settled = [completed.get(claim.id) for claim, *_ in batch]
             else:
                 settled = self._queue.database.run(settle, operation="queue.settle")
-            del self._ended[: len(batch)]
-            for task, (claim, ended, seconds) in zip(settled, batch, strict=True):
-                if task is None:
-                    log.warning("a result came too late and is dropped", taskID=claim.id, worker=self.name)
-                else:
-                    self._completed += ended.failure is None
-                    self._failed += ended.failure is not None
-                    metrics.observe("headway_task_seconds", seconds, kind=task.kind, status=task.status.value)
+            self._note_recorded(batch, [None if task is None else task.status for task in settled])
             ended_tasks = [task for task in settled if task is not None]
             self._source.settled(ended_tasks)
             self._queue.settled(ended_tasks)
+
+    def _record_and_claim(self) -> None:
+        """Where all that is held has ended well: record it and claim the next in one round trip. Should the answer be lost, the
+        record that is tried next finds what was recorded, and the next claim what was claimed."""
+        with self._recording:
+            batch = list(self._ended)
+            returned = _successes(batch)
+            if not batch or len(returned) < len(batch) or self._held or self._stopping():
+                return
+            self._follow()
+            asked_at = time.monotonic()
+            found = self._source.settle_and_claim(returned, self._claimant(), self.settings.queues, self._batch())
+            if found is None:
+                return
+            recorded, claimed = found
+            self._note_recorded(batch, [Status.COMPLETED if claim.id in recorded else None for claim, *_ in batch])
+            self._hold(claimed, asked_at)
+
+    def _note_recorded(self, batch: Sequence[tuple[Claim, Ended, float]], found: Sequence[Status | None]) -> None:
+        """These are written down, or somebody else's by now."""
+        del self._ended[: len(batch)]
+        for status, (claim, ended, seconds) in zip(found, batch, strict=True):
+            if status is None:
+                log.warning("a result came too late and is dropped", taskID=claim.id, worker=self.name)
+            else:
+                self._completed += ended.failure is None
+                self._failed += ended.failure is not None
+                metrics.observe("headway_task_seconds", seconds, kind=claim.kind, status=status.value)
+
+    def show(self) -> None:
+        self._source.show()
 
     def record(self) -> None:
         try:
@@ -495,6 +551,12 @@ class Worker:
             )
         except HeadwayError as error:  # the sweeper finds what is left: our owner is dead
             log.warning("the worker could not say that it ended", worker=self.name, error=str(error))
+
+
+def _successes(batch: Sequence[tuple[Claim, Ended, float]]) -> list[Success]:
+    return [
+        Success(claim, ended.result, seconds, ended.message) for claim, ended, seconds in batch if ended.failure is None
+    ]
 
 
 def _rss() -> int | None:

@@ -1,0 +1,25 @@
+-- queue/hint.lua: put tasks into a queue of RQ, as many as it takes, as jobs of its own; and users' places with them.
+-- KEYS[1] rq:queues              set     RQ's queues
+-- KEYS[2] rq:queue:{name}        list    ids of jobs
+-- KEYS[3 ...] rq:job:{id}        hash    one per task, then one key per user's place
+-- ARGV[1] jobs in the queue at the most   ARGV[2] tasks   ARGV[3] seconds a user's place is kept
+-- ARGV[4] fields and values that all jobs have in common, then these; then id and data of each task; then the task in each
+-- user's place
+-- returns how many of the tasks, from the first on, are in the queue now
+local tasks, common = tonumber(ARGV[2]), tonumber(ARGV[4])
+local fields = {unpack(ARGV, 5, 4 + common)}
+local taken = math.min(tasks, tonumber(ARGV[1]) - redis.call('LLEN', KEYS[2]))
+local next = 5 + common
+for n = 1, taken do
+  fields[common + 1], fields[common + 2] = 'data', ARGV[next + 1]
+  redis.call('HSET', KEYS[2 + n], unpack(fields))
+  redis.call('RPUSH', KEYS[2], ARGV[next])
+  next = next + 2
+end
+if taken > 0 then
+  redis.call('SADD', KEYS[1], KEYS[2])
+end
+for n = 3 + tasks, #KEYS do
+  redis.call('SET', KEYS[n], ARGV[5 + common + 2 * tasks + n - 3 - tasks], 'EX', ARGV[3])
+end
+return math.max(taken, 0)
