@@ -12,10 +12,11 @@ from headway._sql import Database, Row, Tx, marks
 from headway.errors import InvalidInput
 from headway.failure import Failure
 from headway.ledger import control
+from headway.ledger.columns import put_items
 from headway.ledger.content import is_intact
 from headway.ledger.control import Control
 from headway.ledger.job_lease import Hold, renew
-from headway.ledger.recorder import Recorder, audit, current_user, put_one_done
+from headway.ledger.recorder import Recorder, audit, current_user, plain_successes, put_one_done
 from headway.ledger.report import Reports
 from headway.ledger.values import MAX_INDEX, Done, Failed, Item, NewItem, Outcome, Recorded, check_index, check_text
 from headway.retry import RetryPolicy
@@ -100,11 +101,14 @@ class Job(Reports):
 
     def _insert(self, tx: Tx, rows: list[NewRow]) -> int:
         recorder = self.open(tx)
-        new = tx.insert(
-            "INSERT INTO input_products (job, idx, key, payload, fingerprint) VALUES (?, ?, ?, ?, ?) "
-            "ON CONFLICT (job, idx) DO NOTHING",
-            rows,
-        )
+        if tx.engine == "postgresql":
+            new = put_items(tx, self.no, rows)
+        else:
+            new = tx.insert(
+                "INSERT INTO input_products (job, idx, key, payload, fingerprint) VALUES (?, ?, ?, ?, ?) "
+                "ON CONFLICT (job, idx) DO NOTHING",
+                rows,
+            )
         recorder.total += new
         recorder.frontier = min(recorder.frontier, *(row[1] for row in rows))
         recorder.close(settle=False)
@@ -424,12 +428,33 @@ class Job(Reports):
         if len(outcomes) == 1 and (hold or self._hold) is None and self._put_one_done(outcomes[0], register=register):
             return _ONE_DONE
 
+        if (recorded := self._put_new_done(outcomes, hold, settle=settle)) is not None:
+            return recorded
+
         def work(tx: Tx) -> Recorded:
             recorder = self.open(tx, hold)
             recorded = recorder.write(outcomes, policy, register=register)
             return replace(recorded, completed=recorder.close(settle=settle))
 
         return self._database.run(work, operation="record")
+
+    def _put_new_done(self, outcomes: Sequence[Outcome], hold: Hold | None, *, settle: bool) -> Recorded | None:
+        """Nearly every batch of a run, on PostgreSQL: successes of items nobody has tried. None if it is not that."""
+        successes = [] if self._database.engine == "sqlite" else plain_successes(outcomes)
+        if not successes:
+            return None
+
+        def work(tx: Tx) -> Recorded:
+            recorder = self.open(tx, hold)
+            if not recorder.write_new(successes):
+                raise _NotThatSimple
+            completed = recorder.close(settle=settle)
+            return Recorded(len(successes), 0, 0, 0, completed, {}, (), recorder.failed, ())
+
+        try:
+            return self._database.run(work, operation="record")
+        except _NotThatSimple:
+            return None
 
     def _put_one_done(self, outcome: Outcome, *, register: bool) -> bool:
         # Only where the transaction has the write lock from its start: on PostgreSQL, writing an item before the job's
