@@ -36,7 +36,7 @@ OnDamaged = Callable[[Recorded], object]
 _ONE_DONE = Recorded(done=1, failed=0, dead=0, repeated=0, completed=False, due={}, died=(), waiting=0, stale=())
 
 
-def _ignore(_: Recorded) -> None:
+def ignore(_: Recorded) -> None:
     """Nobody counts."""
 
 
@@ -193,7 +193,7 @@ class Job(Reports):
     # Whatever is handed out is what was registered. A payload that is damaged makes its item a dead letter, here. Who
     # counts what becomes of items learns of it by ``on_damaged``.
 
-    def untouched(self, after: int, limit: int, *, on_damaged: OnDamaged = _ignore) -> list[Item]:
+    def untouched(self, after: int, limit: int, *, on_damaged: OnDamaged = ignore) -> list[Item]:
         """Items nobody has tried yet, by index from the one after ``after``; fewer than ``limit`` are all there are."""
         items: list[Item] = []
         while (wanted := limit - len(items)) > 0:
@@ -211,7 +211,7 @@ class Job(Reports):
             after = rows[-1][0]
         return items
 
-    def due(self, limit: int, *, within: float = 0.0, on_damaged: OnDamaged = _ignore) -> list[tuple[Item, float]]:
+    def due(self, limit: int, *, within: float = 0.0, on_damaged: OnDamaged = ignore) -> list[tuple[Item, float]]:
         """Items that wait for another try, soonest first, each with the seconds left until it may run; fewer than
         ``limit`` are all there are.
 
@@ -235,7 +235,7 @@ class Job(Reports):
             if not self._give_up_damaged(rows, [item for item, _ in intact], on_damaged):
                 return sorted(intact, key=lambda each: each[1])
 
-    def last_pass(self, limit: int, *, on_damaged: OnDamaged = _ignore) -> list[Item]:
+    def last_pass(self, limit: int, *, on_damaged: OnDamaged = ignore) -> list[Item]:
         """Dead letters that have not had their pass at the end of a run yet, and whose failure did not say that trying
         again is useless."""
         while True:
@@ -498,9 +498,17 @@ class Job(Reports):
     def stop(self, *, now: bool = False, actor: str | None = None, reason: str = "") -> Control:
         """Ask the run to end when what it works on is finished, or ``now``: to abandon that."""
         level = 2 if now else 1
-        return control.ask(
+        asked = control.ask(
             self._database, self.no, "stop", actor=actor or current_user(), stopping=level, reason=reason
         )
+        self.on_stop()
+        return asked
+
+    def on_stop(self) -> None:
+        """End the run of a fleet of which nobody is at work: no process of it would."""
+        from headway.ledger import fleet
+
+        fleet.attend(self._database, self.no)
 
     def scale(self, workers: int, *, actor: str | None = None, reason: str = "") -> Control:
         """Ask the run to work on so many items at once."""

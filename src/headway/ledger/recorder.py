@@ -147,7 +147,6 @@ class Recorder:
     def write_new(self, successes: Sequence[Done]) -> bool:
         """Record successes of items that nobody has tried, on PostgreSQL; False if one is not that: then nothing counts
         and the transaction must be rolled back."""
-        self._turn_minute()
         if not put_new_done(self.tx, self.no, self.now, successes):
             return False
         self._count_done(successes)
@@ -253,9 +252,14 @@ class Recorder:
         self._count_done(outcomes)
 
     def _count_done(self, outcomes: Sequence[Done]) -> None:
-        self.done += len(outcomes)
-        self.minute_done += len(outcomes)
-        self.minute_seconds += sum(outcome.seconds or 0.0 for outcome in outcomes)
+        self.count_done(len(outcomes), sum(outcome.seconds or 0.0 for outcome in outcomes))
+
+    def count_done(self, count: int, seconds: float) -> None:
+        """So many items are done, which took so long together; `close` must follow."""
+        self._turn_minute()
+        self.done += count
+        self.minute_done += count
+        self.minute_seconds += seconds
 
     def _rescue(self, idx: int) -> None:
         """A dead letter that succeeded after all is no dead letter any more."""
