@@ -8,11 +8,11 @@ import shlex
 import stat
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from headway.lifecycle import Shutdown
     from headway.run import Ending, Settings
     from headway.run.display import Display
+    from headway.run.fleet import FleetOptions
     from headway.run.items import Accept, PipedItems, Source
     from headway.run.plan import Changes, Plan
     from headway.run.program import Work
@@ -90,6 +91,11 @@ _ONCE = {"--fresh", "--accept-changes", "--dry-run"}
 @click.option("--stdout", type=click.Choice(["text", "json"]), help="What a program's output is.  [default: text]")
 @click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop when N items died in this run.")
 @click.option("--last-pass/--no-last-pass", default=True, help="Try dead letters once more at the end.  [default: on]")
+@click.option("--fleet", is_flag=True, help="Let the workers of all machines do it (headway worker), on PostgreSQL.")
+@click.option("--slots", type=click.IntRange(1, 10_000), help="Workers that take part.  [default: all there are]")
+@click.option("--priority", type=click.Choice(["urgent", "high", "normal", "low"]), help="Of a fleet's job.")
+@click.option("--detach", is_flag=True, help="Return at once; the fleet goes on by itself.")
+@click.option("--any-version", is_flag=True, help="Let workers take part whose code or packages differ.")
 @click.option("--fresh", is_flag=True, help="Start over; what was recorded is put aside.")
 @click.option("--accept-changes", is_flag=True, help="Go on although items or function changed.")
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
@@ -118,6 +124,11 @@ def run(
     stdout: Literal["text", "json"] | None,
     max_failures: int | None,
     last_pass: bool,
+    fleet: bool,
+    slots: int | None,
+    priority: str | None,
+    detach: bool,
+    any_version: bool,
     fresh: bool,
     accept_changes: bool,
     dry_run: bool,
@@ -161,11 +172,25 @@ def run(
             beside.check()
         call = _work(function, ctx.meta.get(PROGRAM), stdin=stdin, stdout=stdout, key=key)
         name = call.text if isinstance(call, Program) else function or ""
+        crew = None
+        if fleet:
+            words = ctx.meta.get(PROGRAM)
+            program = (
+                None if words is None else {"words": words, "stdin": stdin, "stdout": stdout or "text", "key": key}
+            )
+            crew = _fleet(config, call, program, slots, priority, any_version=any_version, items=items)
+        elif detach or slots or priority or any_version:
+            raise UsageError("--slots, --priority, --detach and --any-version are for a fleet.", hint="Add --fleet.")
+        if detach and (output is not None or serve):
+            raise UsageError(
+                "--detach returns at once: it writes no file and shows no page.",
+                hint="Later:  headway results JOB --output FILE,  headway serve",
+            )
         order = Order(
             config=config,
             call=call,
             function=name,
-            settings=_settings(config, call, name, last_pass=last_pass),
+            settings=_settings(config, call, name, last_pass=last_pass, fleet=fleet),
             job=None if job is None else check_id(job, "a job id"),
             output=output,
             keep=Keep(results=results, printed=keep_output),
@@ -175,6 +200,8 @@ def run(
             as_json=as_json,
             shutdown=Shutdown(),
             sinks=configured_sinks(config),  # a wrong address is said before anything is written
+            fleet=crew,
+            detach=detach,
         )
         limit = int(config["payload_limit"] or 0)
         with on_signals(order.shutdown):
@@ -250,6 +277,8 @@ class Order:
     as_json: bool
     shutdown: Shutdown
     sinks: Sequence[Sink]
+    fleet: FleetOptions | None
+    detach: bool
 
     @property
     def accepts(self) -> Accept | None:
@@ -257,7 +286,27 @@ class Order:
         return None if callable(self.call) else self.call.check
 
 
-def _settings(config: Config, call: Work, name: str, *, last_pass: bool) -> Settings:
+def _fleet(
+    config: Config,
+    call: Work,
+    program: dict[str, Any] | None,
+    slots: int | None,
+    priority: str | None,
+    *,
+    any_version: bool,
+    items: str,
+) -> FleetOptions:
+    """What was asked of a fleet, checked."""
+    from headway.run.fleet import FleetOptions, check
+
+    if items == "-" and not _is_a_file(sys.stdin.fileno()):
+        raise UsageError("A fleet needs all items beforehand, and a pipe has no end.", hint="Write them to a file.")
+    options = FleetOptions(slots, priority or "normal", any_version, program)
+    check(config, call, options)
+    return options
+
+
+def _settings(config: Config, call: Work, name: str, *, last_pass: bool, fleet: bool = False) -> Settings:
     from headway.retry import RetryPolicy
     from headway.run import Settings, check_settings
     from headway.run import function as functions
@@ -265,6 +314,8 @@ def _settings(config: Config, call: Work, name: str, *, last_pass: bool) -> Sett
     asked = None if config.origin("mode") == "default" else config.text("mode")
     mode = functions.choose_mode(call, asked, name, config["workers"])
     workers, timeout, rate, most = (config[key] for key in ("workers", "timeout", "rate", "max_failures"))
+    if fleet and workers is None and mode == "process":
+        workers = 1  # of each slot: how many slots there are, the machines say
     settings = Settings(
         workers=functions.choose_workers(None if workers is None else int(workers), mode),
         mode=mode,
@@ -337,7 +388,14 @@ def _run_file(order: Order, source: Source) -> int:
         check_output(order.output, found, plan)
     ledger = found or Ledger.open(order.config.text("database"), stop=order.shutdown.abandon)
     with ledger:
+        running = _running_fleet(plan)
+        if order.fleet is not None and running is not None:
+            return _follow(order, ledger, ledger.job(plan.id), running, f"Run {plan.id} is the fleet's already")
         job, hold = take(ledger, plan, order.settings, command=_command(), accept=order.accept)
+        if order.fleet is not None:
+            text = _greeting(job, plan.changes if plan.existing is not None else None)
+            _start_fleet(order, ledger, job, hold)
+            return _follow(order, ledger, ledger.job(job.id), hold.run, text)
         text = _greeting(job, plan.changes if plan.existing is not None else None)
         return _perform(order, ledger, job, hold, text, feed=None)
 
@@ -389,6 +447,60 @@ def _perform(order: Order, ledger: Ledger, job: Job, hold: Hold, text: str, *, f
     return _conclude(order, display, job, ending)
 
 
+def _running_fleet(plan: Plan) -> int | None:
+    """The number of the run by which a fleet works on the planned job, if one does."""
+    held = plan.existing is not None and plan.existing.held and plan.existing.holder
+    return held.get("fleet") if held else None
+
+
+def _start_fleet(order: Order, ledger: Ledger, job: Job, hold: Hold) -> None:
+    from dataclasses import replace
+
+    from headway.run import fleet
+
+    assert order.fleet is not None
+    keep = replace(order.keep, all_results=order.keep.results and order.output is not None)
+    try:
+        fleet.start(ledger, job, hold, order.call, order.settings, keep, order.config, order.fleet)
+    except BaseException:
+        # Handed over or not: one who holds it gives it back, the fleet's hold has another holder.
+        with suppress(HeadwayError):
+            if not (job.info().holder or {}).get("fleet"):
+                ledger.release(hold, "failed")
+        raise
+
+
+def _follow(order: Order, ledger: Ledger, job: Job, run: int, text: str) -> int:
+    """Show a run of the fleet until it is over, or until this command is to end: the run goes on then."""
+    from headway.run import fleet, tell
+    from headway.run.display import open_display
+    from headway.run.output import open_output
+
+    again = f"Follow it:  headway show {job.id} --watch    Stop it:  headway stop {job.id}"
+    if order.detach:
+        say(f"{text}. {again}")
+        if order.as_json:
+            click.echo(json.dumps({"schema": "headway.run/1", "job": job.id, "outcome": "detached", "exit_code": 0}))
+        return 0
+    display = open_display(order.config.text("progress"), stream=sys.stderr, color=order.config.text("color"))
+    display.begin(text)
+    with _page(order, job, display):
+        ending = fleet.follow(ledger, job, run, display=display, shutdown=order.shutdown)
+    if ending is None:
+        display.conclude(
+            [f"Job {job.id} goes on without this command. {again}"],
+            {"job": job.id, "outcome": "detached", "exit_code": order.shutdown.exit_code},
+        )
+        return order.shutdown.exit_code
+    if order.output is not None:
+        file = open_output(job, order.output)
+        file.write()
+        file.close()
+    if ending.outcome != "interrupted":
+        tell(ledger, order.sinks, order.shutdown.abandon)
+    return _conclude(order, display, job, ending)
+
+
 @contextmanager
 def _page(order: Order, job: Job, display: Display) -> Iterator[None]:
     """With --serve: the job's page, until the run is over. That it cannot be opened or fails ends no run, and is said."""
@@ -422,7 +534,7 @@ def _conclude(order: Order, display: Display, job: Job, ending: Ending) -> int:
     if ending.outcome == "stopped":
         code = 4
     elif ending.outcome == "interrupted":
-        code = order.shutdown.exit_code
+        code = order.shutdown.exit_code if order.shutdown.signum is not None else 143
     shown = RunSnapshot(
         total=info.total if info.sealed else None, kept=ending.kept, done=ending.done, running=0, retrying=info.failed,
         dead=info.dead, failures=ending.failures,

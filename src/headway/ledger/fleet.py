@@ -225,7 +225,7 @@ def end(recorder: Recorder, fleet: Fleet, outcome: str) -> None:
         "WHERE job = ? AND no = ?",
         (outcome, recorder.now, recorder.now, no, fleet.run),
     )
-    log.info("the fleet's run has ended", job=recorder.id, outcome=outcome)
+    log.info("the fleet's run has ended", job=recorder.id, reason=outcome)
 
 
 @dataclass(slots=True)
@@ -466,7 +466,7 @@ class Share(Job):
                 (now + self.lease, holder, self.no, self.slot),
             )
 
-        kept = dict(self._database.run(work, operation="fleet.renew"))
+        kept: dict[int, int] = dict(self._database.run(work, operation="fleet.renew"))
         claims = [Item(idx, None, None, 0, token) for idx, token in self._tokens.items()]
         if claims:
             self.renew(claims, lease=self.lease)

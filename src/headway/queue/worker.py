@@ -155,6 +155,7 @@ class Worker:
             if handler.isolation != "fork":
                 self._run_here()
             elif self._may_begin(self._held[0]):
+                self._hold_alone(self._held[0])
                 self._run_forked(self._held.popleft(), handler)
         self._record()
         return 0.0
@@ -181,7 +182,9 @@ class Worker:
 
     def _batch(self) -> int:
         """One at a time where a task takes a process: the others would only wait for it, and somebody else be idle."""
-        forks = any(handler.isolation == "fork" for handler in self._queue.handlers.values())
+        # A slot of a fleet is held alone when its turn comes: that it may come takes nothing from the others.
+        own = [handler for handler in self._queue.handlers.values() if not handler.kind.startswith("headway.")]
+        forks = not own or any(handler.isolation == "fork" for handler in own)
         return 1 if forks else self.settings.batch
 
     def _may_begin(self, claim: Claim) -> bool:
@@ -224,7 +227,7 @@ class Worker:
         said: tuple[float, str] | None = None
         verdict: Ended | None = None
         while not horse.wait(PULSE):
-            if self.must_end:
+            if self._is_to_end(horse):
                 horse.abandon()
                 if horse.ended is None or horse.ended.failure is not None:
                     self._give_back([claim])
@@ -253,6 +256,12 @@ class Worker:
             ended = replace(ended, message=horse.progress[1])
         self._ended.append((claim, ended, horse.seconds))
         self._record()
+
+    def _is_to_end(self, horse: Horse) -> bool:
+        """Whether what runs has had its time to finish. It is told when that begins."""
+        if self._stopping():
+            horse.say_stopping()
+        return self.must_end
 
     # ---- in this process ---------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -107,12 +108,13 @@ class Pool:
         output: Output | CsvOutput | None = None,
         keep: Keep,
         feed: Feed | None = None,
+        backlog: Callable[[Job, Callable[[Recorded], object]], Backlog] = Backlog,
     ) -> None:
         self._ledger, self._job, self._hold, self._settings = ledger, job, hold, settings
         self._display, self._shutdown, self._output, self._feed = display, shutdown, output, feed
         self._console = Console() if display.live and Console.is_needed() else None
         self._selector = selectors.DefaultSelector()
-        self._backlog = Backlog(job, on_damaged=self._count_damaged)
+        self._backlog = backlog(job, self._count_damaged)
         self._crew = Crew(
             self._selector, function,
             mode=settings.mode, size=settings.workers, mark=hold.mark, timeout=settings.timeout,
