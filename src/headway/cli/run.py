@@ -8,8 +8,8 @@ import shlex
 import stat
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -379,6 +379,7 @@ def _dry_run(order: Order, source: Source) -> int:
 def _run_file(order: Order, source: Source) -> int:
     from headway.ledger import Ledger
     from headway.run import check_output, take
+    from headway.run import fleet as fleets
     from headway.run import plan as plans
 
     found, plan = _look(order, source)
@@ -388,13 +389,13 @@ def _run_file(order: Order, source: Source) -> int:
         check_output(order.output, found, plan)
     ledger = found or Ledger.open(order.config.text("database"), stop=order.shutdown.abandon)
     with ledger:
-        running = _running_fleet(plan)
-        if order.fleet is not None and running is not None:
-            return _follow(order, ledger, ledger.job(plan.id), running, f"Run {plan.id} is the fleet's already")
+        if order.fleet is not None and (run := fleets.running(plan)) is not None:
+            return _follow(order, ledger, ledger.job(plan.id), run, f"Run {plan.id} is the fleet's already")
         job, hold = take(ledger, plan, order.settings, command=_command(), accept=order.accept)
         if order.fleet is not None:
             text = _greeting(job, plan.changes if plan.existing is not None else None)
-            _start_fleet(order, ledger, job, hold)
+            keep = replace(order.keep, all_results=order.keep.results and order.output is not None)
+            fleets.hand(ledger, job, hold, order.call, order.settings, keep, order.config, order.fleet)
             return _follow(order, ledger, ledger.job(job.id), hold.run, text)
         text = _greeting(job, plan.changes if plan.existing is not None else None)
         return _perform(order, ledger, job, hold, text, feed=None)
@@ -447,34 +448,10 @@ def _perform(order: Order, ledger: Ledger, job: Job, hold: Hold, text: str, *, f
     return _conclude(order, display, job, ending)
 
 
-def _running_fleet(plan: Plan) -> int | None:
-    """The number of the run by which a fleet works on the planned job, if one does."""
-    held = plan.existing is not None and plan.existing.held and plan.existing.holder
-    return held.get("fleet") if held else None
-
-
-def _start_fleet(order: Order, ledger: Ledger, job: Job, hold: Hold) -> None:
-    from dataclasses import replace
-
-    from headway.run import fleet
-
-    assert order.fleet is not None
-    keep = replace(order.keep, all_results=order.keep.results and order.output is not None)
-    try:
-        fleet.start(ledger, job, hold, order.call, order.settings, keep, order.config, order.fleet)
-    except BaseException:
-        # Handed over or not: one who holds it gives it back, the fleet's hold has another holder.
-        with suppress(HeadwayError):
-            if not (job.info().holder or {}).get("fleet"):
-                ledger.release(hold, "failed")
-        raise
-
-
 def _follow(order: Order, ledger: Ledger, job: Job, run: int, text: str) -> int:
     """Show a run of the fleet until it is over, or until this command is to end: the run goes on then."""
     from headway.run import fleet, tell
     from headway.run.display import open_display
-    from headway.run.output import open_output
 
     again = f"Follow it:  headway show {job.id} --watch    Stop it:  headway stop {job.id}"
     if order.detach:
@@ -492,12 +469,7 @@ def _follow(order: Order, ledger: Ledger, job: Job, run: int, text: str) -> int:
             {"job": job.id, "outcome": "detached", "exit_code": order.shutdown.exit_code},
         )
         return order.shutdown.exit_code
-    if order.output is not None:
-        file = open_output(job, order.output)
-        file.write()
-        file.close()
-    if ending.outcome != "interrupted":
-        tell(ledger, order.sinks, order.shutdown.abandon)
+    fleet.conclude(job, ending, order.output, lambda: tell(ledger, order.sinks, order.shutdown.abandon))
     return _conclude(order, display, job, ending)
 
 

@@ -180,6 +180,11 @@ class Reports:
             running=running[0] if running else 0,
         )
 
+    def fleet_note(self) -> str | None:
+        """Why a worker would not take part in the job's fleet, if one would not."""
+        row = self._database.one("SELECT note FROM fleets WHERE job = ?", (self.no,))
+        return None if row is None or row[0] is None else str(row[0])
+
     def is_done(self, idx: int) -> bool:
         sql = "SELECT 1 FROM progress WHERE job = ? AND idx = ? AND status = 'done'"
         return self._database.one(sql, (self.no, idx)) is not None

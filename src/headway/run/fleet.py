@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from headway._sql import Database
@@ -25,6 +27,8 @@ from headway.queue.values import Priority
 from headway.run import function as functions
 from headway.run import stamp as stamps
 from headway.run.display import Display, RunSnapshot
+from headway.run.output import open_output
+from headway.run.plan import Plan
 from headway.run.pool import Ending, Settings
 from headway.run.program import Program, Work
 from headway.run.results import Keep
@@ -170,6 +174,76 @@ class Fleets:
                     submit_missing(self._queue, Job(self._queue.database, known.job, id), known)
             except HeadwayError as error:  # one job that cannot be looked after leaves the others
                 log.warning("a fleet could not be looked after; it is tried again", job=id, error=str(error))
+
+
+def running(plan: Plan) -> int | None:
+    """The number of the run by which a fleet works on the planned job, if one does."""
+    held = plan.existing is not None and plan.existing.held and plan.existing.holder
+    return held.get("fleet") if held else None
+
+
+def start_and_follow(
+    ledger: Ledger,
+    plan: Plan,
+    call: Work,
+    settings: Settings,
+    options: FleetOptions,
+    config: Config,
+    *,
+    keep: Keep,
+    display: Display,
+    shutdown: Shutdown,
+    take: Callable[[], tuple[Job, Hold]],
+    tell: Callable[[], None],
+    output: Path | None,
+) -> Ending:
+    """For a program that waits: give the job to the fleet, unless it has it, and wait for the end of its run. If this
+    process is to stop first, the job goes on, and that is said."""
+    run = running(plan)
+    if run is None:
+        job, hold = take()
+        hand(ledger, job, hold, call, settings, keep, config, options)
+        run = hold.run
+    job = ledger.job(plan.id)
+    ending = follow(ledger, job, run, display=display, shutdown=shutdown)
+    if ending is None:
+        display.say(f"Job {job.id} goes on without this process. Stop it:  headway stop {job.id}")
+        return Ending("interrupted", 0, 0, 0, 0, 0, 0, completed=False, seconds=0.0)
+    conclude(job, ending, output, tell)
+    return ending
+
+
+def hand(
+    ledger: Ledger,
+    job: Job,
+    hold: Hold,
+    call: Work,
+    settings: Settings,
+    keep: Keep,
+    config: Config,
+    options: FleetOptions,
+) -> None:
+    """`start`; if that fails before the job is the fleet's, it is given back."""
+    try:
+        start(ledger, job, hold, call, settings, keep, config, options)
+    except BaseException:
+        with suppress(HeadwayError):
+            if not (job.info().holder or {}).get("fleet"):
+                ledger.release(hold, "failed")
+        raise
+
+
+def conclude(job: Job, ending: Ending, output: Path | None, tell: Callable[[], None]) -> None:
+    """What is left to do for one who waited: the file of results, which many write to nowhere but in the ledger, and the
+    word to those who are to be told."""
+    if output is not None:
+        file = open_output(job, output)
+        try:
+            file.write()
+        finally:
+            file.close()
+    if ending.outcome != "interrupted":
+        tell()
 
 
 def follow(ledger: Ledger, job: Job, run: int, *, display: Display, shutdown: Shutdown) -> Ending | None:

@@ -92,6 +92,7 @@ class JobSheet(NamedTuple):
     causes: Annotated[tuple[Cause, ...], "causes of failure, those with most dead letters first"]
     database: Annotated[Records, "where it is kept"]
     paused_by: Annotated[str | None, "who asked the run in progress to pause; null if it is not paused"] = None
+    note: Annotated[str | None, "why a worker would not take part in the job's fleet, if one would not"] = None
 
     def as_json(self) -> Json:
         return document(self)
@@ -119,6 +120,7 @@ def read_sheet(job: ledger.Job) -> JobSheet:
         causes=tuple(cause_view(cause) for cause in job.causes()),
         database=Records(job.database.name, job.database.size()),
         paused_by=asked.actor if asked is not None and asked.paused else None,
+        note=job.fleet_note(),
     )
 
 
