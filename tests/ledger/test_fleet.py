@@ -68,7 +68,7 @@ def indices(items: list[Item]) -> list[int]:
 def test_two_slots_never_get_the_same_item_and_the_last_one_finishes_the_job(ledger: Ledger, share: MakeShare) -> None:
     job = start(ledger, 10)
     a, b = share("a"), share("b")
-    of_a, of_b = a.claim_some(4), b.claim_some(100)
+    of_a, of_b = a.claim_some(4), b.claim_some(30)
     assert indices(of_a) == [0, 1, 2, 3]
     assert indices(of_b) == [4, 5, 6]  # never much more than what is left for each
     a.record([Done(item.idx, seconds=0.5) for item in of_a])

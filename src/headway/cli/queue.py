@@ -362,7 +362,7 @@ def workers(context: click.Context, database: str | None, *, as_json: bool) -> N
         put_json(found)
         return
     if not found.workers:
-        say("No worker was seen. Start one: headway worker --app MODULE:QUEUE")
+        say("No worker was seen. Start one: headway worker --app MODULE:QUEUE, or without --app for fleets")
         return
     rows = [
         [

@@ -374,11 +374,12 @@ class Share(Job):
 
     def _next_block(self, recorder: Recorder, size: int) -> tuple[int, int, int, int] | None:
         tx, first = recorder.tx, recorder.frontier
-        # Never much more than what is left for each: the last blocks are small, so that all slots end together.
+        # Never much more than what is left for each: the last blocks are small, so that all slots end together; not
+        # smaller than a twentieth of what was asked for, or the end would be all claims.
         left = max(0, recorder.total - recorder.done - recorder.dead - recorder.failed)
         slots = tx.one("SELECT count(DISTINCT slot) FROM blocks WHERE job = ? AND slot <> ?", (self.no, self.slot))
         fair = math.ceil(left / (2 * ((slots[0] if slots else 0) + 1)))
-        size = max(1, min(size, BLOCK_MOST, max(fair, 1)))
+        size = max(1, min(size, BLOCK_MOST, max(fair, size // 20)))
         row = tx.one(
             "SELECT min(idx), max(idx) FROM (SELECT idx FROM input_products WHERE job = ? AND idx >= ? ORDER BY idx "
             "LIMIT ?) AS found",

@@ -265,7 +265,7 @@ class SharedBacklog(Backlog):
         """The next block is as large as this slot works off in about `BLOCK_SECONDS`, and no larger than memory allows."""
         if self._claimed_at is not None:
             factor = BLOCK_SECONDS / max(now - self._claimed_at, 1e-3)
-            self._size = int(self._size * min(4.0, max(0.25, factor)))
+            self._size = int(self._size * min(8.0, max(0.25, factor)))
         self._claimed_at = now
         bytes_each = sum(len(item.payload or "") for item in items) / len(items)
         self._size = max(self._at_once, min(self._size, BLOCK_MOST, int(BYTES / max(bytes_each, 1.0))))
