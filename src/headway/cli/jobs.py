@@ -160,6 +160,8 @@ def _lines(sheet: JobSheet, database: str | None) -> list[str]:
     lines += wrapped(words, columns=columns)
     if sheet.durations is not None:
         lines += wrapped(_durations(sheet.durations, job.done), columns=columns)
+    if sheet.note:
+        lines += wrapped(printable(sheet.note).split(), columns=columns)
     if sheet.runs:
         heads, rows = _run_rows(sheet.runs[-SHEET_ROWS:])
         lines += [
@@ -230,6 +232,8 @@ def _state(sheet: JobSheet) -> str:
     if job.holder is not None:
         if sheet.paused_by is not None:
             return f"paused by {printable(sheet.paused_by)}; process {job.holder.pid} on {job.holder.host} waits"
+        if sheet.runs and sheet.runs[-1].settings.get("fleet"):
+            return f"{job.status} by a fleet, started by process {job.holder.pid} on {job.holder.host}"
         return f"{job.status} by process {job.holder.pid} on {job.holder.host}"
     if job.finished_at is not None:
         return f"{job.status} {clock(job.finished_at)}"

@@ -48,7 +48,9 @@ def who() -> str:
 
 @click.command()
 @click.option(
-    "--app", required=True, metavar="MODULE:QUEUE", help="The application's queue, or a function that makes it."
+    "--app",
+    metavar="MODULE:QUEUE",
+    help="The application's queue, or a function that makes it.  [default: only slots of fleets]",
 )
 @click.option("--queues", metavar="NAME[,NAME]", help="Serve only these, in this order.  [default: all four]")
 @click.option("--workers", type=Whole(1, 1000), help="Worker processes at least.  [default: queue_workers, 1]")
@@ -66,7 +68,7 @@ def who() -> str:
 @click.option("--parent", type=Whole(1), hidden=True, help="End when this process is not our parent any more.")
 def worker(
     *,
-    app: str,
+    app: str | None,
     queues: str | None,
     workers: int | None,
     max_workers: int | None,
@@ -74,7 +76,7 @@ def worker(
     drain: float | None,
     parent: int | None,
 ) -> int:
-    """Run the tasks of an application's queue.
+    """Run the tasks of an application's queue, and take part in fleets (headway run --fleet).
 
     One supervisor keeps the worker processes: more of them under load, new ones for those that crash. In the first Ctrl-C or
     SIGTERM what runs is finished; a second one ends it at once. What is not said here the settings say, also later: see
@@ -82,9 +84,10 @@ def worker(
     """
     from headway.cli.attending import attending
     from headway.lifecycle import Shutdown, on_signals
-    from headway.queue.app import load
     from headway.queue.supervisor import Plan, Supervisor, live_settings, log_as_configured, work_off
     from headway.queue.values import PRIORITIES, Priority
+    from headway.run.fleet import Fleets
+    from headway.run.slot import load
 
     chosen = PRIORITIES
     if queues is not None:
@@ -94,20 +97,20 @@ def worker(
             raise InvalidInput(f"{queues!r} does not name queues.", hint=f"Use some of {', '.join(QUEUES)}.")
         chosen = tuple(Priority(name) for name in names)
     shutdown = Shutdown()
-    with on_signals(shutdown), load(app) as queue:
+    with on_signals(shutdown), load(app or "") as queue:
         given = {"queue_workers": workers, "queue_max_workers": max_workers, "queue_drain": drain}
         given = {name: value for name, value in given.items() if value is not None}
         live = live_settings(queue, given)
         log_as_configured(live.config)
         live.refresh()
         now = live.in_force
-        plan = Plan(app, now.workers, now.max_workers, chosen, now.drain, given)
+        plan = Plan(app or "", now.workers, now.max_workers, chosen, now.drain, given, module="headway.run.slot")
         if burst:
             work_off(queue, plan, shutdown=shutdown)
             return 0
         say(f"Serving {', '.join(queue.value for queue in chosen)} with {plural(now.workers, 'worker')}.")
         with attending(live.config, queue.database):
-            Supervisor(queue, plan, shutdown=shutdown, parent=parent, live=live).run()
+            Supervisor(queue, plan, shutdown=shutdown, parent=parent, live=live, chores=[Fleets(queue)]).run()
     return shutdown.exit_code if shutdown.abandon.is_set() else 0
 
 
@@ -359,7 +362,7 @@ def workers(context: click.Context, database: str | None, *, as_json: bool) -> N
         put_json(found)
         return
     if not found.workers:
-        say("No worker was seen. Start one: headway worker --app MODULE:QUEUE")
+        say("No worker was seen. Start one: headway worker --app MODULE:QUEUE, or without --app for fleets")
         return
     rows = [
         [

@@ -9,10 +9,10 @@ import stat
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from headway.lifecycle import Shutdown
     from headway.run import Ending, Settings
     from headway.run.display import Display
+    from headway.run.fleet import FleetOptions
     from headway.run.items import Accept, PipedItems, Source
     from headway.run.plan import Changes, Plan
     from headway.run.program import Work
@@ -90,6 +91,11 @@ _ONCE = {"--fresh", "--accept-changes", "--dry-run"}
 @click.option("--stdout", type=click.Choice(["text", "json"]), help="What a program's output is.  [default: text]")
 @click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop when N items died in this run.")
 @click.option("--last-pass/--no-last-pass", default=True, help="Try dead letters once more at the end.  [default: on]")
+@click.option("--fleet", is_flag=True, help="Let the workers of all machines do it (headway worker), on PostgreSQL.")
+@click.option("--slots", type=click.IntRange(1, 10_000), help="Workers that take part.  [default: all there are]")
+@click.option("--priority", type=click.Choice(["urgent", "high", "normal", "low"]), help="Of a fleet's job.")
+@click.option("--detach", is_flag=True, help="Return at once; the fleet goes on by itself.")
+@click.option("--any-version", is_flag=True, help="Let workers take part whose code or packages differ.")
 @click.option("--fresh", is_flag=True, help="Start over; what was recorded is put aside.")
 @click.option("--accept-changes", is_flag=True, help="Go on although items or function changed.")
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
@@ -118,6 +124,11 @@ def run(
     stdout: Literal["text", "json"] | None,
     max_failures: int | None,
     last_pass: bool,
+    fleet: bool,
+    slots: int | None,
+    priority: str | None,
+    detach: bool,
+    any_version: bool,
     fresh: bool,
     accept_changes: bool,
     dry_run: bool,
@@ -162,11 +173,25 @@ def run(
             beside.check()
         call = _work(function, ctx.meta.get(PROGRAM), stdin=stdin, stdout=stdout, key=key)
         name = call.text if isinstance(call, Program) else function or ""
+        crew = None
+        if fleet:
+            words = ctx.meta.get(PROGRAM)
+            program = (
+                None if words is None else {"words": words, "stdin": stdin, "stdout": stdout or "text", "key": key}
+            )
+            crew = _fleet(config, call, program, slots, priority, any_version=any_version, items=items)
+        elif detach or slots or priority or any_version:
+            raise UsageError("--slots, --priority, --detach and --any-version are for a fleet.", hint="Add --fleet.")
+        if detach and (output is not None or serve):
+            raise UsageError(
+                "--detach returns at once: it writes no file and shows no page.",
+                hint="Later:  headway results JOB --output FILE,  headway serve",
+            )
         order = Order(
             config=config,
             call=call,
             function=name,
-            settings=_settings(config, call, name, last_pass=last_pass),
+            settings=_settings(config, call, name, last_pass=last_pass, fleet=fleet),
             job=None if job is None else check_id(job, "a job id"),
             output=output,
             keep=Keep(results=results, printed=keep_output),
@@ -176,6 +201,8 @@ def run(
             as_json=as_json,
             shutdown=Shutdown(),
             sinks=configured_sinks(config),  # a wrong address is said before anything is written
+            fleet=crew,
+            detach=detach,
         )
         limit = int(config["payload_limit"] or 0)
         with on_signals(order.shutdown):
@@ -251,6 +278,8 @@ class Order:
     as_json: bool
     shutdown: Shutdown
     sinks: Sequence[Sink]
+    fleet: FleetOptions | None
+    detach: bool
 
     @property
     def accepts(self) -> Accept | None:
@@ -258,7 +287,27 @@ class Order:
         return None if callable(self.call) else self.call.check
 
 
-def _settings(config: Config, call: Work, name: str, *, last_pass: bool) -> Settings:
+def _fleet(
+    config: Config,
+    call: Work,
+    program: dict[str, Any] | None,
+    slots: int | None,
+    priority: str | None,
+    *,
+    any_version: bool,
+    items: str,
+) -> FleetOptions:
+    """What was asked of a fleet, checked."""
+    from headway.run.fleet import FleetOptions, check
+
+    if items == "-" and not _is_a_file(sys.stdin.fileno()):
+        raise UsageError("A fleet needs all items beforehand, and a pipe has no end.", hint="Write them to a file.")
+    options = FleetOptions(slots, priority or "normal", any_version, program)
+    check(config, call, options)
+    return options
+
+
+def _settings(config: Config, call: Work, name: str, *, last_pass: bool, fleet: bool = False) -> Settings:
     from headway.retry import RetryPolicy
     from headway.run import Settings, check_settings
     from headway.run import function as functions
@@ -266,6 +315,8 @@ def _settings(config: Config, call: Work, name: str, *, last_pass: bool) -> Sett
     asked = None if config.origin("mode") == "default" else config.text("mode")
     mode = functions.choose_mode(call, asked, name, config["workers"] or None)
     workers, timeout, rate, most = (config[key] for key in ("workers", "timeout", "rate", "max_failures"))
+    if fleet and workers is None and mode == "process":
+        workers = 1  # of each slot: how many slots there are, the machines say
     settings = Settings(
         workers=functions.choose_workers(int(workers) if workers else None, mode),
         mode=mode,
@@ -330,6 +381,7 @@ def _dry_run(order: Order, source: Source) -> int:
 def _run_file(order: Order, source: Source) -> int:
     from headway.ledger import Ledger
     from headway.run import check_output, take
+    from headway.run import fleet as fleets
     from headway.run import plan as plans
 
     found, plan = _look(order, source)
@@ -339,7 +391,14 @@ def _run_file(order: Order, source: Source) -> int:
         check_output(order.output, found, plan)
     ledger = found or Ledger.open(order.config.text("database"), stop=order.shutdown.abandon)
     with ledger:
+        if order.fleet is not None and (run := fleets.running(plan)) is not None:
+            return _follow(order, ledger, ledger.job(plan.id), run, f"Run {plan.id} is the fleet's already")
         job, hold = take(ledger, plan, order.settings, command=_command(), accept=order.accept)
+        if order.fleet is not None:
+            text = _greeting(job, plan.changes if plan.existing is not None else None)
+            keep = replace(order.keep, all_results=order.keep.results and order.output is not None)
+            fleets.hand(ledger, job, hold, order.call, order.settings, keep, order.config, order.fleet)
+            return _follow(order, ledger, ledger.job(job.id), hold.run, text)
         text = _greeting(job, plan.changes if plan.existing is not None else None)
         return _perform(order, ledger, job, hold, text, feed=None)
 
@@ -399,6 +458,31 @@ def _looks_like_a_number_of_workers(order: Order) -> bool:
     return given.isascii() and given.isdigit() and len(given) <= 3 and order.config.origin("workers") == "default"
 
 
+def _follow(order: Order, ledger: Ledger, job: Job, run: int, text: str) -> int:
+    """Show a run of the fleet until it is over, or until this command is to end: the run goes on then."""
+    from headway.run import fleet, tell
+    from headway.run.display import open_display
+
+    again = f"Follow it:  headway show {job.id} --watch    Stop it:  headway stop {job.id}"
+    if order.detach:
+        say(f"{text}. {again}")
+        if order.as_json:
+            click.echo(json.dumps({"schema": "headway.run/1", "job": job.id, "outcome": "detached", "exit_code": 0}))
+        return 0
+    display = open_display(order.config.text("progress"), stream=sys.stderr, color=order.config.text("color"))
+    display.begin(text)
+    with _page(order, job, display):
+        ending = fleet.follow(ledger, job, run, display=display, shutdown=order.shutdown)
+    if ending is None:
+        display.conclude(
+            [f"Job {job.id} goes on without this command. {again}"],
+            {"job": job.id, "outcome": "detached", "exit_code": order.shutdown.exit_code},
+        )
+        return order.shutdown.exit_code
+    fleet.conclude(job, ending, order.output, lambda: tell(ledger, order.sinks, order.shutdown.abandon))
+    return _conclude(order, display, job, ending)
+
+
 @contextmanager
 def _page(order: Order, job: Job, display: Display) -> Iterator[None]:
     """With --serve: the job's page, until the run is over. That it cannot be opened or fails ends no run, and is said."""
@@ -432,7 +516,7 @@ def _conclude(order: Order, display: Display, job: Job, ending: Ending) -> int:
     if ending.outcome == "stopped":
         code = 4
     elif ending.outcome == "interrupted":
-        code = order.shutdown.exit_code
+        code = order.shutdown.exit_code if order.shutdown.signum is not None else 143
     shown = RunSnapshot(
         total=info.total if info.sealed else None, kept=ending.kept, done=ending.done, running=0, retrying=info.failed,
         dead=info.dead, failures=ending.failures,

@@ -39,6 +39,11 @@ def read(database: Database, job: int, run: int) -> Control:
     return Control() if row is None else _control(row)
 
 
+def read_in(tx: Tx, job: int, run: int) -> Control:
+    row = tx.one(_CONTROL, (job, run))
+    return Control() if row is None else _control(row)
+
+
 def ask(
     database: Database,
     job: int,

@@ -12,10 +12,11 @@ from headway._sql import Database, Row, Tx, marks
 from headway.errors import InvalidInput
 from headway.failure import Failure
 from headway.ledger import control
+from headway.ledger.columns import put_items
 from headway.ledger.content import is_intact
 from headway.ledger.control import Control
 from headway.ledger.job_lease import Hold, renew
-from headway.ledger.recorder import Recorder, audit, current_user, put_one_done
+from headway.ledger.recorder import Recorder, audit, current_user, plain_successes, put_one_done
 from headway.ledger.report import Reports
 from headway.ledger.values import MAX_INDEX, Done, Failed, Item, NewItem, Outcome, Recorded, check_index, check_text
 from headway.retry import RetryPolicy
@@ -35,7 +36,7 @@ OnDamaged = Callable[[Recorded], object]
 _ONE_DONE = Recorded(done=1, failed=0, dead=0, repeated=0, completed=False, due={}, died=(), waiting=0, stale=())
 
 
-def _ignore(_: Recorded) -> None:
+def ignore(_: Recorded) -> None:
     """Nobody counts."""
 
 
@@ -100,11 +101,14 @@ class Job(Reports):
 
     def _insert(self, tx: Tx, rows: list[NewRow]) -> int:
         recorder = self.open(tx)
-        new = tx.insert(
-            "INSERT INTO input_products (job, idx, key, payload, fingerprint) VALUES (?, ?, ?, ?, ?) "
-            "ON CONFLICT (job, idx) DO NOTHING",
-            rows,
-        )
+        if tx.engine == "postgresql":
+            new = put_items(tx, self.no, rows)
+        else:
+            new = tx.insert(
+                "INSERT INTO input_products (job, idx, key, payload, fingerprint) VALUES (?, ?, ?, ?, ?) "
+                "ON CONFLICT (job, idx) DO NOTHING",
+                rows,
+            )
         recorder.total += new
         recorder.frontier = min(recorder.frontier, *(row[1] for row in rows))
         recorder.close(settle=False)
@@ -189,7 +193,7 @@ class Job(Reports):
     # Whatever is handed out is what was registered. A payload that is damaged makes its item a dead letter, here. Who
     # counts what becomes of items learns of it by ``on_damaged``.
 
-    def untouched(self, after: int, limit: int, *, on_damaged: OnDamaged = _ignore) -> list[Item]:
+    def untouched(self, after: int, limit: int, *, on_damaged: OnDamaged = ignore) -> list[Item]:
         """Items nobody has tried yet, by index from the one after ``after``; fewer than ``limit`` are all there are."""
         items: list[Item] = []
         while (wanted := limit - len(items)) > 0:
@@ -207,7 +211,7 @@ class Job(Reports):
             after = rows[-1][0]
         return items
 
-    def due(self, limit: int, *, within: float = 0.0, on_damaged: OnDamaged = _ignore) -> list[tuple[Item, float]]:
+    def due(self, limit: int, *, within: float = 0.0, on_damaged: OnDamaged = ignore) -> list[tuple[Item, float]]:
         """Items that wait for another try, soonest first, each with the seconds left until it may run; fewer than
         ``limit`` are all there are.
 
@@ -231,7 +235,7 @@ class Job(Reports):
             if not self._give_up_damaged(rows, [item for item, _ in intact], on_damaged):
                 return sorted(intact, key=lambda each: each[1])
 
-    def last_pass(self, limit: int, *, on_damaged: OnDamaged = _ignore) -> list[Item]:
+    def last_pass(self, limit: int, *, on_damaged: OnDamaged = ignore) -> list[Item]:
         """Dead letters that have not had their pass at the end of a run yet, and whose failure did not say that trying
         again is useless."""
         while True:
@@ -424,12 +428,33 @@ class Job(Reports):
         if len(outcomes) == 1 and (hold or self._hold) is None and self._put_one_done(outcomes[0], register=register):
             return _ONE_DONE
 
+        if (recorded := self._put_new_done(outcomes, hold, settle=settle)) is not None:
+            return recorded
+
         def work(tx: Tx) -> Recorded:
             recorder = self.open(tx, hold)
             recorded = recorder.write(outcomes, policy, register=register)
             return replace(recorded, completed=recorder.close(settle=settle))
 
         return self._database.run(work, operation="record")
+
+    def _put_new_done(self, outcomes: Sequence[Outcome], hold: Hold | None, *, settle: bool) -> Recorded | None:
+        """Nearly every batch of a run, on PostgreSQL: successes of items nobody has tried. None if it is not that."""
+        successes = [] if self._database.engine == "sqlite" else plain_successes(outcomes)
+        if not successes:
+            return None
+
+        def work(tx: Tx) -> Recorded:
+            recorder = self.open(tx, hold)
+            if not recorder.write_new(successes):
+                raise _NotThatSimple
+            completed = recorder.close(settle=settle)
+            return Recorded(len(successes), 0, 0, 0, completed, {}, (), recorder.failed, ())
+
+        try:
+            return self._database.run(work, operation="record")
+        except _NotThatSimple:
+            return None
 
     def _put_one_done(self, outcome: Outcome, *, register: bool) -> bool:
         # Only where the transaction has the write lock from its start: on PostgreSQL, writing an item before the job's
@@ -473,9 +498,17 @@ class Job(Reports):
     def stop(self, *, now: bool = False, actor: str | None = None, reason: str = "") -> Control:
         """Ask the run to end when what it works on is finished, or ``now``: to abandon that."""
         level = 2 if now else 1
-        return control.ask(
+        asked = control.ask(
             self._database, self.no, "stop", actor=actor or current_user(), stopping=level, reason=reason
         )
+        self.on_stop()
+        return asked
+
+    def on_stop(self) -> None:
+        """End the run of a fleet of which nobody is at work: no process of it would."""
+        from headway.ledger import fleet
+
+        fleet.attend(self._database, self.no)
 
     def scale(self, workers: int, *, actor: str | None = None, reason: str = "") -> Control:
         """Ask the run to work on so many items at once."""

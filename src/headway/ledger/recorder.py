@@ -15,6 +15,7 @@ from headway._sql import NOW, Engine, Tx, marks
 from headway.errors import NotFound, StaleClaim
 from headway.events import Event, append
 from headway.failure import Failure, normalise
+from headway.ledger.columns import put_new_done
 from headway.ledger.values import Done, Failed, Outcome, Recorded
 from headway.retry import RetryPolicy
 from headway.telemetry import Log
@@ -136,12 +137,20 @@ class Recorder:
         self, outcomes: Sequence[Outcome], policy: RetryPolicy | None = None, *, register: bool = False
     ) -> Recorded:
         """Record outcomes. ``policy``: how failed items wait, if not by the job's own."""
-        successes = _plain_successes(outcomes)
+        successes = plain_successes(outcomes)
         if successes and self._all_untouched([success.idx for success in successes]):
             # Nearly every batch of a run: nothing there to be compared with.
             self._succeed(successes)
             return Recorded(len(successes), 0, 0, 0, False, {}, (), self.failed, ())
         return self._compare_and_write(outcomes, policy or self.policy, register=register)
+
+    def write_new(self, successes: Sequence[Done]) -> bool:
+        """Record successes of items that nobody has tried, on PostgreSQL; False if one is not that: then nothing counts
+        and the transaction must be rolled back."""
+        if not put_new_done(self.tx, self.no, self.now, successes):
+            return False
+        self._count_done(successes)
+        return True
 
     def _compare_and_write(self, outcomes: Sequence[Outcome], policy: RetryPolicy, *, register: bool) -> Recorded:
         indices = [outcome.idx for outcome in outcomes]
@@ -240,9 +249,17 @@ class Recorder:
                 "ON CONFLICT (job, idx) DO UPDATE SET text = excluded.text",
                 printed,
             )
-        self.done += len(outcomes)
-        self.minute_done += len(outcomes)
-        self.minute_seconds += sum(o.seconds or 0.0 for o in outcomes)
+        self._count_done(outcomes)
+
+    def _count_done(self, outcomes: Sequence[Done]) -> None:
+        self.count_done(len(outcomes), sum(outcome.seconds or 0.0 for outcome in outcomes))
+
+    def count_done(self, count: int, seconds: float) -> None:
+        """So many items are done, which took so long together; `close` must follow."""
+        self._turn_minute()
+        self.done += count
+        self.minute_done += count
+        self.minute_seconds += seconds
 
     def _rescue(self, idx: int) -> None:
         """A dead letter that succeeded after all is no dead letter any more."""
@@ -366,7 +383,7 @@ def _pages(indices: list[int]) -> Iterator[list[int]]:
     return (indices[start : start + PAGE] for start in range(0, len(indices), PAGE))
 
 
-def _plain_successes(outcomes: Sequence[Outcome]) -> list[Done]:
+def plain_successes(outcomes: Sequence[Outcome]) -> list[Done]:
     """The same outcomes, if all of them are successes and none shows a claim's token."""
     successes = [outcome for outcome in outcomes if isinstance(outcome, Done) and outcome.token is None]
     return successes if len(successes) == len(outcomes) else []

@@ -49,7 +49,9 @@ _AMONG = {
 
 _JOB = (
     "SELECT no, id, function, source, command, keyed_by, digest, sealed, archived, generation, version, max_retries, total, "
-    "done, failed, dead, failures, created_at, updated_at, finished_at, holder, lease_until FROM jobs"
+    # What slots of a fleet have recorded and not yet counted in the job's row.
+    "done + (SELECT CAST(coalesce(sum(b.done), 0) AS BIGINT) FROM blocks b WHERE b.job = jobs.no), "
+    "failed, dead, failures, created_at, updated_at, finished_at, holder, lease_until FROM jobs"
 )
 _ITEM = (
     "SELECT i.idx, i.key, p.status, d.idx, p.lease_until, coalesce(p.attempts, 0), p.updated_at, p.seconds, p.worker, "
@@ -177,6 +179,11 @@ class Reports:
             dead=info.dead,
             running=running[0] if running else 0,
         )
+
+    def fleet_note(self) -> str | None:
+        """Why a worker would not take part in the job's fleet, if one would not."""
+        row = self._database.one("SELECT note FROM fleets WHERE job = ?", (self.no,))
+        return None if row is None or row[0] is None else str(row[0])
 
     def is_done(self, idx: int) -> bool:
         sql = "SELECT 1 FROM progress WHERE job = ? AND idx = ? AND status = 'done'"

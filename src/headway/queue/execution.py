@@ -39,6 +39,8 @@ _MESSAGE_LIMIT = 500
 EXIT_SECONDS = 2.0
 
 _PR_SET_PDEATHSIG = 1
+#: Bits of the byte that worker and task share.
+_CANCEL, _STOPPING = 1, 2
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # looked up before any fork
 
 Report = Callable[[float, str], None]
@@ -78,9 +80,16 @@ class Ended:
 class RunningTask:
     """What a handler gets: who asked for what, a way to say how far it is, and whether it should stop."""
 
-    __slots__ = ("_cancelled", "_report", "attempts", "id", "kind", "role", "user_id")
+    __slots__ = ("_cancelled", "_report", "_stopping", "attempts", "id", "kind", "role", "user_id")
 
-    def __init__(self, claim: Claim, report: Report, cancelled: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        claim: Claim,
+        report: Report,
+        cancelled: Callable[[], bool],
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._stopping = stopping
         self.id, self.kind, self.user_id, self.role = claim.id, claim.kind, claim.user_id, claim.role
         self.attempts = claim.attempts
         self._report, self._cancelled = report, cancelled
@@ -96,6 +105,12 @@ class RunningTask:
     def cancelled(self) -> bool:
         """Whether somebody asked for this task to be cancelled: return or raise soon, or be ended."""
         return self._cancelled()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the worker is to end: what still runs when its time is over goes back into its queue. Only for one who
+        can give back by itself what it has not done."""
+        return self._stopping()
 
 
 def perform(task: RunningTask, function: Callable[..., Any], text: str, context: Context | None) -> Ended:
@@ -174,7 +189,10 @@ class Horse:
         return time.monotonic() - self.began
 
     def ask_to_stop(self) -> None:
-        self._flag[0] = 1
+        self._flag[0] |= _CANCEL
+
+    def say_stopping(self) -> None:
+        self._flag[0] |= _STOPPING
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -300,7 +318,7 @@ def _be_the_horse(
                 last[0] = now
                 send({"progress": [percent, said]})
 
-        task = RunningTask(claim, report, lambda: flag[0] != 0)
+        task = RunningTask(claim, report, lambda: bool(flag[0] & _CANCEL), lambda: bool(flag[0] & _STOPPING))
         ended = perform(task, function, text, context)
         failure = ended.failure
         send(

@@ -60,6 +60,8 @@ class Plan:
     drain: float = 30.0
     #: What the command line says, which goes before the settings; the workers are told it too.
     given: Mapping[str, Any] = field(default_factory=dict)
+    #: The module whose `main` a worker is started by: it finds the queue by ``app``.
+    module: str = "headway.queue.supervisor"
 
 
 @dataclass(slots=True)
@@ -90,8 +92,11 @@ class Supervisor:
         parent: int | None = None,
         live: LiveSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
+        chores: Sequence[Callable[[], None]] = (),
     ) -> None:
-        """``parent``: the process this one ends with, if it belongs to one. ``live``: settings that change the plan."""
+        """``parent``: the process this one ends with, if it belongs to one. ``live``: settings that change the plan.
+        ``chores``: the sweeper's, see there."""
+        self._chores = chores
         self._parent, self._live = parent, live
         self._queue, self.plan, self._shutdown, self._clock = queue, plan, shutdown, clock
         self._children: list[_Child] = []
@@ -111,7 +116,7 @@ class Supervisor:
         stop = threading.Event()
         self._follow()
         self._say_connections()
-        self._sweeper = Sweeper(self._queue, hints=CurrentHints(self._queue))
+        self._sweeper = Sweeper(self._queue, hints=CurrentHints(self._queue), chores=self._chores)
         sweeper = threading.Thread(target=self._sweeper.run, args=(stop,), name="headway-sweeper", daemon=True)
         sweeper.start()
         try:
@@ -196,7 +201,7 @@ class Supervisor:
     def _start(self) -> None:
         name = f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
         command = [
-            sys.executable, "-m", "headway.queue.supervisor", self.plan.app, name,
+            sys.executable, "-m", self.plan.module, self.plan.app, name,
             ",".join(queue.value for queue in self.plan.queues), json.dumps(self._given()),
         ]  # fmt: skip
         # A session of its own: a Ctrl-C at the terminal goes to us, and we decide what becomes of the workers.
@@ -325,8 +330,8 @@ class CurrentHints:
             hints.forget_the_dead()
 
 
-def _main(arguments: Sequence[str]) -> int:
-    """One worker, as the supervisor starts it."""
+def main(arguments: Sequence[str], load: Callable[[str], TaskQueue] = load) -> int:
+    """One worker, as the supervisor starts it; ``load`` finds its queue."""
     app, name, queues, given = arguments
     shutdown = Shutdown()
     settings = Settings(queues=[Priority(each) for each in queues.split(",")])
@@ -339,4 +344,4 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -73,7 +73,10 @@ class Sweeper:
         hints: Hints | None = None,
         retention: float = 30 * 86_400.0,
         clock: Callable[[], float] = time.monotonic,
+        chores: Sequence[Callable[[], None]] = (),
     ) -> None:
+        """``chores``: what else is to be looked after once in a deployment, every round."""
+        self._chores = chores
         self._queue, self._hints = queue, hints
         self.retention = retention  # seconds; may be changed while it runs
         self._clock = clock
@@ -106,6 +109,8 @@ class Sweeper:
         promoted = self._queue.database.run(lambda tx: claims.promote(tx, tx.now()), operation="queue.promote")
         hinted = self._hint()
         self._queue.database.run(_mark_lost_workers, operation="queue.workers")
+        for chore in self._chores:
+            chore()
         if self._clock() - self._purged_at > 60.0:
             if self.purge(pages=_PAGES) < _PAGES * _BATCH and not self._events_after:
                 self._purged_at = self._clock()  # else it goes on in the next round: what else it does is not to wait

@@ -245,6 +245,8 @@ class TaskQueue:
     ) -> Callable[[F], F]:
         """Register a function for tasks of ``kind``; it is called as ``function(task, payload)``."""
         check_id(kind, "a kind of task")
+        if kind.startswith("headway."):
+            raise InvalidInput(f"Kinds of task that begin with headway. are its own, as {kind!r} would be.")
         if timeout is not None and (not is_number(timeout) or not 0 < timeout <= 10**7):
             raise InvalidInput(f"timeout={timeout!r} is no number of seconds.", hint="Use seconds above 0, or None.")
         if type(retries) is not int or not 0 <= retries <= 1000:
@@ -561,6 +563,15 @@ class TaskQueue:
             if self._codec is codec:
                 raise
             return self._codec.decode(id, stored)
+
+    def sealed(self, id: str, text: str) -> str:
+        """JSON text as it is stored: with keys it is encrypted and bound to ``id``."""
+        return self._codec.encode(id, text)
+
+    @property
+    def database_url(self) -> str | None:
+        """The address of the database, if the queue was given one and not an open database."""
+        return self._url
 
     def _let_redis_go(self) -> None:
         """Whoever is using it in another thread is told that it is away, and its task waits for the sweeper."""

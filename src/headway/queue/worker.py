@@ -171,6 +171,7 @@ class Worker:
                 if handler.isolation != "fork":
                     self._run_here()
                 elif self._may_begin(self._held[0]):
+                    self._hold_alone(self._held[0])
                     self._run_forked(self._held.popleft(), handler)
         except CannotBegin:  # somebody else may be able to, and nothing is charged
             self._ours_until = 0.0
@@ -216,8 +217,9 @@ class Worker:
 
     def _batch(self) -> int:
         """One at a time where a task takes a process: the others would only wait for it, and somebody else be idle."""
-        forks = any(handler.isolation == "fork" for handler in self._queue.handlers.values())
-        if forks:
+        # A slot of a fleet is held alone when its turn comes: that it may come takes nothing from the others.
+        own = [handler for handler in self._queue.handlers.values() if not handler.kind.startswith("headway.")]
+        if not own or any(handler.isolation == "fork" for handler in own):
             return 1
         # What is held is to be begun soon: as many as take half of what they may be held, as long as they took lately.
         return max(1, min(self.settings.batch, int(self.settings.hold / 2 / max(self._lately, 1e-6))))
@@ -263,7 +265,7 @@ class Worker:
         said: tuple[float, str] | None = None
         verdict: Ended | None = None
         while not horse.wait(PULSE):
-            if self.must_end:
+            if self._is_to_end(horse):
                 horse.abandon()
                 if horse.ended is None or horse.ended.failure is not None:
                     self._give_back([claim])
@@ -300,6 +302,12 @@ class Worker:
         except CannotBegin:
             self._held.appendleft(claim)  # it is given back with the others
             raise
+
+    def _is_to_end(self, horse: Horse) -> bool:
+        """Whether what runs has had its time to finish. It is told when that begins."""
+        if self._stopping():
+            horse.say_stopping()
+        return self.must_end
 
     # ---- in this process ---------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from headway import events
 from headway.config import Config
@@ -44,6 +44,9 @@ from headway.run.results import ItemResult, Keep, as_they_came, in_order
 from headway.run.tracking import Tracker
 from headway.run.tracking import start as start_tracking
 from headway.telemetry import Log
+
+if TYPE_CHECKING:
+    from headway.run.fleet import FleetOptions
 
 __all__ = [
     "Ending",
@@ -128,6 +131,9 @@ def map(
     payload_limit: int | None = None,
     progress: str = "auto",
     on_complete: Callable[[Event], None] | None = None,
+    fleet: bool = False,
+    slots: int | None = None,
+    any_version: bool = False,
 ) -> Result:
     """Call ``function`` with every item, in worker processes (``mode="process"``), in threads of one worker process or
     on its event loop, and remember what became of each.
@@ -148,6 +154,10 @@ def map(
     What items print goes where it went, and is kept with those that fail (``keep_output``: failed, all or none). What
     the function returns is kept and comes back by `Result.results`, unless ``results=False``. ``encode`` makes JSON
     of it, ``decode`` makes it again what it was; dataclasses, dates, NumPy's and pydantic's values need no ``encode``.
+
+    With ``fleet`` the workers of all machines do it (``headway worker``, on PostgreSQL; docs/fleet.md): ``slots`` of them,
+    each with ``workers`` items at once. The function must be importable there, in the same version unless ``any_version``.
+    The job goes on if this process ends; called again, it waits for the same run.
     """
     name = functions.name_of(functions.check(function, "The function"))
     if output is not None and not results:
@@ -158,7 +168,7 @@ def map(
     started = functions.FORK
     if executor is None:
         mode = functions.choose_mode(function, mode, name)
-        workers = functions.choose_workers(workers, mode)
+        workers = functions.choose_workers(workers or (1 if fleet and mode == "process" else workers), mode)
         started = functions.choose_start(function, encode, config.text("start"))
     else:
         check_executor(executor, mode)
@@ -177,6 +187,11 @@ def map(
     )
     check_settings(settings)
     source = GivenItems(items, key=key, limit=int(config["payload_limit"] or 0))
+    if fleet and executor is not None:
+        raise InvalidInput(
+            "A fleet has its own workers, and takes no executor.", hint="Leave out fleet=True or executor=."
+        )
+    options = _fleet_options(config, function, encode, slots, fleet=fleet, any_version=any_version)
     sinks: list[Sink] = configured_sinks(config)
     shutdown = _given_shutdown.get() or Shutdown()
     with Ledger.open(config.text("database"), stop=shutdown.abandon) as ledger, on_signals(shutdown):
@@ -188,12 +203,21 @@ def map(
         if output is not None:
             check_output(Path(output), ledger, plan)
         display = open_display(progress, stream=sys.stderr)
-        held, hold = take(ledger, plan, settings, accept=accept_changes)
-        ending = perform(
-            ledger, held, hold, function, settings,
-            display=display, shutdown=shutdown, output=None if output is None else Path(output), sinks=sinks,
-            keep=Keep(results=results, encode=encode, printed=keep_output), executor=executor,
-        )  # fmt: skip
+        keep = Keep(results=results, encode=encode, printed=keep_output)
+        if options is not None:
+            ending = _perform_by_fleet(
+                ledger, plan, function, settings, options, config,
+                keep=keep, accept=accept_changes, display=display, shutdown=shutdown, sinks=sinks,
+                output=None if output is None else Path(output),
+            )  # fmt: skip
+            held = ledger.job(id)
+        else:
+            held, hold = take(ledger, plan, settings, accept=accept_changes)
+            ending = perform(
+                ledger, held, hold, function, settings,
+                display=display, shutdown=shutdown, output=None if output is None else Path(output), sinks=sinks,
+                keep=keep, executor=executor,
+            )  # fmt: skip
         if ending.outcome == "interrupted":
             if shutdown.signum == signal.SIGINT:
                 raise KeyboardInterrupt
@@ -203,6 +227,55 @@ def map(
             id, config.text("database"), ending.outcome, info.total, info.done, ending.kept, info.dead,
             ending.failures, ending.seconds, held.causes(), decode,
         )  # fmt: skip
+
+
+def _fleet_options(
+    config: Config,
+    function: Callable[[Any], Any],
+    encode: Callable[[Any], Any] | None,
+    slots: int | None,
+    *,
+    fleet: bool,
+    any_version: bool,
+) -> FleetOptions | None:
+    """What was asked of a fleet, checked; None if there is none."""
+    if not fleet:
+        if slots is not None or any_version:
+            raise InvalidInput("slots and any_version are for a fleet.", hint="Add fleet=True.")
+        return None
+    from headway.run.fleet import FleetOptions, check
+
+    if encode is not None:
+        raise InvalidInput("encode cannot be sent to the workers of a fleet.", hint="Return what is JSON.")
+    options = FleetOptions(slots, any_version=any_version)
+    check(config, function, options)
+    return options
+
+
+def _perform_by_fleet(
+    ledger: Ledger,
+    plan: plans.Plan,
+    function: Callable[[Any], Any],
+    settings: Settings,
+    options: FleetOptions,
+    config: Config,
+    *,
+    keep: Keep,
+    accept: bool,
+    display: Display,
+    shutdown: Shutdown,
+    sinks: Sequence[Sink],
+    output: Path | None,
+) -> Ending:
+    """Give the job to the fleet, unless it has it already, and wait until its run is over."""
+    from headway.run import fleet as fleets
+
+    return fleets.start_and_follow(
+        ledger, plan, function, settings, options, config,
+        keep=replace(keep, all_results=keep.results and output is not None), display=display, shutdown=shutdown,
+        take=lambda: take(ledger, plan, settings, accept=accept), output=output,
+        tell=lambda: tell(ledger, sinks, shutdown.abandon),
+    )  # fmt: skip
 
 
 P = ParamSpec("P")

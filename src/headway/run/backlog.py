@@ -95,3 +95,7 @@ class Backlog:
     def _take(self, items: Sequence[Item]) -> None:
         self.ready.extend(items)
         self.held.update(item.idx for item in items)
+
+
+#: How a pool makes its backlog: of a whole job, or of a slot's share of one.
+MakeBacklog = Callable[[Job, Callable[[Recorded], object]], Backlog]

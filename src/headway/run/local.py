@@ -10,6 +10,7 @@ from typing import Any
 from headway.errors import HeadwayError
 from headway.ledger import Failure, Hold, Item, Job, Ledger
 from headway.lifecycle import Shutdown
+from headway.run.backlog import Backlog, MakeBacklog
 from headway.run.console import Console
 from headway.run.crew import Crew, WorkerHandle
 from headway.run.display import Display
@@ -42,10 +43,12 @@ class LocalPool(Pool):
         output: Output | CsvOutput | None = None,
         keep: Keep,
         feed: Feed | None = None,
+        backlog: MakeBacklog = Backlog,
     ) -> None:
         super().__init__(
-            ledger, job, hold, settings, display=display, shutdown=shutdown, output=output, keep=keep, feed=feed
-        )
+            ledger, job, hold, settings,
+            display=display, shutdown=shutdown, output=output, keep=keep, feed=feed, backlog=backlog,
+        )  # fmt: skip
         self._console = Console() if display.live and Console.is_needed() else None
         self._crew = Crew(
             self._selector, function,

@@ -24,7 +24,7 @@ from headway.ledger.job import DAMAGED
 from headway.ledger.values import FailedOutcome
 from headway.lifecycle import Budget, Shutdown
 from headway.retry import RetryPolicy
-from headway.run.backlog import Backlog
+from headway.run.backlog import Backlog, MakeBacklog
 from headway.run.console import Console
 from headway.run.display import Display, RunSnapshot
 from headway.run.function import FORK, Start
@@ -101,13 +101,14 @@ class Pool(ABC):
         output: Output | CsvOutput | None = None,
         keep: Keep,
         feed: Feed | None = None,
+        backlog: MakeBacklog = Backlog,
     ) -> None:
         self._ledger, self._job, self._hold, self._settings = ledger, job, hold, settings
         self._display, self._shutdown, self._output, self._feed = display, shutdown, output, feed
         #: What is printed where the bar is drawn goes through it, if a subclass needs that.
         self._console: Console | None = None
         self._selector = selectors.DefaultSelector()
-        self._backlog = Backlog(job, on_damaged=self._count_damaged)
+        self._backlog = backlog(job, self._count_damaged)
         self._keep = keep
         self._unkept = 0
         self._asked = Control()

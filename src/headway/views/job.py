@@ -93,6 +93,7 @@ class JobSheet(NamedTuple):
     eta_low_seconds: Annotated[float | None, "the lower end of the range of `eta_seconds`"] = None
     eta_high_seconds: Annotated[float | None, "its upper end: the range holds four times out of five"] = None
     durations: Annotated[Durations | None, "how long items took; null while no time was recorded"] = None
+    note: Annotated[str | None, "why a worker would not take part in the job's fleet, if one would not"] = None
 
     def as_json(self) -> Json:
         return document(self)
@@ -125,6 +126,7 @@ def read_sheet(job: ledger.Job) -> JobSheet:
         eta_low_seconds=None if early is None else round(early, 1),
         eta_high_seconds=None if late is None else round(late, 1),
         durations=read_durations(job, info.total),
+        note=job.fleet_note(),
     )
 
 

@@ -1,0 +1,86 @@
+"""Many rows by one statement on PostgreSQL: each column is one parameter, an array, which ``unnest`` makes rows of again.
+
+A row of its own parameters costs the driver more than the server needs to insert it. The arrays are written as text here,
+so that the driver has a handful of strings to send, however many rows there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headway._sql import Tx
+from headway.ledger.values import Done
+
+_PUT_NEW_DONE = (
+    "INSERT INTO progress (job, idx, status, meta, updated_at, seconds, worker, unkept) "
+    "SELECT i.job, i.idx, 'done', u.meta, CAST(? AS DOUBLE PRECISION), u.seconds, u.worker, u.unkept "
+    "FROM unnest(CAST(? AS BIGINT[]), CAST(? AS TEXT[]), CAST(? AS DOUBLE PRECISION[]), CAST(? AS TEXT[]), "
+    "CAST(? AS INTEGER[])) AS u (idx, meta, seconds, worker, unkept) "
+    # The items lie near each other, which PostgreSQL must be told: without statistics it reads the whole job.
+    "JOIN input_products i ON i.job = ? AND i.idx = u.idx AND i.idx BETWEEN ? AND ? "
+    "ON CONFLICT (job, idx) DO NOTHING"
+)
+_PUT_RESULTS = (
+    "INSERT INTO results (job, idx, result) SELECT ?, u.idx, u.result "
+    "FROM unnest(CAST(? AS BIGINT[]), CAST(? AS TEXT[])) AS u (idx, result) "
+    "ON CONFLICT (job, idx) DO UPDATE SET result = excluded.result"
+)
+_PUT_PRINTED = (
+    "INSERT INTO printed (job, idx, text) SELECT ?, u.idx, u.text "
+    "FROM unnest(CAST(? AS BIGINT[]), CAST(? AS TEXT[])) AS u (idx, text) "
+    "ON CONFLICT (job, idx) DO UPDATE SET text = excluded.text"
+)
+_PUT_ITEMS = (
+    "INSERT INTO input_products (job, idx, key, payload, fingerprint) "
+    "SELECT ?, u.idx, u.key, u.payload, u.fingerprint FROM unnest(CAST(? AS BIGINT[]), CAST(? AS TEXT[]), "
+    "CAST(? AS TEXT[]), CAST(? AS BIGINT[])) AS u (idx, key, payload, fingerprint) "
+    "ON CONFLICT (job, idx) DO NOTHING"
+)
+
+
+def put_new_done(tx: Tx, job: int, now: float, outcomes: Sequence[Done]) -> bool:
+    """Items that nobody has tried are done. False if one of them was tried, is not registered or is named twice: then
+    only some of the rows were written, and the transaction must be rolled back."""
+    indices = [outcome.idx for outcome in outcomes]
+    columns = (
+        numbers(indices),
+        texts([outcome.meta for outcome in outcomes]),
+        numbers([outcome.seconds for outcome in outcomes]),
+        texts([outcome.worker for outcome in outcomes]),
+        numbers([1 if outcome.unkept else None for outcome in outcomes]),
+    )
+    if tx.execute(_PUT_NEW_DONE, (now, *columns, job, min(indices), max(indices))) != len(indices):
+        return False
+    returned = [outcome for outcome in outcomes if outcome.result is not None]
+    if returned:
+        tx.execute(_PUT_RESULTS, (job, numbers([o.idx for o in returned]), texts([o.result for o in returned])))
+    printed = [outcome for outcome in outcomes if outcome.printed is not None]
+    if printed:
+        tx.execute(_PUT_PRINTED, (job, numbers([o.idx for o in printed]), texts([o.printed for o in printed])))
+    return True
+
+
+def put_items(tx: Tx, job: int, rows: Sequence[tuple[int, int, str | None, str | None, int | None]]) -> int:
+    """Register items (job, idx, key, payload, fingerprint); how many of them are new."""
+    _, indices, keys, payloads, marks = zip(*rows, strict=True)
+    return tx.execute(_PUT_ITEMS, (job, numbers(indices), texts(keys), texts(payloads), numbers(marks)))
+
+
+def numbers(values: Sequence[int | float | None]) -> str | None:
+    """An array of numbers as PostgreSQL writes one. None if there is no number in it: ``unnest`` then gives NULL for each
+    row that the other columns have."""
+    if not any(value is not None for value in values):
+        return None
+    return "{" + ",".join(["NULL" if value is None else str(value) for value in values]) + "}"
+
+
+def texts(values: Sequence[str | None]) -> str | None:
+    """An array of texts, likewise."""
+    if not any(value is not None for value in values):
+        return None
+    return "{" + ",".join(["NULL" if value is None else _quoted(value) for value in values]) + "}"
+
+
+def _quoted(text: str) -> str:
+    # Inside quotes only these two mean something.
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,296 @@
+"""A slot of a fleet: one task of the queue that works on a job, by the machinery of a local run.
+
+It claims blocks of the job's items, works them off in processes, threads or a loop, records, and ends when there is nothing
+to claim, when its worker is to end, or when others wait for their turn. Whoever is missing then, the sweeper puts back
+(`headway.run.fleet.Fleets`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from headway.errors import HeadwayError, InvalidInput, NotFound, StaleClaim
+from headway.ledger import Hold, Item, Job, Ledger, Recorded, fleet
+from headway.ledger.control import Control
+from headway.ledger.fleet import BLOCK_MOST, Fleet, Share
+from headway.lifecycle import Shutdown
+from headway.queue import app, supervisor
+from headway.queue.execution import RunningTask
+from headway.queue.taskqueue import Handler, TaskQueue
+from headway.retry import RetryPolicy
+from headway.run import function as functions
+from headway.run import stamp as stamps
+from headway.run.backlog import BYTES, Backlog
+from headway.run.display import open_display
+from headway.run.local import LocalPool
+from headway.run.pool import Settings
+from headway.run.program import Program, Work
+from headway.run.results import Keep
+from headway.telemetry import Log
+
+log = Log("run")
+
+#: The kind of the queue's tasks that are slots. Nobody else may have it.
+KIND = "headway.slot"
+#: A block is meant to keep a slot busy for about this long.
+BLOCK_SECONDS = 2.0
+#: A slot that found nothing to claim for so long ends; the sweeper puts one back when there is something.
+IDLE_SECONDS = 2.0
+#: After so long a slot makes room, if others wait.
+TURN_SECONDS = 20.0
+#: How often it looks whether it is one too many, or others wait.
+LOOK_SECONDS = 2.0
+
+
+def add_slots(queue: TaskQueue) -> TaskQueue:
+    """Let the workers of a queue take part in fleets."""
+
+    def slot(task: RunningTask, payload: Any) -> dict[str, Any]:
+        url = queue.database_url
+        if url is None:
+            raise InvalidInput("This queue has no address of its database, so its workers cannot take part in a fleet.")
+        return serve(task, str(payload["job"]), int(payload["run"]), url, queue.payload)
+
+    # Tried again as often as it takes: a slot holds nothing that its end could lose.
+    queue.handlers[KIND] = Handler(KIND, slot, timeout=None, retries=1000, retry_delay=1.0, isolation="fork")
+    return queue
+
+
+def load(spec: str) -> TaskQueue:
+    """The queue of ``spec``, whose workers also take part in fleets; an empty one is that of the settings, which has
+    nothing but slots."""
+    if spec:
+        queue = app.load(spec)
+        return add_slots(queue) if is_shared(queue.database_url) else queue
+    queue = TaskQueue.from_settings()
+    if not is_shared(queue.database_url):
+        raise InvalidInput(
+            "Without an application a worker takes part in fleets, and a fleet needs PostgreSQL.",
+            hint="Name one: HEADWAY_DATABASE=postgresql://user@host/name. Or an application: --app module:queue",
+        )
+    return add_slots(queue)
+
+
+def is_shared(url: str | None) -> bool:
+    """Whether several machines can use that database."""
+    return url is not None and url.startswith(("postgresql:", "postgres:"))
+
+
+def serve(task: RunningTask, id: str, run: int, url: str, decode: Callable[[str, str], str]) -> dict[str, Any]:
+    """One slot from its beginning to its end; what it did, for whoever looks at the task."""
+    with Ledger.open(url, create=False) as ledger:
+        try:
+            job = ledger.job(id)
+        except NotFound:
+            return {"ended": "the job was forgotten"}
+        known = fleet.read(ledger.database, job.no)
+        if known is None or known.run != run:
+            return {"ended": "the run is over"}
+        order = json.loads(decode(seal_id(job.no, run), known.work))
+        try:
+            work = _load(order)
+        except HeadwayError as error:
+            return _refuse(ledger, known, id, str(error))
+        differs = stamps.difference(order["stamp"], _stamp(order, work))
+        if differs:
+            if not order["any_version"]:
+                return _refuse(ledger, known, id, f"its version differs: {differs}")
+            log.warning("the version differs, which was allowed", job=id, reason=differs)
+        return _work_off(task, ledger, id, known, order, work)
+
+
+def seal_id(job: int, run: int) -> str:
+    """What the order of a run is bound to when it is encrypted."""
+    return f"fleet.{job}.{run}"
+
+
+def _load(order: dict[str, Any]) -> Work:
+    if order["program"] is not None:
+        return Program(**order["program"])
+    return functions.load(order["function"])
+
+
+def _stamp(order: dict[str, Any], work: Work) -> stamps.Stamp:
+    if order["program"] is not None:
+        return stamps.of_program(order["program"]["words"][0])
+    assert callable(work)
+    return stamps.of_function(work)
+
+
+def _refuse(ledger: Ledger, known: Fleet, id: str, why: str) -> dict[str, Any]:
+    """Not here. Said where people look: in the log, and with the job."""
+    text = f"A worker on {socket.gethostname()} does not take part: {why}"
+    log.error("this worker does not take part in a fleet", job=id, reason=why)
+    fleet.note(ledger.database, known.job, known.run, text)
+    return {"ended": text}
+
+
+def _work_off(
+    task: RunningTask, ledger: Ledger, id: str, known: Fleet, order: dict[str, Any], work: Work
+) -> dict[str, Any]:
+    shutdown = Shutdown()
+    share = SlotShare(ledger, id, known, task, shutdown)
+    settings = Settings(
+        workers=order["workers"], mode=order["mode"], policy=RetryPolicy(**order["policy"]),
+        timeout=order["timeout"], rate=order["rate"], last_pass=False,
+    )  # fmt: skip
+    pool = LocalPool(
+        SlotLedger(ledger, share), share, share.hold, work, settings,
+        display=open_display("none", stream=sys.stderr), shutdown=shutdown, keep=Keep(**order["keep"]),
+        backlog=lambda _, on_damaged: SharedBacklog(share, order["workers"], on_damaged),
+    )  # fmt: skip
+    try:
+        ending = pool.run()
+    except StaleClaim:
+        return {"ended": "the job is not the fleet's any more"}
+    finally:
+        share.leave()
+    return {"ended": share.why or "nothing was left to claim", "done": ending.done, "failures": ending.failures}
+
+
+class SlotShare(Share):
+    """A share that also knows when its slot is to end: besides what is asked of the job, its worker may be told to end,
+    there may be more slots than are wanted, or others may wait for their turn."""
+
+    def __init__(self, ledger: Ledger, id: str, known: Fleet, task: RunningTask, shutdown: Shutdown) -> None:
+        super().__init__(ledger.database, id, known, f"slot {socket.gethostname()}.{os.getpid()}")
+        self._task, self._shutdown = task, shutdown
+        self._began = self._looked = time.monotonic()
+        self.why = ""
+        self.lost: set[int] = set()
+
+    def asked(self, run: int) -> Control:
+        if not self.why and (why := self._reason()):
+            self.why = why
+            self._shutdown.request(signal.SIGINT)  # it finishes what runs, however long that takes
+        return super().asked(run)
+
+    def _reason(self) -> str:
+        if self._task.stopping:
+            return "its worker ends"
+        if self._task.cancelled:
+            return "its task was cancelled"
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS:
+            return ""
+        self._looked = now
+        if self._is_surplus():
+            return "there were more slots than are wanted"
+        if now - self._began > TURN_SECONDS and self._others_wait():
+            return "others waited for their turn"
+        return ""
+
+    def _is_surplus(self) -> bool:
+        wanted = wanted_slots(self, self.fleet)
+        before = self._database.one(
+            "SELECT count(*) FROM tasks WHERE status = 'RUNNING' AND kind = ? AND party = ? "
+            "AND no < (SELECT no FROM tasks WHERE id = ?)",
+            (KIND, party(self.no), self._task.id),
+        )
+        return before is not None and before[0] >= wanted
+
+    def _others_wait(self) -> bool:
+        row = self._database.one(
+            "SELECT 1 FROM tasks WHERE status = 'QUEUED' AND ready = 1 AND place <= (SELECT place FROM tasks WHERE id = ?) "
+            "AND party <> ? LIMIT 1",
+            (self._task.id, party(self.no)),
+        )
+        return row is not None
+
+
+def party(job: int) -> str:
+    """Slots of one job take turns with those of others."""
+    return f"fleet.{job}"
+
+
+def wanted_slots(job: Job, known: Fleet) -> int:
+    """How many slots the job is to have: as was asked last, as it was started, or one for each worker."""
+    asked = Job(job.database, job.no, job.id).asked(known.run)
+    if asked.workers is not None:
+        return asked.workers
+    if known.slots is not None:
+        return known.slots
+    row = job.database.one("SELECT count(*) FROM task_workers WHERE ended_at IS NULL")
+    return max(1, int(row[0]) if row else 1)
+
+
+class SlotLedger(Ledger):
+    """The ledger as a slot's pool uses it: what it renews is the slot's share."""
+
+    def __init__(self, ledger: Ledger, share: SlotShare) -> None:
+        super().__init__(ledger.database)
+        self._share = share
+
+    def renew(self, hold: Hold) -> None:
+        self._share.lost |= self._share.renew_share()
+
+
+class SharedBacklog(Backlog):
+    """The items of a slot: what it has claimed, a block at a time."""
+
+    def __init__(self, share: SlotShare, at_once: int, on_damaged: Callable[[Recorded], object]) -> None:
+        super().__init__(share, on_damaged)
+        self._share, self._at_once, self._report_damaged = share, at_once, on_damaged
+        self.next_due = None
+        self._size = at_once
+        self._claimed_at: float | None = None
+        self._ask_at = 0.0
+        self._misses = 0
+        self._idle_since: float | None = None
+
+    def refill(self, now: float) -> None:
+        self._drop_lost()
+        if now < self._ask_at or self._share.is_over or len(self.held) > max(self._at_once - 1, self._size // 2):
+            return
+        wanted = self._size if self._size > self._at_once else self._at_once - len(self.held)
+        items = self._share.claim_some(max(1, wanted), on_damaged=self._report_damaged)
+        if items:
+            self._adapt(now, items)
+            self._take(items)
+            self._misses, self._idle_since = 0, None
+            return
+        self._claimed_at = None
+        self._misses += 1
+        self._ask_at = now + min(1.0, 0.05 * 2**self._misses)
+        if not self.held and self._idle_since is None:
+            self._idle_since = now
+
+    def _adapt(self, now: float, items: Sequence[Item]) -> None:
+        """The next block is as large as this slot works off in about `BLOCK_SECONDS`, and no larger than memory allows."""
+        if self._claimed_at is not None:
+            factor = BLOCK_SECONDS / max(now - self._claimed_at, 1e-3)
+            self._size = int(self._size * min(8.0, max(0.25, factor)))
+        self._claimed_at = now
+        bytes_each = sum(len(item.payload or "") for item in items) / len(items)
+        self._size = max(self._at_once, min(self._size, BLOCK_MOST, int(BYTES / max(bytes_each, 1.0))))
+
+    def _drop_lost(self) -> None:
+        """What other slots have by now is not begun here."""
+        if self._share.lost:
+            lost, self._share.lost = self._share.lost, set()
+            ready = list(self.ready)
+            self.ready.clear()
+            self.ready.extend(item for item in ready if item.idx not in lost)
+            self.held.difference_update(item.idx for item in ready if item.idx in lost)  # those out come back refused
+
+    def take_last_pass(self) -> bool:
+        return False  # it is claimed like everything else
+
+    def due_at(self, moment: float) -> None:
+        """Whoever asks when its wait is over gets it."""
+
+    @property
+    def empty(self) -> bool:
+        idle = self._idle_since is not None and time.monotonic() - self._idle_since > IDLE_SECONDS
+        return not self.held and (self._share.is_over or idle)
+
+
+if __name__ == "__main__":
+    sys.exit(supervisor.main(sys.argv[1:], load))

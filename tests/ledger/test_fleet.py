@@ -1,0 +1,346 @@
+"""A job that several slots work on: each item is one slot's, recorded once, and the job finishes once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from headway.errors import JobHeld, Refused, StaleClaim
+from headway.ledger import Done, Failed, Failure, Item, Job, Ledger, NewItem, fleet
+from headway.ledger.fleet import Share
+from headway.retry import RetryPolicy
+from tests.services.waiting import eventually
+
+BOOM = Failure("ValueError", "boom", "ads.py:make_ad")
+AT_ONCE = RetryPolicy(1, base=0.0, cap=0.0)
+MakeShare = Callable[..., Share]
+
+
+@pytest.fixture
+def ledger(postgres_with_tables: str) -> Iterator[Ledger]:
+    with Ledger.open(postgres_with_tables) as opened:
+        yield opened
+
+
+def start(ledger: Ledger, items: int = 10, *, has_pass: bool = True, most: int | None = None) -> Job:
+    """A job of the fleet."""
+    job = ledger.create("ads", max_retries=1, policy=AT_ONCE)
+    job.register(NewItem(idx, f'{{"n":{idx}}}') for idx in range(items))
+    job.seal(settle=False)
+    hold = ledger.hold(job, {"fleet": True}, policy=AT_ONCE)
+    fleet.hand_over(ledger.database, hold, work="{}", queue="normal", slots=2, most=most, has_pass=has_pass)
+    return job
+
+
+@pytest.fixture
+def share(ledger: Ledger) -> MakeShare:
+    """`share("a")`: what the slot of that name has of the job."""
+
+    def make(slot: str, *, lease: float = 1000.0) -> Share:
+        job = ledger.job("ads")
+        known = fleet.read(ledger.database, job.no)
+        assert known is not None
+        return Share(ledger.database, job.id, known, slot, lease=lease)
+
+    return make
+
+
+def lapse(ledger: Ledger, share: Share) -> None:
+    """Let the leases of this slot end, as those of one that is stopped do."""
+    share.lease = 1e-6
+    share.renew_share()
+    eventually(lambda: ledger.database.now() > share.lease)
+
+
+def events(ledger: Ledger) -> int:
+    row = ledger.database.one("SELECT count(*) FROM outbox WHERE type = 'job.completed'")
+    assert row is not None
+    return int(row[0])
+
+
+def indices(items: list[Item]) -> list[int]:
+    return [item.idx for item in items]
+
+
+def test_two_slots_never_get_the_same_item_and_the_last_one_finishes_the_job(ledger: Ledger, share: MakeShare) -> None:
+    job = start(ledger, 10)
+    a, b = share("a"), share("b")
+    of_a, of_b = a.claim_some(4), b.claim_some(30)
+    assert indices(of_a) == [0, 1, 2, 3]
+    assert indices(of_b) == [4, 5, 6]  # never much more than what is left for each
+    a.record([Done(item.idx, seconds=0.5) for item in of_a])
+    assert job.info().done == 4  # what a slot has recorded is seen at once
+    assert job.info().status == "processing"
+    b.record([Done(item.idx) for item in of_b])
+    while rest := a.claim_some(100):
+        a.record([Done(item.idx) for item in rest])
+    assert not a.is_over  # b has not said yet that its block is through
+    assert b.claim_some(1) == []
+    assert b.is_over
+    assert (job.info().done, job.info().status, events(ledger)) == (10, "completed", 1)
+    assert [run.outcome for run in job.runs()] == ["finished"]
+    assert a.claim_some(1) == []
+    assert a.is_over
+    assert events(ledger) == 1
+
+
+def test_the_rest_of_a_lapsed_block_is_taken_over_and_its_slot_records_nothing_more(
+    ledger: Ledger, share: MakeShare
+) -> None:
+    job = start(ledger, 10)
+    a, b = share("a"), share("b")
+    taken = a.claim_some(5)
+    a.record([Done(0), Done(1)])
+    lapse(ledger, a)
+    assert indices(b.claim_some(100)) == [2, 3, 4]
+    late = a.record([Done(item.idx, "from a") for item in taken[2:]])
+    assert (late.done, sorted(late.stale)) == (0, [2, 3, 4])
+    assert a.record([Failed(2, BOOM)]).stale == [2]
+    assert b.record([Done(2), Done(3), Done(4)]).done == 3
+    assert job.info().done == 5
+    assert [job.item(idx).meta for idx in range(5)] == [None] * 5
+    assert job.info().failures == 0
+
+
+def test_a_slot_that_wakes_up_learns_what_it_lost_when_it_renews(ledger: Ledger, share: MakeShare) -> None:
+    start(ledger, 10)
+    a, b = share("a"), share("b")
+    a.claim_some(3)
+    lapse(ledger, a)
+    b.claim_some(100)
+    assert a.renew_share() == {0, 1, 2}
+    assert a.renew_share() == set()
+
+
+def test_a_block_that_lapsed_and_that_nobody_took_is_still_its_slots(ledger: Ledger, share: MakeShare) -> None:
+    start(ledger, 10)
+    a = share("a")
+    a.claim_some(3)
+    lapse(ledger, a)
+    assert a.record([Done(0)]).done == 1
+    assert a.renew_share() == set()
+
+
+def test_what_failed_is_tried_again_by_any_slot_and_dies_once_its_tries_are_used_up(
+    ledger: Ledger, share: MakeShare
+) -> None:
+    job = start(ledger, 2)
+    a, b = share("a"), share("b")
+    assert indices(a.claim_some(2)) == [0]
+    assert indices(b.claim_some(2)) == [1]
+    a.record([Failed(0, BOOM, seen=0)])
+    b.record([Done(1)])
+    (again,) = b.claim_some(5)
+    assert (again.idx, again.attempts) == (0, 1)
+    assert a.claim_some(5) == []
+    recorded = b.record([Failed(0, BOOM, seen=1)])
+    assert list(recorded.died) == [0]
+    assert events(ledger) == 0  # it has its last pass before it
+    assert indices(a.claim_some(5)) == [0]
+    assert b.claim_some(5) == []
+    a.record([Done(0, "rescued")])
+    assert a.claim_some(5) == []
+    assert a.is_over
+    info = job.info()
+    assert (info.done, info.dead, info.failures, events(ledger)) == (2, 0, 2, 1)
+
+
+def test_a_last_pass_that_fails_leaves_a_dead_letter_and_the_job_finishes(ledger: Ledger, share: MakeShare) -> None:
+    job = start(ledger, 1)
+    a = share("a")
+    for _ in range(3):  # two tries, and the last pass
+        (item,) = a.claim_some(1)
+        a.record([Failed(0, BOOM, seen=item.attempts)])
+    assert a.claim_some(1) == []
+    assert a.is_over
+    assert (job.info().dead, job.info().status, events(ledger)) == (1, "completed", 1)
+    known = job.runs()[-1]
+    assert known.outcome == "finished"
+
+
+def test_only_the_long_running_items_of_a_dead_slot_are_charged(ledger: Ledger, share: MakeShare) -> None:
+    job = start(ledger, 4)
+    a, b = share("a"), share("b")
+    a.claim_some(2)
+    a.note_running(a.hold, [(1, "a worker 1")])
+    assert job.item(1).status == "processing"
+    lapse(ledger, a)
+    taken = b.claim_some(10)
+    assert indices(taken) == [0]
+    taken += b.claim_some(10)
+    assert {item.idx: item.attempts for item in taken} == {0: 0, 1: 1}
+    assert a.record([Done(1)]).stale == [1]
+    assert [attempt.outcome for attempt in job.history(1)] == ["lost"]
+
+
+def test_a_long_running_item_is_recorded_by_its_own_slot(ledger: Ledger, share: MakeShare) -> None:
+    job = start(ledger, 4)
+    a = share("a")
+    a.claim_some(2)
+    a.note_running(a.hold, [(1, "a worker 1")])
+    assert a.record([Done(0), Done(1)]).done == 2
+    assert job.info().done == 2
+
+
+def test_a_slot_that_leaves_gives_back_what_it_did_not_finish_at_no_cost(ledger: Ledger, share: MakeShare) -> None:
+    job = start(ledger, 8)
+    a, b = share("a"), share("b")
+    a.claim_some(4)
+    a.note_running(a.hold, [(3, "a worker 1")])
+    a.record([Done(0)])
+    assert a.leave() is False
+    assert job.info().done == 1
+    got = {item.idx: item.attempts for _ in range(2) for item in b.claim_some(100)}
+    assert got == {1: 0, 2: 0, 3: 0}
+
+
+def test_the_finisher_died_and_whoever_looks_next_finishes(ledger: Ledger, share: MakeShare) -> None:
+    job = start(ledger, 3)
+    a = share("a")
+    while items := a.claim_some(3):
+        a.record([Done(item.idx) for item in items])
+        if job.info().done == 3:
+            break  # killed: all is recorded, the job is not finished
+    assert events(ledger) == 0
+    lapse(ledger, a)
+    assert fleet.attend(ledger.database, job.no) is True  # a slot is needed
+    assert share("b").claim_some(1) == []
+    assert (job.info().status, job.info().done, events(ledger)) == ("completed", 3, 1)
+    assert fleet.attend(ledger.database, job.no) is False
+
+
+def test_a_job_whose_items_are_all_done_is_finished_by_whoever_attends_it(ledger: Ledger, share: MakeShare) -> None:
+    job = start(ledger, 0)
+    assert fleet.attend(ledger.database, job.no) is False
+    assert (job.info().status, events(ledger)) == ("completed", 1)
+
+
+def test_a_job_of_the_fleet_is_nobody_elses_until_it_is_stopped(ledger: Ledger, share: MakeShare) -> None:
+    job = start(ledger, 10)
+    a = share("a")
+    a.claim_some(3)
+    with pytest.raises(JobHeld):
+        ledger.hold(job, {})
+    job.stop(actor="anna")
+    assert a.asked(1).stopping == 1
+    assert job.info().held  # it finishes what it works on
+    a.record([Done(0)])
+    a.leave()
+    fleet.attend(ledger.database, job.no)
+    assert not job.info().held
+    assert [run.outcome for run in job.runs()] == ["interrupted"]
+    assert job.info().done == 1
+    with pytest.raises(Refused):
+        job.stop(actor="anna")
+    ledger.hold(job, {})
+    assert [item.idx for item in job.untouched(-1, 100)] == list(range(1, 10))
+
+
+def test_a_fleet_of_which_nobody_is_at_work_stops_at_once(ledger: Ledger) -> None:
+    job = start(ledger, 10)
+    job.stop(actor="anna")
+    assert not job.info().held
+
+
+def test_nothing_of_an_ended_run_is_recorded(ledger: Ledger, share: MakeShare) -> None:
+    job = start(ledger, 10)
+    a = share("a")
+    a.claim_some(3)
+    lapse(ledger, a)
+    job.stop(actor="anna")
+    assert not job.info().held
+    assert a.record([Done(0)]).stale == [0]
+    ledger.hold(job, {})
+    with pytest.raises(StaleClaim):
+        a.record([Failed(1, BOOM)])
+    assert a.claim_some(3) == []
+    assert a.is_over
+    assert job.info().done == 0
+
+
+def test_too_many_deaths_stop_the_run_for_every_slot(ledger: Ledger, share: MakeShare) -> None:
+    job = start(ledger, 10, most=2)
+    a, b = share("a"), share("b")
+    a.claim_some(2)
+    b.claim_some(2)
+    a.record([Failed(0, BOOM, retryable=False)])
+    assert b.asked(1).stopping == 0
+    a.record([Failed(1, BOOM, retryable=False)])
+    assert b.asked(1).stopping == 1
+    a.leave()
+    b.leave()
+    fleet.attend(ledger.database, job.no)
+    assert [run.outcome for run in job.runs()] == ["stopped"]
+
+
+def test_a_damaged_payload_is_a_dead_letter_and_the_others_go_on(ledger: Ledger, share: MakeShare) -> None:
+    job = ledger.create("ads", max_retries=1, policy=AT_ONCE)
+    from headway.ledger import fingerprint
+
+    job.register(NewItem(idx, f'{{"n":{idx}}}', None, fingerprint(f'{{"n":{idx}}}')) for idx in range(4))
+    job.seal(settle=False)
+    hold = ledger.hold(job, {}, policy=AT_ONCE)
+    fleet.hand_over(ledger.database, hold, work="{}", queue="normal", slots=2, most=None, has_pass=True)
+    ledger.database.write("UPDATE input_products SET payload = '{bad' WHERE idx = 1")
+    a = share("a")
+    while items := a.claim_some(10):
+        a.record([Done(item.idx) for item in items])
+    assert (job.info().done, job.info().dead, events(ledger)) == (3, 1, 1)
+
+
+def test_a_resumed_job_hands_out_only_what_is_left(ledger: Ledger, share: MakeShare) -> None:
+    job = ledger.create("ads", policy=AT_ONCE)
+    job.register(NewItem(idx, "1") for idx in range(500))
+    job.seal(settle=False)
+    job.record([Done(idx) for idx in range(490)], settle=False)
+    hold = ledger.hold(job, {})
+    fleet.hand_over(ledger.database, hold, work="{}", queue="normal", slots=2, most=None, has_pass=True)
+    a = share("a")
+    seen: list[int] = []
+    while items := a.claim_some(8):
+        seen += indices(items)
+        a.record([Done(item.idx) for item in items])
+    assert seen == list(range(490, 500))
+    assert (job.info().done, events(ledger)) == (500, 1)
+
+
+def test_slots_that_come_and_go_and_freeze_lose_nothing_and_count_nothing_twice(
+    ledger: Ledger, share: MakeShare
+) -> None:
+    job = start(ledger, 600)
+
+    def work(number: int) -> int:
+        """One slot after the other, each of which may freeze past its lease, fail items, or leave."""
+        dice, recorded = random.Random(number), 0
+        for life in range(1000):
+            mine = share(f"{number}.{life}", lease=1000.0)
+            while items := mine.claim_some(dice.randrange(1, 60)):
+                kept = items[: dice.randrange(len(items) + 1)]
+                recorded += mine.record(
+                    [Failed(i.idx, BOOM, seen=i.attempts) if dice.random() < 0.05 else Done(i.idx) for i in kept]
+                ).done
+                fate = dice.random()
+                if fate < 0.2:
+                    lapse(ledger, mine)
+                    if fate < 0.1:
+                        break  # killed
+                    recorded += mine.record([Done(item.idx) for item in items[len(kept) :]]).done
+                    break
+                if len(kept) < len(items):
+                    mine.leave()
+                    break
+            if fleet.read(ledger.database, job.no) is None:
+                return recorded
+        raise AssertionError("it never ends")
+
+    with ThreadPoolExecutor(3) as pool:
+        recorded = sum(pool.map(work, range(3)))
+    info = job.info()
+    rows = ledger.database.one("SELECT count(*) FROM progress WHERE status = 'done'")
+    assert rows is not None
+    assert recorded == info.done == rows[0]
+    assert info.done + info.dead == info.total == 600
+    assert events(ledger) == 1

@@ -1,0 +1,252 @@
+"""`headway run --fleet`: the workers of the queue do it, and whoever started it need not be there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import headway
+from headway.errors import InvalidInput
+from headway.ledger import Ledger
+from headway.queue import TaskQueue
+from tests.services.postgres import PostgresServer
+from tests.services.redis import RedisServer
+from tests.services.waiting import eventually
+
+Cli = Callable[..., "subprocess.CompletedProcess[str]"]
+Spawn = Callable[..., "subprocess.Popen[str]"]
+
+FUNCTIONS = """
+import os, time
+
+def double(item):
+    if item == 7:
+        print("seven!")
+        raise ValueError("no sevens")
+    return 2 * item
+
+def slow(item):
+    with open(f"ran-{item}", "a") as file:
+        file.write("x")
+    time.sleep(0.02)
+
+def wait(item):
+    open(f"begun-{item}", "w").close()
+    while not os.path.exists("free"):
+        time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "work.py").write_text(FUNCTIONS)
+    (tmp_path / "items.jsonl").write_text("".join(f"{n}\n" for n in range(30)))
+    monkeypatch.setenv("HEADWAY_LOG_LEVEL", "error")
+    return tmp_path
+
+
+@pytest.fixture
+def database(postgres_with_tables: str, quick_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("HEADWAY_DATABASE", postgres_with_tables)  # after quick_cli, which forgets such variables
+    return postgres_with_tables
+
+
+@pytest.fixture
+def ledger(database: str) -> Iterator[Ledger]:
+    with Ledger.open(database) as opened:
+        yield opened
+
+
+def completions(ledger: Ledger) -> int:
+    row = ledger.database.one("SELECT count(*) FROM outbox WHERE type = 'job.completed'")
+    assert row is not None
+    return int(row[0])
+
+
+def test_a_detached_job_is_done_by_workers_as_a_local_run_would(
+    place: Path, database: str, ledger: Ledger, quick_cli: Cli
+) -> None:
+    (place / "headway.toml").write_text("retry_delay = 0.001\n")
+    begun = quick_cli("run", "work:double", "--items", "items.jsonl", "--job", "ads", "--fleet", "--detach")
+    assert begun.returncode == 0, begun.stderr
+    assert "headway show ads --watch" in begun.stderr
+    job = ledger.job("ads")
+    assert (job.info().status, job.info().done) == ("processing", 0)
+    assert quick_cli("worker", "--burst").returncode == 0
+    info = job.info()
+    assert (info.status, info.done, info.dead, info.failures, completions(ledger)) == ("completed", 29, 1, 4, 1)
+    (cause,) = job.causes()
+    assert (cause.type, cause.message, cause.dead) == ("ValueError", "no sevens", 1)
+    assert "seven!" in (job.history(7)[-1].printed or "")
+    assert [json.loads(result or "") for idx, _, result in job.results_by_index(limit=5)] == [0, 2, 4, 6, 8]
+    assert (job.item(3).worker or "").startswith("slot ")
+    again = quick_cli("run", "work:double", "--items", "items.jsonl", "--job", "ads", "--fleet", "--detach")
+    assert again.returncode == 0
+    assert completions(ledger) == 1
+
+
+def test_a_program_is_run_by_the_fleet(place: Path, database: str, ledger: Ledger, quick_cli: Cli) -> None:
+    begun = quick_cli(
+        "run", "--items", "items.jsonl", "--job", "echo", "--fleet", "--detach", "--", "/bin/echo", "item {}"
+    )
+    assert begun.returncode == 0, begun.stderr
+    assert quick_cli("worker", "--burst").returncode == 0
+    job = ledger.job("echo")
+    assert job.info().done == 30
+    assert job.results_by_index(limit=1)[0][2] == '"item 0"'
+
+
+def test_a_worker_with_other_code_does_not_take_part_and_says_so(
+    place: Path, database: str, ledger: Ledger, quick_cli: Cli
+) -> None:
+    assert quick_cli("run", "work:double", "-i", "items.jsonl", "-j", "ads", "--fleet", "--detach").returncode == 0
+    (place / "work.py").write_text(FUNCTIONS + "\n# another version\n")
+    quick_cli("worker", "--burst")
+    assert ledger.job("ads").info().done == 0
+    shown = quick_cli("show", "ads").stdout
+    assert "does not take part" in shown
+    assert "code is" in shown
+    assert quick_cli("stop", "ads").returncode == 0
+    (place / "headway.toml").write_text("retry_delay = 0.001\n")
+    words = ("run", "work:double", "-i", "items.jsonl", "-j", "ads", "--fleet", "--detach", "--any-version")
+    assert quick_cli(*words).returncode == 0
+    (place / "work.py").write_text(FUNCTIONS + "\n# a third version\n")
+    quick_cli("worker", "--burst")
+    assert ledger.job("ads").info().done == 29
+
+
+def test_a_worker_that_cannot_import_the_function_says_so(
+    place: Path, database: str, ledger: Ledger, quick_cli: Cli
+) -> None:
+    assert quick_cli("run", "work:double", "-i", "items.jsonl", "-j", "ads", "--fleet", "--detach").returncode == 0
+    (place / "work.py").unlink()
+    quick_cli("worker", "--burst")
+    assert "There is no module 'work'" in quick_cli("show", "ads").stdout
+
+
+def test_what_a_fleet_cannot_do_is_refused_before_anything_is_written(
+    place: Path, database: str, ledger: Ledger, quick_cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ("run", "work:double", "--items", "items.jsonl")
+    assert "Add --fleet" in quick_cli(*run, "--detach").stderr
+    assert "needs PostgreSQL" in quick_cli(*run, "--fleet", "--database", f"sqlite:///{place}/x.db").stderr
+    assert "writes no file" in quick_cli(*run, "--fleet", "--detach", "--output", "x.jsonl").stderr
+    with pytest.raises(InvalidInput, match="cannot import"):
+        headway.map(lambda item: item, [1], job="ads", fleet=True)
+    with pytest.raises(InvalidInput, match="for a fleet"):
+        headway.map(len, ["a"], job="ads", slots=2)
+    with pytest.raises(InvalidInput, match="begin with headway"):
+        TaskQueue().handler("headway.slot")(lambda task, payload: None)
+    assert ledger.jobs() == []
+    monkeypatch.setenv("HEADWAY_DATABASE", f"sqlite:///{place}/x.db")
+    assert "a fleet needs PostgreSQL" in quick_cli("worker", "--burst").stderr
+
+
+def test_the_job_goes_on_when_its_starter_ends_and_a_stop_ends_it(
+    place: Path, database: str, ledger: Ledger, spawn_cli: Spawn, quick_cli: Cli
+) -> None:
+    env = {"HEADWAY_DATABASE": database}
+    starter = spawn_cli("run", "work:wait", "-i", "items.jsonl", "-j", "ads", "--fleet", "--progress", "plain", env=env)
+    eventually(lambda: [info for info in ledger.jobs() if info.held])
+    worker = spawn_cli("worker", env=env, stderr=subprocess.DEVNULL)
+    eventually(lambda: list(place.glob("begun-*")), timeout=60)
+    starter.send_signal(signal.SIGINT)
+    _, said = starter.communicate(timeout=60)
+    assert starter.returncode == 130
+    assert "goes on without this command" in said
+    assert ledger.job("ads").info().held
+    assert quick_cli("pause", "ads").returncode == 0
+    assert quick_cli("stop", "ads").returncode == 0
+    (place / "free").touch()
+    eventually(lambda: not ledger.job("ads").info().held, timeout=60)
+    job = ledger.job("ads")
+    assert [run.outcome for run in job.runs()] == ["interrupted"]
+    assert job.info().done == len(list(place.glob("begun-*")))
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(60) == 0
+    # What the fleet left, one machine may finish.
+    ended = quick_cli("run", "work:wait", "-i", "items.jsonl", "-j", "ads", "--progress", "none")
+    assert ended.returncode == 0
+    assert (job.info().done, completions(ledger)) == (30, 1)
+
+
+def slots(worker: subprocess.Popen[str]) -> list[int]:
+    """Processes of slots of this supervisor: children of its workers."""
+    return [pid for child in children(worker.pid) for pid in children(child)]
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def kill_all(worker: subprocess.Popen[str]) -> None:
+    """A machine loses its power."""
+    pids = [worker.pid, *children(worker.pid), *slots(worker)]
+    pids += [pid for slot in slots(worker) for pid in children(slot)]
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+@pytest.mark.faults
+def test_killed_frozen_restarted_and_flushed_nothing_is_lost_or_counted_twice(
+    place: Path,
+    postgres_factory: Callable[..., PostgresServer],
+    redis_factory: Callable[..., RedisServer],
+    quick_cli: Cli,
+    spawn_cli: Spawn,
+) -> None:
+    count = 3000
+    (place / "many.jsonl").write_text("".join(f"{n}\n" for n in range(count)))
+    server, redis = postgres_factory(), redis_factory()
+    url = server.url(server.create_database(with_tables=True))
+    env = {"HEADWAY_DATABASE": url, "HEADWAY_REDIS": redis.url(), "HEADWAY_QUEUE_REDIS": redis.url()}
+
+    def machine() -> subprocess.Popen[str]:
+        return spawn_cli("worker", "--workers", "2", env=env, stderr=subprocess.DEVNULL)
+
+    first, second = machine(), machine()
+    starter = spawn_cli(
+        "run", "work:slow", "-i", "many.jsonl", "-j", "ads", "--fleet", env=env, stderr=subprocess.DEVNULL
+    )
+    with Ledger.open(url) as ledger:
+
+        def done() -> int:
+            return next((info.done for info in ledger.jobs()), 0)
+
+        eventually(lambda: done() > 100, timeout=120)
+        starter.kill()
+        kill_all(first)
+        at = done()
+        eventually(lambda: done() > at + 300, timeout=120)
+        server.restart(immediate=True)
+        at = eventually(done, timeout=60)
+        eventually(lambda: done() > at + 200, timeout=120)
+        redis.make_pristine()
+        first = machine()
+        frozen = eventually(lambda: slots(second), timeout=60)[0]
+        os.kill(frozen, signal.SIGSTOP)
+        eventually(lambda: ledger.job("ads").info().finished_at is not None, timeout=300)
+        os.kill(frozen, signal.SIGCONT)
+        job = ledger.job("ads")
+        info = job.info()
+        rows = ledger.database.one("SELECT count(*), count(DISTINCT idx) FROM progress WHERE status = 'done'")
+        assert rows == (count, count)
+        assert (info.done, info.dead, info.total, completions(ledger)) == (count, 0, count, 1)
+        assert len(list(place.glob("ran-*"))) == count
+        for worker in (first, second):
+            worker.send_signal(signal.SIGTERM)
+        for worker in (first, second):
+            worker.wait(60)
+        assert (job.info().done, completions(ledger)) == (count, 1)
