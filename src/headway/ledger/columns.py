@@ -1,14 +1,14 @@
 """Many rows by one statement on PostgreSQL: each column is one parameter, an array, which ``unnest`` makes rows of again.
 
-A row of its own parameters costs the driver more than the server needs to insert it. The arrays are written as text here,
-so that the driver has a handful of strings to send, however many rows there are.
+A row of its own parameters costs the driver more than the server needs to insert it. The arrays are written as text, so
+that the driver has a handful of strings to send, however many rows there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headway._sql import Tx
+from headway._sql import Tx, array
 from headway.ledger.values import Done
 
 _PUT_NEW_DONE = (
@@ -43,44 +43,24 @@ def put_new_done(tx: Tx, job: int, now: float, outcomes: Sequence[Done]) -> bool
     only some of the rows were written, and the transaction must be rolled back."""
     indices = [outcome.idx for outcome in outcomes]
     columns = (
-        numbers(indices),
-        texts([outcome.meta for outcome in outcomes]),
-        numbers([outcome.seconds for outcome in outcomes]),
-        texts([outcome.worker for outcome in outcomes]),
-        numbers([1 if outcome.unkept else None for outcome in outcomes]),
+        array(indices),
+        array([outcome.meta for outcome in outcomes]),
+        array([outcome.seconds for outcome in outcomes]),
+        array([outcome.worker for outcome in outcomes]),
+        array([1 if outcome.unkept else None for outcome in outcomes]),
     )
     if tx.execute(_PUT_NEW_DONE, (now, *columns, job, min(indices), max(indices))) != len(indices):
         return False
     returned = [outcome for outcome in outcomes if outcome.result is not None]
     if returned:
-        tx.execute(_PUT_RESULTS, (job, numbers([o.idx for o in returned]), texts([o.result for o in returned])))
+        tx.execute(_PUT_RESULTS, (job, array([o.idx for o in returned]), array([o.result for o in returned])))
     printed = [outcome for outcome in outcomes if outcome.printed is not None]
     if printed:
-        tx.execute(_PUT_PRINTED, (job, numbers([o.idx for o in printed]), texts([o.printed for o in printed])))
+        tx.execute(_PUT_PRINTED, (job, array([o.idx for o in printed]), array([o.printed for o in printed])))
     return True
 
 
 def put_items(tx: Tx, job: int, rows: Sequence[tuple[int, int, str | None, str | None, int | None]]) -> int:
     """Register items (job, idx, key, payload, fingerprint); how many of them are new."""
     _, indices, keys, payloads, marks = zip(*rows, strict=True)
-    return tx.execute(_PUT_ITEMS, (job, numbers(indices), texts(keys), texts(payloads), numbers(marks)))
-
-
-def numbers(values: Sequence[int | float | None]) -> str | None:
-    """An array of numbers as PostgreSQL writes one. None if there is no number in it: ``unnest`` then gives NULL for each
-    row that the other columns have."""
-    if not any(value is not None for value in values):
-        return None
-    return "{" + ",".join(["NULL" if value is None else str(value) for value in values]) + "}"
-
-
-def texts(values: Sequence[str | None]) -> str | None:
-    """An array of texts, likewise."""
-    if not any(value is not None for value in values):
-        return None
-    return "{" + ",".join(["NULL" if value is None else _quoted(value) for value in values]) + "}"
-
-
-def _quoted(text: str) -> str:
-    # Inside quotes only these two mean something.
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return tx.execute(_PUT_ITEMS, (job, array(indices), array(keys), array(payloads), array(marks)))
