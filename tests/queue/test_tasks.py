@@ -378,7 +378,9 @@ def test_a_paused_queue_gives_nothing_until_it_is_resumed_or_its_time_is_over(cr
     assert (info.paused, info.paused_by, info.reason, info.waiting) == (True, "root", "maintenance", 1)
     assert crowd.resume("high")
     assert not crowd.resume("high")
-    crowd.pause("high", reason="again", by="root", until=datetime.now(UTC) - timedelta(seconds=1))
+    crowd.pause("high", reason="again", by="root", until=datetime.now(UTC) + timedelta(hours=1))
+    assert take(crowd) == []
+    crowd.database.run(lambda tx: tx.execute("UPDATE task_queues SET paused_until = ? WHERE paused = 1", (tx.now(),)))
     assert [claim.id for claim in take(crowd)] == ["h"]
     with pytest.raises(InvalidInput, match="'highest' is not a queue"):
         crowd.pause("highest", reason="", by="")

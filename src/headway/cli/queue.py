@@ -252,8 +252,10 @@ def pause(name: str, database: str | None, *, reason: str, seconds: float | None
     """Hand out nothing more of a queue; what runs goes on, and tasks are still accepted."""
     from datetime import UTC, datetime, timedelta
 
-    until = None if seconds is None else datetime.now(UTC) + timedelta(seconds=seconds)
     with open_queue(database) as opened:
+        # By the database's clock, which is the one that ends it.
+        began = None if seconds is None else datetime.fromtimestamp(opened.database.now(), UTC)
+        until = None if began is None or seconds is None else began + timedelta(seconds=seconds)
         opened.pause(name, reason=reason, by=who(), until=until)
         say(f"The queue {name} is paused{'' if until is None else f' until {clock(until)}'}.")
 
