@@ -325,6 +325,7 @@ def main() -> int:
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
+        place.chmod(0o755)  # PostgreSQL does not run as root
         if {"poll", "live"} & set(wanted):
             server = RedisServer(place / "redis", redis_installations()[0])
             server.start()

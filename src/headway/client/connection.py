@@ -155,6 +155,7 @@ def _whole(response: http.client.HTTPResponse, end: float) -> bytes:
         size += len(some)
         if time.monotonic() > end:
             raise TimeoutError("it did not answer in time")
+    response.close()  # read to its end, which the connection is told by this; it stays open for the next question
     return b"".join(parts)
 
 
