@@ -15,8 +15,9 @@ from math import sqrt
 TREND_PIECES = 5
 #: With so few a pace may be off by so much, as a part of it.
 YOUNG = 0.25
-#: By how much a trend may change the pace of what is left.
+#: By how much a trend may change the pace of what is left, and what is too little to be one: the range has it anyway.
 TREND_MOST = 2.5
+TREND_LEAST = 0.1
 #: The least and the most a forecast may be off, as a part of it.
 SPREAD = (0.08, 0.6)
 #: How much further the range reaches towards late.
@@ -40,6 +41,8 @@ def forecast(past: Sequence[tuple[float, float]], left: float, pace: float, seen
     spread = SPREAD[0] + 1.2 * sqrt(1.0 / max(1.0, seen) + 1.0 / (left + 1.0))
     ahead, doubt = _trend([piece for piece in past if piece[1] > 0 and piece[0] > 0], left)
     ratio = 1.0 if ahead is None else min(TREND_MOST, max(1 / TREND_MOST, ahead / pace))
+    if abs(ratio - 1.0) < TREND_LEAST:
+        ratio = 1.0
     spread = min(SPREAD[1], sqrt(spread**2 + doubt**2))
     changed = steady * ratio
     early, late = min(steady, changed), max(steady, changed)

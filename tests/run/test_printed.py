@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import subprocess
 import sys
@@ -159,3 +160,25 @@ def test_what_functions_print_still_goes_where_it_went(tmp_path: Path, headway_c
     (tmp_path / "jobs.py").write_text("def f(item):\n    print('hello', item)\n")
     (tmp_path / "items.txt").write_text("one\n")
     assert headway_cli("run", "jobs:f", "-i", "items.txt").stdout == "hello one\n"
+
+
+def meddle(n: int) -> None:
+    if n == 0:
+        sys.stdout = io.StringIO()
+    elif n == 1:
+        with sys.stdout as stream:
+            stream.write("within")
+        sys.stderr.close()
+    print("out", n)
+    print("err", n, file=sys.stderr)
+    raise ValueError(n)
+
+
+def test_what_one_item_does_to_the_streams_is_no_other_items_trouble(tmp_path: Path):
+    database = f"sqlite:///{tmp_path}/a.db"
+    headway.map(
+        meddle, [0, 1, 2], job="m", database=database, workers=1, retries=0, last_pass=False, progress="none"
+    )  # fmt: skip
+    with Ledger.open(database) as ledger:
+        printed = [[run.printed for run in ledger.job("m").history(idx)] for idx in range(3)]
+    assert printed == [["err 0\n"], ["withinout 1\nerr 1\n"], ["out 2\nerr 2\n"]]

@@ -289,6 +289,30 @@ def test_a_second_ctrl_c_ends_the_programs_and_the_same_command_goes_on(
     assert job_in(place).info().failures == 0, "what was abandoned is charged nothing"
 
 
+@pytest.mark.parametrize("word", ["{.}.png", "{/}", "out/{/.}", "{//}", "{#}", "x{%}"])
+def test_a_placeholder_of_gnu_parallel_is_refused_and_not_taken_for_a_name(word: str):
+    with pytest.raises(InvalidInput, match="GNU parallel") as refused:
+        Program(["true", "{}", word])
+    assert "sh -c" in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize("word", ["echo ${#}", "a{3}", "{{.}}", "{{.Name}}", '{"a": 1}', "{ print $1 }", "{.a}"])
+def test_braces_that_mean_something_to_others_are_left_alone(word: str):
+    assert Program(["printf", "%s|", word, "{}"]).run(0, "x", 30.0)[0] == f"{word}|x|"
+
+
+@pytest.mark.parametrize("flags", [["--stdin"], ["--stdout", "json"]])
+def test_the_same_program_fed_or_read_otherwise_is_a_change_that_is_asked_about(
+    place: Path, headway_cli: Cli, flags: list[str]
+):
+    (place / "items.txt").write_text("1\n0\n")
+    command = ["--retries", "0", "--no-last-pass", "--", "test", "{}", "-gt", "0"]
+    assert headway_cli("run", "-i", "items.txt", "-j", "t", *command, cwd=place).returncode == 3
+    again = headway_cli("run", "-i", "items.txt", "-j", "t", *flags, *command, cwd=place)
+    assert again.returncode == 5
+    assert "was started with" in again.stderr
+
+
 # ---- how many at once -----------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -18,11 +20,11 @@ import pytest
 
 import headway
 from headway.cli import invoke
-from headway.errors import InvalidInput, StaleClaim
+from headway.errors import HeadwayError, InvalidInput, StaleClaim
 from headway.ledger import Done, Ledger
 from headway.ledger.values import NewItem
 from headway.run.output import Output
-from headway.run.results import as_plain
+from headway.run.results import as_plain, lines
 from tests.services.waiting import eventually
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -204,7 +206,7 @@ def test_results_are_printed_by_index_in_three_formats(place: Path, run_cli: Cli
     assert json.loads(run_cli("results", "ads", "--format", "json").stdout) == lines
     table = run_cli("results", "ads", "--output", "ads.csv")
     assert table.returncode == 0, table.stderr
-    assert "1 values of 'tags' are lists or objects" in table.stderr
+    assert "In 'tags' 1 value is a list or object: the cells hold their JSON." in table.stderr
     text = (place / "ads.csv").read_text()
     assert text == (place / "run.csv").read_text()
     assert text.splitlines() == [
@@ -221,6 +223,51 @@ def test_a_table_of_somebody_else_is_not_overwritten(place: Path, run_cli: Cli):
     (place / "mine.csv").write_text("index,key,precious\n")
     assert run_cli(*RUN, "-o", "mine.csv").returncode == 2
     assert (place / "mine.csv").read_text() == "index,key,precious\n"
+
+
+def test_a_table_of_results_that_grow_meanwhile_lacks_no_column_of_a_row_it_has(tmp_path: Path):
+    with Ledger.open(f"sqlite:///{tmp_path}/a.db") as ledger:
+        job = ledger.create("ads")
+        job.register([NewItem(idx, str(idx), None, idx) for idx in range(3003)])
+        job.record([Done(idx, result=json.dumps({"text": "x" * 100})) for idx in range(3000)])
+        told: list[str] = []
+        pieces = lines(job, "csv", told.append)
+        table = next(pieces)  # the columns are known now
+        job.record([Done(3000, result='{"other": 1}'), Done(3001, result="7"), Done(3002, result='{"text": "late"}')])
+        table += "".join(pieces)
+    rows = list(csv.DictReader(io.StringIO(table)))
+    assert [row["index"] for row in rows] == [*map(str, range(3000)), "3002"]
+    assert rows[-1]["text"] == "late"
+    assert told == ["2 results came meanwhile that have no place in these columns. Ask again."]
+
+
+def test_columns_are_never_called_alike(tmp_path: Path):
+    with Ledger.open(f"sqlite:///{tmp_path}/a.db") as ledger:
+        job = ledger.create("ads")
+        job.register([NewItem(0, "0", None, 0)])
+        job.record([Done(0, result='{"index": 1, "result.index": 2, "result": 3}')])
+        table = "".join(lines(job, "csv"))
+    assert table.splitlines() == ["index,key,result.result.index,result.index,result.result", "0,,1,2,3"]
+
+
+def test_whoever_follows_a_run_that_does_not_finish_is_told(place: Path, run_cli: Cli, spawn_cli: Spawn):
+    (place / "items.jsonl").write_text("0\n300\n300\n")
+    run = spawn_cli("run", "time:sleep", "-i", "items.jsonl", "-j", "naps", "-w", "1")
+    database = f"sqlite:///{place}/headway.db"
+
+    def begun() -> bool:
+        with suppress(HeadwayError), Ledger.open(database, create=False) as ledger:
+            return ledger.job("naps").info().done >= 1
+        return False
+
+    eventually(begun, timeout=60)
+    follower = spawn_cli("results", "naps", "--follow")
+    run.kill()
+    run.wait(30)
+    _, said = follower.communicate(timeout=60)
+    assert follower.returncode == 0
+    assert "The run has ended, and 2 items are left." in said
+    assert "headway run time:sleep -i items.jsonl -j naps -w 1" in said
 
 
 def test_results_are_followed_as_they_come_until_the_run_ends(place: Path, run_cli: Cli, spawn_cli: Spawn):

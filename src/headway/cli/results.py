@@ -44,6 +44,7 @@ def results(job: str, database: str | None, *, format_: str | None, output: Path
         if follow:
             for text in _follow(found):
                 put(text, end="")
+            _say_what_is_left(found)
             return
         if output is None:
             for text in kept.lines(found, format, say):
@@ -56,7 +57,16 @@ def results(job: str, database: str | None, *, format_: str | None, output: Path
             kept.write_whole(output, kept.lines(found, format, say))
         missing = found.unkept_results()
         if missing:
-            say(f"{plural(missing, 'result')} were not kept: not JSON, very long, or of a run with --no-results.")
+            what = f"{plural(missing, 'result')} {'was' if missing == 1 else 'were'} not kept"
+            say(f"{what}: not JSON, very long, or of a run with --no-results.")
+
+
+def _say_what_is_left(job: Job) -> None:
+    """A run that was interrupted or killed gives no more results, and is not done."""
+    info = job.info()
+    if info.remaining and not info.held:
+        left = f"{plural(info.remaining, 'item')} {'is' if info.remaining == 1 else 'are'} left"
+        say(f"The run has ended, and {left}." + (f" Continue:  {info.command}" if info.command else ""))
 
 
 def _follow(job: Job) -> Iterator[str]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from contextvars import ContextVar
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from headway.failure import kept_text
 
@@ -75,14 +75,19 @@ class Printing:
         self._apart: ContextVar[list[Captured]] | None = ContextVar("printed") if several else None
         self._copies: dict[str, tuple[_Tee, TextIO]] = {}
         self._handlers: list[tuple[logging.StreamHandler[Any], _Tee, TextIO]] = []
+        self._out: TextIO | None = None
+        self._err: TextIO | None = None
 
     def enter_worker(self) -> None:
         """In the worker: from now on see what is printed."""
         before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
-        copies = {name: _Tee(stream, self._add) for name, stream in before.items() if stream is not None}
+        copies: dict[str, Any] = {
+            name: _Tee(stream, self._add) for name, stream in before.items() if stream is not None
+        }
         for name, copy in copies.items():
             setattr(sys, name, copy)
             self._copies[name] = copy, before[name]
+        self._out, self._err = sys.stdout, sys.stderr
         # Handlers that were made when the user's module was imported write to the streams of that time.
         loggers = [logging.root, *logging.root.manager.loggerDict.values()]
         for handler in {each for logger in loggers if isinstance(logger, logging.Logger) for each in logger.handlers}:
@@ -106,6 +111,8 @@ class Printing:
     def begin(self) -> None:
         if self._apart is None:
             self._alone = None
+            if sys.stdout is not self._out or sys.stderr is not self._err:
+                self._restore()
         else:
             self._apart.set([])
 
@@ -117,6 +124,13 @@ class Printing:
         else:
             captured = next(iter(self._apart.get([])), None)
         return None if captured is None else kept_text(captured.text())
+
+    def _restore(self) -> None:
+        """The item before put other streams in the place of ours; where several run at once, one may be at it now."""
+        if self._out is not None:
+            sys.stdout = self._out
+        if self._err is not None:
+            sys.stderr = self._err
 
     def _add(self, text: str) -> None:
         data = text.encode(errors="replace")
@@ -156,6 +170,16 @@ class _Tee:
             rest, self._rest = self._rest, ""
             self._stream.write(rest)
         self._stream.flush()
+
+    def close(self) -> None:
+        """Whoever closes it has written everything; the others go on printing."""
+        self.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.flush()
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:

@@ -42,6 +42,9 @@ TIMED_OUT = "TimedOut"
 
 #: ``{}``, ``{name}``; with the braces doubled it stands for itself.
 _PLACEHOLDER = re.compile(r"\{\{(?P<literal>[A-Za-z_][\w.-]*)?\}\}|\{(?P<name>[A-Za-z_][\w.-]*)?\}")
+#: What GNU parallel puts in besides. Taken for a name it would be the same for every item, for example of its output.
+#: ``${#}`` is a shell's, ``{{.}}`` a template's.
+_PARALLEL = re.compile(r"(?<![$\{])\{(?:\.|//?|/\.|#|%)\}(?!\})")
 _BROKEN = (errno.E2BIG, errno.ENOEXEC)
 
 # Reads the groups that run right now, a line at each change, until nobody is left who could write: then it ends them.
@@ -73,6 +76,13 @@ class Program:
         self._words, self._stdin, self._stdout, self._key = tuple(words), stdin, stdout, key
         self._path = _find(words[0])
         self.name = os.path.basename(words[0])
+        for word in words[1:]:
+            if foreign := _PARALLEL.search(word):
+                raise InvalidInput(
+                    f"{foreign[0]} is a placeholder of GNU parallel and not known here.",
+                    hint="{index} is the number of an item. For a part of its name ask a shell: "
+                    '-- sh -c \'convert "$1" "${1%.*}.png"\' sh {}',
+                )
         names = [name for word in words[1:] for name in _names(word)]
         if not names and not stdin:
             raise InvalidInput(
@@ -82,8 +92,8 @@ class Program:
 
     @property
     def text(self) -> str:
-        """The command as people write it, for the records."""
-        return redact(shlex.join(self._words))
+        """The command as people write it, for the records, and how it is fed and read: by that a job knows its program."""
+        return redact(shlex.join(self._words)) + self._stdin * " < item" + (self._stdout == "json") * " > json"
 
     def check(self, payload: Any) -> None:
         """Raise `InvalidInput` if the command cannot be made of this item."""

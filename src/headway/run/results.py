@@ -22,6 +22,7 @@ from uuid import UUID
 
 from headway.errors import StorageError
 from headway.ledger import Job
+from headway.wording import plural
 
 #: Characters of a result that is kept although nobody asked for a file of them.
 RESULT_LIMIT = 1 << 20
@@ -131,14 +132,18 @@ def _csv(job: Job, tell: Callable[[str], None]) -> Iterator[str]:
         for name, value in fields.items() if isinstance(found.result, dict) else [(_ALONE, found.result)]:
             if isinstance(value, dict | list):
                 nested[name] = nested.get(name, 0) + 1
-    heads = [*_OWN, *(_column(name) for name in columns), *([_ALONE] if alone or not columns else [])]
+    named, late = _columns(columns), 0
+    alone = alone or not columns
     buffer = io.StringIO(newline="")
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(heads)
+    writer.writerow([*_OWN, *named.values(), *([_ALONE] if alone else [])])
     for found in in_order(job):
         fields = found.result if isinstance(found.result, dict) else {}
+        if not fields.keys() <= columns.keys() or not (alone or isinstance(found.result, dict) or found.result is None):
+            late += 1  # it came after the columns were looked at, and part of it would be missing
+            continue
         cells = [found.index, found.key, *(fields.get(name) for name in columns)]
-        if alone or not columns:
+        if alone:
             cells.append(None if isinstance(found.result, dict) else found.result)
         writer.writerow([_cell(value) for value in cells])
         if buffer.tell() > 1 << 16:
@@ -146,13 +151,30 @@ def _csv(job: Job, tell: Callable[[str], None]) -> Iterator[str]:
             buffer.seek(0)
             buffer.truncate()
     yield buffer.getvalue()
+    if late:
+        came = f"{plural(late, 'result')} came meanwhile"
+        tell(f"{came} that {'has' if late == 1 else 'have'} no place in these columns. Ask again.")
     for name, count in nested.items():
-        tell(f"{count:,} values of {_column(name)!r} are lists or objects: the cells hold their JSON.")
+        tell(f"In {named.get(name, name)!r} {_held(count)}: the cells hold their JSON.")
 
 
-def _column(name: str) -> str:
-    """A field called as one of our own columns gets another name, or a reader would take one for the other."""
-    return f"result.{name}" if name in (*_OWN, _ALONE) else name
+def _columns(fields: Iterable[str]) -> dict[str, str]:
+    """What the column of each field is called. A field called as one of our own columns gets another name, and no two have
+    the same, or a reader would take one for the other."""
+    taken = {*_OWN, _ALONE, *fields}
+    named = {}
+    for field in fields:
+        name = field
+        if field in (*_OWN, _ALONE):
+            while name in taken:
+                name = f"result.{name}"
+            taken.add(name)
+        named[field] = name
+    return named
+
+
+def _held(count: int) -> str:
+    return "1 value is a list or object" if count == 1 else f"{count:,} values are lists or objects"
 
 
 def _cell(value: Any) -> object:
