@@ -10,7 +10,7 @@ from functools import partial
 from random import Random
 
 from headway._lease import Owner
-from headway._sql import Database, Value
+from headway._sql import Database, Value, marks
 from headway.failure import Failure
 from headway.ledger import Done, Failed, Hold, Job, Ledger, NewItem, describe
 from headway.queue import claims, records
@@ -74,20 +74,24 @@ def lively(url: str, *, items: int = 120_000) -> None:
 
 
 def go_on(url: str, minutes: int = 20) -> None:
-    """As if everything went on at the pace of the last minute: for who looks at it for longer than that."""
+    """As if what ran went on at the pace of its last minute, from then on: for who looks at it for longer than that."""
     with Ledger.open(url) as ledger:
-        for table, columns in (
-            ("minutes", "job, {}, done, failed, seconds"),
-            ("task_minutes", "{}, queue, kind, share, submitted, completed, failed, failures, run_seconds"),
-        ):  # fmt: skip
-            last = int(ledger.database.now() // 60) - 1
-            for ahead in range(1, minutes):
-                change(
-                    ledger.database,
-                    f"INSERT INTO {table} ({columns.format('minute')}) SELECT {columns.format('minute + ?')} FROM {table} "
-                    "WHERE minute = ?",
-                    ahead, last,
-                )  # fmt: skip
+        database = ledger.database
+        now = int(database.now() // 60)
+        for table, key, rest in (
+            ("minutes", "job", "done, failed, seconds"),
+            ("task_minutes", "queue, kind, share", "submitted, completed, failed, failures, run_seconds"),
+        ):
+            same = " AND ".join(f"l.{name} = m.{name}" for name in key.split(", "))
+            last = database.all(
+                f"SELECT m.minute, {key}, {rest} FROM {table} m "
+                f"WHERE m.minute = (SELECT max(l.minute) FROM {table} l WHERE {same}) AND m.minute >= ?",
+                (now - 5,),
+            )
+            for minute, *values in last:
+                for ahead in range(minute + 1, now + minutes):
+                    names = f"minute, {key}, {rest}"
+                    change(database, f"INSERT INTO {table} ({names}) VALUES ({marks(len(values) + 1)})", ahead, *values)
 
 
 def change(database: Database, sql: str, *values: Value) -> None:

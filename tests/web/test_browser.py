@@ -276,7 +276,8 @@ def test_the_item_map_is_read_by_arrow_keys_and_leads_to_its_items(chromium: Bro
         expect(page.locator(".map .say")).to_contain_text("dead")
         page.keyboard.press("Enter")
         page.wait_for_url("**/items?from=*&state=dead")
-        expect(page.locator("tbody tr").first).to_contain_text("dead")
+        expect(page.locator("h1")).to_contain_text("items dead")
+        expect(page.locator("tbody tr").first).to_contain_text("inv-2025-")
 
 
 def test_without_a_script_a_page_is_whole_and_a_dialog_still_opens(chromium: Browser, served: Served, stage: Stage):

@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -23,11 +23,13 @@ from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import Priority
 from headway.views.queue import WorkerView
 from headway.views.reading import Reader
+from tests.services.postgres import PostgresServer
+from tests.services.proxy import TcpProxy
 from tests.services.waiting import eventually
 from tests.web import scene
 from tests.web.conftest import Servers, Web, make_tokens
 from tests.web.scene import INVOICES
-from tests.web.test_browser import Visit
+from tests.web.test_browser import Visit, greens
 from tests.web.test_browser import chromium as chromium  # noqa: PLC0414 - the fixture
 
 #: 500 failures of five causes.
@@ -393,6 +395,86 @@ def test_a_page_says_that_its_server_was_killed_and_goes_on_with_the_next_one(
         serve("--port", port)
         expect(task.page.locator(".live")).to_have_text("Live", timeout=30_000)
         expect(task.page.get_by_text("meanwhile").first).to_be_visible(timeout=30_000)
+
+
+#: A function that writes down every call, and stands still at the 60th item until a file is there.
+COUNTING = """
+import os, time
+
+def count(item):
+    with open("calls.log", "a") as log:
+        log.write(f"{item['id']}\\n")
+    while item["id"] == "i-60" and not os.path.exists("go"):
+        time.sleep(0.02)
+    if item["id"] >= "i-70":
+        time.sleep(0.05)
+"""
+
+
+def test_a_run_that_was_killed_and_goes_on_shows_what_it_kept_and_does_none_of_it_again(
+    chromium: Browser, tmp_path: Path, serve: Servers
+):
+    url = f"sqlite:///{tmp_path}/headway.db"
+    (tmp_path / "counting.py").write_text(COUNTING)
+    (tmp_path / "items.jsonl").write_text("".join(f'{{"id": "i-{n:02}"}}\n' for n in range(100)))
+    words = [sys.executable, "-m", "headway", "run", "counting:count", "--items", "items.jsonl", "--key", "id"]
+    words += ["--job", "counted", "--workers", "1", "--database", url, "--progress", "none"]
+
+    def start() -> subprocess.Popen[bytes]:
+        with (tmp_path / "run.log").open("ab") as log:
+            return subprocess.Popen(words, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True)
+
+    first = start()
+    try:
+        calls = tmp_path / "calls.log"
+        eventually(lambda: calls.exists() and "i-60" in calls.read_text().split(), timeout=60)
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+    (tmp_path / "go").touch()
+    with Ledger.open(url) as ledger:
+        kept = ledger.job("counted").info().done
+    before = len(calls.read_text().split())
+    web = serve("--database", url)
+    with Task(chromium, web.address) as task:
+        row = task.page.locator("tr", has_text="counted").first
+        expect(row).to_contain_text("lost")
+        second = start()
+        expect(row).to_contain_text(f"{kept} kept from before", timeout=30_000)
+        assert second.wait(60) == 0
+        expect(row).to_contain_text("100%", timeout=30_000)
+        assert task.clicks == 0
+    assert kept > 0
+    again = calls.read_text().split()[before:]
+    assert len(again) == 100 - kept, "what was recorded as done is not run a second time"
+
+
+def test_a_store_that_goes_away_turns_the_page_red_and_it_recovers_by_itself(
+    chromium: Browser,
+    serve: Servers,
+    postgres_url: str,
+    postgres_server: PostgresServer,
+    tcp_proxy: Callable[[int], TcpProxy],
+):
+    with Ledger.open(postgres_url) as ledger:
+        scene.thumbnails(ledger)
+    proxy = tcp_proxy(postgres_server.port)
+    web = serve("--database", postgres_url.replace(str(postgres_server.port), str(proxy.port)))
+    with Task(chromium, web.address) as task:
+        live, banner = task.page.locator(".live"), task.page.locator("#stale")
+        expect(live).to_have_text("Live")
+        assert greens(task.page)
+        proxy.refuse()
+        proxy.cut()
+        expect(live).to_have_text("Store unreachable", timeout=30_000)
+        expect(banner).to_be_visible()
+        expect(banner).to_contain_text("What is below is from")
+        assert greens(task.page) == []
+        answer = task.page.request.get("/jobs")
+        assert (answer.status, "what is not known is not zero" in answer.text()) == (503, True)
+        proxy.pass_through()
+        expect(live).to_have_text("Live", timeout=60_000)
+        expect(banner).to_be_hidden()
 
 
 def test_another_person_sees_nothing_of_the_first_ones_by_page_address_or_live(

@@ -26,9 +26,9 @@ function wire(part) {
   }
   if (!("commandForElement" in HTMLButtonElement.prototype)) // older browsers
     for (const button of $$("[commandfor]", part)) button.onclick = () => { const dialog = document.getElementById(button.getAttribute("commandfor")); button.getAttribute("command") === "close" ? dialog.close() : dialog.showModal(); };
-  for (const box of $$("[data-pick-all]", part)) { box.hidden = false; box.onchange = () => { for (const one of $$("[data-pick]")) one.checked = box.checked; picked(); }; }
-  for (const box of $$("[data-pick]", part)) box.onchange = picked;
-  if ($("[data-pick]", part)) picked();
+  for (const box of $$("[data-pick-all]", part)) { box.className = ""; box.onchange = () => { for (const one of $$("[name=item]")) one.checked = box.checked; picked(); }; }
+  for (const box of $$("[name=item]", part)) box.onchange = picked;
+  if ($("[name=item]", part)) picked();
   for (const button of $$("[data-keys]", part)) {
     button.hidden = false;
     const say = () => { button.textContent = kept.get("keys") === "off" ? "Switch single keys on" : "Switch single keys off"; };
@@ -38,7 +38,7 @@ function wire(part) {
 }
 // What is selected is said before anything is done with it.
 function picked() {
-  const count = $$("[data-pick]:checked").length;
+  const count = $$("[name=item]:checked").length;
   for (const button of $$("[data-picks]")) { button.textContent = count ? `Retry ${number.format(count)} selected` : "Retry selected"; button.disabled = !count; }
 }
 wire(document);
@@ -58,7 +58,7 @@ addEventListener("keydown", event => {
     event.preventDefault();
   }
   const row = document.activeElement?.closest("tr, .cz, section") || document;
-  if (event.key === "x") $("[data-pick]", row)?.click();
+  if (event.key === "x") $("[name=item]", row)?.click();
   if (event.key === "r" || event.key === "p") (event.key === "r" && $("button[data-picks]:not(:disabled)") || $$("button[commandfor]", row).concat($$("main button[commandfor]")).find(button => button.textContent.startsWith(event.key === "r" ? "Re" : "Pause") && !button.closest("dialog")))?.click();
   going = event.key === "g" ? Date.now() : 0;
 });
@@ -127,7 +127,7 @@ function merge(message) {
 }
 
 async function renew() {
-  if (asked || document.hidden || $("dialog[open], [data-pick]:checked") || $("main :is(input,select,textarea):focus")) return;
+  if (asked || document.hidden || $("dialog[open], [name=item]:checked") || $("main :is(input,select,textarea):focus")) return;
   asked = true; dirty = false;
   try {
     const answer = await fetch(location.href, { headers: { accept: "text/html" }, credentials: "same-origin" });
