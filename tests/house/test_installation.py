@@ -121,12 +121,13 @@ def test_a_verb_whose_part_is_missing_ends_with_2_and_one_message(tmp_path: Path
 def headway_in(
     place: Path, *words: str | bytes, umask: int = -1, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """The command with no other environment than this one."""
+    """The command with no other environment than this one, and the headway that is tested here, wherever it lies."""
+    source = {"PYTHONPATH": str(Path(str(headway.__file__)).parent.parent)}
     (place / "jobs.py").write_text("def double(item):\n    return item * 2\n")
     (place / "items.jsonl").write_text('1\n2\n"\u00e4"\n', "utf-8")
     return subprocess.run(
         [sys.executable, "-m", "headway", *words],
-        cwd=place, capture_output=True, text=True, encoding="utf-8", check=False, env=environment or {}, umask=umask,
+        cwd=place, capture_output=True, text=True, encoding="utf-8", check=False, env=source | (environment or {}), umask=umask,
     )  # fmt: skip
 
 

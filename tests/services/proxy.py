@@ -64,7 +64,8 @@ class TcpProxy:
         self._answers = 0
         self._commits_to_lose = self._commits_to_pass = 0
         self._links: set[Link] = set()
-        self._listener: asyncio.Server | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self._serving: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tcp-proxy", daemon=True)
         self._thread.start()
@@ -136,10 +137,25 @@ class TcpProxy:
         if not weather.swallow:
             await self._reset({link for link in self._links if link.lost_bytes})
         if listening and self._listener is None:
-            self._listener = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+            listening_socket = socket.create_server(("127.0.0.1", self.port), backlog=100)
+            listening_socket.setblocking(False)
+            self._listener = self._loop.create_task(self._accept(listening_socket))
         elif not listening and self._listener is not None:
-            self._listener.close()
+            self._listener.cancel()
+            await asyncio.gather(self._listener, return_exceptions=True)
             self._listener = None
+
+    async def _accept(self, listening_socket: socket.socket) -> None:
+        """By hand: asyncio's own server, closed while somebody connects, leaves half a transport behind (Python 3.13.0)."""
+        with listening_socket:
+            while True:
+                client, _ = await self._loop.sock_accept(listening_socket)
+                serving = self._loop.create_task(self._begin(client))
+                self._serving.add(serving)
+                serving.add_done_callback(self._serving.discard)
+
+    async def _begin(self, client: socket.socket) -> None:
+        await self._serve(*await asyncio.open_connection(sock=client))
 
     async def _reset(self, links: set[Link]) -> None:
         for link in links:
