@@ -167,6 +167,29 @@ def test_an_executor_that_runs_everything_inside_submit_will_do(database: str):
     assert mapped(functions.double, range(50), Eager(), database, workers=1).done == 50
 
 
+def test_a_batch_that_takes_long_gives_back_what_it_has_not_begun(
+    make: Make, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from headway.run import batch
+
+    def work(n: int) -> None:
+        if n >= 300:
+            functions.noted({"place": str(tmp_path), "n": n})
+
+    monkeypatch.setattr(batch, "SPELL_SECONDS", 0.0)
+    ends: list[headway.Result] = []
+    run = threading.Thread(target=lambda: ends.append(mapped(work, range(303), make("thread", 1), database, workers=1)))
+    run.start()
+    with Ledger.open(database) as ledger:
+        eventually((tmp_path / "begun-300").exists, timeout=60)
+        (tmp_path / "free-300").touch()
+        eventually(lambda: ledger.job("ads").info().done == 301, timeout=60)  # although the next one runs
+        (tmp_path / "free").touch()
+        run.join(60)
+    assert ends[0].done == 303
+    assert set(executed(tmp_path).values()) == {1}
+
+
 def test_it_can_be_awaited(make: Make, database: str):
     import asyncio
 
@@ -364,15 +387,17 @@ def test_the_item_that_kills_a_process_is_charged_and_the_same_call_with_a_new_e
     assert executed(tmp_path) == Counter({0: 2})
 
 
-def test_a_worker_killed_from_outside_costs_its_item_one_attempt_and_the_others_nothing(
-    make: Make, database: str, tmp_path: Path
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_ended_from_outside_costs_its_item_one_attempt_and_the_others_nothing(
+    number: signal.Signals, make: Make, database: str, tmp_path: Path
 ):
+    """SIGTERM too: workers that were forked while the run had its handlers obey as if it had none."""
     items = [{"place": str(tmp_path), "n": n} for n in range(4)]
 
     def kill() -> None:
         eventually(lambda: all((tmp_path / f"begun-{n}").exists() for n in (0, 1)), timeout=60)
         eventually(lambda: (tmp_path / "begun-1").read_text() != "", timeout=60)
-        os.kill(int((tmp_path / "begun-1").read_text()), signal.SIGKILL)
+        os.kill(int((tmp_path / "begun-1").read_text()), number)
 
     killing = threading.Thread(target=kill)
     killing.start()
