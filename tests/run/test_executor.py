@@ -299,6 +299,36 @@ def test_an_executor_that_gives_no_futures_is_refused(database: str):
         mapped(functions.double, [1], Wrong(), database)
 
 
+def test_an_executor_whose_futures_give_something_else_is_refused_and_nothing_is_recorded(database: str):
+    class Wrong:
+        def submit(self, function: Any, *arguments: Any) -> Future[Any]:
+            future: Future[Any] = Future()
+            future.set_result(function(*arguments) if function.__name__ == "probe" else {"ticket": 99, "done": []})
+            return future
+
+    with pytest.raises(HeadwayError, match="gave a dict that the submitted call did not return"):
+        mapped(functions.double, [1], Wrong(), database)
+    with Ledger.open(database) as ledger:
+        assert ledger.job("ads").info().done == 0
+
+
+def test_two_runs_at_once_share_an_executor(make: Make, tmp_path: Path):
+    executor = make("thread", 4)
+    ends: list[headway.Result] = []
+
+    def run(job: str) -> None:
+        ends.append(
+            mapped(functions.double, range(300), executor, f"sqlite:///{tmp_path}/{job}.db", job=job, workers=2)
+        )
+
+    runs = [threading.Thread(target=run, args=(job,)) for job in ("one", "two")]
+    for each in runs:
+        each.start()
+    for each in runs:
+        each.join(60)
+    assert [(end.done, end.dead) for end in ends] == [(300, 0)] * 2
+
+
 @pytest.mark.parametrize("what", ["function", "encode"])
 def test_a_function_that_cannot_be_sent_is_an_error_before_anything_runs(what: str, make: Make, database: str):
     executor = make("process")
@@ -332,19 +362,36 @@ def test_an_executor_that_was_shut_down_is_an_error_and_another_one_goes_on(make
     assert mapped(functions.double, range(5), make("thread"), database).done == 5
 
 
-def test_what_ran_when_the_executor_was_shut_down_is_recorded(make: Make, database: str, tmp_path: Path):
+def test_what_ran_when_the_executor_was_shut_down_is_recorded(
+    make: Make, database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     executor = make("thread")
+    refused = threading.Event()
+
+    class Telling:
+        def submit(self, *call: Any) -> Any:
+            try:
+                return executor.submit(*call)
+            except RuntimeError:
+                refused.set()
+                raise
+
     items = [{"place": str(tmp_path), "n": n} for n in range(6)]
 
     def close() -> None:
         eventually(lambda: (tmp_path / "begun-0").exists() and (tmp_path / "begun-1").exists(), timeout=60)
         executor.shutdown(wait=False)
+        (tmp_path / "free-0").touch()
+        refused.wait(60)
+        with Ledger.open(database) as ledger:
+            ledger.job("ads").pause()
+        eventually(lambda: "Paused by" in capsys.readouterr().err, timeout=60)  # it goes on, for item 1 still runs
         (tmp_path / "free").touch()
 
     closing = threading.Thread(target=close)
     closing.start()
     with pytest.raises(HeadwayError, match="takes no more work"):
-        mapped(functions.noted, items, executor, database)
+        mapped(functions.noted, items, Telling(), database, workers=2, progress="plain")
     closing.join()
     with Ledger.open(database) as ledger:
         assert (ledger.job("ads").info().done, ledger.job("ads").info().failures) == (2, 0)
@@ -387,7 +434,7 @@ def test_the_item_that_kills_a_process_is_charged_and_the_same_call_with_a_new_e
     assert executed(tmp_path) == Counter({0: 2})
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
 def test_a_worker_ended_from_outside_costs_its_item_one_attempt_and_the_others_nothing(
     number: signal.Signals, make: Make, database: str, tmp_path: Path
 ):
@@ -451,7 +498,7 @@ def start(place: Path) -> subprocess.Popen[str]:
     (place / "script.py").write_text(SCRIPT)
     return subprocess.Popen(
         [sys.executable, place / "script.py", place],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True,
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
