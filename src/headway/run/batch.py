@@ -306,7 +306,7 @@ def _printing(keep: Keep) -> Iterator[Printing | None]:
     with _sharing:
         if _shared is None:
             _shared = Printing(several=True)
-            _shared.enter_worker()
+        _shared.enter_worker()
         printing = _shared
         _sharers += 1
     try:
