@@ -167,6 +167,30 @@ def test_an_executor_that_runs_everything_inside_submit_will_do(database: str):
     assert mapped(functions.double, range(50), Eager(), database, workers=1).done == 50
 
 
+def test_a_batch_that_takes_long_gives_back_what_it_has_not_begun(
+    make: Make, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from headway.run import batch
+
+    def work(n: int) -> None:
+        if n >= 300:
+            functions.noted({"place": str(tmp_path), "n": n})
+
+    monkeypatch.setattr(batch, "SPELL_SECONDS", 0.0)
+    ends: list[headway.Result] = []
+    run = threading.Thread(target=lambda: ends.append(mapped(work, range(303), make("thread", 1), database, workers=1)))
+    run.start()
+    with Ledger.open(database) as ledger:
+        eventually((tmp_path / "begun-300").exists, timeout=60)
+        (tmp_path / "free-300").touch()
+        eventually(lambda: [each.outcome for each in ledger.job("ads").history(300)] == ["done"], timeout=60)
+        assert ledger.job("ads").info().done < 303, "it was recorded although the next one runs"
+        (tmp_path / "free").touch()
+        run.join(60)
+    assert ends[0].done == 303
+    assert set(executed(tmp_path).values()) == {1}
+
+
 def test_it_can_be_awaited(make: Make, database: str):
     import asyncio
 
@@ -276,6 +300,36 @@ def test_an_executor_that_gives_no_futures_is_refused(database: str):
         mapped(functions.double, [1], Wrong(), database)
 
 
+def test_an_executor_whose_futures_give_something_else_is_refused_and_nothing_is_recorded(database: str):
+    class Wrong:
+        def submit(self, function: Any, *arguments: Any) -> Future[Any]:
+            future: Future[Any] = Future()
+            future.set_result(function(*arguments) if function.__name__ == "probe" else {"ticket": 99, "done": []})
+            return future
+
+    with pytest.raises(HeadwayError, match="gave a dict that the submitted call did not return"):
+        mapped(functions.double, [1], Wrong(), database)
+    with Ledger.open(database) as ledger:
+        assert ledger.job("ads").info().done == 0
+
+
+def test_two_runs_at_once_share_an_executor(make: Make, tmp_path: Path):
+    executor = make("thread", 4)
+    ends: list[headway.Result] = []
+
+    def run(job: str) -> None:
+        ends.append(
+            mapped(functions.double, range(300), executor, f"sqlite:///{tmp_path}/{job}.db", job=job, workers=2)
+        )
+
+    runs = [threading.Thread(target=run, args=(job,)) for job in ("one", "two")]
+    for each in runs:
+        each.start()
+    for each in runs:
+        each.join(60)
+    assert [(end.done, end.dead) for end in ends] == [(300, 0)] * 2
+
+
 @pytest.mark.parametrize("what", ["function", "encode"])
 def test_a_function_that_cannot_be_sent_is_an_error_before_anything_runs(what: str, make: Make, database: str):
     executor = make("process")
@@ -309,19 +363,36 @@ def test_an_executor_that_was_shut_down_is_an_error_and_another_one_goes_on(make
     assert mapped(functions.double, range(5), make("thread"), database).done == 5
 
 
-def test_what_ran_when_the_executor_was_shut_down_is_recorded(make: Make, database: str, tmp_path: Path):
+def test_what_ran_when_the_executor_was_shut_down_is_recorded(
+    make: Make, database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     executor = make("thread")
+    refused = threading.Event()
+
+    class Telling:
+        def submit(self, *call: Any) -> Any:
+            try:
+                return executor.submit(*call)
+            except RuntimeError:
+                refused.set()
+                raise
+
     items = [{"place": str(tmp_path), "n": n} for n in range(6)]
 
     def close() -> None:
         eventually(lambda: (tmp_path / "begun-0").exists() and (tmp_path / "begun-1").exists(), timeout=60)
         executor.shutdown(wait=False)
+        (tmp_path / "free-0").touch()
+        refused.wait(60)
+        with Ledger.open(database) as ledger:
+            ledger.job("ads").pause()
+        eventually(lambda: "Paused by" in capsys.readouterr().err, timeout=60)  # it goes on, for item 1 still runs
         (tmp_path / "free").touch()
 
     closing = threading.Thread(target=close)
     closing.start()
     with pytest.raises(HeadwayError, match="takes no more work"):
-        mapped(functions.noted, items, executor, database)
+        mapped(functions.noted, items, Telling(), database, workers=2, progress="plain")
     closing.join()
     with Ledger.open(database) as ledger:
         assert (ledger.job("ads").info().done, ledger.job("ads").info().failures) == (2, 0)
@@ -364,15 +435,17 @@ def test_the_item_that_kills_a_process_is_charged_and_the_same_call_with_a_new_e
     assert executed(tmp_path) == Counter({0: 2})
 
 
-def test_a_worker_killed_from_outside_costs_its_item_one_attempt_and_the_others_nothing(
-    make: Make, database: str, tmp_path: Path
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+def test_a_worker_ended_from_outside_costs_its_item_one_attempt_and_the_others_nothing(
+    number: signal.Signals, make: Make, database: str, tmp_path: Path
 ):
+    """SIGTERM too: workers that were forked while the run had its handlers obey as if it had none."""
     items = [{"place": str(tmp_path), "n": n} for n in range(4)]
 
     def kill() -> None:
         eventually(lambda: all((tmp_path / f"begun-{n}").exists() for n in (0, 1)), timeout=60)
         eventually(lambda: (tmp_path / "begun-1").read_text() != "", timeout=60)
-        os.kill(int((tmp_path / "begun-1").read_text()), signal.SIGKILL)
+        os.kill(int((tmp_path / "begun-1").read_text()), number)
 
     killing = threading.Thread(target=kill)
     killing.start()
@@ -426,7 +499,7 @@ def start(place: Path) -> subprocess.Popen[str]:
     (place / "script.py").write_text(SCRIPT)
     return subprocess.Popen(
         [sys.executable, place / "script.py", place],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True,
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 

@@ -120,6 +120,21 @@ def test_inside_a_running_loop_a_function_of_a_module_is_started_anew(database: 
     assert returned(result) == [False]
 
 
+def test_a_script_without_a_main_guard_is_forked_whatever_threads_it_has(tmp_path: Path):
+    (tmp_path / "script.py").write_text(
+        "import threading, headway\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "def double(n): return 2 * n\n"
+        "result = headway.map(double, [1, 2], job='ads', progress='plain')\n"
+        "print([found.result for found in result.results()])\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.stdout == "[2, 4]\n", run.stderr
+    assert "because the function is defined in the main program" in run.stderr
+
+
 def test_the_command_line_starts_workers_anew_when_it_is_told_to_and_they_end_with_it(
     tmp_path: Path, spawn_cli: Callable[..., subprocess.Popen[str]]
 ):

@@ -142,8 +142,8 @@ def _machine() -> bytes:
 # ---------------------------------------------------------------------------------------------------------------------
 # In the executor
 
-#: The page of the run that this process works for.
-_page: Page | None = None
+#: The pages of the runs that this process works for; threads of it may work for several at once.
+_pages: dict[str, Page] = {}
 
 
 def probe(orders: Orders) -> dict[str, Any]:
@@ -306,7 +306,7 @@ def _printing(keep: Keep) -> Iterator[Printing | None]:
     with _sharing:
         if _shared is None:
             _shared = Printing(several=True)
-            _shared.enter_worker()
+        _shared.enter_worker()
         printing = _shared
         _sharers += 1
     try:
@@ -326,20 +326,25 @@ def _open(path: str) -> Page | None:
     """The page, if it is here. This process is the executor's, and stays as it was found but for one thing: as long as the
     run goes on Ctrl-C is the run's to obey. A terminal sends it to every process, and an idle worker of a
     ProcessPoolExecutor that dies of it breaks the whole executor."""
-    global _page
-    if _page is None or str(_page.path) != path:
+    page = _pages.get(path)
+    if page is None:
         try:
             page = Page(Path(path))
         except (OSError, ValueError):
             return None
-        _page = page if page.ours else None
-    if _page is not None and _in_main_thread() and _page.owner != os.getpid():
+        if not page.ours:
+            return None
+        for old, each in list(_pages.items()):
+            if not each.goes_on:
+                _pages.pop(old, None)
+        _pages[path] = page
+    if _in_main_thread() and page.owner != os.getpid():
         before = signal.getsignal(signal.SIGINT)
         if isinstance(before, _LeftToTheRun):
-            before.page = _page
+            before.page = page
         else:
-            signal.signal(signal.SIGINT, _LeftToTheRun(_page, before))
-    return _page
+            signal.signal(signal.SIGINT, _LeftToTheRun(page, before))
+    return page
 
 
 class _LeftToTheRun:

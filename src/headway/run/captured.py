@@ -79,8 +79,9 @@ class Printing:
         self._err: TextIO | None = None
 
     def enter_worker(self) -> None:
-        """In the worker: from now on see what is printed."""
+        """In the worker: from now on see what is printed. Called again it sees streams that somebody replaced meanwhile."""
         before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+        before = {name: stream for name, stream in before.items() if not isinstance(stream, _Tee)}
         copies: dict[str, Any] = {
             name: _Tee(stream, self._add) for name, stream in before.items() if stream is not None
         }

@@ -161,11 +161,9 @@ class ExecutorPool(Pool):
         return running
 
     def _recall(self) -> None:
-        """Batches see the page and give back; where they do not see it, those that have not begun are cancelled."""
+        """Batches see the page and give back; where they do not see it, they are short. Nothing is cancelled: nobody can
+        tell what has begun there (a future of Dask's cancels what runs)."""
         self._page.recall(True)
-        if not self._page_seen:
-            for ticket in list(self._tickets.values()):
-                _cancel(ticket.future)
 
     def _resize(self, size: int) -> None:
         """How many items are with it at once; how many workers it has is the user's affair."""
@@ -280,14 +278,14 @@ class ExecutorPool(Pool):
             no, future = self._news.popleft()
             error = _error_of(future)
             if no == -1:
-                self._take_probe(error, None if error is not None else future.result())
+                self._take_probe(error, None if error is not None else _answer(future, "version"))
                 continue
             ticket = self._tickets.get(no)
             if ticket is None:
                 continue  # given up meanwhile
             self._heard_at = time.monotonic()
             if error is None:
-                self._take_report(ticket, future.result())
+                self._take_report(ticket, _answer(future, "ticket", no))
             elif isinstance(error, BrokenExecutor):
                 self._refusal = error
                 self._blame_death(ticket, "the executor's process died while it ran this item")
@@ -436,6 +434,17 @@ def _error_of(future: Any) -> BaseException | None:
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is the future's
         return error
     return None
+
+
+def _answer(future: Any, name: str, value: object = None) -> Any:
+    """What the call returned. An executor that gives anything else would have its items recorded as something they are not."""
+    answer = future.result()
+    if not isinstance(answer, dict) or name not in answer or (value is not None and answer[name] != value):
+        raise HeadwayError(
+            f"The executor's future gave a {type(answer).__name__} that the submitted call did not return.",
+            hint="submit(function, *arguments) must give a future of function(*arguments). What was recorded is kept.",
+        )
+    return answer
 
 
 def _is_death(error: BaseException) -> bool:
