@@ -105,6 +105,16 @@ def test_the_rest_of_a_lapsed_block_is_taken_over_and_its_slot_records_nothing_m
     assert job.info().failures == 0
 
 
+def test_a_failure_of_an_item_that_another_slot_has_is_refused(ledger: Ledger, share: MakeShare) -> None:
+    job = start(ledger, 10)
+    a, b = share("a"), share("b")
+    a.claim_some(3)
+    lapse(ledger, a)
+    b.claim_some(100)
+    assert a.record([Failed(1, BOOM, seen=0)]).stale == [1]
+    assert job.info().failures == 0
+
+
 def test_a_slot_that_wakes_up_learns_what_it_lost_when_it_renews(ledger: Ledger, share: MakeShare) -> None:
     start(ledger, 10)
     a, b = share("a"), share("b")
@@ -138,6 +148,8 @@ def test_what_failed_is_tried_again_by_any_slot_and_dies_once_its_tries_are_used
     assert a.claim_some(5) == []
     recorded = b.record([Failed(0, BOOM, seen=1)])
     assert list(recorded.died) == [0]
+    assert fleet.attend(ledger.database, job.no) is True
+    assert b.leave() is False
     assert events(ledger) == 0  # it has its last pass before it
     assert indices(a.claim_some(5)) == [0]
     assert b.claim_some(5) == []

@@ -47,7 +47,12 @@ def stop(job: str, database: str | None, *, now: bool) -> None:
 @click.argument("workers", type=Whole(1, MOST_WORKERS), metavar="N")
 @database_option
 def scale(job: str, workers: int, database: str | None) -> None:
-    """Let a run work on N items at once. Those that run are finished."""
+    """Let a run work on N items at once, or a fleet with N slots. Those that run are finished."""
     with open_ledger(database) as ledger:
-        find_job(ledger, job).scale(workers)
-    say(f"Job {job} is asked to work on {plural(workers, 'item')} at once.")
+        found = find_job(ledger, job)
+        found.scale(workers)
+        by_fleet = (found.info().holder or {}).get("fleet") is not None
+    if by_fleet:
+        say(f"The fleet is asked to work on job {job} with {plural(workers, 'slot')}.")
+    else:
+        say(f"Job {job} is asked to work on {plural(workers, 'item')} at once.")
