@@ -193,11 +193,11 @@ def drain(report: Report, own: Servers, share: float, rounds: int, against: list
     compared = [each for each in DRAINS if not against or any(word in each[1] for word in against)]
     names = {name for each in compared for name in each[:2]}
     for _ in range(rounds):
-        for name in TASKS:
+        for name, most in TASKS.items():
             if name not in names:
                 continue
             # Those that are compared stand next to each other in the list, and so in time.
-            count = max(100, int(TASKS[name] * share))
+            count = max(100, int(most * share))
             _, rate, cpu = own.fresh(name).measure(count, LIMIT, own.postgres_pid)
             rates[name].append(rate)
             used[name].append(cpu)
