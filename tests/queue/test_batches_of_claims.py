@@ -337,6 +337,7 @@ def test_a_task_whose_id_rq_does_not_take_runs_and_is_in_nobodys_way(database_ur
             while len(ran) < 2:
                 taken = eventually(lambda: source.claim(worker(), PRIORITIES, 10))
                 ran += [claim.id for claim in taken]
+                source.show()
                 source.settled(list(complete(queue, taken).values()))
             assert sorted(ran) == ["with.dot", "without"]
             assert queue.database.run(lambda tx: hinting.unhinted(tx, limit=10)) == []

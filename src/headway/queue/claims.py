@@ -71,6 +71,7 @@ _GIVEN = {
     "(SELECT CAST(? AS double precision[]))) "
     "AS g (given_no, given_token, given_result, given_message, given_waited, given_seconds)",
 }
+_TOLD = "id, kind, queue, status, version, user_id, attempts, error, updated_at"
 # The event of each row that was changed, as `records.tell` writes it.
 _TELL = (
     "INSERT INTO outbox (id, type, at, source, job, version, data) SELECT id || '-' || version, 'task.' || lower(status), "
@@ -172,7 +173,7 @@ def _claiming(
         f"AND NOT ({_DUE.format(now=now, cap=RETRY_CAP + 1.0)}) AND queue NOT IN (SELECT name FROM task_queues "
         f"WHERE paused = 1 AND (paused_until IS NULL OR paused_until > {now})) ORDER BY place, turn, no LIMIT {int(limit)} "
         f"FOR UPDATE SKIP LOCKED), taken AS (UPDATE tasks SET {_taking(now)} "
-        "WHERE no = ANY (ARRAY(SELECT picked_no FROM picked)) RETURNING *)"
+        f"WHERE no = ANY (ARRAY(SELECT picked_no FROM picked)) RETURNING {_CLAIMED}, status, error, updated_at)"
     )
     taking: tuple[Value, ...] = (write_owner(who.owner, who.lease), who.lease, who.worker)
     return statement, (who.worker, process, who.lease / 2, *values, *taking)
@@ -428,8 +429,8 @@ def complete_and_claim(
     *given, share = _given(successes)
     rows = database.write(
         f"WITH source AS MATERIALIZED ({_GIVEN['postgresql']}), changed AS (UPDATE tasks SET {_completed(_NOW['postgresql'])} "
-        f"FROM source WHERE {_OWN} RETURNING tasks.*), {claiming}, appending AS MATERIALIZED ({SHARE_APPENDING}), "
-        f"told AS ({_telling('(SELECT * FROM changed UNION ALL SELECT * FROM taken) AS either')}), {_COUNTED} "
+        f"FROM source WHERE {_OWN} RETURNING {_TOLD}, no), {claiming}, appending AS MATERIALIZED ({SHARE_APPENDING}), "
+        f"told AS ({_telling(f'(SELECT {_TOLD} FROM changed UNION ALL SELECT {_TOLD} FROM taken) AS either')}), {_COUNTED} "
         f"SELECT {_CLAIMED} FROM taken UNION ALL SELECT * FROM mine UNION ALL SELECT {', '.join(completed)} FROM changed",
         (*given, *values, share),
         operation="queue.settle",

@@ -240,7 +240,9 @@ def listing(
 ) -> list[Task]:
     """The newest tasks that match, older than the task ``before`` (the last one of the page before this one)."""
     where, values = ["true"], list[Value]()
-    for column, wanted in (("status", status), ("queue", queue), ("kind", kind), ("user_id", user_id)):
+    if status is not None:  # in the text: for a parameter PostgreSQL keeps a plan without the index of that status
+        where.append(f"status = '{Status(status).value}'")
+    for column, wanted in (("queue", queue), ("kind", kind), ("user_id", user_id)):
         if wanted is not None:
             where.append(f"{column} = ?")
             values.append(str(wanted))

@@ -306,6 +306,11 @@ class RqSource:
                 self._looked_at = self._clock()
         with self._showing:
             self._unshown = {claim.id: claim for claim in claimed}
+            if claimed and self._breaker.allow():  # one that never rests is seen too
+                try:
+                    self._show_alive()
+                except _redis.failures() as error:
+                    self._failed(error)
         return claimed
 
     def show(self) -> None:
