@@ -26,6 +26,9 @@ from headway.ledger.values import (
 PAGE = 1000
 #: Among so many of the last items that were tried, some may be under way and have no row yet.
 STRETCH = 2000
+#: Items looked at together by who seeks those of one state, at first and at most.
+WALK = 500
+WALK_MOST = 20_000
 
 #: The words an item can be asked for by, with the condition that finds it; {live} is what `Live` says.
 STATES = {
@@ -53,14 +56,18 @@ _JOB = (
     "done + (SELECT CAST(coalesce(sum(b.done), 0) AS BIGINT) FROM blocks b WHERE b.job = jobs.no), "
     "failed, dead, failures, created_at, updated_at, finished_at, holder, lease_until FROM jobs"
 )
-_ITEM = (
+_ITEMS = (
     "SELECT i.idx, i.key, p.status, d.idx, p.lease_until, coalesce(p.attempts, 0), p.updated_at, p.seconds, p.worker, "
     "p.meta, p.next_attempt_at, i.payload, p.holder, "
     "coalesce(d.error, (SELECT a.error FROM attempts a WHERE a.job = i.job AND a.idx = i.idx ORDER BY a.no DESC LIMIT 1)), "
     "coalesce(d.cause, (SELECT a.cause FROM attempts a WHERE a.job = i.job AND a.idx = i.idx ORDER BY a.no DESC LIMIT 1)) "
-    "FROM input_products i LEFT JOIN progress p ON p.job = i.job AND p.idx = i.idx "
-    "LEFT JOIN dead_letters d ON d.job = i.job AND d.idx = i.idx"
+    "FROM input_products i LEFT JOIN progress p ON p.job = i.job AND p.idx = i.idx{near_p} "
+    "LEFT JOIN dead_letters d ON d.job = i.job AND d.idx = i.idx{near_d}"
 )
+_ITEM = _ITEMS.format(near_p="", near_d="")
+#: Items of one stretch (after, up to). The bounds are said of each table: PostgreSQL does not conclude that of an outer join,
+#: and without statistics it reads all of them instead.
+_STRETCH = _ITEMS.format(near_p=" AND p.idx > ? AND p.idx <= ?", near_d=" AND d.idx > ? AND d.idx <= ?")
 
 
 def job_info(row: Row, now: float) -> JobInfo:
@@ -217,18 +224,40 @@ class Reports:
                 among.append("SELECT a.idx FROM attempts a WHERE a.job = ? AND a.idx > ? AND a.cause = ?")
                 values += [self.no, after, cause]
 
-            def page(where: str, more: list[Value]) -> list[Row]:
-                sql = f"{_ITEM} WHERE i.job = ? AND ({condition}) AND {where} ORDER BY i.idx LIMIT ?"
-                return tx.all(sql, (self.no, *values, *more, limit))
-
             if among:
-                rows = page(" AND ".join(f"i.idx IN ({found})" for found in among), [])
+                found = " AND ".join(f"i.idx IN ({each})" for each in among)
+                sql = f"{_ITEM} WHERE i.job = ? AND ({condition}) AND {found} ORDER BY i.idx LIMIT ?"
+                rows = tx.all(sql, (self.no, *values, limit))
             elif status == "pending" and (first := _untouched_from(tx, self.no)) > after + 1:
-                rows = page(f"i.idx IN ({_OPEN} AND +o.idx > ? AND +o.idx < ?)", [self.no, after, first])
-                rows = (rows + page("i.idx >= ?", [first]))[:limit]
+                found = f"i.idx IN ({_OPEN} AND +o.idx > ? AND +o.idx < ?)"
+                sql = f"{_ITEM} WHERE i.job = ? AND ({condition}) AND {found} ORDER BY i.idx LIMIT ?"
+                rows = tx.all(sql, (self.no, *values, self.no, after, first, limit))
+                rows += self._walk(tx, condition, values, "input_products", first - 1, limit - len(rows))
             else:
-                rows = page("i.idx > ?", [after])
+                table = "progress" if status == "done" else "input_products"
+                rows = self._walk(tx, condition, values, table, after, limit)
         return [_item_info(row, live) for row in rows]
+
+    def _walk(self, tx: Tx, condition: str, values: Sequence[Value], table: str, after: int, limit: int) -> list[Row]:
+        """Items that meet the condition by index, found stretch by stretch of what is in ``table``: what it costs depends on
+        how many must be looked at, not on how many there are."""
+        rows: list[Row] = []
+        size = limit if condition == "true" else max(limit, WALK)
+        while (wanted := limit - len(rows)) > 0:
+            # The size stands in the text: a parameter is planned as a tenth of all rows.
+            row = tx.one(
+                f"SELECT max(idx) FROM (SELECT idx FROM {table} WHERE job = ? AND idx > ? ORDER BY idx LIMIT {size}) near",
+                (self.no, after),
+            )
+            if row is None or row[0] is None:
+                break
+            near, after = (after, row[0]), row[0]
+            rows += tx.all(
+                f"{_STRETCH} WHERE i.job = ? AND i.idx > ? AND i.idx <= ? AND ({condition}) ORDER BY i.idx LIMIT ?",
+                (*near, *near, self.no, *near, *values, wanted),
+            )
+            size = min(2 * size, WALK_MOST)
+        return rows
 
     def item(self, name: str | int) -> ItemInfo:
         """An item by its key or its index."""
