@@ -610,6 +610,28 @@ def test_items_are_listed_page_by_page_and_by_state(job: Job):
         job.items(status="finished")
 
 
+@pytest.mark.parametrize("limit", [2, 999, 5000])
+def test_the_few_items_of_a_state_are_found_however_far_they_are_apart(ledger: Ledger, limit: int):
+    """And each once, whatever the size of a page; the indices have holes, so nothing can be told from their number."""
+    job = ledger.create("few")
+    job.register(NewItem(2 * idx) for idx in range(3000))
+    rare = list(range(0, 6000, 1400))
+    job.record([Done(2 * idx) for idx in range(3000) if 2 * idx not in rare])
+    assert _paged(job, "pending", limit) == rare
+    job.record([Done(idx) for idx in rare[1:]])
+    assert _paged(job, "pending", limit) == rare[:1]
+    if limit > 2:
+        assert _paged(job, "done", limit) == list(range(2, 6000, 2))
+        assert _paged(job, None, limit) == list(range(0, 6000, 2))
+
+
+def _paged(job: Job, status: str | None, limit: int) -> list[int]:
+    found: list[int] = []
+    while page := job.items(status=status, after=found[-1] if found else -1, limit=limit):
+        found += [item.idx for item in page]
+    return found
+
+
 def test_the_joblog_has_every_ended_run_in_the_order_of_items(job: Job):
     fail(job, 4)
     job.record([Done(4, worker="w"), Done(0)])
