@@ -29,7 +29,7 @@ from redis import Redis
 
 from headway._lease import Owner
 from headway._sql import connect
-from headway.queue import TaskQueue, claims
+from headway.queue import TaskQueue, claims, settling
 from headway.queue.claims import Claimant
 from headway.queue.sweeper import Sweeper
 from headway.queue.values import PRIORITIES
@@ -291,7 +291,7 @@ def sweeping(report: Report, own: Servers, sizes: list[int]) -> None:
 def claim_and_give_back(queue: TaskQueue) -> None:
     who = Claimant("bench", Owner.current(), ["tick"])
     taken = queue.database.run(lambda tx: claims.claim(tx, who, queues=PRIORITIES, limit=10))
-    queue.database.run(lambda tx: [claims.give_back(tx, one) for one in taken])
+    queue.database.run(lambda tx: [settling.give_back(tx, one) for one in taken])
 
 
 def add_finished(queue: TaskQueue, first: int, last: int) -> None:

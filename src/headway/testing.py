@@ -22,7 +22,7 @@ from typing import Any
 from headway._lease import Owner
 from headway.errors import StorageError
 from headway.failure import Failure
-from headway.queue import claims
+from headway.queue import claims, settling
 from headway.queue.claims import Claimant
 from headway.queue.execution import Ended, RunningTask, perform
 from headway.queue.taskqueue import TaskQueue
@@ -69,7 +69,7 @@ def run_waiting(queue: TaskQueue, *, limit: int = 1000) -> list[Task]:
 
 def _run(queue: TaskQueue, claim: Claim) -> Task:
     def report(percent: float, message: str) -> None:
-        queue.database.run(lambda tx: claims.progress(tx, claim, percent, message))
+        queue.database.run(lambda tx: settling.progress(tx, claim, percent, message))
 
     def cancelled() -> bool:
         return queue.get(claim.id).cancelling
@@ -84,10 +84,10 @@ def _run(queue: TaskQueue, claim: Claim) -> Task:
         result = perform(task, queue.handlers[claim.kind].function, payload, queue.context)
     seconds = time.monotonic() - began
     if result.failure is None:
-        return queue.database.run(lambda tx: claims.complete(tx, claim, result.result, seconds))
+        return queue.database.run(lambda tx: settling.complete(tx, claim, result.result, seconds))
     failure, outcome, retryable = result.failure, result.outcome, result.retryable
     return queue.database.run(
-        lambda tx: claims.fail(tx, claim, failure, outcome=outcome, retryable=retryable, seconds=seconds)
+        lambda tx: settling.fail(tx, claim, failure, outcome=outcome, retryable=retryable, seconds=seconds)
     )
 
 

@@ -19,7 +19,7 @@ from headway._lease import Owner
 from headway.errors import HeadwayError, InvalidInput
 from headway.events.sql import SqlOutbox
 from headway.lifecycle import Shutdown
-from headway.queue import claims, hinting
+from headway.queue import claims, hinting, settling
 from headway.queue.claims import Claimant
 from headway.queue.flask import Headway
 from headway.queue.rq import RqSource
@@ -45,11 +45,11 @@ def take(queue: TaskQueue, limit: int = 1, name: str = "w") -> list[Claim]:
 
 
 def complete(queue: TaskQueue, claim: Claim) -> Task:
-    return queue.database.run(lambda tx: claims.complete(tx, claim, None, 0.0))
+    return queue.database.run(lambda tx: settling.complete(tx, claim, None, 0.0))
 
 
 def fail(queue: TaskQueue, claim: Claim) -> Task:
-    return queue.database.run(lambda tx: claims.fail(tx, claim, claims.LOST))
+    return queue.database.run(lambda tx: settling.fail(tx, claim, settling.LOST))
 
 
 def served(queue: TaskQueue, count: int) -> list[str | None]:
@@ -123,7 +123,7 @@ def test_a_cancelled_task_whose_worker_ends_is_not_run_again(queue: TaskQueue):
     task = queue.submit("caption", user_id="anna")
     [claim] = take(queue)
     queue.cancel(task.id, by="anna")
-    queue.database.run(lambda tx: claims.give_back(tx, claim))
+    queue.database.run(lambda tx: settling.give_back(tx, claim))
     assert queue.get(task.id).status is Status.CANCELLED
     assert queue.submit("caption", user_id="anna").status is Status.QUEUED, "the user's place is free"
 

@@ -15,7 +15,7 @@ import redis
 from cryptography.fernet import Fernet
 
 from headway._lease import Owner
-from headway.queue import claims
+from headway.queue import settling
 from headway.queue.claims import Claimant
 from headway.queue.rq import RqSource
 from headway.queue.sweeper import Sweeper
@@ -120,16 +120,16 @@ def test_a_redis_that_lost_or_repeats_what_it_knew_costs_no_task_at_any_moment_o
         source = RqSource(queue, server.url(), name="by hand")
         taken = {claim.id: claim for claim in source.claim(who, PRIORITIES, 5)}
         assert set(taken) == {task[name] for name in moments[:5]}
-        settled = [queue.database.run(lambda tx: claims.complete(tx, taken[task["completed"]], None, 0.0))]
+        settled = [queue.database.run(lambda tx: settling.complete(tx, taken[task["completed"]], None, 0.0))]
         queue.cancel(task["cancelled"], by="anna")
-        settled.append(queue.database.run(lambda tx: claims.fail(tx, taken[task["cancelled"]], claims.LOST)))
-        settled.append(queue.database.run(lambda tx: claims.fail(tx, taken[task["retrying"]], claims.LOST)))
+        settled.append(queue.database.run(lambda tx: settling.fail(tx, taken[task["cancelled"]], settling.LOST)))
+        settled.append(queue.database.run(lambda tx: settling.fail(tx, taken[task["retrying"]], settling.LOST)))
         source.settled(settled)
         assert server.client().lpop("rq:queue:normal") == task["popped"]
         fault(server)
-        done = queue.database.run(lambda tx: claims.complete(tx, taken[task["running"]], None, 0.0))
+        done = queue.database.run(lambda tx: settling.complete(tx, taken[task["running"]], None, 0.0))
         source.settled([done])
-        queue.database.run(lambda tx: claims.give_back(tx, taken[task["claimed"]]))  # its worker was told to end
+        queue.database.run(lambda tx: settling.give_back(tx, taken[task["claimed"]]))  # its worker was told to end
         sweeper = Sweeper(queue, hints=queue.hints)
 
         def over() -> bool:

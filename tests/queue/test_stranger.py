@@ -23,7 +23,7 @@ from headway.config import Config
 from headway.errors import HeadwayError, InvalidInput, StorageError
 from headway.events import Event, SqlOutbox, append
 from headway.lifecycle import Shutdown
-from headway.queue import claims
+from headway.queue import settling
 from headway.queue.supervisor import Plan, Supervisor
 from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
@@ -348,7 +348,7 @@ def test_a_worker_whose_tasks_take_long_claims_few_of_them(crowd: TaskQueue):
 def test_a_users_tasks_that_are_given_back_together_stand_one_behind_the_other(crowd: TaskQueue):
     crowd.submit_many({"kind": "caption", "user_id": "anna"} for _ in range(10))
     held = take(crowd, 10)
-    crowd.database.run(lambda tx: claims.give_back_all(tx, held))
+    crowd.database.run(lambda tx: settling.give_back_all(tx, held))
     crowd.submit("caption", user_id="ben")
     assert "ben" in [claim.user_id for claim in take(crowd, 2)]
 

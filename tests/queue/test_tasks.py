@@ -12,7 +12,7 @@ import pytest
 from headway._lease import Owner
 from headway.errors import InvalidInput, NotFound, StaleClaim
 from headway.failure import Failure
-from headway.queue import claims
+from headway.queue import claims, settling
 from headway.queue.claims import Claimant
 from headway.queue.codec import FernetCodec
 from headway.queue.taskqueue import TaskQueue
@@ -33,15 +33,15 @@ def take(queue: TaskQueue, limit: int = 1, who: Claimant | None = None, **option
 
 
 def complete(queue: TaskQueue, claim: Claim, result: str | None = None) -> Task:
-    return queue.database.run(lambda tx: claims.complete(tx, claim, result, 0.1))
+    return queue.database.run(lambda tx: settling.complete(tx, claim, result, 0.1))
 
 
 def fail(queue: TaskQueue, claim: Claim, failure: Failure = BOOM, **options) -> Task:
-    return queue.database.run(lambda tx: claims.fail(tx, claim, failure, **options))
+    return queue.database.run(lambda tx: settling.fail(tx, claim, failure, **options))
 
 
 def sweep(queue: TaskQueue) -> list[Task]:
-    return queue.database.run(claims.lapsed)
+    return queue.database.run(settling.lapsed)
 
 
 def events(queue: TaskQueue, task_id: str) -> list[tuple[str, int]]:
@@ -260,8 +260,8 @@ def test_a_worker_whose_lease_lapsed_records_nothing(queue: TaskQueue):
     with pytest.raises(StaleClaim):
         fail(queue, late)
     with pytest.raises(StaleClaim):
-        queue.database.run(lambda tx: claims.progress(tx, late, 50, "half"))
-    assert queue.database.run(lambda tx: claims.give_back(tx, late)) is None
+        queue.database.run(lambda tx: settling.progress(tx, late, 50, "half"))
+    assert queue.database.run(lambda tx: settling.give_back(tx, late)) is None
     assert complete(queue, claim).status is Status.COMPLETED
     with pytest.raises(StaleClaim):
         complete(queue, claim)
@@ -299,7 +299,7 @@ def test_a_task_given_back_costs_no_attempt_and_runs_next(crowd: TaskQueue):
     crowd.submit("caption", id="a")
     crowd.submit("caption", id="b")
     [claim] = take(crowd)
-    back = crowd.database.run(lambda tx: claims.give_back(tx, claim))
+    back = crowd.database.run(lambda tx: settling.give_back(tx, claim))
     assert back is not None
     assert (back.status, back.attempts) == (Status.QUEUED, 0)
     assert [claim.id for claim in take(crowd, 2)] == ["a", "b"]
@@ -316,7 +316,7 @@ def test_cancelling_ends_a_waiting_task_at_once_and_asks_a_running_one(queue: Ta
     [claim] = take(queue)
     asked = queue.cancel(running.id, by="anna")
     assert (asked.status, asked.cancelling) == (Status.RUNNING, True)
-    assert queue.database.run(lambda tx: claims.progress(tx, claim, 10, "")), "the handler is told"
+    assert queue.database.run(lambda tx: settling.progress(tx, claim, 10, "")), "the handler is told"
     assert fail(queue, claim).status is Status.CANCELLED
     assert queue.cancel(running.id, by="anna").status is Status.CANCELLED, "one that has ended stays as it is"
 

@@ -13,7 +13,7 @@ from headway._lease import Owner
 from headway._sql import Database, Value, marks
 from headway.failure import Failure
 from headway.ledger import Done, Failed, Hold, Job, Ledger, NewItem, describe
-from headway.queue import claims, records
+from headway.queue import claims, records, settling
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import Claim, Priority
 from headway.states import Manager, open_store
@@ -260,12 +260,12 @@ def tasks(database: Database) -> None:
         one = claim(Priority.HIGH, Priority.NORMAL)
         if step % 12 == 5:
             why = failure(f"img-{step}", "fetch" if step % 24 == 5 else "parse")
-            database.run(partial(claims.fail, claim=one, failure=why, retryable=False))
+            database.run(partial(settling.fail, claim=one, failure=why, retryable=False))
         else:
-            database.run(partial(claims.complete, claim=one, result="1", seconds=1.0))
+            database.run(partial(settling.complete, claim=one, result="1", seconds=1.0))
     for _ in range(2):
         one = claim(Priority.URGENT)
-        database.run(partial(claims.complete, claim=one, result="1", seconds=48.0))
+        database.run(partial(settling.complete, claim=one, result="1", seconds=48.0))
     running = claim(Priority.URGENT)
     queue.submit("export", {"month": 4}, user_id="teo", role="admin", priority="urgent")
     reason = "database backup, please leave the disk alone"

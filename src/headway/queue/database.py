@@ -13,8 +13,9 @@ from contextlib import suppress
 from typing import Any
 
 from headway.errors import HeadwayError
-from headway.queue import claims
-from headway.queue.claims import Claimant, Success
+from headway.queue import claims, settling
+from headway.queue.claims import Claimant
+from headway.queue.settling import Success
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import Claim, Priority, Task
 from headway.telemetry import Log
@@ -38,7 +39,7 @@ class DatabaseSource:
     def settle_and_claim(
         self, successes: Sequence[Success], who: Claimant, queues: Sequence[Priority], limit: int
     ) -> tuple[set[str], list[Claim]] | None:
-        return claims.complete_and_claim(self._queue.database, successes, who, queues=queues, limit=limit)
+        return settling.complete_and_claim(self._queue.database, successes, who, queues=queues, limit=limit)
 
     def wait(self, seconds: float, stop: threading.Event) -> None:
         if self._queue.database.engine == "postgresql":

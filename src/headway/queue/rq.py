@@ -24,8 +24,9 @@ from headway._sql import Tx
 from headway.errors import HeadwayError, InvalidInput, MissingExtra
 from headway.ids import check_id
 from headway.queue import claims, hinting
-from headway.queue.claims import Claimant, Success
+from headway.queue.claims import Claimant
 from headway.queue.places import KEPT
+from headway.queue.settling import Success
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import PRIORITIES, Claim, Priority, Status, Task
 from headway.retry import CircuitBreaker

@@ -18,7 +18,7 @@ from headway._lease import Lease, Owner, SqlLeases, read_owner
 from headway._sql import Tx
 from headway.errors import HeadwayError, Held, StaleClaim
 from headway.failure import describe
-from headway.queue import claims, hinting
+from headway.queue import claims, hinting, settling
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import Priority
 from headway.retry import RetryPolicy
@@ -103,7 +103,7 @@ class Sweeper:
         """One round, if this is the active sweeper; seconds until the next."""
         if not self._acquire():
             return INTERVAL
-        ended = self._queue.database.run(lambda tx: claims.lapsed(tx, limit=_BATCH), operation="queue.sweep")
+        ended = self._queue.database.run(lambda tx: settling.lapsed(tx, limit=_BATCH), operation="queue.sweep")
         for task in ended:
             log.warning("the worker of a task is gone", taskID=task.id, worker=task.worker, new=task.status.value)
         promoted = self._queue.database.run(lambda tx: claims.promote(tx, tx.now()), operation="queue.promote")

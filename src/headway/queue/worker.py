@@ -23,8 +23,8 @@ from headway._version import __version__
 from headway.errors import HeadwayError, StaleClaim, StorageError
 from headway.failure import Failure
 from headway.lifecycle import Budget, Shutdown
-from headway.queue import claims
-from headway.queue.claims import Claimant, Success
+from headway.queue import claims, settling
+from headway.queue.claims import Claimant
 from headway.queue.database import DatabaseSource
 from headway.queue.execution import (
     CannotBegin,
@@ -38,6 +38,7 @@ from headway.queue.execution import (
     perform,
 )
 from headway.queue.settings import LiveSettings
+from headway.queue.settling import Success
 from headway.queue.taskqueue import Context, Handler, TaskQueue
 from headway.queue.values import Claim, Priority, Status, Task
 from headway.queue.watch import PULSE, Pulse, Renewal, Settings, Watch
@@ -415,7 +416,7 @@ class Worker:
             returned = _successes(batch)
 
             def settle(tx: Tx) -> list[Task | None]:
-                completed = claims.complete_all(tx, returned) if returned else {}
+                completed = settling.complete_all(tx, returned) if returned else {}
                 return [
                     completed.get(claim.id)
                     if ended.failure is None
@@ -425,7 +426,7 @@ class Worker:
 
             settled: list[Task | None]
             if len(returned) == len(batch):
-                completed = claims.complete_alone(self._queue.database, returned)
+                completed = settling.complete_alone(self._queue.database, returned)
                 settled = [completed.get(claim.id) for claim, *_ in batch]
             else:
                 settled = self._queue.database.run(settle, operation="queue.settle")
@@ -473,7 +474,7 @@ class Worker:
 
     def _fail(self, tx: Tx, claim: Claim, ended: Ended, failure: Failure, seconds: float) -> Task | None:
         try:
-            return claims.fail(tx, claim, failure, outcome=ended.outcome, retryable=ended.retryable, seconds=seconds)
+            return settling.fail(tx, claim, failure, outcome=ended.outcome, retryable=ended.retryable, seconds=seconds)
         except StaleClaim:
             return None
 
@@ -481,7 +482,7 @@ class Worker:
         """Whether the task is to be cancelled. A store that is away costs the note, not the task."""
         try:
             return self._queue.database.run(
-                lambda tx: claims.progress(tx, claim, percent, message), operation="queue.progress"
+                lambda tx: settling.progress(tx, claim, percent, message), operation="queue.progress"
             )
         except HeadwayError as error:
             log.warning("progress could not be noted", taskID=claim.id, error=str(error))
@@ -513,7 +514,7 @@ class Worker:
         return lost, cancelling
 
     def _give_back(self, returned: Sequence[Claim]) -> None:
-        back = self._queue.database.run(lambda tx: claims.give_back_all(tx, returned), operation="queue.give_back")
+        back = self._queue.database.run(lambda tx: settling.give_back_all(tx, returned), operation="queue.give_back")
         self._source.settled(back)
 
     # ---- being seen --------------------------------------------------------------------------------------------------
