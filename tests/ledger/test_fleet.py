@@ -10,7 +10,7 @@ import pytest
 
 from headway.errors import JobHeld, Refused, StaleClaim
 from headway.ledger import Done, Failed, Failure, Item, Job, Ledger, NewItem, fleet
-from headway.ledger.fleet import Share
+from headway.ledger.share import Share
 from headway.retry import RetryPolicy
 from tests.services.waiting import eventually
 

@@ -15,6 +15,7 @@ import headway.ledger
 from headway import ProgressManager
 from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, NewItem, fleet
 from headway.ledger.content import fingerprint
+from headway.ledger.share import Share
 from headway.retry import RetryPolicy
 from tests.services.lost_answers import contents, through
 from tests.services.postgres import PostgresServer
@@ -69,13 +70,13 @@ class Scene:
     def handed_over(self, hold: Hold) -> None:
         fleet.hand_over(self.ledger.database, hold, work="{}", queue="normal", slots=2, most=None, has_pass=True)
 
-    def share(self) -> fleet.Share:
+    def share(self) -> Share:
         self.handed_over(self.held())
         known = fleet.read(self.ledger.database, self.job.no)
         assert known is not None
-        return fleet.Share(self.ledger.database, self.job.id, known, "slot", lease=1000)
+        return Share(self.ledger.database, self.job.id, known, "slot", lease=1000)
 
-    def share_with_a_block(self) -> fleet.Share:
+    def share_with_a_block(self) -> Share:
         share = self.share()
         assert [item.idx for item in share.claim_some(9)] == [5, 6, 7, 8]
         return share

@@ -15,46 +15,21 @@ The job finishes in the transaction that finds nothing left, under the job's row
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import NamedTuple
 
-from headway._lease import Owner, has_ended, write_owner
-from headway._sql import NOW, Database, Row, Tx, marks
-from headway.errors import NotFound, Refused, StaleClaim
+from headway._lease import has_ended
+from headway._sql import Database, Row, Tx
+from headway.errors import Refused
 from headway.ledger import control
-from headway.ledger.columns import put_new_done
-from headway.ledger.content import is_intact
-from headway.ledger.control import Control
-from headway.ledger.job import DAMAGED, Job, OnDamaged, ignore
 from headway.ledger.job_lease import Hold
 from headway.ledger.recorder import Recorder
-from headway.ledger.values import MAX_INDEX, Done, Failed, Item, Outcome, Recorded
-from headway.retry import RetryPolicy
 from headway.telemetry import Log
 
 log = Log("ledger")
 
-#: Seconds a slot's blocks last unless they are renewed. With a renewal every third of it, and the queue's own lease for
-#: the slot itself, a dead machine's items run elsewhere within 20 s.
-LEASE = 12.0
 #: The hold of a fleet ends when somebody ends it.
 FOR_EVER = 1e11
-#: Items claimed one by one (tries again, last pass) are at most so many at a time: each is a row to write.
-SINGLES = 200
-#: A block is at most so many items.
-BLOCK_MOST = 20_000
-
-_FLEET = "SELECT job, run, token, work, queue, slots, most, died, pass, stopped, note, noted_at FROM fleets"
-
-
-#: The fence and the count at once.
-_COUNT_BLOCK = (
-    "UPDATE blocks SET done = done + ?, seconds = seconds + ? WHERE job = ? AND no = ? AND token = ? "
-    f"RETURNING {NOW['postgresql']}"
-)
+SELECT_FLEET = "SELECT job, run, token, work, queue, slots, most, died, pass, stopped, note, noted_at FROM fleets"
 
 
 class Fleet(NamedTuple):
@@ -75,8 +50,8 @@ class Fleet(NamedTuple):
 
 
 def read(database: Database, job: int) -> Fleet | None:
-    row = database.one(f"{_FLEET} WHERE job = ?", (job,))
-    return None if row is None else _fleet(row)
+    row = database.one(f"{SELECT_FLEET} WHERE job = ?", (job,))
+    return None if row is None else fleet_of(row)
 
 
 def all_fleets(database: Database) -> list[tuple[str, Fleet]]:
@@ -85,10 +60,10 @@ def all_fleets(database: Database) -> list[tuple[str, Fleet]]:
         "SELECT j.id, f.job, f.run, f.token, f.work, f.queue, f.slots, f.most, f.died, f.pass, f.stopped, f.note, "
         "f.noted_at FROM fleets f JOIN jobs j ON j.no = f.job ORDER BY f.job"
     )
-    return [(row[0], _fleet(row[1:])) for row in rows]
+    return [(row[0], fleet_of(row[1:])) for row in rows]
 
 
-def _fleet(row: Row) -> Fleet:
+def fleet_of(row: Row) -> Fleet:
     job, run, token, work, queue, slots, most, died, has_pass, stopped, note, noted_at = row
     return Fleet(job, run, token, work, queue, slots, most, died, bool(has_pass), bool(stopped), note, noted_at)
 
@@ -139,10 +114,10 @@ def attend(database: Database, job: int) -> bool:
         return False
 
     def work(tx: Tx) -> bool:
-        found = tx.one(f"{_FLEET} WHERE job = ?", (job,))
+        found = tx.one(f"{SELECT_FLEET} WHERE job = ?", (job,))
         if found is None:
             return False
-        fleet = _fleet(found)
+        fleet = fleet_of(found)
         recorder = Recorder(tx, job, token=fleet.token)
         asked = control.read_in(tx, job, fleet.run)
         if asked.stopping or fleet.stopped:
@@ -181,19 +156,14 @@ def _has_work(recorder: Recorder) -> bool:
     )
     if due is not None:
         return True
-    return not blocks and not recorder.failed and not _is_busy(tx, no)
+    return not blocks and not recorder.failed and not is_busy(tx, no)
 
 
-def _is_busy(tx: Tx, job: int) -> bool:
+def is_busy(tx: Tx, job: int) -> bool:
     """Whether something is claimed, by whomever, alive or not."""
     return tx.one("SELECT 1 FROM blocks WHERE job = ? LIMIT 1", (job,)) is not None or tx.one(
         "SELECT 1 FROM progress WHERE job = ? AND status <> 'done' AND lease_until IS NOT NULL LIMIT 1", (job,)
     ) is not None  # fmt: skip
-
-
-def _new_token(recorder: Recorder) -> int:
-    """One that no block of the job ever had: the job's version grows with every claim. A block's number may come again."""
-    return int(recorder.version) + 1
 
 
 def settle(recorder: Recorder, fleet: Fleet) -> bool:
@@ -203,13 +173,13 @@ def settle(recorder: Recorder, fleet: Fleet) -> bool:
         return False
     if not recorder.sealed or recorder.done + recorder.dead < recorder.total:
         return False
-    if fleet.has_pass and _passing(tx, no) is not None:
+    if fleet.has_pass and awaiting_pass(tx, no) is not None:
         return False
     end(recorder, fleet, "finished")
     return True
 
 
-def _passing(tx: Tx, job: int) -> Row | None:
+def awaiting_pass(tx: Tx, job: int) -> Row | None:
     return tx.one("SELECT idx FROM dead_letters WHERE job = ? AND last_pass = 0 LIMIT 1", (job,))
 
 
@@ -229,450 +199,6 @@ def end(recorder: Recorder, fleet: Fleet, outcome: str) -> None:
         (outcome, recorder.now, recorder.now, no, fleet.run),
     )
     log.info("the fleet's run has ended", job=recorder.id, reason=outcome)
-
-
-@dataclass(slots=True)
-class Block:
-    """A block that this slot has. ``open``: its items that are not recorded."""
-
-    no: int
-    first: int
-    last: int
-    token: int
-    open: set[int] = field(default_factory=set)
-    is_read: bool = False
-
-    @property
-    def ended(self) -> bool:
-        """Every item of it is recorded. One whose items could not be read has them still."""
-        return self.is_read and not self.open
-
-
-class _Claimed(NamedTuple):
-    block: tuple[int, int, int, int] | None
-    items: list[Item]
-    is_over: bool = False
-    is_pass: bool = False  # the items are dead letters that get their last pass
-
-
-class _NotThatSimple(Exception):
-    """Rolls back the short way of recording."""
-
-
-class Share(Job):
-    """A slot's share of a job: a `Job` that hands out only what this slot has claimed, and records under its claims.
-
-    It is used by one thread. Whoever uses it calls `renew_share` often enough, and `leave` at the end; if it is killed
-    first, its claims lapse and others go on with the rest of them.
-    """
-
-    def __init__(self, database: Database, id: str, fleet: Fleet, slot: str, *, lease: float = LEASE) -> None:
-        super().__init__(database, fleet.job, id)
-        self.fleet, self.slot, self.lease = fleet, slot, lease
-        self.hold = SlotHold(fleet.job, fleet.token, fleet.run, lease, Owner.current(), slot)
-        self._blocks: dict[int, Block] = {}
-        self._of: dict[int, int] = {}  # item -> its block
-        self._tokens: dict[int, int] = {}  # items claimed one by one
-        self._last_pass: set[int] = set()
-        #: The run is over: finished, stopped, or taken from the fleet.
-        self.is_over = False
-
-    # ---- claiming --------------------------------------------------------------------------------------------------
-
-    def claim_some(self, size: int, *, on_damaged: OnDamaged = ignore) -> list[Item]:
-        """Up to about ``size`` items to work on; none if there is nothing to claim now."""
-        while True:
-            claimed = self._database.run(partial(self._claim, size=size), operation="fleet.claim")
-            self.is_over |= claimed.is_over
-            # What had nothing open was counted and went.
-            self._blocks = {no: block for no, block in self._blocks.items() if not block.ended}
-            if claimed.block is None:
-                return self._take_singles(claimed)
-            block = Block(*claimed.block)
-            self._blocks[block.no] = block
-            if items := self._read(block, on_damaged):
-                return items
-            size = min(4 * size, BLOCK_MOST)  # all of it was done before: an earlier run went far beyond
-
-    def _take_singles(self, claimed: _Claimed) -> list[Item]:
-        for item in claimed.items:
-            assert item.token is not None
-            self._tokens[item.idx] = item.token
-        if claimed.is_pass:
-            self._last_pass.update(item.idx for item in claimed.items)
-        return [item._replace(token=None) for item in claimed.items]  # it is ours to show, not the worker's
-
-    def _claim(self, tx: Tx, size: int) -> _Claimed:
-        row = tx.one(f"{_FLEET} WHERE job = ? AND run = ?", (self.no, self.fleet.run))
-        if row is None:
-            return _Claimed(None, [], is_over=True)
-        fleet = _fleet(row)
-        recorder = Recorder(tx, self.no, token=fleet.token)
-        self._fold(recorder)
-        block = self._lapsed(recorder)
-        items: list[Item] = [] if block else self._due_or_lapsed(recorder, min(size, SINGLES))
-        if not block and not items:
-            block = self._next_block(recorder, size)
-        if not block and not items:
-            block = self._abandoned_block(recorder)
-            items = [] if block else self._abandoned(recorder, min(size, SINGLES))
-        is_pass = not block and not items and fleet.has_pass and self._only_dead_left(recorder)
-        if is_pass:
-            items = self._dead_ones(recorder, min(size, SINGLES))
-        if items:
-            self._write_claims(recorder, items)
-        is_over = not block and not items and settle(recorder, fleet)
-        if not is_over:
-            if not block and not items:
-                self._look_everywhere(recorder)
-            recorder.close(settle=False)
-        return _Claimed(block, items, is_over, is_pass)
-
-    def _fold(self, recorder: Recorder) -> None:
-        """Add what was done in our blocks to the job's row; blocks with nothing open go."""
-        rows = recorder.tx.all(
-            "SELECT no, token, done, seconds FROM blocks WHERE job = ? AND slot = ? FOR UPDATE", (self.no, self.slot)
-        )
-        for no, token, done, seconds in rows:
-            block = self._blocks.get(no)
-            recorder.count_done(done, seconds)
-            if block is not None and block.token == token and block.ended:
-                recorder.tx.execute("DELETE FROM blocks WHERE job = ? AND no = ?", (self.no, no))
-            elif done:
-                recorder.tx.execute("UPDATE blocks SET done = 0, seconds = 0 WHERE job = ? AND no = ?", (self.no, no))
-
-    def _lapsed(self, recorder: Recorder) -> tuple[int, int, int, int] | None:
-        rows = recorder.tx.all(
-            "SELECT no, first, last, token, holder, lease_until FROM blocks WHERE job = ? AND lease_until <= ? "
-            "ORDER BY no LIMIT 20 FOR UPDATE",
-            (self.no, recorder.now),
-        )
-        return self._take_block(recorder, rows)
-
-    def _abandoned_block(self, recorder: Recorder) -> tuple[int, int, int, int] | None:
-        """A block whose slot can be seen to be dead. Looked for when there is nothing else: its lease frees it anyway."""
-        rows = recorder.tx.all(
-            "SELECT no, first, last, token, holder, lease_until FROM blocks WHERE job = ? AND slot <> ? "
-            "ORDER BY no FOR UPDATE",
-            (self.no, self.slot),
-        )
-        return self._take_block(recorder, rows)
-
-    def _take_block(self, recorder: Recorder, rows: list[Row]) -> tuple[int, int, int, int] | None:
-        for no, first, last, token, holder, until in rows:
-            mine = self._blocks.get(no)
-            if (mine is not None and mine.token == token) or not has_ended(holder, until, recorder.now):
-                continue
-            recorder.tx.execute(
-                "UPDATE blocks SET slot = ?, holder = ?, token = ?, lease_until = ? WHERE job = ? AND no = ?",
-                (self.slot, write_owner(self.hold.owner, self.lease), _new_token(recorder), recorder.now + self.lease,
-                 self.no, no),
-            )  # fmt: skip
-            log.warning("a block is taken over", job=self.id, count=last - first + 1, worker=self.slot)
-            return no, first, last, _new_token(recorder)
-        return None
-
-    def _next_block(self, recorder: Recorder, size: int) -> tuple[int, int, int, int] | None:
-        tx, first = recorder.tx, recorder.frontier
-        # Never much more than what is left for each: the last blocks are small, so that all slots end together; not
-        # smaller than a twentieth of what was asked for, or the end would be all claims.
-        left = max(0, recorder.total - recorder.done - recorder.dead - recorder.failed)
-        slots = tx.one("SELECT count(DISTINCT slot) FROM blocks WHERE job = ? AND slot <> ?", (self.no, self.slot))
-        fair = math.ceil(left / (2 * ((slots[0] if slots else 0) + 1)))
-        size = max(1, min(size, BLOCK_MOST, max(fair, size // 20)))
-        row = tx.one(
-            "SELECT min(idx), max(idx) FROM (SELECT idx FROM input_products WHERE job = ? AND idx >= ? ORDER BY idx "
-            "LIMIT ?) AS found",
-            (self.no, first, size),
-        )
-        if row is None or row[0] is None:
-            return None
-        first, last = row
-        recorder.frontier = min(last + 1, MAX_INDEX)
-        number = tx.one("SELECT coalesce(max(no), 0) + 1 FROM blocks WHERE job = ?", (self.no,))
-        assert number is not None
-        token = _new_token(recorder)
-        tx.execute(
-            "INSERT INTO blocks (job, no, first, last, slot, holder, token, lease_until) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (self.no, number[0], first, last, self.slot, write_owner(self.hold.owner, self.lease), token,
-             recorder.now + self.lease),
-        )  # fmt: skip
-        return number[0], first, last, token
-
-    def _look_everywhere(self, recorder: Recorder) -> None:
-        """Nothing can be claimed. If nobody works on anything either, and still items are missing, the counters or the
-        frontier are wrong, which only a foreign hand can make: count anew and look from the first item on."""
-        if recorder.done + recorder.dead >= recorder.total or recorder.failed:
-            return
-        if _is_busy(recorder.tx, self.no):
-            return
-        log.error("items are missing; they are looked for from the first one on", job=self.id)
-        recorder.recount()
-        if recorder.done + recorder.dead < recorder.total:
-            recorder.frontier = 0
-
-    def _only_dead_left(self, recorder: Recorder) -> bool:
-        return (
-            recorder.done + recorder.dead >= recorder.total
-            and recorder.tx.one("SELECT 1 FROM blocks WHERE job = ? LIMIT 1", (self.no,)) is None
-        )
-
-    def _dead_ones(self, recorder: Recorder, limit: int) -> list[Item]:
-        rows = recorder.tx.all(
-            "SELECT i.idx, i.key, i.payload, i.fingerprint, p.attempts, coalesce(p.token, 0) FROM dead_letters d "
-            "JOIN input_products i ON i.job = d.job AND i.idx = d.idx "
-            "JOIN progress p ON p.job = d.job AND p.idx = d.idx "
-            "WHERE d.job = ? AND d.last_pass = 0 AND p.lease_until IS NULL ORDER BY d.idx LIMIT ?",
-            (self.no, limit),
-        )
-        sound = [row for row in rows if is_intact(row[2], row[3])]
-        damaged = [Failed(row[0], DAMAGED, retryable=False) for row in rows if not is_intact(row[2], row[3])]
-        if damaged:
-            recorder.write(damaged)
-        return [Item(idx, key, payload, attempts, token + 1) for idx, key, payload, _, attempts, token in sound]
-
-    def _write_claims(self, recorder: Recorder, items: Sequence[Item]) -> None:
-        until, holder = recorder.now + self.lease, write_owner(self.hold.owner, self.lease)
-        recorder.tx.executemany(
-            "UPDATE progress SET worker = ?, next_attempt_at = ?, token = ?, lease_until = ?, holder = ? "
-            "WHERE job = ? AND idx = ?",
-            [(self.slot, until, item.token, until, holder, self.no, item.idx) for item in items],
-        )
-
-    def _read(self, block: Block, on_damaged: OnDamaged) -> list[Item]:
-        """The items of a block that nobody has tried: of one that was taken over, the rest."""
-        rows = self._database.all(
-            "SELECT i.idx, i.key, i.payload, i.fingerprint FROM input_products i WHERE i.job = ? "
-            "AND i.idx BETWEEN ? AND ? AND NOT EXISTS (SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx "
-            "AND p.idx BETWEEN ? AND ?) ORDER BY i.idx",
-            (self.no, block.first, block.last, block.first, block.last),
-        )
-        block.open.update(row[0] for row in rows)
-        block.is_read = True
-        self._of.update((row[0], block.no) for row in rows)
-        sound = [Item(idx, key, payload, 0) for idx, key, payload, mark in rows if is_intact(payload, mark)]
-        if len(sound) < len(rows):
-            whole = {item.idx for item in sound}
-            damaged = [row[0] for row in rows if row[0] not in whole]
-            log.error("payloads in the database are damaged", job=self.id, count=len(damaged), idx=damaged[0])
-            on_damaged(self.record([Failed(idx, DAMAGED, retryable=False) for idx in damaged]))
-        return sound
-
-    # ---- keeping ---------------------------------------------------------------------------------------------------
-
-    def renew_share(self) -> set[int]:
-        """Prolong everything this slot has; the items that are somebody else's by now."""
-
-        def work(tx: Tx) -> list[Row]:
-            now, holder = tx.now(), write_owner(self.hold.owner, self.lease)
-            return tx.returned(
-                "UPDATE blocks SET lease_until = ?, holder = ? WHERE job = ? AND slot = ? RETURNING no, token",
-                (now + self.lease, holder, self.no, self.slot),
-            )
-
-        kept: dict[int, int] = dict(self._database.run(work, operation="fleet.renew"))
-        claims = [Item(idx, None, None, 0, token) for idx, token in self._tokens.items()]
-        if claims:
-            self.renew(claims, lease=self.lease)
-        lost: set[int] = set()
-        for block in list(self._blocks.values()):
-            if kept.get(block.no) != block.token:
-                lost |= self._lose(block)
-        return lost
-
-    def _lose(self, block: Block) -> set[int]:
-        log.warning("a block was given to another slot", job=self.id, worker=self.slot, count=len(block.open))
-        del self._blocks[block.no]
-        for idx in block.open:
-            self._of.pop(idx, None)
-        return block.open
-
-    def note_running(self, hold: Hold, items: Sequence[tuple[int, str]]) -> None:
-        """Items of blocks that run for long get a claim of their own, for others to see: should this slot be killed, each
-        of them is charged an attempt, and no other item is."""
-        ours = [(idx, worker) for idx, worker in items if idx in self._of]
-
-        def work(tx: Tx) -> list[int]:
-            known = self._still_ours(tx, {self._of[idx] for idx, _ in ours})
-            until, holder = tx.now() + self.lease, write_owner(self.hold.owner, self.lease)
-            noted = [(idx, worker) for idx, worker in ours if self._of[idx] in known]
-            tx.executemany(
-                "INSERT INTO progress (job, idx, status, updated_at, worker, next_attempt_at, token, lease_until, holder) "
-                "VALUES (?, ?, 'pending', ?, ?, ?, 1, ?, ?) ON CONFLICT (job, idx) DO NOTHING",
-                [(self.no, idx, until - self.lease, worker, until, until, holder) for idx, worker in noted],
-            )
-            return [idx for idx, _ in noted]
-
-        if ours:
-            for idx in self._database.run(work, operation="note_running"):
-                self._blocks[self._of.pop(idx)].open.discard(idx)
-                self._tokens[idx] = 1
-
-    def _still_ours(self, tx: Tx, numbers: Iterable[int]) -> set[int]:
-        """The fence: which of these blocks still are this slot's. None of them changes hands before this transaction ends."""
-        wanted = sorted(numbers)
-        rows = tx.all(
-            f"SELECT no, token FROM blocks WHERE job = ? AND no IN ({marks(len(wanted))}) ORDER BY no FOR UPDATE",
-            (self.no, *wanted),
-        )
-        return {no for no, token in rows if self._blocks[no].token == token}
-
-    def give_back(self, indices: Sequence[int], hold: Hold | None = None) -> None:
-        """Return items that were claimed one by one and not tried to the end: no attempt is counted."""
-        claims = [(idx, self._tokens.pop(idx)) for idx in indices if idx in self._tokens]
-
-        def work(tx: Tx) -> None:
-            now = tx.now()
-            # A dead letter whose last pass was not taken is one as before: it waits for nothing.
-            tx.executemany(
-                "UPDATE progress SET lease_until = NULL, holder = NULL, next_attempt_at = CASE WHEN EXISTS (SELECT 1 "
-                "FROM dead_letters d WHERE d.job = progress.job AND d.idx = progress.idx) THEN NULL ELSE "
-                "CAST(? AS DOUBLE PRECISION) END WHERE job = ? AND idx = ? AND token = ? AND status <> 'done' "
-                "AND lease_until IS NOT NULL",
-                [(now, self.no, idx, token) for idx, token in claims],
-            )
-
-        if claims:
-            self._database.run(work, operation="give_back")
-
-    def leave(self) -> bool:
-        """Give everything back that was not recorded, and end the run if nothing is left. Whether that was just now."""
-        self.give_back(list(self._tokens))
-
-        def work(tx: Tx) -> bool:
-            row = tx.one(f"{_FLEET} WHERE job = ? AND run = ?", (self.no, self.fleet.run))
-            if row is None:
-                return False
-            recorder = Recorder(tx, self.no, token=self.fleet.token)
-            self._fold(recorder)
-            # What is left of our blocks is anybody's at once.
-            tx.execute(
-                "UPDATE blocks SET lease_until = 0, holder = '' WHERE job = ? AND slot = ?", (self.no, self.slot)
-            )
-            ended = settle(recorder, _fleet(row))
-            if not ended:
-                recorder.close(settle=False)
-            return ended
-
-        try:
-            return self._database.run(work, operation="fleet.leave")
-        except (StaleClaim, NotFound):
-            return False  # the job is not the fleet's any more, or not at all
-
-    # ---- recording -------------------------------------------------------------------------------------------------
-
-    def record(
-        self,
-        outcomes: Sequence[Outcome],
-        *,
-        hold: Hold | None = None,
-        policy: RetryPolicy | None = None,
-        settle: bool = True,
-        register: bool = False,
-    ) -> Recorded:
-        """As of a job, in one transaction for what succeeded and one for the rest. What is not this slot's any more is
-        refused (``stale``); the job is finished by whoever finds nothing left, not here."""
-        plain = [each for each in outcomes if isinstance(each, Done) and each.idx in self._of]
-        fast = self._record_done(plain) if plain else _NOTHING
-        if fast is None:
-            plain, fast = [], _NOTHING
-        quick = {each.idx for each in plain}
-        rest = [each for each in outcomes if each.idx not in quick]
-        slow = self._record_rest(rest, policy) if rest else _NOTHING
-        for outcome in outcomes:
-            self._forget(outcome.idx)
-        return Recorded(
-            fast.done + slow.done, slow.failed, slow.dead, slow.repeated, False, slow.due, slow.died, slow.waiting,
-            [*fast.stale, *slow.stale],
-        )  # fmt: skip
-
-    def _forget(self, idx: int) -> None:
-        self._tokens.pop(idx, None)
-        self._last_pass.discard(idx)
-        block = self._blocks.get(self._of.pop(idx, -1))
-        if block is not None:
-            block.open.discard(idx)
-
-    def _record_done(self, outcomes: list[Done]) -> Recorded | None:
-        """Successes of items that nobody had tried. None if one of them was: then nothing is recorded."""
-
-        def work(tx: Tx) -> Recorded:
-            by_block: dict[int, list[Done]] = {}
-            for outcome in outcomes:
-                by_block.setdefault(self._of[outcome.idx], []).append(outcome)
-            kept: list[Done] = []
-            stale: list[int] = []
-            now = 0.0
-            for no in sorted(by_block):
-                part = by_block[no]
-                seconds = sum(outcome.seconds or 0.0 for outcome in part)
-                row = tx.one(_COUNT_BLOCK, (len(part), seconds, self.no, no, self._blocks[no].token))
-                if row is not None:
-                    kept += part
-                    now = row[0]
-                else:
-                    stale += [outcome.idx for outcome in part]
-            if kept and not put_new_done(tx, self.no, now, kept):
-                raise _NotThatSimple
-            return replace(_NOTHING, done=len(kept), stale=stale)
-
-        try:
-            return self._database.run(work, operation="record")
-        except _NotThatSimple:
-            return None
-
-    def _record_rest(self, outcomes: list[Outcome], policy: RetryPolicy | None) -> Recorded:
-        def work(tx: Tx) -> Recorded:
-            recorder = Recorder(tx, self.no, token=self.fleet.token)
-            ours = self._still_ours(tx, {self._of[each.idx] for each in outcomes if each.idx in self._of})
-            stale: list[int] = []
-            guarded: list[Outcome] = []
-            for outcome in outcomes:
-                if outcome.idx in self._tokens:
-                    guarded.append(outcome._replace(token=self._tokens[outcome.idx]))
-                elif self._of.get(outcome.idx) in ours:
-                    guarded.append(outcome)
-                else:
-                    stale.append(outcome.idx)
-            recorded = recorder.write(guarded, policy)
-            died = len([idx for idx in recorded.died if idx not in self._last_pass])
-            if died:
-                tx.execute(
-                    "UPDATE fleets SET died = died + ?, stopped = CASE WHEN most IS NOT NULL AND died + ? >= most "
-                    "THEN 1 ELSE stopped END WHERE job = ? AND run = ?",
-                    (died, died, self.no, self.fleet.run),
-                )
-            recorder.close(settle=False)
-            return replace(recorded, stale=[*recorded.stale, *stale])
-
-        return self._database.run(work, operation="record")
-
-    # ---- the rest of what a run asks -------------------------------------------------------------------------------
-
-    def finish(self, hold: Hold | None = None) -> bool:
-        return self.leave()
-
-    def asked(self, run: int) -> Control:
-        """What is asked of this slot: to stop, also when the run is over or too many items died."""
-        asked = control.read(self._database, self.no, run)
-        row = self._database.one("SELECT stopped FROM fleets WHERE job = ? AND run = ?", (self.no, run))
-        stopping = max(asked.stopping, 1 if row is None or row[0] else 0)
-        # How many slots there are is the fleet's matter; how many items run at once in one of them does not change.
-        return asked._replace(stopping=stopping, workers=None, version=asked.version + (stopping != asked.stopping))
-
-
-@dataclass(frozen=True, slots=True)
-class SlotHold(Hold):
-    """The right of a slot to record for a job that the fleet holds."""
-
-    slot: str = ""
-
-    @property
-    def mark(self) -> str:
-        return self.slot
-
-
-_NOTHING = Recorded(done=0, failed=0, dead=0, repeated=0, completed=False, due={}, died=(), waiting=0, stale=())
 
 
 def refuse_engine(database: Database) -> None:

@@ -19,7 +19,8 @@ from typing import Any
 from headway.errors import HeadwayError, InvalidInput, NotFound, StaleClaim
 from headway.ledger import Hold, Item, Job, Ledger, Recorded, fleet
 from headway.ledger.control import Control
-from headway.ledger.fleet import BLOCK_MOST, Fleet, Share
+from headway.ledger.fleet import Fleet
+from headway.ledger.share import BLOCK_MOST, Share
 from headway.lifecycle import Shutdown
 from headway.queue import app, supervisor
 from headway.queue.execution import RunningTask
