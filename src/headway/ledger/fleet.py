@@ -85,8 +85,8 @@ def hand_over(
         holder = json.dumps({"host": hold.owner.host, "pid": hold.owner.pid, "fleet": hold.run})
         tx.execute("UPDATE jobs SET holder = ?, lease_until = ? WHERE no = ?", (holder, FOR_EVER, hold.job))
         (settings,) = tx.one("SELECT settings FROM runs WHERE job = ? AND no = ?", (hold.job, hold.run)) or ("{}",)
-        told = {**json.loads(settings), "fleet": True, "slots": slots, "queue": queue}
-        tx.execute("UPDATE runs SET settings = ? WHERE job = ? AND no = ?", (json.dumps(told), hold.job, hold.run))
+        known = {**json.loads(settings), "fleet": True, "slots": slots, "queue": queue}
+        tx.execute("UPDATE runs SET settings = ? WHERE job = ? AND no = ?", (json.dumps(known), hold.job, hold.run))
         for table in ("blocks", "fleets"):
             tx.execute(f"DELETE FROM {table} WHERE job = ?", (hold.job,))
         tx.execute(

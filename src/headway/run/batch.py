@@ -251,12 +251,12 @@ def _call_with_alarm(function: Callable[[Any], Any], payload: Any, timeout: floa
     """The alarm interrupts Python code; what C code does ends when that returns."""
     armed = [True]
 
-    def ring(_: int, __: FrameType | None) -> None:
+    def interrupt(_: int, __: FrameType | None) -> None:
         if armed:
             armed.clear()
             raise _TimeIsUp
 
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, timeout)
     try:
         return function(payload)
