@@ -291,6 +291,23 @@ def test_errors_are_kept_in_the_journal_without_secrets(open_line: OpenLine):
     assert "hunter22" not in error
 
 
+@pytest.mark.req("S0-14", "S0-33")
+@pytest.mark.parametrize("kind", ["sqlite-journal", "postgres-journal"])
+def test_a_decision_that_redis_forgot_and_makes_again_is_answered_to_one_call(
+    kind: str, redis_factory: Callable[..., RedisServer], open_line: OpenLine
+):
+    """Two servers stand for one that lost what it had decided: each of them sees the last item come for the first time."""
+    before, after = redis_factory(), redis_factory()
+    old, new = open_line(kind, url=before.url(1)), open_line(kind, url=after.url(1))
+    old.create("p", total=2)
+    assert old.item_done("p", 1).outcome is Outcome.COUNTED
+    assert new.item_done("p", 2).outcome is Outcome.COMPLETED
+    late = old.item_done("p", 2)
+    assert (late.outcome, late.done) == (Outcome.COUNTED, 2)
+    assert old.progress("p").status is new.progress("p").status is Status.DONE
+    assert {event["id"] for event in events(before)} == {event["id"] for event in events(after)}
+
+
 # ----------------------------------------------------------------------------------------------------------
 # A server that is killed under load
 

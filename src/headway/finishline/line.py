@@ -48,6 +48,8 @@ BATCH_LIMIT = 10_000
 #: Undelivered events beyond which somebody is alerted: nobody relays, or a sink stays away.
 EVENTS_ALERT = 100_000
 
+_CHANGE = "finishline/change"
+
 _lines: WeakSet[FinishLine] = WeakSet()
 
 
@@ -398,7 +400,7 @@ class FinishLine:
                 "" if known[2] is None else int(known[2]),
                 epoch,
             ]
-            return self._send(operation, "finishline/change", project_id, arguments)
+            return self._send(operation, _CHANGE, project_id, arguments)
 
         with self._server.operation:
             self._accept()
@@ -417,6 +419,7 @@ class FinishLine:
         caller = self._callers.take()
         try:
             caller.calls += 1
+            by = f"{caller.name}.{caller.calls}"
             call = partial(
                 caller.run,
                 self._server.client,
@@ -429,7 +432,7 @@ class FinishLine:
                 outcome, done, counted = self._server.write(operation, project_id, call)
                 if outcome != "NOT_FOUND" or self._rebuilder is None:
                     break
-                restored = self._restore(operation, project_id, self._server.write)
+                restored = self._restore(operation, project_id, self._server.write, by)
                 if restored is None:
                     break
         finally:
@@ -443,25 +446,28 @@ class FinishLine:
         _refuse(operation, project_id, outcome, int(done))
         if restored is Outcome.COMPLETED:
             outcome = restored  # the journal had our own item as its last one, and rebuilding crossed the line
-        answer = Answer(Outcome.UPDATED if outcome == "NO_TOTAL" else Outcome(outcome), int(done), int(counted))
-        if outcome == Outcome.COMPLETED and restored is not Outcome.COMPLETED:
-            self._completed(project_id)
-        return answer
+        elif outcome == Outcome.COMPLETED and not self._completed(project_id, by):
+            # Redis had said so before, to another call, and lost it since.
+            outcome = Outcome.UPDATED if script == _CHANGE else Outcome.COUNTED if int(counted) else Outcome.DUPLICATE
+        return Answer(Outcome.UPDATED if outcome == "NO_TOTAL" else Outcome(outcome), int(done), int(counted))
 
-    def _restore(self, operation: str, project_id: str, how: Callable[..., Any]) -> Outcome | None:
+    def _restore(
+        self, operation: str, project_id: str, how: Callable[..., Any], by: str | None = None
+    ) -> Outcome | None:
         """Bring it back, by `StateServer.read` or `write`."""
         assert self._rebuilder is not None
         outcome: Outcome | None = how(operation, project_id, partial(self._rebuilder.restore, project_id))
-        if outcome is Outcome.COMPLETED:
-            self._completed(project_id)
+        if outcome is Outcome.COMPLETED and not self._completed(project_id, by):
+            return Outcome.COUNTED  # it is DONE, and that was answered to another call
         return outcome
 
-    def _completed(self, project_id: str) -> None:
+    def _completed(self, project_id: str, by: str | None = None) -> bool:
         """A project was completed here: SQL learns it at once, and somebody if nobody takes the events. Should either
-        fail, the checkpointer's next round or the relay notes it."""
+        fail, the checkpointer's next round or the relay notes it. Whether the call ``by`` is the one that did it."""
+        first = True
         try:
             if self._rebuilder is not None:
-                self._rebuilder.completed(project_id)
+                first = self._rebuilder.completed(project_id, by)
             waiting = int(self._server.client.xlen(_redis.EVENTS()))
             metrics.gauge("headway_events_waiting", waiting)
             many, before = waiting >= EVENTS_ALERT, self._many_events
@@ -473,6 +479,7 @@ class FinishLine:
                 )  # fmt: skip
         except Exception as error:  # noqa: BLE001  # the project *is* complete: its caller must hear that
             log.warning("the completion is noted later", project_id=project_id, error=str(error))
+        return first
 
 
 def _refuse(operation: str, project_id: str, outcome: str, done: int) -> None:

@@ -130,6 +130,19 @@ class Records:
         )
         return existed
 
+    def claim_completion(self, row: Row, by: str) -> bool:
+        """Whether ``by`` is the call that is answered so: the first that asks, of all to whom Redis said that they completed
+        the project. There are several only when Redis forgot that it had said it."""
+        found = self._database.run(
+            lambda tx: tx.one(
+                "UPDATE projects SET completed_by = coalesce(completed_by, ?) WHERE id = ? AND epoch = ? "
+                "RETURNING completed_by",
+                (by, row.id, row.epoch),
+            ),
+            operation="project.claim_completion",
+        )
+        return found is None or found[0] == by
+
     def completed(self, project_id: str, epoch: str, state: Progress) -> None:
         """It is DONE with these counts; said again, nothing changes."""
         self._close(project_id, epoch, state, delivered=False)
