@@ -19,7 +19,8 @@ from headway.finishline import FinishLine, Outcome, Status
 from headway.retry import RetryPolicy
 from headway.telemetry import metrics
 from tests.finishline.conftest import OpenLine, events
-from tests.finishline.lines import at_line
+from tests.finishline.lines import at_functions, at_line
+from tests.services.proxy import TcpProxy
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
 
@@ -306,6 +307,50 @@ def test_a_decision_that_redis_forgot_and_makes_again_is_answered_to_one_call(
     assert (late.outcome, late.done) == (Outcome.COUNTED, 2)
     assert old.progress("p").status is new.progress("p").status is Status.DONE
     assert {event["id"] for event in events(before)} == {event["id"] for event in events(after)}
+
+
+@pytest.mark.req("S0-14", "S0-33")
+def test_it_stays_with_that_call_when_redis_falls_silent_while_sql_is_asked(
+    redis_factory: Callable[..., RedisServer], open_line: OpenLine, tcp_proxy: Callable[[int], TcpProxy]
+):
+    before, after = redis_factory(), redis_factory()
+    proxy = tcp_proxy(before.port)
+    old = open_line("sqlite-journal", url=f"redis://127.0.0.1:{proxy.port}/1")
+    new = open_line("sqlite-journal", url=after.url(1))
+    old.create("p", total=2)
+    assert old.item_done("p", 1).outcome is Outcome.COUNTED
+    assert new.item_done("p", 2).outcome is Outcome.COMPLETED
+    proxy.drop_replies(to=b"HGETALL")
+    assert old.item_done("p", 2).outcome is Outcome.COUNTED
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "sqlite-journal"])
+def test_what_completed_a_project_that_was_deleted_takes_nothing_from_the_next_of_its_name(
+    kind: str, open_line: OpenLine
+):
+    line, other = open_line(kind), open_line(kind)
+    line.create("p", total=1)
+
+    def make_anew() -> None:
+        other.delete("p")
+        other.create("p", total=1)
+
+    with at_functions("finishline/rebuild.py", claim_completion=make_anew):
+        assert line.item_done("p", 1).outcome is Outcome.COMPLETED
+    assert line.item_done("p", 1).outcome is Outcome.COMPLETED
+
+
+@pytest.mark.req("S0-14", "S0-33")
+def test_whoever_crossed_the_line_by_rebuilding_hears_it_although_redis_is_wiped_once_more(
+    open_line: OpenLine, redis_server: RedisServer
+):
+    line = open_line("sqlite-journal")
+    line.create("p", total=2)
+    line.item_done("p", 1)
+    wipe = redis_server.client().flushall
+    wipe()
+    with at_functions("telemetry/measurements.py", gauge=wipe):  # SQL has heard of it, and the count comes next
+        assert line.item_done("p", 2).outcome is Outcome.COMPLETED
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
@@ -682,6 +684,61 @@ def test_purging_takes_old_finished_jobs_and_leaves_the_rest(ledger: Ledger, job
     assert ledger.purge(older_than=-1) == ["ads"]
     assert [info.id for info in ledger.jobs()] == ["running"]
     assert ("purge", "ads") in [(action, name) for _, _, action, name, _ in ledger.audit_trail()]
+
+
+@contextmanager
+def _meanwhile(ledger: Ledger, statement: str) -> Iterator[None]:
+    """A trigger stands for another process that changes something while the first job is being deleted."""
+    made = [f"CREATE TRIGGER meanwhile AFTER DELETE ON jobs BEGIN {statement}; END"]
+    gone = ["DROP TRIGGER meanwhile"]
+    if ledger.database.engine == "postgresql":
+        body = f"$$BEGIN {statement}; RETURN NULL; END$$"
+        made = [
+            f"CREATE FUNCTION meanwhile() RETURNS trigger LANGUAGE plpgsql AS {body}",
+            "CREATE TRIGGER meanwhile AFTER DELETE ON jobs EXECUTE FUNCTION meanwhile()",
+        ]
+        gone = ["DROP TRIGGER meanwhile ON jobs", "DROP FUNCTION meanwhile"]
+    ledger.database.run(lambda tx: [tx.execute(one) for one in made], operation="test")
+    yield
+    ledger.database.run(lambda tx: [tx.execute(one) for one in gone], operation="test")
+
+
+def _finished(ledger: Ledger, name: str) -> Job:
+    made = ledger.create(name)
+    made.register([NewItem(0)])
+    made.seal()
+    made.record([Done(0)])
+    return made
+
+
+@pytest.mark.parametrize("change", ["finished_at = NULL", "updated_at = updated_at + 3600"])
+def test_purging_leaves_a_job_that_changed_while_the_others_were_deleted(ledger: Ledger, change: str):
+    _finished(ledger, "a")
+    changed = _finished(ledger, "b")
+    with _meanwhile(ledger, f"UPDATE jobs SET {change} WHERE id = 'b'"):
+        assert ledger.purge(older_than=-1) == ["a"]
+    assert [item.idx for item in changed.items()] == [0]
+
+
+def test_purging_does_not_take_a_job_that_was_begun_anew_under_the_name_of_an_old_one(ledger: Ledger):
+    _finished(ledger, "a")
+    _finished(ledger, "b")
+    fresh = ledger.create("fresh")
+    fresh.register([NewItem(0)])
+    put_aside = "UPDATE jobs SET id = 'aside' WHERE id = 'b' AND finished_at IS NOT NULL"
+    with _meanwhile(ledger, f"{put_aside}; UPDATE jobs SET id = 'b' WHERE id = 'fresh'"):
+        ledger.purge(older_than=-1)
+    assert fresh.info().id == "b"
+    assert [item.idx for item in fresh.items()] == [0]
+
+
+def test_purging_passes_over_a_job_that_somebody_runs(ledger: Ledger):
+    held = _finished(ledger, "a")
+    _finished(ledger, "b")
+    hold = ledger.hold(held, {})
+    assert ledger.purge(older_than=-1) == ["b"]
+    ledger.release(hold, "finished")
+    assert ledger.purge(older_than=-1) == ["a"]
 
 
 @pytest.mark.parametrize("id", ["", "a b", "../x", ".", "..", "__x__", "a/b", "x" * 129, "ä", "a\0"])

@@ -198,15 +198,21 @@ class FinishLine:
         project_id = checked_project(project_id)
         with self._server.operation:
             self._accept()
+            there: list[bool] = []  # also for a try whose end was not heard
             if self._records is None or self._rebuilder is None:
                 names = _keys(project_id)[:4]
-                return bool(self._server.write("delete", project_id, lambda: self._server.client.delete(*names)))
+
+                def remove() -> bool:
+                    there.append(bool(self._server.client.exists(names[0])))
+                    self._server.client.delete(*names)
+                    return any(there)
+
+                return self._server.write("delete", project_id, remove)
             forget = partial(self._records.delete, project_id)
-            deleted: list[bool] = []  # also by a try whose end was not heard
 
             def forget_once() -> bool:
-                deleted.append(forget())
-                return any(deleted)
+                there.append(forget())
+                return any(there)
 
             return self._server.write("delete", project_id, partial(self._rebuilder.remove, project_id, forget_once))
 
@@ -427,12 +433,13 @@ class FinishLine:
                 _keys(project_id),
                 [LIFE, caller.name, caller.calls, *arguments],
             )
-            restored = None
+            restored, crossed = None, False
             for _ in range(20):  # it may be lost again right after it was rebuilt
-                outcome, done, counted = self._server.write(operation, project_id, call)
+                outcome, done, counted, *epoch = self._server.write(operation, project_id, call)
                 if outcome != "NOT_FOUND" or self._rebuilder is None:
                     break
                 restored = self._restore(operation, project_id, self._server.write, by)
+                crossed = crossed or restored is Outcome.COMPLETED
                 if restored is None:
                     break
         finally:
@@ -444,9 +451,9 @@ class FinishLine:
         if outcome == "NOT_FOUND" and restored is not None:
             raise Unavailable(f"Redis lost project {project_id!r} again each time it was rebuilt.")
         _refuse(operation, project_id, outcome, int(done))
-        if restored is Outcome.COMPLETED:
-            outcome = restored  # the journal had our own item as its last one, and rebuilding crossed the line
-        elif outcome == Outcome.COMPLETED and not self._completed(project_id, by):
+        if crossed:
+            outcome = Outcome.COMPLETED  # the journal had our own item as its last one, and rebuilding crossed the line
+        elif outcome == Outcome.COMPLETED and not self._completed(project_id, by, *epoch):
             # Redis had said so before, to another call, and lost it since.
             outcome = Outcome.UPDATED if script == _CHANGE else Outcome.COUNTED if int(counted) else Outcome.DUPLICATE
         return Answer(Outcome.UPDATED if outcome == "NO_TOTAL" else Outcome(outcome), int(done), int(counted))
@@ -461,13 +468,15 @@ class FinishLine:
             return Outcome.COUNTED  # it is DONE, and that was answered to another call
         return outcome
 
-    def _completed(self, project_id: str, by: str | None = None) -> bool:
-        """A project was completed here: SQL learns it at once, and somebody if nobody takes the events. Should either
-        fail, the checkpointer's next round or the relay notes it. Whether the call ``by`` is the one that did it."""
+    def _completed(self, project_id: str, by: str | None = None, epoch: str | None = None) -> bool:
+        """A project (the one of this epoch; without it, the one there is) was completed here: SQL learns it at once, and
+        somebody if nobody takes the events. Should either fail, the checkpointer's next round or the relay notes it.
+        Whether the call ``by`` is the one that did it."""
         first = True
         try:
             if self._rebuilder is not None:
-                first = self._rebuilder.completed(project_id, by)
+                first = by is None or self._rebuilder.claim_completion(project_id, epoch, by)
+                self._rebuilder.completed(project_id)
             waiting = int(self._server.client.xlen(_redis.EVENTS()))
             metrics.gauge("headway_events_waiting", waiting)
             many, before = waiting >= EVENTS_ALERT, self._many_events

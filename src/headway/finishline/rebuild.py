@@ -137,16 +137,21 @@ class Rebuilder:
                 with suppress(*_redis.failures()):  # a server that is away lets it end by itself
                     self._leases.release(lease)
 
-    def completed(self, project_id: str, by: str | None) -> bool:
+    def claim_completion(self, project_id: str, epoch: str | None, by: str) -> bool:
+        """Whether the call ``by`` is the one to be answered that it completed the project."""
+        if epoch is None:
+            row = self._records.find(project_id)
+            epoch = None if row is None else row.epoch
+        return epoch is None or self._records.claim_completion(project_id, epoch, by)
+
+    def completed(self, project_id: str) -> None:
         """SQL learns that a project is DONE, with the counts Redis has. What completes one calls this; should it fail, the
-        checkpointer's next round does it. Whether the call ``by`` is the one to be answered that it did."""
+        checkpointer's next round does it."""
         row = self._records.find(project_id)
-        first = row is None or by is None or self._records.claim_completion(row, by)
         fields = self._server.client.hgetall(_redis.PROJECT(project_id=project_id))
         state = from_hash(project_id, fields)  # type: ignore[arg-type]  # this client is not an asynchronous one
         if row is not None and state is not None and state.status is Status.DONE:
             self._records.completed(project_id, row.epoch, state)
-        return first
 
     def _is_there(self, project_id: str) -> bool:
         return bool(self._server.client.exists(_redis.PROJECT(project_id=project_id)))

@@ -130,14 +130,14 @@ class Records:
         )
         return existed
 
-    def claim_completion(self, row: Row, by: str) -> bool:
+    def claim_completion(self, project_id: str, epoch: str, by: str) -> bool:
         """Whether ``by`` is the call that is answered so: the first that asks, of all to whom Redis said that they completed
         the project. There are several only when Redis forgot that it had said it."""
         found = self._database.run(
             lambda tx: tx.one(
                 "UPDATE projects SET completed_by = coalesce(completed_by, ?) WHERE id = ? AND epoch = ? "
                 "RETURNING completed_by",
-                (by, row.id, row.epoch),
+                (by, project_id, epoch),
             ),
             operation="project.claim_completion",
         )

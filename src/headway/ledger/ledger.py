@@ -32,6 +32,9 @@ _REMEMBER_NUMBER = (
     "value = max(CAST(value AS INTEGER), CAST(excluded.value AS INTEGER))"
 )
 
+#: What `Ledger.purge` takes. Asked again in the transaction that begins to delete: others go on meanwhile.
+_OLD = "(finished_at IS NOT NULL OR archived = 1) AND updated_at < ?"
+
 
 class Ledger:
     """Which jobs there are. Everything about one job is a `Job`."""
@@ -158,47 +161,63 @@ class Ledger:
 
         return self.database.run(work, operation="archive")
 
-    def forget(self, id: str, *, actor: str | None = None, action: str = "forget") -> int:
+    def forget(self, id: str, *, actor: str | None = None) -> int:
         """Delete a job with all its records; how many items it had. Audited."""
-        job = self.job(id)
+        total = self._delete(self.job(id).no, id, "forget", actor)
+        assert total is not None
+        return total
 
-        def begin(tx: Tx) -> int:
-            _refuse_held(tx, job.no, id)
-            recorder = Recorder(tx, job.no, archived_too=True)
+    def purge(self, *, older_than: float, actor: str | None = None) -> list[str]:
+        """Delete finished and archived jobs that have not changed for ``older_than`` seconds, and old delivered events."""
+        limit = self.database.now() - older_than
+        old = self.database.all(f"SELECT no, id FROM jobs WHERE {_OLD} ORDER BY no", (limit,))
+        gone = []
+        for no, id in old:
+            try:
+                if self._delete(no, id, "purge", actor, unless_changed_since=limit) is not None:
+                    gone.append(id)
+            except (
+                JobHeld,
+                NotFound,
+            ) as error:  # somebody took it up again, or deleted it, while we were at the others
+                log.info("a job is left as it is", job=id, error=str(error))
+        self.database.run(lambda tx: events.purge(tx, limit), operation="purge")
+        return gone
+
+    def _delete(
+        self, no: int, id: str, action: str, actor: str | None, *, unless_changed_since: float | None = None
+    ) -> int | None:
+        """How many items the job had; None when it is not an old one any more, and then nothing changes."""
+
+        def begin(tx: Tx) -> int | None:
+            _refuse_held(tx, no, id)
+            limit = unless_changed_since
+            if limit is not None and tx.one(f"SELECT 1 FROM jobs WHERE no = ? AND {_OLD}", (no, limit)) is None:
+                return None
+            recorder = Recorder(tx, no, archived_too=True)
             if tx.engine == "sqlite":
-                tx.execute(_REMEMBER_NUMBER, (str(job.no),))
-            _put_aside(tx, job.no, id, recorder.now)  # killed in what follows, the id is free and `purge` does the rest
+                tx.execute(_REMEMBER_NUMBER, (str(no),))
+            _put_aside(tx, no, id, recorder.now)  # killed in what follows, the id is free and `purge` does the rest
             audit(
                 tx, recorder.now, actor or current_user(), action, id, {"total": recorder.total, "done": recorder.done}
             )
             return int(recorder.total)
 
         total = self.database.run(begin, operation=action)
+        if total is None:
+            return None
 
         def step(tx: Tx) -> int:
             return tx.execute(
                 "DELETE FROM input_products WHERE job = ? AND idx IN "
                 "(SELECT idx FROM input_products WHERE job = ? ORDER BY idx LIMIT ?)",
-                (job.no, job.no, CHUNK),
+                (no, no, CHUNK),
             )
 
         while self.database.run(step, operation=action):
             pass  # in steps, so that the write-ahead log stays small
-        self.database.run(lambda tx: tx.execute("DELETE FROM jobs WHERE no = ?", (job.no,)), operation=action)
+        self.database.run(lambda tx: tx.execute("DELETE FROM jobs WHERE no = ?", (no,)), operation=action)
         return total
-
-    def purge(self, *, older_than: float, actor: str | None = None) -> list[str]:
-        """Delete finished and archived jobs that have not changed for ``older_than`` seconds, and old delivered events."""
-        limit = self.database.now() - older_than
-        old = self.database.all(
-            "SELECT id FROM jobs WHERE (finished_at IS NOT NULL OR archived = 1) AND updated_at < ? ORDER BY no",
-            (limit,),
-        )
-        gone = [id for (id,) in old]
-        for id in gone:
-            self.forget(id, actor=actor, action="purge")
-        self.database.run(lambda tx: events.purge(tx, limit), operation="purge")
-        return gone
 
     def note(self, action: str, job: str, detail: dict[str, object], *, actor: str | None = None) -> None:
         """Add a line to the audit trail."""

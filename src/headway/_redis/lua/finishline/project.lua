@@ -6,7 +6,8 @@
 -- KEYS[4] smap:proj:{id}:seen   set     other items counted
 -- KEYS[5] smap:events           stream  outbox
 -- ARGV[1] ttl   ARGV[2] caller   ARGV[3] number of the caller's call
--- returns {outcome, done, fresh}; outcome is COUNTED | DUPLICATE | UPDATED | LATE | COMPLETED | NOT_FOUND | ...
+-- returns {outcome, done, fresh} and, of a call that was taken, the epoch;
+--         outcome is COUNTED | DUPLICATE | UPDATED | LATE | COMPLETED | NOT_FOUND | ...
 
 -- Read first: a key of another type ends the script here, before anything is written.
 local state = redis.call('HMGET', KEYS[1], 'status', 'total', 'done', 'errors')
@@ -66,7 +67,7 @@ local function earlier()
   if not meta.note then return nil end
   local call, outcome, then_done, fresh = string.match(meta.note, '^(%d+) (%S+) (%d+) (%d+)')
   if not call or tonumber(ARGV[3]) > tonumber(call) then return nil end
-  return { outcome, tonumber(then_done), tonumber(fresh) }
+  return { outcome, tonumber(then_done), tonumber(fresh), meta.epoch or '' }
 end
 
 local function answer(outcome, fresh, kinds)
@@ -78,7 +79,7 @@ local function answer(outcome, fresh, kinds)
     redis.call('HSET', KEYS[2], ARGV[2], note)
     if meta_life < 0 then keep() end
   end
-  return { outcome, done, fresh }
+  return { outcome, done, fresh, meta.epoch or '' }
 end
 
 -- Up to which number a bit costs less than a member of the set (about 64 bytes): by the items counted so far, and by
