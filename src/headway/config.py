@@ -464,7 +464,7 @@ def _read_file(path: Path) -> tuple[dict[str, Value], dict[str, dict[str, Value]
 
     try:
         content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also for a number of too many digits, lists without an end
         raise ConfigError(f"{path} cannot be read: {error}", hint=f"Correct {path} or move it away.") from error
     profiles = content.pop("profiles", {})
     if not isinstance(profiles, dict) or not all(isinstance(table, dict) for table in profiles.values()):
@@ -512,5 +512,6 @@ def _value(option: Option, raw: Value | list[str], where: str) -> Value:
             return tuple(raw)
         return option.read(str(raw) if not isinstance(raw, bool) else str(raw).lower())
     except ValueError as error:
-        shown = redact(str(raw))
+        # A number may have more digits than Python writes out.
+        shown = hex(raw)[:40] + "..." if isinstance(raw, int) and abs(raw) >= 2**64 else redact(str(raw))
         raise ConfigError(f"{where}: {option.name} = {shown!r} is not acceptable: {error}.") from error

@@ -202,6 +202,16 @@ def test_what_is_no_event_is_put_aside_and_said_and_the_others_go_on(store: Stor
     assert metrics.value("headway_events_refused", sink="ear") == before + 1
 
 
+def test_a_page_of_nothing_but_damage_is_not_taken_for_the_end_of_what_waits(store: Store):
+    ear = Ear()
+    relay = Relay(store.outbox(), [ear])
+    relay.tick()  # it subscribes
+    store.damage()
+    store.decide(event(1))
+    relay.tick(limit=1)
+    assert ear.heard == ids([1])
+
+
 def refuse_for_good(store: Store, ear: Ear, now: list[float]) -> None:
     ear.refuses = {"e-1"}
     runner = Relay(store.outbox(), [ear], clock=lambda: now[0])

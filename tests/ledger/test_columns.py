@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import pytest
 
+from headway._sql import array
 from headway.ledger import Done, Job, Ledger, NewItem
 
 ODD = ["", "NULL", "null", '"', "\\", '\\"', "{", "}", ",", "a,b", " lead", "{1,2}", "\n", "\t", "é😀", "'", "%s", "?"]
@@ -18,6 +21,26 @@ def test_odd_texts_come_back_as_they_were(ledger: Ledger) -> None:
         found = job.item(idx)
         assert (found.key, found.meta, found.worker, found.seconds) == (text or "empty", text, text, 0.5)
     assert [result for _, _, _, result in job.results()] == ODD
+
+
+class Number(IntEnum):
+    TWO = 2
+
+
+class Share(float):
+    def __repr__(self) -> str:
+        return "much"
+
+
+class Name(str):
+    __slots__ = ()
+
+    def replace(self, *_: object) -> str:
+        return "another"
+
+
+def test_subclasses_of_numbers_and_texts_are_written_by_value() -> None:
+    assert array([Number.TWO, True, Share(0.5), Name('a"b'), None]) == '{2,1,0.5,"a\\"b",NULL}'
 
 
 def test_a_column_may_be_empty_here_and_full_there(ledger: Ledger) -> None:

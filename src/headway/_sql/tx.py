@@ -118,9 +118,10 @@ def array(values: Sequence[str | float | None]) -> str:
 def _element(value: str | float | None) -> str:
     if value is None:
         return "NULL"
+    # By value: a subclass may write itself in another way (an IntEnum does).
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    return repr(value)
+        return '"' + str.replace(value, "\\", "\\\\").replace('"', '\\"') + '"'
+    return int.__repr__(value) if isinstance(value, int) else float.__repr__(value)
 
 
 #: Words that change something. ``FOR UPDATE`` is none of them: it asks for a lock that outlives no single statement.

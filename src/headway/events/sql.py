@@ -155,17 +155,19 @@ class SqlOutbox:
         self._database.run(lambda tx: _LEASES.release(tx, lease), operation="events.release")
 
     def waiting(self, sink: str, limit: int) -> list[tuple[str, Event]]:
-        rows = self._database.all(
-            f"SELECT o.seq, o.id, o.type, o.at, o.source, o.job, o.version, o.data {_WAITING} ORDER BY o.seq LIMIT ?",
-            (sink, limit),
-        )
-        found = []
-        for row in rows:
-            try:
-                found.append((str(row[0]), _event(row)))
-            except (ValueError, TypeError, OverflowError, OSError, RecursionError, InvalidInput) as error:
-                self._say_damaged(sink, row, error)
-        return found
+        while True:
+            rows = self._database.all(
+                f"SELECT o.seq, o.id, o.type, o.at, o.source, o.job, o.version, o.data {_WAITING} ORDER BY o.seq LIMIT ?",
+                (sink, limit),
+            )
+            found = []
+            for row in rows:
+                try:
+                    found.append((str(row[0]), _event(row)))
+                except (ValueError, TypeError, OverflowError, OSError, RecursionError, InvalidInput) as error:
+                    self._say_damaged(sink, row, error)
+            if found or not rows:
+                return found  # nothing but damaged rows is not the end of what waits: they are put aside now
 
     def _say_damaged(self, sink: str, row: Row, error: Exception) -> None:
         why = f"{type(error).__name__}: {error}"
