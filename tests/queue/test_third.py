@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.fernet import Fernet
 
 from headway._sql import Tx
+from headway.errors import InvalidInput, NotFound, StorageError
 from headway.queue import records
+from headway.queue.codec import PlainCodec
 from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import Status, Task
+from headway.queue.watch import Settings
+from headway.queue.worker import Worker
+from headway.testing import eager
 from tests.services.waiting import eventually
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -30,3 +40,83 @@ def test_a_task_that_is_tried_again_while_the_sweeper_deletes_it_is_not_lost(pos
         queue.database.run(try_again)
         threads.submit(lambda: None).result(60)  # the sweeper is through
         assert queue.get(old.id).status is Status.QUEUED
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a handler returned
+
+
+def work_off(queue: TaskQueue) -> None:
+    Worker(queue, settings=Settings(rest=0.05)).run(burst=True)
+
+
+@pytest.mark.parametrize("isolation", ["fork", "none"])
+def test_what_a_handler_returned_can_be_read_by_whose_task_it_is(database_url: str, isolation: Any):
+    with TaskQueue(database_url) as queue:
+        queue.handler("caption", isolation=isolation)(lambda task, payload: payload)
+        told = queue.submit("caption", {"words": ["a", "boat"]}, user_id="anna")
+        silent = queue.submit("caption")
+        with pytest.raises(InvalidInput, match="is QUEUED: it has no result"):
+            queue.result(told.id)
+        work_off(queue)
+        assert queue.result(told.id, user_id="anna") == {"words": ["a", "boat"]}
+        assert queue.result(silent.id) is None
+        with pytest.raises(NotFound):
+            queue.result(told.id, user_id="ben")
+
+
+@pytest.mark.parametrize("isolation", ["fork", "none", "eager"])
+def test_with_keys_what_a_handler_returned_is_stored_encrypted(database_url: str, isolation: Any):
+    with TaskQueue(database_url, keys=[Fernet.generate_key()]) as queue:
+        queue.handler("caption", isolation="none" if isolation == "eager" else isolation)(lambda task, payload: payload)
+
+        def look() -> None:
+            (stored,) = queue.database.one("SELECT result FROM tasks WHERE id = ?", (task.id,)) or ("",)
+            assert "canary" not in stored
+            assert queue.result(task.id) == "canary"
+
+        if isolation == "eager":
+            with eager(queue):
+                task = queue.submit("caption", "canary")
+                look()
+            return
+        task = queue.submit("caption", "canary")
+        work_off(queue)
+        look()
+
+
+@pytest.mark.parametrize("stored", ['"forged"', "payload"])
+def test_a_result_that_somebody_put_there_is_refused_also_if_it_is_the_tasks_own_payload(
+    queue: TaskQueue, stored: str, database_url: str
+):
+    with TaskQueue(database_url, keys=[Fernet.generate_key()]) as keyed:
+        keyed.handler("caption", isolation="none")(lambda task, payload: "a boat")
+        task = keyed.submit("caption", "canary")
+        work_off(keyed)
+        value = "payload" if stored == "payload" else f"'{stored}'"
+        keyed.database.run(lambda tx: tx.execute(f"UPDATE tasks SET result = {value}"))
+        with pytest.raises(StorageError, match=f"The result of task {task.id} cannot be read") as refused:
+            keyed.result(task.id)
+        assert "canary" not in str(refused.value)
+
+
+@pytest.mark.parametrize("cannot", ["read the payload", "write the result"])
+def test_a_codec_of_the_application_that_raises_costs_its_own_task_alone(tmp_path: Path, cannot: str):
+    class Fussy(PlainCodec):
+        def encode(self, task_id: str, text: str) -> str:
+            if text == '"write the result"' and " " in task_id:
+                raise RuntimeError
+            return text
+
+        def decode(self, task_id: str, stored: str) -> str:
+            if stored == '"read the payload"':
+                raise RuntimeError
+            return stored
+
+    with TaskQueue(f"sqlite:///{tmp_path}/queue.db", codec=Fussy()) as queue:
+        queue.handler("caption", isolation="none")(lambda task, payload: payload)
+        refused, taken = queue.submit("caption", cannot), queue.submit("caption", "a boat")
+        work_off(queue)
+        assert queue.get(refused.id).status is Status.FAILED
+        assert "RuntimeError" in str(queue.get(refused.id).error)
+        assert queue.result(taken.id) == "a boat"

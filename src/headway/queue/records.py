@@ -213,11 +213,17 @@ def read(tx: Tx, ids: Iterable[str]) -> list[Task]:
 
 def get(tx: Tx, id: str, *, user_id: str | None = None) -> Task:
     """One task. With ``user_id`` another user's task is as missing as one that never was."""
-    row = tx.one(f"SELECT {_COLUMNS} FROM tasks WHERE id = ?", (id,))
-    task = task_of(row) if row is not None else None
-    if task is None or (user_id is not None and task.user_id != user_id):
-        raise NotFound(f"There is no task {id}.", hint="List them: headway tasks")
+    task, _ = get_with(tx, id, "NULL", user_id=user_id)
     return task
+
+
+def get_with(tx: Tx, id: str, column: str, *, user_id: str | None = None) -> tuple[Task, Any]:
+    """One task, and what stands in one more column of its row at the same moment."""
+    row = tx.one(f"SELECT {_COLUMNS}, {column} FROM tasks WHERE id = ?", (id,))
+    task = task_of(row[:-1]) if row is not None else None
+    if row is None or task is None or (user_id is not None and task.user_id != user_id):
+        raise NotFound(f"There is no task {id}.", hint="List them: headway tasks")
+    return task, row[-1]
 
 
 def _by_ids(tx: Tx, ids: Sequence[str]) -> dict[str, tuple[Task, str]]:

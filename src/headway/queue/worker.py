@@ -294,7 +294,7 @@ class Worker:
             ended = verdict  # we ended it: that is the reason, not the signal it died of
         if horse.progress is not None:
             ended = replace(ended, message=horse.progress[1])
-        self._ended.append((claim, ended, horse.seconds))
+        self._ended.append((claim, self._sealed(claim, ended), horse.seconds))
         self._record()
 
     def _start(self, claim: Claim, handler: Handler, text: str) -> Horse:
@@ -341,7 +341,7 @@ class Worker:
                 seconds = time.monotonic() - began
                 self._lately += (seconds - self._lately) * 0.2
                 if claim.no not in pulse.lost:
-                    self._ended.append((claim, ended, seconds))
+                    self._ended.append((claim, self._sealed(claim, ended), seconds))
                 if (self._held and len(self._ended) >= self.settings.batch) or pulse.cancelling:
                     self._record()
 
@@ -405,6 +405,16 @@ class Worker:
             self._ended.append((claim, refused, 0.0))
             self._record()
             return None
+
+    def _sealed(self, claim: Claim, ended: Ended) -> Ended:
+        """With the result as it is stored. A codec that cannot write it costs this task alone."""
+        if ended.result is None:
+            return ended
+        try:
+            return replace(ended, result=self._queue.sealed_result(claim.id, ended.result))
+        except Exception as error:  # noqa: BLE001 - the application's own codec may raise anything
+            why = f"the codec could not write the result: {type(error).__name__}"
+            return Ended(failure=Failure("ResultRefused", why), retryable=False)
 
     def _record(self) -> None:
         """Write down what ended, in one transaction; what is somebody else's by now is dropped."""
