@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from cryptography.fernet import Fernet
 
 from headway._sql import Tx
 from headway.errors import InvalidInput, NotFound, StorageError
-from headway.queue import records
+from headway.queue import migration, records
 from headway.queue.codec import PlainCodec
 from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
@@ -19,6 +21,7 @@ from headway.queue.values import Status, Task
 from headway.queue.watch import Settings
 from headway.queue.worker import Worker
 from headway.testing import eager
+from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,3 +123,35 @@ def test_a_codec_of_the_application_that_raises_costs_its_own_task_alone(tmp_pat
         assert queue.get(refused.id).status is Status.FAILED
         assert "RuntimeError" in str(queue.get(refused.id).error)
         assert queue.result(taken.id) == "a boat"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Moving
+
+
+def test_a_move_to_the_database_ends_also_beside_a_sweeper_that_tells_rq_again(
+    database_url: str, redis_server: RedisServer
+):
+    redis_server.client(0).flushall()
+    stop = threading.Event()
+    with TaskQueue(database_url, redis_server.url(), per_user=None) as queue, ThreadPoolExecutor(2) as threads:
+        queue.handler("caption")(lambda task, payload: payload)
+        queue.submit_many({"kind": "caption"} for _ in range(1200))
+        sweeping = threads.submit(Sweeper(queue, hints=queue.hints).run, stop)
+        try:
+            moved = threads.submit(migration.to_database, queue).result(30)
+        finally:
+            stop.set()
+            sweeping.result(60)
+        assert moved.moved == 1200
+
+
+def test_a_move_to_the_database_while_redis_is_away_says_that_the_hints_are_still_there(
+    database_url: str, redis_factory: Callable[..., RedisServer]
+):
+    server = redis_factory()
+    with TaskQueue(database_url, server.url(), per_user=None) as queue:
+        queue.handler("caption")(lambda task, payload: payload)
+        queue.submit_many({"kind": "caption"} for _ in range(3))
+        server.stop()
+        assert migration.to_database(queue) == migration.Moved(0, left=3)

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from headway._sql import Row, Tx, Value, marks
 from headway.errors import InvalidInput, NotFound
@@ -41,6 +41,7 @@ _INSERT = (
     "retries, retry_delay, timeout, run_at, created_at, updated_at, hinted_at) VALUES "
 )
 _ROW = "(?, ?, ?, ?, ?, ?, 'QUEUED', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_T = TypeVar("_T")
 _LOCKED = {"sqlite": "", "postgresql": " FOR UPDATE"}
 
 
@@ -525,5 +526,5 @@ def count_minutes(
         wait_seconds = run_seconds = 0.0  # of the whole call: counted once
 
 
-def pages(values: Sequence[str], size: int = 500) -> Iterable[Sequence[str]]:
+def pages(values: Sequence[_T], size: int = 500) -> Iterable[Sequence[_T]]:
     return (values[start : start + size] for start in range(0, len(values), size))

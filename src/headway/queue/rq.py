@@ -218,14 +218,17 @@ class RqHints:
             except Exception as error:  # noqa: BLE001 - foreign code: the queue goes on whatever it raises
                 log.warning("the alert could not be given", error=redact(str(error)))
 
-    def withdraw(self, tasks: Sequence[tuple[str, Priority]]) -> None:
-        """Take hints back. Should Redis be away, they stay: one that leads to no waiting row does no harm."""
-        with suppress(*_redis.failures()):
+    def withdraw(self, tasks: Sequence[tuple[str, Priority]]) -> bool:
+        """Take hints back; False while Redis is away. Then they stay: one that leads to no waiting row does no harm."""
+        try:
             pipeline = self._client.pipeline(transaction=True)
             for task_id, priority in tasks:
                 pipeline.lrem(_list_key(priority.value), 0, task_id)
                 pipeline.delete(RqJob.key_for(task_id))
             pipeline.execute()
+        except _redis.failures():
+            return False
+        return True
 
     def job(self, task_id: str, priority: Priority) -> RqJob:
         return _job(self._client, task_id, priority)
