@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +127,59 @@ def test_a_codec_of_the_application_that_raises_costs_its_own_task_alone(tmp_pat
         assert queue.get(refused.id).status is Status.FAILED
         assert "RuntimeError" in str(queue.get(refused.id).error)
         assert queue.result(taken.id) == "a boat"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Handlers that reach for what is not theirs
+
+
+def pipes() -> set[int]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if stat.S_ISFIFO(os.fstat(int(name)).st_mode):
+                found.add(int(name))
+    return found
+
+
+@pytest.mark.parametrize(
+    "said", ["7", '{"progress": 1}', '{"ended": 3}', '{"ended": [7, ["a"], "failed", 1]}', '{"progress": [1e999, ""]}', "long"]
+)  # fmt: skip
+def test_a_handler_that_writes_into_the_pipe_to_its_worker_is_in_nobodys_way(tmp_path: Path, said: str):
+    foreign = pipes()
+    with TaskQueue(f"sqlite:///{tmp_path}/queue.db") as queue:
+
+        @queue.handler("odd", retries=0)
+        def odd(task: Any, payload: str) -> str:
+            raw = payload.encode()
+            for pipe in pipes() - foreign:
+                os.write(pipe, struct.pack(">I", 2**32 - 1 if payload == "long" else len(raw)) + raw)
+            return "done"
+
+        queue.handler("caption")(lambda task, payload: payload)
+        strange, plain = queue.submit("odd", said), queue.submit("caption", 7)
+        work_off(queue)
+        assert queue.get(strange.id).is_final
+        assert queue.get(strange.id).percent in (0.0, 100.0)
+        assert queue.result(plain.id) == 7
+
+
+def test_a_handlers_own_file_in_the_place_of_the_pipe_is_not_written_into(tmp_path: Path):
+    foreign, kept = pipes(), []
+    with TaskQueue(f"sqlite:///{tmp_path}/queue.db") as queue:
+
+        @queue.handler("daemon", retries=0)
+        def daemon(task: Any, payload: Any) -> str:
+            for pipe in pipes() - foreign:
+                os.close(pipe)
+                kept.append((tmp_path / "own").open("wb"))
+                os.dup2(kept[-1].fileno(), pipe)
+            return "done"
+
+        task = queue.submit("daemon")
+        work_off(queue)
+        assert queue.get(task.id).status is Status.FAILED
+        assert (tmp_path / "own").read_bytes() == b""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -35,6 +35,8 @@ from headway.wording import printable
 #: What a handler may return, in bytes of JSON.
 RESULT_LIMIT = PAYLOAD_LIMIT
 _MESSAGE_LIMIT = 500
+#: Bytes of one message through the pipe: a result whose every character is written as an escape, and its frame.
+_SAID_LIMIT = 8 * RESULT_LIMIT
 #: A process that has said how it ended gets this long to be gone.
 EXIT_SECONDS = 2.0
 
@@ -241,18 +243,26 @@ class Horse:
     def _parse(self) -> None:
         while len(self._buffer) >= 4:
             (size,) = struct.unpack_from(">I", self._buffer)
+            if size > _SAID_LIMIT:
+                self._buffer.clear()
+                return
             if len(self._buffer) < 4 + size:
                 return
-            try:
-                message = json.loads(self._buffer[4 : 4 + size])
-            except ValueError:
-                message = {}  # the handler wrote into our pipe: what it says is not heard
+            with suppress(ValueError):  # the handler wrote into our pipe: what it says is not heard
+                self._hear(json.loads(self._buffer[4 : 4 + size]))
             del self._buffer[: 4 + size]
-            if "progress" in message:
-                self.progress = (message["progress"][0], message["progress"][1])
-            elif "ended" in message:
-                result, failure, outcome, retryable = message["ended"]
-                self.ended = Ended(result, None if failure is None else Failure(*failure), outcome, retryable)
+
+    def _hear(self, message: object) -> None:
+        """What has another form than what `_be_the_horse` sends was written by the handler, and is nothing."""
+        match message:
+            case {"progress": [int() | float() as percent, str() as said]} if 0.0 <= percent <= 100.0:
+                self.progress = (percent, said)
+            case {"ended": [str() | None as result, failure, str() as outcome, bool() as retryable]}:
+                match failure:
+                    case None:
+                        self.ended = Ended(result, None, outcome, retryable)
+                    case [str() as type, str() as text, str() as frame, str() | None as detail]:
+                        self.ended = Ended(result, Failure(type, text, frame, detail), outcome, retryable)
 
     def _reap(self) -> None:
         os.close(self._reading)
@@ -300,11 +310,13 @@ def _be_the_horse(
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
-        lock, me = threading.Lock(), os.getpid()
+        lock, me, pipe = threading.Lock(), os.getpid(), os.fstat(writing).st_ino
 
         def send(message: dict[str, Any]) -> None:
             if os.getpid() != me:
                 return  # a process the handler forked came back into our code: it speaks for nobody
+            if os.fstat(writing).st_ino != pipe:
+                raise OSError("the handler closed the pipe to its worker, and opened a file in its place")
             raw = json.dumps(message).encode()
             with lock:
                 _write_all(writing, struct.pack(">I", len(raw)) + raw)
