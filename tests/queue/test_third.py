@@ -6,6 +6,7 @@ import os
 import stat
 import struct
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,9 +17,11 @@ import pytest
 from cryptography.fernet import Fernet
 
 from headway._sql import Tx
-from headway.errors import InvalidInput, NotFound, StorageError
-from headway.queue import migration, records
+from headway.errors import HeadwayError, InvalidInput, NotFound, StorageError
+from headway.lifecycle import Shutdown
+from headway.queue import migration, records, supervisor
 from headway.queue.codec import PlainCodec
+from headway.queue.execution import rss
 from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import Status, Task
@@ -180,6 +183,53 @@ def test_a_handlers_own_file_in_the_place_of_the_pipe_is_not_written_into(tmp_pa
         work_off(queue)
         assert queue.get(task.id).status is Status.FAILED
         assert (tmp_path / "own").read_bytes() == b""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The memory of a worker whose handlers run in it
+
+
+MB = 2**20
+
+
+@pytest.mark.req("S2-48")
+def test_a_task_that_uses_too_much_memory_in_its_workers_process_is_ended_with_its_cause(tmp_path: Path):
+    with TaskQueue(f"sqlite:///{tmp_path}/queue.db") as queue:
+
+        @queue.handler("hog", retries=0, isolation="none")
+        def hog(task: Any, payload: Any) -> None:
+            taken = bytearray(b"x" * 300 * MB)
+            for _ in range(600):
+                time.sleep(0.05)
+            del taken
+
+        task = queue.submit("hog")
+        Worker(queue, settings=Settings(rest=0.05, memory_limit=rss(os.getpid()) + 100 * MB)).tick()
+        assert str(queue.get(task.id).error).startswith("MemoryLimit: the task's process used more than")
+        assert queue.database.all("SELECT outcome FROM task_attempts") == [("memory",)]
+
+
+@pytest.mark.req("S2-48")
+def test_a_worker_whose_handlers_leave_too_much_in_its_memory_ends_and_the_next_task_waits_uncharged(tmp_path: Path):
+    left: list[bytearray] = []
+    with TaskQueue(f"sqlite:///{tmp_path}/queue.db") as queue:
+        queue.handler("leak", isolation="none")(lambda task, payload: left.append(bytearray(b"x") * (64 * MB)))
+        first, second = queue.submit("leak"), queue.submit("leak")
+        worker = Worker(queue, settings=Settings(rest=0.05, batch=1, memory_limit=rss(os.getpid()) + 32 * MB))
+        worker.run()
+        assert worker.outgrown
+        assert queue.get(first.id).status is Status.COMPLETED
+        assert (queue.get(second.id).status, queue.get(second.id).attempts) == (Status.QUEUED, 0)
+
+
+def test_a_burst_that_ends_because_of_its_memory_says_that_it_is_not_through(tmp_path: Path):
+    left: list[bytearray] = []
+    with TaskQueue(f"sqlite:///{tmp_path}/queue.db") as queue:
+        queue.handler("leak", isolation="none")(lambda task, payload: left.append(bytearray(b"x") * (64 * MB)))
+        queue.submit("leak")
+        queue.set("memory_limit", (rss(os.getpid()) + 32 * MB) // MB)
+        with pytest.raises(HeadwayError, match="ended before all was done"):
+            supervisor.work_off(queue, supervisor.Plan(""), shutdown=Shutdown())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -56,6 +56,10 @@ class TaskTimeout(BaseException):
     """Raised in a handler that ran longer than its timeout."""
 
 
+class TaskTooLarge(BaseException):
+    """Raised in a handler whose process uses more memory than it may."""
+
+
 class TaskStopped(BaseException):
     """Raised in a handler that still ran when its worker had to end: the task goes back into its queue."""
 
@@ -125,14 +129,21 @@ def perform(task: RunningTask, function: Callable[..., Any], text: str, context:
         return Ended(failure=describe(error), retryable=False)
     except TaskStopped:
         raise
-    except TaskTimeout as error:
-        return Ended(failure=Failure("TimedOut", str(error)), outcome="timeout")
-    except TaskCancelled:
-        return Ended(failure=Failure("TaskCancelled", "the handler was ended because the task was cancelled"))
+    except (TaskTimeout, TaskTooLarge, TaskCancelled) as error:
+        return ended_by(error)
     except _ResultRefused as error:
         return Ended(failure=Failure("ResultRefused", str(error)), retryable=False)
     except BaseException as error:  # noqa: BLE001 - also SystemExit, KeyboardInterrupt and foreign ones: it is this run's
         return Ended(failure=describe(error))
+
+
+def ended_by(error: TaskTimeout | TaskTooLarge | TaskCancelled) -> Ended:
+    """How a run ended whose handler was ended by us."""
+    if isinstance(error, TaskTimeout):
+        return Ended(failure=Failure("TimedOut", str(error)), outcome="timeout")
+    if isinstance(error, TaskTooLarge):
+        return Ended(failure=Failure("MemoryLimit", str(error)), outcome="memory")
+    return Ended(failure=Failure("TaskCancelled", "the handler was ended because the task was cancelled"))
 
 
 class _ResultRefused(Exception):
@@ -154,6 +165,15 @@ def _result(value: Any) -> str | None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # In a process of its own
+
+
+def rss(pid: int) -> int:
+    """Bytes of memory a process has in use; 0 when it is gone, or the system does not say."""
+    try:
+        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 class Horse:
@@ -205,12 +225,7 @@ class Horse:
             os.kill(self.pid, signal.SIGKILL)
 
     def rss(self) -> int:
-        """Bytes of memory it has in use; 0 when it is gone."""
-        try:
-            with open(f"/proc/{self.pid}/statm", encoding="ascii") as file:
-                return int(file.read().split()[1]) * mmap.PAGESIZE
-        except (OSError, ValueError, IndexError):
-            return 0
+        return rss(self.pid)
 
     def wait(self, seconds: float) -> bool:
         """Read what it says for up to ``seconds``; whether it has ended."""
