@@ -291,7 +291,7 @@ def _worker(
     def source() -> Source:
         if queue.redis_url is None:
             return DatabaseSource(queue)
-        from headway.queue.rq import RqSource
+        from headway.queue.rqsource import RqSource
 
         return RqSource(queue, queue.redis_url, name=name, queues=settings.queues)
 
