@@ -398,18 +398,30 @@ def pause(tx: Tx, queue: Priority, *, reason: str, by: str, until: datetime | No
         raise InvalidInput(
             "until= is no time that is the same everywhere.", hint="Use datetime.now(UTC) + timedelta(...)"
         )
-    if until is not None and until.timestamp() <= tx.now():
+    end = None if until is None else _seconds(until)
+    if end is not None and end <= tx.now():
         raise InvalidInput(
             "until= is over already: the queue would not be paused.", hint="Use a time to come, or none."
         )
     tx.execute(
         "UPDATE task_queues SET paused = 1, paused_by = ?, paused_at = ?, paused_until = ?, reason = ? WHERE name = ?",
-        (by, tx.now(), None if until is None else until.timestamp(), reason, queue.value),
+        (by, tx.now(), end, reason, queue.value),
     )
     audit(
         tx, by, "queue.pause",
         {"queue": queue.value, "reason": reason, "until": None if until is None else until.isoformat(timespec="seconds")},
     )  # fmt: skip
+
+
+def _seconds(until: datetime) -> float:
+    """As it is kept. The last moment that there is becomes, as a float, one that nobody can read any more."""
+    try:
+        moment(until.timestamp())
+        return until.timestamp()
+    except (ValueError, OverflowError):
+        raise InvalidInput(
+            "until= is further away than time is counted.", hint="Use none: until it is resumed."
+        ) from None
 
 
 def resume(tx: Tx, queue: Priority, *, by: str, reason: str = "") -> bool:
