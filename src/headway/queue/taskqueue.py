@@ -29,7 +29,7 @@ from headway.errors import HeadwayError, InvalidInput, StorageError
 from headway.ids import check_id
 from headway.queue import hinting, intake, limits, records, settings
 from headway.queue.codec import PAYLOAD_LIMIT, Codec, FernetCodec, PlainCodec, write_payload
-from headway.queue.values import NewTask, Priority, QueueInfo, Status, Task, UserBusy, is_number
+from headway.queue.values import NewTask, Priority, QueueInfo, Status, Task, UserBusy, is_number, is_text
 from headway.retry import TASK
 from headway.telemetry import Log, redact
 
@@ -364,7 +364,7 @@ class TaskQueue:
             raise InvalidInput(
                 f"A task has no {unknown[0]!r}.", hint=f"There are kind, payload, {', '.join(Options.__annotations__)}."
             )
-        handler = self.handlers.get(kind) if isinstance(kind, str) else None
+        handler = self.handlers.get(kind) if is_text(kind) else None
         if handler is None:
             known = ", ".join(sorted(self.handlers)) or "none"
             raise InvalidInput(f"There is no handler for tasks of kind {kind!r} (there are: {known}).")
@@ -390,7 +390,7 @@ class TaskQueue:
         )
 
     def _priority(self, asked: Priority | str | None, role: str, *, maintenance: bool) -> Priority:
-        rule = self._roles.get(role) if isinstance(role, str) else None
+        rule = self._roles.get(role) if is_text(role) else None
         if rule is None:
             raise InvalidInput(f"There is no role {role!r}.", hint=f"Use one of {', '.join(sorted(self._roles))}.")
         if maintenance:
