@@ -199,7 +199,7 @@ elif PEER in ("headway", "headway_fork", "headway_database"):
     def work() -> None:
         """One worker with its batch. (`headway worker` has the batch of the settings.)"""
         from headway.lifecycle import Shutdown, on_signals
-        from headway.queue.rq import RqSource
+        from headway.queue.rqsource import RqSource
         from headway.queue.watch import Settings
         from headway.queue.worker import Worker
 

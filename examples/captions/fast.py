@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, Header, Request
 from fastapi.responses import JSONResponse
 
-from headway.errors import HeadwayError, NotFound
+from headway.errors import HeadwayError, InvalidInput, NotFound
 from headway.queue.fastapi import Submit, lifespan, submitter
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import UserBusy
@@ -39,7 +39,13 @@ async def look(id: str, x_user: Annotated[str, Header()]) -> dict[str, Any]:
     return task.as_json()
 
 
+@app.get("/captions/{id}/result")
+async def result(id: str, x_user: Annotated[str, Header()]) -> dict[str, str]:
+    found: dict[str, str] = await asyncio.to_thread(queue.result, id, user_id=x_user)
+    return found
+
+
 @app.exception_handler(HeadwayError)
 async def explain(_request: Request, error: HeadwayError) -> JSONResponse:
-    status = {UserBusy: 409, NotFound: 404}.get(type(error), 503)
+    status = {UserBusy: 409, NotFound: 404, InvalidInput: 400}.get(type(error), 503)
     return JSONResponse({"error": str(error), "hint": error.hint}, status)

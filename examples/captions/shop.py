@@ -55,7 +55,8 @@ form { display: inline } .problem { color: #a00 }</style>
 <table><tr><th>Task<th>User<th>Queue<th>Status<th>Done<th></tr>
 {% for task in tasks %}
 <tr><td>{{ task.id[:8] }}<td>{{ task.user_id }}<td>{{ task.priority }}<td>{{ task.status }}
-<td>{{ "%.0f"|format(task.percent) }} % {{ task.message }}{{ task.error or "" }}
+<td>{% if task.status == "COMPLETED" %}{{ caption_of(task) }}
+{% else %}{{ "%.0f"|format(task.percent) }} % {{ task.message }}{{ task.error or "" }}{% endif %}
 <td>{% if not task.is_final %}<form method="post" action="/stop/{{ task.id }}"><button>cancel</button></form>{% endif %}</tr>
 {% endfor %}</table>
 {% if role == "admin" %}
@@ -90,6 +91,7 @@ def _pages(app: Flask) -> None:
         tasks = headway.list(user_id=None if admin else user, limit=20) if user else []
         return render_template_string(
             PAGE, user=user, role=_role(), people=PEOPLE, tasks=tasks, problem=problem,
+            caption_of=lambda task: headway.result(task.id)["caption"],
             queues=headway.stats() if user and admin else [], busy=any(not task.is_final for task in tasks),
         )  # fmt: skip
 
@@ -144,6 +146,10 @@ def _programs(app: Flask) -> None:
     @app.get("/captions/<id>")
     def look(id: str) -> Response:
         return jsonify(headway.get(id, user_id=None if _role() == "admin" else _user()).as_json())
+
+    @app.get("/captions/<id>/result")
+    def result(id: str) -> Response:
+        return jsonify(headway.result(id, user_id=None if _role() == "admin" else _user()))
 
     @app.delete("/captions/<id>")
     def cancel(id: str) -> Response:

@@ -84,7 +84,8 @@ def _run(queue: TaskQueue, claim: Claim) -> Task:
         result = perform(task, queue.handlers[claim.kind].function, payload, queue.context)
     seconds = time.monotonic() - began
     if result.failure is None:
-        return queue.database.run(lambda tx: settling.complete(tx, claim, result.result, seconds))
+        stored = None if result.result is None else queue.sealed_result(claim.id, result.result)
+        return queue.database.run(lambda tx: settling.complete(tx, claim, stored, seconds))
     failure, outcome, retryable = result.failure, result.outcome, result.retryable
     return queue.database.run(
         lambda tx: settling.fail(tx, claim, failure, outcome=outcome, retryable=retryable, seconds=seconds)

@@ -12,7 +12,7 @@ from typing import Any
 
 from headway.lifecycle import Shutdown, on_signals
 from headway.queue.execution import GiveUp
-from headway.queue.rq import RqSource
+from headway.queue.rqsource import RqSource
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.watch import Settings
 from headway.queue.worker import Worker

@@ -15,7 +15,8 @@ from headway._sql.tx import Cursor
 from headway.failure import Failure
 from headway.queue import claims, hinting, settling
 from headway.queue.claims import Claimant
-from headway.queue.rq import RqHints, RqSource
+from headway.queue.rq import RqHints
+from headway.queue.rqsource import RqSource
 from headway.queue.settling import Success
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import PRIORITIES, Priority, Status, TaskConflict, UserBusy

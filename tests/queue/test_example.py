@@ -87,7 +87,7 @@ def test_the_example_runs_in_one_command_and_ctrl_c_ends_all_of_it(
     assert "has an active task already" in anna.post("/ask", picture="another.jpg")
     root.post("/sign-in", user="root")
     page = eventually(lambda: page if "COMPLETED" in (page := anna.get()) else None, 60)
-    assert "saw sea" in page
+    assert "&lt;b&gt;harbour&lt;/b&gt;.jpg: a small boat at sea" in page
     assert "anna" in root.get()
     assert "resume" in root.post("/pause/low")
     assert len(processes_in(home)) >= 5, "the web, its workers, the supervisor, its workers, Redis"
@@ -117,4 +117,5 @@ def test_the_fastapi_example_takes_a_task_and_its_worker_runs_it(
 
     task = eventually(lambda: re.search(r'"id":"(\w+)"', ask("/captions?picture=harbour.jpg", "POST")), 60)
     eventually(lambda: '"status":"COMPLETED"' in ask(f"/captions/{task[1]}"), 60)
+    assert ask(f"/captions/{task[1]}/result") == '{"caption":"harbour.jpg: a small boat at sea"}'
     assert ask("/captions/nobodys").startswith("404")

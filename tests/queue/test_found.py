@@ -22,7 +22,7 @@ from headway.lifecycle import Shutdown
 from headway.queue import claims, hinting, settling
 from headway.queue.claims import Claimant
 from headway.queue.flask import Headway
-from headway.queue.rq import RqSource
+from headway.queue.rqsource import RqSource
 from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import PRIORITIES, Claim, Status, Task, UserBusy

@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 
 from headway.queue import hinting
-from headway.queue.rq import RqSource
+from headway.queue.rqsource import RqSource
 from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import Priority, Status

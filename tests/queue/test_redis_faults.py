@@ -17,7 +17,7 @@ from cryptography.fernet import Fernet
 from headway._lease import Owner
 from headway.queue import settling
 from headway.queue.claims import Claimant
-from headway.queue.rq import RqSource
+from headway.queue.rqsource import RqSource
 from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import PRIORITIES, Status, UserBusy

@@ -21,7 +21,8 @@ from rq.registry import FailedJobRegistry, StartedJobRegistry
 from rq.results import Result
 from rq.serializers import JSONSerializer
 
-from headway.queue.rq import RqHints, RqSource
+from headway.queue.rq import RqHints
+from headway.queue.rqsource import RqSource
 from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import Status, Task, UserBusy

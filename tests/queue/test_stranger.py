@@ -41,7 +41,15 @@ from tests.services.waiting import eventually
 # What is said
 
 
-@pytest.mark.parametrize("until", [datetime.now(UTC) - timedelta(hours=1), datetime(2999, 1, 1), "tomorrow"])  # noqa: DTZ001 - it is what is refused
+@pytest.mark.parametrize(
+    "until",
+    [
+        datetime.now(UTC) - timedelta(hours=1),
+        datetime(2999, 1, 1),  # noqa: DTZ001 - it is what is refused
+        "tomorrow",
+        datetime.max.replace(tzinfo=UTC),
+    ],
+)
 def test_a_pause_that_would_not_begin_or_whose_end_is_a_guess_is_refused(crowd: TaskQueue, until: Any):
     with pytest.raises(InvalidInput, match="until"):
         crowd.pause("low", reason="upgrade", by="anna", until=until)
@@ -51,6 +59,8 @@ def test_a_pause_that_would_not_begin_or_whose_end_is_a_guess_is_refused(crowd: 
 @pytest.mark.parametrize(
     "call",
     [
+        lambda queue: queue.submit(["caption"]),
+        lambda queue: queue.submit("caption", role=["admin"]),
         lambda queue: queue.submit("caption", delay="5"),
         lambda queue: queue.submit("caption", delay=None),
         lambda queue: queue.limit("user", rate="5"),

@@ -19,7 +19,7 @@ import psycopg
 import pytest
 
 from headway.errors import InvalidInput
-from headway.queue.rq import RqSource
+from headway.queue.rqsource import RqSource
 from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import Status, UserBusy

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from headway.queue.rq import RqSource
+from headway.queue.rqsource import RqSource
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.worker import Worker
 from tests.queue import app

@@ -346,8 +346,10 @@ def migrate(*, target: str, app: str, dry_run: bool) -> None:
             else migration.to_database(opened, dry_run=dry_run)
         )
     say(f"{plural(moved.moved, 'task')} {'would be' if dry_run else 'were'} moved to {target}.")
-    if moved.left:
+    if moved.left and target == "rq":
         say(f"{plural(moved.left, 'task')} could not be moved: Redis is away or full. Ask again later.")
+    elif moved.left:
+        say(f"RQ knows of {plural(moved.left, 'task')} still: Redis is away, or workers that use it tell it again.")
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})

@@ -1,7 +1,7 @@
 """The queue: tasks that users ask for, by priority, never lost.
 
     TaskQueue ── records, claims, limits: the rows, which are the truth
-       ├── rq, database: how a worker hears of them
+       ├── rq, rqsource, database: how a worker hears of them
        ├── worker ── execution, watch: running one
        └── sweeper, supervisor: who looks after all of it
 

@@ -35,6 +35,8 @@ from headway.wording import printable
 #: What a handler may return, in bytes of JSON.
 RESULT_LIMIT = PAYLOAD_LIMIT
 _MESSAGE_LIMIT = 500
+#: Bytes of one message through the pipe: a result whose every character is written as an escape, and its frame.
+_SAID_LIMIT = 8 * RESULT_LIMIT
 #: A process that has said how it ended gets this long to be gone.
 EXIT_SECONDS = 2.0
 
@@ -52,6 +54,10 @@ class TaskCancelled(BaseException):
 
 class TaskTimeout(BaseException):
     """Raised in a handler that ran longer than its timeout."""
+
+
+class TaskTooLarge(BaseException):
+    """Raised in a handler whose process uses more memory than it may."""
 
 
 class TaskStopped(BaseException):
@@ -123,14 +129,21 @@ def perform(task: RunningTask, function: Callable[..., Any], text: str, context:
         return Ended(failure=describe(error), retryable=False)
     except TaskStopped:
         raise
-    except TaskTimeout as error:
-        return Ended(failure=Failure("TimedOut", str(error)), outcome="timeout")
-    except TaskCancelled:
-        return Ended(failure=Failure("TaskCancelled", "the handler was ended because the task was cancelled"))
+    except (TaskTimeout, TaskTooLarge, TaskCancelled) as error:
+        return ended_by(error)
     except _ResultRefused as error:
         return Ended(failure=Failure("ResultRefused", str(error)), retryable=False)
     except BaseException as error:  # noqa: BLE001 - also SystemExit, KeyboardInterrupt and foreign ones: it is this run's
         return Ended(failure=describe(error))
+
+
+def ended_by(error: TaskTimeout | TaskTooLarge | TaskCancelled) -> Ended:
+    """How a run ended whose handler was ended by us."""
+    if isinstance(error, TaskTimeout):
+        return Ended(failure=Failure("TimedOut", str(error)), outcome="timeout")
+    if isinstance(error, TaskTooLarge):
+        return Ended(failure=Failure("MemoryLimit", str(error)), outcome="memory")
+    return Ended(failure=Failure("TaskCancelled", "the handler was ended because the task was cancelled"))
 
 
 class _ResultRefused(Exception):
@@ -152,6 +165,15 @@ def _result(value: Any) -> str | None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # In a process of its own
+
+
+def rss(pid: int) -> int:
+    """Bytes of memory a process has in use; 0 when it is gone, or the system does not say."""
+    try:
+        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 class Horse:
@@ -203,12 +225,7 @@ class Horse:
             os.kill(self.pid, signal.SIGKILL)
 
     def rss(self) -> int:
-        """Bytes of memory it has in use; 0 when it is gone."""
-        try:
-            with open(f"/proc/{self.pid}/statm", encoding="ascii") as file:
-                return int(file.read().split()[1]) * mmap.PAGESIZE
-        except (OSError, ValueError, IndexError):
-            return 0
+        return rss(self.pid)
 
     def wait(self, seconds: float) -> bool:
         """Read what it says for up to ``seconds``; whether it has ended."""
@@ -241,18 +258,26 @@ class Horse:
     def _parse(self) -> None:
         while len(self._buffer) >= 4:
             (size,) = struct.unpack_from(">I", self._buffer)
+            if size > _SAID_LIMIT:
+                self._buffer.clear()
+                return
             if len(self._buffer) < 4 + size:
                 return
-            try:
-                message = json.loads(self._buffer[4 : 4 + size])
-            except ValueError:
-                message = {}  # the handler wrote into our pipe: what it says is not heard
+            with suppress(ValueError):  # the handler wrote into our pipe: what it says is not heard
+                self._hear(json.loads(self._buffer[4 : 4 + size]))
             del self._buffer[: 4 + size]
-            if "progress" in message:
-                self.progress = (message["progress"][0], message["progress"][1])
-            elif "ended" in message:
-                result, failure, outcome, retryable = message["ended"]
-                self.ended = Ended(result, None if failure is None else Failure(*failure), outcome, retryable)
+
+    def _hear(self, message: object) -> None:
+        """What has another form than what `_be_the_horse` sends was written by the handler, and is nothing."""
+        match message:
+            case {"progress": [int() | float() as percent, str() as said]} if 0.0 <= percent <= 100.0:
+                self.progress = (percent, said)
+            case {"ended": [str() | None as result, failure, str() as outcome, bool() as retryable]}:
+                match failure:
+                    case None:
+                        self.ended = Ended(result, None, outcome, retryable)
+                    case [str() as type, str() as text, str() as frame, str() | None as detail]:
+                        self.ended = Ended(result, Failure(type, text, frame, detail), outcome, retryable)
 
     def _reap(self) -> None:
         os.close(self._reading)
@@ -300,11 +325,13 @@ def _be_the_horse(
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
-        lock, me = threading.Lock(), os.getpid()
+        lock, me, pipe = threading.Lock(), os.getpid(), os.fstat(writing).st_ino
 
         def send(message: dict[str, Any]) -> None:
             if os.getpid() != me:
                 return  # a process the handler forked came back into our code: it speaks for nobody
+            if os.fstat(writing).st_ino != pipe:
+                raise OSError("the handler closed the pipe to its worker, and opened a file in its place")
             raw = json.dumps(message).encode()
             with lock:
                 _write_all(writing, struct.pack(">I", len(raw)) + raw)

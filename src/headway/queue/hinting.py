@@ -34,12 +34,20 @@ def doubtful(tx: Tx, *, older_than: float, limit: int) -> list[tuple[str, Priori
     now = tx.now()
     rows: list[Row] = []
     # Two statements: with an OR neither engine would use the index.
-    for condition, bound in (("<", now - older_than), (">", now + max(60.0, -older_than))):
+    for condition, bound in (("<", now - older_than), (">", now + 60.0)):
         rows += tx.all(
             f"SELECT id, queue FROM tasks WHERE status = 'QUEUED' AND hinted_at IS NOT NULL AND hinted_at {condition} ? "
             "ORDER BY hinted_at LIMIT ?",
             (bound, limit - len(rows)),
         )
+    return [(id, Priority(queue)) for id, queue in rows]
+
+
+def all_hinted(tx: Tx) -> list[tuple[str, Priority]]:
+    """Every task that waits and of which RQ was told, the oldest hint first. They are as many as RQ's queues may hold."""
+    rows = tx.all(
+        "SELECT id, queue FROM tasks WHERE status = 'QUEUED' AND hinted_at IS NOT NULL ORDER BY hinted_at, no"
+    )
     return [(id, Priority(queue)) for id, queue in rows]
 
 

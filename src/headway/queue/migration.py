@@ -14,6 +14,7 @@ from typing import Any
 from headway._sql import Database
 from headway.errors import InvalidInput
 from headway.queue import hinting
+from headway.queue.records import pages
 from headway.queue.sweeper import Hints
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import TaskConflict, UserBusy
@@ -26,7 +27,7 @@ _PAGE = 500
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a move did, or would do."""
+    """What a move did, or would do; ``left``: tasks that are still told of where they were."""
 
     moved: int
     left: int = 0
@@ -52,19 +53,18 @@ def to_database(queue: TaskQueue, *, dry_run: bool = False) -> Moved:
     from headway.queue.rq import RqHints
 
     hints = queue.hints
-    moved = _count(queue, "hinted_at IS NOT NULL")
     if dry_run or not isinstance(hints, RqHints):
-        return Moved(moved)
+        return Moved(_count(queue, "hinted_at IS NOT NULL"))
     moved = 0
-    while True:
-        # From the oldest on; each page is taken back before it is forgotten, so an interrupted move goes on here.
-        page = queue.database.run(lambda tx: hinting.doubtful(tx, older_than=-3600.0, limit=_PAGE))
-        if not page:
-            return Moved(moved)
-        hints.withdraw(page)
+    # What is hinted now, once: a supervisor that still runs with its Redis tells RQ again, and we would never be through.
+    for page in pages(queue.database.run(hinting.all_hinted, operation="queue.migrate"), _PAGE):
+        # Each page is taken back before it is forgotten, so an interrupted move goes on when it is asked again.
+        if not hints.withdraw(page):
+            break
         ids = [task_id for task_id, _ in page]
         queue.database.run(lambda tx: hinting.unhint(tx, ids), operation="queue.migrate")  # noqa: B023 - run at once
         moved += len(page)
+    return Moved(moved, left=_count(queue, "hinted_at IS NOT NULL"))
 
 
 def _count(queue: TaskQueue, condition: str) -> int:

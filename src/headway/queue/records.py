@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from headway._sql import Row, Tx, Value, marks
 from headway.errors import InvalidInput, NotFound
@@ -41,6 +41,7 @@ _INSERT = (
     "retries, retry_delay, timeout, run_at, created_at, updated_at, hinted_at) VALUES "
 )
 _ROW = "(?, ?, ?, ?, ?, ?, 'QUEUED', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_T = TypeVar("_T")
 _LOCKED = {"sqlite": "", "postgresql": " FOR UPDATE"}
 
 
@@ -213,11 +214,17 @@ def read(tx: Tx, ids: Iterable[str]) -> list[Task]:
 
 def get(tx: Tx, id: str, *, user_id: str | None = None) -> Task:
     """One task. With ``user_id`` another user's task is as missing as one that never was."""
-    row = tx.one(f"SELECT {_COLUMNS} FROM tasks WHERE id = ?", (id,))
-    task = task_of(row) if row is not None else None
-    if task is None or (user_id is not None and task.user_id != user_id):
-        raise NotFound(f"There is no task {id}.", hint="List them: headway tasks")
+    task, _ = get_with(tx, id, "NULL", user_id=user_id)
     return task
+
+
+def get_with(tx: Tx, id: str, column: str, *, user_id: str | None = None) -> tuple[Task, Any]:
+    """One task, and what stands in one more column of its row at the same moment."""
+    row = tx.one(f"SELECT {_COLUMNS}, {column} FROM tasks WHERE id = ?", (id,))
+    task = task_of(row[:-1]) if row is not None else None
+    if row is None or task is None or (user_id is not None and task.user_id != user_id):
+        raise NotFound(f"There is no task {id}.", hint="List them: headway tasks")
+    return task, row[-1]
 
 
 def _by_ids(tx: Tx, ids: Sequence[str]) -> dict[str, tuple[Task, str]]:
@@ -391,18 +398,30 @@ def pause(tx: Tx, queue: Priority, *, reason: str, by: str, until: datetime | No
         raise InvalidInput(
             "until= is no time that is the same everywhere.", hint="Use datetime.now(UTC) + timedelta(...)"
         )
-    if until is not None and until.timestamp() <= tx.now():
+    end = None if until is None else _seconds(until)
+    if end is not None and end <= tx.now():
         raise InvalidInput(
             "until= is over already: the queue would not be paused.", hint="Use a time to come, or none."
         )
     tx.execute(
         "UPDATE task_queues SET paused = 1, paused_by = ?, paused_at = ?, paused_until = ?, reason = ? WHERE name = ?",
-        (by, tx.now(), None if until is None else until.timestamp(), reason, queue.value),
+        (by, tx.now(), end, reason, queue.value),
     )
     audit(
         tx, by, "queue.pause",
         {"queue": queue.value, "reason": reason, "until": None if until is None else until.isoformat(timespec="seconds")},
     )  # fmt: skip
+
+
+def _seconds(until: datetime) -> float:
+    """As it is kept. The last moment that there is becomes, as a float, one that nobody can read any more."""
+    try:
+        moment(until.timestamp())
+        return until.timestamp()
+    except (ValueError, OverflowError):
+        raise InvalidInput(
+            "until= is further away than time is counted.", hint="Use none: until it is resumed."
+        ) from None
 
 
 def resume(tx: Tx, queue: Priority, *, by: str, reason: str = "") -> bool:
@@ -519,5 +538,5 @@ def count_minutes(
         wait_seconds = run_seconds = 0.0  # of the whole call: counted once
 
 
-def pages(values: Sequence[str], size: int = 500) -> Iterable[Sequence[str]]:
+def pages(values: Sequence[_T], size: int = 500) -> Iterable[Sequence[_T]]:
     return (values[start : start + size] for start in range(0, len(values), size))

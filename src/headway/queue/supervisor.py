@@ -271,7 +271,13 @@ def work_off(queue: TaskQueue, plan: Plan, *, shutdown: Shutdown) -> None:
     """One worker in this process, until nothing is left to do."""
     name = f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
     settings = Settings(queues=plan.queues, drain=plan.drain)
-    _worker(queue, name, settings, shutdown, live=live_settings(queue, plan.given)).run(burst=True)
+    worker = _worker(queue, name, settings, shutdown, live=live_settings(queue, plan.given))
+    worker.run(burst=True)
+    if worker.outgrown:
+        raise HeadwayError(
+            "The worker used more memory than it may, and ended before all was done.",
+            hint="Start it again, or let it use more: headway queue set memory_limit MB",
+        )
 
 
 def _worker(
@@ -285,7 +291,7 @@ def _worker(
     def source() -> Source:
         if queue.redis_url is None:
             return DatabaseSource(queue)
-        from headway.queue.rq import RqSource
+        from headway.queue.rqsource import RqSource
 
         return RqSource(queue, queue.redis_url, name=name, queues=settings.queues)
 

@@ -19,6 +19,7 @@ from headway._sql import Tx
 from headway.errors import HeadwayError, Held, StaleClaim
 from headway.failure import describe
 from headway.queue import claims, hinting, settling
+from headway.queue.changing import SKIP_LOCKED
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import Priority
 from headway.retry import RetryPolicy
@@ -138,9 +139,11 @@ class Sweeper:
         gone = 0
         for _ in count() if pages is None else range(pages):
             found = self._queue.database.run(
+                # What somebody tries again at this moment is locked and passed over. PostgreSQL would wait for it, and then
+                # delete it: of a row that changed meanwhile it asks only whether its number is among those found before.
                 lambda tx: tx.execute(
                     "DELETE FROM tasks WHERE no IN (SELECT no FROM tasks WHERE ended_at IS NOT NULL AND ended_at < ? "
-                    "AND status IN ('COMPLETED', 'FAILED', 'CANCELLED') ORDER BY ended_at LIMIT ?)",
+                    f"AND status IN ('COMPLETED', 'FAILED', 'CANCELLED') ORDER BY ended_at LIMIT ?{SKIP_LOCKED[tx.engine]})",
                     (tx.now() - self.retention, _BATCH),
                 ),
                 operation="queue.purge",

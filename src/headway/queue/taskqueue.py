@@ -12,6 +12,7 @@ task = queue.submit("caption", {"image": 7}, user_id="anna")
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 import threading
@@ -28,7 +29,7 @@ from headway.errors import HeadwayError, InvalidInput, StorageError
 from headway.ids import check_id
 from headway.queue import hinting, intake, limits, records, settings
 from headway.queue.codec import PAYLOAD_LIMIT, Codec, FernetCodec, PlainCodec, write_payload
-from headway.queue.values import NewTask, Priority, QueueInfo, Status, Task, UserBusy, is_number
+from headway.queue.values import NewTask, Priority, QueueInfo, Status, Task, UserBusy, is_number, is_text
 from headway.retry import TASK
 from headway.telemetry import Log, redact
 
@@ -363,7 +364,7 @@ class TaskQueue:
             raise InvalidInput(
                 f"A task has no {unknown[0]!r}.", hint=f"There are kind, payload, {', '.join(Options.__annotations__)}."
             )
-        handler = self.handlers.get(kind)
+        handler = self.handlers.get(kind) if is_text(kind) else None
         if handler is None:
             known = ", ".join(sorted(self.handlers)) or "none"
             raise InvalidInput(f"There is no handler for tasks of kind {kind!r} (there are: {known}).")
@@ -389,7 +390,7 @@ class TaskQueue:
         )
 
     def _priority(self, asked: Priority | str | None, role: str, *, maintenance: bool) -> Priority:
-        rule = self._roles.get(role)
+        rule = self._roles.get(role) if is_text(role) else None
         if rule is None:
             raise InvalidInput(f"There is no role {role!r}.", hint=f"Use one of {', '.join(sorted(self._roles))}.")
         if maintenance:
@@ -412,6 +413,22 @@ class TaskQueue:
         """One task, or `NotFound`; with ``user_id`` another user's task is as missing as one that never was."""
         with self.database.read() as tx:
             return records.get(tx, check_id(id, "a task id"), user_id=user_id)
+
+    def result(self, id: str, *, user_id: str | None = None) -> Any:
+        """What the handler of a COMPLETED task returned; another user's task is as missing as for `get`."""
+        with self.database.read() as tx:
+            task, stored = records.get_with(tx, check_id(id, "a task id"), "result", user_id=user_id)
+        if task.status is not Status.COMPLETED:
+            raise InvalidInput(
+                f"Task {id} is {task.status.value}: it has no result.", hint="See why: headway task show"
+            )
+        try:
+            return None if stored is None else json.loads(self._decoded(_result_of(id), stored))
+        except StorageError as error:
+            raise StorageError(
+                f"The result of task {id} cannot be read: it was altered, or kept without the keys that are set.",
+                hint="Check HEADWAY_QUEUE_KEYS, and who writes to the store.",
+            ) from error
 
     def list(
         self,
@@ -553,6 +570,9 @@ class TaskQueue:
 
     def payload(self, id: str, stored: str) -> str:
         """A stored payload as JSON text, or an error if it was altered or is another task's."""
+        return self._decoded(id, stored)
+
+    def _decoded(self, id: str, stored: str) -> str:
         codec = self._codec
         try:
             return codec.decode(id, stored)
@@ -563,10 +583,16 @@ class TaskQueue:
             if self._codec is codec:
                 raise
             return self._codec.decode(id, stored)
+        except Exception as error:  # the application's own codec may raise anything: it costs this task alone
+            raise StorageError(f"What is stored of task {id} cannot be read: {type(error).__name__}.") from error
 
     def sealed(self, id: str, text: str) -> str:
         """JSON text as it is stored: with keys it is encrypted and bound to ``id``."""
         return self._codec.encode(id, text)
+
+    def sealed_result(self, id: str, text: str) -> str:
+        """What a handler returned, as it is stored."""
+        return self._codec.encode(_result_of(id), text)
 
     @property
     def database_url(self) -> str | None:
@@ -610,6 +636,11 @@ def _member(kind: type[_E], value: _E | str, what: str) -> _E:
     except ValueError:
         known = ", ".join(member.value for member in kind)
         raise InvalidInput(f"{str(value)[:40]!r} is not {what}.", hint=f"Use one of {known}.") from None
+
+
+def _result_of(id: str) -> str:
+    """What a result is bound to when it is encrypted. No id holds a space: nobody can put it in the place of a payload."""
+    return f"{id} result"
 
 
 def _secure_id() -> str:

@@ -113,6 +113,10 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float)
 
 
+def is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
 def moment(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 

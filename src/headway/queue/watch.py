@@ -6,13 +6,22 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
 from headway.failure import Failure
 from headway.queue.claims import LEASE
-from headway.queue.execution import CannotBegin, Ended, Interrupts, TaskCancelled, TaskStopped, TaskTimeout
+from headway.queue.execution import (
+    CannotBegin,
+    Ended,
+    Interrupts,
+    TaskCancelled,
+    TaskStopped,
+    TaskTimeout,
+    TaskTooLarge,
+    rss,
+)
 from headway.queue.values import PRIORITIES, Claim, Priority
 from headway.telemetry import Log
 
@@ -83,6 +92,10 @@ class Renewal:
             return False
         self._at = now + self._interval
         return True
+
+
+#: What is raised in a handler that must end, by what its run is charged as.
+_RAISED: Mapping[str, type[BaseException]] = {"timeout": TaskTimeout, "memory": TaskTooLarge}
 
 
 class Watch:
@@ -212,10 +225,9 @@ class Pulse:
                 return
         if watch.cancelling:
             self.cancelling = True
-        verdict = watch.verdict(time.monotonic() - began, 0)
+        verdict = watch.verdict(time.monotonic() - began, rss(os.getpid()))
         if verdict is not None and verdict.failure is not None:
-            kind = TaskTimeout if verdict.outcome == "timeout" else TaskCancelled
-            self._end(claim, kind(verdict.failure.message))
+            self._end(claim, _RAISED.get(verdict.outcome, TaskCancelled)(verdict.failure.message))
 
     def _end(self, claim: Claim, error: BaseException) -> None:
         with self._lock:

@@ -35,7 +35,10 @@ from headway.queue.execution import (
     TaskCancelled,
     TaskStopped,
     TaskTimeout,
+    TaskTooLarge,
+    ended_by,
     perform,
+    rss,
 )
 from headway.queue.settings import LiveSettings
 from headway.queue.settling import Success
@@ -126,6 +129,7 @@ class Worker:
         self._said_at = 0.0
         self._failures = 0
         self._drain: Budget | None = None
+        self.outgrown = False  # it ended because of what its handlers left in its memory
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
@@ -243,7 +247,18 @@ class Worker:
         return False
 
     def _stopping(self) -> bool:
-        return self._shutdown.stop.is_set() or self._wanted is not None
+        return self._shutdown.stop.is_set() or self._wanted is not None or self.outgrown
+
+    def _look_at_memory(self) -> None:
+        """Leave, when what ran in this process left more behind than it may use: whoever comes in its place begins anew. It
+        is not looked at before something ran here, or a large application would never run anything."""
+        used, most = rss(os.getpid()), self.settings.memory_limit
+        if used > most:
+            self.outgrown = True
+            log.warning(
+                "the worker uses more memory than it may, and ends", worker=self.name,
+                reason=f"{used // 2**20} MB of {most // 2**20} MB",
+            )  # fmt: skip
 
     @property
     def must_end(self) -> bool:
@@ -294,7 +309,7 @@ class Worker:
             ended = verdict  # we ended it: that is the reason, not the signal it died of
         if horse.progress is not None:
             ended = replace(ended, message=horse.progress[1])
-        self._ended.append((claim, ended, horse.seconds))
+        self._ended.append((claim, self._sealed(claim, ended), horse.seconds))
         self._record()
 
     def _start(self, claim: Claim, handler: Handler, text: str) -> Horse:
@@ -333,17 +348,18 @@ class Worker:
                 except TaskStopped:
                     self._give_back([claim])
                     continue
-                except (TaskCancelled, TaskTimeout) as late:  # it came between the handler's end and ours
-                    ended = Ended(failure=Failure(type(late).__name__, str(late)), outcome="timeout")
+                except (TaskCancelled, TaskTimeout, TaskTooLarge) as late:  # it came between the handler's end and ours
+                    ended = ended_by(late)
                 finally:
                     pulse.end()
                 ended = ended if pulse.last_message is None else replace(ended, message=pulse.last_message)
                 seconds = time.monotonic() - began
                 self._lately += (seconds - self._lately) * 0.2
                 if claim.no not in pulse.lost:
-                    self._ended.append((claim, ended, seconds))
+                    self._ended.append((claim, self._sealed(claim, ended), seconds))
                 if (self._held and len(self._ended) >= self.settings.batch) or pulse.cancelling:
                     self._record()
+        self._look_at_memory()
 
     def _take_here(self) -> Claim | None:
         """The next of what is held, to be begun in this process; None if there is none, or it needs one of its own."""
@@ -405,6 +421,16 @@ class Worker:
             self._ended.append((claim, refused, 0.0))
             self._record()
             return None
+
+    def _sealed(self, claim: Claim, ended: Ended) -> Ended:
+        """With the result as it is stored. A codec that cannot write it costs this task alone."""
+        if ended.result is None:
+            return ended
+        try:
+            return replace(ended, result=self._queue.sealed_result(claim.id, ended.result))
+        except Exception as error:  # noqa: BLE001 - the application's own codec may raise anything
+            why = f"the codec could not write the result: {type(error).__name__}"
+            return Ended(failure=Failure("ResultRefused", why), retryable=False)
 
     def _record(self) -> None:
         """Write down what ended, in one transaction; what is somebody else's by now is dropped."""
@@ -535,7 +561,7 @@ class Worker:
                 "RETURNING wanted",
                 (self.name, write_owner(self._owner), self._owner.host, os.getpid(),
                  ",".join(queue.value for queue in self.settings.queues), __version__, state, task, self._completed,
-                 self._failed, _rss(), now, now),
+                 self._failed, rss(os.getpid()) or None, now, now),
             )  # fmt: skip
             return row[0] if row else None
 
@@ -566,11 +592,3 @@ def _successes(batch: Sequence[tuple[Claim, Ended, float]]) -> list[Success]:
     return [
         Success(claim, ended.result, seconds, ended.message) for claim, ended, seconds in batch if ended.failure is None
     ]
-
-
-def _rss() -> int | None:
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
