@@ -135,3 +135,24 @@ def test_a_server_takes_the_descriptors_that_it_may_have(serve: Servers, tmp_pat
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert resource.prlimit(web.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+
+
+def test_a_file_that_was_moved_away_is_never_shown_as_fine_and_is_when_it_is_back(serve: Servers, database: str):
+    """What is open lives on for this process and for nobody else: each look at it says so, not one in ten."""
+    web = serve("--database", database)
+    path = Path(database.removeprefix("sqlite:///"))
+    files = [path, Path(f"{path}-wal"), Path(f"{path}-shm")]
+
+    def statuses() -> set[int]:
+        return {web.ask(asked).status for asked in ("/readyz", "/api/v1/jobs", "/", "/api/v1/queues")}
+
+    with web.live() as live:
+        assert "full" in news(live)
+        for file in files:
+            file.rename(f"{file}-away")
+        eventually(lambda: statuses() == {503})
+        assert {status for _ in range(8) for status in statuses()} == {503}
+        assert any("store" in news(live).get("delta", {}) for _ in range(10))
+        for file in files:
+            Path(f"{file}-away").rename(file)
+        eventually(lambda: statuses() == {200})
