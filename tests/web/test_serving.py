@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
+import re
 import resource
 import signal
 import socket
@@ -116,6 +118,36 @@ def test_a_connection_that_never_finishes_the_head_of_a_request_is_closed(serve:
                 connection.sendall(b"x" * 100 + b": y\r\n")
             assert not read_all(connection)
         assert "full" in news(live)  # it is older than that, and open
+
+
+def test_a_connection_that_never_takes_what_it_asked_for_is_closed(serve: Servers, tmp_path: Path):
+    """More of it than the buffers between the two can keep; nobody has to be known for that."""
+    web = serve("--database", f"sqlite:///{tmp_path}/h.db", server={"UNREAD_SECONDS": 1})
+    host, port = web.host.split(":")
+    found = re.search(r"/static/app[.]\w+[.]js", web.ask("/").text)
+    assert found is not None
+    question = f"GET {found[0]} HTTP/1.1\r\nHost: {web.host}\r\n\r\n".encode()
+
+    def sockets() -> set[str]:
+        files = Path(f"/proc/{web.process.pid}/fd")
+        return {found for name in os.listdir(files) if (found := _link(files / name)).startswith("socket:")}
+
+    with socket.socket() as greedy:
+        greedy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        before = sockets()
+        greedy.connect((host, int(port)))
+        greedy.sendall(question * 500)
+        eventually(lambda: sockets() - before)
+        theirs = sockets() - before
+        eventually(lambda: not theirs & sockets())
+    assert web.ask("/healthz").status == 200
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:  # it was closed meanwhile
+        return ""
 
 
 def read_all(connection: socket.socket) -> bytes:
