@@ -78,8 +78,28 @@ def test_the_first_token_closes_a_running_server_and_the_last_one_does_not_open_
     assert opened.ask("/api/v1/jobs").status == 401
 
 
-def test_another_address_is_refused_until_there_is_a_token(headway_cli, tmp_path: Path):
-    answer = headway_cli("serve", "--host", "0.0.0.0", "--port", "0")
+def test_a_store_that_was_emptied_opens_no_server_that_was_closed(serve: Servers, database: str):
+    made = make_tokens(database)
+    web = serve("--database", database)
+    assert web.ask("/api/v1/jobs", token=made["viewer"]).status == 200
+    with connect(database) as store:
+        store.write("DELETE FROM web_tokens")
+    eventually(lambda: web.ask("/api/v1/jobs", token=made["viewer"]).status == 401)
+    assert web.ask("/api/v1/jobs").status == 401
+
+
+def test_what_a_proxy_asks_that_says_nothing_of_itself_is_not_from_this_machine(opened: Web):
+    """nginx, as it comes: HTTP/1.0, and the upstream's own name as the host."""
+    host, port = opened.host.split(":")
+    with socket.create_connection((host, int(port)), 30) as connection:
+        connection.sendall(f"GET /api/v1/jobs HTTP/1.0\r\nHost: {opened.host}\r\nConnection: close\r\n\r\n".encode())
+        assert b" 401 " in connection.recv(4096).split(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("where", [("--host", "0.0.0.0"), ("--name", "headway.example"), ("--name", "")])
+def test_another_address_is_refused_until_there_is_a_token(headway_cli, tmp_path: Path, where: tuple[str, str]):
+    """A name that others use is that of a proxy, and what a proxy asks comes from this machine."""
+    answer = headway_cli("serve", *where, "--port", "0")
     assert answer.returncode == 5
     assert "headway token create" in answer.stderr
     assert answer.stdout == ""
@@ -91,6 +111,14 @@ def test_a_port_in_use_and_an_address_of_another_machine_are_clear_errors(headwa
     assert answer.returncode == 2
     assert "is in use" in answer.stderr
     assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize("theirs", ['prefs={"dark":true}', "a=b c", 'x="', "ünï=1", "flag", "=", "expires=1; path=/"])
+def test_a_cookie_of_another_application_of_this_host_logs_nobody_out(closed: Web, theirs: str):
+    _, cookies = log_in(closed, "viewer")
+    ours = "; ".join(f"{name}={value}" for name, value in cookies.items())
+    for both in (f"{theirs}; {ours}", f"{ours}; {theirs}"):
+        assert closed.ask("/api/v1/jobs", Cookie=both.encode()).status == 200
 
 
 # ---- tokens ---------------------------------------------------------------------------------------------------------

@@ -107,6 +107,23 @@ def test_an_action_through_the_client_is_in_the_activity_under_its_name(client: 
     ]  # fmt: skip
 
 
+def test_alerts_are_seen_to_through_the_client(client: Client, reader: Reader):
+    reader.database.write(
+        "INSERT INTO alerts (rule, subject, severity, text, value, peak, threshold, opened_at) "
+        "VALUES ('backlog', 'low', 'warning', 'many', 2, 2, 1, 1)"
+    )
+    (alert,) = [one for one in client.alerts().alerts if one.rule == "backlog"]
+    assert client.acknowledge(alert.no).touched == 1
+    assert client.mute("backlog", seconds=60, subject="low").touched == 1
+    (alert,) = [one for one in client.alerts().alerts if one.rule == "backlog"]
+    assert (alert.acknowledged_by, alert.muted) == ("the-admin", True)
+    assert client.unmute("backlog", subject="low").touched == 1
+    assert client.unmute("backlog", subject="low").touched == 0
+    with pytest.raises(NotFound, match="no rule"):
+        client.mute("nothing")
+    reader.database.write("DELETE FROM alerts WHERE rule = 'backlog'")
+
+
 def test_a_run_is_controlled_through_the_client(client: Client, reader: Reader):
     with Ledger(reader.database) as ledger:
         job = ledger.create("steered")

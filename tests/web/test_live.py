@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,8 +20,10 @@ from headway.queue.taskqueue import TaskQueue
 from headway.queue.worker import Worker
 from headway.states import Manager, delete_job, open_store
 from headway.web import tokens
+from headway.web.auth import GUESSES
 from headway.web.live import EACH, KEPT, Channel, Look
 from headway.web.site import THREADS, WAITING
+from headway.web.tickets import ticket
 from tests.services.postgres import PostgresServer
 from tests.services.proxy import TcpProxy
 from tests.services.waiting import eventually
@@ -278,6 +281,32 @@ def test_a_person_whose_last_page_was_away_for_a_while_is_told_everything_at_onc
         back = news(page, 5)  # not when as many messages have gone by as there were before
     assert back["full"]["tasks"]["t-anna"]["status"] == "CANCELLED"
     assert back["seq"].partition(".")[0] != first["seq"].partition(".")[0]
+
+
+def test_the_first_page_after_a_while_is_told_nothing_that_is_old(opened: Web):
+    with opened.live() as page:
+        news(page)
+    eventually(lambda: "headway_web_live 0.0" in opened.ask("/metrics").text)
+    opened.post("/api/v1/queues/low/pause", {"reason": "meanwhile"})
+    with opened.live() as page:
+        again = news(page)
+    opened.post("/api/v1/queues/low/resume")
+    assert again["full"]["queues"]["low"]["reason"] == "meanwhile"
+
+
+def test_who_came_with_a_ticket_that_ended_cannot_stay_by_guessing(serve: Servers, database: str):
+    """Too many wrong tokens from an address are not looked at; that one has ended is."""
+    key = "k" * 32
+    web = serve("--database", database, env={"HEADWAY_WEB_KEYS": key})
+    with web.live(token=ticket("anna", "viewer", key=key, seconds=3)) as page:
+        news(page)
+        answers = [web.ask("/api/v1/jobs", token="hwt_guess.guess").status for _ in range(GUESSES + 1)]
+        assert answers[-1] == 429
+        assert web.ask("/api/v1/jobs", token=ticket("ben", "viewer", key=key)).status == 200  # it is no guess
+        time.sleep(3)
+        make_tokens(database)  # a reason to ask again who listens, before five minutes are over
+        with pytest.raises(ConnectionClosed):
+            until_closed(page)
 
 
 def test_the_first_token_ends_the_live_connections_of_an_open_server(serve: Servers, database: str):

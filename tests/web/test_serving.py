@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
+import re
 import resource
 import signal
 import socket
@@ -118,6 +120,36 @@ def test_a_connection_that_never_finishes_the_head_of_a_request_is_closed(serve:
         assert "full" in news(live)  # it is older than that, and open
 
 
+def test_a_connection_that_never_takes_what_it_asked_for_is_closed(serve: Servers, tmp_path: Path):
+    """More of it than the buffers between the two can keep; nobody has to be known for that."""
+    web = serve("--database", f"sqlite:///{tmp_path}/h.db", server={"UNREAD_SECONDS": 1})
+    host, port = web.host.split(":")
+    found = re.search(r"/static/app[.]\w+[.]js", web.ask("/").text)
+    assert found is not None
+    question = f"GET {found[0]} HTTP/1.1\r\nHost: {web.host}\r\n\r\n".encode()
+
+    def sockets() -> set[str]:
+        files = Path(f"/proc/{web.process.pid}/fd")
+        return {found for name in os.listdir(files) if (found := _link(files / name)).startswith("socket:")}
+
+    with socket.socket() as greedy:
+        greedy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        before = sockets()
+        greedy.connect((host, int(port)))
+        greedy.sendall(question * 500)
+        eventually(lambda: sockets() - before)
+        theirs = sockets() - before
+        eventually(lambda: not theirs & sockets())
+    assert web.ask("/healthz").status == 200
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:  # it was closed meanwhile
+        return ""
+
+
 def read_all(connection: socket.socket) -> bytes:
     found = b""
     with contextlib.suppress(ConnectionError):
@@ -135,3 +167,24 @@ def test_a_server_takes_the_descriptors_that_it_may_have(serve: Servers, tmp_pat
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert resource.prlimit(web.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+
+
+def test_a_file_that_was_moved_away_is_never_shown_as_fine_and_is_when_it_is_back(serve: Servers, database: str):
+    """What is open lives on for this process and for nobody else: each look at it says so, not one in ten."""
+    web = serve("--database", database)
+    path = Path(database.removeprefix("sqlite:///"))
+    files = [path, Path(f"{path}-wal"), Path(f"{path}-shm")]
+
+    def statuses() -> set[int]:
+        return {web.ask(asked).status for asked in ("/readyz", "/api/v1/jobs", "/", "/api/v1/queues")}
+
+    with web.live() as live:
+        assert "full" in news(live)
+        for file in files:
+            file.rename(f"{file}-away")
+        eventually(lambda: statuses() == {503})
+        assert {status for _ in range(8) for status in statuses()} == {503}
+        assert any("store" in news(live).get("delta", {}) for _ in range(10))
+        for file in files:
+            Path(f"{file}-away").rename(file)
+        eventually(lambda: statuses() == {200})

@@ -163,10 +163,10 @@ class SQLite(Database):
             self._leave_inheritance()
             self._wait_for_fork()
             if self._file is not None and (now := time.monotonic()) - self._looked_at > LOOK_SECONDS:
-                self._looked_at = now
                 self._file.check_place()
                 if self._connections:  # else the -wal is none of ours, and whoever uses it may remove it
                     self._file.check_wal()
+                self._looked_at = now  # not before: a look that failed would vouch for whoever asks next
             connection = self._idle_or_new()
             if self._file is not None and not self._file.knows_wal:
                 self._file.check_wal()

@@ -272,6 +272,15 @@ class Client:
     def stop_worker(self, worker: str, *, reason: str = "") -> Acted:
         return self._act(f"/workers/{part(worker)}/stop", reason=reason)
 
+    def acknowledge(self, alert: int) -> Acted:
+        return self._act(f"/alerts/{alert}/acknowledge")
+
+    def mute(self, rule: str, *, seconds: float = 3600.0, subject: str = "") -> Acted:
+        return self._act(f"/alert-rules/{part(rule)}/mute", seconds=seconds, subject=subject)
+
+    def unmute(self, rule: str, *, subject: str = "") -> Acted:
+        return self._act(f"/alert-rules/{part(rule)}/unmute", subject=subject)
+
     def _act(self, path: str, **body: object) -> Acted:
         from headway.views.access import Acted
 

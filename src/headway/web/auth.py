@@ -26,12 +26,11 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from http.cookies import CookieError, SimpleCookie
 from typing import TYPE_CHECKING, Final, TypeVar
 from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import HTTPConnection
+from starlette.requests import HTTPConnection, cookie_parser
 from starlette.responses import RedirectResponse, Response
 
 from headway.errors import ConfigError, HeadwayError, StorageError, Unavailable
@@ -128,10 +127,11 @@ class Access:
     _known: dict[str, tuple[float, User | None]] = field(default_factory=dict)
     _pulse: tuple[float, tokens.Pulse | None] = (-STALE, None)
     _away_until: float = 0.0
+    _was_closed: bool = False
     _installation: str = ""
 
     async def who(self, connection: HTTPConnection) -> Known | None:
-        pulse = await self.pulse()
+        await self.pulse()
         bearer = _bearer(connection.headers.get("authorization"))
         if bearer is not None and bearer.startswith(tickets.PREFIX):
             ticket = self.ticket(bearer, peer_of(connection.scope))
@@ -149,7 +149,7 @@ class Access:
             found_user = await self._ask("s" + tokens.hashed(cookie), tokens.find_session, cookie)
             if isinstance(found_user, User):
                 return Known(found_user, "session")
-        if self.users is None and self._is_near(connection) and not pulse.made and not self.keys:
+        if self.users is None and self._is_near(connection) and not self._was_closed and not self.keys:
             return Known(User("local", "admin"), "open")
         return None
 
@@ -158,9 +158,9 @@ class Access:
         return self.site.settings.texts("web_keys")
 
     def ticket(self, text: str, peer: str) -> tickets.Ticket | None:
-        self.throttle.check(peer)
         found = tickets.read(self.keys, text, audience=self.site.settings.text("web_audience"))
         if found is None:
+            self.throttle.check(peer)
             self.throttle.failed(peer)
         return found
 
@@ -193,11 +193,13 @@ class Access:
             if pulse is not None and time.monotonic() - at < STALE:
                 return pulse
             raise
-        if pulse is not None and found[1:] != pulse[1:]:
+        if pulse is not None and (found.made < pulse.made or found[1:] != pulse[1:]):
             # Not forgotten: while the store is away, who was known stays known.
             known = self._known.items()
             self._known = {name: (min(since, time.monotonic() - FRESH), user) for name, (since, user) in known}
         self._pulse = (time.monotonic(), found)
+        # For as long as this process lives: a store that was emptied or went back must not open what was closed.
+        self._was_closed = self._was_closed or found.made > 0
         return found
 
     @property
@@ -265,6 +267,7 @@ class Access:
         client = connection.scope.get("client")
         return (
             (client is None or _is_loopback(str(client[0])))
+            and connection.scope.get("http_version") != "1.0"  # that is nginx, which says nothing else of itself
             and not any(name in headers for name in _OF_PROXIES)
             and self.is_ours(headers.get("host", ""))
         )
@@ -280,7 +283,8 @@ class Access:
         return f"headway-{kind}-{self._installation}"
 
     def cookie(self, connection: HTTPConnection, kind: str) -> str:
-        return _cookies(connection.headers).get(self.name(kind), "")
+        # Read as browsers write them: what another application of this host keeps in one, whatever it is, costs ours nothing.
+        return cookie_parser(connection.headers.get("cookie", "")).get(self.name(kind), "")
 
     def set_cookie(self, response: Response, scope: Scope, kind: str, value: str, seconds: int | None) -> None:
         response.set_cookie(
@@ -516,13 +520,6 @@ def _checked(user: object) -> User:
 def _user_of(database: object, text: str) -> User | None:
     found = tokens.find(database, text)  # type: ignore[arg-type]  # a Database; it is passed through
     return None if found is None else found[0]
-
-
-def _cookies(headers: Headers) -> dict[str, str]:
-    try:
-        return {name: morsel.value for name, morsel in SimpleCookie(headers.get("cookie", "")).items()}
-    except CookieError:
-        return {}
 
 
 def _nothing(_: MutableHeaders) -> None:

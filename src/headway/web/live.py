@@ -34,6 +34,7 @@ from headway.views.queue import read_queues, read_workers, task_view
 from headway.views.shape import Json, iso, plain
 from headway.views.speed import FORECAST_ITEMS
 from headway.web.monitor import Monitor
+from headway.web.problems import Throttled
 
 if TYPE_CHECKING:
     from headway.ledger.values import JobInfo
@@ -199,6 +200,14 @@ class Channel:
                 merged.setdefault(name, {}).update(changes)
         return merged
 
+    @property
+    def is_current(self) -> bool:
+        return self._said > 0
+
+    def rest(self) -> None:
+        """The last listener left, and nobody looks any more: the next one is told nothing before somebody has looked."""
+        self._said = 0.0
+
     async def news(self, number: int) -> None:
         while self.number <= number:
             await self._changed.wait()
@@ -290,6 +299,8 @@ class Publisher:
         finally:
             self._open.discard(websocket)
             channel.listeners -= 1
+            if not channel.listeners:
+                channel.rest()
             self._tidy()
 
     def _channel(self, user: User, states: str | None) -> Channel | str:
@@ -345,11 +356,12 @@ class Publisher:
         number = channel.place(websocket.query_params.get("since", ""))
         pulse: Pulse | None = websocket.scope["headway.pulse"]
         checked = time.monotonic()
+        if not channel.is_current:
+            await channel.news(channel.number)
         while True:
-            if channel.number:
-                number, text = channel.since(number)
-                await websocket.send_text(text)
-            await channel.news(number or 0)
+            number, text = channel.since(number)
+            await websocket.send_text(text)
+            await channel.news(number)
             now = self._pulse
             if pulse != now or time.monotonic() - checked > RECHECK:
                 known = await self._still_known(websocket)
@@ -363,6 +375,8 @@ class Publisher:
         async with self._asking:
             try:
                 known = await self._access.who(websocket)
+            except Throttled:  # what let them in has ended, and their own guesses must not keep that from being said
+                return False
             except HeadwayError:
                 return None
         return known is not None and known.user == self._site.user(websocket)

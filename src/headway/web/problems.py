@@ -72,6 +72,7 @@ STATUS: Final[dict[type[BaseException], int]] = {
     errors.Unavailable: 503,
     errors.Stopping: 503,
     errors.ServerRefused: 502,
+    errors.StorageError: 503,  # full, damaged, moved away: nothing of it is to be seen until somebody put it right
     HeadwayError: 500,
 }
 

@@ -28,6 +28,8 @@ GRACE: Final = 5
 #: no request is closed after one to two of these.
 HEAD_SECONDS: Final = 10.0
 HEAD_BYTES: Final = 262_144
+#: Seconds in which somebody has to take what is sent to them, 64 KB at a time.
+UNREAD_SECONDS: Final = 30.0
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -64,13 +66,23 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _leads_here(name: str) -> bool:
+    """Whether a name is one of this machine alone. Under any other there is a proxy, and a proxy is near."""
+    try:
+        found = socket.getaddrinfo(name, 80, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return bool(name) and all(is_loopback(str(address[0])) for *_, address in found)
+
+
 def check_access(app: Application, host: str) -> bool:
     """Whether tokens or tickets are needed; refuses an address that others can reach while they are not."""
     keys = [tickets.checked(key) for key in app.access.keys]
     closed = bool(keys) or tokens.pulse(app.site.reader.database).made > 0
-    if not closed and not is_loopback(host):
+    others = [name for name in sorted(app.access.hosts) if not _leads_here(name)]
+    if not closed and (not is_loopback(host) or others):
         raise Refused(
-            f"Others can reach {host}, and nobody would have to say who they are.",
+            f"Others can reach {[*others, host][0]}, and nobody would have to say who they are.",
             hint="Make a token first: headway token create NAME --role admin",
         )
     return closed
@@ -125,7 +137,7 @@ def serve(
     config = uvicorn.Config(
         app,
         http=_protocol(),
-        ws="websockets-sansio",
+        ws=_live(),
         ws_per_message_deflate=False,  # a kilobyte a second is not worth 100 KB of memory per connection
         ws_max_size=65_536,
         proxy_headers=False,  # who is near is decided by the socket, not by what somebody writes
@@ -139,14 +151,43 @@ def serve(
     Server(config).run(sockets=[listener])
 
 
+# A connection that would keep its descriptor, of which there are so many, and do nothing with it is ended.
+
+
+def _live() -> type[asyncio.Protocol]:
+    from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+    class Live(WebSocketsSansIOProtocol):
+        """One that takes nothing of what it is sent is ended, whatever is still to be sent to it."""
+
+        _unread: asyncio.TimerHandle | None = None
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._unread = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self._unread is not None:
+                self._unread.cancel()
+
+        def keepalive_timeout(self) -> None:
+            super().keepalive_timeout()
+            # Its end is written behind what it does not take, and would wait for that.
+            self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
+
+    return Live
+
+
 def _protocol() -> type[asyncio.Protocol]:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
     class Protocol(HttpToolsProtocol):
-        """A connection that does not begin a request in time, or begins it without an end, is closed: it would keep its
-        descriptor, of which there are so many. The gate bounds what follows the head."""
+        """A connection that does not begin a request in time, begins it without an end or does not take the answer is closed.
+        The gate bounds what follows the head."""
 
         _incomplete, _size = True, 0
+        _unread: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -166,6 +207,15 @@ def _protocol() -> type[asyncio.Protocol]:
             self._size += len(data)
             if self._incomplete and self._size > HEAD_BYTES:
                 self.transport.abort()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._unread = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self._unread is not None:
+                self._unread.cancel()
 
         def _look(self) -> None:
             if self.transport.is_closing() or self.transport.get_protocol() is not self:
