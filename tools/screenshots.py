@@ -32,13 +32,14 @@ PAGES = {
     "overview": "/", "jobs": "/jobs", "job": f"/jobs/{scene.INVOICES}", "job-completed": "/jobs/thumbnails-october",
     "items": f"/jobs/{scene.INVOICES}/items?state=dead", "item": f"/jobs/{scene.INVOICES}/items/DEAD", "dead": "/dead",
     "queues": "/queues", "queue": "/queues/normal", "workers": "/workers", "tasks": "/tasks", "task": "/tasks/FAILED",
+    "tasks-of-a-cause": "/tasks?cause=1", "queue-paused": "/queues/low",
     "me": "/me", "projects": "/projects", "states": "/states", "states-job": "/states/nightly",
     "performance": "/performance", "alerts": "/alerts", "activity": "/activity", "about": "/about",
     "not-found": "/jobs/nope",
 }  # fmt: skip
 #: What people forget to design: (path, what the stage does).
 ODD = {"stale": "/", "dialog": "/dead", "calm": "/", "empty": "/"}
-LOOKS = [(theme, width) for width in (1440, 820, 390) for theme in ("light", "dark")]
+LOOKS = [(theme, width) for width in (1440, 768, 390) for theme in ("light", "dark")]
 #: name -> (page, theme, width, height)
 README = {
     "overview": ("overview", "light", 1280, 820),
@@ -97,7 +98,8 @@ def served(url: str) -> Iterator[tuple[Stage, str]]:
 
 def judge(stage: Stage) -> None:
     """The rules of the alerts, once."""
-    evaluator = Evaluator(stage.site.reader.database, Rules(limits={"backlog": 50.0, "delay": 120.0}, open_after=0.0))
+    limits = {**Rules().limits, "backlog": 50.0, "delay": 120.0}
+    evaluator = Evaluator(stage.site.reader.database, Rules(limits=limits, open_after=0.0))
     evaluator.tick()
     evaluator.tick()
     evaluator.close()

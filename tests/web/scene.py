@@ -271,7 +271,8 @@ def tasks(database: Database) -> None:
     reason = "database backup, please leave the disk alone"
     database.run(lambda tx: records.pause(tx, Priority.LOW, reason=reason, by="tomas", until=None))
     change(
-        database, "UPDATE tasks SET created_at = created_at - 2 * no, run_at = run_at - 2 * no WHERE status = 'QUEUED'"
+        database,
+        "UPDATE tasks SET created_at = created_at - 2 * (244 - no), run_at = run_at - 2 * (244 - no) WHERE status = 'QUEUED'",
     )
     change(
         database,

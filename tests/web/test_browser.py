@@ -228,7 +228,7 @@ def greens(page: Page) -> list[str]:
     found: list[str] = page.evaluate(
         "() => { const probe = document.body.appendChild(Object.assign(document.createElement('i'), {className: 'k k-done'}));"
         "const well = getComputedStyle(probe, '::before').backgroundColor; probe.remove();"
-        "return [...document.querySelectorAll('.live, main td .s, main h1.s')].filter(mark => "
+        "return [...document.querySelectorAll('.live, main td .s, main li .s, main h1.s')].filter(mark => "
         "getComputedStyle(mark, '::before').backgroundColor === well).map(mark => mark.outerHTML.slice(0, 80)) }"
     )
     return found

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -200,7 +201,6 @@ def test_an_item_is_found_by_its_name_with_its_attempts_and_frames(
         assert task.clicks == 0
 
 
-@pytest.mark.parametrize("look", ["light", "dark"], indirect=True)
 def test_a_queue_is_paused_by_two_clicks_with_a_reason_that_everybody_sees_and_resumed_by_one(
     chromium: Browser, house: House, look: dict[str, Any]
 ):
@@ -347,38 +347,64 @@ def test_success_and_p95_of_a_function_are_one_click_away(chromium: Browser, hou
         assert task.clicks == 1
 
 
-def test_a_killed_worker_is_named_with_its_task_and_one_that_drains_finishes_and_leaves(
-    chromium: Browser, house: House
-):
+@contextmanager
+def looks_at(chromium: Browser, address: str) -> Iterator[list[Task]]:
+    """The same moment as each of the looks sees it."""
+    with ExitStack() as opened:
+        yield [opened.enter_context(Task(chromium, address, **look)) for look in LOOKS.values()]
+
+
+def test_a_killed_worker_is_named_with_its_task_and_then_who_took_it_over(chromium: Browser, house: House):
     house.work()
     with TaskQueue(house.url, per_user=None) as queue:
         queue.handler("hold")(scene.work)
         held = queue.submit("hold", str(house.place / "free"), user_id="zoe").id
         lost = house.held(held)
         house.work()
-        with Task(chromium, house.web.address) as task:
+        with looks_at(chromium, house.web.address) as tasks:
+            eventually(lambda: len([one for one in house.reader.workers().workers if one.pid != lost.pid]), timeout=60)
             os.kill(lost.pid, signal.SIGKILL)
-            alert = task.page.locator(".al li", has_text=lost.name)
-            expect(alert).to_contain_text("Worker lost", timeout=30_000)
-            expect(alert).to_contain_text(held)
-            assert task.clicks == 0
+            for task in tasks:
+                alert = task.page.locator(".al li", has_text=lost.name)
+                expect(alert).to_contain_text("Worker lost", timeout=15_000)
+                expect(alert).to_contain_text(held)
+                assert task.clicks == 0
             successor = house.held(held)
-            task.click(alert.get_by_role("link"))
-            row = task.page.locator(f"[id='{lost.name}']")
-            expect(row).to_contain_text("lost")
-            expect(row.locator("[data-l='Heard of']")).to_contain_text(re.compile(r"\d+ (s|min).* ago"))
-            expect(row).to_contain_text(held[:16])
-            expect(row).to_contain_text(f"taken over by {successor.name}", timeout=30_000)
-            assert task.clicks == 1
-            expect(task.page.locator(f"[id='{successor.name}']")).to_contain_text(held[:16], timeout=30_000)
-            task.clicks = 0
-            task.click(task.page.get_by_role("button", name=f"Drain {successor.name}"))
+            for task in tasks:
+                task.click(task.page.locator(".al li", has_text=lost.name).get_by_role("link"))
+                expect(task.page).to_have_url(re.compile(f"/workers#{lost.name}$"))
+                row = task.page.locator(f"[id='{lost.name}']")
+                expect(row).to_contain_text("lost")
+                expect(row.locator("[data-l='Heard of']")).to_contain_text(re.compile(r"\d+ (s|min).* ago"))
+                expect(row).to_contain_text(held[:16])
+                expect(row).to_contain_text(f"taken over by {successor.name}", timeout=30_000)
+                assert task.clicks == 1
+        (house.place / "free").touch()
+        eventually(lambda: queue.get(held).status == "COMPLETED", timeout=60)
+
+
+def test_a_worker_is_drained_by_two_clicks_finishes_its_task_and_leaves(
+    chromium: Browser, house: House, look: dict[str, Any], request: pytest.FixtureRequest
+):
+    free = house.place / f"free-{request.node.callspec.id}"
+    house.work()
+    with TaskQueue(house.url, per_user=None) as queue:
+        queue.handler("hold")(scene.work)
+        held = queue.submit("hold", str(free), user_id="zoe").id
+        worker = house.held(held)
+        with Task(chromium, house.web.address, **look) as task:
+            chip = task.page.locator(".chips li", has_text=worker.name)
+            task.click(chip.get_by_role("button", name=f"Drain {worker.name}"))
             task.confirm("Drain", reason="new kernel")
             assert task.clicks == 2
-            expect(task.page.locator(f"[id='{successor.name}']")).to_contain_text(re.compile("draining|told to drain"))
-            (house.place / "free").touch()
+            expect(task.page.locator(".flash")).to_contain_text(f"The worker {worker.name} finishes what it runs")
+            expect(chip).to_contain_text(re.compile("draining|told to drain"))
+            assert queue.get(held).status == "RUNNING"
+            free.touch()
             eventually(lambda: queue.get(held).status == "COMPLETED", timeout=60)
-            expect(task.page.locator(f"[id='{successor.name}']")).to_contain_text("ended", timeout=30_000)
+            expect(task.page.locator(".chips")).not_to_contain_text(worker.name, timeout=30_000)
+            task.page.goto("/workers")
+            expect(task.page.locator(f"[id='{worker.name}']")).to_contain_text("ended")
 
 
 def test_a_page_says_that_its_server_was_killed_and_goes_on_with_the_next_one(
@@ -436,14 +462,17 @@ def test_a_run_that_was_killed_and_goes_on_shows_what_it_kept_and_does_none_of_i
         kept = ledger.job("counted").info().done
     before = len(calls.read_text().split())
     web = serve("--database", url)
-    with Task(chromium, web.address) as task:
-        row = task.page.locator("tr", has_text="counted").first
-        expect(row).to_contain_text("lost")
+    with looks_at(chromium, web.address) as tasks:
+        rows = [task.page.locator("tr", has_text="counted").first for task in tasks]
+        for row in rows:
+            expect(row).to_contain_text("lost")
         second = start()
-        expect(row).to_contain_text(f"{kept} kept from before", timeout=30_000)
+        for row in rows:
+            expect(row).to_contain_text(f"{kept} kept from before", timeout=30_000)
         assert second.wait(60) == 0
-        expect(row).to_contain_text("100%", timeout=30_000)
-        assert task.clicks == 0
+        for row in rows:
+            expect(row).to_contain_text("100%", timeout=30_000)
+        assert [task.clicks for task in tasks] == [0, 0, 0]
     assert kept > 0
     again = calls.read_text().split()[before:]
     assert len(again) == 100 - kept, "what was recorded as done is not run a second time"
@@ -466,7 +495,7 @@ def test_a_store_that_goes_away_turns_the_page_red_and_it_recovers_by_itself(
         assert greens(task.page)
         proxy.refuse()
         proxy.cut()
-        expect(live).to_have_text("Store unreachable", timeout=30_000)
+        expect(live).to_have_text("Store unreachable", timeout=15_000)
         expect(banner).to_be_visible()
         expect(banner).to_contain_text("What is below is from")
         assert greens(task.page) == []

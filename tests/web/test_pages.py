@@ -91,6 +91,10 @@ def client(stage: Stage, _made: tuple[Stage, TestClient]) -> TestClient:
     return _made[1]
 
 
+def client_of(stage: Stage) -> TestClient:
+    return TestClient(stage.app(), follow_redirects=False)
+
+
 def read(client: TestClient, path: str, status: int = 200) -> Page:
     answer = client.get(path)
     assert answer.status_code == status, (path, answer.text[:300])
@@ -185,6 +189,61 @@ def test_the_overview_says_first_what_needs_somebody(client: TestClient):
         assert word in page.text
     assert "worker-d on db-b stopped answering" in page.text
     assert "paused by tomas, “database backup, please leave the disk alone”" in page.text
+
+
+def test_a_queue_that_stands_still_with_workers_at_hand_needs_somebody(client: TestClient, stage: Stage):
+    """Nobody paused it, workers answer, and nothing of it is finished: no other line of the page says that."""
+    database = stage.site.reader.database
+    kept = database.all("SELECT minute, queue, kind, share, submitted, completed, failed, failures FROM task_minutes")
+    scene.change(database, "UPDATE task_minutes SET completed = 0, failures = 0, failed = 0 WHERE queue = 'normal'")
+    page = read(client, "/").text
+    assert re.search(r"normal: \d+ tasks wait, and none was finished in the last minutes", page)
+    scene.change(database, "DELETE FROM task_minutes")
+    names = "minute, queue, kind, share, submitted, completed, failed, failures"
+    for row in kept:
+        scene.change(database, f"INSERT INTO task_minutes ({names}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", *row)
+    assert "none was finished in the last minutes" not in read(client, "/").text
+
+
+def test_a_run_that_was_paused_by_hand_is_paused_and_not_stalled_and_is_resumed_from_the_overview(tmp_path: Path):
+    url = f"sqlite:///{tmp_path}/paused.db"
+    with Ledger.open(url) as ledger:
+        scene.embed(ledger)
+        ledger.job("embed-pages").pause(actor="ana", reason="the disk is full")
+        scene.change(ledger.database, "UPDATE jobs SET updated_at = updated_at - 4000")
+        scene.change(ledger.database, "UPDATE runs SET started_at = started_at - 4000")
+    stage = Stage(url)
+    page = client_of(stage).get("/").text
+    assert "ana asked its run to pause; 3,557 items wait" in page
+    assert "Stalled" not in page
+    assert 'aria-label="Resume the run of embed-pages"' in page
+    stage.site.close()
+
+
+def test_every_job_that_runs_is_counted_also_when_others_changed_after_it(tmp_path: Path):
+    url = f"sqlite:///{tmp_path}/many.db"
+    with Ledger.open(url) as ledger:
+        scene.embed(ledger)
+        for number in range(10):
+            ledger.create(f"later-{number}")
+    stage = Stage(url)
+    page = Page(client_of(stage).get("/").text)
+    assert "embed-pages" in page.text
+    assert re.search(r"Jobs running\s*1\b", page.text)
+    stage.site.close()
+
+
+def test_the_number_of_failed_tasks_of_a_cause_leads_to_exactly_those(client: TestClient, stage: Stage):
+    for cause in read_task_causes(stage.site.reader.database):
+        assert f'href="/tasks?cause={cause.no}"' in client.get("/dead").text
+        page = client.get(f"/tasks?cause={cause.no}").text
+        ids = set(re.findall(r'href="/tasks/([0-9a-f]{32})"', page))
+        assert len(ids) == cause.dead
+        sheets = [stage.site.reader.task(id) for id in ids]
+        assert {(sheet.task.kind, (sheet.runs[-1].error or "").split(":")[0]) for sheet in sheets} == {
+            (cause.kind, cause.type)
+        }
+    assert client.get("/tasks?cause=99999").status_code == 404
 
 
 def test_an_empty_installation_says_how_to_begin(tmp_path: Path):

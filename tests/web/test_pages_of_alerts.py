@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from headway.queue.taskqueue import TaskQueue
 from headway.web import actions
 from headway.web.problems import Forbidden
 from headway.web.site import User
+from tests.web import scene
 from tests.web.stage import Stage
 
 OPERATOR, VIEWER = User("olga", "operator"), User("vera", "viewer")
@@ -60,9 +62,50 @@ def test_the_overview_names_an_open_alert_that_it_would_not_see_by_itself(stage:
         )
         page = client.get("/").text
         assert "Event lag" in page
-        assert "The sink webhook is &lt;b&gt;behind&lt;/b&gt;." in page
+        assert "The sink webhook is &lt;b&gt;behind&lt;/b&gt;" in page
         actions.mute(stage.site.reader, OPERATOR, "event_lag", seconds=60)
         assert "Event lag" not in client.get("/").text
+
+
+def test_an_alert_that_somebody_sees_to_is_still_on_the_overview_and_needs_nobody_else(stage: Stage):
+    """A queue that waits too long is told by its alert alone: nothing else on the page says it."""
+    database = stage.site.reader.database
+    database.write(
+        "INSERT INTO alerts (rule, subject, severity, text, value, peak, threshold, opened_at) VALUES "
+        "('store_slow', 'database', 'warning', 'A small transaction takes 2 s.', 2, 2, 1, ?)",
+        (database.now(),),
+    )
+    with TestClient(stage.app()) as client:
+        before = client.get("/").text
+        assert "Store slow" in before
+        [alert] = [one for one in stage.site.reader.alerts().alerts if one.rule == "store_slow"]
+        assert f'name="alert" value="{alert.no}"' in before
+        needs = int(re.findall(r"<h1>(\d+) things? needs? you", before)[0])
+        actions.acknowledge(stage.site.reader, OPERATOR, alert.no)
+        after = client.get("/").text
+        assert "Store slow" in after
+        assert "olga sees to it" in after
+        left = re.findall(r"<h1>(\d+) things? needs? you", after)
+        assert int(left[0] if left else 0) == needs - 1
+        assert f'name="alert" value="{alert.no}"' not in after
+
+
+def test_a_delay_that_has_an_alert_is_said_on_the_overview_once(stage: Stage):
+    database = stage.site.reader.database
+    scene.change(database, "UPDATE tasks SET run_at = run_at - 600, created_at = created_at - 600")
+    evaluator = Evaluator(database, Rules(limits={"delay": 300.0}, open_after=0.0))
+    evaluator.tick()
+    evaluator.tick()
+    evaluator.close()
+    with TestClient(stage.app()) as client:
+        alone = client.get("/").text
+        assert "No worker" in alone
+        assert "Delay" not in alone  # it is why they wait
+        assert "/actions/acknowledge" in alone
+        stage.site.reader.queue.pause("normal", reason="backup", by="ana")
+        paused = client.get("/").text
+        assert "paused by ana" in paused
+        assert "Delay" not in paused
 
 
 def test_an_operator_acknowledges_mutes_and_unmutes_and_a_viewer_does_not(stage: Stage):

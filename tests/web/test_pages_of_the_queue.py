@@ -57,7 +57,7 @@ def test_a_queue_looks_the_same_whether_workers_hear_of_tasks_through_rq_or_not(
 
     normal = row(pages.get("/queues").text, "normal")
     counts = ("Waiting", "Done, failed, 1 h", "Who waits")
-    assert [normal[label] for label in counts] == ["2", "3, 1", "no user 2"]
+    assert [normal[label] for label in counts] == ["2", "3, 1 all that failed", "no user 2"]
     assert normal["Run p50 · p95"] != "\N{EN DASH}"
     high = row(pages.get("/queues").text, "high")
     assert [high[label] for label in counts] == ["0", "0, 0", "\N{EN DASH}"]

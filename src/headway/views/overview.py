@@ -5,6 +5,7 @@ Counts come from the rows of the jobs and from the counts by the minute; nothing
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -17,6 +18,7 @@ from headway.views.speed import PAST_SECONDS, Forecast, pace
 
 if TYPE_CHECKING:
     from headway._sql import Database
+    from headway.ledger.control import Control
     from headway.views.queue import QueueView
     from headway.views.reading import Reader
 
@@ -81,6 +83,25 @@ def read_job_page(
     runs = _last_runs(database, [info.no for info in page])
     lines = tuple(_line(database, info.no, job_view(info), runs.get(info.no)) for info in page)
     return JobPage(lines, found[limit - 1].id if len(found) > limit else None)
+
+
+def read_controls(database: Database, jobs: Sequence[str]) -> dict[str, Control]:
+    """What is asked of the runs that go on of these jobs; one that listens to nobody is not in it."""
+    from headway.ledger.control import Control
+
+    if not jobs:
+        return {}
+    rows = database.all(
+        "SELECT j.id, r.settings, c.version, c.paused, c.stopping, c.workers, c.actor FROM jobs j "
+        "JOIN runs r ON r.job = j.no AND r.no = (SELECT max(l.no) FROM runs l WHERE l.job = j.no) "
+        f"LEFT JOIN controls c ON c.job = j.no AND c.run = r.no WHERE j.holder IS NOT NULL AND j.id IN ({marks(len(jobs))})",
+        list(jobs),
+    )
+    return {
+        str(id): Control() if version is None else Control(version, bool(paused), stopping, workers, actor)
+        for id, settings, version, paused, stopping, workers, actor in rows
+        if json.loads(settings).get("mode") != "loop"
+    }
 
 
 def _like(text: str) -> str:

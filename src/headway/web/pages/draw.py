@@ -15,6 +15,8 @@ from markupsafe import Markup, escape
 
 #: The narrowest part of a bar, of 1000: 64 of 120,000 stay visible.
 LEAST = 5
+#: The most points of a small line.
+POINTS = 40
 
 
 def _svg(content: str, *, cls: str, height: int, label: str = "", box: str = "") -> Markup:
@@ -28,9 +30,13 @@ def _n(value: float) -> str:
 
 
 def spark(values: Sequence[float], *, label: str = "", height: int = 20, top: float | None = None) -> Markup:
-    """A line of a number's past; nothing when there is no past."""
+    """A line of a number's past; nothing when there is no past. Of many values neighbours are taken together, from the
+    last one back: more points than pixels take only room."""
     if len(values) < 2:
         return Markup("")
+    if (step := -(-len(values) // POINTS)) > 1:
+        ends = range(len(values), step - 1, -step)
+        values = [sum(values[end - step : end]) / step for end in ends][::-1]
     width, most = 120, (max(values) if top is None else top) or 1
     xs = [round(i * width / (len(values) - 1)) for i in range(len(values))]
     ys = [round(height - 2 - min(1.0, value / most) * (height - 4)) for value in values]

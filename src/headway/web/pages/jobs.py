@@ -28,6 +28,8 @@ from headway.wording import duration, plural, roughly
 
 STATES = ("pending", "processing", "retrying", "done", "dead")
 STATUSES = ("processing", "interrupted", "pending", "completed")
+#: Causes to choose from.
+CHOICES = 50
 #: Rows of the map as a table.
 TABLE_ROWS = 8
 
@@ -106,6 +108,8 @@ def job_timeline(found: Found) -> Markup | None:
         if run.outcome not in (None, "finished"):
             word = "killed" if run.outcome == "lost" else run.outcome or ""
             events.append((stopped, f"{clock(datetime.fromtimestamp(stopped, UTC))} {word}", "nothing lost"))
+        elif run.outcome == "finished" and following is None:
+            events.append((stopped, f"{clock(datetime.fromtimestamp(stopped, UTC))} finished", ""))
     if forecast is not None:
         events.append((forecast[1], f"{forecast[3]} ready", f"{_hm(forecast[0])} to {_hm(forecast[2])}"))
     return draw.timeline(
@@ -262,7 +266,7 @@ async def items(pages: Pages, request: Request) -> Response:
     chosen = next((one for one in sheet.causes if one.no == cause), None)
     return pages.answer(
         request, "items.html", page=page, job=sheet.job, running=sheet.running, state=state, cause=chosen, states=STATES,
-        first=first, number=cause,
+        first=first, number=cause, causes=sorted(sheet.causes, key=lambda one: one.no != cause)[:CHOICES],
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from headway.errors import HeadwayError
+from headway.ledger.control import Control
 from headway.views.alerts import AlertView
 from headway.views.job import Cause
 from headway.views.jobs import Job
@@ -22,6 +23,7 @@ from headway.views.overview import (
     find_item,
     outlook,
     read_causes,
+    read_controls,
     read_death_times,
     read_job_page,
     read_task_causes,
@@ -37,6 +39,10 @@ from headway.wording import duration, plural
 NEW = timedelta(hours=1)
 #: A run from which nothing came for so long is stalled.
 STALLED = timedelta(minutes=5)
+#: Tasks that wait for less have not been looked at yet.
+LOOKED_AT = 60.0
+#: Jobs in progress that are shown; the rest is on the page of jobs.
+RUNNING = 8
 #: Lost workers and runs are said for so long.
 REMEMBERED = timedelta(days=1)
 
@@ -50,6 +56,19 @@ class Need(NamedTuple):
     since: str
     path: str
     link: str
+    #: Rules of alerts that would say the same, each with whom they would say it of.
+    rules: tuple[tuple[str, str], ...] = ()
+    #: The open alert about it, which somebody can acknowledge.
+    alert: AlertView | None = None
+
+    @property
+    def seen(self) -> str:
+        """Who sees to it, or that nobody wants to hear of it for a while; empty: it is for whoever looks."""
+        if self.alert is None:
+            return ""
+        return (
+            f"{self.alert.acknowledged_by} sees to it" if self.alert.acknowledged_by else "snoozed" * self.alert.muted
+        )
 
 
 @dataclass(frozen=True)
@@ -74,59 +93,68 @@ class Standing:
 class Now(Standing):
     """Everything on the page."""
 
+    #: Those in progress, then others that changed lately.
     lines: tuple[JobLine, ...]
+    #: Whether more are in progress.
+    more: bool
     series: Series
     hour: Series
     causes: tuple[Cause, ...]
     times: Times | None
     task_causes: tuple[TaskCause, ...]
     alerts: tuple[AlertView, ...]
+    #: What is asked of the runs that listen to somebody.
+    asked: dict[str, Control]
 
 
 def read_now(reader: Reader, range: str) -> Now:
     """Everything on the page, in one call off the loop."""
     database = reader.database
     causes = read_causes(database, limit=20)
+    running = read_job_page(database, status="processing", limit=RUNNING)
+    others = [line for line in read_job_page(database, limit=8).lines if not line.job.holder]
     return Now(
         at=datetime.fromtimestamp(database.now(), UTC),
         queues=reader.queues().queues,
         flows=read_queue_series(database),
         workers=reader.workers().workers,
-        lines=read_job_page(database, limit=8).lines,
+        lines=(*running.lines, *others),
+        more=running.next is not None,
         series=read_series(database, range),
         hour=read_series(database, "1h"),
         causes=causes,
         times=read_death_times(database, causes[:5]),
         task_causes=read_task_causes(database, limit=10),
         alerts=reader.alerts(history=0).alerts,
+        asked=read_controls(database, [line.job.id for line in running.lines]),
     )
 
 
 def needs(now: Now) -> list[Need]:
     """What needs somebody, the worst first. Each says what is the matter, since when, and where to look."""
-    found = [*_lost(now), *_alerts(now), *_new_causes(now), *_stalled(now), *_queues(now)]
+    seen = [*_lost(now), *_new_causes(now), *_stalled(now), *_queues(now)]
+    told = {key for need in seen for key in need.rules}
+    lost = sum(need.look == "s-lost bad" for need in seen)
+    found = [*seen[:lost], *_alerts(now, told), *seen[lost:]]
     dead = sum(cause.dead for cause in now.causes) + sum(cause.dead for cause in now.task_causes)
     if dead and not any(need.word == "New error" for need in found):
         newest = max([*(one.last_seen for one in now.causes), *(one.last_seen for one in now.task_causes)])
         reasons = plural(len(now.causes) + len(now.task_causes), "reason")
         text = f"{plural(dead, 'item')} failed for good, for {reasons}; nobody retried them"
         found.append(Need("Dead letters", "s-dead bad", text, f"last {when(newest, now.at)}", "/dead", "See why"))
-    return found
+    open_ = {(alert.rule, alert.subject): alert for alert in now.alerts}
+    return [need._replace(alert=next((open_[key] for key in need.rules if key in open_), need.alert)) for need in found]
 
 
-#: Rules about what is on this page anyway are left to it: they would say the same a minute later.
-_SHOWN = frozenset({"worker_lost", "stalled_job", "backlog", "delay", "new_cause"})
-
-
-def _alerts(now: Now) -> list[Need]:
-    """Open alerts about what the page does not read by itself: stores, Redis, events, failures that become many."""
+def _alerts(now: Now, told: set[tuple[str, str]]) -> list[Need]:
+    """Open alerts, without what the page says by itself. A new cause it always does."""
     return [
         Need(
             alert.rule.replace("_", " ").capitalize(), "s-dead bad" if alert.severity == "critical" else "s-warn warn",
-            alert.text, f"since {when(alert.opened_at, now.at)}", "/alerts", "See alerts",
+            alert.text.removesuffix("."), f"since {when(alert.opened_at, now.at)}", "/alerts", "See alerts", alert=alert,
         )
         for alert in now.alerts
-        if alert.rule not in _SHOWN and not alert.muted
+        if alert.rule != "new_cause" and (alert.rule, alert.subject) not in told and not alert.muted
     ]  # fmt: skip
 
 
@@ -137,23 +165,16 @@ def _lost(now: Now) -> list[Need]:
         if run and run.outcome == "lost" and job.status == "interrupted" and now.at - job.updated_at < REMEMBERED:
             left = job.total - job.done - job.dead
             text = f"{job.id}: its process on {run.host} died; {num(job.done)} items are safe, {num(left)} wait"
-            found.append(
-                Need("Run lost", "s-lost bad", text, f"since {when(job.updated_at, now.at)}", _job(job), "Continue it")
-            )
+            since = f"since {when(job.updated_at, now.at)}"
+            about = (("stalled_job", job.id),)
+            found.append(Need("Run lost", "s-lost bad", text, since, _job(job), "Continue it", about))
     for worker in now.workers:
         if worker.state == "lost" and now.at - worker.seen_at < REMEMBERED:
-            held = f" while running {worker.task}" if worker.task else ""
-            text = f"{worker.name} on {worker.host} stopped answering{held}; its task is given to another"
-            found.append(
-                Need(
-                    "Worker lost",
-                    "s-lost bad",
-                    text,
-                    f"since {when(worker.seen_at, now.at)}",
-                    "/workers",
-                    "See workers",
-                )
-            )
+            held = f" while running {worker.task}; another worker is given it" if worker.task else "; it ran nothing"
+            text = f"{worker.name} on {worker.host} stopped answering{held}"
+            since, path = f"since {when(worker.seen_at, now.at)}", f"/workers#{quote(worker.name, safe='')}"
+            about = (("worker_lost", worker.name),)
+            found.append(Need("Worker lost", "s-lost bad", text, since, path, f"See {worker.name}", about))
     return found
 
 
@@ -187,32 +208,42 @@ def _stalled(now: Now) -> list[Need]:
     for line in now.lines:
         job, run = line.job, line.run
         quiet = now.at - max(job.updated_at, run.started_at if run else job.updated_at)
-        if job.holder and job.total > job.done + job.dead and quiet > STALLED:
+        asked = now.asked.get(job.id)
+        if asked and asked.paused:
+            left = plural(job.total - job.done - job.dead, "item")
+            text = f"{job.id}: {asked.actor or 'somebody'} asked its run to pause; {left} wait"
+            found.append(Need("Paused", "s-pause warn", text, "until resumed", _job(job), "Open it"))
+        elif job.holder and job.total > job.done + job.dead and quiet > STALLED:
             text = f"{job.id}: nothing was finished for {duration(quiet.total_seconds())}, and its process lives"
-            found.append(
-                Need("Stalled", "s-warn warn", text, f"since {when(job.updated_at, now.at)}", _job(job), "Open it")
-            )
+            since = f"since {when(job.updated_at, now.at)}"
+            about = (("stalled_job", job.id),)
+            found.append(Need("Stalled", "s-warn warn", text, since, _job(job), "Open it", about))
     return found
 
 
 def _queues(now: Now) -> list[Need]:
-    found, looks = [], now.outlooks
+    found, looks = list[Need](), now.outlooks
     waiting = sum(queue.waiting for queue in now.queues if not queue.paused)
     if waiting and not now.alive:
         text = f"{plural(waiting, 'task')} wait and nobody works on them. Start one: headway worker"
-        found.append(Need("No worker", "s-lost bad", text, "now", "/workers", "See workers"))
+        about = tuple((rule, queue.queue) for queue in now.queues for rule in ("backlog", "delay"))
+        found.append(Need("No worker", "s-lost bad", text, "now", "/workers", "See workers", about))
     for queue in now.queues:
-        look, path = looks[queue.queue], f"/queues/{queue.queue}"
+        look, path, link = looks[queue.queue], f"/queues/{queue.queue}", f"Open {queue.queue}"
+        about = (("backlog", queue.queue), ("delay", queue.queue))
         if queue.paused:
             why = f", “{queue.reason}”" if queue.reason else ""
             text = (
                 f"{queue.queue}: {plural(queue.waiting, 'task')} wait; paused by {queue.paused_by or 'somebody'}{why}"
             )
             until = f"until {when(queue.paused_until, now.at)}" if queue.paused_until else "until resumed"
-            found.append(Need("Paused", "s-pause warn", text, until, path, f"Open {queue.queue}"))
+            found.append(Need("Paused", "s-pause warn", text, until, path, link, about))
+        elif look.kind == "stalled" and now.alive and (queue.oldest_wait or 0.0) >= LOOKED_AT:
+            text = f"{queue.queue}: {plural(queue.waiting, 'task')} wait, and none was finished in the last minutes"
+            found.append(Need("Stalled", "s-warn warn", text, "now", path, link, about))
         elif look.kind == "growing" and now.alive:
             text = f"{queue.queue}: more comes than is done; {plural(queue.waiting, 'task')} wait and it will not drain"
-            found.append(Need("Backlog", "s-warn warn", text, "now", path, f"Open {queue.queue}"))
+            found.append(Need("Backlog", "s-warn warn", text, "now", path, link, about))
     return found
 
 
@@ -221,14 +252,14 @@ def _job(job: Job) -> str:
 
 
 def ticks(series: Series) -> list[tuple[float, str]]:
-    """The time axis of a line: five moments from its first point to its last that is over."""
-    first, count = series.points[0].minute, len(series.points) - 1
-    form = "%H:%M" if series.step * count <= 1500 else "%a %d"
-    marks = []
-    for quarter in range(5):
-        minute = first + round((count - 1) * quarter / 4) * series.step
-        marks.append((25.0 * quarter, f"{datetime.fromtimestamp(minute * 60, UTC):{form}}"))
-    return marks
+    """The time axis of a line from its first point to its last that is over: moments that people name, a quarter of an
+    hour, six hours or a day apart, and none so near an end that its words would be cut."""
+    first, length = series.points[0].minute, (len(series.points) - 2) * series.step
+    apart = 15 if length <= 90 else 360 if length <= 2000 else 1440
+    form = "%a %d" if apart == 1440 else "%H:%M"
+    moments = range(-(-first // apart) * apart, first + length + 1, apart)
+    places = [(100 * (minute - first) / max(1, length), minute) for minute in moments]
+    return [(at, f"{datetime.fromtimestamp(minute * 60, UTC):{form}}") for at, minute in places if 4 < at <= 100]
 
 
 async def overview(pages: Pages, request: Request) -> Response:
@@ -239,14 +270,16 @@ async def overview(pages: Pages, request: Request) -> Response:
     if empty:
         return pages.answer(request, "empty.html", now=now.at, refresh=5)
     running = [line for line in now.lines if line.job.holder]
-    tried = now.hour.done + now.hour.failed
+    tried, all_ = now.hour.done + now.hour.failed, needs(now)
     return pages.answer(
-        request, "overview.html", now=now.at, refresh=15, found=now, needs=needs(now), running=running,
+        request, "overview.html", now=now.at, refresh=15, found=now, needs=all_, running=running,
+        open=sum(not need.seen for need in all_),
         rate=sum(point.done for point in now.hour.points[-6:-1]) / 300, success=100 * now.hour.done / tried if tried else None,
         ready=max((line.forecast.late for line in running if line.forecast), default=None)
         if all(line.forecast for line in running) else None,
         others=[line for line in now.lines if not line.job.holder], ticks=ticks(now.series), range=range, ranges=tuple(RANGES),
         times=now.times, series=now.series, waiting=sum(queue.waiting for queue in now.queues),
+        late=max((queue.oldest_wait for queue in now.queues if queue.oldest_wait is not None), default=None),
         queued=bool(now.workers) or any(any((*queue[1:4], *queue[5:9])) for queue in now.queues),
     )  # fmt: skip
 

@@ -12,11 +12,13 @@ from starlette.responses import Response
 
 from headway.errors import HeadwayError, NotFound
 from headway.queue.values import PRIORITIES, Status
+from headway.views.overview import TaskCause, read_failed_ids, read_task_causes
 from headway.views.performance import QueueTimes, Times, read_queue_times, read_waiting
 from headway.views.queue import QueueView, Tasks, TaskSheet, TaskView, WorkerView
 from headway.views.reading import Reader
 from headway.views.series import RANGES, read_queue_series
 from headway.web.pages import draw
+from headway.web.pages.jobs import whole
 from headway.web.pages.overview import Standing, ticks
 from headway.web.pages.render import Pages
 from headway.wording import plural, roughly
@@ -124,14 +126,31 @@ async def tasks(pages: Pages, request: Request) -> Response:
     asked = request.query_params
     chosen = {name: asked.get(name) or None for name in ("status", "queue", "kind", "user_id", "before")}
 
-    def look(reader: Reader) -> Tasks:
-        return reader.tasks(**chosen)  # type: ignore[arg-type]  # the names are those of its parameters
+    number, after = whole(asked.get("cause"), "number of a cause"), whole(asked.get("after"), "place in this list")
 
-    page = await pages.site.read(look, pages.site.reader)
+    def look(reader: Reader) -> tuple[Tasks, TaskCause | None, int | None]:
+        if number is not None:
+            return _of_cause(reader, number, after or 0)
+        return reader.tasks(**chosen), None, None  # type: ignore[arg-type]  # the names are those of its parameters
+
+    page, cause, further = await pages.site.read(look, pages.site.reader)
     return pages.answer(
         request, "tasks.html", refresh=15, page=page, chosen=chosen, statuses=[status.value for status in Status],
-        names=NAMES, filtered=any(value for name, value in chosen.items() if name != "before"),
+        names=NAMES, filtered=any(value for name, value in chosen.items() if name != "before"), cause=cause, after=after,
+        further=further,
     )  # fmt: skip
+
+
+def _of_cause(reader: Reader, number: int, after: int) -> tuple[Tasks, TaskCause, int | None]:
+    """The tasks that failed for good by one cause, which are those that its number on other pages counts."""
+    cause = next((one for one in read_task_causes(reader.database, limit=1000) if one.no == number), None)
+    if cause is None:
+        raise NotFound("No task stands failed by this cause any more.", hint="See what does: Dead letters.")
+    found, sheets = read_failed_ids(reader.database, cause=number, after=after, limit=51), list[TaskView]()
+    for _, id in found[:50]:
+        with suppress(NotFound):  # deleted meanwhile
+            sheets.append(reader.task(id).task)
+    return Tasks(tuple(sheets), None), cause, found[49][0] if len(found) > 50 else None
 
 
 async def task(pages: Pages, request: Request) -> Response:

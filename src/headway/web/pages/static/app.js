@@ -11,6 +11,7 @@ for (const button of $$("[data-theme-toggle]")) {
   button.hidden = false;
   const say = () => { button.textContent = theme() === "dark" ? "Light" : "Dark"; button.setAttribute("aria-label", `Switch to the ${button.textContent.toLowerCase()} theme`); };
   button.addEventListener("click", () => { kept.set("theme", root.dataset.theme = theme() === "dark" ? "light" : "dark"); say(); });
+  matchMedia("(prefers-color-scheme:dark)").addEventListener("change", say);
   say();
 }
 
