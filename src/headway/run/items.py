@@ -30,6 +30,8 @@ INDEX = "(index)"
 
 #: Bytes one item's payload may have, unless the settings say otherwise.
 PAYLOAD_LIMIT = 262_144
+#: A line of a pipe that is so many times as long as an item may be is not waited for: escapes and spaces are less.
+LINE_MOST = 16
 
 
 #: Raises `InvalidInput` for an item that cannot be worked on.
@@ -287,6 +289,12 @@ class PipedItems:
         data = os.read(self._descriptor, 1 << 20)
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop() if data else b""
+        if len(self._rest) > LINE_MOST * self._limit:
+            raise InvalidInput(
+                f"Standard input, line {self._line + len(lines) + 1:,}: {len(self._rest):,} bytes and no end; an item may "
+                f"have {self._limit:,}.",
+                hint="Pipe one item a line; keep large content in files and let the items name them.",
+            )
         new = []
         for line in lines:
             self._line += 1

@@ -184,8 +184,10 @@ def _cell(value: Any) -> object:
 
 
 def write_whole(path: Path, pieces: Iterable[str]) -> None:
-    """Write a file so that it is there as a whole or not at all, for its owner alone."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    """Write a file so that it is there as a whole or not at all, for its owner alone. A link stays one: what it leads to
+    is written."""
+    target = Path(os.path.realpath(path))
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         with open(
             os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600),
@@ -196,7 +198,7 @@ def write_whole(path: Path, pieces: Iterable[str]) -> None:
             file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        os.replace(part, target)
     except BaseException as error:
         with suppress(OSError):
             part.unlink(missing_ok=True)
