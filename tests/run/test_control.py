@@ -18,13 +18,12 @@ from tests.services.waiting import eventually
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 Spawn = Callable[..., "subprocess.Popen[str]"]
 
-#: A Python that may have as many open files as 30 workers need.
-LIMITED = [
-    sys.executable,
-    "-c",
+_FEW_FILES = (
     "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)); "
-    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])",
-]
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
+#: A Python that may have as many open files as 30 workers need.
+LIMITED = [sys.executable, "-c", _FEW_FILES]
 
 FUNCTIONS = """
 import asyncio, os, time
