@@ -63,7 +63,8 @@ def failing_examples(page: Path) -> Iterator[str]:
 
 def run(code: str, runner: Sequence[str] = (sys.executable,)) -> str:
     """What the code wrote to stderr if it failed, else nothing."""
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
+    places = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    environment = {**os.environ, "PATH": os.pathsep.join(places)}
     with tempfile.TemporaryDirectory() as directory:
         script = Path(directory, "example.py")
         script.write_text(code, "utf-8")

@@ -240,6 +240,19 @@ def test_a_link_stays_one_and_the_file_it_leads_to_is_written_and_written_again(
     assert "Traceback" not in run_cli(*RUN, "-o", f"loop-{name}").stderr
 
 
+def test_results_that_have_thousands_of_fields_together_are_one_cell_each(tmp_path: Path):
+    """A column for each would make a table of a million cells of a thousand results."""
+    with Ledger.open(f"sqlite:///{tmp_path}/a.db") as ledger:
+        job = ledger.create("ads")
+        job.register([NewItem(idx, str(idx), None, idx) for idx in range(1002)])
+        job.record([Done(idx, None, json.dumps({f"word-{idx}": idx} if idx else 7)) for idx in range(1002)])
+        told: list[str] = []
+        rows = list(csv.reader(io.StringIO("".join(lines(job, "csv", told.append)))))
+    assert rows[:3] == [["index", "key", "result"], ["0", "", "7"], ["1", "", '{"word-1": 1}']]
+    assert len(rows) == 1003
+    assert told == ["The results have over 1,000 different fields: each stands as JSON in the column 'result'."]
+
+
 def test_a_table_of_results_that_grow_meanwhile_lacks_no_column_of_a_row_it_has(tmp_path: Path):
     with Ledger.open(f"sqlite:///{tmp_path}/a.db") as ledger:
         job = ledger.create("ads")

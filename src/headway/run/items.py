@@ -102,8 +102,9 @@ class FileItems:
             )
         try:
             if not path.is_file():
-                what = "is not a file" if path.exists() else "does not exist"
-                raise InvalidInput(f"The items file {path} {what}.", hint="Check the path after --items.")
+                what = "is a pipe" if path.is_fifo() else "is not a file" if path.exists() else "does not exist"
+                hint = "Give it on standard input: ... | headway run --items - ..." if path.is_fifo() else None
+                raise InvalidInput(f"The items file {path} {what}.", hint=hint or "Check the path after --items.")
             with path.open("rb"):
                 pass
         except OSError as error:
