@@ -150,6 +150,20 @@ def test_dataclasses_and_dates_have_a_plain_form_and_decode_makes_them_again(tmp
     assert [found.result for found in done.results()] == [point(1), point(2)]
 
 
+def test_an_item_whose_result_the_callers_encode_cannot_encode_is_dead_and_not_done_without_a_result(tmp_path: Path):
+    """It can be tried again when encode is repaired; of a done item the result would be lost."""
+
+    def encode(value: int) -> float:
+        return 1 / value
+
+    options = {"job": "e", "database": f"sqlite:///{tmp_path}/e.db", "progress": "none", "encode": encode}
+    done = headway.map(int, [0, 2], **options)  # type: ignore[arg-type]
+    assert (done.done, done.dead) == (1, 1)
+    assert [(found.index, found.result) for found in done.results()] == [(1, 0.5)]
+    (letter,) = done.dead_letters()
+    assert "ZeroDivisionError" in letter.error
+
+
 def test_values_of_other_libraries_are_kept_as_the_caller_encodes_them(tmp_path: Path):
     done = headway.map(
         complex, [1, 2], job="p", database=f"sqlite:///{tmp_path}/a.db", progress="none", workers=1,
