@@ -28,7 +28,8 @@ from headway.wording import plural
 RESULT_LIMIT = 1 << 20
 
 FORMATS = ("jsonl", "csv", "json")
-#: Columns a table may have. Results with fields of their own each (counts by word, by id) would make a cell of each pair.
+#: Columns a table may have, or four times those of its widest row. Results with fields of their own each (counts by word,
+#: by id) would make a cell of each pair.
 COLUMNS_MOST = 1000
 #: The columns that every row has.
 _OWN = ("index", "key")
@@ -127,6 +128,7 @@ def _csv(job: Job, tell: Callable[[str], None]) -> Iterator[str]:
     columns: dict[str, None] = {}
     nested: dict[str, int] = {}
     alone = wide = False
+    widest = 0
     for found in in_order(job):
         fields = found.result if isinstance(found.result, dict) else {}
         alone = alone or not (isinstance(found.result, dict) or found.result is None)
@@ -134,7 +136,8 @@ def _csv(job: Job, tell: Callable[[str], None]) -> Iterator[str]:
         for name, value in fields.items() if isinstance(found.result, dict) else [(_ALONE, found.result)]:
             if isinstance(value, dict | list):
                 nested[name] = nested.get(name, 0) + 1
-        if len(columns) > COLUMNS_MOST:
+        widest = max(widest, len(fields))
+        if len(columns) > max(COLUMNS_MOST, 4 * widest):
             wide, columns, nested = True, {}, {}
             break
     named, late = _columns(columns), 0
@@ -160,7 +163,8 @@ def _csv(job: Job, tell: Callable[[str], None]) -> Iterator[str]:
         came = f"{plural(late, 'result')} came meanwhile"
         tell(f"{came} that {'has' if late == 1 else 'have'} no place in these columns. Ask again.")
     if wide:
-        tell(f"The results have over {COLUMNS_MOST:,} different fields: each stands as JSON in the column {_ALONE!r}.")
+        few = f"over {COLUMNS_MOST:,} different fields, few of them in common"
+        tell(f"The results have {few}: each stands as JSON in the column {_ALONE!r}.")
     for name, count in nested.items():
         tell(f"In {named.get(name, name)!r} {_held(count)}: the cells hold their JSON.")
 
