@@ -2,6 +2,7 @@
 
 - A link leads to a file that is there.
 - A block fenced as ```python run is an example: it is run on its own, as a script in an empty directory, and has to exit 0.
+  So is one fenced as ```sh run, with the command headway of this environment; it ends at the first command that fails.
 - What the pages for contributors mention in `code` exists: paths, modules and names of headway, verbs of make.
 - Every table, metric, Redis key and decision is listed once on its page, every exit code and event type is known.
 - A generated page is what its generator writes now.
@@ -10,12 +11,13 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from subprocess import PIPE
 
@@ -26,6 +28,8 @@ LINK = re.compile(r"\]\((?!https?:|mailto:|#)(?P<target>[^)\s#]+)")
 CODE = re.compile(r"`([^`\n]+)`")
 PLACE = re.compile(r"(?:src|tests|tools|docs|bench|examples)/[\w./*-]*|[A-Z]\w+\.md|Makefile|pyproject\.toml")
 NAME = re.compile(r"headway(?:\.\w+)+")
+#: What runs a block that is fenced so.
+RUNNERS: dict[str, tuple[str, ...]] = {"python run": (sys.executable,), "sh run": ("sh", "-eu")}
 
 
 def pages() -> list[Path]:
@@ -52,18 +56,22 @@ def broken_links(page: Path) -> Iterator[str]:
 def failing_examples(page: Path) -> Iterator[str]:
     text = page.read_text("utf-8")
     for block in FENCE.finditer(text):
-        if block["info"] == "python run" and (error := run(block["code"])):
+        if block["info"] in RUNNERS and (error := run(block["code"], RUNNERS[block["info"]])):
             line = text.count("\n", 0, block.start()) + 1
             yield f"{page.relative_to(ROOT)}:{line}: the example fails\n{error}"
 
 
-def run(code: str) -> str:
+def run(code: str, runner: Sequence[str] = (sys.executable,)) -> str:
     """What the code wrote to stderr if it failed, else nothing."""
+    places = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    environment = {**os.environ, "PATH": os.pathsep.join(places)}
     with tempfile.TemporaryDirectory() as directory:
         script = Path(directory, "example.py")
         script.write_text(code, "utf-8")
-        command = [sys.executable, script.name]
-        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            [*runner, script.name],
+            cwd=directory, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
     return (done.stderr or f"exit {done.returncode}") if done.returncode else ""
 
 

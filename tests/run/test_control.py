@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,13 @@ from tests.services.waiting import eventually
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 Spawn = Callable[..., "subprocess.Popen[str]"]
+
+_FEW_FILES = (
+    "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)); "
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
+#: A Python that may have as many open files as 30 workers need.
+LIMITED = [sys.executable, "-c", _FEW_FILES]
 
 FUNCTIONS = """
 import asyncio, os, time
@@ -139,6 +147,28 @@ def test_scale_changes_how_many_items_run_at_once(place: Path, started: Started,
     (place / "free").touch()
     assert run.wait(60) == 0
     assert job.info().done == 12
+
+
+def test_a_number_that_the_machine_cannot_start_ends_no_run(place: Path):
+    """Whoever mistypes a number in another terminal does not end the night's work."""
+    (place / "items.txt").write_text("".join(f"{n}\n" for n in range(100)))
+    run = subprocess.Popen(
+        [*LIMITED, "-m", "headway", "run", "jobs:slow", "-i", "items.txt", "-j", "ads", "-w", "2"],
+        cwd=place, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        eventually(lambda: len(begun(place)) >= 2, timeout=60)
+        with Ledger.open(f"sqlite:///{place}/headway.db", create=False) as ledger:
+            job = ledger.job("ads")
+            job.scale(200, actor="alice")
+            said = lines_until(run, "cannot be started: Too many open files.")
+            assert "Going on with 2 items at once, as at the start." in said
+            (place / "free").touch()
+            assert run.wait(60) == 0
+            assert (job.info().done, job.info().failures) == (100, 0)
+    finally:
+        run.kill()
+        run.communicate()
 
 
 # ---- without a run --------------------------------------------------------------------------------------------------

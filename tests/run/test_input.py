@@ -316,3 +316,9 @@ def test_a_dry_run_is_refused_where_the_real_one_would_be(place: Path, run_cli: 
     finally:
         os.kill(run.pid, signal.SIGINT)
         run.wait(30)
+
+
+def test_a_pipe_without_line_breaks_is_refused_before_it_fills_the_memory(place: Path, run_cli: Cli):
+    endless = run_cli(*RUN, "-i", "-", stdin="1\n" + 20_000 * "x", env={"HEADWAY_PAYLOAD_LIMIT": "1000"})
+    assert endless.returncode == 2
+    assert "line 2: 20,000 bytes and no end; an item may have 1,000" in endless.stderr

@@ -119,7 +119,11 @@ def test_a_bounded_text_holds_what_it_says():
     captured = Captured(10)
     captured.add(b"abc")
     assert (captured.text(), captured.whole, captured.last_line()) == ("abc", True, "abc")
-    captured.add(b"de\nfghij")
+    captured.add(b"de")
+    captured.add(b"fg")
+    assert captured.last_line() == "abcdefg", "the line goes on beyond the part that is kept as the head"
+    captured = Captured(10)
+    captured.add(b"abcde\nfghij")
     assert captured.text() == "abcde\n... 1 bytes left out ...\nfghij"
     for _ in range(1000):
         captured.add(b"0123456789\n")

@@ -23,6 +23,7 @@ from headway.cli import invoke
 from headway.errors import HeadwayError, InvalidInput, StaleClaim
 from headway.ledger import Done, Ledger
 from headway.ledger.values import NewItem
+from headway.retry import RetryPolicy
 from headway.run.output import Output
 from headway.run.results import as_plain, lines
 from tests.services.waiting import eventually
@@ -149,6 +150,20 @@ def test_dataclasses_and_dates_have_a_plain_form_and_decode_makes_them_again(tmp
     assert [found.result for found in done.results()] == [point(1), point(2)]
 
 
+def test_an_item_whose_result_the_callers_encode_cannot_encode_is_dead_and_not_done_without_a_result(tmp_path: Path):
+    """It can be tried again when encode is repaired; of a done item the result would be lost."""
+
+    def encode(value: int) -> float:
+        return 1 / value
+
+    options = {"job": "e", "database": f"sqlite:///{tmp_path}/e.db", "progress": "none", "encode": encode}
+    done = headway.map(int, [0, 2], **options)  # type: ignore[arg-type]
+    assert (done.done, done.dead) == (1, 1)
+    assert [(found.index, found.result) for found in done.results()] == [(1, 0.5)]
+    (letter,) = done.dead_letters()
+    assert "ZeroDivisionError" in letter.error
+
+
 def test_values_of_other_libraries_are_kept_as_the_caller_encodes_them(tmp_path: Path):
     done = headway.map(
         complex, [1, 2], job="p", database=f"sqlite:///{tmp_path}/a.db", progress="none", workers=1,
@@ -225,6 +240,44 @@ def test_a_table_of_somebody_else_is_not_overwritten(place: Path, run_cli: Cli):
     assert (place / "mine.csv").read_text() == "index,key,precious\n"
 
 
+@pytest.mark.parametrize("name", ["out.csv", "out.jsonl"])
+def test_a_link_stays_one_and_the_file_it_leads_to_is_written_and_written_again(place: Path, run_cli: Cli, name: str):
+    """The next run knows the file by the same name."""
+    (place / "store").mkdir()
+    (place / name).symlink_to(f"store/{name}")
+    for _ in range(2):
+        done = run_cli(*RUN, "-o", name)
+        assert done.returncode == 0, done.stderr
+    assert (place / name).is_symlink()
+    assert len((place / "store" / name).read_text().splitlines()) >= len(ALL)
+    (place / f"loop-{name}").symlink_to(f"loop-{name}")
+    assert "Traceback" not in run_cli(*RUN, "-o", f"loop-{name}").stderr
+
+
+def test_results_that_have_thousands_of_fields_together_are_one_cell_each(tmp_path: Path):
+    """A column for each would make a table of a million cells of a thousand results."""
+    with Ledger.open(f"sqlite:///{tmp_path}/a.db") as ledger:
+        job = ledger.create("ads")
+        job.register([NewItem(idx, str(idx), None, idx) for idx in range(1002)])
+        job.record([Done(idx, None, json.dumps({f"word-{idx}": idx} if idx else 7)) for idx in range(1002)])
+        told: list[str] = []
+        rows = list(csv.reader(io.StringIO("".join(lines(job, "csv", told.append)))))
+    assert rows[:3] == [["index", "key", "result"], ["0", "", "7"], ["1", "", '{"word-1": 1}']]
+    assert len(rows) == 1003
+    few = "over 1,000 different fields, few of them in common"
+    assert told == [f"The results have {few}: each stands as JSON in the column 'result'."]
+
+
+def test_a_wide_table_whose_rows_have_the_same_fields_keeps_its_columns(tmp_path: Path):
+    with Ledger.open(f"sqlite:///{tmp_path}/a.db") as ledger:
+        job = ledger.create("ads")
+        job.register([NewItem(idx, str(idx), None, idx) for idx in range(2)])
+        row = json.dumps({f"feature-{n}": n for n in range(1500)})
+        job.record([Done(idx, None, row) for idx in range(2)])
+        rows = list(csv.reader(io.StringIO("".join(lines(job, "csv")))))
+    assert [len(row) for row in rows] == [1502, 1502, 1502]
+
+
 def test_a_table_of_results_that_grow_meanwhile_lacks_no_column_of_a_row_it_has(tmp_path: Path):
     with Ledger.open(f"sqlite:///{tmp_path}/a.db") as ledger:
         job = ledger.create("ads")
@@ -268,6 +321,26 @@ def test_whoever_follows_a_run_that_does_not_finish_is_told(place: Path, run_cli
     assert follower.returncode == 0
     assert "The run has ended, and 2 items are left." in said
     assert "headway run time:sleep -i items.jsonl -j naps -w 1" in said
+
+
+def test_a_result_that_is_committed_after_later_ones_is_followed_too(postgres_with_tables: str, spawn_cli: Spawn):
+    """The slots of a fleet record at the same time, and the numbers of their results are given before they commit."""
+    psycopg = pytest.importorskip("psycopg")
+    with Ledger.open(postgres_with_tables) as ledger, psycopg.connect(postgres_with_tables) as slot:
+        job = ledger.create("ads")
+        job.register([NewItem(idx, str(idx), None, idx) for idx in range(4)])
+        hold = ledger.hold(job, {"mode": "process"})
+        slot.execute("INSERT INTO results (job, idx, result) VALUES (%s, 0, '\"late\"')", (job.no,))
+        follower = spawn_cli("results", "ads", "--follow", "--database", postgres_with_tables)
+        assert follower.stdout is not None
+        indices = []
+        for idx in (1, 2, 3):  # the last look at the results of the first is over when the third is printed
+            job.record([Done(idx, None, "1")], hold=hold, policy=RetryPolicy(0, 0.0))
+            indices.append(json.loads(follower.stdout.readline())["index"])
+        slot.commit()
+        ledger.release(hold, "interrupted")
+        output, _ = follower.communicate(timeout=60)
+    assert [*indices, *(json.loads(line)["index"] for line in output.splitlines())] == [1, 2, 3, 0]
 
 
 def test_results_are_followed_as_they_come_until_the_run_ends(place: Path, run_cli: Cli, spawn_cli: Spawn):

@@ -57,6 +57,23 @@ def test_break_leaves_the_item_it_was_at(options: dict[str, Any]):
     assert next(headway.track(range(10), **options)) == 4
 
 
+def test_a_child_that_is_forked_in_the_loop_and_leaves_it_says_and_records_nothing_of_it(tmp_path: Path):
+    program = (
+        "import os, sys, headway\n"
+        "for item in headway.track(range(4), job='t', database='sqlite:///a.db', progress='plain'):\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        sys.exit(0)\n"
+        "    os.waitpid(child, 0)\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "4/4" in done.stderr
+    assert job_in(tmp_path).info().done == 4
+
+
 def test_the_loop_gets_the_items_themselves(tmp_path: Path, options: dict[str, Any]):
     items = [tmp_path / "a", tmp_path / "b", tmp_path / "a"]
     assert all(given is one for given, one in zip(headway.track(items, **options), items[2:] + items[1:], strict=False))

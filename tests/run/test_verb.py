@@ -356,6 +356,21 @@ def test_more_workers_than_the_process_may_have_descriptors_are_one_clear_error(
     assert not job_in(place).info().held
 
 
+def test_more_threads_than_the_machine_has_run_no_item_twice(place: Path):
+    """Those that could be started do the work; a worker that gave up would leave each of its items to be tried alone."""
+    write_items(place, 600)
+    limit = (
+        "import os, resource, sys; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30)); "
+        "os.execv(sys.executable, sys.argv[1:])"
+    )
+    run = [sys.executable, "-m", "headway", "run", "jobs:slow", "-i", "items.jsonl", "-w", "4000", "--mode", "thread"]
+    command = [sys.executable, "-c", limit, *run]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "fewer items run at once than asked for" in done.stderr
+    assert len((place / "executed").read_text().splitlines()) == 600
+
+
 def test_map_in_a_program_that_waits_for_all_its_children_itself_does_its_work(place: Path):
     program = (
         "import os, signal, headway, jobs\n"

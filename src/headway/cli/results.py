@@ -70,14 +70,22 @@ def _say_what_is_left(job: Job) -> None:
 
 
 def _follow(job: Job) -> Iterator[str]:
+    """Each result once. The slots of a fleet record at the same time, so what took its place earlier may be committed
+    later: the results of the last look are looked at again, and all of them when the run has ended."""
     from headway.run import results as kept
 
-    after = 0
+    several_record = job.database.engine == "postgresql"
+    printed = bytearray()
+    after = last = 0
     while True:
         running = job.info().held  # before the look: what comes after it is looked for once more
-        for seq, found in kept.as_they_came(job, after):
-            yield kept.line(found)
-            after = seq
+        began, last = (last if running else 0) if several_record else after, after
+        for seq, found in kept.as_they_came(job, began):
+            printed.extend(bytes(max(0, found.index + 1 - len(printed))))
+            if not printed[found.index]:
+                printed[found.index] = 1
+                yield kept.line(found)
+            after = max(after, seq)
         if not running:
             return
         time.sleep(FOLLOW_SECONDS)

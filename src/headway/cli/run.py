@@ -19,6 +19,7 @@ import click
 from headway.cli import database_option, say
 from headway.errors import HeadwayError, InvalidInput, UsageError
 from headway.telemetry import redact
+from headway.wording import plural
 
 if TYPE_CHECKING:
     from headway.config import Config
@@ -364,7 +365,7 @@ def _dry_run(order: Order, source: Source) -> int:
             click.echo(json.dumps({"schema": "headway.dry-run/1", **facts}))
         else:
             say(
-                f"Run {plan.id} would work on {ahead.to_do:,} items with {order.function}: {plan.changes}, "
+                f"Run {plan.id} would work on {plural(ahead.to_do, 'item')} with {order.function}: {plan.changes}, "
                 f"{ahead.kept:,} kept."
             )
             say(f"The first ones: {', '.join(ahead.first_keys)}." if ahead.first_keys else "Nothing is left to do.")
@@ -543,7 +544,7 @@ def _conclude(order: Order, display: Display, job: Job, ending: Ending) -> int:
     else:
         lines = interrupted(job.id, shown, info.command, columns=columns)
         if ending.outcome == "stopped":
-            lines.insert(0, f"Stopped: {ending.died:,} items died in this run (--max-failures).")
+            lines.insert(0, f"Stopped: {plural(ending.died, 'item')} died in this run (--max-failures).")
             lines.append(f"See why first:  headway dead show {job.id} {options}".rstrip())
     display.conclude(lines, facts)
     return code
@@ -554,7 +555,7 @@ def _greeting(job: Job, changes: Changes | None) -> str:
     info = job.info()
     earlier = job.runs()[:-1]
     if not earlier:
-        return f"Run {job.id}: {info.total:,} items" if info.sealed else f"Run {job.id}: items from a pipe"
+        return f"Run {job.id}: {plural(info.total, 'item') if info.sealed else 'items from a pipe'}"
     if info.finished_at is not None and not info.remaining:
         return f"Run {job.id} was finished already: {info.done:,} done, {info.dead:,} dead"
     last = earlier[-1]

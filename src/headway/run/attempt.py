@@ -114,7 +114,8 @@ def decoded(text: str) -> Any:
 
 def kept_result(result: object, keep: Keep) -> str | Literal[False] | None:
     """The result as it is kept, None if there is nothing to keep. Where nobody asked for all of them, one that has no
-    JSON form or is very long is not kept (False), and its item is done all the same."""
+    JSON form or is very long is not kept (False), and its item is done all the same. Whoever brings an ``encode`` asks for
+    what it makes: an item whose result it cannot encode failed, and can be tried again once that is repaired."""
     if result is None:
         return "null" if keep.all_results else None
     refuse_lazy(result)
@@ -123,7 +124,7 @@ def kept_result(result: object, keep: Keep) -> str | Literal[False] | None:
     try:
         text = encoded(result, keep.encode)
     except ResultNotJson:
-        if keep.all_results:
+        if keep.all_results or keep.encode is not None:
             raise
         return False
     return text if keep.all_results or len(text) <= RESULT_LIMIT else False

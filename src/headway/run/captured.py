@@ -51,8 +51,9 @@ class Captured:
 
     def last_line(self) -> str:
         """The last line that says something."""
-        # The newest bytes are in the tail, unless all of it fitted into the head.
-        lines = (self._tail or self._head).decode(errors="replace").splitlines()
+        # The newest bytes are in the tail; as long as nothing was dropped, the head is what comes before them.
+        kept = self._tail if self._dropped else self._head + self._tail
+        lines = kept.decode(errors="replace").splitlines()
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def _shorten(self) -> None:

@@ -28,6 +28,12 @@ RECALL = '{"recall":true}'
 STOP = '{"stop":true}'
 
 
+class CannotStart(HeadwayError):
+    """The machine does not let another worker process start."""
+
+    hint = "Use fewer workers, or raise the limits of this process (ulimit -n, ulimit -u) and the machine."
+
+
 class WorkerHandle:
     """One of them."""
 
@@ -122,6 +128,11 @@ class Crew:
     def idle(self) -> bool:
         """Nobody has anything."""
         return not any(worker.out for worker in self)
+
+    @property
+    def size(self) -> int:
+        """How many items are to run at once."""
+        return self.processes * self._slots
 
     def common(self, wanted: int) -> list[WorkerHandle]:
         """Those that take any item, at least ``wanted`` of them (as far as that is allowed)."""
@@ -219,10 +230,7 @@ class Crew:
                 slots, process = Slots(count), None
                 pid = os.fork()
         except OSError as error:
-            raise HeadwayError(
-                f"Worker process {len(self) + 1} cannot be started: {error.strerror}.",
-                hint="Use fewer workers, or raise the limits of this process (ulimit -n, ulimit -u) and the machine.",
-            ) from error
+            raise CannotStart(f"Worker process {len(self) + 1} cannot be started: {error.strerror}.") from error
         self._started += 1
         if pid == 0:
             self._become_worker(ours, theirs, slots)

@@ -30,6 +30,8 @@ INDEX = "(index)"
 
 #: Bytes one item's payload may have, unless the settings say otherwise.
 PAYLOAD_LIMIT = 262_144
+#: A line of a pipe that is so many times as long as an item may be is not waited for: escapes and spaces are less.
+LINE_MOST = 16
 
 
 #: Raises `InvalidInput` for an item that cannot be worked on.
@@ -100,8 +102,9 @@ class FileItems:
             )
         try:
             if not path.is_file():
-                what = "is not a file" if path.exists() else "does not exist"
-                raise InvalidInput(f"The items file {path} {what}.", hint="Check the path after --items.")
+                what = "is a pipe" if path.is_fifo() else "is not a file" if path.exists() else "does not exist"
+                hint = "Give it on standard input: ... | headway run --items - ..." if path.is_fifo() else None
+                raise InvalidInput(f"The items file {path} {what}.", hint=hint or "Check the path after --items.")
             with path.open("rb"):
                 pass
         except OSError as error:
@@ -287,6 +290,12 @@ class PipedItems:
         data = os.read(self._descriptor, 1 << 20)
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop() if data else b""
+        if len(self._rest) > LINE_MOST * self._limit:
+            raise InvalidInput(
+                f"Standard input, line {self._line + len(lines) + 1:,}: {len(self._rest):,} bytes and no end; an item may "
+                f"have {self._limit:,}.",
+                hint="Pipe one item a line; keep large content in files and let the items name them.",
+            )
         new = []
         for line in lines:
             self._line += 1

@@ -12,10 +12,10 @@ from headway.ledger import Failure, Hold, Item, Job, Ledger
 from headway.lifecycle import Shutdown
 from headway.run.backlog import Backlog, MakeBacklog
 from headway.run.console import Console
-from headway.run.crew import Crew, WorkerHandle
+from headway.run.crew import CannotStart, Crew, WorkerHandle
 from headway.run.display import Display
 from headway.run.output import CsvOutput, Output
-from headway.run.pool import BATCH_BYTES, Feed, Pool, Settings
+from headway.run.pool import BATCH_BYTES, Feed, Pool, Settings, items_of
 from headway.run.program import TERM_SECONDS as PROGRAM_TERM_SECONDS
 from headway.run.program import TIMED_OUT, Program, Work
 from headway.run.results import Keep
@@ -76,6 +76,14 @@ class LocalPool(Pool):
     def _resize(self, size: int) -> None:
         self._crew.resize(size)
 
+    def _cannot_start(self, error: HeadwayError) -> None:
+        """What somebody asks for from elsewhere ends no run: one that cannot grow goes on as it was started."""
+        if self._crew.size <= self._settings.workers:
+            raise error
+        self._stillborn = 0
+        self._display.say(f"{error} Going on with {items_of(self._settings.workers)} at once, as at the start.")
+        self._resize(self._settings.workers)
+
     def _abandon(self) -> None:
         """Kill what still runs."""
         for worker in self._crew:
@@ -89,6 +97,12 @@ class LocalPool(Pool):
     # ---- handing out -----------------------------------------------------------------------------------------------
 
     def _hand_out(self, now: float) -> None:
+        try:
+            self._hand_to_crew(now)
+        except CannotStart as error:
+            self._cannot_start(error)
+
+    def _hand_to_crew(self, now: float) -> None:
         backlog = self._backlog
         if backlog.suspects:
             examiner = self._crew.examiner()
@@ -185,9 +199,11 @@ class LocalPool(Pool):
         elif not worker.reported and not worker.stopping:
             self._stillborn += 1
             if self._stillborn >= STILLBORN_MOST:
-                raise HeadwayError(
-                    f"{self._stillborn} workers in a row {how} before they began an item.",
-                    hint="Run the function once by hand in a fresh process to see why.",
+                self._cannot_start(
+                    HeadwayError(
+                        f"{self._stillborn} workers in a row {how} before they began an item.",
+                        hint="Run the function once by hand in a fresh process to see why.",
+                    )
                 )
         self._backlog.put_back(worker.out.values())
 

@@ -104,6 +104,11 @@ class OpenJob:
     def id(self) -> str:
         return self._job.id
 
+    @property
+    def is_parents(self) -> bool:
+        """Whether this process was forked from the one that has the job."""
+        return self._guard.crossed
+
     def check(self) -> None:
         """Raise in a forked child: it leaves ``with item:`` as its parent does, and goes on with the loop."""
         self._guard.check()

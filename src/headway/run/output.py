@@ -54,7 +54,7 @@ def refuse_foreign(path: Path, ledger: Ledger | None, id: str) -> None:
 
 def _is_ours(database: Database, path: Path, head: bytes, id: str) -> bool:
     rows = database.all(
-        "SELECT j.id, j.archived FROM outputs o JOIN jobs j ON j.no = o.job WHERE o.path = ?", (str(path.resolve()),)
+        "SELECT j.id, j.archived FROM outputs o JOIN jobs j ON j.no = o.job WHERE o.path = ?", (os.path.realpath(path),)
     )
     noted = bool(rows) and all(name == id or (archived and name.startswith(f"{id[:100]}.")) for name, archived in rows)
     # The note comes before the first line: somebody may have put another file there since. What a power cut left of our
@@ -99,7 +99,7 @@ class CsvOutput:
 
     def __init__(self, job: Job, path: Path) -> None:
         self._job, self._path = job, path
-        name = str(path.resolve())
+        name = os.path.realpath(path)
         job.database.run(  # before the file is touched: from now on it is ours
             lambda tx: tx.execute(
                 "INSERT INTO outputs (job, path, seq, size) VALUES (?, ?, 0, 0) ON CONFLICT (job, path) DO NOTHING",
@@ -140,7 +140,7 @@ class Output:
     def __init__(self, job: Job, path: Path, *, every: float = 1.0) -> None:
         self._job = job
         self._path = path
-        self._name = str(path.resolve())
+        self._name = os.path.realpath(path)
         self._every = every
         self._written_at = time.monotonic()
         row = job.database.one("SELECT seq, size FROM outputs WHERE job = ? AND path = ?", (job.no, self._name))

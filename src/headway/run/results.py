@@ -28,6 +28,9 @@ from headway.wording import plural
 RESULT_LIMIT = 1 << 20
 
 FORMATS = ("jsonl", "csv", "json")
+#: Columns a table may have, or four times those of its widest row. Results with fields of their own each (counts by word,
+#: by id) would make a cell of each pair.
+COLUMNS_MOST = 1000
 #: The columns that every row has.
 _OWN = ("index", "key")
 _ALONE = "result"
@@ -121,10 +124,11 @@ def lines(job: Job, format: str, tell: Callable[[str], None] = lambda _: None) -
 
 def _csv(job: Job, tell: Callable[[str], None]) -> Iterator[str]:
     """A row for each item; the fields of a result that is an object are columns. The results are read twice, first for
-    the columns: the rows need not have the same."""
+    the columns: the rows need not have the same. Where there are too many, a result is one cell."""
     columns: dict[str, None] = {}
     nested: dict[str, int] = {}
-    alone = False
+    alone = wide = False
+    widest = 0
     for found in in_order(job):
         fields = found.result if isinstance(found.result, dict) else {}
         alone = alone or not (isinstance(found.result, dict) or found.result is None)
@@ -132,19 +136,23 @@ def _csv(job: Job, tell: Callable[[str], None]) -> Iterator[str]:
         for name, value in fields.items() if isinstance(found.result, dict) else [(_ALONE, found.result)]:
             if isinstance(value, dict | list):
                 nested[name] = nested.get(name, 0) + 1
+        widest = max(widest, len(fields))
+        if len(columns) > max(COLUMNS_MOST, 4 * widest):
+            wide, columns, nested = True, {}, {}
+            break
     named, late = _columns(columns), 0
     alone = alone or not columns
     buffer = io.StringIO(newline="")
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([*_OWN, *named.values(), *([_ALONE] if alone else [])])
     for found in in_order(job):
-        fields = found.result if isinstance(found.result, dict) else {}
+        fields = found.result if isinstance(found.result, dict) and not wide else {}
         if not fields.keys() <= columns.keys() or not (alone or isinstance(found.result, dict) or found.result is None):
             late += 1  # it came after the columns were looked at, and part of it would be missing
             continue
         cells = [found.index, found.key, *(fields.get(name) for name in columns)]
         if alone:
-            cells.append(None if isinstance(found.result, dict) else found.result)
+            cells.append(None if isinstance(found.result, dict) and not wide else found.result)
         writer.writerow([_cell(value) for value in cells])
         if buffer.tell() > 1 << 16:
             yield buffer.getvalue()
@@ -154,6 +162,9 @@ def _csv(job: Job, tell: Callable[[str], None]) -> Iterator[str]:
     if late:
         came = f"{plural(late, 'result')} came meanwhile"
         tell(f"{came} that {'has' if late == 1 else 'have'} no place in these columns. Ask again.")
+    if wide:
+        few = f"over {COLUMNS_MOST:,} different fields, few of them in common"
+        tell(f"The results have {few}: each stands as JSON in the column {_ALONE!r}.")
     for name, count in nested.items():
         tell(f"In {named.get(name, name)!r} {_held(count)}: the cells hold their JSON.")
 
@@ -184,8 +195,10 @@ def _cell(value: Any) -> object:
 
 
 def write_whole(path: Path, pieces: Iterable[str]) -> None:
-    """Write a file so that it is there as a whole or not at all, for its owner alone."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    """Write a file so that it is there as a whole or not at all, for its owner alone. A link stays one: what it leads to
+    is written."""
+    target = Path(os.path.realpath(path))
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         with open(
             os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600),
@@ -196,7 +209,7 @@ def write_whole(path: Path, pieces: Iterable[str]) -> None:
             file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        os.replace(part, target)
     except BaseException as error:
         with suppress(OSError):
             part.unlink(missing_ok=True)

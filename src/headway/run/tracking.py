@@ -76,11 +76,15 @@ class _Walk:
                     self._finished(item.index, began, time.monotonic())
                 self._commit(time.monotonic())
         finally:
-            try:
-                self._commit(time.monotonic())
-            finally:
-                self._display.end(self._snapshot())
-                self._opened.close()
+            if not self._opened.is_parents:  # a child that was forked in the loop says and records nothing of it
+                self._end()
+
+    def _end(self) -> None:
+        try:
+            self._commit(time.monotonic())
+        finally:
+            self._display.end(self._snapshot())
+            self._opened.close()
 
     def _finished(self, index: int, began: float, now: float) -> None:
         self._waiting.append(Done(index, None, None, now - began))

@@ -35,6 +35,9 @@ from headway.run.captured import Printing
 from headway.run.program import Program, ProgramFailed, Work
 from headway.run.results import Keep
 from headway.run.wire import Slots, Wire, unpack_work
+from headway.telemetry import Log
+
+log = Log("run")
 
 #: Results wait at most this long for company before they are reported.
 FLUSH_SECONDS = 0.02
@@ -156,8 +159,15 @@ class Worker:
                 self.serve(slot)
 
         threads = [threading.Thread(target=serve, args=(slot,)) for slot in range(self._slots.count)]
-        for thread in threads:
-            thread.start()
+        for count, thread in enumerate(threads):
+            try:
+                thread.start()
+            except RuntimeError as error:  # the machine has no more: those that run take the items of all
+                if not count:
+                    raise
+                log.warning("fewer items run at once than asked for", count=count, reason=str(error))
+                del threads[count:]
+                break
         for thread in threads:
             thread.join()
 
