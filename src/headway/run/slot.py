@@ -165,7 +165,6 @@ class SlotShare(Share):
         self._task, self._shutdown = task, shutdown
         self._began = self._looked = time.monotonic()
         self.why = ""
-        self.lost: set[int] = set()
 
     def asked(self, run: int) -> Control:
         if not self.why and (why := self._reason()):
@@ -174,10 +173,9 @@ class SlotShare(Share):
         return super().asked(run)
 
     def _reason(self) -> str:
-        if self._task.stopping:
-            return "its worker ends"
-        if self._task.cancelled:
-            return "its task was cancelled"
+        if self._task.stopping or self._task.cancelled:
+            self.excuse_running()  # what takes longer than it is granted is cut off
+            return "its worker ends" if self._task.stopping else "its task was cancelled"
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
             return ""
@@ -230,7 +228,7 @@ class SlotLedger(Ledger):
         self._share = share
 
     def renew(self, hold: Hold) -> None:
-        self._share.lost |= self._share.renew_share()
+        self._share.renew_share()
 
 
 class SharedBacklog(Backlog):
