@@ -235,7 +235,7 @@ def test_a_job_of_the_fleet_is_nobody_elses_until_it_is_stopped(ledger: Ledger, 
     job = start(ledger, 10)
     a = share("a")
     a.claim_some(3)
-    with pytest.raises(JobHeld):
+    with pytest.raises(JobHeld, match="by a fleet"):
         ledger.hold(job, {})
     job.stop(actor="anna")
     assert a.asked(1).stopping == 1

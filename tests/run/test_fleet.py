@@ -130,6 +130,56 @@ def test_a_worker_that_cannot_import_the_function_says_so(
     assert "There is no module 'work'" in quick_cli("show", "ads").stdout
 
 
+def test_a_worker_without_the_key_says_so(
+    place: Path, database: str, ledger: Ledger, quick_cli: Cli, spawn_cli: Spawn
+) -> None:
+    from cryptography.fernet import Fernet
+
+    keys = {"HEADWAY_DATABASE": database, "HEADWAY_QUEUE_KEYS": Fernet.generate_key().decode()}
+    words = ("run", "work:double", "-i", "items.jsonl", "--fleet", "--detach")
+    assert quick_cli(*words, "-j", "with", env=keys).returncode == 0
+    assert quick_cli(*words, "-j", "without").returncode == 0
+    spawn_cli("worker", env={"HEADWAY_DATABASE": database}, stderr=subprocess.DEVNULL)
+    assert "does not take part" in eventually(lambda: ledger.job("with").fleet_note(), timeout=60)
+    eventually(lambda: ledger.job("without").info().finished_at, timeout=60)
+    assert (ledger.job("with").info().done, ledger.job("without").info().done) == (0, 29)
+
+
+def test_a_worker_runs_no_code_that_was_replaced_after_it_began(
+    place: Path, database: str, ledger: Ledger, quick_cli: Cli, spawn_cli: Spawn
+) -> None:
+    (place / "shop.py").write_text(
+        f"from headway.queue import TaskQueue\nimport work\nqueue = TaskQueue({database!r})\n"
+        "@queue.handler('caption')\ndef caption(task, payload):\n    pass\n"
+    )
+    env = {"HEADWAY_DATABASE": database}
+    worker = spawn_cli("worker", "--app", "shop:queue", env=env, stderr=subprocess.DEVNULL)
+    eventually(lambda: ledger.database.one("SELECT 1 FROM task_workers"), timeout=60)
+    (place / "work.py").write_text(FUNCTIONS.replace("2 * item", "3 * item"))
+    assert quick_cli("run", "work:double", "-i", "items.jsonl", "-j", "ads", "--fleet", "--detach").returncode == 0
+    assert "code is" in eventually(lambda: ledger.job("ads").fleet_note(), timeout=60)
+    assert ledger.job("ads").info().done == 0
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(60) == 0
+
+
+def test_items_that_came_after_the_fleet_began_are_not_left_out_in_silence(
+    place: Path, database: str, ledger: Ledger, quick_cli: Cli
+) -> None:
+    def items(count: int) -> None:
+        (place / "keyed.jsonl").write_text("".join(f'{{"id": "{n}"}}\n' for n in range(count)))
+
+    words = ("run", "work:slow", "-i", "keyed.jsonl", "--key", "id", "-j", "ads", "--fleet", "--detach")
+    items(3)
+    assert quick_cli(*words).returncode == 0
+    assert quick_cli(*words).returncode == 0
+    items(5)
+    again = quick_cli(*words)
+    assert again.returncode == 5
+    assert "2 new" in again.stderr
+    assert "headway stop ads" in again.stderr
+
+
 def test_what_a_fleet_cannot_do_is_refused_before_anything_is_written(
     place: Path, database: str, ledger: Ledger, quick_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from headway._sql import Database
 from headway.config import Config
-from headway.errors import HeadwayError, InvalidInput
+from headway.errors import HeadwayError, InvalidInput, JobHeld
 from headway.ledger import Hold, Job, Ledger, fleet
 from headway.ledger.fleet import Fleet
 from headway.lifecycle import Shutdown
@@ -177,9 +177,15 @@ class Fleets:
 
 
 def running(plan: Plan) -> int | None:
-    """The number of the run by which a fleet works on the planned job, if one does."""
+    """The number of the run by which a fleet works on the planned job, if one does; `JobHeld` if it has other items."""
     held = plan.existing is not None and plan.existing.held and plan.existing.holder
-    return held.get("fleet") if held else None
+    run: int | None = held.get("fleet") if held else None
+    if run is not None and not plan.changes.none:
+        raise JobHeld(
+            f"A fleet works on job {plan.id}, whose items were others when it began: {plan.changes}.",
+            hint=f"Let it finish, or stop it:  headway stop {plan.id}    Then run the same command again.",
+        )
+    return run
 
 
 def start_and_follow(

@@ -69,6 +69,7 @@ def load(spec: str) -> TaskQueue:
     nothing but slots."""
     if spec:
         queue = app.load(spec)
+        stamps.remember_loaded()
         return add_slots(queue) if is_shared(queue.database_url) else queue
     queue = TaskQueue.from_settings()
     if not is_shared(queue.database_url):
@@ -94,8 +95,8 @@ def serve(task: RunningTask, id: str, run: int, url: str, decode: Callable[[str,
         known = fleet.read(ledger.database, job.no)
         if known is None or known.run != run:
             return {"ended": "the run is over"}
-        order = json.loads(decode(seal_id(job.no, run), known.work))
         try:
+            order = json.loads(decode(seal_id(job.no, run), known.work))
             work = _load(order)
         except HeadwayError as error:
             return _refuse(ledger, known, id, str(error))
