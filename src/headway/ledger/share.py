@@ -108,13 +108,15 @@ class Share(Job):
             self.is_over |= claimed.is_over
             # What had nothing open was counted and went.
             self._blocks = {no: block for no, block in self._blocks.items() if not block.ended}
+            items = self._take_singles(claimed)
             if claimed.block is None:
-                return self._take_singles(claimed)
+                return items
             block = Block(*claimed.block)
             if (before := self._blocks.get(block.no)) is not None:
                 self._lose(before)  # another slot worked it off, so its number was free
             self._blocks[block.no] = block
-            if items := self._read(block, on_damaged):
+            items += self._read(block, on_damaged)
+            if items:
                 return items
             size = min(4 * size, BLOCK_MOST)  # all of it was done before: an earlier run went far beyond
 
@@ -133,9 +135,10 @@ class Share(Job):
         recorder = Recorder(tx, self.no, token=fleet.token)
         self._fold(recorder)
         block = self._lapsed(recorder)
-        items: list[Item] = [] if block else self._due_or_lapsed(recorder, min(size, SINGLES))
-        if not block and not items:
-            block = self._next_block(recorder, size)
+        items = self._due_or_lapsed(recorder, min(size, SINGLES))
+        if not block and len(items) < size:
+            # Together with the tries again, of which there may be one: a claim takes the job's row, whatever it brings.
+            block = self._next_block(recorder, size - len(items))
         if not block and not items:
             block = self._abandoned_block(recorder)
             items = [] if block else self._abandoned(recorder, min(size, SINGLES))
