@@ -240,6 +240,7 @@ class SharedBacklog(Backlog):
         self._share, self._at_once, self._report_damaged = share, at_once, on_damaged
         self.next_due = None
         self._size = at_once
+        self._enough = at_once - 1  # nothing is claimed while more than so many are held
         self._claimed_at: float | None = None
         self._ask_at = 0.0
         self._misses = 0
@@ -247,13 +248,15 @@ class SharedBacklog(Backlog):
 
     def refill(self, now: float) -> None:
         self._drop_lost()
-        if now < self._ask_at or self._share.is_over or len(self.held) > max(self._at_once - 1, self._size // 2):
+        if now < self._ask_at or self._share.is_over or len(self.held) > self._enough:
             return
         wanted = self._size if self._size > self._at_once else self._at_once - len(self.held)
         items = self._share.claim_some(max(1, wanted), on_damaged=self._report_damaged)
         if items:
             self._adapt(now, items)
             self._take(items)
+            # Half of what there is now, not of what was asked for: near the end of a job each claim brings less.
+            self._enough = max(self._at_once - 1, len(self.held) // 2)
             self._misses, self._idle_since = 0, None
             return
         self._claimed_at = None
