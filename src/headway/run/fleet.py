@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway._sql import Database
+from headway._sql import Database, Tx
 from headway.config import Config
 from headway.errors import HeadwayError, InvalidInput, JobHeld
 from headway.ledger import Hold, Job, Ledger, fleet
@@ -138,25 +138,28 @@ def _workers(database: Database) -> int:
 
 
 def submit_missing(queue: TaskQueue, job: Job, known: Fleet) -> int:
-    """Submit as many slots as the job lacks; how many. Two who do it at once submit too many: those end by themselves."""
-    row = queue.database.one(
-        "SELECT (SELECT count(*) FROM tasks WHERE status = 'QUEUED' AND queue = ? AND party = ?) + "
-        "(SELECT count(*) FROM tasks WHERE status = 'RUNNING' AND kind = ? AND party = ?)",
-        (known.queue, party(known.job), KIND, party(known.job)),
-    )
-    have = int(row[0]) if row else 0
+    """Submit as many slots as the job lacks; how many. Who starts the job and the sweeper may do so at the same time: one
+    waits for the other, or there were too many, and each would have a turn before another job's first."""
     wanted = min(wanted_slots(job, known), max(1, job.info().remaining))
-    missing = max(0, min(wanted - have, SLOTS_TOGETHER))
     refused = known.noted_at is not None and queue.database.now() - known.noted_at < REFUSED_SECONDS
-    if missing:
-        queue.submit_many(
-            {
-                "kind": KIND, "payload": {"job": job.id, "run": known.run}, "priority": known.queue, "role": "admin",
-                "partition": party(known.job), "delay": REFUSED_SECONDS if refused else 0.0,
-            }
-            for _ in range(missing)
-        )  # fmt: skip
-    return missing
+    slot = {
+        "kind": KIND, "payload": {"job": job.id, "run": known.run}, "priority": known.queue, "role": "admin",
+        "partition": party(known.job), "delay": REFUSED_SECONDS if refused else 0.0,
+    }  # fmt: skip
+
+    def work(tx: Tx) -> int:
+        if tx.one("SELECT 1 FROM fleets WHERE job = ? AND run = ? FOR UPDATE", (known.job, known.run)) is None:
+            return 0
+        row = tx.one(
+            "SELECT (SELECT count(*) FROM tasks WHERE status = 'QUEUED' AND queue = ? AND party = ?) + "
+            "(SELECT count(*) FROM tasks WHERE status = 'RUNNING' AND kind = ? AND party = ?)",
+            (known.queue, party(known.job), KIND, party(known.job)),
+        )
+        missing = max(0, min(wanted - (int(row[0]) if row else 0), SLOTS_TOGETHER))
+        queue.submit_many([slot] * missing)  # by transactions of its own: repeated, this one counts what they brought
+        return missing
+
+    return queue.database.run(work, operation="fleet.submit")
 
 
 class Fleets:
