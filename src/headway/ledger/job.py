@@ -326,16 +326,15 @@ class Job(Reports):
         item an attempt, unless it names no worker: then nobody worked on the item for long."""
         items, lost, damaged = [], [], []
         for idx, key, payload, mark, attempts, token, lease_until, worker, holder in rows:
-            if lease_until is not None:
-                if not has_ended(holder, lease_until, recorder.now):
-                    continue  # the wall clock was set forward, and the claimant lives
-                if worker is not None:
-                    lost.append(Failed(idx, LOST, outcome="lost", worker=worker))
-                    attempts += 1
+            if lease_until is not None and not has_ended(holder, lease_until, recorder.now):
+                continue  # the wall clock was set forward, and the claimant lives
+            charged = lease_until is not None and worker is not None
+            if charged:
+                lost.append(Failed(idx, LOST, outcome="lost", worker=worker))
             if not is_intact(payload, mark):
                 damaged.append(Failed(idx, DAMAGED, retryable=False))
                 continue
-            items.append(Item(idx, key, payload, attempts, token + 1))
+            items.append(Item(idx, key, payload, attempts + charged, token + 1))
         died = set(recorder.write(lost).died) if lost else set()
         if damaged:
             recorder.write(damaged)

@@ -393,9 +393,7 @@ class Share(Job):
             recorder = Recorder(tx, self.no, token=self.fleet.token)
             self._fold(recorder)
             # What is left of our blocks is anybody's at once.
-            tx.execute(
-                "UPDATE blocks SET lease_until = 0, holder = '' WHERE job = ? AND slot = ?", (self.no, self._me)
-            )
+            tx.execute("UPDATE blocks SET lease_until = 0, holder = '' WHERE job = ? AND slot = ?", (self.no, self._me))
             ended = settle(recorder, fleet_of(row))
             if not ended:
                 recorder.close(settle=False)
