@@ -121,8 +121,8 @@ def test_a_slot_that_wakes_up_learns_what_it_lost_when_it_renews(ledger: Ledger,
     a.claim_some(3)
     lapse(ledger, a)
     b.claim_some(100)
-    assert a.renew_share() == {0, 1, 2}
-    assert a.renew_share() == set()
+    a.renew_share()
+    assert a.lost == {0, 1, 2}
 
 
 def test_a_block_that_lapsed_and_that_nobody_took_is_still_its_slots(ledger: Ledger, share: MakeShare) -> None:
@@ -131,7 +131,8 @@ def test_a_block_that_lapsed_and_that_nobody_took_is_still_its_slots(ledger: Led
     a.claim_some(3)
     lapse(ledger, a)
     assert a.record([Done(0)]).done == 1
-    assert a.renew_share() == set()
+    a.renew_share()
+    assert a.lost == set()
 
 
 def test_what_failed_is_tried_again_by_any_slot_and_dies_once_its_tries_are_used_up(
@@ -160,6 +161,14 @@ def test_what_failed_is_tried_again_by_any_slot_and_dies_once_its_tries_are_used
     assert (info.done, info.dead, info.failures, events(ledger)) == (2, 0, 2, 1)
 
 
+def test_tries_again_and_fresh_items_are_claimed_together(ledger: Ledger, share: MakeShare) -> None:
+    start(ledger, 100)
+    a = share("a")
+    (first, *_) = a.claim_some(2)
+    a.record([Failed(first.idx, BOOM, seen=0)])
+    assert [(item.idx, item.attempts) for item in share("b").claim_some(4)] == [(0, 1), (2, 0), (3, 0), (4, 0)]
+
+
 def test_a_last_pass_that_fails_leaves_a_dead_letter_and_the_job_finishes(ledger: Ledger, share: MakeShare) -> None:
     job = start(ledger, 1)
     a = share("a")
@@ -180,10 +189,7 @@ def test_only_the_long_running_items_of_a_dead_slot_are_charged(ledger: Ledger, 
     a.note_running(a.hold, [(1, "a worker 1")])
     assert job.item(1).status == "processing"
     lapse(ledger, a)
-    taken = b.claim_some(10)
-    assert indices(taken) == [0]
-    taken += b.claim_some(10)
-    assert {item.idx: item.attempts for item in taken} == {0: 0, 1: 1}
+    assert {item.idx: item.attempts for item in b.claim_some(10)} == {0: 0, 1: 1}
     assert a.record([Done(1)]).stale == [1]
     assert [attempt.outcome for attempt in job.history(1)] == ["lost"]
 
@@ -205,8 +211,7 @@ def test_a_slot_that_leaves_gives_back_what_it_did_not_finish_at_no_cost(ledger:
     a.record([Done(0)])
     assert a.leave() is False
     assert job.info().done == 1
-    got = {item.idx: item.attempts for _ in range(2) for item in b.claim_some(100)}
-    assert got == {1: 0, 2: 0, 3: 0}
+    assert {item.idx: item.attempts for item in b.claim_some(100)} == {1: 0, 2: 0, 3: 0}
 
 
 def test_the_finisher_died_and_whoever_looks_next_finishes(ledger: Ledger, share: MakeShare) -> None:
@@ -234,7 +239,7 @@ def test_a_job_of_the_fleet_is_nobody_elses_until_it_is_stopped(ledger: Ledger, 
     job = start(ledger, 10)
     a = share("a")
     a.claim_some(3)
-    with pytest.raises(JobHeld):
+    with pytest.raises(JobHeld, match="by a fleet"):
         ledger.hold(job, {})
     job.stop(actor="anna")
     assert a.asked(1).stopping == 1
@@ -356,3 +361,132 @@ def test_slots_that_come_and_go_and_freeze_lose_nothing_and_count_nothing_twice(
     assert recorded == info.done == rows[0]
     assert info.done + info.dead == info.total == 600
     assert events(ledger) == 1
+
+
+def fail_all(share: Share) -> None:
+    """Every item fails once. What waits for its next try is claimed one by one, many at a time."""
+    taken: list[Item] = []
+    while items := share.claim_some(100):
+        taken += items
+    share.record([Failed(item.idx, BOOM, seen=0) for item in taken])
+    share.leave()
+
+
+def test_tries_again_that_a_dead_slot_had_not_begun_are_charged_nothing(ledger: Ledger, share: MakeShare) -> None:
+    job = start(ledger, 6)
+    fail_all(share("first"))
+    a, b = share("a"), share("b")
+    assert len(a.claim_some(100)) == 6
+    a.note_running(a.hold, [(4, "a worker 1")])
+    lapse(ledger, a)
+    assert {item.idx: item.attempts for item in b.claim_some(100)} == {0: 1, 1: 1, 2: 1, 3: 1, 5: 1}
+    info = job.info()
+    assert (info.failed, info.dead, info.failures) == (5, 1, 7)  # the one that ran had its last try
+    assert [attempt.outcome for attempt in job.history(4)] == ["failed", "lost"]
+    assert a.record([Done(idx) for idx in range(6)]).done == 0
+
+
+def test_a_last_pass_that_a_dead_slot_had_not_begun_is_still_to_be_had(ledger: Ledger, share: MakeShare) -> None:
+    job = start(ledger, 3, most=4)
+    a, b = share("a"), share("b")
+    while items := a.claim_some(1):
+        if items[0].attempts == 2:
+            break
+        a.record([Failed(items[0].idx, BOOM, seen=items[0].attempts)])
+    assert job.info().dead == 3
+    lapse(ledger, a)
+    passed = b.claim_some(100)
+    assert indices(passed) == [0]
+    passed += b.claim_some(100)
+    assert sorted(item.idx for item in passed) == [0, 1, 2]
+    b.record([Failed(item.idx, BOOM, seen=item.attempts) for item in passed])
+    assert b.claim_some(100) == []
+    # A pass that fails is no further death: three of four died, and the run was not stopped.
+    assert [run.outcome for run in job.runs()] == ["finished"]
+    assert (job.info().dead, job.info().failures, events(ledger)) == (3, 9, 1)
+
+
+def test_a_slot_that_was_frozen_past_its_lease_does_not_take_its_own_items_over(
+    ledger: Ledger, share: MakeShare
+) -> None:
+    job = start(ledger, 3)
+    fail_all(share("first"))
+    a = share("a")
+    taken = a.claim_some(100)
+    a.note_running(a.hold, [(0, "a worker 1")])
+    lapse(ledger, a)
+    assert a.claim_some(100) == []
+    assert a.record([Done(item.idx) for item in taken]).done == 3
+    assert (job.info().failures, job.info().dead) == (3, 0)
+
+
+def test_two_slots_of_one_name_are_two_slots(ledger: Ledger, share: MakeShare) -> None:
+    """A container that starts again has the same host name, and its processes the same numbers."""
+    job = start(ledger, 10)
+    dead, alive = share("slot pod.7"), share("slot pod.7")
+    dead.claim_some(2)
+    lapse(ledger, dead)
+    alive.renew_share()
+    assert indices(alive.claim_some(100)) == [0, 1]
+    other = share("slot pod.7")
+    mine = other.claim_some(2)
+    alive.leave()
+    other.renew_share()
+    assert other.record([Done(item.idx) for item in mine]).done == len(mine)
+    assert job.info().done == len(mine)
+
+
+def test_a_block_that_gets_the_number_of_a_lost_one_fences_as_its_own(ledger: Ledger, share: MakeShare) -> None:
+    job = start(ledger, 10)
+    a, b = share("a"), share("b")
+    lost = a.claim_some(2)
+    lapse(ledger, a)
+    assert indices(b.claim_some(2)) == indices(lost)
+    b.record([Failed(0, BOOM, seen=0), Failed(1, BOOM, seen=0)])
+    b.leave()
+    (waiting, *_) = a.claim_some(2)  # the tries again
+    assert waiting.attempts == 1
+    a.give_back([0, 1])
+    c = share("c")
+    c.claim_some(2)
+    fresh = a.claim_some(4)
+    assert min(indices(fresh)) >= 2
+    assert a.record([Done(0), Done(1)]).stale == [0, 1]
+    assert job.info().done == 0
+
+
+def test_a_stop_of_what_is_through_finds_it_finished(ledger: Ledger, share: MakeShare) -> None:
+    job = start(ledger, 3)
+    a = share("a")
+    while job.info().done < 3:
+        a.record([Done(item.idx) for item in a.claim_some(3)])
+    lapse(ledger, a)  # killed: all is recorded, and nobody has counted the last block
+    job.stop(actor="anna")
+    assert (job.info().status, job.info().done, events(ledger)) == ("completed", 3, 1)
+    assert [run.outcome for run in job.runs()] == ["finished"]
+
+
+def test_slots_are_put_back_while_dead_letters_wait_for_their_pass(ledger: Ledger, share: MakeShare) -> None:
+    job = start(ledger, 3)
+    a = share("a")
+    while items := a.claim_some(1):
+        if items[0].attempts == 2:
+            break
+        a.record([Failed(items[0].idx, BOOM, seen=items[0].attempts)])
+    assert fleet.attend(ledger.database, job.no) is True  # two of the three are nobody's
+    a.claim_some(100)
+    assert fleet.attend(ledger.database, job.no) is False
+
+
+def test_what_a_slot_runs_while_its_worker_ends_is_charged_nothing_if_it_is_cut_off(
+    ledger: Ledger, share: MakeShare
+) -> None:
+    job = start(ledger, 4)
+    a, b = share("a"), share("b")
+    a.claim_some(2)
+    a.note_running(a.hold, [(0, "a worker 1")])
+    a.excuse_running()
+    a.note_running(a.hold, [(1, "a worker 2")])
+    lapse(ledger, a)
+    assert {item.idx: item.attempts for item in b.claim_some(1)} == {0: 0, 1: 0}
+    assert job.info().failures == 0

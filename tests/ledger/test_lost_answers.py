@@ -81,6 +81,11 @@ class Scene:
         assert [item.idx for item in share.claim_some(9)] == [5, 6, 7, 8]
         return share
 
+    def share_that_runs(self) -> Share:
+        share = self.share_with_a_block()
+        share.note_running(share.hold, [(5, "w")])
+        return share
+
     def share_of_nothing(self) -> None:
         self.job.record([Done(idx) for idx in range(2, 10)], settle=False)
         self.share()
@@ -167,6 +172,7 @@ CALLS: dict[str, tuple[Callable[[Scene], Any] | None, Call]] = {
         Scene.share_with_a_block,
         lambda scene, share: share.note_running(share.hold, [(5, "w")]),
     ),
+    "excuse what runs in a block": (Scene.share_that_runs, lambda scene, share: share.excuse_running()),
     "leave": (Scene.share_with_a_block, lambda scene, share: share.leave()),
     "attend": (Scene.share_of_nothing, lambda scene, _: fleet.attend(scene.ledger.database, scene.job.no)),
     "retry_dead": (None, lambda scene, _: scene.job.retry_dead(actor="ann")),

@@ -121,13 +121,12 @@ def attend(database: Database, job: int) -> bool:
         recorder = Recorder(tx, job, token=fleet.token)
         asked = control.read_in(tx, job, fleet.run)
         if asked.stopping or fleet.stopped:
-            if _is_active(tx, job, recorder.now):
-                return False
-            end(recorder, fleet, "stopped" if fleet.stopped else "interrupted")
+            if not _is_active(tx, job, recorder.now):
+                end(recorder, fleet, "stopped" if fleet.stopped else "interrupted")
             return False
         if settle(recorder, fleet):
             return False
-        return not asked.paused and _has_work(recorder)
+        return not asked.paused and _has_work(recorder, fleet)
 
     return database.run(work, operation="fleet.attend")
 
@@ -143,7 +142,7 @@ def _is_active(tx: Tx, job: int, now: float) -> bool:
     return any(not has_ended(holder, until, now) for holder, until in (*blocks, *items))
 
 
-def _has_work(recorder: Recorder) -> bool:
+def _has_work(recorder: Recorder, fleet: Fleet) -> bool:
     """Whether there is something to claim now, or in a moment."""
     tx, no, soon = recorder.tx, recorder.no, recorder.now + 2.0
     if tx.one("SELECT 1 FROM input_products WHERE job = ? AND idx >= ? LIMIT 1", (no, recorder.frontier)) is not None:
@@ -156,6 +155,13 @@ def _has_work(recorder: Recorder) -> bool:
     )
     if due is not None:
         return True
+    if not blocks and fleet.has_pass and _is_recorded(recorder):
+        waiting = tx.one(
+            "SELECT 1 FROM dead_letters d JOIN progress p ON p.job = d.job AND p.idx = d.idx "
+            "WHERE d.job = ? AND d.last_pass = 0 AND p.lease_until IS NULL LIMIT 1",
+            (no,),
+        )
+        return waiting is not None
     return not blocks and not recorder.failed and not is_busy(tx, no)
 
 
@@ -168,27 +174,42 @@ def is_busy(tx: Tx, job: int) -> bool:
 
 def settle(recorder: Recorder, fleet: Fleet) -> bool:
     """End the run if nothing is left to do; then the job finishes here, once, with its event. Whether it did."""
-    tx, no = recorder.tx, recorder.no
-    if tx.one("SELECT 1 FROM blocks WHERE job = ? LIMIT 1", (no,)) is not None:
+    if recorder.tx.one("SELECT 1 FROM blocks WHERE job = ? LIMIT 1", (recorder.no,)) is not None:
         return False
-    if not recorder.sealed or recorder.done + recorder.dead < recorder.total:
-        return False
-    if fleet.has_pass and awaiting_pass(tx, no) is not None:
+    if not _is_through(recorder, fleet):
         return False
     end(recorder, fleet, "finished")
     return True
 
 
-def awaiting_pass(tx: Tx, job: int) -> Row | None:
-    return tx.one("SELECT idx FROM dead_letters WHERE job = ? AND last_pass = 0 LIMIT 1", (job,))
+def _is_recorded(recorder: Recorder) -> bool:
+    """Whether every item is done or dead."""
+    return bool(recorder.sealed) and recorder.done + recorder.dead >= recorder.total
+
+
+def _is_through(recorder: Recorder, fleet: Fleet) -> bool:
+    """Whether every item is done or dead, and every dead letter had its pass."""
+    if not _is_recorded(recorder):
+        return False
+    waiting = "SELECT 1 FROM dead_letters WHERE job = ? AND last_pass = 0 LIMIT 1"
+    return not fleet.has_pass or recorder.tx.one(waiting, (recorder.no,)) is None
 
 
 def end(recorder: Recorder, fleet: Fleet, outcome: str) -> None:
-    """End the run and give the job back. What was claimed and not recorded is as if it had never been claimed."""
+    """End the run and give the job back. What was claimed and not recorded is as if it had never been claimed. A run that
+    was interrupted when everything was recorded is a finished one."""
     tx, no = recorder.tx, recorder.no
     for first, done, seconds in tx.all("SELECT first, done, seconds FROM blocks WHERE job = ?", (no,)):
         recorder.count_done(done, seconds)
         recorder.frontier = min(recorder.frontier, first)
+    tx.execute(
+        "UPDATE progress SET lease_until = NULL, holder = NULL, next_attempt_at = CASE WHEN EXISTS (SELECT 1 FROM "
+        "dead_letters d WHERE d.job = progress.job AND d.idx = progress.idx) THEN NULL ELSE CAST(? AS DOUBLE PRECISION) END "
+        "WHERE job = ? AND status <> 'done' AND lease_until IS NOT NULL",
+        (recorder.now, no),
+    )
+    if outcome == "interrupted" and _is_through(recorder, fleet):
+        outcome = "finished"
     recorder.close(settle=outcome == "finished")
     tx.execute("DELETE FROM blocks WHERE job = ?", (no,))
     tx.execute("DELETE FROM fleets WHERE job = ?", (no,))

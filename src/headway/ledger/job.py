@@ -322,17 +322,19 @@ class Job(Reports):
         return self._take_over(recorder, rows)[:limit]
 
     def _take_over(self, recorder: Recorder, rows: list[Row]) -> list[Item]:
-        """What of ``rows`` may be claimed now. A claim that is still good stays its claimant's."""
+        """What of ``rows`` may be claimed now. A claim that is still good stays its claimant's. One that lapsed costs the
+        item an attempt, unless it names no worker: then nobody worked on the item for long."""
         items, lost, damaged = [], [], []
         for idx, key, payload, mark, attempts, token, lease_until, worker, holder in rows:
-            if lease_until is not None:
-                if not has_ended(holder, lease_until, recorder.now):
-                    continue  # the wall clock was set forward, and the claimant lives
+            if lease_until is not None and not has_ended(holder, lease_until, recorder.now):
+                continue  # the wall clock was set forward, and the claimant lives
+            charged = lease_until is not None and worker is not None
+            if charged:
                 lost.append(Failed(idx, LOST, outcome="lost", worker=worker))
             if not is_intact(payload, mark):
                 damaged.append(Failed(idx, DAMAGED, retryable=False))
                 continue
-            items.append(Item(idx, key, payload, attempts + (lease_until is not None), token + 1))
+            items.append(Item(idx, key, payload, attempts + charged, token + 1))
         died = set(recorder.write(lost).died) if lost else set()
         if damaged:
             recorder.write(damaged)

@@ -56,6 +56,11 @@ def acquire(
         try:
             token = _LEASES.acquire(tx, job, me, lease).token
         except Held as error:
+            if tx.one("SELECT 1 FROM fleets WHERE job = ?", (job,)) is not None:
+                raise JobHeld(
+                    f"Job {recorder.id} is being run by a fleet.",
+                    hint=f"See how far it is: headway show {recorder.id}. End its run: headway stop {recorder.id}",
+                ) from error
             who = _LEASES.holder(tx, job) or "another process"
             raise JobHeld(
                 f"Job {recorder.id} is being run by {who}.",

@@ -39,6 +39,8 @@ _COUNT_BLOCK = (
     "UPDATE blocks SET done = done + ?, seconds = seconds + ? WHERE job = ? AND no = ? AND token = ? "
     f"RETURNING {NOW['postgresql']}"
 )
+#: A claim of one item that is still the claimant's.
+_CLAIM = "WHERE job = ? AND idx = ? AND token = ? AND status <> 'done' AND lease_until IS NOT NULL"
 
 
 def _new_token(recorder: Recorder) -> int:
@@ -67,7 +69,7 @@ class _Claimed(NamedTuple):
     block: tuple[int, int, int, int] | None
     items: list[Item]
     is_over: bool = False
-    is_pass: bool = False  # the items are dead letters that get their last pass
+    dead: frozenset[int] = frozenset()  # those of the items that are dead letters, and have their last pass now
 
 
 class _NotThatSimple(Exception):
@@ -85,10 +87,15 @@ class Share(Job):
         super().__init__(database, fleet.job, id)
         self.fleet, self.slot, self.lease = fleet, slot, lease
         self.hold = SlotHold(fleet.job, fleet.token, fleet.run, lease, Owner.current(), slot)
+        # What blocks are known by: a container that starts again has processes of the same host and numbers.
+        self._me = self.hold.owner.claim
         self._blocks: dict[int, Block] = {}
         self._of: dict[int, int] = {}  # item -> its block
         self._tokens: dict[int, int] = {}  # items claimed one by one
         self._last_pass: set[int] = set()
+        self._excused = False
+        #: Items that were found to be another slot's by now. Whoever hands items out takes them from here.
+        self.lost: set[int] = set()
         #: The run is over: finished, stopped, or taken from the fleet.
         self.is_over = False
 
@@ -101,11 +108,15 @@ class Share(Job):
             self.is_over |= claimed.is_over
             # What had nothing open was counted and went.
             self._blocks = {no: block for no, block in self._blocks.items() if not block.ended}
+            items = self._take_singles(claimed)
             if claimed.block is None:
-                return self._take_singles(claimed)
+                return items
             block = Block(*claimed.block)
+            if (before := self._blocks.get(block.no)) is not None:
+                self._lose(before)  # another slot worked it off, so its number was free
             self._blocks[block.no] = block
-            if items := self._read(block, on_damaged):
+            items += self._read(block, on_damaged)
+            if items:
                 return items
             size = min(4 * size, BLOCK_MOST)  # all of it was done before: an earlier run went far beyond
 
@@ -113,8 +124,7 @@ class Share(Job):
         for item in claimed.items:
             assert item.token is not None
             self._tokens[item.idx] = item.token
-        if claimed.is_pass:
-            self._last_pass.update(item.idx for item in claimed.items)
+        self._last_pass |= claimed.dead
         return [item._replace(token=None) for item in claimed.items]  # it is ours to show, not the worker's
 
     def _claim(self, tx: Tx, size: int) -> _Claimed:
@@ -125,28 +135,31 @@ class Share(Job):
         recorder = Recorder(tx, self.no, token=fleet.token)
         self._fold(recorder)
         block = self._lapsed(recorder)
-        items: list[Item] = [] if block else self._due_or_lapsed(recorder, min(size, SINGLES))
-        if not block and not items:
-            block = self._next_block(recorder, size)
+        items = self._due_or_lapsed(recorder, min(size, SINGLES))
+        if not block and len(items) < size:
+            # Together with the tries again, of which there may be one: a claim takes the job's row, whatever it brings.
+            block = self._next_block(recorder, size - len(items))
         if not block and not items:
             block = self._abandoned_block(recorder)
             items = [] if block else self._abandoned(recorder, min(size, SINGLES))
-        is_pass = not block and not items and fleet.has_pass and self._only_dead_left(recorder)
-        if is_pass:
+        if not block and not items and fleet.has_pass and self._only_dead_left(recorder):
             items = self._dead_ones(recorder, min(size, SINGLES))
-        if items:
-            self._write_claims(recorder, items)
+        dead = self._write_claims(recorder, items) if items else frozenset[int]()
         is_over = not block and not items and settle(recorder, fleet)
         if not is_over:
             if not block and not items:
                 self._look_everywhere(recorder)
             recorder.close(settle=False)
-        return _Claimed(block, items, is_over, is_pass)
+        return _Claimed(block, items, is_over, dead)
+
+    def _take_over(self, recorder: Recorder, rows: list[Row]) -> list[Item]:
+        """As of any job; and what this slot has stays its own, also when it was stopped past its lease."""
+        return super()._take_over(recorder, [row for row in rows if self._tokens.get(row[0]) != row[5]])
 
     def _fold(self, recorder: Recorder) -> None:
         """Add what was done in our blocks to the job's row; blocks with nothing open go."""
         rows = recorder.tx.all(
-            "SELECT no, token, done, seconds FROM blocks WHERE job = ? AND slot = ? FOR UPDATE", (self.no, self.slot)
+            "SELECT no, token, done, seconds FROM blocks WHERE job = ? AND slot = ? FOR UPDATE", (self.no, self._me)
         )
         for no, token, done, seconds in rows:
             block = self._blocks.get(no)
@@ -169,7 +182,7 @@ class Share(Job):
         rows = recorder.tx.all(
             "SELECT no, first, last, token, holder, lease_until FROM blocks WHERE job = ? AND slot <> ? "
             "ORDER BY no FOR UPDATE",
-            (self.no, self.slot),
+            (self.no, self._me),
         )
         return self._take_block(recorder, rows)
 
@@ -180,7 +193,7 @@ class Share(Job):
                 continue
             recorder.tx.execute(
                 "UPDATE blocks SET slot = ?, holder = ?, token = ?, lease_until = ? WHERE job = ? AND no = ?",
-                (self.slot, write_owner(self.hold.owner, self.lease), _new_token(recorder), recorder.now + self.lease,
+                (self._me, write_owner(self.hold.owner, self.lease), _new_token(recorder), recorder.now + self.lease,
                  self.no, no),
             )  # fmt: skip
             log.warning("a block is taken over", job=self.id, count=last - first + 1, worker=self.slot)
@@ -192,7 +205,7 @@ class Share(Job):
         # Never much more than what is left for each: the last blocks are small, so that all slots end together; not
         # smaller than a twentieth of what was asked for, or the end would be all claims.
         left = max(0, recorder.total - recorder.done - recorder.dead - recorder.failed)
-        slots = tx.one("SELECT count(DISTINCT slot) FROM blocks WHERE job = ? AND slot <> ?", (self.no, self.slot))
+        slots = tx.one("SELECT count(DISTINCT slot) FROM blocks WHERE job = ? AND slot <> ?", (self.no, self._me))
         fair = math.ceil(left / (2 * ((slots[0] if slots else 0) + 1)))
         size = max(1, min(size, BLOCK_MOST, max(fair, size // 20)))
         row = tx.one(
@@ -209,7 +222,7 @@ class Share(Job):
         token = _new_token(recorder)
         tx.execute(
             "INSERT INTO blocks (job, no, first, last, slot, holder, token, lease_until) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (self.no, number[0], first, last, self.slot, write_owner(self.hold.owner, self.lease), token,
+            (self.no, number[0], first, last, self._me, write_owner(self.hold.owner, self.lease), token,
              recorder.now + self.lease),
         )  # fmt: skip
         return number[0], first, last, token
@@ -246,13 +259,20 @@ class Share(Job):
             recorder.write(damaged)
         return [Item(idx, key, payload, attempts, token + 1) for idx, key, payload, _, attempts, token in sound]
 
-    def _write_claims(self, recorder: Recorder, items: Sequence[Item]) -> None:
+    def _write_claims(self, recorder: Recorder, items: Sequence[Item]) -> frozenset[int]:
+        """Claim items one by one; which of them are dead letters. No worker has one until it runs for long (`note_running`):
+        should this slot be killed before, it costs the item nothing."""
         until, holder = recorder.now + self.lease, write_owner(self.hold.owner, self.lease)
         recorder.tx.executemany(
-            "UPDATE progress SET worker = ?, next_attempt_at = ?, token = ?, lease_until = ?, holder = ? "
+            "UPDATE progress SET worker = NULL, next_attempt_at = ?, token = ?, lease_until = ?, holder = ? "
             "WHERE job = ? AND idx = ?",
-            [(self.slot, until, item.token, until, holder, self.no, item.idx) for item in items],
+            [(until, item.token, until, holder, self.no, item.idx) for item in items],
         )
+        dead = recorder.tx.all(
+            f"SELECT idx FROM dead_letters WHERE job = ? AND idx IN ({marks(len(items))})",
+            (self.no, *(item.idx for item in items)),
+        )
+        return frozenset(idx for (idx,) in dead)
 
     def _read(self, block: Block, on_damaged: OnDamaged) -> list[Item]:
         """The items of a block that nobody has tried: of one that was taken over, the rest."""
@@ -275,37 +295,38 @@ class Share(Job):
 
     # ---- keeping ---------------------------------------------------------------------------------------------------
 
-    def renew_share(self) -> set[int]:
-        """Prolong everything this slot has; the items that are somebody else's by now."""
+    def renew_share(self) -> None:
+        """Prolong everything this slot has, and find out what of it it has lost."""
 
         def work(tx: Tx) -> list[Row]:
             now, holder = tx.now(), write_owner(self.hold.owner, self.lease)
             return tx.returned(
                 "UPDATE blocks SET lease_until = ?, holder = ? WHERE job = ? AND slot = ? RETURNING no, token",
-                (now + self.lease, holder, self.no, self.slot),
+                (now + self.lease, holder, self.no, self._me),
             )
 
         kept: dict[int, int] = dict(self._database.run(work, operation="fleet.renew"))
         claims = [Item(idx, None, None, 0, token) for idx, token in self._tokens.items()]
         if claims:
             self.renew(claims, lease=self.lease)
-        lost: set[int] = set()
         for block in list(self._blocks.values()):
             if kept.get(block.no) != block.token:
-                lost |= self._lose(block)
-        return lost
+                self._lose(block)
 
-    def _lose(self, block: Block) -> set[int]:
+    def _lose(self, block: Block) -> None:
         log.warning("a block was given to another slot", job=self.id, worker=self.slot, count=len(block.open))
         del self._blocks[block.no]
         for idx in block.open:
             self._of.pop(idx, None)
-        return block.open
+        self.lost |= block.open
 
     def note_running(self, hold: Hold, items: Sequence[tuple[int, str]]) -> None:
-        """Items of blocks that run for long get a claim of their own, for others to see: should this slot be killed, each
-        of them is charged an attempt, and no other item is."""
+        """Items that run for long get a claim of their own that names their worker, for others to see: should this slot be
+        killed, each of them is charged an attempt, and no other item is."""
+        if self._excused:
+            return
         ours = [(idx, worker) for idx, worker in items if idx in self._of]
+        claimed = [(worker, self.no, idx, self._tokens[idx]) for idx, worker in items if idx in self._tokens]
 
         def work(tx: Tx) -> list[int]:
             known = self._still_ours(tx, {self._of[idx] for idx, _ in ours})
@@ -316,16 +337,28 @@ class Share(Job):
                 "VALUES (?, ?, 'pending', ?, ?, ?, 1, ?, ?) ON CONFLICT (job, idx) DO NOTHING",
                 [(self.no, idx, until - self.lease, worker, until, until, holder) for idx, worker in noted],
             )
+            tx.executemany(f"UPDATE progress SET worker = ? {_CLAIM}", claimed)
             return [idx for idx, _ in noted]
 
-        if ours:
+        if ours or claimed:
             for idx in self._database.run(work, operation="note_running"):
                 self._blocks[self._of.pop(idx)].open.discard(idx)
                 self._tokens[idx] = 1
 
+    def excuse_running(self) -> None:
+        """This slot may soon be cut off, for no fault of its items: then it costs none of them an attempt."""
+        self._excused = True
+        claims = [(self.no, idx, token) for idx, token in self._tokens.items()]
+        if claims:
+            self._database.run(
+                lambda tx: tx.executemany(f"UPDATE progress SET worker = NULL {_CLAIM}", claims), operation="excuse"
+            )
+
     def _still_ours(self, tx: Tx, numbers: Iterable[int]) -> set[int]:
         """The fence: which of these blocks still are this slot's. None of them changes hands before this transaction ends."""
         wanted = sorted(numbers)
+        if not wanted:
+            return set()
         rows = tx.all(
             f"SELECT no, token FROM blocks WHERE job = ? AND no IN ({marks(len(wanted))}) ORDER BY no FOR UPDATE",
             (self.no, *wanted),
@@ -342,8 +375,7 @@ class Share(Job):
             tx.executemany(
                 "UPDATE progress SET lease_until = NULL, holder = NULL, next_attempt_at = CASE WHEN EXISTS (SELECT 1 "
                 "FROM dead_letters d WHERE d.job = progress.job AND d.idx = progress.idx) THEN NULL ELSE "
-                "CAST(? AS DOUBLE PRECISION) END WHERE job = ? AND idx = ? AND token = ? AND status <> 'done' "
-                "AND lease_until IS NOT NULL",
+                f"CAST(? AS DOUBLE PRECISION) END {_CLAIM}",
                 [(now, self.no, idx, token) for idx, token in claims],
             )
 
@@ -361,9 +393,7 @@ class Share(Job):
             recorder = Recorder(tx, self.no, token=self.fleet.token)
             self._fold(recorder)
             # What is left of our blocks is anybody's at once.
-            tx.execute(
-                "UPDATE blocks SET lease_until = 0, holder = '' WHERE job = ? AND slot = ?", (self.no, self.slot)
-            )
+            tx.execute("UPDATE blocks SET lease_until = 0, holder = '' WHERE job = ? AND slot = ?", (self.no, self._me))
             ended = settle(recorder, fleet_of(row))
             if not ended:
                 recorder.close(settle=False)

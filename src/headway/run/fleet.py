@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway._sql import Database
+from headway._sql import Database, Tx
 from headway.config import Config
-from headway.errors import HeadwayError, InvalidInput
+from headway.errors import HeadwayError, InvalidInput, JobHeld
 from headway.ledger import Hold, Job, Ledger, fleet
 from headway.ledger.fleet import Fleet
 from headway.lifecycle import Shutdown
@@ -138,25 +138,28 @@ def _workers(database: Database) -> int:
 
 
 def submit_missing(queue: TaskQueue, job: Job, known: Fleet) -> int:
-    """Submit as many slots as the job lacks; how many. Two who do it at once submit too many: those end by themselves."""
-    row = queue.database.one(
-        "SELECT (SELECT count(*) FROM tasks WHERE status = 'QUEUED' AND queue = ? AND party = ?) + "
-        "(SELECT count(*) FROM tasks WHERE status = 'RUNNING' AND kind = ? AND party = ?)",
-        (known.queue, party(known.job), KIND, party(known.job)),
-    )
-    have = int(row[0]) if row else 0
+    """Submit as many slots as the job lacks; how many. Who starts the job and the sweeper may do so at the same time: one
+    waits for the other, or there were too many, and each would have a turn before another job's first."""
     wanted = min(wanted_slots(job, known), max(1, job.info().remaining))
-    missing = max(0, min(wanted - have, SLOTS_TOGETHER))
     refused = known.noted_at is not None and queue.database.now() - known.noted_at < REFUSED_SECONDS
-    if missing:
-        queue.submit_many(
-            {
-                "kind": KIND, "payload": {"job": job.id, "run": known.run}, "priority": known.queue, "role": "admin",
-                "partition": party(known.job), "delay": REFUSED_SECONDS if refused else 0.0,
-            }
-            for _ in range(missing)
-        )  # fmt: skip
-    return missing
+    slot = {
+        "kind": KIND, "payload": {"job": job.id, "run": known.run}, "priority": known.queue, "role": "admin",
+        "partition": party(known.job), "delay": REFUSED_SECONDS if refused else 0.0,
+    }  # fmt: skip
+
+    def work(tx: Tx) -> int:
+        if tx.one("SELECT 1 FROM fleets WHERE job = ? AND run = ? FOR UPDATE", (known.job, known.run)) is None:
+            return 0
+        row = tx.one(
+            "SELECT (SELECT count(*) FROM tasks WHERE status = 'QUEUED' AND queue = ? AND party = ?) + "
+            "(SELECT count(*) FROM tasks WHERE status = 'RUNNING' AND kind = ? AND party = ?)",
+            (known.queue, party(known.job), KIND, party(known.job)),
+        )
+        missing = max(0, min(wanted - (int(row[0]) if row else 0), SLOTS_TOGETHER))
+        queue.submit_many([slot] * missing)  # by transactions of its own: repeated, this one counts what they brought
+        return missing
+
+    return queue.database.run(work, operation="fleet.submit")
 
 
 class Fleets:
@@ -177,9 +180,15 @@ class Fleets:
 
 
 def running(plan: Plan) -> int | None:
-    """The number of the run by which a fleet works on the planned job, if one does."""
+    """The number of the run by which a fleet works on the planned job, if one does; `JobHeld` if it has other items."""
     held = plan.existing is not None and plan.existing.held and plan.existing.holder
-    return held.get("fleet") if held else None
+    run: int | None = held.get("fleet") if held else None
+    if run is not None and not plan.changes.none:
+        raise JobHeld(
+            f"A fleet works on job {plan.id}, whose items were others when it began: {plan.changes}.",
+            hint=f"Let it finish, or stop it:  headway stop {plan.id}    Then run the same command again.",
+        )
+    return run
 
 
 def start_and_follow(

@@ -34,6 +34,10 @@ class Changes:
     first: str = ""
 
     @property
+    def none(self) -> bool:
+        return self.harmless and not self.new
+
+    @property
     def harmless(self) -> bool:
         return not (self.gone or self.changed or self.moved)
 
@@ -117,7 +121,7 @@ def preview(ledger: Ledger | None, plan: Plan) -> Preview:
     if plan.existing is None or ledger is None:
         return Preview(plan.changes.new, 0, 0, _names(enumerate(plan.source)))
     job = ledger.job(plan.id)
-    if str(plan.changes) == "nothing changed":
+    if plan.changes.none:
         waiting = [item.name for item in job.untouched(-1, 3)]
         waiting += [item.name for item, _ in job.due(3, within=10**8)]
         known = plan.existing

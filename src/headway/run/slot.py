@@ -69,6 +69,7 @@ def load(spec: str) -> TaskQueue:
     nothing but slots."""
     if spec:
         queue = app.load(spec)
+        stamps.remember_loaded()
         return add_slots(queue) if is_shared(queue.database_url) else queue
     queue = TaskQueue.from_settings()
     if not is_shared(queue.database_url):
@@ -94,8 +95,8 @@ def serve(task: RunningTask, id: str, run: int, url: str, decode: Callable[[str,
         known = fleet.read(ledger.database, job.no)
         if known is None or known.run != run:
             return {"ended": "the run is over"}
-        order = json.loads(decode(seal_id(job.no, run), known.work))
         try:
+            order = json.loads(decode(seal_id(job.no, run), known.work))
             work = _load(order)
         except HeadwayError as error:
             return _refuse(ledger, known, id, str(error))
@@ -165,7 +166,6 @@ class SlotShare(Share):
         self._task, self._shutdown = task, shutdown
         self._began = self._looked = time.monotonic()
         self.why = ""
-        self.lost: set[int] = set()
 
     def asked(self, run: int) -> Control:
         if not self.why and (why := self._reason()):
@@ -174,10 +174,9 @@ class SlotShare(Share):
         return super().asked(run)
 
     def _reason(self) -> str:
-        if self._task.stopping:
-            return "its worker ends"
-        if self._task.cancelled:
-            return "its task was cancelled"
+        if self._task.stopping or self._task.cancelled:
+            self.excuse_running()  # what takes longer than it is granted is cut off
+            return "its worker ends" if self._task.stopping else "its task was cancelled"
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
             return ""
@@ -230,7 +229,7 @@ class SlotLedger(Ledger):
         self._share = share
 
     def renew(self, hold: Hold) -> None:
-        self._share.lost |= self._share.renew_share()
+        self._share.renew_share()
 
 
 class SharedBacklog(Backlog):
@@ -241,6 +240,7 @@ class SharedBacklog(Backlog):
         self._share, self._at_once, self._report_damaged = share, at_once, on_damaged
         self.next_due = None
         self._size = at_once
+        self._enough = at_once - 1  # nothing is claimed while more than so many are held
         self._claimed_at: float | None = None
         self._ask_at = 0.0
         self._misses = 0
@@ -248,13 +248,15 @@ class SharedBacklog(Backlog):
 
     def refill(self, now: float) -> None:
         self._drop_lost()
-        if now < self._ask_at or self._share.is_over or len(self.held) > max(self._at_once - 1, self._size // 2):
+        if now < self._ask_at or self._share.is_over or len(self.held) > self._enough:
             return
         wanted = self._size if self._size > self._at_once else self._at_once - len(self.held)
         items = self._share.claim_some(max(1, wanted), on_damaged=self._report_damaged)
         if items:
             self._adapt(now, items)
             self._take(items)
+            # Half of what there is now, not of what was asked for: near the end of a job each claim brings less.
+            self._enough = max(self._at_once - 1, len(self.held) // 2)
             self._misses, self._idle_since = 0, None
             return
         self._claimed_at = None

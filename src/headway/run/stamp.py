@@ -15,17 +15,28 @@ from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from headway._version import __version__
 
 Stamp = Mapping[str, str]
 #: Of a program only so many bytes are read; beyond that its size speaks for it.
 _MOST = 64 * 2**20
+#: Modules that were loaded when their process began to work, with the hash their files had then.
+_loaded: WeakKeyDictionary[types.ModuleType, str] = WeakKeyDictionary()
+
+
+def remember_loaded() -> None:
+    """Called by a worker when it has loaded its application: what it runs is what it has in memory, whatever is put in the
+    place of those files while it lives."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in sys.stdlib_module_names and isinstance(module, types.ModuleType):
+            _loaded.setdefault(module, _hash(getattr(module, "__file__", None)))
 
 
 def of_function(function: Callable[..., Any]) -> Stamp:
     module = sys.modules.get(getattr(function, "__module__", ""))
-    found = {**_of_python(), "code": _hash(getattr(module, "__file__", None))}
+    found = {**_of_python(), "code": _hash_of(module)}
     for name in sorted(_used(module)):
         found[f"package {name}"] = _version(name)
     return found
@@ -48,6 +59,11 @@ def difference(wanted: Stamp, here: Stamp) -> str:
 
 def _of_python() -> dict[str, str]:
     return {"headway": __version__, "python": ".".join(map(str, sys.version_info[:2]))}
+
+
+def _hash_of(module: types.ModuleType | None) -> str:
+    known = None if module is None else _loaded.get(module)
+    return _hash(getattr(module, "__file__", None)) if known is None else known
 
 
 def _hash(path: str | None) -> str:
@@ -76,4 +92,4 @@ def _version(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:  # a module of the project, or one whose package has another name
-        return _hash(getattr(sys.modules.get(package), "__file__", None))
+        return _hash_of(sys.modules.get(package))
