@@ -18,7 +18,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from fleet import HEADWAY, Servers, wait_for, write_items
 from measure import ROOT, Report, say, scratch, short
@@ -39,13 +39,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer items and slots, rough figures in two minutes")
     parser.add_argument("--only", nargs="*", help="local, growth, slots, idle, claim")
+    parser.add_argument("--slots", type=int, nargs="*", help="default 1 2 4 8 16 32")
     parser.add_argument("--ten-million", action="store_true", help="register 10^7 items and work a tenth of them off")
     options = parser.parse_args()
     report = Report("scale", quick=options.quick)
     counts = [10_000, 100_000] if options.quick else [10_000, 100_000, 1_000_000]
-    slots = [1, 2, 4] if options.quick else [1, 2, 4, 8, 16, 32]
+    slots = options.slots or ([1, 2, 4] if options.quick else [1, 2, 4, 8, 16, 32])
     parts: dict[str, Callable[[Servers], None]] = {
-        "idle": lambda servers: measure_idle(report, servers, slots[-2]),
+        "idle": lambda servers: measure_idle(report, servers, slots[-1] // 2 or 1),
         "local": lambda servers: measure_local(report, servers, counts),
         "growth": lambda servers: measure_growth(report, servers, counts),
         "slots": lambda servers: measure_slots(report, servers, slots, seconds=4 if options.quick else 10),
@@ -120,8 +121,8 @@ def measure_claims(report: Report, servers: Servers, others: list[int]) -> None:
             first, last = machine.meter.ask("SELECT min(updated_at), max(updated_at) FROM headway.progress")
             seconds = last - first
         report.add(
-            f"claims of one job, {number} other slots", CLAIMS / seconds, "claims/s", others=number, lock_ms=short(1000 * seconds / CLAIMS),
-            per=shortened(counted.per(CLAIMS)), load=short(os.getloadavg()[0]), waited=short(time.monotonic() - began),
+            f"claims of one job, {number} other slots", CLAIMS / seconds, "claims/s", others=number,
+            lock_ms=short(1000 * seconds / CLAIMS), per=shortened(counted.per(CLAIMS)), load=short(os.getloadavg()[0]), waited=short(time.monotonic() - began),
         )  # fmt: skip
 
 
@@ -155,7 +156,7 @@ class Machine:
     def __init__(self, servers: Servers, workers: int) -> None:
         self._servers, self._workers = servers, workers
 
-    def __enter__(self) -> Machine:
+    def __enter__(self) -> Self:
         self.url = url = self._servers.database(with_tables=True)
         redis = self._servers.fresh_redis()
         self._env = {**os.environ, "HEADWAY_DATABASE": url, "HEADWAY_REDIS": redis, "HEADWAY_QUEUE_REDIS": redis}
@@ -180,7 +181,9 @@ class Machine:
                 self._worker.kill()
         self.meter.close()
 
-    def run_fleet(self, report: Report, count: int, item_ms: int, slots: int, *, stop_after: float | None = None) -> None:
+    def run_fleet(
+        self, report: Report, count: int, item_ms: int, slots: int, *, stop_after: float | None = None
+    ) -> None:
         self.run_job(
             report, count, item_ms, "fleet", "--fleet", "--detach", "--slots", str(slots), slots=slots, stop_after=stop_after
         )  # fmt: skip
@@ -210,7 +213,9 @@ class Machine:
             meter.worker = command.pid
             wait("EXISTS (SELECT FROM headway.progress)", meter)
         else:
-            wait(f"EXISTS (SELECT FROM headway.fleets f JOIN headway.jobs j ON j.no = f.job WHERE j.id = '{job}')", meter)
+            wait(
+                f"EXISTS (SELECT FROM headway.fleets f JOIN headway.jobs j ON j.no = f.job WHERE j.id = '{job}')", meter
+            )
         registered, handed_over = meter.read(), time.monotonic()
         meter.most_connections = 0
         if kind == "fleet":

@@ -14,7 +14,11 @@ import psycopg
 from redis import Redis
 
 #: Settings that the server needs for the counts.
-COUNTING = {"shared_preload_libraries": "pg_stat_statements", "pg_stat_statements.track": "top", "max_connections": "400"}
+COUNTING = {
+    "shared_preload_libraries": "pg_stat_statements",
+    "pg_stat_statements.track": "top",
+    "max_connections": "400",
+}
 #: The question is the meter's own: its statements are told from the others by its user.
 USER = "meter"
 
@@ -73,9 +77,7 @@ class Meter:
     def connections(self) -> int:
         """Those of this database but ours; the most that was ever seen is remembered."""
         found = int(
-            self.ask(
-                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND usename <> %s", USER
-            )
+            self.ask("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND usename <> %s", USER)
         )
         self.most_connections = max(self.most_connections, found)
         return found
@@ -88,9 +90,7 @@ class Meter:
             "WHERE r.rolname <> %s AND d.datname = current_database()",
             _REMEMBER, _GROUP, _LOCK, USER,
         )  # fmt: skip
-        wal, images = self.ask(
-            "SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn, (SELECT wal_fpi FROM pg_stat_wal)"
-        )
+        wal, images = self.ask("SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn, (SELECT wal_fpi FROM pg_stat_wal)")
         committed = self.ask(
             "SELECT coalesce(sum(calls), 0) FROM pg_stat_statements s JOIN pg_roles r ON r.oid = s.userid "
             "JOIN pg_database d ON d.oid = s.dbid WHERE query = 'COMMIT' AND rolname <> %s AND datname = current_database()",

@@ -63,6 +63,8 @@ class Site:
     shared: bool = False
 
 
+MEASURED = Costs()
+LARGE = Site()
 #: The machine on which was measured: two processors, which the workers and the server share.
 HERE = Site(cores=2, flush=0.002, trip=0.00005, shared=True)
 
@@ -211,21 +213,21 @@ class _World:
         self.now = until
 
 
-def simulate(
+def simulate(  # noqa: PLR0915 - the steps of one slot, in their order
     workers: int,
     item: float,
     *,
     items: float = 1e9,
-    costs: Costs = Costs(),
-    site: Site = Site(),
+    costs: Costs = MEASURED,
+    site: Site = LARGE,
     seconds: float = 10.0,
     claim_times: float = CLAIM_TIMES,
     cold: bool = False,
     seed: int = 1,
 ) -> Outcome:
     """So many workers at a job whose items take ``item`` seconds each, for ``seconds``, from when every slot has a block and
-    knows how large one should be (``cold``: from its beginning); a job that is through earlier ends earlier. ``claim_times``: a block lasts at least
-    so many times as long as its claim took."""
+    knows how large one should be (``cold``: from its beginning); a job that is through earlier ends earlier.
+    ``claim_times``: a block lasts at least so many times as long as its claim took."""
     world, chance, result = _World(site), random.Random(seed), Outcome(seconds)
     each = item + costs.item_client
     # A worker reports what it did in about this time together, and has no more than twice that to go on with.
@@ -236,7 +238,7 @@ def simulate(
     left, ended = int(items), 0.0
 
     def trips(count: int, more: float = 0.0) -> Process:
-        """So many round trips one after the other, and ``more`` seconds of the server's. They ask its processors once for all."""
+        """So many round trips, and ``more`` seconds of the server's. They ask for its processors once, all together."""
         if site.shared:
             yield "cpu", costs.statement_client * count
             yield "sleep", site.trip * count
@@ -277,7 +279,10 @@ def simulate(
                 return
             group = min(batch, held)
             made = max(made, world.now - 2 * batch * each) if batch > 1 else world.now
-            yield "sleep", max(0.0, made + group * each - world.now, free + COMMIT_SECONDS - world.now if batch > 1 else 0.0)
+            yield (
+                "sleep",
+                max(0.0, made + group * each - world.now, free + COMMIT_SECONDS - world.now if batch > 1 else 0.0),
+            )
             group = min(held, COMMIT_MOST, max(group, batch * int((world.now - made) / (batch * each) + 1e-9)))
             made += group * each
             if site.shared:
@@ -334,13 +339,11 @@ def main() -> None:
     options = parser.parse_args()
     figures = [each for path in options.results for each in json.loads(path.read_text())["figures"]]
     runs = [each for each in figures if each.get("kind") == "fleet" and each["done"] == each["items"]]
-    costs = Costs()
+    costs = MEASURED
     if runs:
         server = fitted(runs, {run["name"]: run["whole"]["server_cpu"] for run in runs})
         client = fitted(runs, {run["name"]: run["whole"]["worker_cpu"] for run in runs})
-        costs = replace(
-            costs, item=server[0], statement=server[1], item_client=client[0], statement_client=client[1]
-        )
+        costs = replace(costs, item=server[0], statement=server[1], item_client=client[0], statement_client=client[1])
         print(costs)
         compare(runs, costs)
     print("\nworkers  item ms      items/s of ideal tightest    processors   row WAL MB/s  claims/s  row wait, ms")
@@ -363,7 +366,11 @@ def compare(runs: Sequence[dict[str, Any]], costs: Costs) -> None:
         found = simulate(
             run["slots"], run["item_ms"] / 1000, items=run["items"], costs=costs, site=HERE, seconds=600.0, cold=True
         )
-        pairs = ((run["per"]["groups"], found.groups), (run["per"]["wal_bytes"], found.wal), (run["per"]["locks"], found.claims))
+        pairs = (
+            (run["per"]["groups"], found.groups),
+            (run["per"]["wal_bytes"], found.wal),
+            (run["per"]["locks"], found.claims),
+        )
         words = [f"{measured:8.4g} {computed / run['items']:8.4g}" for measured, computed in pairs]
         print(f"{run['name']:44} {'  '.join(words)}")
 
