@@ -122,7 +122,8 @@ def measure_claims(report: Report, servers: Servers, others: list[int]) -> None:
             seconds = last - first
         report.add(
             f"claims of one job, {number} other slots", CLAIMS / seconds, "claims/s", others=number,
-            lock_ms=short(1000 * seconds / CLAIMS), per=shortened(counted.per(CLAIMS)), load=short(os.getloadavg()[0]), waited=short(time.monotonic() - began),
+            lock_ms=short(1000 * seconds / CLAIMS), per=shortened(counted.per(CLAIMS)),
+            load=short(os.getloadavg()[0]), waited=short(time.monotonic() - began),
         )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ class _Queue:
             self.waited += self._world.now - since
             self.turns += 1
             self.used += seconds
-            self._world.at(seconds, lambda process=process: self._end(process))
+            self._world.at(seconds, partial(self._end, process))
 
     def _end(self, process: Process) -> None:
         self._free += 1
