@@ -48,13 +48,13 @@ TASKS = {"celery": 1_000, "dramatiq": 4_000, "huey": 4_000, "pgqueuer:100": 8_00
 
 
 class Servers:
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, **settings: str) -> None:
         place.chmod(0o755)  # PostgreSQL runs as somebody else and must find its own below
         self.place = place
         self.redis = RedisServer(place / "redis", redis_service.installations()[0])
         self.postgres = PostgresServer(
             place / "postgres", postgres_service.installations()[0], fsync="on", full_page_writes="on",
-            shared_buffers="256MB",
+            shared_buffers="256MB", **settings,
         )  # fmt: skip
         self._numbers = itertools.count()
 

@@ -10,3 +10,8 @@ def noop(item: object) -> None:
 def wait(_: object) -> None:
     """As long as a call to a neighbour takes."""
     time.sleep(0.02)
+
+
+def wait_second(_: object) -> None:
+    """As long as something large takes."""
+    time.sleep(1.0)

@@ -40,8 +40,12 @@ log = Log("run")
 
 #: The kind of the queue's tasks that are slots. Nobody else may have it.
 KIND = "headway.slot"
-#: A block is meant to keep a slot busy for about this long.
+#: A block is meant to keep a slot busy for about this long; and, where many slots wait for the job's row, for so many times as
+#: long as its claim took: so claims stay a small part of the time however many slots there are. It is never more than the last
+#: of the three: what a dead slot had is one other slot's to work off.
 BLOCK_SECONDS = 2.0
+CLAIM_TIMES = 20.0
+BLOCK_SECONDS_MOST = 30.0
 #: A slot that found nothing to claim for so long ends; the sweeper puts one back when there is something.
 IDLE_SECONDS = 2.0
 #: After so long a slot makes room, if others wait.
@@ -251,9 +255,10 @@ class SharedBacklog(Backlog):
         if now < self._ask_at or self._share.is_over or len(self.held) > self._enough:
             return
         wanted = self._size if self._size > self._at_once else self._at_once - len(self.held)
+        began = time.monotonic()
         items = self._share.claim_some(max(1, wanted), on_damaged=self._report_damaged)
         if items:
-            self._adapt(now, items)
+            self._adapt(began, time.monotonic(), items)
             self._take(items)
             # Half of what there is now, not of what was asked for: near the end of a job each claim brings less.
             self._enough = max(self._at_once - 1, len(self.held) // 2)
@@ -265,12 +270,15 @@ class SharedBacklog(Backlog):
         if not self.held and self._idle_since is None:
             self._idle_since = now
 
-    def _adapt(self, now: float, items: Sequence[Item]) -> None:
-        """The next block is as large as this slot works off in about `BLOCK_SECONDS`, and no larger than memory allows."""
+    def _adapt(self, began: float, ended: float, items: Sequence[Item]) -> None:
+        """The next block, after the one whose claim began and ended just now, is as large as this slot works off in the time
+        that a block is meant to last, and no larger than memory allows. The wait for the claim is no time of work: counted as
+        that, it would make blocks the smaller, and claims the more, the more slots wait."""
         if self._claimed_at is not None:
-            factor = BLOCK_SECONDS / max(now - self._claimed_at, 1e-3)
-            self._size = int(self._size * min(8.0, max(0.25, factor)))
-        self._claimed_at = now
+            aim = min(BLOCK_SECONDS_MOST, max(BLOCK_SECONDS, CLAIM_TIMES * (ended - began)))
+            factor = aim / max(began - self._claimed_at, 1e-3)
+            self._size = round(self._size * min(8.0, max(0.25, factor)))
+        self._claimed_at = ended
         bytes_each = sum(len(item.payload or "") for item in items) / len(items)
         self._size = max(self._at_once, min(self._size, BLOCK_MOST, int(BYTES / max(bytes_each, 1.0))))
 

@@ -1,0 +1,88 @@
+"""How large the blocks are that a slot claims."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import psycopg
+import pytest
+
+from headway.ledger import Done, Ledger, NewItem, fleet
+from headway.lifecycle import Shutdown
+from headway.queue.execution import RunningTask
+from headway.run.slot import SharedBacklog, SlotShare
+
+
+@pytest.fixture
+def share(postgres_with_tables: str) -> Iterator[SlotShare]:
+    with Ledger.open(postgres_with_tables) as ledger:
+        job = ledger.create("ads")
+        job.register(NewItem(idx, str(idx)) for idx in range(10_000))
+        job.seal(settle=False)
+        hold = ledger.hold(job, {"fleet": True})
+        fleet.hand_over(ledger.database, hold, work="{}", queue="normal", slots=2, most=None, has_pass=True)
+        known = fleet.read(ledger.database, job.no)
+        assert known is not None
+        claim: Any = SimpleNamespace(id="t", kind="headway.slot", user_id="", role="admin", attempts=0)
+        yield SlotShare(ledger, "ads", known, RunningTask(claim, lambda *_: None, lambda: False), Shutdown())
+
+
+class Slot:
+    """Claims, and works for as long as it is told, whatever it got."""
+
+    def __init__(self, share: SlotShare) -> None:
+        self._share, self._backlog = share, SharedBacklog(share, 1, lambda _: None)
+        self.blocks: list[int] = []
+
+    def claim(self) -> None:
+        self._backlog.refill(time.monotonic())
+        self.blocks.append(len(self._backlog.ready))
+
+    def work(self, seconds: float) -> None:
+        time.sleep(seconds)
+        items = list(self._backlog.ready)
+        self._backlog.ready.clear()
+        self._share.record([Done(item.idx) for item in items])
+        for item in items:
+            self._backlog.settled(item.idx)
+
+
+@contextmanager
+def others_have_the_row(url: str, seconds: float) -> Iterator[None]:
+    with psycopg.connect(url) as other:
+        other.execute("SELECT 1 FROM headway.jobs FOR UPDATE")
+        release = threading.Timer(seconds, other.rollback)
+        release.start()
+        yield
+        release.join()
+
+
+def test_a_slot_that_waits_for_the_jobs_row_claims_larger_blocks_and_does_not_take_the_wait_for_work(
+    share: SlotShare, postgres_with_tables: str
+):
+    slot = Slot(share)
+    slot.claim()
+    slot.work(1.0)
+    with others_have_the_row(postgres_with_tables, 0.6):
+        slot.claim()  # twenty times 0.6 s are more than the second that the block lasted: eight times as large, at most
+    slot.work(0.2)
+    slot.claim()  # and after 0.2 s of work, which the wait before is no part of, again
+    slot.work(0.0)
+    slot.claim()
+    assert slot.blocks[:2] == [1, 1]
+    assert slot.blocks[3] >= 3 * slot.blocks[2] >= 12
+
+
+def test_a_block_of_items_that_take_a_second_is_more_than_one(share: SlotShare):
+    slot = Slot(share)
+    slot.claim()
+    slot.work(1.02)
+    slot.claim()
+    slot.work(0.0)
+    slot.claim()
+    assert slot.blocks[2] >= 2
