@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 #: As in `headway.run.pool` and `headway.run.slot`; a test compares them.
-COMMIT_SECONDS = 0.02
+COMMIT_PAUSE = 0.02
+COMMIT_SECONDS = 0.25
 COMMIT_MOST = 4000
 BATCH_SECONDS = 0.05
 BATCH_MOST = 1000
@@ -280,17 +281,15 @@ def simulate(  # noqa: PLR0915 - the steps of one slot, in their order
                 return
             group = min(batch, held)
             made = max(made, world.now - 2 * batch * each) if batch > 1 else world.now
-            yield (
-                "sleep",
-                max(0.0, made + group * each - world.now, free + COMMIT_SECONDS - world.now if batch > 1 else 0.0),
-            )
+            yield "sleep", max(0.0, made + group * each - world.now, free - world.now)
             group = min(held, COMMIT_MOST, max(group, batch * int((world.now - made) / (batch * each) + 1e-9)))
             made += group * each
+            began = world.now
             if site.shared:
                 yield "cpu", costs.item_client * group
             yield from trips(costs.group_trips, costs.item * group)
             yield "flush", costs.group_wal + costs.item_wal * group
-            held, free = held - group, world.now
+            held, free = held - group, max(world.now + COMMIT_PAUSE, began + COMMIT_SECONDS)
             result.groups, result.recorded, ended = result.groups + 1, result.recorded + group, world.now
             due = int((world.now - attended) * costs.background)
             if due:

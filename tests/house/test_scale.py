@@ -67,8 +67,8 @@ def test_where_the_jobs_row_is_scarce_blocks_grow_until_it_is_not():
 
 
 def test_the_model_works_by_the_constants_of_the_code():
-    for name in ("COMMIT_SECONDS", "COMMIT_MOST", "BATCH_SECONDS", "BATCH_MOST"):
+    for name in ("COMMIT_PAUSE", "COMMIT_MOST", "BATCH_SECONDS", "BATCH_MOST"):
         assert getattr(model, name) == getattr(pool, name)
-    for name in ("BLOCK_SECONDS", "BLOCK_SECONDS_MOST", "CLAIM_TIMES"):
+    for name in ("BLOCK_SECONDS", "BLOCK_SECONDS_MOST", "CLAIM_TIMES", "COMMIT_SECONDS"):
         assert getattr(model, name) == getattr(slot, name)
     assert model.BLOCK_MOST == share.BLOCK_MOST

@@ -95,6 +95,18 @@ def test_a_detached_job_is_done_by_workers_as_a_local_run_would(
     assert completions(ledger) == 1
 
 
+def test_short_items_of_a_slot_are_recorded_together(
+    place: Path, database: str, ledger: Ledger, quick_cli: Cli
+) -> None:
+    (place / "items.jsonl").write_text("".join(f"{n}\n" for n in range(100)))
+    assert quick_cli("run", "work:slow", "--items", "items.jsonl", "--job", "j", "--fleet", "--detach").returncode == 0
+    assert quick_cli("worker", "--burst").returncode == 0
+    row = ledger.database.one("SELECT count(*), count(DISTINCT updated_at) FROM progress")
+    assert row is not None
+    assert row[0] == 100
+    assert row[1] <= 34  # a group for each quarter of a second; one by one they were 50 and more
+
+
 def test_a_program_is_run_by_the_fleet(place: Path, database: str, ledger: Ledger, quick_cli: Cli) -> None:
     begun = quick_cli(
         "run", "--items", "items.jsonl", "--job", "echo", "--fleet", "--detach", "--", "/bin/echo", "item {}"

@@ -40,7 +40,8 @@ BATCH_BYTES = 2**20
 NOTE_SECONDS = 1.0
 #: How often a run looks whether somebody asks something of it from elsewhere.
 ASKED_SECONDS = 0.3
-COMMIT_SECONDS = 0.02
+#: Between two records there is at least so long, for others to come together.
+COMMIT_PAUSE = 0.02
 COMMIT_MOST = 4000
 #: After SIGTERM (not Ctrl-C) items in progress get this long before they are abandoned.
 TERM_SECONDS = 4.0
@@ -71,6 +72,8 @@ class Settings:
     max_failures: int | None = None
     last_pass: bool = True
     start: Start = FORK
+    #: From the beginning of one record to that of the next it takes at least so long.
+    commit_seconds: float = COMMIT_PAUSE
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +230,7 @@ class Pool(ABC):
                 return
             if self._inbox and (now >= commit_at or len(self._inbox) >= COMMIT_MOST or self._failures_left() == 0):
                 self._commit()
-                commit_at = time.monotonic() + COMMIT_SECONDS
+                commit_at = max(time.monotonic() + COMMIT_PAUSE, now + self._settings.commit_seconds)
             if self._stop_reason is None:
                 self._backlog.refill(now)
             if self._stop_reason is None:
