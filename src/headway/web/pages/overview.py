@@ -133,9 +133,9 @@ def read_now(reader: Reader, range: str) -> Now:
 def needs(now: Now) -> list[Need]:
     """What needs somebody, the worst first. Each says what is the matter, since when, and where to look."""
     seen = [*_lost(now), *_new_causes(now), *_stalled(now), *_queues(now)]
-    told = {key for need in seen for key in need.rules}
+    covered = {key for need in seen for key in need.rules}
     lost = sum(need.look == "s-lost bad" for need in seen)
-    found = [*seen[:lost], *_alerts(now, told), *seen[lost:]]
+    found = [*seen[:lost], *_alerts(now, covered), *seen[lost:]]
     dead = sum(cause.dead for cause in now.causes) + sum(cause.dead for cause in now.task_causes)
     if dead and not any(need.word == "New error" for need in found):
         newest = max([*(one.last_seen for one in now.causes), *(one.last_seen for one in now.task_causes)])
@@ -146,7 +146,7 @@ def needs(now: Now) -> list[Need]:
     return [need._replace(alert=next((open_[key] for key in need.rules if key in open_), need.alert)) for need in found]
 
 
-def _alerts(now: Now, told: set[tuple[str, str]]) -> list[Need]:
+def _alerts(now: Now, covered: set[tuple[str, str]]) -> list[Need]:
     """Open alerts, without what the page says by itself. A new cause it always does."""
     return [
         Need(
@@ -154,7 +154,7 @@ def _alerts(now: Now, told: set[tuple[str, str]]) -> list[Need]:
             alert.text.removesuffix("."), f"since {when(alert.opened_at, now.at)}", "/alerts", "See alerts", alert=alert,
         )
         for alert in now.alerts
-        if alert.rule != "new_cause" and (alert.rule, alert.subject) not in told and not alert.muted
+        if alert.rule != "new_cause" and (alert.rule, alert.subject) not in covered and not alert.muted
     ]  # fmt: skip
 
 
