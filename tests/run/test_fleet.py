@@ -44,6 +44,7 @@ def wait(item):
     open(f"begun-{item}", "w").close()
     while not os.path.exists("free"):
         time.sleep(0.01)
+    time.sleep(0.1)  # so that a stop is heard before the last of them
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hmac
 import json
+import math
 import os
 import re
 import shutil
@@ -177,11 +178,13 @@ def forged(said: object, key: str = KEYS[0]) -> str:
     return f"hwt_{body}.{hmac.new(key.encode(), f'ticket:{body}'.encode(), 'sha256').hexdigest()}"
 
 
-GOOD = {"id": "0" * 32, "name": "anna", "role": "user", "aud": "headway", "exp": time.time() + 200}
+def good(seconds: float = 200, **changed: object) -> dict[str, object]:
+    """What a ticket says that is good now, with changes."""
+    return {"id": "0" * 32, "name": "anna", "role": "user", "aud": "headway", "exp": time.time() + seconds} | changed
 
 
 def test_a_ticket_says_what_it_was_made_with_and_an_older_key_still_opens():
-    assert read(KEYS, forged(GOOD)) == Ticket("0" * 32, User("anna", "user"))
+    assert read(KEYS, forged(good())) == Ticket("0" * 32, User("anna", "user"))
     for key in KEYS:
         found = read(KEYS, ticket("anna", "viewer", key=key))
         assert found is not None
@@ -189,20 +192,39 @@ def test_a_ticket_says_what_it_was_made_with_and_an_older_key_still_opens():
 
 
 @pytest.mark.parametrize(
-    "text",
+    "text", ["", "hwt_", "hwt_.", "hw_x_y", "hwt_" + "a" * 9000, "hwt_é." + "0" * 64, "hwt_\ud800.\ud800"]
+)
+def test_a_text_that_is_no_ticket_is_nobodys(text: str):
+    assert read(KEYS, text) is None
+
+
+def test_a_ticket_that_was_changed_or_signed_by_another_is_nobodys():
+    text = forged(good())
+    assert read(KEYS, text) is not None
+    for other in (text[:-1], text + "0", text.upper(), forged(good(), "c" * 40)):
+        assert read(KEYS, other) is None
+    assert read((), text) is None
+
+
+@pytest.mark.parametrize("said", [[], 7, None, {}])
+def test_a_ticket_that_is_no_object_of_ours_is_nobodys(said: object):
+    assert read(KEYS, forged(said)) is None
+
+
+@pytest.mark.parametrize("seconds", [-1, 3600])
+def test_a_ticket_that_ended_or_lasts_too_long_is_nobodys(seconds: float):
+    assert read(KEYS, forged(good(seconds))) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
     [
-        "", "hwt_", "hwt_.", "hw_x_y", "hwt_" + "a" * 9000, forged(GOOD)[:-1], forged(GOOD) + "0", forged(GOOD).upper(),
-        forged(GOOD, "c" * 40), forged([]), forged(7), forged(None), forged({}),
-        forged(GOOD | {"aud": "another"}), forged(GOOD | {"exp": time.time() - 1}), forged(GOOD | {"exp": time.time() + 3600}),
-        forged(GOOD | {"exp": "9999999999"}), forged(GOOD | {"exp": float("nan")}), forged(GOOD | {"exp": True}),
-        forged(GOOD | {"role": "root"}), forged(GOOD | {"role": ["user"]}), forged(GOOD | {"name": ""}),
-        forged(GOOD | {"name": 7}), forged(GOOD | {"name": "a\0"}), forged(GOOD | {"id": "short"}), forged(GOOD | {"id": None}),
-        "hwt_é." + "0" * 64, "hwt_\ud800.\ud800",
+        ("aud", "another"), ("exp", "9999999999"), ("exp", math.nan), ("exp", True), ("role", "root"), ("role", ["user"]),
+        ("name", ""), ("name", 7), ("name", "a\0"), ("id", "short"), ("id", None),
     ],
 )  # fmt: skip
-def test_what_is_no_ticket_of_ours_is_nobodys(text: str):
-    assert read(KEYS, text) is None
-    assert read((), forged(GOOD)) is None
+def test_a_ticket_with_one_odd_word_is_nobodys(name: str, value: object):
+    assert read(KEYS, forged(good(**{name: value}))) is None  # type: ignore[arg-type]  # the names are those of the ticket
 
 
 @pytest.mark.parametrize(

@@ -473,8 +473,12 @@ class TaskQueue:
 
     def settled(self, tasks: Iterable[Task]) -> None:
         """These tasks ended, or wait again: the quick check of users' places forgets those that ended."""
+        self.leave_places(task.user_id for task in tasks if task.is_final)
+
+    def leave_places(self, users: Iterable[str | None]) -> None:
+        """A task of each of them ended: the quick check of users' places forgets it."""
         if self._places is not None and self._per_user == 1:
-            self._places.leave(task.user_id for task in tasks if task.is_final and task.user_id is not None)
+            self._places.leave(user for user in users if user is not None)
 
     def retry(self, id: str) -> Task:
         """Give a failed or cancelled task another life."""

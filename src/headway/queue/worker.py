@@ -477,6 +477,7 @@ class Worker:
             recorded, claimed = found
             self._note_recorded(batch, [Status.COMPLETED if claim.id in recorded else None for claim, *_ in batch])
             self._hold(claimed, asked_at)
+            self._queue.leave_places(claim.user_id for claim, *_ in batch if claim.id in recorded)
 
     def _note_recorded(self, batch: Sequence[tuple[Claim, Ended, float]], found: Sequence[Status | None]) -> None:
         """These are written down, or somebody else's by now."""
