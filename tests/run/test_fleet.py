@@ -40,6 +40,13 @@ def slow(item):
         file.write("x")
     time.sleep(0.02)
 
+def kill_slot(item):
+    with open(f"ran-{item}", "a") as file:
+        file.write("x")
+    if item == 7:
+        os.kill(os.getppid(), 9)
+        time.sleep(60)
+
 def wait(item):
     open(f"begun-{item}", "w").close()
     while not os.path.exists("free"):
@@ -304,6 +311,22 @@ def is_told_once(ledger: Ledger, id: str, count: int) -> None:
     assert (info.done, info.failed, info.dead, info.failures, info.total) == (count, 0, 0, 0, count)
     assert [run.outcome for run in job.runs()] == ["finished"]
     assert completions(ledger) == 1
+
+
+@pytest.mark.parametrize("mode", ["process", pytest.param("thread", marks=pytest.mark.faults)])
+def test_an_item_that_kills_its_slot_becomes_a_dead_letter_and_costs_no_other_item_anything(
+    place: Path, database: str, ledger: Ledger, quick_cli: Cli, spawn_cli: Spawn, mode: str
+) -> None:
+    words = ("run", "work:kill_slot", "-i", "items.jsonl", "-j", "ads", "--fleet", "--detach", "--mode", mode)
+    assert quick_cli(*words, "--workers", "3", "--retries", "0").returncode == 0
+    spawn_cli("worker", "--workers", "3", env={"HEADWAY_DATABASE": database}, stderr=subprocess.DEVNULL)
+    job = ledger.job("ads")
+    eventually(lambda: job.info().finished_at, timeout=90)
+    info = job.info()
+    assert (info.done, info.dead, info.failures, completions(ledger)) == (29, 1, 2, 1)
+    (cause,) = job.causes()
+    assert (cause.type, cause.dead) == ("ProcessLost", 1)
+    assert [attempt.outcome for attempt in job.history(7)] == ["lost"] * 2  # its only try and the last pass
 
 
 @pytest.mark.faults

@@ -15,7 +15,7 @@ from headway.run.console import Console
 from headway.run.crew import CannotStart, Crew, WorkerHandle
 from headway.run.display import Display
 from headway.run.output import CsvOutput, Output
-from headway.run.pool import BATCH_BYTES, Feed, Pool, Settings, items_of
+from headway.run.pool import BATCH_BYTES, NOTE_SECONDS, Feed, Pool, Settings, items_of
 from headway.run.program import TERM_SECONDS as PROGRAM_TERM_SECONDS
 from headway.run.program import TIMED_OUT, Program, Work
 from headway.run.results import Keep
@@ -60,6 +60,8 @@ class LocalPool(Pool):
         if isinstance(function, Program):
             self._slack = PROGRAM_TERM_SECONDS + 5.0
         self._stillborn = 0
+        #: The slot suspect that began last, and when.
+        self._examined: tuple[int, float] = (-1, 0.0)
 
     @property
     def _busy(self) -> int:
@@ -104,6 +106,11 @@ class LocalPool(Pool):
 
     def _hand_to_crew(self, now: float) -> None:
         backlog = self._backlog
+        if self._is_examining(now):
+            return
+        if backlog.slot_suspects and not backlog.ready:
+            self._examine(now)
+            return
         if backlog.suspects:
             examiner = self._crew.examiner()
             if not examiner.out:
@@ -123,6 +130,26 @@ class LocalPool(Pool):
                 self._give(worker, count)
             if not backlog.ready:
                 return
+
+    def _is_examining(self, now: float) -> bool:
+        """Whether a slot suspect runs that may still kill this process at its beginning. What runs for longer has a claim of
+        its own, like everything else that does."""
+        idx, began = self._examined
+        return now - began < NOTE_SECONDS and any(idx in worker.out for worker in self._crew)
+
+    def _examine(self, now: float) -> None:
+        """Let one slot suspect run: written down before it begins, and beside nothing that is not. So if this process is
+        killed, nobody but that one is charged for it."""
+        if any(idx not in self._noted for worker in self._crew for idx in worker.out):
+            return
+        self._commit()  # what is written down and not recorded would be charged too
+        workers = self._crew.common(len(self._backlog.held))
+        free = [each for each in workers if len(each.out) < each.slots.count and not each.wire.pending]
+        if free and self._allowed(1, now):
+            item = self._backlog.slot_suspects.popleft()
+            self._note([(item.idx, free[0].name)])
+            self._examined = (item.idx, time.monotonic())
+            self._crew.give(free[0], [item], may_fail=self._may_fail(free[0]))
 
     def _give(self, worker: WorkerHandle, count: int) -> None:
         """Send up to ``count`` items, fewer if they are large."""
