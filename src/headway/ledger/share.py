@@ -199,11 +199,11 @@ class Share(Job):
         return self._take_block(recorder, rows)
 
     def _take_block(self, recorder: Recorder, rows: list[Row]) -> _BlockRow | None:
-        for no, first, last, token, takeovers, holder, until in rows:
+        for no, first, last, token, before, holder, until in rows:
             mine = self._blocks.get(no)
             if (mine is not None and mine.token == token) or not has_ended(holder, until, recorder.now):
                 continue
-            takeovers += holder != ""  # else its slot left it
+            takeovers = before + (holder != "")  # else its slot left it
             recorder.tx.execute(
                 "UPDATE blocks SET slot = ?, holder = ?, token = ?, lease_until = ?, takeovers = ? WHERE job = ? AND no = ?",
                 (self._me, write_owner(self.hold.owner, self.lease), _new_token(recorder), recorder.now + self.lease,

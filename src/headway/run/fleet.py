@@ -129,9 +129,19 @@ def start(
             ledger.database, hold, work=sealed, queue=options.priority, slots=slots, most=settings.max_failures,
             has_pass=settings.last_pass,
         )  # fmt: skip
-        known = fleet.read(ledger.database, job.no)
-        if known is not None and fleet.attend(ledger.database, job.no):
-            submit_missing(queue, job, known)
+        _attend(queue, job)
+
+
+def rejoin(ledger: Ledger, job: Job, config: Config) -> None:
+    """The same start once more: the first may have been killed before it had submitted the slots."""
+    with open_queue(config, ledger.database) as queue:
+        _attend(queue, job)
+
+
+def _attend(queue: TaskQueue, job: Job) -> None:
+    known = fleet.read(job.database, job.no)
+    if known is not None and fleet.attend(job.database, job.no):
+        submit_missing(queue, job, known)
 
 
 def _workers(database: Database) -> int:
@@ -221,6 +231,8 @@ def start_and_follow(
         job, hold = take()
         hand(ledger, job, hold, call, settings, keep, config, options)
         run = hold.run
+    else:
+        rejoin(ledger, ledger.job(plan.id), config)
     job = ledger.job(plan.id)
     ending = follow(ledger, job, run, display=display, shutdown=shutdown)
     if ending is None:

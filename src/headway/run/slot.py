@@ -296,7 +296,9 @@ class SharedBacklog(Backlog):
                 items = list(waiting)
                 waiting.clear()
                 waiting.extend(item for item in items if item.idx not in lost)
-                self.held.difference_update(item.idx for item in items if item.idx in lost)  # those out come back refused
+                self.held.difference_update(
+                    item.idx for item in items if item.idx in lost
+                )  # those out come back refused
 
     def take_last_pass(self) -> bool:
         return False  # it is claimed like everything else
