@@ -490,3 +490,61 @@ def test_what_a_slot_runs_while_its_worker_ends_is_charged_nothing_if_it_is_cut_
     lapse(ledger, a)
     assert {item.idx: item.attempts for item in b.claim_some(1)} == {0: 0, 1: 0}
     assert job.info().failures == 0
+
+
+def test_an_item_that_kills_every_slot_at_once_is_found_and_charged(ledger: Ledger, share: MakeShare) -> None:
+    """Each slot works off what it may, alone and noted if it is a suspect, and is killed when it comes to item 3."""
+    job, deaths, noted_alone = start(ledger, 8), 0, 0
+    for number in range(30):
+        slot = share(f"{number}")
+        while items := slot.claim_some(4):
+            for item in items:
+                if item.idx in slot.suspects:
+                    slot.note_running(slot.hold, [(item.idx, f"{number} worker 1")])
+                    noted_alone += 1
+                if item.idx == 3:
+                    break
+                slot.record([Done(item.idx)])
+            else:
+                continue
+            break
+        if slot.is_over:
+            break
+        deaths += 1
+        lapse(ledger, slot)
+    info = job.info()
+    assert (info.done, info.dead, info.failures, events(ledger)) == (7, 1, 3, 1)
+    assert [attempt.outcome for attempt in job.history(3)] == ["lost"] * 3  # two tries and the last pass
+    (cause,) = job.causes()
+    assert (cause.type, cause.dead) == ("ProcessLost", 1)
+    assert deaths == 7
+    assert noted_alone == 3  # those before it were recorded, and those after it are no suspects of its claim
+
+
+def test_what_the_slots_that_died_had_not_begun_is_run_one_by_one_and_costs_nothing(
+    ledger: Ledger, share: MakeShare
+) -> None:
+    job = start(ledger, 8)
+    for number, suspects in enumerate([set(), set(), {0, 1}]):
+        slot = share(f"{number}")
+        assert indices(slot.claim_some(2)) == [0, 1]
+        assert slot.suspects == suspects
+        lapse(ledger, slot)
+    left = share("one that leaves")
+    left.claim_some(2)
+    left.leave()
+    last = share("last")
+    items = last.claim_some(2)
+    assert last.suspects == {0, 1}
+    last.record([Done(item.idx) for item in items])
+    assert last.suspects == set()
+    assert (job.info().done, job.info().failures) == (2, 0)
+
+
+def test_a_block_that_its_slots_left_has_no_suspects(ledger: Ledger, share: MakeShare) -> None:
+    start(ledger, 8)
+    for number in range(4):
+        slot = share(f"{number}")
+        assert indices(slot.claim_some(2)) == [0, 1]
+        assert slot.suspects == set()
+        slot.leave()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -169,6 +172,21 @@ def test_a_number_that_the_machine_cannot_start_ends_no_run(place: Path):
     finally:
         run.kill()
         run.communicate()
+
+
+@pytest.mark.parametrize("mode", ["process", "thread"])
+def test_a_worker_that_cannot_be_replaced_for_a_moment_ends_no_run(place: Path, started: Started, mode: str):
+    """In mode thread there is one process: then nobody works until another one can be started."""
+    run, job = started("--mode", mode)
+    before = resource.prlimit(run.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(run.pid, resource.RLIMIT_NOFILE, (3, before[1]))
+    worker = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()[0]
+    os.kill(int(worker), signal.SIGKILL)
+    assert "It is tried again." in lines_until(run, "cannot be started: Too many open files.")
+    resource.prlimit(run.pid, resource.RLIMIT_NOFILE, before)
+    (place / "free").touch()
+    assert run.wait(60) == 0
+    assert (job.info().done, job.info().failures) == (12, 1 if mode == "process" else 0)
 
 
 # ---- without a run --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +40,13 @@ def slow(item):
     with open(f"ran-{item}", "a") as file:
         file.write("x")
     time.sleep(0.02)
+
+def kill_slot(item):
+    with open(f"ran-{item}", "a") as file:
+        file.write("x")
+    if item == 7:
+        os.kill(os.getppid(), 9)
+        time.sleep(60)
 
 def wait(item):
     open(f"begun-{item}", "w").close()
@@ -305,6 +313,106 @@ def is_told_once(ledger: Ledger, id: str, count: int) -> None:
     assert (info.done, info.failed, info.dead, info.failures, info.total) == (count, 0, 0, 0, count)
     assert [run.outcome for run in job.runs()] == ["finished"]
     assert completions(ledger) == 1
+
+
+#: `headway`, killed when it has sent as many COMMITs as the first argument says: with the last answered, or not yet sent.
+KILLED = """
+import os, sys, psycopg
+count, answered = int(sys.argv.pop(1)), sys.argv.pop(1) == "answered"
+execute = psycopg.Connection.execute
+
+def counted(self, query, *args, **options):
+    global count
+    count -= query == "COMMIT"
+    if query == "COMMIT" and count == 0 and not answered:
+        os.kill(os.getpid(), 9)
+    done = execute(self, query, *args, **options)
+    if query == "COMMIT" and count == 0:
+        os.kill(os.getpid(), 9)
+    return done
+
+psycopg.Connection.execute = counted
+from headway.cli import main
+main()
+"""
+
+
+@pytest.mark.faults
+def test_a_start_that_is_killed_between_any_two_of_its_commits_is_done_by_the_same_command(
+    place: Path, database: str, ledger: Ledger, quick_cli: Cli
+) -> None:
+    (place / "few.jsonl").write_text("1\n2\n3\n")
+    words = ("run", "work:slow", "-i", "few.jsonl", "--fleet", "--detach", "--slots", "1", "-j")
+    killed: list[str] = []
+    for answered in ("answered", "unanswered"):
+        for number in range(1, 40):
+            job = f"{answered}-{number}"
+            command = [sys.executable, "-c", KILLED, str(number), answered, *words, job]
+            done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False, timeout=60)
+            if done.returncode == 0:
+                break
+            assert done.returncode == -signal.SIGKILL, done.stderr
+            killed.append(job)
+            again = quick_cli(*words, job)
+            assert again.returncode == 0, (job, again.stderr)
+    assert len(killed) >= 10  # it has so many steps
+    assert quick_cli("worker", "--burst").returncode == 0
+    for job in killed:
+        info = ledger.job(job).info()
+        assert (info.status, info.done, info.failures, info.held) == ("completed", 3, 0, False), job
+    jobs = len(ledger.jobs())
+    assert jobs in (len(killed) + 1, len(killed) + 2)
+    assert completions(ledger) == jobs
+    for table in ("blocks", "fleets"):
+        assert ledger.database.one(f"SELECT count(*) FROM {table}") == (0,)
+
+
+@pytest.mark.parametrize("mode", ["process", pytest.param("thread", marks=pytest.mark.faults)])
+def test_an_item_that_kills_its_slot_becomes_a_dead_letter_and_costs_no_other_item_anything(
+    place: Path, database: str, ledger: Ledger, quick_cli: Cli, spawn_cli: Spawn, mode: str
+) -> None:
+    words = ("run", "work:kill_slot", "-i", "items.jsonl", "-j", "ads", "--fleet", "--detach", "--mode", mode)
+    assert quick_cli(*words, "--workers", "3", "--retries", "0").returncode == 0
+    spawn_cli("worker", "--workers", "3", env={"HEADWAY_DATABASE": database}, stderr=subprocess.DEVNULL)
+    job = ledger.job("ads")
+    eventually(lambda: job.info().finished_at, timeout=90)
+    info = job.info()
+    assert (info.done, info.dead, info.failures, completions(ledger)) == (29, 1, 2, 1)
+    (cause,) = job.causes()
+    assert (cause.type, cause.dead) == ("ProcessLost", 1)
+    assert [attempt.outcome for attempt in job.history(7)] == ["lost"] * 2  # its only try and the last pass
+
+
+def test_a_machine_dies_postgresql_restarts_and_redis_is_wiped_and_each_item_is_recorded_once(
+    place: Path,
+    postgres_factory: Callable[..., PostgresServer],
+    redis_server: RedisServer,
+    spawn_cli: Spawn,
+) -> None:
+    """Two process groups act as two machines."""
+    count = 500
+    (place / "many.jsonl").write_text("".join(f"{n}\n" for n in range(count)))
+    server = postgres_factory()
+    url = server.url(server.create_database(with_tables=True))
+    redis = redis_server.url()
+    env = {"HEADWAY_DATABASE": url, "HEADWAY_REDIS": redis, "HEADWAY_QUEUE_REDIS": redis}
+    machines = [spawn_cli("worker", "--workers", "2", env=env, stderr=subprocess.DEVNULL) for _ in range(2)]
+    starter = spawn_cli("run", "work:slow", "-i", "many.jsonl", "-j", "ads", "--fleet", env=env)
+    with Ledger.open(url) as ledger:
+
+        def done() -> int:
+            return next((info.done for info in ledger.jobs()), 0)
+
+        eventually(lambda: done() > 50 and all(map(slots, machines)), timeout=60)
+        kill_all(machines[0])
+        starter.kill()
+        server.restart(immediate=True)
+        redis_server.make_pristine()
+        before = eventually(done, timeout=30)
+        assert before < count
+        eventually(lambda: ledger.job("ads").info().finished_at is not None, timeout=60)
+        is_told_once(ledger, "ads", count)
+        assert len(list(place.glob("ran-*"))) == count
 
 
 @pytest.mark.faults

@@ -393,6 +393,7 @@ def _run_file(order: Order, source: Source) -> int:
     ledger = found or Ledger.open(order.config.text("database"), stop=order.shutdown.abandon)
     with ledger:
         if order.fleet is not None and (run := fleets.running(plan)) is not None:
+            fleets.rejoin(ledger, ledger.job(plan.id), order.config)
             return _follow(order, ledger, ledger.job(plan.id), run, f"Run {plan.id} is the fleet's already")
         job, hold = take(ledger, plan, order.settings, command=_command(), accept=order.accept)
         if order.fleet is not None:

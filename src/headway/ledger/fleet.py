@@ -133,13 +133,21 @@ def attend(database: Database, job: int) -> bool:
 
 def _is_active(tx: Tx, job: int, now: float) -> bool:
     """Whether a slot works on the job: it has a block or an item, and lives."""
-    blocks = tx.all("SELECT holder, lease_until FROM blocks WHERE job = ?", (job,))
-    items = tx.all(
+    return any(not has_ended(holder, until, now) for holder, until in (*_of_blocks(tx, job), *_of_items(tx, job)))
+
+
+def _of_blocks(tx: Tx, job: int) -> list[Row]:
+    """(holder, end of its lease) of each block."""
+    return tx.all("SELECT holder, lease_until FROM blocks WHERE job = ?", (job,))
+
+
+def _of_items(tx: Tx, job: int) -> list[Row]:
+    """(holder, end of its lease) of items that slots claimed one by one."""
+    return tx.all(
         "SELECT holder, max(lease_until) FROM progress WHERE job = ? AND status <> 'done' AND lease_until IS NOT NULL "
         "AND holder IS NOT NULL GROUP BY holder",
         (job,),
     )
-    return any(not has_ended(holder, until, now) for holder, until in (*blocks, *items))
 
 
 def _has_work(recorder: Recorder, fleet: Fleet) -> bool:
@@ -147,8 +155,8 @@ def _has_work(recorder: Recorder, fleet: Fleet) -> bool:
     tx, no, soon = recorder.tx, recorder.no, recorder.now + 2.0
     if tx.one("SELECT 1 FROM input_products WHERE job = ? AND idx >= ? LIMIT 1", (no, recorder.frontier)) is not None:
         return True
-    blocks = tx.all("SELECT holder, lease_until FROM blocks WHERE job = ?", (no,))
-    if any(has_ended(holder, until, recorder.now) for holder, until in blocks):
+    blocks = _of_blocks(tx, no)
+    if any(has_ended(holder, until, recorder.now) for holder, until in (*blocks, *_of_items(tx, no))):
         return True
     due = tx.one(
         "SELECT 1 FROM progress WHERE job = ? AND status <> 'done' AND next_attempt_at <= ? LIMIT 1", (no, soon)

@@ -32,6 +32,8 @@ LEASE = 12.0
 SINGLES = 200
 #: A block is at most so many items.
 BLOCK_MOST = 20_000
+#: Machines die, and that is no item's fault. When so many slots in a row died with a block, each item of it is a suspect.
+DEATHS = 2
 
 
 #: The fence and the count at once.
@@ -48,6 +50,9 @@ def _new_token(recorder: Recorder) -> int:
     return int(recorder.version) + 1
 
 
+_BlockRow = tuple[int, int, int, int, int]  # the first fields of a `Block`
+
+
 @dataclass(slots=True)
 class Block:
     """A block that this slot has. ``open``: its items that are not recorded."""
@@ -56,6 +61,7 @@ class Block:
     first: int
     last: int
     token: int
+    takeovers: int
     open: set[int] = field(default_factory=set)
     is_read: bool = False
 
@@ -66,10 +72,11 @@ class Block:
 
 
 class _Claimed(NamedTuple):
-    block: tuple[int, int, int, int] | None
+    block: _BlockRow | None
     items: list[Item]
     is_over: bool = False
     dead: frozenset[int] = frozenset()  # those of the items that are dead letters, and have their last pass now
+    suspects: frozenset[int] = frozenset()
 
 
 class _NotThatSimple(Exception):
@@ -96,6 +103,9 @@ class Share(Job):
         self._excused = False
         #: Items that were found to be another slot's by now. Whoever hands items out takes them from here.
         self.lost: set[int] = set()
+        #: Items one of which may have killed the slot that had them before. Whoever hands items out runs each of them
+        #: alone and notes it first (`note_running`): should it kill this slot too, it is charged, and no other is.
+        self.suspects: set[int] = set()
         #: The run is over: finished, stopped, or taken from the fleet.
         self.is_over = False
 
@@ -125,6 +135,7 @@ class Share(Job):
             assert item.token is not None
             self._tokens[item.idx] = item.token
         self._last_pass |= claimed.dead
+        self.suspects |= claimed.suspects
         return [item._replace(token=None) for item in claimed.items]  # it is ours to show, not the worker's
 
     def _claim(self, tx: Tx, size: int) -> _Claimed:
@@ -144,13 +155,14 @@ class Share(Job):
             items = [] if block else self._abandoned(recorder, min(size, SINGLES))
         if not block and not items and fleet.has_pass and self._only_dead_left(recorder):
             items = self._dead_ones(recorder, min(size, SINGLES))
-        dead = self._write_claims(recorder, items) if items else frozenset[int]()
+        none = frozenset[int]()
+        dead, suspects = self._write_claims(recorder, items) if items else (none, none)
         is_over = not block and not items and settle(recorder, fleet)
         if not is_over:
             if not block and not items:
                 self._look_everywhere(recorder)
             recorder.close(settle=False)
-        return _Claimed(block, items, is_over, dead)
+        return _Claimed(block, items, is_over, dead, suspects)
 
     def _take_over(self, recorder: Recorder, rows: list[Row]) -> list[Item]:
         """As of any job; and what this slot has stays its own, also when it was stopped past its lease."""
@@ -169,38 +181,39 @@ class Share(Job):
             elif done:
                 recorder.tx.execute("UPDATE blocks SET done = 0, seconds = 0 WHERE job = ? AND no = ?", (self.no, no))
 
-    def _lapsed(self, recorder: Recorder) -> tuple[int, int, int, int] | None:
+    def _lapsed(self, recorder: Recorder) -> _BlockRow | None:
         rows = recorder.tx.all(
-            "SELECT no, first, last, token, holder, lease_until FROM blocks WHERE job = ? AND lease_until <= ? "
+            "SELECT no, first, last, token, takeovers, holder, lease_until FROM blocks WHERE job = ? AND lease_until <= ? "
             "ORDER BY no LIMIT 20 FOR UPDATE",
             (self.no, recorder.now),
         )
         return self._take_block(recorder, rows)
 
-    def _abandoned_block(self, recorder: Recorder) -> tuple[int, int, int, int] | None:
+    def _abandoned_block(self, recorder: Recorder) -> _BlockRow | None:
         """A block whose slot can be seen to be dead. Looked for when there is nothing else: its lease frees it anyway."""
         rows = recorder.tx.all(
-            "SELECT no, first, last, token, holder, lease_until FROM blocks WHERE job = ? AND slot <> ? "
+            "SELECT no, first, last, token, takeovers, holder, lease_until FROM blocks WHERE job = ? AND slot <> ? "
             "ORDER BY no FOR UPDATE",
             (self.no, self._me),
         )
         return self._take_block(recorder, rows)
 
-    def _take_block(self, recorder: Recorder, rows: list[Row]) -> tuple[int, int, int, int] | None:
-        for no, first, last, token, holder, until in rows:
+    def _take_block(self, recorder: Recorder, rows: list[Row]) -> _BlockRow | None:
+        for no, first, last, token, before, holder, until in rows:
             mine = self._blocks.get(no)
             if (mine is not None and mine.token == token) or not has_ended(holder, until, recorder.now):
                 continue
+            takeovers = before + (holder != "")  # else its slot left it
             recorder.tx.execute(
-                "UPDATE blocks SET slot = ?, holder = ?, token = ?, lease_until = ? WHERE job = ? AND no = ?",
+                "UPDATE blocks SET slot = ?, holder = ?, token = ?, lease_until = ?, takeovers = ? WHERE job = ? AND no = ?",
                 (self._me, write_owner(self.hold.owner, self.lease), _new_token(recorder), recorder.now + self.lease,
-                 self.no, no),
+                 takeovers, self.no, no),
             )  # fmt: skip
             log.warning("a block is taken over", job=self.id, count=last - first + 1, worker=self.slot)
-            return no, first, last, _new_token(recorder)
+            return no, first, last, _new_token(recorder), takeovers
         return None
 
-    def _next_block(self, recorder: Recorder, size: int) -> tuple[int, int, int, int] | None:
+    def _next_block(self, recorder: Recorder, size: int) -> _BlockRow | None:
         tx, first = recorder.tx, recorder.frontier
         # Never much more than what is left for each: the last blocks are small, so that all slots end together; not
         # smaller than a twentieth of what was asked for, or the end would be all claims.
@@ -225,7 +238,7 @@ class Share(Job):
             (self.no, number[0], first, last, self._me, write_owner(self.hold.owner, self.lease), token,
              recorder.now + self.lease),
         )  # fmt: skip
-        return number[0], first, last, token
+        return number[0], first, last, token, 0
 
     def _look_everywhere(self, recorder: Recorder) -> None:
         """Nothing can be claimed. If nobody works on anything either, and still items are missing, the counters or the
@@ -259,20 +272,23 @@ class Share(Job):
             recorder.write(damaged)
         return [Item(idx, key, payload, attempts, token + 1) for idx, key, payload, _, attempts, token in sound]
 
-    def _write_claims(self, recorder: Recorder, items: Sequence[Item]) -> frozenset[int]:
-        """Claim items one by one; which of them are dead letters. No worker has one until it runs for long (`note_running`):
-        should this slot be killed before, it costs the item nothing."""
+    def _write_claims(self, recorder: Recorder, items: Sequence[Item]) -> tuple[frozenset[int], frozenset[int]]:
+        """Claim items one by one; which of them are dead letters, and which are suspects. No worker has one until it runs for
+        long (`note_running`): should this slot be killed before, it costs the item nothing, and makes it a suspect."""
+        rows = recorder.tx.all(
+            "SELECT p.idx, d.idx IS NOT NULL, p.lease_until IS NOT NULL FROM progress p LEFT JOIN dead_letters d "
+            f"ON d.job = p.job AND d.idx = p.idx WHERE p.job = ? AND p.idx IN ({marks(len(items))})",
+            (self.no, *(item.idx for item in items)),
+        )
         until, holder = recorder.now + self.lease, write_owner(self.hold.owner, self.lease)
         recorder.tx.executemany(
             "UPDATE progress SET worker = NULL, next_attempt_at = ?, token = ?, lease_until = ?, holder = ? "
             "WHERE job = ? AND idx = ?",
             [(until, item.token, until, holder, self.no, item.idx) for item in items],
         )
-        dead = recorder.tx.all(
-            f"SELECT idx FROM dead_letters WHERE job = ? AND idx IN ({marks(len(items))})",
-            (self.no, *(item.idx for item in items)),
-        )
-        return frozenset(idx for (idx,) in dead)
+        # Who was charged has no lease any more: what still has one is what a dead slot had and no worker.
+        dead = frozenset(idx for idx, is_dead, _ in rows if is_dead)
+        return dead, frozenset(idx for idx, _, has_lease in rows if has_lease)
 
     def _read(self, block: Block, on_damaged: OnDamaged) -> list[Item]:
         """The items of a block that nobody has tried: of one that was taken over, the rest."""
@@ -284,6 +300,8 @@ class Share(Job):
         )
         block.open.update(row[0] for row in rows)
         block.is_read = True
+        if block.takeovers >= DEATHS:
+            self.suspects |= block.open
         self._of.update((row[0], block.no) for row in rows)
         sound = [Item(idx, key, payload, 0) for idx, key, payload, mark in rows if is_intact(payload, mark)]
         if len(sound) < len(rows):
@@ -434,6 +452,7 @@ class Share(Job):
     def _forget(self, idx: int) -> None:
         self._tokens.pop(idx, None)
         self._last_pass.discard(idx)
+        self.suspects.discard(idx)
         block = self._blocks.get(self._of.pop(idx, -1))
         if block is not None:
             block.open.discard(idx)

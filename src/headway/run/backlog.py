@@ -24,6 +24,8 @@ class Backlog:
         self.ready: deque[Item] = deque()
         #: Items one of which killed its worker; each is run alone.
         self.suspects: deque[Item] = deque()
+        #: Items one of which may have killed a whole slot; each is run while nothing else begins.
+        self.slot_suspects: deque[Item] = deque()
         self.held: set[int] = set()
         #: When the next item's wait for another try is over, by the monotonic clock; None if none waits.
         self.next_due: float | None = 0.0
@@ -69,10 +71,9 @@ class Backlog:
 
     def release(self) -> None:
         """Leave everything that is here to the ledger, which has it anyway."""
-        for item in (*self.ready, *self.suspects):
-            self.held.discard(item.idx)
-        self.ready.clear()
-        self.suspects.clear()
+        for waiting in (self.ready, self.suspects, self.slot_suspects):
+            self.held.difference_update(item.idx for item in waiting)
+            waiting.clear()
 
     @property
     def empty(self) -> bool:

@@ -108,7 +108,8 @@ class Crew:
         self._function, self._mode, self._timeout, self._keep, self._console = function, mode, timeout, keep, console
         self._mark = mark
         self._package = _package(function, mode, timeout, keep) if start == "spawn" else None
-        self._started = 0
+        #: How many were started in all.
+        self.started = 0
         self._members: dict[int, WorkerHandle] = {}
         #: Processes, and how many items each of them runs at once.
         self.processes, self._slots = (size, 1) if mode == "process" else (1, size)
@@ -231,11 +232,11 @@ class Crew:
                 pid = os.fork()
         except OSError as error:
             raise CannotStart(f"Worker process {len(self) + 1} cannot be started: {error.strerror}.") from error
-        self._started += 1
+        self.started += 1
         if pid == 0:
             self._become_worker(ours, theirs, slots)
         theirs.close()
-        name = f"{self._mark} worker {self._started}"
+        name = f"{self._mark} worker {self.started}"
         worker = self._members[pid] = WorkerHandle(pid, Wire(ours, blocking=False), slots, name, alone=alone)
         worker.process = process
         self._selector.register(worker.wire, selectors.EVENT_READ, worker)

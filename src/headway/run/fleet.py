@@ -42,6 +42,8 @@ LOOK_SECONDS = 0.2
 ATTEND_SECONDS = 2.0
 #: A worker that refused a job need not be asked again at once.
 REFUSED_SECONDS = 15.0
+#: A slot that died comes back within so long, however often it died: the queue's growing pauses are for tasks that fail.
+AGAIN_SECONDS = 5.0
 #: No slot is submitted in larger numbers at once.
 SLOTS_TOGETHER = 500
 
@@ -127,9 +129,19 @@ def start(
             ledger.database, hold, work=sealed, queue=options.priority, slots=slots, most=settings.max_failures,
             has_pass=settings.last_pass,
         )  # fmt: skip
-        known = fleet.read(ledger.database, job.no)
-        if known is not None and fleet.attend(ledger.database, job.no):
-            submit_missing(queue, job, known)
+        _attend(queue, job)
+
+
+def rejoin(ledger: Ledger, job: Job, config: Config) -> None:
+    """The same start once more: the first may have been killed before it had submitted the slots."""
+    with open_queue(config, ledger.database) as queue:
+        _attend(queue, job)
+
+
+def _attend(queue: TaskQueue, job: Job) -> None:
+    known = fleet.read(job.database, job.no)
+    if known is not None and fleet.attend(job.database, job.no):
+        submit_missing(queue, job, known)
 
 
 def _workers(database: Database) -> int:
@@ -142,7 +154,7 @@ def submit_missing(queue: TaskQueue, job: Job, known: Fleet) -> int:
     waits for the other, or there were too many, and each would have a turn before another job's first."""
     wanted = min(wanted_slots(job, known), max(1, job.info().remaining))
     refused = known.noted_at is not None and queue.database.now() - known.noted_at < REFUSED_SECONDS
-    slot = {
+    slot: dict[str, Any] = {
         "kind": KIND, "payload": {"job": job.id, "run": known.run}, "priority": known.queue, "role": "admin",
         "partition": party(known.job), "delay": REFUSED_SECONDS if refused else 0.0,
     }  # fmt: skip
@@ -150,6 +162,12 @@ def submit_missing(queue: TaskQueue, job: Job, known: Fleet) -> int:
     def work(tx: Tx) -> int:
         if tx.one("SELECT 1 FROM fleets WHERE job = ? AND run = ? FOR UPDATE", (known.job, known.run)) is None:
             return 0
+        soon = tx.now() + max(AGAIN_SECONDS, slot["delay"])
+        tx.execute(
+            "UPDATE tasks SET run_at = ?, version = version + 1 WHERE status = 'QUEUED' AND ready = 0 AND run_at > ? "
+            "AND kind = ? AND party = ?",
+            (soon, soon, KIND, party(known.job)),
+        )
         row = tx.one(
             "SELECT (SELECT count(*) FROM tasks WHERE status = 'QUEUED' AND queue = ? AND party = ?) + "
             "(SELECT count(*) FROM tasks WHERE status = 'RUNNING' AND kind = ? AND party = ?)",
@@ -213,6 +231,8 @@ def start_and_follow(
         job, hold = take()
         hand(ledger, job, hold, call, settings, keep, config, options)
         run = hold.run
+    else:
+        rejoin(ledger, ledger.job(plan.id), config)
     job = ledger.job(plan.id)
     ending = follow(ledger, job, run, display=display, shutdown=shutdown)
     if ending is None:

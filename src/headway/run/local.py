@@ -15,7 +15,7 @@ from headway.run.console import Console
 from headway.run.crew import CannotStart, Crew, WorkerHandle
 from headway.run.display import Display
 from headway.run.output import CsvOutput, Output
-from headway.run.pool import BATCH_BYTES, Feed, Pool, Settings, items_of
+from headway.run.pool import BATCH_BYTES, NOTE_SECONDS, Feed, Pool, Settings, items_of
 from headway.run.program import TERM_SECONDS as PROGRAM_TERM_SECONDS
 from headway.run.program import TIMED_OUT, Program, Work
 from headway.run.results import Keep
@@ -27,6 +27,9 @@ log = Log("run")
 RECALL_SECONDS = 0.5
 #: Workers that die one after the other without having begun an item.
 STILLBORN_MOST = 5
+#: When the machine lets no other worker start, that is tried again after so long; if nobody is left to work, for so long.
+START_SECONDS = 1.0
+START_SECONDS_MOST = 15.0
 
 
 class LocalPool(Pool):
@@ -60,6 +63,11 @@ class LocalPool(Pool):
         if isinstance(function, Program):
             self._slack = PROGRAM_TERM_SECONDS + 5.0
         self._stillborn = 0
+        #: No worker is started before, and since when none could be.
+        self._start_at = 0.0
+        self._short_since: float | None = None
+        #: The slot suspect that began last, and when.
+        self._examined: tuple[int, float] = (-1, 0.0)
 
     @property
     def _busy(self) -> int:
@@ -84,6 +92,15 @@ class LocalPool(Pool):
         self._display.say(f"{error} Going on with {items_of(self._settings.workers)} at once, as at the start.")
         self._resize(self._settings.workers)
 
+    def _cannot_replace(self, error: CannotStart, now: float) -> None:
+        """All that were asked for could be started once, so this may pass: those that live go on without."""
+        if self._short_since is None:
+            self._short_since = now
+            self._display.say(f"{error} It is tried again.")
+        if not len(self._crew) and now - self._short_since > START_SECONDS_MOST:
+            raise error
+        self._start_at = now + START_SECONDS
+
     def _abandon(self) -> None:
         """Kill what still runs."""
         for worker in self._crew:
@@ -100,11 +117,19 @@ class LocalPool(Pool):
         try:
             self._hand_to_crew(now)
         except CannotStart as error:
-            self._cannot_start(error)
+            if self._crew.started >= self._crew.processes and self._crew.size <= self._settings.workers:
+                self._cannot_replace(error, now)
+            else:
+                self._cannot_start(error)
 
     def _hand_to_crew(self, now: float) -> None:
         backlog = self._backlog
-        if backlog.suspects:
+        if self._is_examining(now):
+            return
+        if backlog.slot_suspects and not backlog.ready:
+            self._examine(now)
+            return
+        if backlog.suspects and now >= self._start_at:
             examiner = self._crew.examiner()
             if not examiner.out:
                 self._crew.give(examiner, [backlog.suspects.popleft()])
@@ -112,7 +137,7 @@ class LocalPool(Pool):
             return
         batch = self._batch_size()
         # Those with least to do first, so that the last items of a job are spread over all of them.
-        for worker in sorted(self._crew.common(len(backlog.held)), key=lambda each: len(each.out)):
+        for worker in sorted(self._common(now), key=lambda each: len(each.out)):
             if worker.stopping or worker.wire.pending:
                 continue
             slots = worker.slots.count
@@ -123,6 +148,33 @@ class LocalPool(Pool):
                 self._give(worker, count)
             if not backlog.ready:
                 return
+
+    def _common(self, now: float) -> list[WorkerHandle]:
+        """Those that take any item: as many as there are items, if they may be started now."""
+        if now < self._start_at:
+            return self._crew.common(0)
+        found = self._crew.common(len(self._backlog.held))
+        self._short_since = None
+        return found
+
+    def _is_examining(self, now: float) -> bool:
+        """Whether a slot suspect runs that may still kill this process at its beginning. What runs for longer has a claim of
+        its own, like everything else that does."""
+        idx, began = self._examined
+        return now - began < NOTE_SECONDS and any(idx in worker.out for worker in self._crew)
+
+    def _examine(self, now: float) -> None:
+        """Let one slot suspect run: written down before it begins, and beside nothing that is not. So if this process is
+        killed, nobody but that one is charged for it."""
+        if any(idx not in self._noted for worker in self._crew for idx in worker.out):
+            return
+        self._commit()  # what is written down and not recorded would be charged too
+        free = [each for each in self._common(now) if len(each.out) < each.slots.count and not each.wire.pending]
+        if free and self._allowed(1, now):
+            item = self._backlog.slot_suspects.popleft()
+            self._note([(item.idx, free[0].name)])
+            self._examined = (item.idx, time.monotonic())
+            self._crew.give(free[0], [item], may_fail=self._may_fail(free[0]))
 
     def _give(self, worker: WorkerHandle, count: int) -> None:
         """Send up to ``count`` items, fewer if they are large."""

@@ -297,7 +297,7 @@ class Pool(ABC):
     # ---- how much may be handed out --------------------------------------------------------------------------------
 
     def _may_hand_out(self) -> bool:
-        if self._asked.paused or not (self._backlog.suspects or self._backlog.ready):
+        if self._asked.paused or not (self._backlog.ready or self._backlog.suspects or self._backlog.slot_suspects):
             return False
         # As many failures may wait to be recorded as there may be deaths: first see how many are.
         return self._failures_left() != 0
@@ -381,11 +381,15 @@ class Pool(ABC):
             if now - began > NOTE_SECONDS and idx not in self._noted
         ]
         if to_note:
-            self._noted.update(idx for idx, _ in to_note)
-            self._job.note_running(self._hold, to_note)
+            self._note(to_note)
         if self._output is not None:
             self._output.write_sometimes()
         self._display.show(self._snapshot())
+
+    def _note(self, items: list[tuple[int, str]]) -> None:
+        """Write (idx, worker) down as running: if this process is killed, each of them is charged for it."""
+        self._noted.update(idx for idx, _ in items)
+        self._job.note_running(self._hold, items)
 
     # ---- what is asked from elsewhere ------------------------------------------------------------------------------
 

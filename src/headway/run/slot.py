@@ -255,14 +255,17 @@ class SharedBacklog(Backlog):
 
     def refill(self, now: float) -> None:
         self._drop_lost()
-        if now < self._ask_at or self._share.is_over or len(self.held) > self._enough:
+        if now < self._ask_at or self._share.is_over or len(self.held) > self._enough or self.slot_suspects:
             return
         wanted = self._size if self._size > self._at_once else self._at_once - len(self.held)
         began = time.monotonic()
         items = self._share.claim_some(max(1, wanted), on_damaged=self._report_damaged)
         if items:
             self._adapt(began, time.monotonic(), items)
-            self._take(items)
+            suspects = self._share.suspects
+            self._take([item for item in items if item.idx not in suspects])
+            self.slot_suspects.extend(item for item in items if item.idx in suspects)
+            self.held.update(item.idx for item in self.slot_suspects)
             # Half of what there is now, not of what was asked for: near the end of a job each claim brings less.
             self._enough = max(self._at_once - 1, len(self.held) // 2)
             self._misses, self._idle_since = 0, None
@@ -289,10 +292,13 @@ class SharedBacklog(Backlog):
         """What other slots have by now is not begun here."""
         if self._share.lost:
             lost, self._share.lost = self._share.lost, set()
-            ready = list(self.ready)
-            self.ready.clear()
-            self.ready.extend(item for item in ready if item.idx not in lost)
-            self.held.difference_update(item.idx for item in ready if item.idx in lost)  # those out come back refused
+            for waiting in (self.ready, self.slot_suspects):
+                items = list(waiting)
+                waiting.clear()
+                waiting.extend(item for item in items if item.idx not in lost)
+                self.held.difference_update(
+                    item.idx for item in items if item.idx in lost
+                )  # those out come back refused
 
     def take_last_pass(self) -> bool:
         return False  # it is claimed like everything else
