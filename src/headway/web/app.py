@@ -27,6 +27,7 @@ except ImportError as error:
 from headway.web import actions, api, auth, live, login, metrics, pages, problems
 from headway.web.auth import Access, Gate, Users
 from headway.web.problems import UnknownPath, WrongMethod
+from headway.web.routes import PREFIX
 from headway.web.site import Site
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Application:
             title="headway",
             version=__version__,
             summary="Durable progress for long work in many processes.",
-            openapi_url=f"{api.PREFIX}/openapi.json",
+            openapi_url=f"{PREFIX}/openapi.json",
             docs_url=None,  # the viewers load their scripts from elsewhere
             redoc_url=None,
             lifespan=lifespan,
