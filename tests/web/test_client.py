@@ -23,6 +23,7 @@ from headway.errors import HeadwayError, InvalidInput, NotFound, Refused, Server
 from headway.ledger import Ledger, NewItem
 from headway.views.reading import Reader
 from headway.views.shape import Document, plain
+from headway.web.site import NAME
 from tests.cli.test_json import CALLS
 from tests.services.redis import RedisServer
 from tests.web.conftest import Servers, Web
@@ -127,6 +128,13 @@ def test_alerts_are_seen_to_through_the_client(client: Client, reader: Reader):
     with pytest.raises(NotFound, match="no rule"):
         client.mute("nothing")
     reader.database.write("DELETE FROM alerts WHERE rule = 'backlog'")
+
+
+def test_the_tasks_of_a_user_with_the_longest_name_are_found(client: Client, reader: Reader):
+    name = "ä" * NAME
+    reader.queue.submit("caption", 1, id="t-long", user_id=name)
+    assert [task.id for task in client.tasks(user_id=name).tasks] == ["t-long"]
+    client.cancel_task("t-long")
 
 
 def test_everything_that_failed_is_seen_and_retried_through_the_client(serve: Servers, database: str):

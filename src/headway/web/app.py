@@ -29,6 +29,7 @@ from headway.web.auth import Access, Gate, Users
 from headway.web.problems import UnknownPath, WrongMethod
 from headway.web.routes import PREFIX
 from headway.web.site import Site
+from headway.web.throttle import networks
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -45,7 +46,8 @@ class Application:
 
     def __init__(self, site: Site, *, users: Users | None, hosts: Sequence[str]) -> None:
         self.site = site
-        self.access = Access(site, users, frozenset(host.lower() for host in hosts))
+        proxies = networks(site.settings.texts("web_proxies"))
+        self.access = Access(site, users, frozenset(host.lower() for host in hosts), proxies)
         self._publisher: live.Publisher | None = None
         self._progress: AsyncProgress | None = None
         self._inner = self._routes()
