@@ -10,13 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from starlette.requests import HTTPConnection
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 
 from headway._sql import connect
+from headway.config import Config
 from headway.errors import ConfigError
+from headway.views.reading import Reader
 from headway.web import tokens
+from headway.web.auth import Access, Known
 from headway.web.problems import Throttled
-from headway.web.site import User
+from headway.web.site import THREADS, WAITING, Site, User
 from headway.web.throttle import GUESSES, Throttle, networks, peer_of
 from tests.services.waiting import eventually
 from tests.web.conftest import Servers, Web, make_tokens, news, until_closed
@@ -302,6 +306,33 @@ def test_behind_a_proxy_one_persons_guesses_keep_out_no_other_and_elsewhere_the_
     assert behind.ask("/api/v1/jobs", token=wrong, X_Forwarded_For="192.0.2.99, 203.0.113.7").status == 429
     assert behind.ask("/api/v1/jobs", token=wrong, X_Forwarded_For="203.0.113.8").status == 401
     assert alone.ask("/api/v1/jobs", token=wrong, X_Forwarded_For="203.0.113.99").status == 429
+
+
+def test_when_everybody_comes_back_at_once_after_a_restart_nobody_is_one_too_many(database: str):
+    """A thousand pages reconnect in the same moment, each of somebody else, to a server that knows nobody yet."""
+    config = Config(cli={"database": database})
+    site = Site(database, None, config, Reader(config))
+    many = THREADS + WAITING + 100
+    with connect(database) as store:
+        made = [tokens.create(store, f"poller-{number}", "viewer", by="test") for number in range(many)]
+        cookies = [tokens.open_session(store, token.id, user=User(token.name, "viewer")) for _, token in made]
+    access = Access(site)
+
+    def coming(header: bytes, text: str, number: int) -> HTTPConnection:
+        peer = (f"10.0.{number // 250}.{number % 250}", 1)
+        return HTTPConnection({"type": "http", "client": peer, "headers": [(header, text.encode())]})
+
+    async def come() -> list[Known | None]:
+        await asyncio.gather(*(access.load() for _ in range(many)))
+        named = [coming(b"authorization", f"Bearer {text}", number) for number, (text, _) in enumerate(made)]
+        logged_in = [
+            coming(b"cookie", f"{access.name('session')}={text}", number) for number, text in enumerate(cookies)
+        ]
+        return await asyncio.gather(*(access.who(one) for one in (*named, *logged_in)))
+
+    found = asyncio.run(come())
+    site.close()
+    assert [one.user.name if one else None for one in found] == [f"poller-{number}" for number in range(many)] * 2
 
 
 # ---- logging in -----------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 from urllib.parse import quote, urlsplit
+from weakref import WeakKeyDictionary
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection, cookie_parser
@@ -36,7 +37,7 @@ from headway.errors import ConfigError, HeadwayError, StorageError, Unavailable
 from headway.telemetry import Log, metrics
 from headway.web import problems, tickets, tokens
 from headway.web.problems import Forbidden, NotAcceptable, TooLarge, TooSlow, Unauthenticated
-from headway.web.site import NAME, RIGHTS, Flash, User, is_name
+from headway.web.site import NAME, RIGHTS, THREADS, Flash, User, is_name
 from headway.web.throttle import REMEMBERED, Network, Throttle, peer_of
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class Access:
     throttle: Throttle = field(default_factory=Throttle)
     key: bytes | None = None
     _known: dict[str, tuple[float, User | None]] = field(default_factory=dict)
+    _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(default_factory=WeakKeyDictionary)
     _pulse: tuple[float, tokens.Pulse | None] = (-STALE, None)
     _away_until: float = 0.0
     _was_closed: bool = False
@@ -188,13 +190,13 @@ class Access:
         """The pulse by which those were judged who were let in last."""
         return self._pulse[1]
 
-    async def _read(self, question: Callable[[], T]) -> T:
+    async def _read(self, question: Callable[..., T], *args: object) -> T:
         """Ask the store, not for long; and for a moment not again once it did not answer, so that whoever needs no store
         is not kept waiting by it."""
         if time.monotonic() < self._away_until:
             raise Unavailable("The database does not answer just now.", hint="Try again in a moment.")
         try:
-            return await asyncio.wait_for(self.site.read(question), ASK)
+            return await asyncio.wait_for(self.site.read(question, *args), ASK)
         except (TimeoutError, Unavailable) as error:
             self._away_until = time.monotonic() + PULSE
             if isinstance(error, Unavailable):
@@ -222,25 +224,37 @@ class Access:
     async def load(self) -> None:
         """The key that cookies and forms are signed with; once."""
         if self.key is None:
-            self.key = await self.site.read(lambda: tokens.signing_key(self.site.reader.database))
+            self.key = await self.site.read(self._signing_key)  # by its name: all who ask share one answer
             self._installation = tokens.hashed(self.key.hex())[:8]
 
+    def _signing_key(self) -> bytes:
+        return tokens.signing_key(self.site.reader.database)
+
     async def _ask(self, name: str, function: Callable[..., User | None], *args: str) -> User | None:
+        """As many at once as there are threads, the others in their turn: after a restart a thousand pages come back
+        together, and none of them is one too many."""
         at, found = self._known.get(name, (-STALE, None))
         if time.monotonic() - at < FRESH:
             return found
-        try:
-            found = await self._read(lambda: function(self.site.reader.database, *args))
-        except (Unavailable, StorageError):
-            if time.monotonic() - at < STALE:
-                return found
-            raise
-        while len(self._known) >= REMEMBERED:
-            self._known.pop(next(iter(self._known)))
-        self._known.pop(name, None)
-        if found is not None:  # what is no token costs its sender a query each time, and us no memory
-            self._known[name] = (time.monotonic(), found)
-        return found
+        async with self._turns.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(THREADS)):
+            at, found = self._known.get(name, (-STALE, None))
+            if time.monotonic() - at < FRESH:
+                return found  # somebody came by the same one, and was quicker
+            try:
+                found = await self._read(self._find, function, *args)
+            except (Unavailable, StorageError):
+                if time.monotonic() - at < STALE:
+                    return found
+                raise
+            while len(self._known) >= REMEMBERED:
+                self._known.pop(next(iter(self._known)))
+            self._known.pop(name, None)
+            if found is not None:  # what is no token costs its sender a query each time, and us no memory
+                self._known[name] = (time.monotonic(), found)
+            return found
+
+    def _find(self, function: Callable[..., User | None], *args: str) -> User | None:
+        return function(self.site.reader.database, *args)
 
     def _is_near(self, connection: HTTPConnection) -> bool:
         """From this machine, under a name of this machine, and through nobody."""
