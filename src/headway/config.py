@@ -230,6 +230,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("queue_mode", "auto", _one_of("auto", "rq", "database", "hybrid"), "how workers hear of tasks"),
     Option("queue_per_user", 1, _optional(_whole(1, 10_000)), "active tasks a user may have; none: any number"),
     Option("web_keys", (), texts, "keys that sign tickets for the web application, the newest first", secret=True),
+    Option("web_proxies", (), texts, "addresses or networks of proxies whose X-Forwarded-For says who guesses tokens"),
     Option("web_audience", "headway", _text, "the server that tickets for the web application are meant for"),
     Option("queue_keys", (), texts, "Fernet keys for payloads, the newest first", secret=True),
     Option("queue_workers", 1, _whole(1, 1000), "worker processes of a supervisor, at least"),

@@ -350,6 +350,7 @@ def test_a_database_that_was_away_is_said_when_it_is_back(
             with pytest.raises(HeadwayError):
                 evaluator.tick(at=scene.now)
             clock.now += 20
+            scene.now += 20
         proxy.pass_through()
         scene.pass_time(evaluator, 10)
         scene.pass_time(evaluator, 10)
@@ -357,6 +358,43 @@ def test_a_database_that_was_away_is_said_when_it_is_back(
         (alert,) = scene.alerts()
         assert (alert.closed_at or 0) - alert.opened_at == pytest.approx(40)
         evaluator.close()
+
+
+@pytest.mark.parametrize("judged", [True, False])
+def test_one_that_takes_over_says_of_the_database_only_what_nobody_else_could_judge(
+    postgres_with_tables: str, tcp_proxy: Callable[[int], TcpProxy], judged: bool
+):
+    """A standby was cut off from the database. If the active one was not, then the database was not away."""
+    from urllib.parse import urlsplit
+
+    parts = urlsplit(postgres_with_tables)
+    assert parts.port is not None
+    proxy, clock = tcp_proxy(parts.port), Ticking(0.0)
+    url = parts._replace(netloc=parts.netloc.replace(f":{parts.port}", f":{proxy.port}")).geturl()
+    with connect(postgres_with_tables) as near, connect(url) as far:
+        far.retry = RetryPolicy(retries=0)
+        scene = Scene(near, postgres_with_tables)
+        active = scene.evaluator(rules=rules(store_away=30), clock=clock)
+        standby = Evaluator(far, rules(store_away=30), clock=clock)
+        scene.pass_time(active, 10)
+        standby.tick(at=scene.now)
+        proxy.refuse()
+        proxy.cut()
+        for _ in range(2):
+            with pytest.raises(HeadwayError):
+                standby.tick(at=scene.now)
+            clock.now += 20
+            if judged:
+                scene.pass_time(active, 20)
+            else:
+                scene.now += 20
+        active.close()
+        proxy.pass_through()
+        standby.tick(at=scene.now)
+        assert standby.active
+        told = [(OPENED, "store_away", "database"), (CLOSED, "store_away", "database")]
+        assert scene.events() == ([] if judged else told)
+        standby.close()
 
 
 def test_redis_that_fills_up_or_goes_away_is_an_alert_and_what_is_unknown_stays_as_it_was(

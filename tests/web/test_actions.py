@@ -89,8 +89,9 @@ def test_a_worker_is_told_to_end_and_one_that_has_ended_is_not(reader: Reader, d
 def test_a_job_is_forgotten_by_an_admin_alone(reader: Reader):
     with pytest.raises(Forbidden):
         actions.forget(reader, OPERATOR, "ads")
-    assert actions.forget(reader, ADMIN, "ads").touched == 60
-    assert last(reader)[:2] == ("ada", "forget")
+    assert actions.forget(reader, ADMIN, "ads", reason="it was a trial").touched == 60
+    actor, action, detail = last(reader)
+    assert (actor, action, detail["reason"]) == ("ada", "forget", "it was a trial")
 
 
 @pytest.fixture

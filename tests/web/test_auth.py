@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from starlette.requests import HTTPConnection
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 
 from headway._sql import connect
+from headway.config import Config
+from headway.errors import ConfigError
+from headway.views.reading import Reader
 from headway.web import tokens
-from headway.web.auth import GUESSES, Throttle
+from headway.web.auth import Access, Known
 from headway.web.problems import Throttled
-from headway.web.site import User
+from headway.web.site import THREADS, WAITING, Site, User
+from headway.web.throttle import GUESSES, Throttle, networks, peer_of
 from tests.services.waiting import eventually
 from tests.web.conftest import Servers, Web, make_tokens, news, until_closed
 
@@ -208,6 +215,124 @@ def test_guessing_is_throttled_and_does_not_keep_out_who_is_known(serve: Servers
     assert answers == [303] * GUESSES + [429]
     assert web.ask("/api/v1/jobs", token="hw_000000000000_" + "A" * 43).error == "Throttled"
     assert web.ask("/api/v1/jobs", token="viewer").status == 200
+
+
+def test_wrong_tokens_that_are_sent_at_once_are_tried_no_oftener_and_right_ones_all_pass(serve: Servers, database: str):
+    """Those that are still being looked up count: else hundreds would be tried before the first one is known to be wrong."""
+    with connect(database) as store:
+        right = [tokens.create(store, f"poller-{number}", "viewer", by="test")[0] for number in range(40)]
+    web = serve("--database", database)
+
+    def ask(token: str) -> int:
+        return web.ask("/api/v1/queues", token=token).status
+
+    with ThreadPoolExecutor(40) as pool:
+        assert set(pool.map(ask, right)) == {200}
+        wrong = list(pool.map(ask, [f"hw_{number:012}_{'A' * 43}" for number in range(80)]))
+        assert sorted(set(wrong)) == [401, 429]
+        assert wrong.count(401) <= GUESSES
+        assert set(pool.map(ask, right)) == {200}
+
+
+def test_who_waits_for_a_turn_is_not_forgotten_when_the_one_whose_turn_it_is_goes_away():
+    throttle = Throttle()
+    for _ in range(GUESSES - 1):
+        throttle.failed("10.0.0.1")  # one place is left
+
+    async def look_up(*, wrong: bool = False, until: asyncio.Event | None = None) -> None:
+        async with throttle.trying("10.0.0.1"):
+            if until is not None:
+                await until.wait()
+            if wrong:
+                throttle.failed("10.0.0.1")
+
+    async def scene() -> None:
+        known = asyncio.Event()
+        first = asyncio.create_task(look_up(until=known))
+        await asyncio.sleep(0)
+        leaving, wrong, *others = (asyncio.create_task(look_up(wrong=number == 1)) for number in range(5))
+        await asyncio.sleep(0)
+        first.add_done_callback(lambda _: leaving.cancel())
+        known.set()
+        await asyncio.wait_for(wrong, 5)
+        assert leaving.cancelled()
+        for one in others:
+            with pytest.raises(Throttled):
+                await asyncio.wait_for(one, 5)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("socket", "said", "expected"),
+    [
+        ("198.51.100.9", ["203.0.113.7"], "198.51.100.9"),  # no proxy of ours: its word counts for nothing
+        ("10.0.0.5", ["203.0.113.7"], "203.0.113.7"),
+        ("10.0.0.5", ["192.0.2.1, 203.0.113.7, 10.0.0.6"], "203.0.113.7"),  # what is left of it the sender wrote
+        ("10.0.0.5", ["192.0.2.1", "203.0.113.7", "10.0.0.6"], "203.0.113.7"),
+        ("10.0.0.5", [], "10.0.0.5"),
+        ("10.0.0.5", ["10.0.0.7, 10.0.0.6"], "10.0.0.7"),
+        ("10.0.0.5", ["203.0.113.7, unknown"], "10.0.0.5"),
+        ("10.0.0.5", ["203.0.113.7:4711"], "203.0.113.7"),
+        ("10.0.0.5", ["[2001:db8::7]:4711"], "2001:db8::7"),
+        ("::ffff:10.0.0.5", ["::ffff:203.0.113.7"], "203.0.113.7"),
+        ("fd00::1%eth0", ["203.0.113.7, fd00::2"], "203.0.113.7"),
+        ("10.0.0.5", ["a" * 5000, ",,,"], "10.0.0.5"),
+    ],
+)
+def test_behind_proxies_of_ours_the_address_is_the_one_they_saw(socket: str, said: list[str], expected: str):
+    headers = [(b"x-forwarded-for", text.encode()) for text in said]
+    scope = {"type": "http", "client": (socket, 1), "headers": headers}
+    assert peer_of(scope, networks(["10.0.0.0/24", "fd00::/8"])) == expected
+    assert peer_of(scope) == socket
+    assert peer_of({"type": "http", "client": None, "headers": headers}, networks(["10.0.0.0/24"])) == "local"
+
+
+def test_a_proxy_that_is_no_address_is_refused_at_the_start():
+    with pytest.raises(ConfigError, match="web_proxies"):
+        networks(["10.0.0.5", "proxy.internal"])
+
+
+def test_behind_a_proxy_one_persons_guesses_keep_out_no_other_and_elsewhere_the_header_changes_nothing(
+    serve: Servers, database: str
+):
+    make_tokens(database)
+    wrong = "hw_000000000000_" + "A" * 43
+    behind = serve("--database", database, env={"HEADWAY_WEB_PROXIES": "127.0.0.1"})
+    alone = serve("--database", database)
+    for number in range(GUESSES):
+        assert behind.ask("/api/v1/jobs", token=wrong, X_Forwarded_For=f"192.0.2.{number}, 203.0.113.7").status == 401
+        assert alone.ask("/api/v1/jobs", token=wrong, X_Forwarded_For=f"203.0.113.{number}").status == 401
+    assert behind.ask("/api/v1/jobs", token=wrong, X_Forwarded_For="192.0.2.99, 203.0.113.7").status == 429
+    assert behind.ask("/api/v1/jobs", token=wrong, X_Forwarded_For="203.0.113.8").status == 401
+    assert alone.ask("/api/v1/jobs", token=wrong, X_Forwarded_For="203.0.113.99").status == 429
+
+
+def test_when_everybody_comes_back_at_once_after_a_restart_nobody_is_one_too_many(database: str):
+    """A thousand pages reconnect in the same moment, each of somebody else, to a server that knows nobody yet."""
+    config = Config(cli={"database": database})
+    site = Site(database, None, config, Reader(config))
+    many = THREADS + WAITING + 100
+    with connect(database) as store:
+        made = [tokens.create(store, f"poller-{number}", "viewer", by="test") for number in range(many)]
+        cookies = [tokens.open_session(store, token.id, user=User(token.name, "viewer")) for _, token in made]
+    access = Access(site)
+
+    def coming(header: bytes, text: str, number: int) -> HTTPConnection:
+        peer = (f"10.0.{number // 250}.{number % 250}", 1)
+        return HTTPConnection({"type": "http", "client": peer, "headers": [(header, text.encode())]})
+
+    async def come() -> list[Known | None]:
+        await asyncio.gather(*(access.load() for _ in range(many)))
+        named = [coming(b"authorization", f"Bearer {text}", number) for number, (text, _) in enumerate(made)]
+        logged_in = [
+            coming(b"cookie", f"{access.name('session')}={text}", number) for number, text in enumerate(cookies)
+        ]
+        return await asyncio.gather(*(access.who(one) for one in (*named, *logged_in)))
+
+    found = asyncio.run(come())
+    site.close()
+    assert [one.user.name if one else None for one in found] == [f"poller-{number}" for number in range(many)] * 2
 
 
 # ---- logging in -----------------------------------------------------------------------------------------------------

@@ -8,11 +8,14 @@ import http.server
 import inspect
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+from redis import Redis
+from rq import Queue
 
 from headway.client import AsyncClient, Client
 from headway.config import Config
@@ -20,8 +23,11 @@ from headway.errors import HeadwayError, InvalidInput, NotFound, Refused, Server
 from headway.ledger import Ledger, NewItem
 from headway.views.reading import Reader
 from headway.views.shape import Document, plain
+from headway.web.site import NAME
 from tests.cli.test_json import CALLS
+from tests.services.redis import RedisServer
 from tests.web.conftest import Servers, Web
+from tests.web.test_pages_of_the_dead import fail, failed
 
 Run = Callable[..., CompletedProcess[str]]
 
@@ -56,7 +62,7 @@ ASKED: dict[str, tuple[object, ...]] = {
     "jobs": (), "job": ("ads",), "runs": ("ads",), "items": ("ads",), "item": ("ads", "44"), "log_page": ("ads",),
     "dead": (), "dead_items": ("ads",), "dead_letters": ("ads",), "tasks": (), "task": ("t-failed",),
     "workers": (), "states_jobs": (), "states": ("nightly",), "relay": (), "activity": (), "audit": (),
-    "projects": (),
+    "projects": (), "item_map": ("ads",), "task_causes": (), "rq_causes": (), "performance": (),
 }  # fmt: skip
 
 
@@ -122,6 +128,94 @@ def test_alerts_are_seen_to_through_the_client(client: Client, reader: Reader):
     with pytest.raises(NotFound, match="no rule"):
         client.mute("nothing")
     reader.database.write("DELETE FROM alerts WHERE rule = 'backlog'")
+
+
+def test_a_user_with_the_longest_name_may_ask_for_their_own_tasks(client: Client):
+    """No task can be theirs, for a task's user has at most 128 characters; that is an answer and no error."""
+    assert client.tasks(user_id="ä" * NAME).tasks == ()
+
+
+def test_everything_that_failed_is_seen_and_retried_through_the_client(serve: Servers, database: str):
+    with Client(serve("--database", database).address) as client:
+        (cause,) = client.task_causes().causes
+        assert (cause.kind, cause.type, cause.dead, cause.example) == ("caption", "ZeroDivisionError", 1, "t-failed")
+        found = client.performance(range="1h")
+        assert [(one.name, one.done, one.failed, one.success) for one in found.performance if one.what == "tasks"] == [
+            ("caption", 0, 1, 0.0)
+        ]
+        assert found.queues["normal"].looked_at == 1
+        client.cancel_task("t-anna")  # a user has one active task
+        with pytest.raises(NotFound, match="this cause"):
+            client.retry_tasks(cause=cause.no + 1)
+        assert client.retry_tasks(cause=cause.no, reason="repaired").text == "1 task waits again."
+        assert client.retry_tasks().touched == 0
+        picture = client.item_map("ads").map
+        assert picture is not None
+        assert sum(cell.dead for cell in picture.marks.values()) == 6
+        assert picture.marks[44].dead == 1
+        assert client.retry_all_dead(reason="new model").text == "6 dead letters of 1 job pending again."
+        assert client.retry_all_dead().touched == 0
+        told = [(one.action, one.detail.get("reason")) for one in client.activity(limit=2).activity]
+        assert told == [("retry", "new model"), ("task.retry", "repaired")]
+
+
+def test_a_cause_of_rq_is_seen_and_requeued_through_the_client_as_far_as_it_was_seen(
+    serve: Servers, database: str, redis_server: RedisServer
+):
+    redis = Redis.from_url(redis_server.url(0))
+    alike = fail(redis, "img-01 has no digits", "img-02 has no digits")
+    env = {"HEADWAY_WATCH_REDIS": redis_server.url(0), "HEADWAY_WATCH_QUEUES": "digits"}
+    with Client(serve("--database", database, env=env).address) as client:
+        found = client.rq_causes()
+        (cause,) = found.causes
+        assert (found.queues, found.total, found.looked_at) == (("digits",), 2, 2)
+        assert (cause.queue, cause.type, cause.message, cause.jobs) == ("digits", "Boom", "{id} has no digits", 2)
+        time.sleep(0.002)  # RQ's clock has milliseconds
+        [later] = fail(redis, "img-03 has no digits")
+        assert client.requeue_cause(cause.id, until=cause.last_seen, reason="repaired").touched == 2
+        assert failed(redis) == {later}
+        assert client.requeue_cause(cause.id).touched == 1
+        assert sorted(Queue("digits", connection=redis).get_job_ids()) == sorted([*alike, later])
+        with pytest.raises(NotFound, match="any more"):
+            client.requeue_cause(cause.id)
+        assert [one.action for one in client.activity(limit=4).activity] == ["rq.requeued", "rq.requeue"] * 2
+        redis_server.stop()
+        with pytest.raises(Unavailable):
+            client.rq_causes()
+
+
+@pytest.mark.parametrize("until", ["yesterday", "2026-11-16T12:00:00", True, [], {}, "9" * 400])
+def test_a_time_that_is_none_requeues_nothing(closed: Web, until: object):
+    answer = closed.post("/api/v1/rq-causes/0123456789ab/requeue", {"until": until}, token="admin")
+    assert (answer.status, answer.error) == (400, "UsageError")
+
+
+def test_the_reason_of_every_change_is_in_the_activity(serve: Servers, database: str):
+    """An action that is added to the API is tried here without being named."""
+    web = serve("--database", database)
+    with Ledger.open(database) as ledger:
+        ledger.database.write(
+            "INSERT INTO alerts (rule, subject, severity, text, value, peak, threshold, opened_at) "
+            "VALUES ('backlog', 'low', 'warning', 'many', 2, 2, 1, 1)"
+        )
+        ledger.hold(ledger.job("ads"), {"workers": 2, "mode": "process"})
+        given = {"seconds": 60, "workers": 3}
+        told = 0
+        for path, methods in web.ask("/api/v1/openapi.json").json["paths"].items():
+            if "post" not in methods or path.endswith("/forget"):
+                continue
+            filled = path.replace("{no}", "1").replace("{rule}", "backlog").replace("{name}", "low")
+            filled = filled.replace("{id}", "t-failed" if path.startswith("/api/v1/tasks/") else "ads")
+            name = methods["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+            fields = web.ask("/api/v1/openapi.json").json["components"]["schemas"][name]["properties"]
+            body = {"reason": f"of {path}", **{key: value for key, value in given.items() if key in fields}}
+            ledger.database.write("UPDATE alerts SET acknowledged_by = NULL")
+            answer = web.post(filled, body)
+            if answer.status == 200 and answer.json["touched"]:
+                newest = json.loads(web.ask("/api/v1/activity?limit=1").body)["activity"][0]
+                assert newest["detail"]["reason"] == f"of {path}", path
+                told += 1
+        assert told >= 9
 
 
 def test_a_run_is_controlled_through_the_client(client: Client, reader: Reader):

@@ -20,9 +20,9 @@ from headway.queue.taskqueue import TaskQueue
 from headway.queue.worker import Worker
 from headway.states import Manager, delete_job, open_store
 from headway.web import tokens
-from headway.web.auth import GUESSES
 from headway.web.live import EACH, KEPT, Channel, Look
 from headway.web.site import THREADS, WAITING
+from headway.web.throttle import GUESSES
 from headway.web.tickets import ticket
 from tests.services.postgres import PostgresServer
 from tests.services.proxy import TcpProxy

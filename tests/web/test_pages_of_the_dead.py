@@ -121,7 +121,7 @@ def test_what_a_job_of_rq_contains_is_never_unpickled_and_goes_back_as_it_was(
     before = redis.hgetall(Job.key_for(job))
     redis.hset(Job.key_for(job), "meta", pickle.dumps(Trap()))
     [cause] = failures.read_failures(failures.followed(reader.config, reader.database)).causes  # type: ignore[arg-type]
-    bulk.requeue_cause(reader, "olga", cause.id, until=cause.jobs[0].at)
+    bulk.requeue_cause(reader, OPERATOR, cause.id, until=cause.jobs[0].at)
     after = redis.hgetall(Job.key_for(job))
     assert not (tmp_path / "opened").exists()
     assert pickle.dumps(Trap()) == after[b"meta"]
@@ -136,12 +136,12 @@ def test_a_job_of_rq_that_is_damaged_or_gone_stays_where_it_is_and_costs_no_othe
     redis.hset(Job.key_for(jobs[0]), "status", "\udcff".encode("utf-8", "surrogateescape"))
     redis.hdel(Job.key_for(jobs[1]), "data")
     [cause] = failures.read_failures(failures.followed(reader.config, reader.database)).causes  # type: ignore[arg-type]
-    acted = bulk.requeue_cause(reader, "olga", cause.id, until=cause.jobs[0].at)
+    acted = bulk.requeue_cause(reader, OPERATOR, cause.id, until=cause.jobs[0].at)
     assert acted.touched == 1
     assert "2 jobs could not be" in acted.text
     assert failed(redis) == {jobs[0], jobs[1]}
     with pytest.raises(NotFound, match="any more"):
-        bulk.requeue_cause(reader, "olga", "0" * 12, until=cause.jobs[0].at)
+        bulk.requeue_cause(reader, OPERATOR, "0" * 12, until=cause.jobs[0].at)
 
 
 def test_the_page_is_whole_without_rqs_redis_and_says_what_is_not_known(tmp_path: Path):

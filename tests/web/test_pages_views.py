@@ -74,12 +74,12 @@ def test_the_map_counts_every_odd_item_and_colours_every_cell(database: Database
     assert sum(length for _, length in found.bases) == found.cells == -(-count // found.size)
     assert sum(mark.dead for mark in found.marks.values()) == 3
     assert sum(mark.retrying for mark in found.marks.values()) == 4
-    assert [base for base, _ in found.bases] == ["done", "pend"]
+    assert [base for base, _ in found.bases] == ["done", "pending"]
     assert {worker.name: worker.items for worker in found.workers} == {"w0": count // 4, "w1": count // 4}
     assert sum(n for _, n in found.durations) == count // 2
     everything_is_older = read_map(job, since=database.now() + 60)
     assert everything_is_older is not None
-    assert [base for base, _ in everything_is_older.bases] == ["kept", "pend"]
+    assert [base for base, _ in everything_is_older.bases] == ["kept", "pending"]
 
 
 def test_of_a_large_job_one_item_of_each_cell_is_looked_at_and_what_is_odd_is_still_exact(tmp_path: Path):
@@ -91,7 +91,7 @@ def test_of_a_large_job_one_item_of_each_cell_is_looked_at_and_what_is_odd_is_st
         assert found.sampled <= found.cells <= CELLS
         assert sum(mark.dead for mark in found.marks.values()) == 5
         assert sum(mark.retrying for mark in found.marks.values()) == 7
-        assert [base for base, _ in found.bases] == ["done", "pend"]
+        assert [base for base, _ in found.bases] == ["done", "pending"]
         assert abs(found.bases[0][1] * found.size - 6000) <= 2 * found.size
 
 
@@ -116,7 +116,7 @@ def test_failures_that_lie_together_are_said_to_and_scattered_ones_are_not(tmp_p
 def test_a_map_of_a_million_items_is_a_few_kilobytes():
     random = Random(1)
     marks = {"dead": random.sample(range(1000), 60), "retry": random.sample(range(1000), 40)}
-    bases = [("kept", 412), ("done", 336), ("pend", 252)]
+    bases = [("kept", 412), ("done", 336), ("pending", 252)]
     drawn = draw.item_map(bases, marks, columns=100, cell=15, cls="w", name="w", label="Map")
     assert len(drawn) < 5000
     assert drawn.count("<path") < 12

@@ -21,9 +21,10 @@ EXISTING = {
     "/api/v1/workers/": {"name": "nobody"},
     "/api/v1/alerts/": {"no": "999"},
     "/api/v1/alert-rules/": {"rule": "backlog"},
+    "/api/v1/rq-causes/": {"id": "0123456789ab"},
 }
-#: A worker that answers would have to be there, and an open alert; that they are not is an answer too.
-ABSENT = ("/api/v1/workers/", "/api/v1/alerts/")
+#: A worker that answers would have to be there, an open alert, a deployment of RQ; that they are not is an answer too.
+ABSENT = ("/api/v1/workers/", "/api/v1/alerts/", "/api/v1/rq-causes/")
 
 
 def operations(web: Web) -> list[tuple[str, str, dict[str, Any]]]:

@@ -11,7 +11,7 @@ import pytest
 from headway.config import Config
 from headway.errors import Unavailable
 from headway.views.reading import Reader
-from headway.web.site import THREADS, WAITING, Site
+from headway.web.site import CHANGES, THREADS, WAITING, Site
 
 
 @pytest.fixture
@@ -82,6 +82,41 @@ def test_those_who_ask_for_more_than_there_is_room_for_are_told_at_once(site: Si
         assert await site.read(question, "one more") > 0
 
     asyncio.run(play())
+
+
+def test_who_only_looks_does_not_wait_for_those_who_wait_to_change_something(site: Site):
+    """While somebody else keeps the store locked, every change waits for it, for half a minute."""
+    stuck = Question()
+
+    async def play() -> None:
+        changes = [asyncio.create_task(site.change(stuck)) for _ in range(CHANGES + WAITING)]
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable, match="too much to do"):
+            await site.change(stuck)
+        assert await asyncio.wait_for(site.read(int, "7"), 10) == 7
+        stuck.let.set()
+        assert len(await asyncio.gather(*changes)) == CHANGES + WAITING
+
+    asyncio.run(play())
+
+
+def test_a_change_that_did_not_begin_in_time_is_not_made_and_one_that_began_is_waited_for(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headway.web.site.PATIENCE", 0.3)
+    stuck, made = Question(), list[int]()
+
+    async def play() -> None:
+        begun = [asyncio.create_task(site.change(stuck)) for _ in range(CHANGES)]
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable, match="Nothing was changed"):
+            await site.change(made.append, 1)
+        stuck.let.set()
+        assert sorted(await asyncio.gather(*begun)) == [1, 2, 3, 4]
+        await site.change(made.append, 2)
+
+    asyncio.run(play())
+    assert made == [2]
 
 
 def test_an_error_reaches_everybody_who_asked_and_is_forgotten(site: Site):

@@ -137,9 +137,15 @@ class Judgement:
                 self._changes.append(Change("opened", opened, muted=False))
 
     def _was_away(self, seconds: float) -> None:
-        """The database is back: an alert that opened and closed while nobody could write it."""
+        """The database is back: an alert that opened and closed while nobody could write it. Where another evaluator judged
+        meanwhile, or told it already, only we were cut off: so it was away for no longer than since the last round."""
         limit = self._rules.limits.get("store_away")
-        if limit is not None and seconds >= limit:
+        if limit is None or seconds < limit:
+            return
+        last = self._tx.one("SELECT max(checked_at) FROM alert_rules")
+        if last is not None and last[0] is not None and last[0] <= self._now:
+            seconds = min(seconds, self._now - last[0])
+        if seconds >= limit:
             text = said(
                 f"The database was out of reach for {duration(seconds)}; what happened meanwhile was not judged."
             )

@@ -180,7 +180,7 @@ def purge(tx: Tx, before: float) -> int:
 # Changing, by a person
 
 
-def acknowledge(database: Database, no: int, *, by: str) -> Alert:
+def acknowledge(database: Database, no: int, *, by: str, reason: str = "") -> Alert:
     """Somebody knows of it and sees to it. Acknowledged again, it stays with who was first."""
     who = _name(by)
 
@@ -197,13 +197,14 @@ def acknowledge(database: Database, no: int, *, by: str) -> Alert:
             return alert
         now = tx.now()
         tx.execute("UPDATE alerts SET acknowledged_by = ?, acknowledged_at = ? WHERE no = ?", (who, now, no))
-        _audit(tx, now, who, "alert.acknowledge", {"alert": no, "rule": alert.rule, "subject": alert.subject})
+        facts = {"alert": no, "rule": alert.rule, "subject": alert.subject}
+        _audit(tx, now, who, "alert.acknowledge", facts, reason)
         return alert._replace(acknowledged_by=who, acknowledged_at=now)
 
     return database.run(work, operation="alerts.acknowledge")
 
 
-def mute(database: Database, rule: str, *, seconds: float, by: str, subject: str = "") -> Mute:
+def mute(database: Database, rule: str, *, seconds: float, by: str, subject: str = "", reason: str = "") -> Mute:
     """Tell nothing of a rule, or of one subject of it, for so long. Said again, the newer word counts."""
     known, who = _rule(rule), _name(by)
     if not (math.isfinite(seconds) and 0 < seconds <= MOST_MUTED):
@@ -221,13 +222,13 @@ def mute(database: Database, rule: str, *, seconds: float, by: str, subject: str
             "DO UPDATE SET until = excluded.until, by = excluded.by, at = excluded.at",
             made,
         )
-        _audit(tx, now, who, "alert.mute", {"rule": known, "subject": about, "until": _iso(made.until)})
+        _audit(tx, now, who, "alert.mute", {"rule": known, "subject": about, "until": _iso(made.until)}, reason)
         return made
 
     return database.run(work, operation="alerts.mute")
 
 
-def unmute(database: Database, rule: str, *, by: str, subject: str = "") -> bool:
+def unmute(database: Database, rule: str, *, by: str, subject: str = "", reason: str = "") -> bool:
     """Whether it had been muted. What opened meanwhile and is still open is told by the next evaluation."""
     known, who = _rule(rule), _name(by)
 
@@ -237,7 +238,7 @@ def unmute(database: Database, rule: str, *, by: str, subject: str = "") -> bool
         if stood is None or stood[0] <= now:
             return False
         tx.execute("DELETE FROM alert_mutes WHERE rule = ? AND subject = ?", (known, subject))
-        _audit(tx, now, who, "alert.unmute", {"rule": known, "subject": subject})
+        _audit(tx, now, who, "alert.unmute", {"rule": known, "subject": subject}, reason)
         return True
 
     return database.run(work, operation="alerts.unmute")
@@ -269,7 +270,9 @@ def _name(text: str, what: str = "Who does it") -> str:
     return text
 
 
-def _audit(tx: Tx, now: float, by: str, action: str, detail: Mapping[str, object]) -> None:
+def _audit(tx: Tx, now: float, by: str, action: str, detail: Mapping[str, object], reason: str) -> None:
+    if reason:
+        detail = {**detail, "reason": reason}
     tx.execute(
         "INSERT INTO audit (at, actor, action, job, detail) VALUES (?, ?, ?, '', ?)",
         (now, by, action, json.dumps(detail, ensure_ascii=False)),

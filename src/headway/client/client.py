@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 from headway.client.connection import TIMEOUT, Connection, part
 from headway.views.parsing import parse
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from headway.views.access import Acted, Activity
     from headway.views.alerts import Alerts
     from headway.views.dead import Dead, DeadItems, DeadLetters
+    from headway.views.failed import RqCauses, TaskCauses
     from headway.views.health import Health
     from headway.views.items import Items, ItemSheet, JobLog, LogEntry
     from headway.views.job import DeadLetter, JobSheet, Runs
     from headway.views.jobs import Job, Jobs
+    from headway.views.map import JobMap
+    from headway.views.performance import Performances
     from headway.views.projects import ProjectProgress, Projects
     from headway.views.queue import Queues, QueueSettings, Tasks, TaskSheet, Workers
     from headway.views.records import Audit, Settings
@@ -105,6 +110,11 @@ class Client:
 
         return parse(JobLog, self._connection.get(f"/jobs/{part(id)}/log", after=after, limit=limit))
 
+    def item_map(self, id: str) -> JobMap:
+        from headway.views.map import JobMap
+
+        return parse(JobMap, self._connection.get(f"/jobs/{part(id)}/map"))
+
     def dead(self, id: str | None = None) -> Dead:
         from headway.views.dead import Dead
 
@@ -178,6 +188,21 @@ class Client:
 
         return parse(Workers, self._connection.get("/workers"))
 
+    def task_causes(self, *, limit: int = 50) -> TaskCauses:
+        from headway.views.failed import TaskCauses
+
+        return parse(TaskCauses, self._connection.get("/task-causes", limit=limit))
+
+    def rq_causes(self) -> RqCauses:
+        from headway.views.failed import RqCauses
+
+        return parse(RqCauses, self._connection.get("/rq-causes"))
+
+    def performance(self, *, range: Literal["1h", "24h", "7d"] = "24h") -> Performances:
+        from headway.views.performance import Performances
+
+        return parse(Performances, self._connection.get("/performance", range=range))
+
     # ---- the rest ----------------------------------------------------------------------------------------------------
 
     def projects(self, *, after: str = "", limit: int = 50) -> Projects:
@@ -239,8 +264,22 @@ class Client:
     def retry_dead(self, job: str, *, cause: int | None = None, items: Sequence[str] = (), reason: str = "") -> Acted:
         return self._act(f"/jobs/{part(job)}/retry", cause=cause, items=list(items), reason=reason)
 
-    def forget(self, job: str) -> Acted:
-        return self._act(f"/jobs/{part(job)}/forget")
+    def retry_all_dead(self, *, reason: str = "") -> Acted:
+        """Every dead letter of every job."""
+        return self._act("/dead/retry", reason=reason)
+
+    def retry_tasks(self, *, cause: int | None = None, reason: str = "") -> Acted:
+        """Failed tasks of a cause, or all of them."""
+        return self._act("/task-causes/retry", cause=cause, reason=reason)
+
+    def requeue_cause(self, cause: str, *, until: datetime | None = None, reason: str = "") -> Acted:
+        """Failed jobs of RQ; those that had failed by ``until`` (`RqCause.last_seen`), or all."""
+        from headway.views.shape import iso
+
+        return self._act(f"/rq-causes/{part(cause)}/requeue", until=iso(until), reason=reason)
+
+    def forget(self, job: str, *, reason: str = "") -> Acted:
+        return self._act(f"/jobs/{part(job)}/forget", reason=reason)
 
     def pause_run(self, job: str, *, reason: str = "") -> Acted:
         return self._act(f"/jobs/{part(job)}/pause", reason=reason)
@@ -272,14 +311,14 @@ class Client:
     def stop_worker(self, worker: str, *, reason: str = "") -> Acted:
         return self._act(f"/workers/{part(worker)}/stop", reason=reason)
 
-    def acknowledge(self, alert: int) -> Acted:
-        return self._act(f"/alerts/{alert}/acknowledge")
+    def acknowledge(self, alert: int, *, reason: str = "") -> Acted:
+        return self._act(f"/alerts/{alert}/acknowledge", reason=reason)
 
-    def mute(self, rule: str, *, seconds: float = 3600.0, subject: str = "") -> Acted:
-        return self._act(f"/alert-rules/{part(rule)}/mute", seconds=seconds, subject=subject)
+    def mute(self, rule: str, *, seconds: float = 3600.0, subject: str = "", reason: str = "") -> Acted:
+        return self._act(f"/alert-rules/{part(rule)}/mute", seconds=seconds, subject=subject, reason=reason)
 
-    def unmute(self, rule: str, *, subject: str = "") -> Acted:
-        return self._act(f"/alert-rules/{part(rule)}/unmute", subject=subject)
+    def unmute(self, rule: str, *, subject: str = "", reason: str = "") -> Acted:
+        return self._act(f"/alert-rules/{part(rule)}/unmute", subject=subject, reason=reason)
 
     def _act(self, path: str, **body: object) -> Acted:
         from headway.views.access import Acted

@@ -161,9 +161,9 @@ class Ledger:
 
         return self.database.run(work, operation="archive")
 
-    def forget(self, id: str, *, actor: str | None = None) -> int:
+    def forget(self, id: str, *, actor: str | None = None, reason: str = "") -> int:
         """Delete a job with all its records; how many items it had. Audited."""
-        total = self._delete(self.job(id).no, id, "forget", actor)
+        total = self._delete(self.job(id).no, id, "forget", actor, reason=reason)
         assert total is not None
         return total
 
@@ -185,7 +185,14 @@ class Ledger:
         return gone
 
     def _delete(
-        self, no: int, id: str, action: str, actor: str | None, *, unless_changed_since: float | None = None
+        self,
+        no: int,
+        id: str,
+        action: str,
+        actor: str | None,
+        *,
+        reason: str = "",
+        unless_changed_since: float | None = None,
     ) -> int | None:
         """How many items the job had; None when it is not an old one any more, and then nothing changes."""
 
@@ -198,9 +205,10 @@ class Ledger:
             if tx.engine == "sqlite":
                 tx.execute(_REMEMBER_NUMBER, (str(no),))
             _put_aside(tx, no, id, recorder.now)  # killed in what follows, the id is free and `purge` does the rest
-            audit(
-                tx, recorder.now, actor or current_user(), action, id, {"total": recorder.total, "done": recorder.done}
-            )
+            facts: dict[str, object] = {"total": recorder.total, "done": recorder.done}
+            if reason:
+                facts["reason"] = reason
+            audit(tx, recorder.now, actor or current_user(), action, id, facts)
             return int(recorder.total)
 
         total = self.database.run(begin, operation=action)

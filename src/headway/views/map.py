@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from headway._sql import Row, marks
+from headway.views.shape import Json, document
 
 if TYPE_CHECKING:
     from headway import ledger
@@ -25,7 +26,7 @@ EXACT = 10_000
 #: Histogram: bins per factor of ten.
 BINS_PER_DECADE = 8
 
-Base = Literal["kept", "done", "pend"]
+Base = Literal["kept", "done", "pending"]
 
 
 class Cell(NamedTuple):
@@ -43,16 +44,46 @@ class Worker(NamedTuple):
     items: Annotated[int, "items among those looked at that it finished"]
 
 
+class Stretch(NamedTuple):
+    """Cells of the map in a row that look alike."""
+
+    base: Annotated[Base, "what most of their items are; kept: done before the newest run began"]
+    cells: Annotated[int, "how many cells"]
+
+
+class Bin(NamedTuple):
+    """How many took about as long; eight of them to a factor of ten."""
+
+    seconds: Annotated[float, "so long at least"]
+    amount: Annotated[int, "how many"]
+
+
 class ItemMap(NamedTuple):
     """The items of a job as cells, in the order of their indices."""
 
     size: Annotated[int, "items in a cell"]
     cells: Annotated[int, "how many cells"]
-    bases: Annotated[tuple[tuple[Base, int], ...], "runs of cells that look alike"]
-    marks: Annotated[dict[int, Cell], "cells with something else in them"]
+    bases: Annotated[tuple[Stretch, ...], "the cells from the first to the last"]
+    marks: Annotated[dict[int, Cell], "by its number (0 is the first): a cell with something else in it"]
     sampled: Annotated[int | None, "how many items were looked at; null: all"]
-    durations: Annotated[tuple[tuple[float, int], ...], "(seconds from, how many items), eight to a factor of ten"]
+    durations: Annotated[tuple[Bin, ...], "how long items took, the shortest first"]
     workers: Annotated[tuple[Worker, ...], "who finished those of this run, the busiest first"]
+
+
+class JobMap(NamedTuple):
+    """`/api/v1/jobs/ID/map`: the items of a job as a picture of at most 1,200 cells."""
+
+    job: Annotated[str, "the job's id"]
+    map: Annotated[ItemMap | None, "the map; null of a job without items, or whose indices lie far apart"]
+
+    def as_json(self) -> Json:
+        return document(self)
+
+
+def read_job_map(job: ledger.Job) -> JobMap:
+    """What was done before the newest run began is *kept*."""
+    runs = job.runs()
+    return JobMap(job.id, read_map(job, since=runs[-1].started_at.timestamp() if runs else None))
 
 
 def read_map(job: ledger.Job, *, since: float | None) -> ItemMap | None:
@@ -113,27 +144,25 @@ def cell_size(items: int) -> int:
         step *= 10
 
 
-def _bases(
-    rows: Sequence[Row], cells: int, size: int, since: float | None, *, every: bool
-) -> tuple[tuple[Base, int], ...]:
+def _bases(rows: Sequence[Row], cells: int, size: int, since: float | None, *, every: bool) -> tuple[Stretch, ...]:
     """Runs of cells by what most of their items are; of a cell that was sampled, by what its one item is."""
     touched, kept = [0] * cells, [0] * cells
     for idx, _, updated_at, _, _ in rows:
         touched[idx // size] += 1
         kept[idx // size] += since is not None and updated_at < since
-    runs: list[tuple[Base, int]] = []
+    runs: list[Stretch] = []
     for cell in range(cells):
         there = touched[cell]
         least = size / 2 if every and cell < cells - 1 else 0.5
-        base: Base = "pend" if there < least else "kept" if 2 * kept[cell] > there else "done"
-        if runs and runs[-1][0] == base:
-            runs[-1] = (base, runs[-1][1] + 1)
+        base: Base = "pending" if there < least else "kept" if 2 * kept[cell] > there else "done"
+        if runs and runs[-1].base == base:
+            runs[-1] = Stretch(base, runs[-1].cells + 1)
         else:
-            runs.append((base, 1))
+            runs.append(Stretch(base, 1))
     return tuple(runs)
 
 
-def durations(seconds: Sequence[float]) -> tuple[tuple[float, int], ...]:
+def durations(seconds: Sequence[float]) -> tuple[Bin, ...]:
     """How many took how long: bins that grow by the same factor, none left out between the first and the last."""
     if not seconds:
         return ()
@@ -141,4 +170,4 @@ def durations(seconds: Sequence[float]) -> tuple[tuple[float, int], ...]:
     first, last = min(counts), max(counts)
     # A few bins at least, on both sides: one column alone says nothing.
     first, last = min(first, last - 8), max(last, first + 8)
-    return tuple((10 ** (place / BINS_PER_DECADE), counts.get(place, 0)) for place in range(first, last + 1))
+    return tuple(Bin(10 ** (place / BINS_PER_DECADE), counts.get(place, 0)) for place in range(first, last + 1))

@@ -51,5 +51,6 @@ def _value(type_: Any, value: Any) -> Any:
     if origin is tuple:
         return tuple(_value(arguments[0], part) for part in value)
     if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
-        return {name: _value(arguments[1], part) for name, part in value.items()}
+        key = int if arguments[0] is int else str  # JSON has names of texts only
+        return {key(name): _value(arguments[1], part) for name, part in value.items()}
     return _view(type_, value) if hasattr(type_, "_fields") else value

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from headway._sql import marks
-from headway.views.map import durations
+from headway.views.map import Bin, durations
 from headway.views.series import RANGES
+from headway.views.shape import Json, document
 
 if TYPE_CHECKING:
     from headway._sql import Database, Tx
@@ -32,19 +33,30 @@ class Performance(NamedTuple):
     """One function of jobs, or one kind of task."""
 
     name: Annotated[str, "function or kind"]
-    what: Annotated[str, "items or tasks"]
+    what: Annotated[Literal["items", "tasks"], "items of jobs, or tasks of the queue"]
     done: Annotated[int, "that succeeded"]
     failed: Annotated[int, "attempts that did not"]
+    success: Annotated[float | None, "share of all attempts that succeeded, 0 to 100"]
     mean: Annotated[float | None, "seconds an attempt took, over all of them"]
     run: Annotated[Times | None, "how long an attempt took; of the newest ones"]
     wait: Annotated[Times | None, "how long a task waited; of the newest ones"]
     looked_at: Annotated[int, "how many times are behind `run`"]
-    took: Annotated[tuple[tuple[float, int], ...], "(seconds from, how many attempts), eight to a factor of ten"]
+    took: Annotated[tuple[Bin, ...], "those attempts by how long they took"]
 
-    @property
-    def success(self) -> float | None:
-        tried = self.done + self.failed
-        return 100 * self.done / tried if tried else None
+
+class Performances(NamedTuple):
+    """`/api/v1/performance`: how fast and how well functions and handlers worked in a stretch of time."""
+
+    range: Annotated[Literal["1h", "24h", "7d"], "the stretch, up to now"]
+    performance: Annotated[tuple[Performance, ...], "functions and kinds, the busiest first"]
+    queues: Annotated[dict[str, QueueTimes], "by queue, of those from which a task ended"]
+
+    def as_json(self) -> Json:
+        return document(self)
+
+
+def read_performances(database: Database, range: Literal["1h", "24h", "7d"] = "24h") -> Performances:
+    return Performances(range, read_performance(database, range), read_queue_times(database, range))
 
 
 def read_performance(database: Database, range: str = "24h") -> tuple[Performance, ...]:
@@ -91,11 +103,19 @@ def read_performance(database: Database, range: str = "24h") -> tuple[Performanc
 
 
 def _performance(
-    name: str, what: str, done: int, failed: int, seconds: float, run: Sequence[float], wait: Sequence[float]
+    name: str,
+    what: Literal["items", "tasks"],
+    done: int,
+    failed: int,
+    seconds: float,
+    run: Sequence[float],
+    wait: Sequence[float],
 ) -> Performance:
     done, failed = int(done or 0), int(failed or 0)
-    mean = seconds / (done + failed) if seconds and done + failed else None
-    return Performance(name, what, done, failed, mean, _times(run), _times(wait), len(run), durations(run))
+    tried = done + failed
+    mean = seconds / tried if seconds and tried else None
+    success = 100 * done / tried if tried else None
+    return Performance(name, what, done, failed, success, mean, _times(run), _times(wait), len(run), durations(run))
 
 
 def _spread(tx: Tx, function: str, since: float) -> list[float]:
@@ -116,11 +136,11 @@ def _spread(tx: Tx, function: str, since: float) -> list[float]:
 
 
 class QueueTimes(NamedTuple):
-    """How long tasks of a queue wait and run, of the newest that ended."""
+    """How long tasks of a queue waited and ran, of the newest that ended."""
 
     wait: Annotated[Times | None, "from when they might run to when they did"]
     run: Annotated[Times | None, "the last run of each"]
-    took: Annotated[tuple[tuple[float, int], ...], "(seconds from, how many runs), eight to a factor of ten"]
+    took: Annotated[tuple[Bin, ...], "their runs by how long they took"]
     looked_at: Annotated[int, "how many tasks are behind it"]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from headway.errors import HeadwayError
 
@@ -22,10 +22,13 @@ if TYPE_CHECKING:
     from headway.views.access import Activity
     from headway.views.alerts import Alerts
     from headway.views.dead import Dead, DeadItems, DeadLetters
+    from headway.views.failed import RqCauses, TaskCauses
     from headway.views.health import Health
     from headway.views.items import Items, ItemSheet, JobLog, LogEntry
     from headway.views.job import DeadLetter, JobSheet, Runs
     from headway.views.jobs import Jobs
+    from headway.views.map import JobMap
+    from headway.views.performance import Performances
     from headway.views.projects import ProjectProgress, Projects
     from headway.views.queue import Queues, QueueSettings, Tasks, TaskSheet, Workers
     from headway.views.records import Audit, Settings
@@ -124,6 +127,11 @@ class Reader:
 
         return read_log_page(self._job(id), after=after, limit=limit)
 
+    def item_map(self, id: str) -> JobMap:
+        from headway.views.map import read_job_map
+
+        return read_job_map(self._job(id))
+
     def dead(self, id: str | None = None) -> Dead:
         from headway.views.dead import read_dead
 
@@ -189,6 +197,23 @@ class Reader:
         from headway.views.queue import read_workers
 
         return read_workers(self.queue)
+
+    def task_causes(self, *, limit: int = 50) -> TaskCauses:
+        """Why tasks failed for good."""
+        from headway.views.failed import read_failed_tasks
+
+        return read_failed_tasks(self.database, limit=limit)
+
+    def rq_causes(self) -> RqCauses:
+        """Why jobs of the RQ deployment that the watcher follows stand failed."""
+        from headway.views.failed import read_rq_causes
+
+        return read_rq_causes(self.config, self.database)
+
+    def performance(self, *, range: Literal["1h", "24h", "7d"] = "24h") -> Performances:
+        from headway.views.performance import read_performances
+
+        return read_performances(self.database, range)
 
     # ---- projects, events --------------------------------------------------------------------------------------------
 

@@ -10,10 +10,28 @@ from datetime import datetime
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from headway.views import access, alerts, dead, health, items, job, jobs, projects, queue, records, relay, states
+from headway.views import (
+    access,
+    alerts,
+    dead,
+    failed,
+    health,
+    items,
+    job,
+    jobs,
+    performance,
+    projects,
+    queue,
+    records,
+    relay,
+    states,
+)
+from headway.views import map as item_map
 from headway.views.shape import ABSENT, SCHEMAS, Absent, Json
 
-MODULES = (jobs, job, items, dead, projects, states, queue, relay, alerts, health, records, access)
+MODULES = (
+    jobs, job, items, item_map, dead, failed, projects, states, queue, performance, relay, alerts, health, records, access,
+)  # fmt: skip
 
 _TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
 

@@ -20,9 +20,9 @@ A form posts to ``/actions/NAME`` and is sent back to the page in its field ``ne
     cancel  task [reason]
     drain   worker [reason]                      it finishes what it runs, and ends
     stop    worker [reason]                      it gives back what it runs, and ends
-    acknowledge  alert                           somebody sees to it
-    mute    rule [subject] [minutes]             nobody is told of a rule's alerts for a while
-    unmute  rule [subject]
+    acknowledge  alert [reason]                  somebody sees to it
+    mute    rule [subject] [minutes] [reason]    nobody is told of a rule's alerts for a while
+    unmute  rule [subject] [reason]
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def retry_dead(
     if cause is not None:
         find_cause(found, cause)
     indices = [_dead_index(found, name) for name in items] if items else None
-    moved = found.retry_dead(cause=cause, indices=indices, actor=user.name, reason=_said(reason))
+    moved = found.retry_dead(cause=cause, indices=indices, actor=user.name, reason=masked(reason))
     return Acted("retry", f"{plural(moved, 'dead letter')} of job {job} pending again.", moved)
 
 
@@ -98,10 +98,10 @@ def _dead_index(job: Any, name: str) -> int:
     return int(info.idx)
 
 
-def forget(reader: Reader, user: User, job: str) -> Acted:
+def forget(reader: Reader, user: User, job: str, *, reason: str = "") -> Acted:
     require(user, "forget")
     find_job(reader.ledger, job)
-    total = reader.ledger.forget(job, actor=user.name)
+    total = reader.ledger.forget(job, actor=user.name, reason=masked(reason))
     return Acted("forget", f"Job {job} and its {plural(total, 'item')} are deleted.", total)
 
 
@@ -111,26 +111,26 @@ def forget(reader: Reader, user: User, job: str) -> Acted:
 
 def pause_run(reader: Reader, user: User, job: str, *, reason: str = "") -> Acted:
     require(user, "run")
-    find_job(reader.ledger, job).pause(actor=user.name, reason=_said(reason))
+    find_job(reader.ledger, job).pause(actor=user.name, reason=masked(reason))
     return Acted("pause", f"The run of {job} is asked to finish what it works on and to begin nothing more.", 1)
 
 
 def resume_run(reader: Reader, user: User, job: str, *, reason: str = "") -> Acted:
     require(user, "run")
-    find_job(reader.ledger, job).resume(actor=user.name, reason=_said(reason))
+    find_job(reader.ledger, job).resume(actor=user.name, reason=masked(reason))
     return Acted("resume", f"The run of {job} is asked to go on.", 1)
 
 
 def stop_run(reader: Reader, user: User, job: str, *, now: bool = False, reason: str = "") -> Acted:
     require(user, "run")
-    find_job(reader.ledger, job).stop(now=now, actor=user.name, reason=_said(reason))
+    find_job(reader.ledger, job).stop(now=now, actor=user.name, reason=masked(reason))
     how = "to abandon what it works on and to end" if now else "to end when what it works on is finished"
     return Acted("stop", f"The run of {job} is asked {how}.", 1)
 
 
 def scale_run(reader: Reader, user: User, job: str, workers: int, *, reason: str = "") -> Acted:
     require(user, "run")
-    find_job(reader.ledger, job).scale(workers, actor=user.name, reason=_said(reason))
+    find_job(reader.ledger, job).scale(workers, actor=user.name, reason=masked(reason))
     return Acted("scale", f"The run of {job} is asked to work on {plural(workers, 'item')} at once.", 1)
 
 
@@ -140,7 +140,7 @@ def scale_run(reader: Reader, user: User, job: str, workers: int, *, reason: str
 
 def pause(reader: Reader, user: User, queue: str, *, reason: str = "", seconds: float | None = None) -> Acted:
     require(user, "pause")
-    chosen, said = _queue(queue), _said(reason)
+    chosen, said = _queue(queue), masked(reason)
     if seconds is not None and not 1 <= seconds <= LONGEST:
         raise InvalidInput(
             f"{seconds:g} seconds are no pause.", hint=f"Use 1 to {LONGEST:,}, or none: until it is resumed."
@@ -158,7 +158,7 @@ def pause(reader: Reader, user: User, queue: str, *, reason: str = "", seconds: 
 
 def resume(reader: Reader, user: User, queue: str, *, reason: str = "") -> Acted:
     require(user, "resume")
-    chosen, said = _queue(queue), _said(reason)
+    chosen, said = _queue(queue), masked(reason)
     was = reader.database.run(lambda tx: records.resume(tx, chosen, by=user.name, reason=said), operation="web.resume")
     text = f"The queue {queue} goes on." if was else f"The queue {queue} was not paused."
     return Acted("queue.resume", text, int(was))
@@ -178,7 +178,7 @@ def cancel_task(reader: Reader, user: User, task: str, *, reason: str = "") -> A
             "task": task,
             "kind": before.kind,
             "was": before.status.value,
-            "reason": _said(reason),
+            "reason": masked(reason),
         }
         audit(tx, tx.now(), user.name, "task.cancel", "", facts)
         return after, True
@@ -200,7 +200,7 @@ def retry_task(reader: Reader, user: User, task: str, *, reason: str = "") -> Ac
 
     def work(tx: Tx) -> Task:
         found = records.retry(tx, task, per_user=per_user)
-        audit(tx, tx.now(), user.name, "task.retry", "", {"task": task, "kind": found.kind, "reason": _said(reason)})
+        audit(tx, tx.now(), user.name, "task.retry", "", {"task": task, "kind": found.kind, "reason": masked(reason)})
         return found
 
     found = reader.database.run(work, operation="web.retry")
@@ -211,7 +211,7 @@ def end_worker(reader: Reader, user: User, worker: str, how: Literal["drain", "s
     """Tell a worker to finish what it runs and end (drain), or to give it back and end (stop). It hears it with its next
     sign of life."""
     require(user, "worker")
-    said = _said(reason)
+    said = masked(reason)
     asked = reader.database.run(
         lambda tx: records.end_worker(tx, worker, how, by=user.name, reason=said), operation="web.worker"
     )
@@ -223,22 +223,22 @@ def end_worker(reader: Reader, user: User, worker: str, how: Literal["drain", "s
 # Alerts
 
 
-def acknowledge(reader: Reader, user: User, no: int) -> Acted:
+def acknowledge(reader: Reader, user: User, no: int, *, reason: str = "") -> Acted:
     require(user, "alert")
-    alert = alerts.acknowledge(reader.database, no, by=user.name)
+    alert = alerts.acknowledge(reader.database, no, by=user.name, reason=masked(reason))
     return Acted("alert.acknowledge", f"{alert.acknowledged_by} sees to alert {no} ({alert.rule}).", 1)
 
 
-def mute(reader: Reader, user: User, rule: str, *, seconds: float, subject: str = "") -> Acted:
+def mute(reader: Reader, user: User, rule: str, *, seconds: float, subject: str = "", reason: str = "") -> Acted:
     require(user, "alert")
-    alerts.mute(reader.database, rule, seconds=seconds, by=user.name, subject=subject)
+    alerts.mute(reader.database, rule, seconds=seconds, by=user.name, subject=subject, reason=masked(reason))
     about = f"{rule} of {subject}" if subject else rule
     return Acted("alert.mute", f"Nobody is told of {about} for {duration(seconds)}.", 1)
 
 
-def unmute(reader: Reader, user: User, rule: str, *, subject: str = "") -> Acted:
+def unmute(reader: Reader, user: User, rule: str, *, subject: str = "", reason: str = "") -> Acted:
     require(user, "alert")
-    stood = alerts.unmute(reader.database, rule, by=user.name, subject=subject)
+    stood = alerts.unmute(reader.database, rule, by=user.name, subject=subject, reason=masked(reason))
     return Acted("alert.unmute", f"{rule} is told again." if stood else f"{rule} was not muted.", int(stood))
 
 
@@ -251,7 +251,7 @@ def _queue(name: str) -> Priority:
         ) from None
 
 
-def _said(reason: str) -> str:
+def masked(reason: str) -> str:
     """A reason as it is kept: by whoever could read it."""
     return redact(" ".join(reason.split())[:REASON])
 
@@ -269,11 +269,11 @@ def _retry(reader: Reader, user: User, fields: Fields, items: Sequence[str]) -> 
     if fields.get("tasks") or fields.get("jobs") == "all":
         from headway.web import bulk
 
-        said = _said(fields.get("reason", ""))
+        reason = fields.get("reason", "")
         if not fields.get("tasks"):
-            return bulk.retry_jobs(reader, user.name, reason=said)
+            return bulk.retry_jobs(reader, user, reason=reason)
         number = None if fields["tasks"] == "all" else _whole(fields["tasks"], "cause")
-        return bulk.retry_tasks(reader, user.name, number, reason=said)
+        return bulk.retry_tasks(reader, user, cause=number, reason=reason)
     if fields.get("selected") and not items:
         raise InvalidInput("No item is selected.", hint="Nothing was changed.")
     cause = _whole(fields.get("cause", ""), "cause")
@@ -286,7 +286,7 @@ def _requeue(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Ac
     require(user, "retry")
     until = _whole(_named(fields, "until"), "time", digits=13) or 0  # milliseconds
     return bulk.requeue_cause(
-        reader, user.name, _named(fields, "cause"), until=until / 1000, reason=_said(fields.get("reason", ""))
+        reader, user, _named(fields, "cause"), until=until / 1000, reason=fields.get("reason", "")
     )
 
 
@@ -300,18 +300,23 @@ def _pause(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acte
 
 def _acknowledge(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acted:
     require(user, "alert")
-    return acknowledge(reader, user, _whole(_named(fields, "alert"), "alert") or 0)
+    number = _whole(_named(fields, "alert"), "alert") or 0
+    return acknowledge(reader, user, number, reason=fields.get("reason", ""))
 
 
 def _unmute(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acted:
     require(user, "alert")
-    return unmute(reader, user, _named(fields, "rule"), subject=fields.get("subject", ""))
+    reason = fields.get("reason", "")
+    return unmute(reader, user, _named(fields, "rule"), subject=fields.get("subject", ""), reason=reason)
 
 
 def _mute(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acted:
     require(user, "alert")
     minutes = _whole(fields.get("minutes", ""), "minutes") or 60
-    return mute(reader, user, _named(fields, "rule"), seconds=minutes * 60.0, subject=fields.get("subject", ""))
+    return mute(
+        reader, user, _named(fields, "rule"), seconds=minutes * 60.0, subject=fields.get("subject", ""),
+        reason=fields.get("reason", ""),
+    )  # fmt: skip
 
 
 def _resume(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acted:
@@ -335,7 +340,9 @@ def _scale(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acte
 FORMS: Final[dict[str, Callable[[Any, User, Fields, Sequence[str]], Acted]]] = {
     "retry": _retry,
     "requeue": _requeue,
-    "forget": lambda reader, user, fields, _: forget(reader, user, _named(fields, "job")),
+    "forget": lambda reader, user, fields, _: forget(
+        reader, user, _named(fields, "job"), reason=fields.get("reason", "")
+    ),
     "pause": _pause,
     "resume": _resume,
     "scale": _scale,

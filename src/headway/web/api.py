@@ -7,33 +7,41 @@ Under every other id there is nothing for them.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
-from fastapi import APIRouter, Depends, FastAPI, Path, Query
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import FastAPI, Path, Query
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from headway.errors import InvalidInput, NotFound
 from headway.ledger.control import MOST_WORKERS
-from headway.views import access, alerts, dead, health, items, job, jobs, projects, queue, records, relay, states
-from headway.views.schemas import json_schema
-from headway.views.shape import schema_of
-from headway.web import actions
-from headway.web.problems import SCHEMA as ERROR
+from headway.views import (
+    access,
+    alerts,
+    dead,
+    failed,
+    health,
+    items,
+    job,
+    jobs,
+    performance,
+    projects,
+    queue,
+    records,
+    relay,
+    states,
+)
+from headway.views.map import JobMap
+from headway.web import actions, bulk
 from headway.web.problems import Forbidden
-from headway.web.site import Site
+from headway.web.routes import Api, encoded, tagged
+from headway.web.site import NAME, Site
 
 if TYPE_CHECKING:
     from headway.finishline import AsyncProgress
-    from headway.views.shape import Document
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-PREFIX: Final = "/api/v1"
 #: The most rows in one answer.
 LARGEST: Final = 1000
 #: What both engines can keep.
@@ -49,34 +57,6 @@ TaskStatus = Literal["queued", "running", "completed", "failed", "cancelled"]
 QueueName = Literal["urgent", "high", "normal", "low"]
 RuleName = Annotated[str, Path(description="the rule's name", max_length=64)]
 
-_ERROR_SCHEMA: Final = {
-    "type": "object",
-    "properties": {
-        "schema": {"const": ERROR},
-        "error": {
-            "type": "object",
-            "properties": {
-                "type": {"type": "string"},
-                "message": {"type": "string"},
-                "hint": {"type": "string"},
-                "exit_code": {"type": "integer"},
-            },
-            "required": ["type", "message", "hint", "exit_code"],
-        },
-    },
-    "required": ["schema", "error"],
-}
-_PROBLEMS: Final[dict[int | str, dict[str, Any]]] = {
-    status: {"description": text, "content": {"application/json": {"schema": _ERROR_SCHEMA}}}
-    for status, text in {
-        400: "what was sent cannot be used",
-        401: "nobody is known to ask",
-        403: "no right to this",
-        404: "there is no such thing, or not for you",
-        503: "a store is away, or too many ask at once",
-    }.items()
-}
-
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -89,6 +69,20 @@ class Retry(_Body):
 
     cause: int | None = Field(None, ge=1, le=MOST)
     items: list[str] = Field(default_factory=list, max_length=LARGEST, description="keys or indices")
+
+
+class RetryTasks(_Body):
+    """Which failed tasks: of a cause, or all."""
+
+    cause: int | None = Field(None, ge=1, le=MOST)
+
+
+class Requeue(_Body):
+    """Which jobs of the cause: those that had failed by a time, or all."""
+
+    until: Annotated[AwareDatetime, Field(strict=False)] | None = Field(
+        None, description="last_seen of the cause: what failed since then stays where it is"
+    )
 
 
 class Pause(_Body):
@@ -126,72 +120,14 @@ class Reason(_Body):
     """Only why."""
 
 
-def encoded(question: Callable[..., Document], *args: Any, **options: Any) -> tuple[bytes, str]:
-    """A document as JSON, and the tag of exactly this content. It runs where the question is asked, not on the loop."""
-    body = json.dumps(question(*args, **options).as_json(), separators=(",", ":")).encode()
-    return body, f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-
-
-class Api:
-    """Declares routes, each with its right and the shape of its answer."""
-
-    def __init__(self, site: Site) -> None:
-        self.site = site
-        self.router = APIRouter(prefix=PREFIX)
-
-    def get(self, path: str, view: type, *, right: str = "read") -> Callable[[F], F]:
-        return self._declare("GET", path, view, right)
-
-    def post(self, path: str, *, right: str) -> Callable[[F], F]:
-        return self._declare("POST", path, access.Acted, right)
-
-    def _declare(self, method: str, path: str, view: type, right: str) -> Callable[[F], F]:
-        schema = json_schema(view, schema_of(view))
-        answer = {
-            "description": (view.__doc__ or "").split("\n")[0],
-            "content": {"application/json": {"schema": schema}},
-        }
-        problems = _PROBLEMS if method == "GET" else {**_PROBLEMS, 409: {**_PROBLEMS[403], "description": "refused"}}
-        return self.router.api_route(
-            path, methods=[method], responses={200: answer, **problems}, dependencies=[Depends(self._needs(right))],
-            openapi_extra={"x-headway-right": right},
-        )  # fmt: skip
-
-    def _needs(self, right: str) -> Callable[[Request], None]:
-        def check(request: Request) -> None:
-            user = self.site.user(request)
-            if user.may(right):
-                return
-            if user.owner is not None and request.path_params:
-                raise NotFound("There is nothing of yours under this id.")
-            raise Forbidden(
-                f"The role {user.role} has no right to this ({right}).", hint="Ask for a token that has it."
-            )
-
-        return check
-
-    async def answer(self, request: Request, question: Callable[..., Document], *args: Any, **options: Any) -> Response:
-        """Ask off the loop, and answer; with 304 and nothing if the asker has exactly this already."""
-        return tagged(request, *await self.site.read(encoded, question, *args, **options))
-
-    async def act(self, request: Request, action: Callable[..., access.Acted], *args: Any, **options: Any) -> Response:
-        acted = await self.site.change(action, self.site.reader, self.site.user(request), *args, **options)
-        return Response(json.dumps(acted.as_json()), media_type="application/json")
-
-
-def tagged(request: Request, body: bytes, tag: str) -> Response:
-    headers = {"ETag": tag, "Cache-Control": "private, no-cache"}
-    if tag in [one.strip().removeprefix("W/") for one in request.headers.get("if-none-match", "").split(",")]:
-        return Response(status_code=304, headers=headers)
-    return Response(body, headers=headers, media_type="application/json")
-
-
 def mount(app: FastAPI, site: Site, progress: Callable[[], AsyncProgress | None]) -> None:
     """Every route of the API. ``progress`` gives the reader of Redis's projects, if there is a Redis."""
     api = Api(site)
     _projects(api, progress)  # first, because routes are tried one after another, and this one is asked most
     _jobs(api)
+    _runs(api)
     _dead(api)
+    _causes(api)
     _queues(api)
     _alerts(api)
     _tasks(api)
@@ -243,6 +179,11 @@ def _jobs(api: Api) -> None:
             actions.require(api.site.user(request), "payload")
         return await api.answer(request, reader.item, id, item, payload=payload)
 
+    @api.get("/jobs/{id}/map", JobMap)
+    async def show_item_map(request: Request, id: JobId) -> Response:
+        """Where a job's items stand, in order, as at most 1,200 cells; how long they took; who did them."""
+        return await api.answer(request, reader.item_map, id)
+
     @api.get("/jobs/{id}/log", items.JobLog)
     async def read_log(request: Request, id: JobId, after: After = -1, limit: Limit = LARGEST) -> Response:
         """Every ended attempt, in the order of the items, page by page; of an item all attempts or none."""
@@ -282,6 +223,39 @@ def _dead(api: Api) -> None:
             request, actions.retry_dead, id, cause=body.cause, items=tuple(body.items), reason=body.reason
         )
 
+    # Not /jobs/retry: behind a proxy that merges slashes an id left empty, /jobs//retry, would retry everything.
+    @api.post("/dead/retry", right="retry")
+    async def retry_all_dead(request: Request, body: Reason) -> Response:
+        """Give every dead letter of every job another life."""
+        return await api.act(request, bulk.retry_jobs, reason=body.reason)
+
+
+def _causes(api: Api) -> None:
+    reader = api.site.reader
+
+    @api.get("/task-causes", failed.TaskCauses)
+    async def list_task_causes(request: Request, limit: Limit = 50) -> Response:
+        """Why tasks of the queue failed for good."""
+        return await api.answer(request, reader.task_causes, limit=limit)
+
+    @api.get("/rq-causes", failed.RqCauses)
+    async def list_rq_causes(request: Request) -> Response:
+        """Why jobs stand failed in the RQ deployment that the watcher follows."""
+        return await api.answer(request, reader.rq_causes)
+
+    @api.post("/task-causes/retry", right="retry")
+    async def retry_tasks(request: Request, body: RetryTasks) -> Response:
+        """Give failed tasks of a cause, or all, another life, at most 5,000 at once."""
+        return await api.act(request, bulk.retry_tasks, cause=body.cause, reason=body.reason)
+
+    @api.post("/rq-causes/{id}/requeue", right="retry")
+    async def requeue_rq_cause(request: Request, id: Annotated[str, Path(max_length=64)], body: Requeue) -> Response:
+        """Put failed jobs of a cause back into their RQ queue."""
+        until = None if body.until is None else body.until.timestamp()
+        return await api.act(request, bulk.requeue_cause, id, until=until, reason=body.reason)
+
+
+def _runs(api: Api) -> None:
     @api.post("/jobs/{id}/pause", right="run")
     async def pause_run(request: Request, id: JobId, body: Reason) -> Response:
         """Ask the run of a job to finish what it works on and to begin nothing more."""
@@ -303,9 +277,9 @@ def _dead(api: Api) -> None:
         return await api.act(request, actions.scale_run, id, body.workers, reason=body.reason)
 
     @api.post("/jobs/{id}/forget", right="forget")
-    async def forget_job(request: Request, id: JobId, body: Reason) -> Response:  # noqa: ARG001 - a POST has a body
+    async def forget_job(request: Request, id: JobId, body: Reason) -> Response:
         """Delete a job with all its records."""
-        return await api.act(request, actions.forget, id)
+        return await api.act(request, actions.forget, id, reason=body.reason)
 
 
 def _queues(api: Api) -> None:
@@ -356,23 +330,21 @@ def _alerts(api: Api) -> None:
         return await api.answer(request, reader.alerts, history=history)
 
     @api.post("/alerts/{no}/acknowledge", right="alert")
-    async def acknowledge_alert(
-        request: Request,
-        no: Annotated[int, Path(ge=1, le=MOST)],
-        body: Reason,  # noqa: ARG001 - a POST has a body
-    ) -> Response:
+    async def acknowledge_alert(request: Request, no: Annotated[int, Path(ge=1, le=MOST)], body: Reason) -> Response:
         """Say that you know of an alert and see to it."""
-        return await api.act(request, actions.acknowledge, no)
+        return await api.act(request, actions.acknowledge, no, reason=body.reason)
 
     @api.post("/alert-rules/{rule}/mute", right="alert")
     async def mute_rule(request: Request, rule: RuleName, body: Mute) -> Response:
         """Tell nobody of a rule's alerts for a while."""
-        return await api.act(request, actions.mute, rule, seconds=body.seconds, subject=body.subject)
+        return await api.act(
+            request, actions.mute, rule, seconds=body.seconds, subject=body.subject, reason=body.reason
+        )
 
     @api.post("/alert-rules/{rule}/unmute", right="alert")
     async def unmute_rule(request: Request, rule: RuleName, body: Unmute) -> Response:
         """End a mute before its time."""
-        return await api.act(request, actions.unmute, rule, subject=body.subject)
+        return await api.act(request, actions.unmute, rule, subject=body.subject, reason=body.reason)
 
 
 def _tasks(api: Api) -> None:
@@ -384,7 +356,7 @@ def _tasks(api: Api) -> None:
         status: TaskStatus | None = None,
         queue: QueueName | None = None,
         kind: Annotated[str | None, Query(max_length=128)] = None,
-        user: Annotated[str | None, Query(max_length=128)] = None,
+        user: Annotated[str | None, Query(max_length=NAME)] = None,
         before: Annotated[str | None, Query(max_length=128, description="the last task of the page before")] = None,
         limit: Limit = 50,
     ) -> Response:
@@ -455,6 +427,11 @@ def _projects(api: Api, progress: Callable[[], AsyncProgress | None]) -> None:
 
 def _others(api: Api) -> None:
     reader = api.site.reader
+
+    @api.get("/performance", performance.Performances)
+    async def show_performance(request: Request, range: Literal["1h", "24h", "7d"] = "24h") -> Response:
+        """By function and kind of task: how many, how many succeeded, how long they waited and ran."""
+        return await api.answer(request, reader.performance, range=range)
 
     @api.get("/relay", relay.RelayStatus)
     async def show_relay(request: Request) -> Response:

@@ -27,7 +27,9 @@ except ImportError as error:
 from headway.web import actions, api, auth, live, login, metrics, pages, problems
 from headway.web.auth import Access, Gate, Users
 from headway.web.problems import UnknownPath, WrongMethod
+from headway.web.routes import PREFIX
 from headway.web.site import Site
+from headway.web.throttle import networks
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -44,7 +46,8 @@ class Application:
 
     def __init__(self, site: Site, *, users: Users | None, hosts: Sequence[str]) -> None:
         self.site = site
-        self.access = Access(site, users, frozenset(host.lower() for host in hosts))
+        proxies = networks(site.settings.texts("web_proxies"))
+        self.access = Access(site, users, frozenset(host.lower() for host in hosts), proxies)
         self._publisher: live.Publisher | None = None
         self._progress: AsyncProgress | None = None
         self._inner = self._routes()
@@ -92,7 +95,7 @@ class Application:
             title="headway",
             version=__version__,
             summary="Durable progress for long work in many processes.",
-            openapi_url=f"{api.PREFIX}/openapi.json",
+            openapi_url=f"{PREFIX}/openapi.json",
             docs_url=None,  # the viewers load their scripts from elsewhere
             redoc_url=None,
             lifespan=lifespan,

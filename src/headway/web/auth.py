@@ -23,11 +23,11 @@ import ipaddress
 import json
 import secrets
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 from urllib.parse import quote, urlsplit
+from weakref import WeakKeyDictionary
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection, cookie_parser
@@ -36,8 +36,9 @@ from starlette.responses import RedirectResponse, Response
 from headway.errors import ConfigError, HeadwayError, StorageError, Unavailable
 from headway.telemetry import Log, metrics
 from headway.web import problems, tickets, tokens
-from headway.web.problems import Forbidden, NotAcceptable, Throttled, TooLarge, TooSlow, Unauthenticated
-from headway.web.site import NAME, RIGHTS, Flash, User, is_name
+from headway.web.problems import Forbidden, NotAcceptable, TooLarge, TooSlow, Unauthenticated
+from headway.web.site import NAME, RIGHTS, THREADS, Flash, User, is_name
+from headway.web.throttle import REMEMBERED, Network, Throttle, peer_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -58,10 +59,6 @@ ASK: Final = 2.0
 #: Seconds that an answer about a token or a session is taken for true while none was revoked; and while the store is away.
 FRESH: Final = 30.0
 STALE: Final = 600.0
-#: Answers kept; with more of them the oldest go.
-REMEMBERED: Final = 10_000
-#: Wrong tokens a minute from one address, before it has to wait.
-GUESSES: Final = 10
 #: Bytes a request may have, and seconds in which it has to be here.
 BODY: Final = 1_000_000
 UPLOAD: Final = 30.0
@@ -95,26 +92,6 @@ class Known:
     by: str  # "token", "users", "session" or "open"
 
 
-class Throttle:
-    """Counts wrong tokens by the address they came from, in the last minute."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._wrong: dict[str, deque[float]] = {}
-
-    def check(self, peer: str) -> None:
-        wrong, now = self._wrong.get(_network_of(peer)), self._clock()
-        while wrong and wrong[0] < now - 60:
-            wrong.popleft()
-        if wrong is not None and len(wrong) >= GUESSES:
-            raise Throttled("Too many wrong tokens came from your address.", hint="Try again in a minute.")
-
-    def failed(self, peer: str) -> None:
-        if len(self._wrong) >= REMEMBERED:
-            self._wrong.pop(next(iter(self._wrong)))
-        self._wrong.setdefault(_network_of(peer), deque(maxlen=GUESSES)).append(self._clock())
-
-
 @dataclass(slots=True)
 class Access:
     """What the store said about tokens and sessions, for a few seconds."""
@@ -122,9 +99,11 @@ class Access:
     site: Site
     users: Users | None = None
     hosts: frozenset[str] = frozenset()
+    proxies: tuple[Network, ...] = ()
     throttle: Throttle = field(default_factory=Throttle)
     key: bytes | None = None
     _known: dict[str, tuple[float, User | None]] = field(default_factory=dict)
+    _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(default_factory=WeakKeyDictionary)
     _pulse: tuple[float, tokens.Pulse | None] = (-STALE, None)
     _away_until: float = 0.0
     _was_closed: bool = False
@@ -134,10 +113,10 @@ class Access:
         await self.pulse()
         bearer = _bearer(connection.headers.get("authorization"))
         if bearer is not None and bearer.startswith(tickets.PREFIX):
-            ticket = self.ticket(bearer, peer_of(connection.scope))
+            ticket = self.ticket(bearer, self.peer(connection))
             return None if ticket is None else Known(ticket.user, "token")
         if bearer is not None:
-            user = await self._by_token(bearer, peer_of(connection.scope))
+            user = await self._by_token(bearer, self.peer(connection))
             return None if user is None else Known(user, "token")
         if self.users is not None:
             found = self.users(connection)
@@ -152,6 +131,10 @@ class Access:
         if self.users is None and self._is_near(connection) and not self._was_closed and not self.keys:
             return Known(User("local", "admin"), "open")
         return None
+
+    def peer(self, connection: HTTPConnection) -> str:
+        """The address whose wrong tokens are counted; nothing else is decided by it."""
+        return peer_of(connection.scope, self.proxies)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -174,13 +157,13 @@ class Access:
 
     async def _by_token(self, text: str, peer: str) -> User | None:
         name = "t" + tokens.hashed(text)
-        if name not in self._known:  # one that was right before is not kept waiting by another's guesses
-            self.throttle.check(peer)
-        user = await self._ask(name, _user_of, text)
-        if isinstance(user, User):
-            return user
-        self.throttle.failed(peer)
-        return None
+        if name in self._known:  # one that was right before is not kept waiting by another's guesses
+            return await self._ask(name, _user_of, text)
+        async with self.throttle.trying(peer):
+            user = await self._ask(name, _user_of, text)
+            if user is None:
+                self.throttle.failed(peer)
+        return user
 
     async def pulse(self) -> tokens.Pulse:
         """How many tokens and logins were made and ended. When one ended, everybody is asked about again."""
@@ -207,13 +190,13 @@ class Access:
         """The pulse by which those were judged who were let in last."""
         return self._pulse[1]
 
-    async def _read(self, question: Callable[[], T]) -> T:
+    async def _read(self, question: Callable[..., T], *args: object) -> T:
         """Ask the store, not for long; and for a moment not again once it did not answer, so that whoever needs no store
         is not kept waiting by it."""
         if time.monotonic() < self._away_until:
             raise Unavailable("The database does not answer just now.", hint="Try again in a moment.")
         try:
-            return await asyncio.wait_for(self.site.read(question), ASK)
+            return await asyncio.wait_for(self.site.read(question, *args), ASK)
         except (TimeoutError, Unavailable) as error:
             self._away_until = time.monotonic() + PULSE
             if isinstance(error, Unavailable):
@@ -225,11 +208,11 @@ class Access:
 
     async def log_in(self, text: str, peer: str) -> tuple[User, str] | None:
         """The user and the new session's cookie."""
-        self.throttle.check(peer)
-        found = await self.site.read(lambda: tokens.find(self.site.reader.database, text))
-        if found is None:
-            self.throttle.failed(peer)
-            return None
+        async with self.throttle.trying(peer):
+            found = await self.site.read(lambda: tokens.find(self.site.reader.database, text))
+            if found is None:
+                self.throttle.failed(peer)
+                return None
         user, token = found
         cookie = await self.site.change(lambda: tokens.open_session(self.site.reader.database, token, user=user))
         return user, cookie
@@ -241,25 +224,37 @@ class Access:
     async def load(self) -> None:
         """The key that cookies and forms are signed with; once."""
         if self.key is None:
-            self.key = await self.site.read(lambda: tokens.signing_key(self.site.reader.database))
+            self.key = await self.site.read(self._signing_key)  # by its name: all who ask share one answer
             self._installation = tokens.hashed(self.key.hex())[:8]
 
+    def _signing_key(self) -> bytes:
+        return tokens.signing_key(self.site.reader.database)
+
     async def _ask(self, name: str, function: Callable[..., User | None], *args: str) -> User | None:
+        """As many at once as there are threads, the others in their turn: after a restart a thousand pages come back
+        together, and none of them is one too many."""
         at, found = self._known.get(name, (-STALE, None))
         if time.monotonic() - at < FRESH:
             return found
-        try:
-            found = await self._read(lambda: function(self.site.reader.database, *args))
-        except (Unavailable, StorageError):
-            if time.monotonic() - at < STALE:
-                return found
-            raise
-        while len(self._known) >= REMEMBERED:
-            self._known.pop(next(iter(self._known)))
-        self._known.pop(name, None)
-        if found is not None:  # what is no token costs its sender a query each time, and us no memory
-            self._known[name] = (time.monotonic(), found)
-        return found
+        async with self._turns.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(THREADS)):
+            at, found = self._known.get(name, (-STALE, None))
+            if time.monotonic() - at < FRESH:
+                return found  # somebody came by the same one, and was quicker
+            try:
+                found = await self._read(self._find, function, *args)
+            except (Unavailable, StorageError):
+                if time.monotonic() - at < STALE:
+                    return found
+                raise
+            while len(self._known) >= REMEMBERED:
+                self._known.pop(next(iter(self._known)))
+            self._known.pop(name, None)
+            if found is not None:  # what is no token costs its sender a query each time, and us no memory
+                self._known[name] = (time.monotonic(), found)
+            return found
+
+    def _find(self, function: Callable[..., User | None], *args: str) -> User | None:
+        return function(self.site.reader.database, *args)
 
     def _is_near(self, connection: HTTPConnection) -> bool:
         """From this machine, under a name of this machine, and through nobody."""
@@ -429,11 +424,6 @@ def is_for_programs(path: str) -> bool:
     return path.startswith(("/api/", "/metrics"))
 
 
-def peer_of(scope: Scope) -> str:
-    client = scope.get("client")
-    return str(client[0]) if client else "local"
-
-
 def root_of(scope: Scope) -> str:
     return str(scope.get("root_path", "")).rstrip("/")
 
@@ -472,17 +462,6 @@ def _name_of(host: str) -> str:
         return (urlsplit(f"//{host}").hostname or "").rstrip(".").lower()
     except ValueError:
         return ""
-
-
-def _network_of(peer: str) -> str:
-    """Whose guesses are counted together: of IPv6 the network, for everybody has 2**64 addresses of one."""
-    try:
-        address = ipaddress.IPv6Address(peer.partition("%")[0])
-    except ValueError:
-        return peer
-    if address.ipv4_mapped:
-        return str(address.ipv4_mapped)
-    return str(ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
 
 
 def _is_loopback(name: str) -> bool:

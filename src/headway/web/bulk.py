@@ -15,19 +15,22 @@ from headway.queue.values import UserBusy
 from headway.telemetry import redact
 from headway.views.access import Acted
 from headway.views.overview import read_failed_ids
+from headway.web.actions import masked, require
 from headway.wording import plural
 
 if TYPE_CHECKING:
     from headway._sql import Tx
     from headway.views.reading import Reader
+    from headway.web.site import User
 
 #: Tasks that one action gives another life, and those of one transaction.
 MOST: Final = 5000
 _TOGETHER: Final = 200
 
 
-def retry_tasks(reader: Reader, actor: str, cause: int | None, *, reason: str = "") -> Acted:
+def retry_tasks(reader: Reader, user: User, *, cause: int | None = None, reason: str = "") -> Acted:
     """Failed tasks of one cause, or all, wait again, the oldest first. One whose user has no free place stays failed."""
+    require(user, "retry")
     per_user = declared_per_user(reader.database)
     after, moved, busy = 0, 0, 0
     while moved + busy < MOST:
@@ -46,13 +49,13 @@ def retry_tasks(reader: Reader, actor: str, cause: int | None, *, reason: str = 
                 except (InvalidInput, NotFound):
                     continue  # somebody else was faster
             if retried:
-                facts: dict[str, object] = {"cause": cause, "count": retried, "reason": reason}
-                audit(tx, tx.now(), actor, "task.retry", "", facts)
+                facts: dict[str, object] = {"cause": cause, "count": retried, "reason": masked(reason)}
+                audit(tx, tx.now(), user.name, "task.retry", "", facts)
             return retried, full
 
         retried, full = reader.database.run(work, operation="web.retry")
         after, moved, busy = found[-1][0], moved + retried, busy + full
-    if not moved and not busy:
+    if not moved and not busy and cause is not None:
         raise NotFound("No failed task has this cause any more.", hint="Nothing was changed.")
     text = f"{plural(moved, 'task')} {'waits' if moved == 1 else 'wait'} again."
     if busy:
@@ -62,33 +65,35 @@ def retry_tasks(reader: Reader, actor: str, cause: int | None, *, reason: str = 
     return Acted("task.retry", text, moved)
 
 
-def retry_jobs(reader: Reader, actor: str, *, reason: str = "") -> Acted:
+def retry_jobs(reader: Reader, user: User, *, reason: str = "") -> Acted:
     """Every dead letter of every job is pending again; each job is one transaction with its line in the activity."""
+    require(user, "retry")
     touched, jobs = 0, 0
     for info in [one for one in reader.ledger.jobs() if one.dead]:
-        moved = reader.ledger.job(info.id).retry_dead(actor=actor, reason=reason)
+        moved = reader.ledger.job(info.id).retry_dead(actor=user.name, reason=masked(reason))
         touched, jobs = touched + moved, jobs + bool(moved)
     return Acted("retry", f"{plural(touched, 'dead letter')} of {plural(jobs, 'job')} pending again.", touched)
 
 
-def requeue_cause(reader: Reader, actor: str, cause: str, *, until: float, reason: str = "") -> Acted:
-    """Failed jobs of RQ with one cause go back to their queue: those that had failed by ``until``, so never more than the
-    page had shown. RQ is another store: what is asked for is noted before, and how many it took back after."""
+def requeue_cause(reader: Reader, user: User, cause: str, *, until: float | None = None, reason: str = "") -> Acted:
+    """Failed jobs of RQ with one cause go back to their queue: those that had failed by ``until``, so never more than who
+    asks had seen. RQ is another store: what is asked for is noted before, and how many it took back after."""
     from headway.watcher import failures
 
+    require(user, "retry")
     deployment = failures.followed(reader.config, reader.database)
     if deployment is None:
         raise NotFound("No RQ deployment is followed.", hint="Name its queues: the setting watch_queues.")
     found = failures.cause_of(failures.read_failures(deployment), cause)
-    chosen = [job for job in found.jobs if job.at <= until]
+    chosen = [job for job in found.jobs if until is None or job.at <= until]
     facts: dict[str, object] = {
         "queue": found.queue,
         "cause": redact(f"{found.type}: {found.message}"),
-        "reason": reason,
+        "reason": masked(reason),
     }
-    _note(reader, actor, "rq.requeue", {**facts, "jobs": len(chosen)})
+    _note(reader, user.name, "rq.requeue", {**facts, "jobs": len(chosen)})
     moved = failures.requeue(deployment, found, chosen)
-    _note(reader, actor, "rq.requeued", {**facts, "jobs": len(moved)})
+    _note(reader, user.name, "rq.requeued", {**facts, "jobs": len(moved)})
     left = len(chosen) - len(moved)
     text = f"{plural(len(moved), 'job')} of {found.queue} {'is' if len(moved) == 1 else 'are'} in RQ's queue again."
     if left:

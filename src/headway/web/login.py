@@ -10,7 +10,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from headway.errors import UsageError
 from headway.web import tokens
-from headway.web.auth import peer_of, root_of
+from headway.web.auth import root_of
 from headway.web.problems import NotAcceptable, Unauthenticated
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def login(access: Access) -> Callable[[Request], Awaitable[Response]]:
     async def post(request: Request) -> Response:
         fields = await form(request)
         access.check_form(request, fields.get("csrf", ""))
-        found = await access.log_in(fields.get("token", "").strip(), peer_of(request.scope))
+        found = await access.log_in(fields.get("token", "").strip(), access.peer(request))
         back = local_path(fields.get("next", "/"))
         root = root_of(request.scope)
         if found is None:
@@ -54,7 +54,7 @@ def enter(access: Access) -> Callable[[Request], Awaitable[Response]]:
     """``GET /enter?ticket=...&next=/jobs``: somebody of an application with users of its own comes in."""
 
     async def get(request: Request) -> Response:
-        found = await access.enter(request.query_params.get("ticket", ""), peer_of(request.scope))
+        found = await access.enter(request.query_params.get("ticket", ""), access.peer(request))
         if found is None:
             raise Unauthenticated(
                 "This ticket was used, has ended, or is none.", hint="Come from the application again."

@@ -26,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
@@ -43,10 +43,14 @@ T = TypeVar("T")
 
 Role = Literal["viewer", "operator", "admin", "user"]
 
-#: Calls to the stores at once, and those that may wait for their turn; more are refused, so that none waits for long.
+#: Questions to the stores at once, and those that may wait for their turn; more are refused, so that none waits for long.
 THREADS: Final = 8
 WAITING: Final = 256
-#: Seconds an answer may take. The call itself has a limit of its own, and keeps its thread until then.
+#: Changes at once. They have threads of their own: while somebody else keeps the store locked, all of them wait for it, and
+#: who only looks must not wait with them.
+CHANGES: Final = 4
+#: Seconds an answer may take, and a change until it begins. The call itself has a limit of its own, and keeps its thread
+#: until then.
 PATIENCE: Final = 15.0
 
 #: What a role may do. ``user`` is a person of an application: their own tasks, and nothing else.
@@ -109,6 +113,36 @@ class Flash:
     text: str
 
 
+class _Desk:
+    """Threads for one kind of call, and how many of these are under way."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._under_way, self._room = 0, threads + WAITING
+
+    def start(self, function: Callable[..., T], args: tuple[Any, ...], options: dict[str, Any]) -> Future[T]:
+        """Give it to a thread; refused when too many wait already."""
+        if self._under_way >= self._room:
+            raise Unavailable("The server has too much to do just now.", hint="Try again in a moment.")
+        self._under_way += 1
+        began = time.perf_counter()
+
+        def call() -> T:
+            metrics.observe("headway_web_wait_seconds", time.perf_counter() - began)
+            return function(*args, **options)
+
+        return self._pool.submit(call)
+
+    def over(self, done: asyncio.Future[Any]) -> None:
+        """On the loop, once it is known how it ended."""
+        self._under_way -= 1
+        if not done.cancelled():
+            done.exception()  # seen: that nobody waits for it any more is no cause for a complaint
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
 @dataclass(frozen=True)
 class Site:
     """One application's stores and limits. It is made by `headway.web.app`."""
@@ -118,11 +152,10 @@ class Site:
     settings: Config
     reader: Reader
     live: str = "/api/v1/live"
-    _pool: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="headway-web"), repr=False
-    )
+    _reading: _Desk = field(default_factory=lambda: _Desk(THREADS, "headway-web"), repr=False)
+    _changing: _Desk = field(default_factory=lambda: _Desk(CHANGES, "headway-change"), repr=False)
     _under_way: dict[Hashable, asyncio.Future[Any]] = field(default_factory=dict, repr=False)
-    _load: list[int] = field(default_factory=lambda: [0, 0], repr=False)  # calls under way; changes made so far
+    _changes: list[int] = field(default_factory=lambda: [0], repr=False)  # how many were made so far
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -132,7 +165,8 @@ class Site:
         key = self._key(function, args, options)
         waiting = self._under_way.get(key) if key is not None else None
         if waiting is None:
-            waiting = self._start(function, args, options)
+            waiting = asyncio.wrap_future(self._reading.start(function, args, options))
+            waiting.add_done_callback(self._reading.over)
             if key is not None:
                 self._under_way[key] = waiting
                 waiting.add_done_callback(lambda _: self._under_way.pop(key, None))
@@ -146,38 +180,29 @@ class Site:
         return found
 
     async def change(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
-        """The same for a call that changes something. It is never shared, and what is read after it is not older than it."""
+        """The same for a call that changes something. It is never shared, and what is read after it is not older than it.
+        One that does not begin in time is not made at all; one that began is waited for."""
+        asked = self._changing.start(function, args, options)
+        waiting = asyncio.wrap_future(asked)
+        waiting.add_done_callback(self._changing.over)
         try:
-            return await asyncio.shield(self._start(function, args, options))
+            done, _ = await asyncio.wait((waiting,), timeout=PATIENCE)
+            if not done and asked.cancel():
+                raise Unavailable(
+                    f"The change did not begin within {PATIENCE:.0f} s. Nothing was changed.",
+                    hint="Try again; see how the store is: headway doctor",
+                )
+            return await asyncio.shield(waiting)
         finally:
-            self._load[1] += 1
+            self._changes[0] += 1
 
     def _key(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Hashable | None:
-        key = (asyncio.get_running_loop(), self._load[1], function, args, tuple(sorted(options.items())))
+        key = (asyncio.get_running_loop(), self._changes[0], function, args, tuple(sorted(options.items())))
         try:
             hash(key)
         except TypeError:
             return None
         return key
-
-    def _start(self, function: Callable[..., T], args: tuple[Any, ...], options: dict[str, Any]) -> asyncio.Future[T]:
-        if self._load[0] >= THREADS + WAITING:
-            raise Unavailable("The server has too much to do just now.", hint="Try again in a moment.")
-        self._load[0] += 1
-        began = time.perf_counter()
-
-        def call() -> T:
-            metrics.observe("headway_web_wait_seconds", time.perf_counter() - began)
-            return function(*args, **options)
-
-        def over(done: asyncio.Future[T]) -> None:
-            self._load[0] -= 1
-            if not done.cancelled():
-                done.exception()  # seen: that nobody waits for it any more is no cause for a complaint
-
-        started = asyncio.get_running_loop().run_in_executor(self._pool, call)
-        started.add_done_callback(over)
-        return started
 
     # ---- the request -------------------------------------------------------------------------------------------------
 
@@ -201,5 +226,6 @@ class Site:
         return str(request.scope.get("root_path", "")) + path
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._reading.close()
+        self._changing.close()
         self.reader.close()

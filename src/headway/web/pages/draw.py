@@ -342,7 +342,7 @@ def item_map(
     name: str,
     label: str,
 ) -> Markup:
-    """One cell per group of items. ``bases``: (kept, done or pend, how many cells) one after the other; ``marks``: the
+    """One cell per group of items. ``bases``: (kept, done or pending, how many cells) one after the other; ``marks``: the
     cells in which some item is retrying, processing or dead. Runs of cells are one path: a million items take 2 KB."""
     count = sum(length for _, length in bases)
     rows, width = -(-count // columns), columns * 10

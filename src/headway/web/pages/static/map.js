@@ -10,14 +10,13 @@ function wire() {
       const columns = +svg.dataset.map, height = +svg.dataset.h, cursor = svg.querySelector(".cur"), rows = Math.ceil(data.cells / columns);
       const label = svg.getAttribute("aria-label");
       let at = -1;
-      const words = { kept: "kept", done: "done", pend: "pending" };
       const show = cell => {
         if (cell < 0 || cell >= data.cells) return;
         at = cell;
         const from = cell * data.size, to = from + data.size - 1, [retrying = 0, processing = 0, dead = 0] = data.marks[cell] || [];
         const told = [[dead, "dead"], [retrying, "retrying"], [processing, "processing"]].filter(([count]) => count).map(([count, word]) => `${count} ${word}`);
         const head = data.size === 1 ? `Item ${number.format(from)}` : `Items ${number.format(from)} to ${number.format(to)}`;
-        const text = data.size === 1 && told.length ? told[0].slice(2) : [`${data.size === 1 ? "" : "mostly "}${words[bases[cell]]}`, ...told].join(", ");
+        const text = data.size === 1 && told.length ? told[0].slice(2) : [`${data.size === 1 ? "" : "mostly "}${bases[cell]}`, ...told].join(", ");
         cursor.setAttribute("x", cell % columns * 10); cursor.setAttribute("y", Math.floor(cell / columns) * height); cursor.setAttribute("visibility", "visible");
         const link = Object.assign(document.createElement("a"), { href: `${box.dataset.items}?from=${from}${dead ? "&state=dead" : ""}`, textContent: dead ? "Open the dead" : "Open" });
         say.dataset.told = "1";
