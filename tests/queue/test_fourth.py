@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import struct
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +15,10 @@ from headway.errors import InvalidInput, NotFound
 from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import UserBusy
+from headway.queue.watch import Settings
+from headway.queue.worker import Worker
 from headway.run.slot import seal_id
+from tests.queue.test_third import pipes
 from tests.services.redis import RedisServer
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -131,3 +138,24 @@ def test_a_page_behind_a_task_that_was_deleted_meanwhile_is_not_called_empty(que
         queue.list(before=tasks[1].id)
     with pytest.raises(NotFound):  # somebody else's is as missing
         queue.list(before=tasks[2].id, user_id="anna")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Handlers
+
+
+def test_a_handler_that_writes_without_end_into_the_pipe_to_its_worker_is_ended_at_its_timeout(tmp_path: Path):
+    foreign = pipes()
+    with TaskQueue(f"sqlite:///{tmp_path}/queue.db") as queue:
+
+        @queue.handler("flood", timeout=0.5, retries=0)
+        def flood(task: Any, payload: Any) -> None:
+            nothing = (struct.pack(">I", 2) + b"{}") * 10_000  # takes longer to read than to write
+            ends = time.monotonic() + 20
+            while time.monotonic() < ends:
+                for pipe in pipes() - foreign:
+                    os.write(pipe, nothing)
+
+        task = queue.submit("flood")
+        Worker(queue, settings=Settings(rest=0.05)).run(burst=True)
+        assert (queue.get(task.id).error or "").startswith("TimedOut")
