@@ -87,6 +87,7 @@ def test_no_task_can_have_the_id_that_the_order_of_a_fleet_is_bound_to(queue: Ta
 # Arguments
 
 
+FIVE: Any = 5
 ODD: dict[str, Any] = {
     "none": None, "a number": 5, "bytes": b"x", "a list": [], "half a pair": "\ud800", "zero": "\0", "long": "x" * 100_000,
 }  # fmt: skip
@@ -102,15 +103,15 @@ CALLS: list[Callable[[TaskQueue, Any], object]] = [
     lambda queue, odd: queue.drain(odd, by="anna"),
     lambda queue, odd: queue.drain("worker", by=odd),
     lambda queue, odd: queue.stop(odd, by="anna"),
-    lambda queue, odd: queue.cancel("known", by=odd or 5),
-    lambda queue, odd: queue.cancel("known", user_id=odd or 5),
-    lambda queue, odd: queue.get("known", user_id=odd or 5),
-    lambda queue, odd: queue.list(kind=odd or 5),
-    lambda queue, odd: queue.list(user_id=odd or 5),
-    lambda queue, odd: queue.list(before=odd or 5),
-    lambda queue, odd: queue.submit_many(odd or 5),
+    lambda queue, odd: queue.cancel("known", by=odd or FIVE),
+    lambda queue, odd: queue.cancel("known", user_id=odd or FIVE),
+    lambda queue, odd: queue.get("known", user_id=odd or FIVE),
+    lambda queue, odd: queue.list(kind=odd or FIVE),
+    lambda queue, odd: queue.list(user_id=odd or FIVE),
+    lambda queue, odd: queue.list(before=odd or FIVE),
+    lambda queue, odd: queue.submit_many(odd or FIVE),
     lambda queue, odd: queue.handler("made")(odd),
-    lambda queue, odd: TaskQueue(5 if isinstance(odd, str) else odd),
+    lambda queue, odd: TaskQueue(FIVE if isinstance(odd, str) else odd),
 ]
 
 

@@ -289,7 +289,8 @@ class TaskQueue:
 
     def submit_many(self, tasks: Iterable[Mapping[str, Any]], *, connection: object = None) -> Sequence[Task]:
         """`submit` for many, each a mapping of its arguments: all of them are accepted, or none."""
-        given: list[Any] = list(tasks) if isinstance(tasks, Iterable) else [tasks]
+        asked: object = tasks  # whoever calls may give anything
+        given: list[Any] = list(asked) if isinstance(asked, Iterable) else [asked]
         if not all(isinstance(task, Mapping) and "kind" in task for task in given):
             raise InvalidInput(
                 "submit_many takes mappings, each with a kind.", hint='For example [{"kind": "caption", "payload": 7}]'
