@@ -36,12 +36,14 @@ def build(url: str, *, isolations: Sequence[str] = ISOLATIONS, **options) -> Tas
         register("raise", odd)
         register("progress", told)
         register("twice", twice)
+        register(
+            "close", lambda task, payload: os.closerange(3, 256), retries=int(isolation == "none"), retry_delay=0.01
+        )
         register("die", lambda task, payload: os.kill(os.getpid(), signal.SIGKILL), retries=1, retry_delay=0.01)
     if "fork" not in isolations:
         return queue
     queue.handler("exit.fork", retries=0)(lambda task, payload: os._exit(payload))
     queue.handler("kill.fork", retries=0)(lambda task, payload: os.kill(os.getpid(), signal.SIGKILL))
-    queue.handler("close.fork", retries=0)(lambda task, payload: os.closerange(3, 256))
     queue.handler("hog.fork", retries=0)(hog)
     queue.handler("leak.fork", retries=0)(leak)
     queue.handler("orphan.fork", retries=0)(orphan)

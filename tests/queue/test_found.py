@@ -149,13 +149,14 @@ def test_a_process_that_a_handler_forks_in_the_worker_does_not_become_a_second_w
     assert len(truth.read_text().splitlines()) == 5
 
 
+@pytest.mark.parametrize("kind", ["die.none", "close.none"])
 def test_a_task_that_kills_its_worker_costs_no_task_of_the_same_batch_its_life(
-    database_url: str, tmp_path: Path, nursery: Nursery
+    database_url: str, tmp_path: Path, nursery: Nursery, kind: str
 ):
     truth = tmp_path / "ran"
     with app.build(database_url) as queue:
         before = queue.submit("log.none", {"file": str(truth)})
-        deadly = queue.submit("die.none")
+        deadly = queue.submit(kind)
         after = [queue.submit("log.none", {"file": str(truth)}).id for _ in range(4)]
         sweeper = Sweeper(queue)
         for n in range(2):  # its two tries

@@ -18,6 +18,7 @@ import struct
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ RESULT_LIMIT = PAYLOAD_LIMIT
 _MESSAGE_LIMIT = 500
 #: Bytes of one message through the pipe: a result whose every character is written as an escape, and its frame.
 _SAID_LIMIT = 8 * RESULT_LIMIT
+#: Parts of the pipe, of 64 KB, that are read together.
+_PARTS = 32
 #: A process that has said how it ended gets this long to be gone.
 EXIT_SECONDS = 2.0
 
@@ -244,8 +247,9 @@ class Horse:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _receive(self) -> bool:
-        """Take what lies in the pipe; False when it has ended."""
-        while True:
+        """Take what lies in the pipe; False when it has ended. Of a handler that writes without end only so much at a time: its
+        lease is to be renewed, and its timeout holds. More than that a process that died cannot have left."""
+        for _ in range(_PARTS):
             try:
                 part = os.read(self._reading, 65536)
             except BlockingIOError:
@@ -254,6 +258,7 @@ class Horse:
                 return False
             self._buffer += part
             self._parse()
+        return True
 
     def _parse(self) -> None:
         while len(self._buffer) >= 4:
@@ -415,3 +420,30 @@ class Interrupts:
         if self._armed and self._wanted is not None:
             wanted, self._wanted = self._wanted, None
             raise wanted
+
+
+class Descriptors:
+    """Whether a handler left the worker's descriptors alone. One that closes them all, as what makes a daemon of its process
+    does, has closed the database's: SQLite would go on by their numbers, in whichever file gets them next."""
+
+    def __init__(self) -> None:
+        self._own, other = os.pipe()
+        os.close(other)
+        self._inode = os.fstat(self._own).st_ino
+        weakref.finalize(self, _close, self._own, self._inode)
+
+    @property
+    def are_intact(self) -> bool:
+        return _is_open(self._own, self._inode)
+
+
+def _is_open(descriptor: int, inode: int) -> bool:
+    try:
+        return os.fstat(descriptor).st_ino == inode
+    except OSError:
+        return False
+
+
+def _close(descriptor: int, inode: int) -> None:
+    if _is_open(descriptor, inode):
+        os.close(descriptor)

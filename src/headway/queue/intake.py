@@ -19,7 +19,8 @@ from headway.queue import records
 from headway.queue.values import NewTask, Priority, Status, Task, moment
 
 # A party's tasks stand one behind the other; a party that comes new joins the round that is served now (see
-# `records._Placing`).
+# `records._Placing`). A user who has a task in a place above the first is crowded: more were allowed once. Then nothing is
+# put in, and `records.submit` decides.
 _SUBMIT = f"""
 WITH clock AS MATERIALIZED (
     SELECT extract(epoch FROM statement_timestamp())::double precision AS now, ({SHARE_APPENDING}) AS appending
@@ -34,6 +35,8 @@ WITH clock AS MATERIALIZED (
         SELECT (SELECT turn FROM tasks WHERE status = 'QUEUED' AND queue = p.queue AND party = p.party
                 ORDER BY queue DESC, party DESC, turn DESC LIMIT 1) AS turn
     ) AS last
+), crowded AS MATERIALIZED (
+    SELECT 1 FROM tasks WHERE user_id = ANY (CAST(? AS text[])) AND status IN ('QUEUED', 'RUNNING') AND slot > 0 LIMIT 1
 ), put AS (
     INSERT INTO tasks (id, kind, queue, place, turn, party, status, ready, user_id, slot, role, payload, fingerprint,
                        retries, retry_delay, timeout, run_at, created_at, updated_at, hinted_at)
@@ -44,7 +47,7 @@ WITH clock AS MATERIALIZED (
                 CAST(? AS integer[]), CAST(? AS text[]), CAST(? AS text[]), CAST(? AS text[]), CAST(? AS integer[]),
                 CAST(? AS double precision[]), CAST(? AS double precision[]), CAST(? AS double precision[])) WITH ORDINALITY
          AS given (id, kind, number, behind, user_id, slot, role, payload, fingerprint, retries, retry_delay, timeout, delay, n)
-    JOIN parties USING (number) CROSS JOIN clock ORDER BY n
+    JOIN parties USING (number) CROSS JOIN clock WHERE NOT EXISTS (SELECT 1 FROM crowded) ORDER BY n
     {{conflict}} RETURNING *
 ), told AS (
     INSERT INTO outbox (id, type, at, source, job, version, data)
@@ -121,7 +124,8 @@ def _values(tasks: Sequence[NewTask], per_user: int | None, *, hinting: bool) ->
     queues = [priority for priority, _ in parties]
     return (
         array([queue.value for queue in queues]), array([queue.place for queue in queues]),
-        array([party for _, party in parties]), int(hinting),
+        array([party for _, party in parties]),
+        array([task.user_id for task in tasks if per_user is not None and task.user_id is not None]), int(hinting),
         array([task.id for task in tasks]), array([task.kind for task in tasks]), array(numbers), array(behind),
         array([task.user_id for task in tasks]),
         array([None if per_user is None or task.user_id is None else 0 for task in tasks]),

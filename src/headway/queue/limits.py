@@ -10,7 +10,7 @@ import json
 
 from headway._sql import Tx, Value
 from headway.errors import InvalidInput
-from headway.queue.values import PRIORITIES, is_number
+from headway.queue.values import PRIORITIES, check_text, is_number
 
 #: Seconds that no claim waits for another: a statement may take 20 s.
 CLOCK_SET_BACK = 30.0
@@ -131,6 +131,7 @@ def set_limit(tx: Tx, scope: str, key: str, *, concurrency: int | None, rate: fl
     """Set a limit, effective from the next claim on; with neither figure it is removed."""
     if scope not in SCOPES:
         raise InvalidInput(f"{scope!r} cannot be limited.", hint=f"Use one of {', '.join(SCOPES)}.")
+    check_text(key, "whom a limit is for")
     if scope == "queue" and key not in (*PRIORITIES, "*"):
         raise InvalidInput(f"There is no queue {key!r}.", hint=f"Use one of {', '.join(PRIORITIES)}, or *.")
     if concurrency is not None and (type(concurrency) is not int or not 0 <= concurrency <= 1_000_000):

@@ -24,6 +24,7 @@ from headway.queue.values import (
     Task,
     TaskConflict,
     UserBusy,
+    check_text,
     moment,
 )
 
@@ -141,8 +142,9 @@ def _free_slots(tx: Tx, tasks: Sequence[NewTask], per_user: int | None) -> dict[
         if task.user_id is None:
             slots[task.id] = None
             continue
-        free = next((slot for slot in range(per_user) if slot not in taken[task.user_id]), None)
-        if free is not None:
+        # As many as there are, in whichever places: where the limit was lowered, some are in places above it.
+        if len(taken[task.user_id]) < per_user:
+            free = next(slot for slot in range(per_user) if slot not in taken[task.user_id])
             taken[task.user_id].add(free)
             slots[task.id] = free
     return slots
@@ -254,8 +256,8 @@ def listing(
             where.append(f"{column} = ?")
             values.append(str(wanted))
     if before is not None:
-        where.append("no < (SELECT no FROM tasks WHERE id = ?)")
-        values.append(before)
+        where.append("no < ?")
+        values.append(_number_of(tx, before, user_id=user_id))
     # The few that are active have indexes of their own: a walk from the newest task back to them could pass a million.
     # The limit stands in the text: PostgreSQL plans a parameter as a tenth of all rows, and would sort them.
     order = "+no" if status in (Status.QUEUED, Status.RUNNING) else "no"
@@ -263,6 +265,14 @@ def listing(
         f"SELECT {_COLUMNS} FROM tasks WHERE {' AND '.join(where)} ORDER BY {order} DESC LIMIT {int(limit)}", values
     )
     return [task_of(row) for row in rows]
+
+
+def _number_of(tx: Tx, id: str, *, user_id: str | None) -> int:
+    """Of a task that a page ended with. One that was deleted since is said: an empty page would be taken for the last."""
+    row = tx.one("SELECT no, user_id FROM tasks WHERE id = ?", (id,))
+    if row is None or (user_id is not None and row[1] != user_id):
+        raise NotFound(f"There is no task {id} (any more) to list older ones of.", hint="Begin with the newest.")
+    return int(row[0])
 
 
 def newest_of(tx: Tx, users: Sequence[str], *, limit: int = 20) -> list[Task]:
@@ -341,6 +351,7 @@ def count_waiting(tx: Tx, queues: Sequence[Priority], *, most: int) -> int:
 
 def cancel(tx: Tx, id: str, *, by: str, user_id: str | None = None) -> Task:
     """Cancel a task that waits at once; ask the worker of one that runs. One that has ended stays as it is."""
+    _check_actor(by)
     row = tx.one(f"SELECT no, status, user_id FROM tasks WHERE id = ?{_LOCKED[tx.engine]}", (id,))
     if row is None or (user_id is not None and row[2] != user_id):
         return get(tx, id, user_id=user_id)  # says that there is none
@@ -394,6 +405,7 @@ def retry(tx: Tx, id: str, *, per_user: int | None) -> Task:
 
 
 def pause(tx: Tx, queue: Priority, *, reason: str, by: str, until: datetime | None) -> None:
+    _check_actor(by, reason)
     if until is not None and getattr(until, "tzinfo", None) is None:
         raise InvalidInput(
             "until= is no time that is the same everywhere.", hint="Use datetime.now(UTC) + timedelta(...)"
@@ -426,6 +438,7 @@ def _seconds(until: datetime) -> float:
 
 def resume(tx: Tx, queue: Priority, *, by: str, reason: str = "") -> bool:
     """Whether it had been paused."""
+    _check_actor(by, reason)
     changed = tx.execute(
         "UPDATE task_queues SET paused = 0, paused_by = NULL, paused_until = NULL, reason = '' "
         "WHERE name = ? AND paused = 1",
@@ -445,6 +458,8 @@ def end_worker(tx: Tx, name: str, how: Literal["drain", "stop"], *, by: str, rea
 
     Asked to stop it is not asked to drain any more. Raises `NotFound`, or `InvalidInput` when it has ended already.
     """
+    _check_actor(by, reason)
+    check_text(name, "the name of a worker")
     row = tx.one(f"SELECT state, ended_at, wanted FROM task_workers WHERE name = ?{_LOCKED[tx.engine]}", (name,))
     if row is None:
         raise NotFound(f"There is no worker {name}.", hint="List them: headway workers")
@@ -460,8 +475,14 @@ def end_worker(tx: Tx, name: str, how: Literal["drain", "stop"], *, by: str, rea
     return how
 
 
+def _check_actor(by: object, reason: object = "") -> None:
+    check_text(by, "who does it")
+    check_text(reason, "a reason")
+
+
 def audit(tx: Tx, by: str, action: str, detail: Mapping[str, object]) -> None:
     """A line of the audit trail (`headway audit`): who changed what."""
+    _check_actor(by)
     tx.execute(
         "INSERT INTO audit (at, actor, action, job, detail) VALUES (?, ?, ?, '', ?)",
         (tx.now(), by, action, json.dumps(detail, ensure_ascii=False)),

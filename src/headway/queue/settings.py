@@ -21,7 +21,7 @@ from headway._sql import Database, Tx
 from headway.config import OPTIONS, PREFIX, Config, read_value
 from headway.errors import ConfigError, InvalidInput
 from headway.queue.records import audit
-from headway.queue.values import moment
+from headway.queue.values import check_text, is_text, moment
 from headway.telemetry import Log
 
 log = Log("queue")
@@ -176,7 +176,7 @@ def reload_file(config: Config) -> bool:
 
 def check(name: str, raw: object) -> float | None:
     """The value an operator gives to a setting, or `InvalidInput`."""
-    if name not in LIVE:
+    if not is_text(name) or name not in LIVE:
         close = difflib.get_close_matches(str(name), LIVE, 1)
         raise InvalidInput(
             f"{str(name)[:40]!r} is no setting of a running queue.",
@@ -192,6 +192,7 @@ def check(name: str, raw: object) -> float | None:
 
 def put(tx: Tx, name: str, value: object, *, by: str) -> None:
     """Set one for every worker and supervisor, from their next look on."""
+    check_text(by, "who does it")
     checked = check(name, value)
     text = "none" if checked is None else str(checked)
     _write(tx, name, text, by)
@@ -200,7 +201,8 @@ def put(tx: Tx, name: str, value: object, *, by: str) -> None:
 
 def remove(tx: Tx, name: str, *, by: str) -> bool:
     """Back to what each host's own settings say; whether it was set."""
-    if name not in LIVE:
+    check_text(by, "who does it")
+    if not is_text(name) or name not in LIVE:
         check(name, "")
     gone = tx.execute("DELETE FROM task_settings WHERE name = ?", (name,)) == 1
     if gone:

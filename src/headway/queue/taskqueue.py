@@ -29,7 +29,7 @@ from headway.errors import HeadwayError, InvalidInput, StorageError
 from headway.ids import check_id
 from headway.queue import hinting, intake, limits, records, settings
 from headway.queue.codec import PAYLOAD_LIMIT, Codec, FernetCodec, PlainCodec, write_payload
-from headway.queue.values import NewTask, Priority, QueueInfo, Status, Task, UserBusy, is_number, is_text
+from headway.queue.values import NewTask, Priority, QueueInfo, Status, Task, UserBusy, check_text, is_number, is_text
 from headway.retry import TASK
 from headway.telemetry import Log, redact
 
@@ -160,6 +160,8 @@ class TaskQueue:
             raise InvalidInput(
                 "The queue is in use already and cannot be moved.", hint="Configure it before its first use."
             )
+        if not isinstance(database, str | Database):
+            raise InvalidInput(f"A {type(database).__name__} is no database.", hint="Give its address, or an open one.")
         self._adopt(redis=redis, mode=mode, per_user=per_user, keys=keys, codec=codec)
         if self._moved:  # a test made the application inside `moved`: it stays there
             self.redis_url = None
@@ -258,6 +260,10 @@ class TaskQueue:
             raise InvalidInput(f"isolation={isolation!r} is not known.", hint="Use 'fork' or 'none'.")
 
         def register(function: F) -> F:
+            if not callable(function):
+                raise InvalidInput(
+                    f"A {type(function).__name__} cannot handle tasks of kind {kind!r}.", hint="Use a function."
+                )
             if kind in self.handlers and self.handlers[kind].function is not function:
                 raise InvalidInput(
                     f"There are two handlers for tasks of kind {kind!r}.", hint="Give each its own kind."
@@ -283,7 +289,8 @@ class TaskQueue:
 
     def submit_many(self, tasks: Iterable[Mapping[str, Any]], *, connection: object = None) -> Sequence[Task]:
         """`submit` for many, each a mapping of its arguments: all of them are accepted, or none."""
-        given: list[Any] = list(tasks)
+        asked: object = tasks  # whoever calls may give anything
+        given: list[Any] = list(asked) if isinstance(asked, Iterable) else [asked]
         if not all(isinstance(task, Mapping) and "kind" in task for task in given):
             raise InvalidInput(
                 "submit_many takes mappings, each with a kind.", hint='For example [{"kind": "caption", "payload": 7}]'
@@ -411,11 +418,13 @@ class TaskQueue:
 
     def get(self, id: str, *, user_id: str | None = None) -> Task:
         """One task, or `NotFound`; with ``user_id`` another user's task is as missing as one that never was."""
+        _check_asked(user_id=user_id)
         with self.database.read() as tx:
             return records.get(tx, check_id(id, "a task id"), user_id=user_id)
 
     def result(self, id: str, *, user_id: str | None = None) -> Any:
         """What the handler of a COMPLETED task returned; another user's task is as missing as for `get`."""
+        _check_asked(user_id=user_id)
         with self.database.read() as tx:
             task, stored = records.get_with(tx, check_id(id, "a task id"), "result", user_id=user_id)
         if task.status is not Status.COMPLETED:
@@ -443,6 +452,7 @@ class TaskQueue:
         """The newest tasks that match; the next page with ``before`` set to the id of the last one."""
         if type(limit) is not int or not 1 <= limit <= 1000:
             raise InvalidInput(f"limit={limit!r} is no size of a page.", hint="Use 1 to 1,000.")
+        _check_asked(kind=kind, user_id=user_id, before=before)
         with self.database.read() as tx:
             return records.listing(
                 tx,
@@ -464,6 +474,7 @@ class TaskQueue:
     def cancel(self, id: str, *, by: str = "", user_id: str | None = None) -> Task:
         """Cancel a waiting task at once; a running one is told, and ended by its worker if it does not end itself."""
         check_id(id, "a task id")
+        _check_asked(user_id=user_id)
         task = self._run(lambda tx: records.cancel(tx, id, by=by or user_id or "headway", user_id=user_id), "cancel")
         if task.is_final:
             if self.hints is not None:
@@ -640,6 +651,12 @@ def _member(kind: type[_E], value: _E | str, what: str) -> _E:
     except ValueError:
         known = ", ".join(member.value for member in kind)
         raise InvalidInput(f"{str(value)[:40]!r} is not {what}.", hint=f"Use one of {known}.") from None
+
+
+def _check_asked(**texts: str | None) -> None:
+    for name, text in texts.items():
+        if text is not None:
+            check_text(text, name)
 
 
 def _result_of(id: str) -> str:

@@ -8,7 +8,10 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
-from headway.errors import Refused
+from headway.errors import InvalidInput, Refused
+
+#: Characters of a text that somebody gives: a name, a reason.
+TEXT_LIMIT = 1000
 
 
 class Priority(StrEnum):
@@ -115,6 +118,23 @@ def is_number(value: object) -> bool:
 
 def is_text(value: object) -> bool:
     return isinstance(value, str)
+
+
+def check_text(value: object, what: str) -> str:
+    """``value`` if it is a text that every database can keep: who did something, why, a name to look for."""
+    if not isinstance(value, str) or len(value) > TEXT_LIMIT or "\0" in value or not is_whole(value):
+        shown = f"A {type(value).__name__}" if not isinstance(value, str) else f"{value[:40]!r}"
+        raise InvalidInput(f"{shown} cannot be {what}.", hint=f"Use a text of at most {TEXT_LIMIT} characters.")
+    return value
+
+
+def is_whole(text: str) -> bool:
+    """Whether no character of it is half a pair: UTF-8 has none for it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def moment(seconds: float) -> datetime:

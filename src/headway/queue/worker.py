@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -28,6 +29,7 @@ from headway.queue.claims import Claimant
 from headway.queue.database import DatabaseSource
 from headway.queue.execution import (
     CannotBegin,
+    Descriptors,
     Ended,
     Horse,
     Interrupts,
@@ -122,6 +124,7 @@ class Worker:
         self._lost: set[int] = set()  # held, and somebody else's by now
         self._cancelling: set[int] = set()  # held, and to be cancelled
         self._interrupts: Interrupts | None = None
+        self._descriptors: Descriptors | None = None
         self._pulse: Pulse | None = None
         self._completed = self._failed = 0
         self._wanted: str | None = None
@@ -260,6 +263,15 @@ class Worker:
                 reason=f"{used // 2**20} MB of {most // 2**20} MB",
             )  # fmt: skip
 
+    def _look_at_descriptors(self, claim: Claim) -> None:
+        """End at once, when a handler closed what this process needs: nothing can be written down, nor may anything be opened.
+        The supervisor replaces the worker, and the sweeper charges the task."""
+        if self._descriptors is not None and not self._descriptors.are_intact:
+            log.critical(
+                "a handler closed the descriptors of its worker, which ends", taskID=claim.id, worker=self.name
+            )
+            os.kill(os.getpid(), signal.SIGKILL)
+
     @property
     def must_end(self) -> bool:
         """What runs has had its time to finish: since the shutdown was asked for, or since an operator said stop."""
@@ -342,9 +354,8 @@ class Worker:
                     with pulse.interrupts.armed():
                         ended = perform(task, handler.function, text, self._context)
                     if os.getpid() != self._owner.pid:
-                        os._exit(
-                            1
-                        )  # a process that the handler forked came back: it would be a second worker with our claims
+                        os._exit(1)  # a process that the handler forked came back: a second worker with our claims
+                    self._look_at_descriptors(claim)
                 except TaskStopped:
                     self._give_back([claim])
                     continue
@@ -389,7 +400,7 @@ class Worker:
     def _begun_pulse(self) -> Pulse:
         if self._pulse is None:
             if self._interrupts is None:
-                self._interrupts = Interrupts()
+                self._interrupts, self._descriptors = Interrupts(), Descriptors()
             self._pulse = Pulse(self, self._interrupts)
         return self._pulse
 

@@ -116,8 +116,8 @@ def serve(task: RunningTask, id: str, run: int, url: str, decode: Callable[[str,
 
 
 def seal_id(job: int, run: int) -> str:
-    """What the order of a run is bound to when it is encrypted."""
-    return f"fleet.{job}.{run}"
+    """What the order of a run is bound to when it is encrypted. No id holds a space: no task's payload can be its order."""
+    return f"fleet {job}.{run}"
 
 
 def _load(order: dict[str, Any]) -> Work:

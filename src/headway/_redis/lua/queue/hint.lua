@@ -12,7 +12,15 @@ local taken = math.min(tasks, tonumber(ARGV[1]) - redis.call('LLEN', KEYS[2]))
 local next = 5 + common
 for n = 1, taken do
   fields[common + 1], fields[common + 2] = 'data', ARGV[next + 1]
-  redis.call('HSET', KEYS[2 + n], unpack(fields))
+  local kept = redis.pcall('HSET', KEYS[2 + n], unpack(fields))
+  if type(kept) == 'table' then
+    if string.sub(kept.err, 1, 9) ~= 'WRONGTYPE' then
+      return kept
+    end
+    -- Somebody else's key in the place of ours: left there, it would cost all the others their hints.
+    redis.call('DEL', KEYS[2 + n])
+    redis.call('HSET', KEYS[2 + n], unpack(fields))
+  end
   redis.call('RPUSH', KEYS[2], ARGV[next])
   next = next + 2
 end
