@@ -228,7 +228,7 @@ class Pool(ABC):
                 self._abandon()
                 self._commit()
                 return
-            if self._inbox and (now >= commit_at or len(self._inbox) >= COMMIT_MOST or self._failures_left() == 0):
+            if self._inbox and (now >= commit_at or self._is_urgent()):
                 self._commit()
                 commit_at = max(time.monotonic() + COMMIT_PAUSE, now + self._settings.commit_seconds)
             if self._stop_reason is None:
@@ -247,6 +247,15 @@ class Pool(ABC):
                 renew_at = now + self._hold.lease / 3
                 self._ledger.renew(self._hold)
             self._listen(wake, self._patience(now, commit_at if self._inbox else None))
+
+    def _is_urgent(self) -> bool:
+        """Whether what ended is not to wait for company: it is much, nothing more may be begun before it is recorded, or it was
+        written down as running, so that it would be charged if this process were killed."""
+        return (
+            len(self._inbox) >= COMMIT_MOST
+            or self._failures_left() == 0
+            or (bool(self._noted) and any(outcome.idx in self._noted for outcome in self._inbox))
+        )
 
     def _patience(self, now: float, commit_at: float | None) -> float:
         """How long there is nothing to do but wait for news."""
