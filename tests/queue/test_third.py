@@ -19,7 +19,7 @@ from cryptography.fernet import Fernet
 from headway._sql import Tx
 from headway.errors import HeadwayError, InvalidInput, NotFound, StorageError
 from headway.lifecycle import Shutdown
-from headway.queue import migration, records, supervisor
+from headway.queue import admission, migration, supervisor
 from headway.queue.codec import PlainCodec
 from headway.queue.execution import rss
 from headway.queue.sweeper import Sweeper
@@ -42,7 +42,7 @@ def test_a_task_that_is_tried_again_while_the_sweeper_deletes_it_is_not_lost(pos
         queue.database.run(lambda tx: tx.execute("UPDATE tasks SET ended_at = ended_at - 40 * 86400"))
 
         def try_again(tx: Tx) -> Task:
-            task = records.retry(tx, old.id, per_user=1)
+            task = admission.retry(tx, old.id, per_user=1)
             purged = threads.submit(Sweeper(queue).purge)
             eventually(lambda: purged.done() or queue.database.one("SELECT 1 FROM pg_locks WHERE NOT granted"))
             return task

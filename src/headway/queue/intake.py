@@ -2,7 +2,7 @@
 
 It is sent alone, in one round trip, and may be sent again when its answer was lost, because a task carries its identity: the
 second time nothing is inserted, and whoever finds that looks the tasks up. Whatever is not plain (an id or a user's place
-that is taken) is decided by `records.submit`, which this one is a shorter way to; SQLite, where a statement costs no round
+that is taken) is decided by `admission.submit`, which this one is a shorter way to; SQLite, where a statement costs no round
 trip, always goes that way.
 """
 
@@ -15,12 +15,13 @@ from datetime import datetime
 from headway._sql import Database, Value, array
 from headway.errors import StorageError
 from headway.events.sql import SHARE_APPENDING
-from headway.queue import records
+from headway.queue import admission
+from headway.queue.records import NO_TURN
 from headway.queue.values import NewTask, Priority, Status, Task, moment
 
 # A party's tasks stand one behind the other; a party that comes new joins the round that is served now (see
-# `records._Placing`). A user who has a task in a place above the first is crowded: more were allowed once. Then nothing is
-# put in, and `records.submit` decides.
+# `admission._Placing`). A user who has a task in a place above the first is crowded: more were allowed once. Then nothing is
+# put in, and `admission.submit` decides.
 _SUBMIT = f"""
 WITH clock AS MATERIALIZED (
     SELECT extract(epoch FROM statement_timestamp())::double precision AS now, ({SHARE_APPENDING}) AS appending
@@ -40,7 +41,7 @@ WITH clock AS MATERIALIZED (
 ), put AS (
     INSERT INTO tasks (id, kind, queue, place, turn, party, status, ready, user_id, slot, role, payload, fingerprint,
                        retries, retry_delay, timeout, run_at, created_at, updated_at, hinted_at)
-    SELECT id, kind, queue, place, CASE WHEN delay > 0 THEN {records.NO_TURN} ELSE turn + behind END, party, 'QUEUED',
+    SELECT id, kind, queue, place, CASE WHEN delay > 0 THEN {NO_TURN} ELSE turn + behind END, party, 'QUEUED',
            CASE WHEN delay > 0 THEN 0 ELSE 1 END, user_id, slot, role, payload, fingerprint, retries, retry_delay, timeout,
            now + delay, now, now, CASE WHEN delay > 0 OR CAST(? AS integer) = 0 THEN NULL ELSE now END
     FROM unnest(CAST(? AS text[]), CAST(? AS text[]), CAST(? AS bigint[]), CAST(? AS bigint[]), CAST(? AS text[]),
@@ -71,10 +72,10 @@ _MANY = _SUBMIT.format(conflict="")
 
 
 def submit(database: Database, tasks: Sequence[NewTask], *, per_user: int | None, hinting: bool) -> list[Task]:
-    """As `records.submit`, in a transaction of its own."""
+    """As `admission.submit`, in a transaction of its own."""
     if database.engine != "postgresql" or not _plain(tasks, per_user):
         return database.run(
-            lambda tx: records.submit(tx, tasks, per_user=per_user, hinting=hinting), operation="queue.submit"
+            lambda tx: admission.submit(tx, tasks, per_user=per_user, hinting=hinting), operation="queue.submit"
         )
     values = _values(tasks, per_user, hinting=hinting)
     try:
@@ -89,7 +90,7 @@ def submit(database: Database, tasks: Sequence[NewTask], *, per_user: int | None
             raise
     # Somebody was there before: nothing was put in, or it was this very call, whose answer was lost.
     return database.run(
-        lambda tx: records.submit(tx, tasks, per_user=per_user, hinting=hinting), operation="queue.submit"
+        lambda tx: admission.submit(tx, tasks, per_user=per_user, hinting=hinting), operation="queue.submit"
     )
 
 

@@ -27,7 +27,7 @@ from headway._sql import Database, Tx, connect, is_two_phase, join
 from headway.config import Config
 from headway.errors import HeadwayError, InvalidInput, StorageError
 from headway.ids import check_id
-from headway.queue import hinting, intake, limits, records, settings
+from headway.queue import admission, hinting, intake, limits, records, settings
 from headway.queue.codec import PAYLOAD_LIMIT, Codec, FernetCodec, PlainCodec, write_payload
 from headway.queue.values import NewTask, Priority, QueueInfo, Status, Task, UserBusy, check_text, is_number, is_text
 from headway.retry import TASK
@@ -341,7 +341,7 @@ class TaskQueue:
         with join(self.database, connection) as tx:
             # A share of the counts that is this connection's alone: its transaction may last.
             row = tx.one("SELECT pg_backend_pid()") if tx.engine == "postgresql" else None
-            return records.submit(
+            return admission.submit(
                 tx, tasks, per_user=self._per_user, share=16 + (int(row[0]) if row else 0),
                 waking=not is_two_phase(connection),
             )  # fmt: skip
@@ -354,7 +354,7 @@ class TaskQueue:
             return
         row = self.database.one("SELECT status FROM tasks WHERE id = ? AND user_id = ?", (known, user))
         if row is not None and not Status(row[0]).is_final:
-            raise records.busy(user, self._per_user, known, row[0])
+            raise admission.busy(user, self._per_user, known, row[0])
         places.free(user)
 
     def _taking_places(self, accepted: Iterable[Task]) -> list[tuple[str, str]]:
@@ -496,7 +496,7 @@ class TaskQueue:
         check_id(id, "a task id")
         while True:
             try:
-                return self._run(lambda tx: records.retry(tx, id, per_user=self._per_user), "retry")
+                return self._run(lambda tx: admission.retry(tx, id, per_user=self._per_user), "retry")
             except StorageError as error:
                 # Somebody took the user's place at this very moment. Nothing was changed, and the next look sees who has it.
                 if type(error.__cause__).__name__ != "UniqueViolation":

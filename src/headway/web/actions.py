@@ -37,7 +37,7 @@ from headway import alerts
 from headway.errors import HeadwayError, InvalidInput, NotFound
 from headway.ids import check_id
 from headway.ledger.recorder import audit
-from headway.queue import records
+from headway.queue import admission, records
 from headway.queue.settings import declared_per_user
 from headway.queue.values import Priority
 from headway.telemetry import redact
@@ -199,7 +199,7 @@ def retry_task(reader: Reader, user: User, task: str, *, reason: str = "") -> Ac
     per_user = declared_per_user(reader.database)
 
     def work(tx: Tx) -> Task:
-        found = records.retry(tx, task, per_user=per_user)
+        found = admission.retry(tx, task, per_user=per_user)
         audit(tx, tx.now(), user.name, "task.retry", "", {"task": task, "kind": found.kind, "reason": masked(reason)})
         return found
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from headway.errors import InvalidInput, NotFound
 from headway.ledger.recorder import audit
-from headway.queue import records
+from headway.queue import admission
 from headway.queue.settings import declared_per_user
 from headway.queue.values import UserBusy
 from headway.telemetry import redact
@@ -42,7 +42,7 @@ def retry_tasks(reader: Reader, user: User, *, cause: int | None = None, reason:
             retried = full = 0
             for id in ids:
                 try:
-                    records.retry(tx, id, per_user=per_user)
+                    admission.retry(tx, id, per_user=per_user)
                     retried += 1
                 except UserBusy:
                     full += 1  # nothing was written for it
