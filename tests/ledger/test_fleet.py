@@ -541,6 +541,25 @@ def test_what_the_slots_that_died_had_not_begun_is_run_one_by_one_and_costs_noth
     assert (job.info().done, job.info().failures) == (2, 0)
 
 
+def test_a_block_is_no_larger_than_memory_allows_however_many_items_are_asked_for(
+    ledger: Ledger, share: MakeShare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.ledger.share.BLOCK_BYTES", 1000)
+    job = ledger.create("ads", policy=AT_ONCE)
+    long = '"' + "ä" * 400 + '"'
+    job.register(NewItem(idx, long if idx >= 50 else "1") for idx in range(100))
+    job.seal(settle=False)
+    hold = ledger.hold(job, {})
+    fleet.hand_over(ledger.database, hold, work="{}", queue="normal", slots=2, most=None, has_pass=True)
+    a = share("a")
+    sizes = []
+    while items := a.claim_some(1000):
+        sizes.append(len(items))
+        a.record([Done(item.idx) for item in items])
+    assert sizes == [50] + [1] * 50
+    assert events(ledger) == 1
+
+
 def test_a_block_that_its_slots_left_has_no_suspects(ledger: Ledger, share: MakeShare) -> None:
     start(ledger, 8)
     for number in range(4):

@@ -315,6 +315,31 @@ def is_told_once(ledger: Ledger, id: str, count: int) -> None:
     assert completions(ledger) == 1
 
 
+def test_the_same_start_again_submits_the_slots_that_a_killed_one_had_not(
+    place: Path, database: str, ledger: Ledger, quick_cli: Cli
+) -> None:
+    words = ("run", "work:double", "-i", "items.jsonl", "-j", "ads", "--fleet", "--detach", "--slots", "2")
+    assert quick_cli(*words).returncode == 0
+    ledger.database.write("DELETE FROM tasks")  # killed after it had given the job to the fleet
+    for _ in range(2):
+        assert quick_cli(*words).returncode == 0
+        assert ledger.database.one("SELECT count(*) FROM tasks") == (2,)
+
+
+def test_a_slot_that_died_often_comes_back_within_seconds(
+    place: Path, database: str, ledger: Ledger, quick_cli: Cli
+) -> None:
+    words = ("run", "work:double", "-i", "items.jsonl", "-j", "ads", "--fleet", "--detach", "--slots", "2")
+    assert quick_cli(*words).returncode == 0
+    now = ledger.database.now()
+    ledger.database.write("UPDATE tasks SET attempts = 9, ready = 0, run_at = ?", (now + 250.0,))
+    assert quick_cli(*words).returncode == 0
+    row = ledger.database.one("SELECT count(*), max(run_at) FROM tasks")
+    assert row is not None
+    assert row[0] == 2
+    assert row[1] < now + 60.0
+
+
 #: `headway`, killed when it has sent as many COMMITs as the first argument says: with the last answered, or not yet sent.
 KILLED = """
 import os, sys, psycopg

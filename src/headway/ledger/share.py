@@ -30,12 +30,18 @@ log = Log("ledger")
 LEASE = 12.0
 #: Items claimed one by one (tries again, last pass) are at most so many at a time: each is a row to write.
 SINGLES = 200
-#: A block is at most so many items.
+#: A block is at most so many items, and about so many bytes of payload: whoever claims it reads it into its memory.
 BLOCK_MOST = 20_000
+BLOCK_BYTES = 16 * 2**20
 #: Machines die, and that is no item's fault. When so many slots in a row died with a block, each item of it is a suspect.
 DEATHS = 2
 
 
+#: The next items, and how long their payloads are.
+_NEAR = (
+    "SELECT idx, coalesce(octet_length(payload), 0) AS size FROM input_products WHERE job = ? AND idx >= ? "
+    "ORDER BY idx LIMIT ?"
+)
 #: The fence and the count at once.
 _COUNT_BLOCK = (
     "UPDATE blocks SET done = done + ?, seconds = seconds + ? WHERE job = ? AND no = ? AND token = ? "
@@ -221,14 +227,19 @@ class Share(Job):
         slots = tx.one("SELECT count(DISTINCT slot) FROM blocks WHERE job = ? AND slot <> ?", (self.no, self._me))
         fair = math.ceil(left / (2 * ((slots[0] if slots else 0) + 1)))
         size = max(1, min(size, BLOCK_MOST, max(fair, size // 20)))
-        row = tx.one(
-            "SELECT min(idx), max(idx) FROM (SELECT idx FROM input_products WHERE job = ? AND idx >= ? ORDER BY idx "
-            "LIMIT ?) AS found",
-            (self.no, first, size),
-        )
+        row = tx.one(f"SELECT min(idx), max(idx), sum(size) FROM ({_NEAR}) AS found", (self.no, first, size))
         if row is None or row[0] is None:
             return None
-        first, last = row
+        first, last, bytes_in_all = row
+        if bytes_in_all > BLOCK_BYTES:
+            # As many as fit after the first, which is taken however long it is.
+            row = tx.one(
+                f"SELECT max(idx) FROM (SELECT idx, sum(size) OVER (ORDER BY idx) AS upto FROM ({_NEAR}) AS near) AS found "
+                "WHERE upto <= ? OR idx = ?",
+                (self.no, first, size, BLOCK_BYTES, first),
+            )
+            assert row is not None
+            (last,) = row
         recorder.frontier = min(last + 1, MAX_INDEX)
         number = tx.one("SELECT coalesce(max(no), 0) + 1 FROM blocks WHERE job = ?", (self.no,))
         assert number is not None
@@ -337,6 +348,7 @@ class Share(Job):
         for idx in block.open:
             self._of.pop(idx, None)
         self.lost |= block.open
+        self.suspects -= block.open
 
     def note_running(self, hold: Hold, items: Sequence[tuple[int, str]]) -> None:
         """Items that run for long get a claim of their own that names their worker, for others to see: should this slot be
