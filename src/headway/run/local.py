@@ -168,7 +168,6 @@ class LocalPool(Pool):
         killed, nobody but that one is charged for it."""
         if any(idx not in self._noted for worker in self._crew for idx in worker.out):
             return
-        self._commit()  # what is written down and not recorded would be charged too
         free = [each for each in self._common(now) if len(each.out) < each.slots.count and not each.wire.pending]
         if free and self._allowed(1, now):
             item = self._backlog.slot_suspects.popleft()
