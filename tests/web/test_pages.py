@@ -409,7 +409,7 @@ def test_for_a_person_of_an_application_nothing_exists_but_their_own_tasks(clien
         ("/tasks/nope", 404), ("/states/nope", 404), ("/jobs/" + "x" * 2000, 400), (f"/jobs/{INVOICES}/items?state=odd", 400),
         (f"/jobs/{INVOICES}/items?from=-1", 400), (f"/jobs/{INVOICES}/items?from=99999999999999999999", 400),
         (f"/jobs/{INVOICES}/items?cause=x", 400), ("/jobs?state=odd", 400), ("/tasks?status=odd", 400),
-        ("/activity?before=x", 400), ("/?range=odd", 200), ("/jobs?q=%25_!", 200), ("/tasks?before=gone", 200),
+        ("/activity?before=x", 400), ("/?range=odd", 200), ("/jobs?q=%25_!", 200), ("/tasks?before=gone", 404),
         ("/jobs?after=gone", 200), ("/jobs/%3Cscript%3E", 400),
     ],
 )  # fmt: skip
