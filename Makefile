@@ -42,7 +42,7 @@ check: $(SETUP)  ## what CI runs: lint, types, import contracts, test, the watch
 	$(BIN)/lint-imports
 	$(BIN)/python tools/mutants.py --check
 	$(MAKE) --no-print-directory test
-	$(BIN)/pytest -q -n 2 --dist worksteal --cov=headway.watcher --cov-report= tests/watcher
+	$(BIN)/pytest -q -n 2 --dist worksteal --cov=headway.watcher --cov-report= tests/watcher tests/web/test_pages_of_the_dead.py
 	$(BIN)/coverage report --include='src/headway/watcher/*' --fail-under=100
 	$(MAKE) --no-print-directory trace docs
 

@@ -8,7 +8,9 @@ import signal
 import pytest
 from rq import Retry
 from rq.command import send_stop_job_command
+from rq.job import JobStatus
 
+from headway.watcher.adapters import requeue_failed
 from tests.services.waiting import eventually
 from tests.watcher.scene import Scene
 
@@ -273,3 +275,13 @@ def test_whoever_is_killed_the_job_is_told_once(scene: Scene, dies):
         if dies == "worker":
             flag.touch()
             scene.events.expect((job.id, "lost"), (job.id, "finished"))
+
+
+def test_a_failed_job_that_somebody_else_put_back_is_not_put_back_again(scene: Scene):
+    worker = scene.worker()
+    job = scene.enqueue("fail")
+    eventually(lambda: job.get_status(refresh=True) == JobStatus.FAILED, timeout=20)
+    worker.kill()
+    assert requeue_failed(scene.url, scene.queue.name, [job.id]) == [job.id]
+    assert requeue_failed(scene.url, scene.queue.name, [job.id]) == []
+    assert scene.queue.job_ids == [job.id]
