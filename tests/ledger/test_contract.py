@@ -15,6 +15,7 @@ from headway.errors import InvalidInput, JobHeld, NotFound, StaleClaim
 from headway.events import SqlOutbox
 from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, NewItem, Recorded
 from headway.ledger.content import fingerprint
+from headway.ledger.values import OF_ITEMS
 from headway.retry import RetryPolicy
 from tests.services.waiting import eventually
 
@@ -658,13 +659,24 @@ def test_a_fresh_start_archives_the_old_job_instead_of_wiping_it(ledger: Ledger,
 @pytest.mark.req("S3-43")
 def test_forgetting_removes_every_trace_but_the_audit(ledger: Ledger, job: Job):
     fail(job, 0, times=3)
-    job.record([Done(1, result='"x"')])
+    job.record([Done(1, result='"x"', printed="y")])
     assert ledger.forget("ads", actor="ada") == 10
-    for table in ("jobs", "input_products", "progress", "attempts", "dead_letters", "causes", "results", "minutes"):
+    for table in ("jobs", *OF_ITEMS, "causes", "minutes"):
         assert ledger.database.one(f"SELECT count(*) FROM {table}") == (0,), table
     assert [action for _, _, action, _, _ in ledger.audit_trail("ads")][-1] == "forget"
     with pytest.raises(NotFound):
         ledger.job("ads")
+
+
+def test_an_item_that_is_taken_out_of_a_job_leaves_nothing_behind_and_the_others_stay(ledger: Ledger, job: Job):
+    fail(job, 0, times=3)
+    job.record([Done(idx, result='"x"', printed="y") for idx in (1, 2)])
+    job.drop([0, 1])
+    assert (job.info().total, job.info().done, job.info().dead) == (8, 1, 0)
+    for table in OF_ITEMS:
+        left = [row[0] for row in ledger.database.all(f"SELECT idx FROM {table} ORDER BY idx")]
+        kept = {"input_products": [*range(2, 10)], "dead_letters": [], "attempts": []}
+        assert left == kept.get(table, [2]), table
 
 
 def test_a_job_that_runs_can_be_neither_forgotten_nor_archived(ledger: Ledger, job: Job):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import psycopg
 import pytest
 
 from headway.errors import JobHeld, Refused, StaleClaim
@@ -72,7 +73,7 @@ def test_two_slots_never_get_the_same_item_and_the_last_one_finishes_the_job(led
     a, b = share("a"), share("b")
     of_a, of_b = a.claim_some(4), b.claim_some(30)
     assert indices(of_a) == [0, 1, 2, 3]
-    assert indices(of_b) == [4, 5, 6]  # never much more than what is left for each
+    assert indices(of_b) == [4, 5]  # never much more than what is left for each, and what a has is not left
     a.record([Done(item.idx, seconds=0.5) for item in of_a])
     assert job.info().done == 4  # what a slot has recorded is seen at once
     assert job.info().status == "processing"
@@ -569,3 +570,25 @@ def test_a_block_that_its_slots_left_has_no_suspects(ledger: Ledger, share: Make
         assert indices(slot.claim_some(2)) == [0, 1]
         assert slot.suspects == set()
         slot.leave()
+
+
+def test_what_a_slot_records_while_its_job_is_forgotten_is_deleted_with_it(
+    ledger: Ledger, share: MakeShare, postgres_with_tables: str
+) -> None:
+    """The fleet's lease was over; its slot was stopped in the middle of a record, and wakes up."""
+    job = start(ledger, 10)
+    a = share("a")
+    a.claim_some(5)
+    ledger.database.run(lambda tx: tx.execute("UPDATE jobs SET holder = NULL WHERE no = ?", (job.no,)), operation="test")
+    with psycopg.connect(postgres_with_tables) as slot, ThreadPoolExecutor(1) as elsewhere:
+        slot.execute("UPDATE headway.blocks SET done = done + 1 WHERE job = %s", (job.no,))
+        slot.execute(
+            "INSERT INTO headway.progress (job, idx, status, updated_at) VALUES (%s, 0, 'done', 0)", (job.no,)
+        )
+        forgotten = elsewhere.submit(ledger.forget, "ads")
+        waiting = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+        eventually(lambda: ledger.database.one(waiting) is not None)
+        slot.commit()
+        assert forgotten.result(30) == 10
+    assert a.record([Done(1)]).stale == [1]
+    assert ledger.database.one("SELECT count(*) FROM progress") == (0,)

@@ -78,7 +78,7 @@ class Scene:
 
     def share_with_a_block(self) -> Share:
         share = self.share()
-        assert [item.idx for item in share.claim_some(9)] == [5, 6, 7, 8]
+        assert [item.idx for item in share.claim_some(9)] == [5, 6, 7]
         return share
 
     def share_that_runs(self) -> Share:

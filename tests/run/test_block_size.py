@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,11 @@ import pytest
 from headway.ledger import Done, Ledger, NewItem, fleet
 from headway.lifecycle import Shutdown
 from headway.queue.execution import RunningTask
-from headway.run.slot import SharedBacklog, SlotShare
+from headway.run.display import open_display
+from headway.run.local import LocalPool
+from headway.run.pool import Settings
+from headway.run.results import Keep
+from headway.run.slot import SharedBacklog, SlotLedger, SlotShare
 
 
 @pytest.fixture
@@ -86,3 +91,17 @@ def test_a_block_of_items_that_take_a_second_is_more_than_one(share: SlotShare):
     slot.work(0.0)
     slot.claim()
     assert slot.blocks[2] >= 2
+
+
+def test_a_slot_that_has_nothing_else_to_do_records_at_once_and_so_comes_to_large_blocks_soon(
+    share: SlotShare, postgres_with_tables: str
+):
+    with Ledger.open(postgres_with_tables) as ledger:
+        pool = LocalPool(
+            SlotLedger(ledger, share), share, share.hold, str, Settings(workers=1, last_pass=False, commit_seconds=60.0),
+            display=open_display("none", stream=sys.stderr), shutdown=Shutdown(), keep=Keep(),
+            backlog=lambda _, on_damaged: SharedBacklog(share, 1, on_damaged),
+        )  # fmt: skip
+        began = time.monotonic()
+        assert pool.run().done == 10_000
+    assert time.monotonic() - began < 60  # it would wait so long for company after its first item, and after its eighth

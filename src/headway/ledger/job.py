@@ -18,7 +18,18 @@ from headway.ledger.control import Control
 from headway.ledger.job_lease import Hold, renew
 from headway.ledger.recorder import Recorder, audit, current_user, plain_successes, put_one_done
 from headway.ledger.report import Reports
-from headway.ledger.values import MAX_INDEX, Done, Failed, Item, NewItem, Outcome, Recorded, check_index, check_text
+from headway.ledger.values import (
+    MAX_INDEX,
+    OF_ITEMS,
+    Done,
+    Failed,
+    Item,
+    NewItem,
+    Outcome,
+    Recorded,
+    check_index,
+    check_text,
+)
 from headway.retry import RetryPolicy
 from headway.telemetry import Log
 
@@ -158,7 +169,8 @@ class Job(Reports):
 
         def work(tx: Tx) -> None:
             recorder = self.open(tx)
-            tx.executemany("DELETE FROM input_products WHERE job = ? AND idx = ?", [(self.no, idx) for idx in indices])
+            for table in OF_ITEMS:
+                tx.executemany(f"DELETE FROM {table} WHERE job = ? AND idx = ?", [(self.no, idx) for idx in indices])
             recorder.recount()
             recorder.close(settle=False)
 

@@ -17,7 +17,7 @@ from headway.ledger.job import CHUNK, Job
 from headway.ledger.job_lease import Hold
 from headway.ledger.recorder import Recorder, audit, current_user
 from headway.ledger.report import all_jobs
-from headway.ledger.values import JobInfo
+from headway.ledger.values import MAX_INDEX, OF_ITEMS, JobInfo
 from headway.retry import ITEM, RetryPolicy
 from headway.telemetry import Log
 
@@ -205,6 +205,9 @@ class Ledger:
             if tx.engine == "sqlite":
                 tx.execute(_REMEMBER_NUMBER, (str(no),))
             _put_aside(tx, no, id, recorder.now)  # killed in what follows, the id is free and `purge` does the rest
+            # A slot that was stopped past the fleet's lease records under its block alone: what it records now waits until
+            # here, or finds no block. So nothing is recorded for an item that is deleted below.
+            tx.execute("DELETE FROM blocks WHERE job = ?", (no,))
             facts: dict[str, object] = {"total": recorder.total, "done": recorder.done}
             if reason:
                 facts["reason"] = reason
@@ -215,12 +218,13 @@ class Ledger:
         if total is None:
             return None
 
-        def step(tx: Tx) -> int:
-            return tx.execute(
-                "DELETE FROM input_products WHERE job = ? AND idx IN "
-                "(SELECT idx FROM input_products WHERE job = ? ORDER BY idx LIMIT ?)",
-                (no, no, CHUNK),
-            )
+        def step(tx: Tx) -> bool:
+            near = "SELECT idx FROM input_products WHERE job = ? ORDER BY idx LIMIT ?"
+            row = tx.one(f"SELECT max(idx) FROM ({near}) AS found", (no, CHUNK))
+            last = row[0] if row else None
+            for table in OF_ITEMS:
+                tx.execute(f"DELETE FROM {table} WHERE job = ? AND idx <= ?", (no, MAX_INDEX if last is None else last))
+            return last is not None
 
         while self.database.run(step, operation=action):
             pass  # in steps, so that the write-ahead log stays small

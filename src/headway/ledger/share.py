@@ -223,9 +223,11 @@ class Share(Job):
         tx, first = recorder.tx, recorder.frontier
         # Never much more than what is left for each: the last blocks are small, so that all slots end together; not
         # smaller than a twentieth of what was asked for, or the end would be all claims.
-        left = max(0, recorder.total - recorder.done - recorder.dead - recorder.failed)
+        left = recorder.total - recorder.done - recorder.dead - recorder.failed
+        if first < recorder.total:
+            left = min(left, recorder.total - first)  # what others have and have not recorded is not left
         slots = tx.one("SELECT count(DISTINCT slot) FROM blocks WHERE job = ? AND slot <> ?", (self.no, self._me))
-        fair = math.ceil(left / (2 * ((slots[0] if slots else 0) + 1)))
+        fair = math.ceil(max(0, left) / (2 * ((slots[0] if slots else 0) + 1)))
         size = max(1, min(size, BLOCK_MOST, max(fair, size // 20)))
         row = tx.one(f"SELECT min(idx), max(idx), sum(size) FROM ({_NEAR}) AS found", (self.no, first, size))
         if row is None or row[0] is None:

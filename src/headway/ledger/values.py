@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 #: The largest index: what both engines' BIGINT holds.
 MAX_INDEX = 2**63 - 1
+#: The tables of a job that have rows of its items, in the order in which those are deleted: the item goes last.
+OF_ITEMS = ("progress", "results", "printed", "dead_letters", "attempts", "input_products")
 
 #: Names of workers that `Job.note_running` wrote begin with this; such notes end with the hold.
 NOTED = "run "

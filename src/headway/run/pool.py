@@ -249,10 +249,11 @@ class Pool(ABC):
             self._listen(wake, self._patience(now, commit_at if self._inbox else None))
 
     def _is_urgent(self) -> bool:
-        """Whether what ended is not to wait for company: it is much, nothing more may be begun before it is recorded, or it was
-        written down as running, so that it would be charged if this process were killed."""
+        """Whether what ended is not to wait for company: it is much, nothing else runs or waits here, nothing more may be begun
+        before it is recorded, or it was written down as running, so that it would be charged if this process were killed."""
         return (
             len(self._inbox) >= COMMIT_MOST
+            or len(self._inbox) >= len(self._backlog.held)
             or self._failures_left() == 0
             or (bool(self._noted) and any(outcome.idx in self._noted for outcome in self._inbox))
         )
