@@ -579,12 +579,12 @@ def test_what_a_slot_records_while_its_job_is_forgotten_is_deleted_with_it(
     job = start(ledger, 10)
     a = share("a")
     a.claim_some(5)
-    ledger.database.run(lambda tx: tx.execute("UPDATE jobs SET holder = NULL WHERE no = ?", (job.no,)), operation="test")
+    ledger.database.run(
+        lambda tx: tx.execute("UPDATE jobs SET holder = NULL WHERE no = ?", (job.no,)), operation="test"
+    )
     with psycopg.connect(postgres_with_tables) as slot, ThreadPoolExecutor(1) as elsewhere:
         slot.execute("UPDATE headway.blocks SET done = done + 1 WHERE job = %s", (job.no,))
-        slot.execute(
-            "INSERT INTO headway.progress (job, idx, status, updated_at) VALUES (%s, 0, 'done', 0)", (job.no,)
-        )
+        slot.execute("INSERT INTO headway.progress (job, idx, status, updated_at) VALUES (%s, 0, 'done', 0)", (job.no,))
         forgotten = elsewhere.submit(ledger.forget, "ads")
         waiting = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
         eventually(lambda: ledger.database.one(waiting) is not None)
