@@ -111,7 +111,7 @@ def test_a_violated_constraint_is_reported_as_ours_and_says_which(url: str):
     with connect(url) as database:
         for statement, parameters, says in [
             (META, ("database", "x"), "meta"),
-            ("INSERT INTO input_products (job, idx) VALUES (?, ?)", (99, 1), "foreign key|FOREIGN KEY"),
+            ("INSERT INTO minutes (job, minute) VALUES (?, ?)", (99, 1), "foreign key|FOREIGN KEY"),
             ("INSERT INTO meta (name, value) VALUES (?, ?)", ("n", None), "value"),
         ]:
             with pytest.raises(StorageError, match=r"constraint .*violated") as caught:
