@@ -41,6 +41,13 @@ class Name(str):
 
 def test_subclasses_of_numbers_and_texts_are_written_by_value() -> None:
     assert array([Number.TWO, True, Share(0.5), Name('a"b'), None]) == '{2,1,0.5,"a\\"b",NULL}'
+    assert [array([value, value]) for value in (Number.TWO, True, Share(0.5))] == ["{2,2}", "{1,1}", "{0.5,0.5}"]
+
+
+def test_a_column_of_one_kind_is_written_as_one_of_several_is() -> None:
+    for value in (7, -(2**63), 1e-6, float("inf"), None, "a"):
+        assert array([value, value]) == array([value, value, "x"]).replace(',"x"}', "}")
+    assert array([]) == "{}"
 
 
 def test_a_column_may_be_empty_here_and_full_there(ledger: Ledger) -> None:

@@ -112,6 +112,12 @@ def marks(count: int) -> str:
 def array(values: Sequence[str | float | None]) -> str:
     """An array as PostgreSQL reads it from a text: ``CAST(? AS bigint[])``, ``unnest(CAST(? AS text[]))``. A column of a
     batch as one parameter costs the server a fraction of what the same rows cost as JSON."""
+    kinds = set(map(type, values))
+    # Most columns are of one kind, and then the interpreter's own loop writes them. A subclass is another kind.
+    if kinds <= {int} or kinds <= {float}:
+        return "{" + ",".join(map(repr, values)) + "}"
+    if kinds == {type(None)}:
+        return "{" + ",".join(["NULL"] * len(values)) + "}"
     return "{" + ",".join(map(_element, values)) + "}"
 
 
