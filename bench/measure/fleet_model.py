@@ -267,16 +267,17 @@ def simulate(  # noqa: PLR0915 - the steps of one slot, in their order
         size, held = (1, 0) if cold else (first, chance.randint(first // 2 + 1, first // 2 + first))
         held = min(left, held, left // workers)
         left, result.claimed = left - held, result.claimed + held
-        claimed_at = -(size // 2 + size - held) * each
+        claimed_at, held_then = -(size // 2 + size - held) * each, size // 2 + size
         yield "sleep", chance.random() * batch * each
         made = free = attended = world.now
         while True:
             if held <= size // 2 and left:
-                began = world.now
+                began, before = world.now, held
                 held += yield from claim(size)
                 aim = min(BLOCK_SECONDS_MOST, max(BLOCK_SECONDS, claim_times * (world.now - began)))
-                size = round(size * min(8.0, max(0.25, aim / max(began - claimed_at, 1e-3))))
-                size, claimed_at = max(1, min(size, BLOCK_MOST)), world.now
+                rate = (held_then - before) / max(began - claimed_at, 1e-3)
+                size = round(min(8.0 * size, max(0.25 * size, rate * aim)))
+                size, claimed_at, held_then = max(1, min(size, BLOCK_MOST)), world.now, held
             if not held:
                 return
             group = min(batch, held)

@@ -24,10 +24,16 @@ from headway.run.slot import SharedBacklog, SlotLedger, SlotShare
 
 
 @pytest.fixture
-def share(postgres_with_tables: str) -> Iterator[SlotShare]:
+def items() -> int:
+    """How many there are in all."""
+    return 10_000
+
+
+@pytest.fixture
+def share(postgres_with_tables: str, items: int) -> Iterator[SlotShare]:
     with Ledger.open(postgres_with_tables) as ledger:
         job = ledger.create("ads")
-        job.register(NewItem(idx, str(idx)) for idx in range(10_000))
+        job.register(NewItem(idx, str(idx)) for idx in range(items))
         job.seal(settle=False)
         hold = ledger.hold(job, {"fleet": True})
         fleet.hand_over(ledger.database, hold, work="{}", queue="normal", slots=2, most=None, has_pass=True)
@@ -76,11 +82,11 @@ def test_a_slot_that_waits_for_the_jobs_row_claims_larger_blocks_and_does_not_ta
     with others_have_the_row(postgres_with_tables, 0.6):
         slot.claim()  # twenty times 0.6 s are more than the second that the block lasted: eight times as large, at most
     slot.work(0.2)
-    slot.claim()  # and after 0.2 s of work, which the wait before is no part of, again
+    slot.claim()  # and after an item that took 0.2 s, which the wait before is no part of, about as many as fill two seconds
     slot.work(0.0)
     slot.claim()
-    assert slot.blocks[:2] == [1, 1]
-    assert slot.blocks[3] >= 3 * slot.blocks[2] >= 12
+    assert slot.blocks[:3] == [1, 1, 8]
+    assert 4 <= slot.blocks[3] <= 10
 
 
 def test_a_block_of_items_that_take_a_second_is_more_than_one(share: SlotShare):
@@ -91,6 +97,16 @@ def test_a_block_of_items_that_take_a_second_is_more_than_one(share: SlotShare):
     slot.work(0.0)
     slot.claim()
     assert slot.blocks[2] >= 2
+
+
+@pytest.mark.parametrize("items", [200])
+def test_a_slot_that_gets_less_than_it_asks_for_does_not_ask_for_more(share: SlotShare, items: int):
+    slot = Slot(share)
+    while sum(slot.blocks) < items:
+        slot.claim()
+        slot.work(0.01 * slot.blocks[-1])
+    assert max(slot.blocks) > 30
+    assert slot.blocks[-1] <= 20  # so that slots end together; it was all that was left
 
 
 def test_a_slot_that_has_nothing_else_to_do_records_at_once_and_so_comes_to_large_blocks_soon(

@@ -249,6 +249,7 @@ class SharedBacklog(Backlog):
         self._size = at_once
         self._enough = at_once - 1  # nothing is claimed while more than so many are held
         self._claimed_at: float | None = None
+        self._held_then = 0  # after that claim
         self._ask_at = 0.0
         self._misses = 0
         self._idle_since: float | None = None
@@ -258,10 +259,10 @@ class SharedBacklog(Backlog):
         if now < self._ask_at or self._share.is_over or len(self.held) > self._enough or self.slot_suspects:
             return
         wanted = self._size if self._size > self._at_once else self._at_once - len(self.held)
-        began = time.monotonic()
+        began, before = time.monotonic(), len(self.held)
         items = self._share.claim_some(max(1, wanted), on_damaged=self._report_damaged)
         if items:
-            self._adapt(began, time.monotonic(), items)
+            self._adapt(began, time.monotonic(), before, items)
             suspects = self._share.suspects
             self._take([item for item in items if item.idx not in suspects])
             self.slot_suspects.extend(item for item in items if item.idx in suspects)
@@ -276,15 +277,17 @@ class SharedBacklog(Backlog):
         if not self.held and self._idle_since is None:
             self._idle_since = now
 
-    def _adapt(self, began: float, ended: float, items: Sequence[Item]) -> None:
-        """The next block, after the one whose claim began and ended just now, is as large as this slot works off in the time
-        that a block is meant to last, and no larger than memory allows. The wait for the claim is no time of work: counted as
-        that, it would make blocks the smaller, and claims the more, the more slots wait."""
+    def _adapt(self, began: float, ended: float, before: int, items: Sequence[Item]) -> None:
+        """The next block, after the one whose claim began and ended just now, when ``before`` were held, is as large as this
+        slot works off in the time that a block is meant to last, and no larger than memory allows. What it works off is what
+        it had and has no more: near the end of a job it gets less than it asks for, which is no reason to ask for more. The
+        wait for the claim is no time of work: counted as that, it would make blocks the smaller, and claims the more, the
+        more slots wait."""
         if self._claimed_at is not None:
             aim = min(BLOCK_SECONDS_MOST, max(BLOCK_SECONDS, CLAIM_TIMES * (ended - began)))
-            factor = aim / max(began - self._claimed_at, 1e-3)
-            self._size = round(self._size * min(8.0, max(0.25, factor)))
-        self._claimed_at = ended
+            rate = (self._held_then - before) / max(began - self._claimed_at, 1e-3)
+            self._size = round(min(8.0 * self._size, max(0.25 * self._size, rate * aim)))
+        self._claimed_at, self._held_then = ended, before + len(items)
         bytes_each = sum(len(item.payload or "") for item in items) / len(items)
         self._size = max(self._at_once, min(self._size, BLOCK_MOST, int(BYTES / max(bytes_each, 1.0))))
 
