@@ -7,29 +7,18 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 
-from headway._lease import Owner, has_ended, renewing, write_owner
+from headway._lease import Owner, renewing, write_owner
 from headway._sql import Database, Row, Tx, marks
 from headway.errors import InvalidInput
-from headway.failure import Failure
-from headway.ledger import control
+from headway.ledger import claims, control
+from headway.ledger.claims import DAMAGED, DUE
 from headway.ledger.columns import put_items
 from headway.ledger.content import is_intact
 from headway.ledger.control import Control
 from headway.ledger.job_lease import Hold, renew
 from headway.ledger.recorder import Recorder, audit, current_user, plain_successes, put_one_done
 from headway.ledger.report import Reports
-from headway.ledger.values import (
-    MAX_INDEX,
-    OF_ITEMS,
-    Done,
-    Failed,
-    Item,
-    NewItem,
-    Outcome,
-    Recorded,
-    check_index,
-    check_text,
-)
+from headway.ledger.values import OF_ITEMS, Done, Failed, Item, NewItem, Outcome, Recorded, check_index, check_text
 from headway.retry import RetryPolicy
 from headway.telemetry import Log
 
@@ -37,9 +26,6 @@ log = Log("ledger")
 
 #: Rows written by one transaction when there are many: bounds the size of SQLite's write-ahead log.
 CHUNK = 5000
-
-LOST = Failure("ProcessLost", "the process that worked on this item was killed or lost its lease")
-DAMAGED = Failure("DamagedPayload", "the payload in the database is not what was registered; it was not run")
 
 #: Gets what was recorded of items that could not be handed out.
 OnDamaged = Callable[[Recorded], object]
@@ -53,14 +39,6 @@ def ignore(_: Recorded) -> None:
 
 def _checked_key(key: str | None) -> str | None:
     return None if key is None else check_text(key, "an item's key")
-
-
-#: An item whose wait is over: by its time, or because it failed in what is now the future (the clock was set back).
-_DUE = "(p.next_attempt_at <= ? OR (p.updated_at > ? AND p.lease_until IS NULL AND p.next_attempt_at IS NOT NULL))"
-_CLAIMABLE = (
-    "SELECT i.idx, i.key, i.payload, i.fingerprint, p.attempts, coalesce(p.token, 0), p.lease_until, p.worker, p.holder "
-    "FROM progress p JOIN input_products i ON i.job = p.job AND i.idx = p.idx WHERE p.job = ? AND p.status <> 'done'"
-)
 
 
 class _NotThatSimple(Exception):
@@ -235,7 +213,7 @@ class Job(Reports):
                 rows = tx.all(
                     "SELECT i.idx, i.key, i.payload, i.fingerprint, p.attempts, p.next_attempt_at, p.updated_at "
                     "FROM progress p JOIN input_products i ON i.job = p.job AND i.idx = p.idx "
-                    f"WHERE p.job = ? AND p.status <> 'done' AND {_DUE} ORDER BY p.next_attempt_at, p.idx LIMIT ?",
+                    f"WHERE p.job = ? AND p.status <> 'done' AND {DUE} ORDER BY p.next_attempt_at, p.idx LIMIT ?",
                     (self.no, now + within, now, limit),
                 )
             intact = [
@@ -286,92 +264,12 @@ class Job(Reports):
 
         def work(tx: Tx) -> list[Item]:
             recorder = self.open(tx)
-            items = self._due_or_lapsed(recorder, limit)
-            items += self._fresh(recorder, limit - len(items))
-            if not items:
-                items = self._abandoned(recorder, limit)
-            until = recorder.now + lease
-            tx.executemany(
-                "INSERT INTO progress (job, idx, status, updated_at, worker, next_attempt_at, token, lease_until, holder) "
-                "VALUES (?, ?, 'pending', ?, ?, ?, ?, ?, ?) ON CONFLICT (job, idx) DO UPDATE SET "
-                "worker = excluded.worker, next_attempt_at = excluded.next_attempt_at, token = excluded.token, "
-                "lease_until = excluded.lease_until, holder = excluded.holder",
-                # The moment the lease lapses is the moment the item may be handed out again.
-                [(self.no, item.idx, recorder.now, worker, until, item.token, until, holder) for item in items],
-            )
+            items = claims.take(recorder, limit)
+            claims.write(recorder, items, worker, holder, lease)
             recorder.close(settle=True)  # a lapsed claim may have been the last open item, and its last try
             return items
 
         return self._database.run(work, operation="claim")
-
-    def _due_or_lapsed(self, recorder: Recorder, limit: int) -> list[Item]:
-        """Items whose wait is over, or whose claim lapsed (that run is written down as lost).
-
-        What cannot be handed out (damaged, dead now, or still its claimant's) takes no other item's place.
-        """
-        items: list[Item] = []
-        seen: set[int] = set()
-        while (wanted := limit - len(items)) > 0:
-            most = wanted + len(seen)
-            rows = recorder.tx.all(
-                f"{_CLAIMABLE} AND {_DUE} ORDER BY p.next_attempt_at, p.idx LIMIT ?",
-                (self.no, recorder.now, recorder.now, most),
-            )
-            new = [row for row in rows if row[0] not in seen][:wanted]
-            seen.update(row[0] for row in new)
-            items += self._take_over(recorder, new)
-            if len(rows) < most:
-                break
-        return items
-
-    def _abandoned(self, recorder: Recorder, limit: int) -> list[Item]:
-        """Items whose claimant can be seen to be dead, or whose lease is over by the clock that nobody can set. Looked
-        for when there is nothing else: the end of their lease frees them anyway."""
-        rows = recorder.tx.all(
-            f"{_CLAIMABLE} AND p.holder IS NOT NULL AND p.lease_until IS NOT NULL ORDER BY p.next_attempt_at, p.idx",
-            (self.no,),
-        )
-        return self._take_over(recorder, rows)[:limit]
-
-    def _take_over(self, recorder: Recorder, rows: list[Row]) -> list[Item]:
-        """What of ``rows`` may be claimed now. A claim that is still good stays its claimant's. One that lapsed costs the
-        item an attempt, unless it names no worker: then nobody worked on the item for long."""
-        items, lost, damaged = [], [], []
-        for idx, key, payload, mark, attempts, token, lease_until, worker, holder in rows:
-            if lease_until is not None and not has_ended(holder, lease_until, recorder.now):
-                continue  # the wall clock was set forward, and the claimant lives
-            charged = lease_until is not None and worker is not None
-            if charged:
-                lost.append(Failed(idx, LOST, outcome="lost", worker=worker))
-            if not is_intact(payload, mark):
-                damaged.append(Failed(idx, DAMAGED, retryable=False))
-                continue
-            items.append(Item(idx, key, payload, attempts + charged, token + 1))
-        died = set(recorder.write(lost).died) if lost else set()
-        if damaged:
-            recorder.write(damaged)
-        return [item for item in items if item.idx not in died]
-
-    def _fresh(self, recorder: Recorder, limit: int) -> list[Item]:
-        items: list[Item] = []
-        while (wanted := limit - len(items)) > 0:
-            rows = recorder.tx.all(
-                "SELECT i.idx, i.key, i.payload, i.fingerprint FROM input_products i WHERE i.job = ? AND i.idx >= ? "
-                "AND NOT EXISTS (SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx) "
-                "ORDER BY i.idx LIMIT ?",
-                (self.no, recorder.frontier, wanted),
-            )
-            if not rows:
-                break
-            recorder.frontier = min(rows[-1][0] + 1, MAX_INDEX)
-            intact = [Item(idx, key, payload, 0, 1) for idx, key, payload, mark in rows if is_intact(payload, mark)]
-            if len(intact) < len(rows):
-                sound = {item.idx for item in intact}
-                recorder.write([Failed(row[0], DAMAGED, retryable=False) for row in rows if row[0] not in sound])
-            items += intact
-            if len(rows) < wanted:
-                break
-        return items
 
     def renew(self, items: Sequence[Item], *, lease: float = 30.0) -> int:
         """Prolong claims; how many of them are still ours."""

@@ -11,12 +11,13 @@ from typing import NamedTuple
 from headway._lease import Owner, has_ended, write_owner
 from headway._sql import NOW, Database, Row, Tx, marks
 from headway.errors import NotFound, StaleClaim
-from headway.ledger import control
+from headway.ledger import claims, control
+from headway.ledger.claims import DAMAGED
 from headway.ledger.columns import put_new_done
 from headway.ledger.content import is_intact
 from headway.ledger.control import Control
 from headway.ledger.fleet import SELECT_FLEET, Fleet, fleet_of, is_busy, settle
-from headway.ledger.job import DAMAGED, Job, OnDamaged, ignore
+from headway.ledger.job import Job, OnDamaged, ignore
 from headway.ledger.job_lease import Hold
 from headway.ledger.recorder import Recorder
 from headway.ledger.values import MAX_INDEX, Done, Failed, Item, Outcome, Recorded
@@ -152,13 +153,13 @@ class Share(Job):
         recorder = Recorder(tx, self.no, token=fleet.token)
         self._fold(recorder)
         block = self._lapsed(recorder)
-        items = self._due_or_lapsed(recorder, min(size, SINGLES))
+        items = claims.due_or_lapsed(recorder, min(size, SINGLES), self._tokens)
         if not block and len(items) < size:
             # Together with the tries again, of which there may be one: a claim takes the job's row, whatever it brings.
             block = self._next_block(recorder, size - len(items))
         if not block and not items:
             block = self._abandoned_block(recorder)
-            items = [] if block else self._abandoned(recorder, min(size, SINGLES))
+            items = [] if block else claims.abandoned(recorder, min(size, SINGLES), self._tokens)
         if not block and not items and fleet.has_pass and self._only_dead_left(recorder):
             items = self._dead_ones(recorder, min(size, SINGLES))
         none = frozenset[int]()
@@ -169,10 +170,6 @@ class Share(Job):
                 self._look_everywhere(recorder)
             recorder.close(settle=False)
         return _Claimed(block, items, is_over, dead, suspects)
-
-    def _take_over(self, recorder: Recorder, rows: list[Row]) -> list[Item]:
-        """As of any job; and what this slot has stays its own, also when it was stopped past its lease."""
-        return super()._take_over(recorder, [row for row in rows if self._tokens.get(row[0]) != row[5]])
 
     def _fold(self, recorder: Recorder) -> None:
         """Add what was done in our blocks to the job's row; blocks with nothing open go."""

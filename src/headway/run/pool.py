@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, Outcome, Recorded
+from headway.ledger.claims import DAMAGED
 from headway.ledger.control import Control
-from headway.ledger.job import DAMAGED
 from headway.ledger.values import FailedOutcome
 from headway.lifecycle import Budget, Shutdown
 from headway.retry import RetryPolicy

@@ -2,8 +2,8 @@
 
 The client is made by `headway._redis.connect`: it never retries. A command whose reply was lost and a link that was cut
 both raise, so that nothing is resubscribed behind our back and no event is missed silently. Replies are taken raw (no
-response callbacks), because what redis-py makes of them differs between its releases; each is turned into a typed value
-here or refused. What a job contains is anybody's and refuses nothing: a value that makes no sense counts as absent.
+response callbacks), because what redis-py makes of them differs between its releases; `headway.watcher.replies` turns each
+into a typed value or refuses it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import isfinite
 from typing import Literal, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
 from headway import _redis
 from headway.errors import InvalidInput, MissingExtra, ServerRefused
 from headway.telemetry import redact
+from headway.watcher import replies as raw
 from headway.watcher.logic import moment, split_member
 from headway.watcher.ports import (
     ExecutionRecord,
@@ -36,6 +36,7 @@ from headway.watcher.ports import (
     WatcherPorts,
     Write,
 )
+from headway.watcher.replies import Word
 
 try:
     import redis
@@ -47,8 +48,6 @@ try:
     from rq.results import Result
 except ImportError as error:
     raise MissingExtra("redis", "The watcher") from error
-
-Word = str | int | float | bytes
 
 #: Seconds a connect or a reply may take.
 REPLY_S = 5.0
@@ -259,38 +258,38 @@ class RedisAdapter(RedisProto, RedisHashes):
 
     def config_get(self, name: str) -> str | None:
         (reply,) = self._try([("CONFIG", "GET", name)], forgiving=redis.exceptions.ResponseError)
-        pairs = [] if isinstance(reply, Exception) else _items(reply)
-        return _text(pairs[1]) if len(pairs) == 2 else None
+        pairs = [] if isinstance(reply, Exception) else raw.items(reply)
+        return raw.text(pairs[1]) if len(pairs) == 2 else None
 
     def time(self) -> float:
-        seconds, microseconds = _items(self._command("TIME"))
-        return _number(seconds) + _number(microseconds) / 1_000_000
+        seconds, microseconds = raw.items(self._command("TIME"))
+        return raw.number(seconds) + raw.number(microseconds) / 1_000_000
 
     def zrevrangebyscore(self, key: str, offset: int, count: int) -> list[Member]:
         # ZREVRANGEBYSCORE by its name since 6.2.
-        return _members(
+        return raw.members(
             self._command(
                 "ZRANGE", key, "+inf", "-inf", "BYSCORE", "REV", "LIMIT", offset, count, "WITHSCORES"
             )
         )  # fmt: skip
 
     def zrange(self, key: str, start: int, count: int) -> list[Member]:
-        return _members(self._command("ZRANGE", key, start, start + count - 1, "WITHSCORES"))
+        return raw.members(self._command("ZRANGE", key, start, start + count - 1, "WITHSCORES"))
 
     def zscan(self, key: str, cursor: int, count: int) -> tuple[int, list[Member]]:
-        following, members = _items(self._command("ZSCAN", key, cursor, "COUNT", count))
-        return int(_number(following)), _members(members)
+        following, members = raw.items(self._command("ZSCAN", key, cursor, "COUNT", count))
+        return int(raw.number(following)), raw.members(members)
 
     def zcard(self, key: str) -> int:
-        return int(_number(self._command("ZCARD", key)))
+        return int(raw.number(self._command("ZCARD", key)))
 
     def zrank(self, key: str, member: str) -> int | None:
         reply = self._command("ZRANK", key, member)
-        return None if reply is None else int(_number(reply))
+        return None if reply is None else int(raw.number(reply))
 
     def zscore(self, key: str, member: str) -> float | None:
         reply = self._command("ZSCORE", key, member)
-        return None if reply is None else _number(reply)
+        return None if reply is None else raw.number(reply)
 
     def zadd(self, key: str, member: str, score: float) -> None:
         self._command("ZADD", key, score, member)
@@ -320,19 +319,19 @@ class RedisAdapter(RedisProto, RedisHashes):
         for member in members:
             commands.append(("HMGET", _execution_key(member), "created_at", "worker_name"))
             commands.append(("HMGET", _job_key(split_member(member)[0]), "timeout", "worker_name"))
-        replies = [_values(reply, 2) for reply in self._try(commands)]
+        replies = [raw.values(reply, 2) for reply in self._try(commands)]
         return [
             ExecutionRecord(
-                exists=_seconds(execution[0]) is not None,
-                created_at=_seconds(execution[0]) or 0.0,
-                worker=_text(execution[1] or job[1]),
-                timeout=_seconds(job[0]) or 0.0,
+                exists=raw.seconds(execution[0]) is not None,
+                created_at=raw.seconds(execution[0]) or 0.0,
+                worker=raw.text(execution[1] or job[1]),
+                timeout=raw.seconds(job[0]) or 0.0,
             )
             for execution, job in zip(replies[0::2], replies[1::2], strict=True)
         ]
 
     def guard(self, keys: Sequence[str]) -> GuardProto:
-        return GuardAdapter(self._client, [_word(key) for key in keys])
+        return GuardAdapter(self._client, [raw.word(key) for key in keys])
 
     def publish(self, channel: str, stream: str, stream_length: int, bodies: Sequence[str]) -> None:
         commands: list[tuple[Word, ...]] = []
@@ -345,20 +344,20 @@ class RedisAdapter(RedisProto, RedisHashes):
             return
         # Together or not at all: a server that refuses to publish must not keep one more copy at each of our restarts.
         replies = self._commands([("MULTI",), *commands, ("EXEC",)])
-        for reply in _items(replies[-1]):
+        for reply in raw.items(replies[-1]):
             if isinstance(reply, redis.exceptions.RedisError):
                 raise ServerRefused(f"Redis at {self._name} refused to publish: {redact(str(reply))}")
 
     def setnx(self, key: str, value: str) -> str:
         self._command("SET", key, value, "NX")
-        return _text(self._command("GET", key))
+        return raw.text(self._command("GET", key))
 
     def hmget(self, key: str, fields: Sequence[str]) -> list[str | None]:
-        return [None if value is None else _text(value) for value in _items(self._command("HMGET", key, *fields))]
+        return [None if value is None else raw.text(value) for value in raw.items(self._command("HMGET", key, *fields))]
 
     def hgetall(self, key: str) -> dict[str, str]:
-        flat = _items(self._command("HGETALL", key))
-        return {_text(name): _text(value) for name, value in zip(flat[0::2], flat[1::2], strict=True)}
+        flat = raw.items(self._command("HGETALL", key))
+        return {raw.text(name): raw.text(value) for name, value in zip(flat[0::2], flat[1::2], strict=True)}
 
     def highest(self, key: str) -> float | None:
         found = self.zrevrangebyscore(key, 0, 1)
@@ -366,8 +365,8 @@ class RedisAdapter(RedisProto, RedisHashes):
 
     def lowest(self, key: str, before: float, count: int) -> list[str]:
         return [
-            _text(member)
-            for member in _items(self._command("ZRANGE", key, "-inf", f"({before!r}", "BYSCORE", "LIMIT", 0, count))
+            raw.text(member)
+            for member in raw.items(self._command("ZRANGE", key, "-inf", f"({before!r}", "BYSCORE", "LIMIT", 0, count))
         ]
 
     def together(self, changes: Sequence[Write]) -> None:
@@ -379,7 +378,7 @@ class RedisAdapter(RedisProto, RedisHashes):
 
     def _command(self, *words: Word) -> object:
         with _translating(self._name):
-            return self._client.execute_command(*map(_word, words))
+            return self._client.execute_command(*map(raw.word, words))
 
     def _commands(self, commands: Sequence[tuple[Word, ...]]) -> list[object]:
         with _translating(self._name):
@@ -400,7 +399,7 @@ class RedisAdapter(RedisProto, RedisHashes):
     def _pipe(self, commands: Sequence[tuple[Word, ...]]) -> Pipe:
         pipe = self._client.pipeline(transaction=False)
         for words in commands:
-            pipe.execute_command(*map(_word, words))
+            pipe.execute_command(*map(raw.word, words))
         return pipe
 
 
@@ -467,12 +466,12 @@ class PubSubAdapter(PubSubProto):
             found = self._pubsub.get_message(timeout=REPLY_S)
         if found is None:
             return None
-        kind = _KINDS.get(_text(found["type"]))
+        kind = _KINDS.get(raw.text(found["type"]))
         if kind is None:
             raise ServerRefused(f"Redis at {self._name} sent a message of an unknown kind: {found['type']!r}")
         if kind == "event":
-            return Message(kind, _text(found["channel"]), _text(found["data"]))
-        return Message(kind, "" if kind == "pong" else _text(found["channel"]))
+            return Message(kind, raw.text(found["channel"]), raw.text(found["data"]))
+        return Message(kind, "" if kind == "pong" else raw.text(found["channel"]))
 
     def ping(self) -> None:
         with _translating(self._name):
@@ -490,90 +489,34 @@ def _translating(name: str) -> Iterator[None]:
         raise _redis.translate(error, name) from error
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Replies
-
-
-def _word(word: Word) -> Word:
-    """A name may consist of any bytes; `_text` and this one keep them."""
-    return word.encode("utf-8", "surrogateescape") if isinstance(word, str) else word
-
-
-def _text(reply: object) -> str:
-    if isinstance(reply, bytes):
-        return reply.decode("utf-8", "surrogateescape")
-    if isinstance(reply, str):
-        return reply
-    raise ServerRefused(f"Redis answered {type(reply).__name__} where a text belongs.")
-
-
-def _number(reply: object) -> float:
-    try:
-        if isinstance(reply, bytes | str | int | float):
-            return float(reply)
-    except ValueError:
-        pass
-    raise ServerRefused(f"Redis answered {redact(repr(reply))[:80]} where a number belongs.")
-
-
-def _items(reply: object) -> list[object]:
-    if isinstance(reply, list):
-        return reply
-    raise ServerRefused(f"Redis answered {type(reply).__name__} where a list belongs.")
-
-
-def _members(reply: object) -> list[Member]:
-    flat = _items(reply)
-    return [(_text(member), _number(score)) for member, score in zip(flat[0::2], flat[1::2], strict=True)]
-
-
-def _values(reply: object, count: int) -> list[bytes]:
-    """The values of an HMGET; a key of another type has none."""
-    values = reply if isinstance(reply, list) else [None] * count
-    return [value if isinstance(value, bytes) else b"" for value in values]
-
-
-def _entries(reply: object) -> list[object]:
-    return reply if isinstance(reply, list) else []
-
-
-def _seconds(value: object) -> float | None:
-    """A number that a stranger wrote; None when it is none."""
-    try:
-        number = float(value) if isinstance(value, bytes) else float("nan")
-    except ValueError:
-        return None
-    return number if isfinite(number) else None
-
-
 def _job(job_id: str, fields: object, results: object, executions: object = None) -> RqJobRecord:
-    status, created_at, enqueued_at, started_at, ended_at, worker, *data = _values(fields, len(_JOB_FIELDS))
-    running = _entries(executions)
+    status, created_at, enqueued_at, started_at, ended_at, worker, *data = raw.values(fields, len(_JOB_FIELDS))
+    running = raw.entries(executions)
     return RqJobRecord(
         job_id=job_id,
         exists=bool(created_at),  # a late heartbeat may leave a hash with nothing but itself in it
-        status=_text(status),
-        created_at=_text(created_at),
-        enqueued_at=_text(enqueued_at),
-        started_at=_text(started_at),
-        ended_at=_text(ended_at),
-        worker=_text(worker),
-        running=_text(running[0]) if running else "",
-        results=tuple(_result(*_items(entry)) for entry in _entries(results)),
+        status=raw.text(status),
+        created_at=raw.text(created_at),
+        enqueued_at=raw.text(enqueued_at),
+        started_at=raw.text(started_at),
+        ended_at=raw.text(ended_at),
+        worker=raw.text(worker),
+        running=raw.text(running[0]) if running else "",
+        results=tuple(_result(*raw.items(entry)) for entry in raw.entries(results)),
         payload=data[0] if data else b"",
     )
 
 
 def _result(entry_id: object, entry: object) -> ResultRecord:
-    flat = _items(entry)
-    fields = {_text(name): value for name, value in zip(flat[0::2], flat[1::2], strict=True)}
+    flat = raw.items(entry)
+    fields = {raw.text(name): value for name, value in zip(flat[0::2], flat[1::2], strict=True)}
     exception = fields.get("exc_string")
     return ResultRecord(
-        id=_text(entry_id),
+        id=raw.text(entry_id),
         # A type that a later RQ may add is at any rate an end we know nothing of: told as a failure, not dropped.
-        outcome=_OUTCOMES.get(int(_seconds(fields.get("type")) or 0), "failed"),
-        execution_id=_text(fields.get("execution_id", "")),
-        worker=_text(fields.get("worker_name", "")),
+        outcome=_OUTCOMES.get(int(raw.seconds(fields.get("type")) or 0), "failed"),
+        execution_id=raw.text(fields.get("execution_id", "")),
+        worker=raw.text(fields.get("worker_name", "")),
         started_at=_moment(fields.get("execution_started_at")),
         ended_at=_moment(fields.get("execution_ended_at")),
         exception=exception if isinstance(exception, bytes) else b"",
@@ -582,5 +525,5 @@ def _result(entry_id: object, entry: object) -> ResultRecord:
 
 def _moment(value: object) -> str:
     """RQ writes a job's times as text and a result's as seconds; events have them alike."""
-    seconds = _seconds(value)
+    seconds = raw.seconds(value)
     return "" if seconds is None else moment(seconds)
