@@ -406,7 +406,6 @@ class Config:
                 known = ", ".join(sorted({*profiles, *PROFILES}))
                 raise ConfigError(f"There is no profile {profile!r} in {self._path} (there are: {known}).")
             chosen, built_in = profiles.get(profile, {}), PROFILES.get(profile, {})
-        self.profile = profile
         for old, new in RENAMED.items():
             if PREFIX + old.upper() in environment:
                 raise _renamed(PREFIX + old.upper(), PREFIX + new.upper())
@@ -418,6 +417,7 @@ class Config:
             if option.follows is not None and found[option.name].value is None:
                 leader, derive = option.follows  # it stands before its followers in the list
                 found[option.name] = Found(derive(str(found[leader].value)), f"follows {leader}")
+        self.profile = profile
         return found
 
     def _look_up(
@@ -456,8 +456,12 @@ def _renamed(old: str, new: str) -> ConfigError:
 
 def _read_file(path: Path) -> tuple[dict[str, Value], dict[str, dict[str, Value]]]:
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+    except FileNotFoundError as error:
+        if path.is_symlink():  # somebody wants settings to be here: the defaults would be another database
+            raise ConfigError(
+                f"{path} is a link to a file that is not there.", hint="Put that file back, or remove the link."
+            ) from error
         return {}, {}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", hint=f"Correct {path} or move it away.") from error

@@ -120,6 +120,19 @@ def test_a_file_that_is_not_utf_8_or_a_directory_is_one_clear_error(tmp_path: Pa
         config(tmp_path)
 
 
+def test_a_file_with_a_byte_order_mark_and_ends_of_line_of_another_system_is_read(tmp_path: Path):
+    (tmp_path / "headway.toml").write_bytes(b"\xef\xbb\xbfretries = 7\r\n[profiles.live]\r\nretries = 8\r\n")
+    assert config(tmp_path)["retries"] == 7
+    assert config(tmp_path, "", {"HEADWAY_PROFILE": "live"})["retries"] == 8
+
+
+@pytest.mark.parametrize("target", ["not-mounted/headway.toml", "headway.toml"])
+def test_a_file_that_is_a_link_to_nowhere_is_an_error_and_not_the_defaults(tmp_path: Path, target: str):
+    (tmp_path / "headway.toml").symlink_to(tmp_path / target)
+    with pytest.raises(ConfigError, match=r"headway\.toml"):
+        config(tmp_path)
+
+
 @pytest.mark.parametrize("word", ["", "none", "off", "OFF"])
 def test_an_optional_setting_can_be_switched_off_again(tmp_path: Path, word: str):
     found = config(tmp_path, "timeout = 5\nworkers = 4\nmax_failures = 3", {"HEADWAY_TIMEOUT": word})
@@ -139,10 +152,10 @@ def test_reloading_tells_what_changed(tmp_path: Path):
 
 def test_reloading_a_bad_file_changes_nothing_and_raises(tmp_path: Path):
     found = config(tmp_path, "retries = 4")
-    (tmp_path / "headway.toml").write_text("retries = -4\n")
+    (tmp_path / "headway.toml").write_text('profile = "production"\nretries = -4\n')
     with pytest.raises(ConfigError):
         found.reload()
-    assert found["retries"] == 4
+    assert (found["retries"], found.profile) == (4, None)
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)

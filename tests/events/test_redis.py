@@ -106,6 +106,25 @@ def test_after_a_wipe_the_relay_subscribes_again_and_goes_on(redis_server: Redis
     assert ear.heard == ids([1, 2])
 
 
+def test_after_a_wipe_nothing_leaves_the_stream_before_a_sink_that_was_down_has_it(redis_server: RedisServer):
+    store, state = redis_store(redis_server), redis_server.client(1)
+    quick, down, now = Ear("quick"), Ear("down"), 0.0
+    relay = Relay(store.outbox(), [quick, down], clock=lambda: now)
+    relay.tick()
+    down.trouble = ConnectionError("it is restarted just now")
+    store.decide(event(1))
+    relay.tick()
+    state.flushall()
+    store.decide(event(2))
+    for _ in range(3):
+        relay.tick()  # the one that is down is left alone meanwhile
+    down.trouble, now = None, 100.0
+    relay.tick()
+    assert (quick.heard, down.heard) == (ids([1, 2]), ids([2]))
+    relay.tick()
+    assert state.xlen("smap:events") == 0
+
+
 def test_on_a_server_at_its_maxmemory_a_sink_that_is_new_is_told_what_waits(redis_factory: Callable[..., RedisServer]):
     """Otherwise nothing would leave the stream, and the server would stay full."""
     server = redis_factory(maxmemory_policy="noeviction")

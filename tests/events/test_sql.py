@@ -12,7 +12,9 @@ import pytest
 import headway
 from headway import events
 from headway._sql import Database, Tx, connect
+from headway.errors import ServerRefused
 from headway.events import Event, Relay, SqlOutbox, append, outbox, purge
+from headway.events.relay import MEASURE
 from headway.ledger import ProgressManager
 from tests.core.databases import everywhere
 from tests.events.scene import Ear, event, ids, numbers
@@ -153,11 +155,11 @@ def test_purging_keeps_what_a_sink_still_waits_for(url: str):
 
         database.run(lambda tx: purge(tx, limit))
         assert left() == ids([1, 2, 3])
-        box.delivered("down", ["1"])
-        box.put_aside("down", "2", "never")
+        box.delivered("down", ["e-1"])
+        box.put_aside("down", "e-2", "never")
         database.run(lambda tx: purge(tx, limit))
         assert left() == ids([2, 3])  # the sink of another job does not hold the first one back
-        box.delivered("of one job", ["2"])
+        box.delivered("of one job", ["e-2"])
         database.run(lambda tx: purge(tx, limit))
         assert left() == ["e-3"]
         assert [one.sink for one in box.backlog()] == ["down", "of one job"]
@@ -263,3 +265,58 @@ def test_an_on_complete_that_fails_is_called_again_in_a_moment_and_at_the_next_r
         )  # fmt: skip
         assert result.done == 1
     assert heard == calls[:1]
+
+
+def put_back(database: Database, last: int) -> None:
+    """Leave the events up to number ``last``, and the numbers that follow it free: as a restored backup does."""
+
+    def work(tx: Tx) -> None:
+        tx.execute("DELETE FROM outbox WHERE seq > ?", (last,))
+        if tx.engine == "sqlite":
+            tx.execute("UPDATE sqlite_sequence SET seq = ? WHERE name = 'outbox'", (last,))
+        else:
+            tx.execute("SELECT setval(pg_get_serial_sequence('outbox', 'seq'), ?, false)", (last + 1,))
+
+    database.run(work)
+
+
+@everywhere
+@pytest.mark.parametrize("refuses", [False, True])
+def test_an_event_that_got_the_number_of_a_delivered_one_after_a_restore_is_delivered(url: str, refuses: bool):
+    ear = Ear()
+
+    def tell(found: Event) -> None:
+        if found.id == "e-2" and ear.heard == ids([1]):
+            ear.heard.append(found.id)
+            put_back(
+                database, 1
+            )  # while the sink took it: what is noted afterwards is not about the event of that number
+            decide(database, 3)
+            if refuses:
+                raise ServerRefused("never")
+            return
+        ear.deliver(found)
+
+    with connect(url) as database:
+        decide(database, 1, 2)
+        relay = Relay(SqlOutbox(database), [events.CallableSink("ear", tell)], clock=lambda: now)
+        for now in (0.0, 100.0, 200.0):  # noqa: B007  # the clock's
+            relay.tick()
+        assert ear.heard == ids([1, 2, 3])
+
+
+@everywhere
+def test_a_relay_whose_database_was_put_back_to_before_its_sink_was_seen_goes_on(url: str):
+    ear, now = Ear(), 0.0
+    with connect(url) as database:
+        relay = Relay(SqlOutbox(database), [ear], clock=lambda: now)
+        decide(database, 1)
+        relay.tick()
+        assert ear.heard == ids([1])
+        database.run(lambda tx: tx.execute("DELETE FROM sinks"))
+        put_back(database, 0)
+        decide(database, 2)
+        now += MEASURE
+        relay.tick()
+        relay.tick()
+        assert ear.heard == ids([1, 2])

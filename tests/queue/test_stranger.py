@@ -380,7 +380,7 @@ def test_the_sweeper_deletes_old_events_of_tasks_that_every_sink_has(crowd: Task
     recent = crowd.submit("caption").id
     for handle, event in outbox.waiting("audit", 10):
         if event.job in (tasks[0], tasks[2], recent, "j"):
-            outbox.delivered("audit", handle)
+            outbox.delivered("audit", [handle])
     Sweeper(crowd).purge(pages=1)
     assert [job for (job,) in crowd.database.all("SELECT job FROM outbox ORDER BY seq")] == [tasks[1], "j", recent]
 

@@ -6,8 +6,10 @@ import gc
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
@@ -247,6 +249,43 @@ def test_finished_jobs_go_when_they_are_old_enough_and_others_stay(place: Place)
     later = datetime.now(UTC) + timedelta(hours=2)
     assert states.purge(place.url, older_than=3600, now=later) == ["done"]
     assert sorted(record.job_id for record in states.list_jobs(place.url)) == ["failed", "half", "running"]
+
+
+class LookedAt(datetime):
+    """A moment that does something at the first comparison of a state's time with it."""
+
+    then: Callable[[], object] | None = None
+
+    def __sub__(self, other: Any) -> Any:
+        before = LookedAt.fromisoformat(super().__sub__(other).isoformat())
+        before.then = self.then
+        return before
+
+    def __ge__(self, other: Any) -> bool:  # asked first when a datetime is compared with it: ours is the subclass
+        then, self.then = self.then, None
+        if then is not None:
+            then()
+        return super().__ge__(other)
+
+
+@pytest.mark.req("S1-62")
+@pytest.mark.stores(SHARED)
+@pytest.mark.parametrize(
+    "reported", [State("job", 0, "a", 5), State("job", 1, "b", STARTED), State("job", 1, "a", FINISHED)]
+)
+def test_a_job_that_is_written_to_after_purge_looked_at_it_stays(place: Place, reported: State):
+    store = place.open("job", 2)
+    for task in range(2):
+        store.set_state(State("job", task, "a", FINISHED))
+    later = LookedAt.now(UTC) + timedelta(hours=2)
+    later.then = lambda: store.set_state(reported)
+
+    assert states.purge(place.url, older_than=3600, now=later) == []
+
+    assert store.get_state(*reported.key).status == reported.status
+    assert [record.deleted for record in states.list_jobs(place.url)] == [False]
+    store.set_state(State("job", *reported.key, FINISHED))
+    assert states.purge(place.url, older_than=3600, now=datetime.now(UTC) + timedelta(hours=2)) == ["job"]
 
 
 def test_history_keeps_every_version_when_the_job_was_made_with_it(place: Place):

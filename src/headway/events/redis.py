@@ -260,6 +260,12 @@ class RedisOutbox:
             groups = self._client.xinfo_groups(self._key)
             if not groups or not self._client.xlen(self._key):
                 return
+            missing = self._jobs.keys() - {str(group["name"]) for group in groups}
+            if missing:
+                # The server lost the stream, and these were not served since: what is in it now waits for them too.
+                for sink in missing:
+                    self._subscribe(sink)
+                return
             bounds = []
             for group in groups:
                 pending = self._client.xpending(self._key, group["name"])

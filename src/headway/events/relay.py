@@ -213,7 +213,11 @@ class Route:
         if self._clock() - self._measured < MEASURE:
             return
         self._measured = self._clock()
-        for backlog in self.outbox.backlog(self.sink.name):
+        known = self.outbox.backlog(self.sink.name)
+        if not known:
+            # The store was wiped, put back to before the sink was seen, or told to forget it: nothing would wait for it.
+            self._subscribed = False
+        for backlog in known:
             labels = {"sink": backlog.sink, "outbox": self.outbox.name}
             metrics.gauge("headway_events_waiting", backlog.waiting, **labels)
             metrics.gauge("headway_events_oldest_seconds", backlog.oldest_seconds or 0.0, **labels)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from headway._lease import Lease, Owner, SqlLeases, has_ended, read_owner
-from headway._sql import NOW, Database, Row, Tx, marks
+from headway._sql import NOW, Database, Row, Tx, Value, marks
 from headway.errors import InvalidInput
 from headway.events.envelope import Event, completion, from_fields, plain, whole
 from headway.events.outbox import HISTORY, LEASE, Backlog, Refused
@@ -163,7 +163,8 @@ class SqlOutbox:
             found = []
             for row in rows:
                 try:
-                    found.append((str(row[0]), _event(row)))
+                    # By its id, not its number: a database put back to an older backup gives the number to another event.
+                    found.append((str(row[1]), _event(row)))
                 except (ValueError, TypeError, OverflowError, OSError, RecursionError, InvalidInput) as error:
                     self._say_damaged(sink, row, error)
             if found or not rows:
@@ -173,37 +174,44 @@ class SqlOutbox:
         why = f"{type(error).__name__}: {error}"
         log.error("a row of the outbox is no event; it is put aside", sink=sink, eventID=str(row[1]), error=why)
         metrics.count("headway_events_refused", sink=sink)
-        self.put_aside(sink, str(row[0]), f"no event: {why}")
+        self._settle(sink, "seq", [row[0]], f"no event: {why}")  # its id may be no text
 
     def delivered(self, sink: str, handles: Sequence[str]) -> None:
-        self._settle(sink, handles, None)
+        self._settle(sink, "id", handles, None)
 
     def count_refusal(self, sink: str, handle: str, *, seen: int, apart: float) -> int:
         def work(tx: Tx) -> int:
-            row = tx.one("SELECT refusing, refusals, refused_at FROM sinks WHERE name = ?", (sink,))
+            row = tx.one(
+                "SELECT s.refusals, s.refused_at FROM sinks s JOIN outbox o ON o.seq = s.refusing "
+                "WHERE s.name = ? AND o.id = ?",
+                (sink, handle),
+            )
             now = tx.now()
-            count, at = (row[1], row[2]) if row is not None and row[0] == int(handle) else (0, now)
+            count, at = row if row is not None else (0, now)
             if count in (0, seen) or not 0 <= now - at < apart:
                 count += 1
                 tx.execute(
-                    "UPDATE sinks SET refusing = ?, refusals = ?, refused_at = ? WHERE name = ?",
-                    (int(handle), count, now, sink),
+                    "UPDATE sinks SET refusing = (SELECT seq FROM outbox WHERE id = ?), refusals = ?, refused_at = ? "
+                    "WHERE name = ?",
+                    (handle, count, now, sink),
                 )
             return int(count)
 
         return self._database.run(work, operation="events.refusal")
 
     def put_aside(self, sink: str, handle: str, reason: str) -> None:
-        self._settle(sink, [handle], redact(reason)[:REASON])
+        self._settle(sink, "id", [handle], reason)
 
-    def _settle(self, sink: str, handles: Sequence[str], reason: str | None) -> None:
+    def _settle(self, sink: str, column: str, which: Sequence[Value], reason: str | None) -> None:
+        said = None if reason is None else redact(reason)[:REASON]
+
         def work(tx: Tx) -> None:
             # An event or the sink may have been deleted meanwhile: then there is nothing to settle.
             tx.execute(
                 f"INSERT INTO deliveries (sink, seq, refused, at) SELECT s.name, o.seq, ?, {NOW[tx.engine]} "
-                f"FROM sinks s, outbox o WHERE s.name = ? AND o.seq IN ({marks(len(handles))}) "
+                f"FROM sinks s, outbox o WHERE s.name = ? AND o.{column} IN ({marks(len(which))}) "
                 "ON CONFLICT (sink, seq) DO NOTHING",
-                (reason, sink, *map(int, handles)),
+                (said, sink, *which),
             )
             if reason is not None:  # tried again some day, it has all its tries
                 tx.execute("UPDATE sinks SET refusing = NULL WHERE name = ?", (sink,))

@@ -28,6 +28,7 @@ from headway.states import firestore_values as values
 from headway.states.firestore_listener import TARGET, FirestoreListener
 from headway.states.state import Key, State, moment
 from headway.states.store import (
+    JobGone,
     JobRecord,
     Mark,
     Snapshot,
@@ -99,12 +100,16 @@ class FirestoreStates:
         }
         return getattr(self._api, method)(request=request, **options)
 
-    def _documents(self, parent: str, collection: str, limit: int | None = None) -> Iterator[Any]:
+    def _documents(
+        self, parent: str, collection: str, limit: int | None = None, *, newest: bool = False, **options: Any
+    ) -> Iterator[Any]:
         query: dict[str, Any] = {"from_": [{"collection_id": collection}]}
         if limit is not None:
             query["limit"] = limit
+        if newest:
+            query["order_by"] = [{"field": {"field_path": "timestamp"}, "direction": "DESCENDING"}]
         with service.translating():
-            for response in self._ask("run_query", parent=parent, structured_query=query):
+            for response in self._ask("run_query", parent=parent, structured_query=query, **options):
                 if response.document.name:
                     yield response.document
 
@@ -174,25 +179,38 @@ class FirestoreStates:
         return map(_record, self._documents(f"{self._database}/documents", "jobs"))
 
     def mark_deleted(self, job_id: str, incarnation: str | None = None) -> None:
+        self._mark_deleted(job_id, incarnation, None)
+
+    def _mark_deleted(self, job_id: str, incarnation: str | None, unless_after: Mark) -> bool:
+        """Leave the tombstone, unless something was written after ``unless_after``; whether it is there. Every write reads
+        the job's document in its transaction: it comes before this one and is seen here, or it finds the tombstone."""
         name = self._job(job_id)
 
-        def work(token: bytes) -> tuple[None, list[dict[str, Any]]]:
+        def work(token: bytes) -> tuple[bool, list[dict[str, Any]]]:
             found = self._get([name], transaction=token)
             if name not in found:
                 raise no_such_job(job_id) if incarnation is None else job_gone(job_id)
             if incarnation not in (None, _record(found[name]).incarnation):
                 raise job_gone(job_id, remade=True)
-            return None, [values.write(name, {"deleted": True}, only=["deleted"])]
+            if unless_after is not None:
+                newest = self._documents(name, "states", 1, newest=True, transaction=token)
+                if values.mark(newest) != unless_after:
+                    return False, []
+            return True, [values.write(name, {"deleted": True}, only=["deleted"])]
 
-        self._transact(work)
+        return self._transact(work)[0]
 
-    def delete(self, job_id: str, incarnation: str | None = None) -> bool:
+    def delete(self, job_id: str, incarnation: str | None = None, *, unless_after: Mark = None) -> bool:
         """In batches, the job's own document last: interrupted, it is still listed and can be deleted again."""
         record = self.find(job_id)
         if incarnation is not None and (record is None or record.incarnation != incarnation):
             return False
         if record is not None and not record.deleted:
-            self.mark_deleted(job_id, record.incarnation)  # so that nobody writes behind us
+            try:
+                if not self._mark_deleted(job_id, record.incarnation, unless_after):  # so that nobody writes behind us
+                    return False
+            except JobGone:
+                return False  # somebody else deleted it at the same moment
         found = record is not None
         for collection in ("states", "history"):
             while names := [doc.name for doc in self._documents(self._job(job_id), collection, DELETE_BATCH)]:
@@ -268,7 +286,8 @@ class FirestoreStates:
         now = self.find(job.job_id)
         if now is None:
             return Snapshot("")
-        return Snapshot(now.incarnation, tuple(states), deleted=now.deleted, recreated=frozenset(recreated))
+        mark = values.mark(documents.values())
+        return Snapshot(now.incarnation, tuple(states), mark, now.deleted, recreated=frozenset(recreated))
 
     def read_history(self, job_id: str, task_id: int, tag: str) -> list[State]:
         kept = readable(self._documents(self._job(job_id), "history"), lambda doc: values.state(job_id, doc), job_id)

@@ -69,6 +69,13 @@ def key(name: str) -> Key:
     return (int(task_id), tag)
 
 
+def mark(documents: Iterable[Any]) -> tuple[str] | None:
+    """When the newest of them was written, by the service's clock: what is written later has a later time."""
+    times = [_plain(document.fields["timestamp"]) for document in documents if "timestamp" in document.fields]
+    newest = max((time for time in times if isinstance(time, datetime)), default=None)
+    return None if newest is None else (newest.isoformat(),)
+
+
 def created(document: Any) -> str:
     return _moment(document.create_time).isoformat()
 

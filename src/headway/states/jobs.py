@@ -10,7 +10,7 @@ from headway.errors import InvalidInput
 from headway.retry import LISTENER, RetryPolicy
 from headway.states.live import LiveStore
 from headway.states.state import FINISHED, State, checked_id, checked_num_tasks
-from headway.states.store import Backend, JobRecord, no_such_job
+from headway.states.store import Backend, JobRecord, Snapshot, no_such_job
 from headway.telemetry import Log, redact
 
 log = Log("states")
@@ -108,8 +108,10 @@ def purge(url: str, *, older_than: float, now: datetime | None = None) -> list[s
     removed = []
     with closing(open_backend(url, create=False)) as backend:
         for record in list(backend.jobs()):
-            old = record.deleted or _finished_before(backend.read_all(record, None).states, record.num_tasks, before)
-            if old and backend.delete(record.job_id, record.incarnation):  # not one that was made again meanwhile
+            seen = Snapshot(record.incarnation) if record.deleted else backend.read_all(record, None)
+            old = record.deleted or _finished_before(seen.states, record.num_tasks, before)
+            # Not one that was made again meanwhile, nor one that goes on after all: the step that deletes decides.
+            if old and backend.delete(record.job_id, record.incarnation, unless_after=seen.mark):
                 log.info("job purged", jobID=record.job_id, reason="marked" if record.deleted else "finished")
                 removed.append(record.job_id)
     return removed

@@ -205,9 +205,10 @@ class RedisStates:
         if word == "NOT_FOUND":
             raise no_such_job(job_id) if incarnation is None else job_gone(job_id)
 
-    def delete(self, job_id: str, incarnation: str | None = None) -> bool:
+    def delete(self, job_id: str, incarnation: str | None = None, *, unless_after: Mark = None) -> bool:
         keys = [*_keys(job_id), _redis.STATE_JOBS()]
-        return int(self._run("states/delete", keys, job_id, incarnation or "")) > 0
+        change = "" if unless_after is None else unless_after[0]
+        return int(self._run("states/delete", keys, job_id, incarnation or "", change)) > 0
 
     def listen(self, job: JobRecord) -> RedisListener:
         return RedisListener(self, self._url, job)

@@ -164,20 +164,22 @@ class SqlStates:
         self._database.run(work, operation="mark_deleted")
         self._wake()
 
-    def delete(self, job_id: str, incarnation: str | None = None) -> bool:
-        """The answer is what was found before: a transaction that was repeated, because the answer to its COMMIT was
-        lost, finds nothing any more, and has deleted it all the same."""
-        found = self.find(job_id)
-        if found is None or incarnation not in (None, found.incarnation):
-            return False
+    def delete(self, job_id: str, incarnation: str | None = None, *, unless_after: Mark = None) -> bool:
+        change = None if unless_after is None else unless_after[0]
 
-        def work(tx: Tx) -> None:  # the job's row first, as a writer does; its states, log and history go with it
-            tx.execute("DELETE FROM state_jobs WHERE id = ? AND incarnation = ?", (job_id, found.incarnation))
+        def work(tx: Tx) -> bool:  # the job's row first, as a writer does; its states, log and history go with it
+            # A writer has that row until it commits; whoever waited for it here compares the number that writer left.
+            deleted = tx.execute(
+                "DELETE FROM state_jobs WHERE id = ? AND incarnation = coalesce(?, incarnation) "
+                "AND change = coalesce(?, change)",
+                (job_id, incarnation, change),
+            )
             sql_rows.notify(tx, job_id)
+            return deleted == 1
 
-        self._database.run(work, operation="delete")
+        deleted = self._database.run(work, operation="delete")
         self._wake()
-        return True
+        return deleted
 
     # ---- states ------------------------------------------------------------------------------------------------------
 

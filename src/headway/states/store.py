@@ -102,7 +102,7 @@ class Change:
 
 
 #: How far a reader has followed a job, as its backend means it: enough to recognise later that what it has heard is still
-#: the beginning of what the store holds. None: nothing yet, or a backend that has no such thing.
+#: the beginning of what the store holds, and that nothing was written since. None: nothing yet.
 Mark = tuple[str | int, ...] | None
 
 
@@ -194,9 +194,10 @@ class Backend(Protocol):
         """Leave a tombstone. With ``incarnation`` only on that one; `JobGone` when the job is another."""
         ...
 
-    def delete(self, job_id: str, incarnation: str | None = None) -> bool:
+    def delete(self, job_id: str, incarnation: str | None = None, *, unless_after: Mark = None) -> bool:
         """Remove the job and its states; whether there was anything. May be repeated after a crash in the middle.
-        With ``incarnation`` a job that was made again since stays (False)."""
+        With ``incarnation`` a job that was made again since stays (False). So does one in which anything was written
+        after the look that gave the mark ``unless_after``, which is decided in the step that deletes."""
         ...
 
     def listen(self, job: JobRecord) -> Listener: ...

@@ -2,9 +2,10 @@
 -- KEYS[1] headway:states:{id}       KEYS[2] headway:states:{id}:states   KEYS[3] headway:states:{id}:log
 -- KEYS[4] headway:states:{id}:writers
 -- KEYS[5] headway:states            set of the ids of all jobs
--- ARGV[1] job id   ARGV[2] incarnation, or "" for whichever it is
--- returns how many of the job's keys there were; 0 if it is another incarnation
-local found = redis.call('HGET', KEYS[1], 'incarnation')
-if ARGV[2] ~= '' and found and found ~= ARGV[2] then return 0 end
+-- ARGV[1] job id   ARGV[2] incarnation, or "" for whichever it is   ARGV[3] its change number, or "" for whichever it has
+-- returns how many of the job's keys there were; 0 if it is another incarnation, or was written to since
+local job = redis.call('HMGET', KEYS[1], 'incarnation', 'change')
+if ARGV[2] ~= '' and job[1] and job[1] ~= ARGV[2] then return 0 end
+if ARGV[3] ~= '' and job[2] ~= ARGV[3] then return 0 end
 redis.call('SREM', KEYS[5], ARGV[1])
 return redis.call('DEL', KEYS[1], KEYS[2], KEYS[3], KEYS[4])
