@@ -244,6 +244,17 @@ def test_the_failures_since_the_last_one_told_are_new():
     assert len(fresh_failures(record, "score 12", 0)) == 3
 
 
+def test_failures_of_a_job_made_again_while_the_servers_clock_was_set_back_are_fresh():
+    again = job(result("20-0"), result("10-0"))
+    assert [one.id for one in fresh_failures(again, "3600000-0", 0)] == ["10-0", "20-0"]
+    assert [one.id for one in fresh_failures(job(result("3700000-0"), result("10-0")), "3600000-0", 0)] == [
+        "10-0",
+        "3700000-0",
+    ]
+    assert fresh_failures(job(result("20-0", outcome="successful"), result("10-0")), "20-0", 0) == []
+    assert fresh_failures(job(), "20-0", 0) == []
+
+
 def test_stream_ids_compare_by_number():
     assert result_order("9-10") > result_order("9-9") > result_order("8-99")
     assert result_order("no id") == result_order("12-x") == (0, 0)
