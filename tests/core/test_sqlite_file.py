@@ -10,12 +10,13 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from headway._sql import connect
+from headway._sql import connect, sqlite_file
 from headway.errors import (
     HeadwayError,
     NotFound,
@@ -165,6 +166,56 @@ def test_a_wal_of_another_headway_database_is_refused_and_never_copied_in(tmp_pa
     with Ledger.open(sqlite_url(path)) as ledger:
         assert ledger.job("ads").info().done == 20
         ledger.database.verify()
+
+
+LATER = """
+import os, sys
+from headway.ledger import Done, Ledger, NewItem
+ledger = Ledger.open(sys.argv[1])
+job = ledger.create("later")
+job.register([NewItem(n, '"' + "x" * 400 + '"', f"k{n}") for n in range(800)])
+for n in range(800):  # so much that the log is copied into the file, and begins anew
+    job.record([Done(n, '"' + "y" * 100 + '"')])
+os._exit(0)  # as if it were killed: its log stays
+"""
+
+
+@pytest.mark.req("S3-29")
+@pytest.mark.parametrize("how", ["copied", "vacuumed"])
+def test_a_backup_restored_over_the_log_of_its_later_life_is_refused_and_not_harmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+):
+    monkeypatch.setattr(sqlite_file, "OVERLAID_SECONDS", 0.05)
+    path, backup = make(tmp_path / "a.db"), tmp_path / "backup.db"
+    if how == "copied":
+        shutil.copy(path, backup)
+    else:
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute("VACUUM INTO ?", (str(backup),))
+    subprocess.run([sys.executable, "-c", LATER, sqlite_url(path)], check=True)
+    wal = Path(f"{path}-wal")
+    assert wal.stat().st_size > 0
+    time.sleep(0.1)  # a person restores it
+    shutil.copy(backup, path)
+    before = digest(wal)
+    assert "before it was restored" in str(refused(path, StoreCorrupt))
+    assert digest(wal) == before
+    wal.unlink()
+    Path(f"{path}-shm").unlink()
+    with Ledger.open(sqlite_url(path)) as ledger:
+        assert [info.id for info in ledger.jobs()] == ["ads"]
+        ledger.database.verify()
+
+
+@pytest.mark.req("S3-22")
+def test_a_log_that_is_older_than_its_file_and_fits_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sqlite_file, "OVERLAID_SECONDS", 0.05)
+    path = killed(tmp_path / "a.db")
+    time.sleep(0.1)
+    path.chmod(0o400)
+    path.chmod(0o600)
+    with Ledger.open(sqlite_url(path)) as ledger:
+        assert ledger.job("ads").info().done == 30
 
 
 @pytest.mark.req("S3-29")

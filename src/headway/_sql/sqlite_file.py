@@ -28,6 +28,9 @@ log = Log("sql")
 #: "Hdwy" in the file header says that the file is ours.
 APPLICATION_ID = 0x48647779
 
+#: A file that was changed so much later than its -wal is looked through before it is trusted. A checkpoint takes less.
+OVERLAID_SECONDS = 60.0
+
 _MAGIC = b"SQLite format 3\0"
 
 
@@ -237,18 +240,38 @@ def check_identity(file: OpenFile) -> None:
     because each commit rewrites that page.
     """
     path = file.path
+    overlaid = _overlaid(path)
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)) as connection:
-            genuine = _is_genuine(file, connection)
+            genuine = _is_genuine(file, connection) and not (overlaid and _is_damaged(connection))
     except (sqlite3.Error, UnicodeDecodeError) as error:
-        raise translate(error, path) from error
+        if not overlaid or getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_CORRUPT:
+            raise translate(error, path) from error
+        genuine = False
     except OSError as error:
         raise _translate_os_error(error, path) from error
     if not genuine:
         raise StoreCorrupt(
-            f"The file {path}-wal belongs to another database than {path}.",
+            f"The file {path}-wal belongs to another database than {path}, or to {path} before it was restored.",
             hint=f"Put the right -wal file back beside {path}, or move the wrong one away. Nothing was written.",
         )
+
+
+def _overlaid(path: Path) -> bool:
+    """Whether the file was put in its place long after its ``-wal`` was written last: a backup, maybe, restored over a log
+    that nobody removed. It has the same uuid, and what tells is that the two do not fit: see `_is_damaged`.
+
+    SQLite writes the log first and the file soon after it. The file's time is that of its inode, which also a copy has
+    that keeps the times of its original."""
+    try:
+        log_status, status = os.stat(f"{path}-wal"), os.stat(path)
+    except OSError:
+        return False
+    return log_status.st_size > 0 and status.st_ctime > log_status.st_mtime + OVERLAID_SECONDS
+
+
+def _is_damaged(connection: sqlite3.Connection) -> bool:
+    return connection.execute("PRAGMA quick_check(1)").fetchall() != [("ok",)]
 
 
 def _is_genuine(file: OpenFile, connection: sqlite3.Connection) -> bool:
