@@ -130,21 +130,23 @@ class SqlLeases:
         self._write(tx, lease.key, lease.owner, lease.token, lease.seconds)
 
     def check(self, tx: Tx, lease: Lease) -> None:
-        """The fence: raise `StaleClaim` unless the lease is still this owner's."""
+        """The fence: raise `StaleClaim` unless the lease is still this owner's. By its claim too: a database that was put
+        back to an earlier moment (a failover that lost the last commits) gives a token a second time."""
         holder, token, _ = self._row(tx, lease.key)
-        if token != lease.token or holder is None:
+        if token != lease.token or holder is None or is_anothers(holder, lease.owner):
             raise StaleClaim("The lease lapsed and somebody else took it; nothing was recorded.")
 
     def release(self, tx: Tx, lease: Lease) -> bool:
         """Give it back; False when it was not this owner's any more, and then nothing changes."""
-        return (
-            tx.execute(
-                f"UPDATE {self._table} SET holder = NULL, lease_until = NULL WHERE {self._key} = ? AND token = ? "
-                "AND holder IS NOT NULL",
-                (lease.key, lease.token),
-            )
-            == 1
+        try:
+            self.check(tx, lease)
+        except (StaleClaim, NotFound):
+            return False
+        tx.execute(
+            f"UPDATE {self._table} SET holder = NULL, lease_until = NULL WHERE {self._key} = ?",
+            (lease.key,),
         )
+        return True
 
     def _row(self, tx: Tx, key: Value) -> tuple[str | None, int, float | None]:
         locked = " FOR UPDATE" if tx.engine == "postgresql" else ""  # SQLite: the transaction has the write lock
@@ -167,6 +169,14 @@ def _held(owner: Owner | None) -> Held:
     return Held(
         f"{owner or 'another process'} has it", hint="It is free again when that process ends or gives it back."
     )
+
+
+def is_anothers(holder: str, owner: Owner) -> bool:
+    """Whether a holder's text names another acquisition than ``owner``; one that names none (a fleet) is nobody's alone."""
+    if owner.claim in holder:
+        return False
+    found = read_owner(holder)
+    return found is not None and found[0].claim != owner.claim
 
 
 def has_ended(holder: str | None, until: float | None, now: float) -> bool:

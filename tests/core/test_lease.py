@@ -45,6 +45,14 @@ class Store:
         assert self._database is not None
         return self._database.run(lambda tx: self._sql.release(tx, lease))
 
+    def go_back(self) -> None:
+        """To before anything was acquired: as an older copy has it, or a server that took over and had not heard of it."""
+        if self._redis is not None:
+            self._redis._client.flushdb()
+        else:
+            assert self._database is not None
+            self._database.run(lambda tx: tx.execute("DELETE FROM leases"))
+
 
 @pytest.fixture(params=["file", "memory", "postgresql", "redis"])
 def store(request: pytest.FixtureRequest, tmp_path: Path):
@@ -83,6 +91,18 @@ def test_a_stale_owner_can_neither_renew_nor_release(store: Store):
     with pytest.raises(Held):
         store.acquire(Owner.current())
     store.renew(theirs)
+
+
+def test_an_owner_whose_token_was_given_a_second_time_after_the_store_went_back_is_stale(store: Store):
+    mine = store.acquire(Owner.current())
+    store.go_back()
+    theirs = store.acquire(Owner.current())
+    assert theirs.token == mine.token
+    with pytest.raises(StaleClaim):
+        store.renew(mine)
+    assert not store.release(mine)
+    store.renew(theirs)
+    assert store.release(theirs)
 
 
 def test_a_lease_that_is_not_renewed_ends(store: Store):

@@ -187,6 +187,22 @@ def test_whoever_lost_the_job_cannot_write_any_more(ledger: Ledger, job: Job, ve
     assert [ledger.database.all(f"SELECT * FROM {table}") for table in TABLES] == before
 
 
+@pytest.mark.parametrize("verb", WRITES)
+def test_nor_can_one_whose_token_was_given_a_second_time_after_the_database_went_back(
+    ledger: Ledger, job: Job, verb: str
+):
+    ledger.database.write("INSERT INTO outputs (job, path, seq, size) VALUES (?, '/r', 5, 5)", (job.no,))
+    lost = ledger.hold(job, {})
+    ledger.database.write("UPDATE jobs SET holder = NULL, lease_until = NULL, token = token - 1")
+    ledger.database.write("DELETE FROM runs")
+    again = ledger.hold(job, {})
+    assert (again.token, again.run) == (lost.token, lost.run)
+    before = [ledger.database.all(f"SELECT * FROM {table}") for table in TABLES]
+    with pytest.raises(StaleClaim, match="taken over"):
+        WRITES[verb](ledger, job.held_by(lost), lost)
+    assert [ledger.database.all(f"SELECT * FROM {table}") for table in TABLES] == before
+
+
 @pytest.mark.parametrize("verb", [verb for verb in WRITES if verb != "release"])
 def test_whoever_holds_the_job_can_write(ledger: Ledger, job: Job, verb: str):
     ledger.database.write("INSERT INTO outputs (job, path, seq, size) VALUES (?, '/r', 5, 5)", (job.no,))

@@ -81,7 +81,7 @@ def hand_over(
     """Give the job, which this process holds, to the fleet: from now on it is nobody's alone."""
 
     def change(tx: Tx) -> None:
-        Recorder(tx, hold.job, token=hold.token)
+        Recorder(tx, hold.job, token=hold.token, owner=hold.owner)
         holder = json.dumps({"host": hold.owner.host, "pid": hold.owner.pid, "fleet": hold.run})
         tx.execute("UPDATE jobs SET holder = ?, lease_until = ? WHERE no = ?", (holder, FOR_EVER, hold.job))
         (settings,) = tx.one("SELECT settings FROM runs WHERE job = ? AND no = ?", (hold.job, hold.run)) or ("{}",)

@@ -63,7 +63,7 @@ class Job(Reports):
     def open(self, tx: Tx, hold: Hold | None = None) -> Recorder:
         """The recorder of this job in a transaction, if its holder, should this handle be one's, still is it."""
         hold = hold or self._hold
-        return Recorder(tx, self.no, token=hold.token if hold else None)
+        return Recorder(tx, self.no) if hold is None else Recorder(tx, self.no, token=hold.token, owner=hold.owner)
 
     # ---- registering -----------------------------------------------------------------------------------------------
 

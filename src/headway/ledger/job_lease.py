@@ -97,7 +97,7 @@ def renew(database: Database, hold: Hold) -> None:
     """Prolong the lease and the notes on long-running items; raises `StaleClaim` if the job was taken over."""
 
     def work(tx: Tx) -> None:
-        recorder = Recorder(tx, hold.job, token=hold.token)
+        recorder = Recorder(tx, hold.job, token=hold.token, owner=hold.owner)
         _LEASES.renew(tx, Lease(hold.job, hold.token, hold.owner, hold.lease))
         until = recorder.now + hold.lease
         tx.execute(
@@ -113,7 +113,7 @@ def release(database: Database, hold: Hold, outcome: str) -> None:
     """End the run and give the job back."""
 
     def work(tx: Tx) -> None:
-        recorder = Recorder(tx, hold.job, token=hold.token)
+        recorder = Recorder(tx, hold.job, token=hold.token, owner=hold.owner)
         _LEASES.release(tx, Lease(hold.job, hold.token, hold.owner, hold.lease))
         tx.execute(
             "UPDATE runs SET outcome = ?, ended_at = CASE WHEN started_at > ? THEN started_at ELSE ? END "

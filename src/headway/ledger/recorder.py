@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
+from headway._lease import Owner, is_anothers
 from headway._sql import NOW, Engine, Tx, marks
 from headway.errors import NotFound, StaleClaim
 from headway.events import Event, append
@@ -29,7 +30,7 @@ ENGINES: tuple[Engine, ...] = ("sqlite", "postgresql")
 
 _COLUMNS = (
     "id, origin, version, generation, sealed, finished_at, max_retries, total, done, failed, dead, failures, frontier, token, "
-    "minute, minute_done, minute_failed, minute_dead, minute_seconds, archived, retry_base, retry_factor, retry_cap, "
+    "holder, minute, minute_done, minute_failed, minute_dead, minute_seconds, archived, retry_base, retry_factor, retry_cap, "
     "retry_jitter"
 )
 _OPEN = {
@@ -91,8 +92,11 @@ _PUT_DEAD = (
 class Recorder:
     """Counters of one job while its row is ours; `close` writes them back."""
 
-    def __init__(self, tx: Tx, no: int, *, token: int | None = None, archived_too: bool = False) -> None:
-        """``token``: of the hold under which the caller works, if it has one; a newer hold refuses it.
+    def __init__(
+        self, tx: Tx, no: int, *, token: int | None = None, owner: Owner | None = None, archived_too: bool = False
+    ) -> None:
+        """``token``: of the hold under which the caller works, if it has one; a newer hold refuses it. So does one of
+        another ``owner``, who got the same token because the database was put back to an earlier moment.
 
         A job that was put aside is refused to everybody but those who delete it: whoever was stopped while it was
         replaced by a fresh start must not go on beside the new one.
@@ -103,7 +107,7 @@ class Recorder:
         self.tx, self.no = tx, no
         self.id: str
         (self.id, self.origin, self.version, self.generation, self.sealed, self.finished_at, self.max_retries,
-         self.total, self.done, self.failed, self.dead, self.failures, self.frontier, held,
+         self.total, self.done, self.failed, self.dead, self.failures, self.frontier, held, holder,
          self.minute, self.minute_done, self.minute_failed, self.minute_dead, self.minute_seconds, archived,
          *self._retry, self.now) = row  # fmt: skip
         if archived and not archived_too:
@@ -111,7 +115,7 @@ class Recorder:
                 f"Job {self.id} was put aside by a fresh start; nothing was recorded.",
                 hint="Stop this process: another one began the job anew.",
             )
-        if token is not None and token != held:
+        if (token is not None and token != held) or (owner is not None and holder and is_anothers(holder, owner)):
             raise StaleClaim(
                 f"Job {self.id} was taken over by another process while this one was not responding.",
                 hint="Nothing was recorded by this one since. See who runs it: headway show JOB",
