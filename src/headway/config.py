@@ -398,7 +398,7 @@ class Config:
     def _read(self) -> dict[str, Found]:
         environment = os.environ if self._environment is None else self._environment
         base, profiles = _read_file(self._path)
-        profile = environment.get(PREFIX + "PROFILE") or base.get("profile")
+        profile = environment.get(PREFIX + "PROFILE", "").strip() or base.get("profile")
         chosen: Mapping[str, Value] = {}
         built_in: Mapping[str, Value] = {}
         if profile is not None:
@@ -433,9 +433,10 @@ class Config:
         if name in self._cli:
             return Found(_checked(option, self._cli[name], "command line"), "command line")
         if variable in environment:
-            return Found(_value(option, environment[variable], variable), variable)
+            # A secret that was written into a file has an end of line, and no value begins or ends with a blank.
+            return Found(_value(option, environment[variable].strip(), variable), variable)
         if option.variable is not None and environment.get(option.variable):
-            return Found(_value(option, environment[option.variable], option.variable), option.variable)
+            return Found(_value(option, environment[option.variable].strip(), option.variable), option.variable)
         if name in chosen:
             return Found(_value(option, chosen[name], chosen_where), chosen_where)
         if name in base:

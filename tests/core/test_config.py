@@ -104,6 +104,25 @@ def test_each_bad_setting_is_one_error_that_says_where_and_what(tmp_path: Path, 
     assert toml == "" or "headway.toml" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("database", "postgresql://headway@db/headway"),
+        ("redis", "redis://h:6379/0"),
+        ("states", "redis://h:6379/1"),
+        ("token", "secret"),
+        ("mode", "thread"),
+        ("watch_channel", "events"),
+    ],
+)
+def test_a_value_of_the_environment_may_have_the_end_of_line_of_the_file_it_comes_from(
+    tmp_path: Path, name: str, value: str
+):
+    for end in ("\n", "\r\n", " "):
+        assert config(tmp_path, "", {f"HEADWAY_{name.upper()}": f"{value}{end}"})[name] == value
+    assert config(tmp_path, "", {"HEADWAY_PROFILE": "production\n"}).profile == "production"
+
+
 def test_a_bad_value_that_holds_a_password_is_not_shown(tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
         config(tmp_path, "", {"HEADWAY_WORKERS": "redis://:hunter2@h"})

@@ -119,6 +119,10 @@ def test_every_setting_is_read():
     assert settings_from(ENVIRONMENT).form.failed == "digits.train.failed.v1"
 
 
+def test_a_setting_may_have_the_end_of_line_of_the_file_it_comes_from():
+    assert settings_from({name: f"{text}\n" for name, text in ENVIRONMENT.items()}) == settings_from(ENVIRONMENT)
+
+
 @pytest.mark.req("S4-28")
 def test_a_preflight_that_fails_ends_it_with_exit_code_2_and_one_message(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)

@@ -47,7 +47,7 @@ def main(environment: Mapping[str, str], ports: WatcherPorts | None = None, shut
 def watch(environment: Mapping[str, str], config: Config, ports: WatcherPorts, shutdown: Shutdown) -> None:
     settings = settings_from(environment)
     sinks = events.open_sinks(config["sinks"], config["webhook"])
-    where = environment.get("RQ_WATCHER_STORE") or config.text("database")
+    where = environment.get("RQ_WATCHER_STORE", "").strip() or config.text("database")
     with on_signals(shutdown), _stores(where, settings.redis_url, ports) as (open_store, database):
         if not sinks or database is None:
             if sinks:
@@ -61,6 +61,8 @@ def watch(environment: Mapping[str, str], config: Config, ports: WatcherPorts, s
 
 def settings_from(environment: Mapping[str, str]) -> WatcherSettings:
     """The four that must be set, and the others that may be."""
+    # With an end of line, as a secret has it that was written into a file, a channel is another channel.
+    environment = {name: text.strip() for name, text in environment.items()}
     missing = [name for name in REQUIRED if not environment.get(name)]
     if missing:
         raise ConfigError(
