@@ -12,7 +12,7 @@ from datetime import timedelta
 import pytest
 
 from headway._lease import Owner, write_owner
-from headway.errors import JobHeld, StaleClaim
+from headway.errors import JobHeld, NotFound, StaleClaim
 from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, NewItem
 from headway.retry import RetryPolicy
 from tests.core.databases import python
@@ -200,6 +200,27 @@ def test_nor_can_one_whose_token_was_given_a_second_time_after_the_database_went
     before = [ledger.database.all(f"SELECT * FROM {table}") for table in TABLES]
     with pytest.raises(StaleClaim, match="taken over"):
         WRITES[verb](ledger, job.held_by(lost), lost)
+    assert [ledger.database.all(f"SELECT * FROM {table}") for table in TABLES] == before
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda job: job.record([Done(0), Done(1)]),
+        lambda job: job.record([Failed(0, BOOM)]),
+        lambda job: job.register([NewItem(50)]),
+        lambda job: job.claim("w"),
+        lambda job: job.drop([0]),
+        lambda job: job.seal(),
+    ],
+)
+def test_a_handle_whose_number_another_job_got_after_the_database_went_back_changes_nothing(
+    ledger: Ledger, job: Job, write: Callable[[Job], object]
+):
+    ledger.database.write("UPDATE jobs SET id = 'another' WHERE no = ?", (job.no,))
+    before = [ledger.database.all(f"SELECT * FROM {table}") for table in TABLES]
+    with pytest.raises(NotFound, match="another one has its number"):
+        write(job)
     assert [ledger.database.all(f"SELECT * FROM {table}") for table in TABLES] == before
 
 

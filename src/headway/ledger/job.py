@@ -9,7 +9,7 @@ from itertools import islice
 
 from headway._lease import Owner, renewing, write_owner
 from headway._sql import Database, Row, Tx, marks
-from headway.errors import InvalidInput
+from headway.errors import InvalidInput, NotFound
 from headway.ledger import claims, control
 from headway.ledger.claims import DAMAGED, DUE
 from headway.ledger.columns import put_items
@@ -63,7 +63,10 @@ class Job(Reports):
     def open(self, tx: Tx, hold: Hold | None = None) -> Recorder:
         """The recorder of this job in a transaction, if its holder, should this handle be one's, still is it."""
         hold = hold or self._hold
-        return Recorder(tx, self.no) if hold is None else Recorder(tx, self.no, token=hold.token, owner=hold.owner)
+        recorder = Recorder(tx, self.no) if hold is None else Recorder(tx, self.no, token=hold.token, owner=hold.owner)
+        if recorder.id != self.id:  # a database that was put back to an earlier moment gives a number a second time
+            raise NotFound(f"Job {self.id} is not in the database any more; another one has its number.")
+        return recorder
 
     # ---- registering -----------------------------------------------------------------------------------------------
 
