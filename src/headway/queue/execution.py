@@ -29,7 +29,7 @@ from headway.errors import HeadwayError
 from headway.failure import Failure, describe
 from headway.lifecycle import signal_name
 from headway.queue.codec import PAYLOAD_LIMIT, holds_zero
-from headway.queue.taskqueue import Context
+from headway.queue.handlers import Context
 from headway.queue.values import Claim
 from headway.wording import printable
 

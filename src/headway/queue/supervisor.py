@@ -27,11 +27,12 @@ from headway.queue import records
 from headway.queue.app import load
 from headway.queue.database import DatabaseSource
 from headway.queue.settings import LiveSettings
+from headway.queue.source import Source
 from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import PRIORITIES, Priority
 from headway.queue.watch import Settings
-from headway.queue.worker import Source, Worker
+from headway.queue.worker import Worker
 from headway.retry import RetryPolicy
 from headway.telemetry import Log, metrics, redact
 

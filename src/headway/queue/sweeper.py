@@ -14,11 +14,11 @@ from itertools import count
 from typing import Protocol
 
 from headway import events
-from headway._lease import Lease, Owner, SqlLeases, read_owner
+from headway._lease import Lease, Owner, SqlLeases
 from headway._sql import Tx
 from headway.errors import HeadwayError, Held, StaleClaim
 from headway.failure import describe
-from headway.queue import claims, hinting, settling
+from headway.queue import claims, hinting, settling, workers
 from headway.queue.changing import SKIP_LOCKED
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import Priority
@@ -30,12 +30,8 @@ log = Log("queue")
 #: Seconds between two rounds.
 INTERVAL = 2.0
 LEASE = 8.0
-#: Seconds after which a worker that said nothing is taken for lost.
-WORKER_SECONDS = 20.0
 #: Seconds after which a hint that led to no claim is looked for in RQ.
 HINT_SECONDS = 10.0
-#: Workers that ended are shown for a day.
-WORKER_KEPT = 86_400.0
 #: Counts of minutes, and allowances, are kept for a day at least.
 COUNTS_KEPT = 86_400.0
 _BATCH = 500
@@ -109,7 +105,7 @@ class Sweeper:
             log.warning("the worker of a task is gone", taskID=task.id, worker=task.worker, new=task.status.value)
         promoted = self._queue.database.run(lambda tx: claims.promote(tx, tx.now()), operation="queue.promote")
         hinted = self._hint()
-        self._queue.database.run(_mark_lost_workers, operation="queue.workers")
+        self._queue.database.run(workers.mark_lost, operation="queue.workers")
         for chore in self._chores:
             chore()
         if self._clock() - self._purged_at > 60.0:
@@ -231,16 +227,3 @@ def _forget_counts(tx: Tx, before: float) -> None:
         "FROM task_limits WHERE rate IS NOT NULL), 0.0)",
         (before,),
     )
-
-
-def _mark_lost_workers(tx: Tx) -> None:
-    now = tx.now()
-    for name, owner, seen_at in tx.all("SELECT name, owner, seen_at FROM task_workers WHERE ended_at IS NULL"):
-        found = read_owner(owner)
-        if (found is not None and found[0].is_dead) or now - seen_at > WORKER_SECONDS:
-            tx.execute(
-                "UPDATE task_workers SET state = 'lost', ended_at = ? WHERE name = ? AND seen_at = ?",
-                (now, name, seen_at),
-            )
-            log.warning("a worker is lost", worker=name)
-    tx.execute("DELETE FROM task_workers WHERE ended_at < ?", (now - WORKER_KEPT,))
