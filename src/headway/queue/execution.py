@@ -18,11 +18,9 @@ import struct
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, NoReturn
 
 from headway.errors import HeadwayError
@@ -189,7 +187,7 @@ class Horse:
         self.ended: Ended | None = None
         self._buffer = bytearray()
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
+            with suppress(OSError, ValueError, AttributeError):  # closed, or there was none when the process began
                 stream.flush()  # or the child would print it a second time
         worker = os.getpid()
         with ExitStack() as undo:  # what was had before something was refused is given back
@@ -384,66 +382,3 @@ def _write_all(descriptor: int, raw: bytes) -> None:
     view = memoryview(raw)
     while view:
         view = view[os.write(descriptor, view) :]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# In the worker's process
-
-
-class Interrupts:
-    """Lets another thread end what the main thread runs: by a signal whose handler raises there.
-
-    Only between `armed` and its end does the handler raise; a signal that comes too late does nothing.
-    """
-
-    def __init__(self) -> None:
-        self._wanted: BaseException | None = None
-        self._armed = False
-        self._thread = threading.main_thread().ident
-        signal.signal(signal.SIGUSR1, self._handle)
-
-    @contextmanager
-    def armed(self) -> Iterator[None]:
-        self._wanted, self._armed = None, True
-        try:
-            yield
-        finally:
-            self._armed = False
-
-    def raise_in_handler(self, error: BaseException) -> None:
-        self._wanted = error
-        assert self._thread is not None
-        if self._armed:
-            signal.pthread_kill(self._thread, signal.SIGUSR1)
-
-    def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        if self._armed and self._wanted is not None:
-            wanted, self._wanted = self._wanted, None
-            raise wanted
-
-
-class Descriptors:
-    """Whether a handler left the worker's descriptors alone. One that closes them all, as what makes a daemon of its process
-    does, has closed the database's: SQLite would go on by their numbers, in whichever file gets them next."""
-
-    def __init__(self) -> None:
-        self._own, other = os.pipe()
-        os.close(other)
-        self._inode = os.fstat(self._own).st_ino
-        weakref.finalize(self, _close, self._own, self._inode)
-
-    @property
-    def are_intact(self) -> bool:
-        return _is_open(self._own, self._inode)
-
-
-def _is_open(descriptor: int, inode: int) -> bool:
-    try:
-        return os.fstat(descriptor).st_ino == inode
-    except OSError:
-        return False
-
-
-def _close(descriptor: int, inode: int) -> None:
-    if _is_open(descriptor, inode):
-        os.close(descriptor)

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from headway._lease import Owner
 from headway.errors import HeadwayError, StorageError
@@ -26,10 +27,8 @@ from headway.queue.claims import Claimant
 from headway.queue.database import DatabaseSource
 from headway.queue.execution import (
     CannotBegin,
-    Descriptors,
     Ended,
     Horse,
-    Interrupts,
     RunningTask,
     TaskCancelled,
     TaskStopped,
@@ -40,6 +39,7 @@ from headway.queue.execution import (
     rss,
 )
 from headway.queue.handlers import Context, Handler
+from headway.queue.inprocess import Descriptors, Interrupts, ProcessState
 from headway.queue.outcomes import Outcomes
 from headway.queue.settings import LiveSettings
 from headway.queue.source import Source
@@ -97,6 +97,7 @@ class Worker:
         self._cancelling: set[int] = set()  # held, and to be cancelled
         self._interrupts: Interrupts | None = None
         self._descriptors: Descriptors | None = None
+        self._process: ProcessState | None = None
         self._pulse: Pulse | None = None
         self._wanted: str | None = None
         self._said: tuple[str, str | None] | None = None
@@ -319,7 +320,7 @@ class Worker:
                 if text is None:
                     continue
                 began = time.monotonic()
-                task = RunningTask(claim, pulse.report, pulse.is_cancelled)
+                task = RunningTask(claim, partial(pulse.report, claim), partial(pulse.is_cancelled, claim))
                 pulse.begin(claim)
                 try:
                     with pulse.interrupts.armed():
@@ -334,7 +335,10 @@ class Worker:
                     ended = ended_by(late)
                 finally:
                     pulse.end()
-                ended = ended if pulse.last_message is None else replace(ended, message=pulse.last_message)
+                    if self._process is not None:
+                        self._process.restore()
+                if (said := pulse.last_message(claim)) is not None:
+                    ended = replace(ended, message=said)
                 seconds = time.monotonic() - began
                 self._lately += (seconds - self._lately) * 0.2
                 if claim.no not in pulse.lost:
@@ -371,7 +375,7 @@ class Worker:
     def _begun_pulse(self) -> Pulse:
         if self._pulse is None:
             if self._interrupts is None:
-                self._interrupts, self._descriptors = Interrupts(), Descriptors()
+                self._interrupts, self._descriptors, self._process = Interrupts(), Descriptors(), ProcessState()
             self._pulse = Pulse(self, self._interrupts)
         return self._pulse
 

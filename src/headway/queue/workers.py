@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headway._lease import Owner, read_owner, write_owner
-from headway._sql import Tx
+from headway._sql import Tx, marks
 from headway._version import __version__
 from headway.errors import InvalidInput, NotFound
 from headway.queue.records import LOCKED, audit, check_actor
@@ -85,9 +85,22 @@ def end_worker(tx: Tx, name: str, how: Literal["drain", "stop"], *, by: str, rea
     return how
 
 
-def mark_lost(tx: Tx) -> None:
-    """Say of those who are gone that they are lost, and forget those who ended long ago."""
+def lost(tx: Tx, names: Sequence[str]) -> set[str]:
+    """Those of these that are taken for lost."""
+    if not names:
+        return set()
+    rows = tx.all(f"SELECT name FROM task_workers WHERE state = 'lost' AND name IN ({marks(len(names))})", names)
+    return {name for (name,) in rows}
+
+
+def mark_lost(tx: Tx, *, clock_was_set: bool = False) -> None:
+    """Say of those who are gone that they are lost, and forget those who ended long ago. Where the database's clock was set,
+    or somebody was seen at a time to come, they get their time from now on."""
     now = tx.now()
+    tx.execute(
+        "UPDATE task_workers SET seen_at = ? WHERE ended_at IS NULL AND seen_at > ?",
+        (now, 0.0 if clock_was_set else now + WORKER_SECONDS),
+    )
     for name, owner, seen_at in tx.all("SELECT name, owner, seen_at FROM task_workers WHERE ended_at IS NULL"):
         found = read_owner(owner)
         if (found is not None and found[0].is_dead) or now - seen_at > WORKER_SECONDS:
