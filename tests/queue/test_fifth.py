@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ import pytest
 
 from headway._lease import Owner, SqlLeases
 from headway.lifecycle import Shutdown
-from headway.queue import claims, workers
+from headway.queue import claims, migration, workers
 from headway.queue.claims import LEASE, Claimant
 from headway.queue.gunicorn import Guard
 from headway.queue.rqsource import RqSource
@@ -28,7 +29,9 @@ from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import PRIORITIES
 from headway.queue.watch import Settings
 from headway.queue.worker import Worker
+from tests.queue import app
 from tests.services.redis import RedisServer
+from tests.services.server import free_port
 from tests.services.waiting import eventually
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -246,36 +249,78 @@ def test_a_hint_that_a_full_redis_threw_away_is_missed_although_it_is_full(
         assert [claim.id for claim in claimed] == [task.id]
 
 
+def test_a_move_to_a_redis_that_is_away_says_of_how_many_tasks_it_does_not_know(small: TaskQueue, tmp_path: Path):
+    small.handler("caption")(lambda task, payload: payload)
+    small.submit_many([{"kind": "caption"} for _ in range(700)])
+    with TaskQueue(f"sqlite:///{tmp_path}/queue.db", f"redis://127.0.0.1:{free_port()}/0") as queue:
+        assert queue.hints is not None
+        assert migration.to_rq(queue, queue.hints) == migration.Moved(0, left=700)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Beside workers
 
 
-def test_a_worker_that_says_nothing_any_more_is_killed_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TaskQueue]:
+    """The queue of an application that workers can import as ``shop``."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])]))
     url = f"sqlite:///{tmp_path}/queue.db"
     Path("shop.py").write_text(f"from tests.queue.app import build\nqueue = build({url!r})\n")
-    ahead, shutdown = 0.0, Shutdown()
-    with TaskQueue(url) as queue:
-        plan = Plan("shop:queue", drain=1.0)
-        supervisor = Supervisor(queue, plan, shutdown=shutdown, clock=lambda: time.monotonic() + ahead)
-        supervisor.tick()
-        [name] = supervisor.workers
-        [[pid]] = eventually(lambda: queue.database.all("SELECT pid FROM task_workers"), 60)
-        os.kill(pid, signal.SIGSTOP)  # as a handler in its process may do, or one that lets no other thread run
-        turn_clock(queue, workers.WORKER_SECONDS + 5)
-        queue.database.run(workers.mark_lost)
-        supervisor.tick()
-        assert supervisor.workers == [name]  # the store may have been away
-        ahead = 30.0
-        supervisor.tick()
-        eventually(lambda: supervisor.tick() and name not in supervisor.workers)
-        ahead = 60.0
-        supervisor.tick()
-        assert len(supervisor.workers) == 1
-        shutdown.request()
-        shutdown.request()
-        supervisor.run()
+    with app.build(url) as made:
+        yield made
+
+
+@pytest.mark.req("S2-15")
+@pytest.mark.parametrize("isolation", ["fork", "none"])
+def test_a_shutdown_that_tells_every_process_at_once_lets_tasks_finish_too(shop: TaskQueue, isolation: str):
+    task = shop.submit(f"log.{isolation}", {"file": "ran", "seconds": 1.5})
+    command = [sys.executable, "-m", "headway", "worker", "--app", "shop:queue", "--drain", "30"]
+    with subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL) as supervisor:
+        eventually(Path("ran").exists, 60)
+        for pid in reversed(family(supervisor.pid)):  # as systemd does by default, and an init of a container
+            os.kill(pid, signal.SIGTERM)
+            eventually(lambda: has_taken_signals(pid))  # noqa: B023 - looked at before the next
+        assert supervisor.wait(60) == 0
+    assert (shop.get(task.id).status, shop.get(task.id).attempts) == ("COMPLETED", 0)
+
+
+def has_taken_signals(pid: int) -> bool:
+    """Whether none is on its way to the process: two of the same would be one."""
+    try:
+        return "ShdPnd:\t0000000000000000" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
+def family(pid: int) -> list[int]:
+    """A process and all below it."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(each for child in children for each in family(int(child)))]
+
+
+def test_a_worker_that_says_nothing_any_more_is_killed_and_replaced(shop: TaskQueue):
+    queue, ahead, shutdown = shop, 0.0, Shutdown()
+    plan = Plan("shop:queue", drain=1.0)
+    supervisor = Supervisor(queue, plan, shutdown=shutdown, clock=lambda: time.monotonic() + ahead)
+    supervisor.tick()
+    [name] = supervisor.workers
+    [[pid]] = eventually(lambda: queue.database.all("SELECT pid FROM task_workers"), 60)
+    os.kill(pid, signal.SIGSTOP)  # as a handler in its process may do, or one that lets no other thread run
+    turn_clock(queue, workers.WORKER_SECONDS + 5)
+    queue.database.run(workers.mark_lost)
+    supervisor.tick()
+    assert supervisor.workers == [name]  # the store may have been away
+    ahead = 30.0
+    supervisor.tick()
+    eventually(lambda: supervisor.tick() and name not in supervisor.workers)
+    ahead = 60.0
+    supervisor.tick()
+    assert len(supervisor.workers) == 1
+    shutdown.request()
+    shutdown.request()
+    supervisor.run()
 
 
 def test_the_supervisor_beside_gunicorn_does_not_keep_its_port(tmp_path: Path):

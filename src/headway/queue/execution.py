@@ -21,11 +21,12 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NoReturn
 
 from headway.errors import HeadwayError
 from headway.failure import Failure, describe
-from headway.lifecycle import signal_name
+from headway.lifecycle import STOP_SIGNALS, signal_name
 from headway.queue.codec import PAYLOAD_LIMIT, holds_zero
 from headway.queue.handlers import Context
 from headway.queue.values import Claim
@@ -326,8 +327,9 @@ def _be_the_horse(
         os.close(reading)
         _end_with(parent)
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1):
+        for number in (signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
+        _leave_the_end_to(os.getpid())
         lock, me, pipe = threading.Lock(), os.getpid(), os.fstat(writing).st_ino
 
         def send(message: dict[str, Any]) -> None:
@@ -367,6 +369,20 @@ def _be_the_horse(
             with suppress(BaseException):
                 stream.flush()
         os._exit(status)
+
+
+def _leave_the_end_to(horse: int) -> None:
+    """Whoever tells all processes to end (systemd by default, an init of a container) tells this one too; but the worker ends
+    it, when its time to finish is over. It does not *ignore* the signal, as programs that a handler starts would do too; and
+    processes that it forks obey."""
+
+    def pass_over(number: int, _: FrameType | None) -> None:
+        if os.getpid() != horse:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, pass_over)
 
 
 def _end_with(parent: int) -> None:

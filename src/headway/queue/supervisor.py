@@ -251,7 +251,7 @@ class Supervisor:
         while self._children:
             if self._shutdown.abandon.is_set():
                 for child in self._children:
-                    child.process.send_signal(signal.SIGTERM)  # the second one: now
+                    child.process.send_signal(signal.SIGINT)  # now
             self._collect()
             time.sleep(0.05)
 
@@ -363,10 +363,19 @@ class CurrentHints:
             hints.forget_the_dead()
 
 
+class WorkerShutdown(Shutdown):
+    """A worker may be told twice to finish: by its supervisor, and by whoever tells all processes at once (systemd by default,
+    an init of a container). So for a worker only a SIGINT that is not the first signal means *now*."""
+
+    def _decide(self, signum: int) -> threading.Event:
+        decided = super()._decide(signum)
+        return decided if signum == signal.SIGINT else self.stop
+
+
 def main(arguments: Sequence[str], load: Callable[[str], TaskQueue] = load) -> int:
     """One worker, as the supervisor starts it; ``load`` finds its queue."""
     app, name, queues, given = arguments
-    shutdown = Shutdown()
+    shutdown = WorkerShutdown()
     settings = Settings(queues=[Priority(each) for each in queues.split(",")])
     parent = os.getppid()
     with on_signals(shutdown), load(app) as queue:
