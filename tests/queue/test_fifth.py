@@ -121,6 +121,21 @@ def test_a_handler_in_its_workers_process_leaves_that_process_to_the_next_task_a
     assert ran == "ran"
 
 
+def test_a_worker_whose_directory_was_deleted_runs_tasks_in_its_process(small: TaskQueue, tmp_path: Path):
+    small.handler("caption", isolation="none")(lambda task, payload: payload)
+    release = tmp_path / "release"
+    release.mkdir()
+
+    def work() -> list[Any]:
+        os.chdir(release)
+        release.rmdir()
+        tasks = [small.submit("caption", n).id for n in range(2)]
+        work_off(small)
+        return [small.result(id) for id in tasks]
+
+    assert in_a_process(work, tmp_path / "said") == [0, 1]
+
+
 def in_a_process(work: Callable[[], Any], said: Path) -> Any:
     """What ``work`` returns in a process of its own, whose state is nobody else's."""
     pid = os.fork()

@@ -14,7 +14,8 @@ from types import FrameType
 _SIGNALS = (
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD, signal.SIGALRM, signal.SIGPIPE,
 )  # fmt: skip
-_TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+#: Without the conversion to an enum, which takes ten times as long as the question.
+_getsignal = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 
 
 class Interrupts:
@@ -77,32 +78,39 @@ def _close(descriptor: int, inode: int) -> None:
 
 
 class ProcessState:
-    """What is the process's and not a task's: its directory, its mask of files, how it takes signals, its timers. A handler may
+    """What is the process's and not a task's: its directory, its mask of files, how it takes signals, its alarm. A handler may
     change them, for itself: left as they are, the next task would be written elsewhere, could not be ended at its timeout, or
     would be killed by an alarm; and the worker would not hear that it is to end."""
 
     def __init__(self) -> None:
-        self._directory = os.getcwd()
+        self._directory: str | None = None
+        with suppress(OSError):  # it was deleted, as a release that another one replaced
+            self._directory = os.getcwd()
         self._mask = os.umask(0o77)
         os.umask(self._mask)
         self._blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        self._handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+        # None: a handler that is not Python's, which cannot put it back.
+        known = [(number, _getsignal(number)) for number in map(int, _SIGNALS)]
+        self._handlers = [(number, handler) for number, handler in known if handler is not None]
         # One that runs before any handler is the application's, and stays.
-        self._timers = [timer for timer in _TIMERS if signal.getitimer(timer) == (0.0, 0.0)]
+        self._has_alarm = signal.getitimer(signal.ITIMER_REAL) != (0.0, 0.0)
 
     def restore(self) -> None:
         """By the main thread, when a handler has ended. It takes some microseconds."""
-        for timer in self._timers:
-            signal.setitimer(timer, 0)
-        for number, handler in self._handlers.items():
-            if (
-                handler is not None and signal.getsignal(number) is not handler
-            ):  # None: not Python's, which cannot set it
+        if not self._has_alarm:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._handlers:
+            if _getsignal(number) != handler:
                 signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
         os.umask(self._mask)
-        with suppress(OSError):  # it was deleted: then nobody is there
-            if os.getcwd() == self._directory:
-                return
-        with suppress(OSError):
-            os.chdir(self._directory)
+        if self._directory is not None and not _is_here(self._directory):
+            with suppress(OSError):  # it was deleted meanwhile
+                os.chdir(self._directory)
+
+
+def _is_here(directory: str) -> bool:
+    try:
+        return os.getcwd() == directory
+    except OSError:
+        return False
