@@ -8,14 +8,17 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from types import FrameType
+from typing import Any
 
 #: Signals by which a worker is told something, or that tell it something.
 _SIGNALS = (
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD, signal.SIGALRM, signal.SIGPIPE,
 )  # fmt: skip
-#: Without the conversion to an enum, which takes ten times as long as the question.
-_getsignal = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+#: What is below `signal`: without its conversion to enums, which takes longer than the call. Every task pays for it.
+_signal: Any = import_module("_signal")
+_SET, _ALARM = int(signal.SIG_SETMASK), int(signal.ITIMER_REAL)
 
 
 class Interrupts:
@@ -88,9 +91,9 @@ class ProcessState:
             self._directory = os.getcwd()
         self._mask = os.umask(0o77)
         os.umask(self._mask)
-        self._blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        self._blocked = _signal.pthread_sigmask(signal.SIG_BLOCK, ())
         # None: a handler that is not Python's, which cannot put it back.
-        known = [(number, _getsignal(number)) for number in map(int, _SIGNALS)]
+        known = [(number, _signal.getsignal(number)) for number in map(int, _SIGNALS)]
         self._handlers = [(number, handler) for number, handler in known if handler is not None]
         # One that runs before any handler is the application's, and stays.
         self._has_alarm = signal.getitimer(signal.ITIMER_REAL) != (0.0, 0.0)
@@ -98,11 +101,11 @@ class ProcessState:
     def restore(self) -> None:
         """By the main thread, when a handler has ended. It takes some microseconds."""
         if not self._has_alarm:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(_ALARM, 0)
         for number, handler in self._handlers:
-            if _getsignal(number) != handler:
+            if _signal.getsignal(number) != handler:
                 signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
+        _signal.pthread_sigmask(_SET, self._blocked)
         os.umask(self._mask)
         if self._directory is not None and not _is_here(self._directory):
             with suppress(OSError):  # it was deleted meanwhile
