@@ -117,6 +117,14 @@ class SqlLeases:
         self._write(tx, key, owner, token + 1, seconds)
         return Lease(key, token + 1, owner, seconds, lapsed=holder is not None)
 
+    def shorten(self, tx: Tx, key: Value, seconds: float) -> None:
+        """A lease of so many seconds that ends much later was written before the store's clock was set back. It ends in time,
+        counted from now, unless its owner lives and renews it."""
+        tx.execute(
+            f"UPDATE {self._table} SET lease_until = ? WHERE {self._key} = ? AND holder IS NOT NULL AND lease_until > ?",
+            (tx.now() + seconds, key, tx.now() + 2 * seconds),
+        )
+
     def holder(self, tx: Tx, key: Value) -> Owner | None:
         """Who has the lease now; None when nobody has."""
         holder, _, until = self._row(tx, key)

@@ -1,8 +1,9 @@
 """The queue: tasks that users ask for, by priority, never lost.
 
-    TaskQueue ── records, claims, limits: the rows, which are the truth
+    TaskQueue ── submission, handlers: what may be asked for, and who does it
+       ├── records, admission, claims, settling, limits: the rows, which are the truth
        ├── rq, rqsource, database: how a worker hears of them
-       ├── worker ── execution, watch: running one
+       ├── worker ── execution, watch, outcomes: running one, and what came of it
        └── sweeper, supervisor: who looks after all of it
 
 Names are loaded when they are first used.
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headway.queue.execution import GiveUp as GiveUp
-    from headway.queue.taskqueue import Role as Role
+    from headway.queue.submission import Role as Role
     from headway.queue.taskqueue import TaskQueue as TaskQueue
     from headway.queue.values import Priority as Priority
     from headway.queue.values import Status as Status
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _PLACES = {
     "GiveUp": "execution",
     "Priority": "values",
-    "Role": "taskqueue",
+    "Role": "submission",
     "Status": "values",
     "Task": "values",
     "TaskConflict": "values",

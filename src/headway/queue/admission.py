@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from headway._sql import Tx, Value, marks
 from headway.errors import InvalidInput
-from headway.queue.records import _COLUMNS, _LOCKED, NO_TURN, count_minutes, get, pages, read, task_of, tell, wake
+from headway.queue.records import _COLUMNS, LOCKED, NO_TURN, count_minutes, get, pages, read, task_of, tell, wake
 from headway.queue.values import NewTask, Priority, Status, Task, TaskConflict, UserBusy
 
 #: Rows put in by one statement.
@@ -173,7 +173,7 @@ def _by_ids(tx: Tx, ids: Sequence[str]) -> dict[str, tuple[Task, str]]:
 def retry(tx: Tx, id: str, *, per_user: int | None) -> Task:
     """Give a failed or cancelled task another life, with no attempt counted. The user's place must be free."""
     row = tx.one(
-        f"SELECT no, status, user_id, kind, queue, slot, party FROM tasks WHERE id = ?{_LOCKED[tx.engine]}", (id,)
+        f"SELECT no, status, user_id, kind, queue, slot, party FROM tasks WHERE id = ?{LOCKED[tx.engine]}", (id,)
     )
     if row is None:
         return get(tx, id)

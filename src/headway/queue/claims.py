@@ -243,6 +243,17 @@ def first_turn(place: str) -> str:
     )
 
 
+def begin_leases_anew(tx: Tx, *, every: bool) -> None:
+    """The database's clock was set, and what it says of leases is wrong by as much. Each is given its time from now on: whoever
+    lives renews it, and that of a dead worker ends. Without ``every`` only those that end later than a lease can."""
+    now = STATEMENT_TIME[tx.engine]
+    later = "" if every else f" AND lease_until > {now} + {2 * LEASE}"
+    tx.execute(  # what is locked is being renewed, or ends
+        f"UPDATE tasks SET lease_until = {now} + {LEASE} WHERE no IN (SELECT no FROM tasks WHERE status = 'RUNNING'{later}"
+        f"{SKIP_LOCKED[tx.engine]})"
+    )
+
+
 def paused(tx: Tx, now: float) -> set[Priority]:
     rows = tx.all(
         "SELECT name FROM task_queues WHERE paused = 1 AND (paused_until IS NULL OR paused_until > ?)", (now,)

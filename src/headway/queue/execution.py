@@ -18,18 +18,17 @@ import struct
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
 from headway.errors import HeadwayError
 from headway.failure import Failure, describe
-from headway.lifecycle import signal_name
+from headway.lifecycle import STOP_SIGNALS, signal_name
 from headway.queue.codec import PAYLOAD_LIMIT, holds_zero
-from headway.queue.taskqueue import Context
+from headway.queue.handlers import Context
 from headway.queue.values import Claim
 from headway.wording import printable
 
@@ -189,7 +188,7 @@ class Horse:
         self.ended: Ended | None = None
         self._buffer = bytearray()
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
+            with suppress(OSError, ValueError, AttributeError):  # closed, or there was none when the process began
                 stream.flush()  # or the child would print it a second time
         worker = os.getpid()
         with ExitStack() as undo:  # what was had before something was refused is given back
@@ -328,8 +327,9 @@ def _be_the_horse(
         os.close(reading)
         _end_with(parent)
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1):
+        for number in (signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
+        _leave_the_end_to(os.getpid())
         lock, me, pipe = threading.Lock(), os.getpid(), os.fstat(writing).st_ino
 
         def send(message: dict[str, Any]) -> None:
@@ -371,6 +371,20 @@ def _be_the_horse(
         os._exit(status)
 
 
+def _leave_the_end_to(horse: int) -> None:
+    """Whoever tells all processes to end (systemd by default, an init of a container) tells this one too; but the worker ends
+    it, when its time to finish is over. It does not *ignore* the signal, as programs that a handler starts would do too; and
+    processes that it forks obey."""
+
+    def pass_over(number: int, _: FrameType | None) -> None:
+        if os.getpid() != horse:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, pass_over)
+
+
 def _end_with(parent: int) -> None:
     """Be killed when the worker dies: its task is given to another, and would run twice at the same time. Where the system
     cannot do that (other than Linux) the handler goes on, and what it returns is heard by nobody."""
@@ -384,66 +398,3 @@ def _write_all(descriptor: int, raw: bytes) -> None:
     view = memoryview(raw)
     while view:
         view = view[os.write(descriptor, view) :]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# In the worker's process
-
-
-class Interrupts:
-    """Lets another thread end what the main thread runs: by a signal whose handler raises there.
-
-    Only between `armed` and its end does the handler raise; a signal that comes too late does nothing.
-    """
-
-    def __init__(self) -> None:
-        self._wanted: BaseException | None = None
-        self._armed = False
-        self._thread = threading.main_thread().ident
-        signal.signal(signal.SIGUSR1, self._handle)
-
-    @contextmanager
-    def armed(self) -> Iterator[None]:
-        self._wanted, self._armed = None, True
-        try:
-            yield
-        finally:
-            self._armed = False
-
-    def raise_in_handler(self, error: BaseException) -> None:
-        self._wanted = error
-        assert self._thread is not None
-        if self._armed:
-            signal.pthread_kill(self._thread, signal.SIGUSR1)
-
-    def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        if self._armed and self._wanted is not None:
-            wanted, self._wanted = self._wanted, None
-            raise wanted
-
-
-class Descriptors:
-    """Whether a handler left the worker's descriptors alone. One that closes them all, as what makes a daemon of its process
-    does, has closed the database's: SQLite would go on by their numbers, in whichever file gets them next."""
-
-    def __init__(self) -> None:
-        self._own, other = os.pipe()
-        os.close(other)
-        self._inode = os.fstat(self._own).st_ino
-        weakref.finalize(self, _close, self._own, self._inode)
-
-    @property
-    def are_intact(self) -> bool:
-        return _is_open(self._own, self._inode)
-
-
-def _is_open(descriptor: int, inode: int) -> bool:
-    try:
-        return os.fstat(descriptor).st_ino == inode
-    except OSError:
-        return False
-
-
-def _close(descriptor: int, inode: int) -> None:
-    if _is_open(descriptor, inode):
-        os.close(descriptor)

@@ -17,7 +17,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Unpack
 
-from headway.queue.taskqueue import Options, TaskQueue
+from headway.queue.submission import Options
+from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import Task
 
 Submit = Callable[..., Awaitable[Task]]

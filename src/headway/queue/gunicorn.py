@@ -75,7 +75,10 @@ class Guard:
                     self._command[0],
                     [*self._command, "--parent", str(os.getpid())],
                     os.environ,
-                    file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
+                    file_actions=[
+                        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                        *((os.POSIX_SPAWN_CLOSE, number) for number in _handed_down()),
+                    ],
                     setpgroup=0,
                 )
             except OSError as error:  # no memory, no process left: later there may be
@@ -101,6 +104,22 @@ class Guard:
         if self._pid is not None and not self._has_ended():
             with suppress(ProcessLookupError):
                 os.kill(self._pid, number)
+
+
+def _handed_down() -> list[int]:
+    """Descriptors that a process started now would have too: Gunicorn's sockets, which it hands down to its own successor. A
+    supervisor that had them would keep the port of a Gunicorn that was killed, until its tasks are through."""
+    with suppress(OSError):  # not Linux
+        numbers = [int(name) for name in os.listdir("/proc/self/fd")]
+        return [number for number in numbers if number > 2 and _is_inheritable(number)]
+    return []
+
+
+def _is_inheritable(number: int) -> bool:
+    try:
+        return os.get_inheritable(number)
+    except OSError:  # it was the list's own, or is closed by now
+        return False
 
 
 def hooks(

@@ -45,7 +45,7 @@ def to_rq(queue: TaskQueue, hints: Hints, *, dry_run: bool = False) -> Moved:
         queue.database.run(lambda tx: hinting.hinted(tx, done), operation="queue.migrate")  # noqa: B023 - run at once
         moved += len(done)
         if not done:
-            return Moved(moved, left=len(waiting))
+            return Moved(moved, left=len(waiting) if len(waiting) < _PAGE else _count(queue, "hinted_at IS NULL"))
 
 
 def to_database(queue: TaskQueue, *, dry_run: bool = False) -> Moved:

@@ -17,6 +17,9 @@ from collections.abc import Iterable
 
 from headway import _redis
 from headway._redis.keys import QUEUE_USER
+from headway._sql import Database
+from headway.queue.admission import busy
+from headway.queue.values import Status, Task
 from headway.retry import CircuitBreaker
 from headway.telemetry import Log, redact
 
@@ -37,6 +40,16 @@ class Places:
         self._refused: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
+    def check(self, database: Database, user_id: str) -> None:
+        """Refuse a user whose active task is known without beginning to write."""
+        known = self.known(user_id)
+        if known is None:
+            return
+        row = database.one("SELECT status FROM tasks WHERE id = ? AND user_id = ?", (known, user_id))
+        if row is not None and not Status(row[0]).is_final:
+            raise busy(user_id, 1, known, row[0])
+        self.free(user_id)
+
     def known(self, user_id: str) -> str | None:
         """The task that may be in the user's place, if this process has refused the user before."""
         if user_id not in self._refused:
@@ -56,6 +69,12 @@ class Places:
         """The user was accepted after all."""
         with self._lock:
             self._refused.pop(user_id, None)
+
+    def keys_of(self, accepted: Iterable[Task]) -> list[tuple[str, str]]:
+        """The keys of the users whose tasks were accepted just now, each with its task: they are written with the hints."""
+        return [
+            (place_key(task.user_id), task.id) for task in accepted if task.version == 1 and task.user_id is not None
+        ]
 
     def leave(self, users: Iterable[str]) -> None:
         """Their tasks ended. Should a user have submitted the next one meanwhile, its key is lost, which costs nothing."""

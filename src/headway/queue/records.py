@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from headway._sql import Row, Tx, Value, marks
 from headway.errors import InvalidInput, NotFound
@@ -33,7 +33,7 @@ _COLUMNS = (
     "created_at, updated_at, run_at, started_at, ended_at, cancel_by"
 )
 _T = TypeVar("_T")
-_LOCKED = {"sqlite": "", "postgresql": " FOR UPDATE"}
+LOCKED = {"sqlite": "", "postgresql": " FOR UPDATE"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -190,8 +190,8 @@ def count_waiting(tx: Tx, queues: Sequence[Priority], *, most: int) -> int:
 
 def cancel(tx: Tx, id: str, *, by: str, user_id: str | None = None) -> Task:
     """Cancel a task that waits at once; ask the worker of one that runs. One that has ended stays as it is."""
-    _check_actor(by)
-    row = tx.one(f"SELECT no, status, user_id FROM tasks WHERE id = ?{_LOCKED[tx.engine]}", (id,))
+    check_actor(by)
+    row = tx.one(f"SELECT no, status, user_id FROM tasks WHERE id = ?{LOCKED[tx.engine]}", (id,))
     if row is None or (user_id is not None and row[2] != user_id):
         return get(tx, id, user_id=user_id)  # says that there is none
     no, status, _ = row
@@ -215,7 +215,7 @@ def cancel(tx: Tx, id: str, *, by: str, user_id: str | None = None) -> Task:
 
 
 def pause(tx: Tx, queue: Priority, *, reason: str, by: str, until: datetime | None) -> None:
-    _check_actor(by, reason)
+    check_actor(by, reason)
     if until is not None and getattr(until, "tzinfo", None) is None:
         raise InvalidInput(
             "until= is no time that is the same everywhere.", hint="Use datetime.now(UTC) + timedelta(...)"
@@ -248,7 +248,7 @@ def _seconds(until: datetime) -> float:
 
 def resume(tx: Tx, queue: Priority, *, by: str, reason: str = "") -> bool:
     """Whether it had been paused."""
-    _check_actor(by, reason)
+    check_actor(by, reason)
     changed = tx.execute(
         "UPDATE task_queues SET paused = 0, paused_by = NULL, paused_until = NULL, reason = '' "
         "WHERE name = ? AND paused = 1",
@@ -260,39 +260,17 @@ def resume(tx: Tx, queue: Priority, *, by: str, reason: str = "") -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Steering workers
+# Who did what
 
 
-def end_worker(tx: Tx, name: str, how: Literal["drain", "stop"], *, by: str, reason: str = "") -> str:
-    """Ask a worker to end, and write down who did; what it is asked now. It hears it with its next sign of life.
-
-    Asked to stop it is not asked to drain any more. Raises `NotFound`, or `InvalidInput` when it has ended already.
-    """
-    _check_actor(by, reason)
-    check_text(name, "the name of a worker")
-    row = tx.one(f"SELECT state, ended_at, wanted FROM task_workers WHERE name = ?{_LOCKED[tx.engine]}", (name,))
-    if row is None:
-        raise NotFound(f"There is no worker {name}.", hint="List them: headway workers")
-    state, ended_at, wanted = row
-    if ended_at is not None:
-        raise InvalidInput(f"Worker {name} is {state}: it cannot be asked for anything.", hint="See: headway workers")
-    if wanted in ("stop", how):
-        return str(wanted)
-    tx.execute(
-        "UPDATE task_workers SET wanted = ?, wanted_by = ?, wanted_at = ? WHERE name = ?", (how, by, tx.now(), name)
-    )
-    audit(tx, by, f"worker.{how}", {"worker": name, "reason": reason})
-    return how
-
-
-def _check_actor(by: object, reason: object = "") -> None:
+def check_actor(by: object, reason: object = "") -> None:
     check_text(by, "who does it")
     check_text(reason, "a reason")
 
 
 def audit(tx: Tx, by: str, action: str, detail: Mapping[str, object]) -> None:
     """A line of the audit trail (`headway audit`): who changed what."""
-    _check_actor(by)
+    check_actor(by)
     tx.execute(
         "INSERT INTO audit (at, actor, action, job, detail) VALUES (?, ?, ?, '', ?)",
         (tx.now(), by, action, json.dumps(detail, ensure_ascii=False)),

@@ -218,6 +218,9 @@ class RqSource:
             # that RQ does not take).
             named = queues[: max((n for n, queue in enumerate(queues, 1) if queue in hints), default=0)]
             claimed = claims.claim_next(self._queue.database, who, queues=named, limit=len(hinted))
+            if not claimed and len(named) < len(queues):
+                # What is hinted is not for us (a kind without a handler here): what waits behind it is not to wait for ever.
+                claimed = claims.claim_next(self._queue.database, who, queues=queues, limit=len(hinted))
             taken = {claim.id for claim in claimed}
             rest = [task_id for task_id in ids if task_id not in taken]
             known, waiting = (

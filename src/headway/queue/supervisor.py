@@ -23,15 +23,16 @@ from headway import telemetry
 from headway.config import Config
 from headway.errors import HeadwayError
 from headway.lifecycle import Shutdown, on_signals, signal_name
-from headway.queue import records
+from headway.queue import records, workers
 from headway.queue.app import load
 from headway.queue.database import DatabaseSource
 from headway.queue.settings import LiveSettings
+from headway.queue.source import Source
 from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import PRIORITIES, Priority
 from headway.queue.watch import Settings
-from headway.queue.worker import Source, Worker
+from headway.queue.worker import Worker
 from headway.retry import RetryPolicy
 from headway.telemetry import Log, metrics, redact
 
@@ -42,6 +43,8 @@ TICK = 0.5
 #: Work must have waited for so many looks before a worker is added, and been absent for so long before one leaves.
 GROW_LOOKS = 2
 SHRINK_SECONDS = 20.0
+#: A worker that is taken for lost is looked for so often; it is given so long to say something after all.
+SILENCE_LOOK, SILENT_SECONDS = 5.0, 20.0
 #: A worker that lived this long did not crash at its start.
 HEALTHY_SECONDS = 10.0
 #: Beyond the drain time, what a worker gets to record and end before it is killed.
@@ -70,6 +73,7 @@ class _Child:
     process: subprocess.Popen[bytes]
     started: float
     ending_since: float | None = None
+    lost_since: float | None = None  # it lives, and the sweeper takes it for lost
 
 
 @dataclass(slots=True)
@@ -105,6 +109,7 @@ class Supervisor:
         self._wanted = plan.workers
         self._load = _Load()
         self._sweeper: Sweeper | None = None
+        self._silence_at = 0.0
 
     @property
     def workers(self) -> list[str]:
@@ -130,6 +135,7 @@ class Supervisor:
     def tick(self) -> float:
         self._follow()
         self._collect()
+        self._look_for_silent()
         self._weigh()
         self._match()
         metrics.gauge("headway_workers", len(self.workers))
@@ -185,6 +191,27 @@ class Supervisor:
                 "a worker crashed and is replaced", worker=child.name, reason=_how(status), seconds=round(delay, 1)
             )
 
+    def _look_for_silent(self) -> None:
+        """Kill a worker that lives and says nothing: stopped, or in a handler that lets no other thread run. What it held is
+        somebody else's by then; left alone it would never run a task again, and the next try would cost the next worker."""
+        now = self._clock()
+        if now < self._silence_at or not self._children:
+            return
+        self._silence_at = now + SILENCE_LOOK
+        try:
+            with self._queue.database.read() as tx:
+                lost = workers.lost(tx, self.workers)
+        except HeadwayError:  # the store is away: for them too
+            lost = set()
+        for child in self._children:
+            if child.name not in lost:
+                child.lost_since = None
+            elif child.lost_since is None:
+                child.lost_since = now
+            elif now - child.lost_since > SILENT_SECONDS:
+                log.error("a worker says nothing any more and is killed", worker=child.name)
+                child.process.kill()
+
     def _match(self) -> None:
         """Start what is missing, ask those to leave that are too many: the youngest first."""
         active = [child for child in self._children if child.ending_since is None]
@@ -224,7 +251,7 @@ class Supervisor:
         while self._children:
             if self._shutdown.abandon.is_set():
                 for child in self._children:
-                    child.process.send_signal(signal.SIGTERM)  # the second one: now
+                    child.process.send_signal(signal.SIGINT)  # now
             self._collect()
             time.sleep(0.05)
 
@@ -336,10 +363,19 @@ class CurrentHints:
             hints.forget_the_dead()
 
 
+class WorkerShutdown(Shutdown):
+    """A worker may be told twice to finish: by its supervisor, and by whoever tells all processes at once (systemd by default,
+    an init of a container). So for a worker only a SIGINT that is not the first signal means *now*."""
+
+    def _decide(self, signum: int) -> threading.Event:
+        decided = super()._decide(signum)
+        return decided if signum == signal.SIGINT else self.stop
+
+
 def main(arguments: Sequence[str], load: Callable[[str], TaskQueue] = load) -> int:
     """One worker, as the supervisor starts it; ``load`` finds its queue."""
     app, name, queues, given = arguments
-    shutdown = Shutdown()
+    shutdown = WorkerShutdown()
     settings = Settings(queues=[Priority(each) for each in queues.split(",")])
     parent = os.getppid()
     with on_signals(shutdown), load(app) as queue:

@@ -14,14 +14,14 @@ from itertools import count
 from typing import Protocol
 
 from headway import events
-from headway._lease import Lease, Owner, SqlLeases, read_owner
+from headway._lease import Lease, Owner, SqlLeases
 from headway._sql import Tx
 from headway.errors import HeadwayError, Held, StaleClaim
 from headway.failure import describe
-from headway.queue import claims, hinting, settling
+from headway.queue import claims, hinting, settling, workers
 from headway.queue.changing import SKIP_LOCKED
 from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import Priority
+from headway.queue.values import Priority, Task
 from headway.retry import RetryPolicy
 from headway.telemetry import Log, metrics
 
@@ -30,12 +30,10 @@ log = Log("queue")
 #: Seconds between two rounds.
 INTERVAL = 2.0
 LEASE = 8.0
-#: Seconds after which a worker that said nothing is taken for lost.
-WORKER_SECONDS = 20.0
+#: Seconds by which the database's clock may run otherwise than ours between two rounds, and was not set.
+CLOCK_SET = 3.0
 #: Seconds after which a hint that led to no claim is looked for in RQ.
 HINT_SECONDS = 10.0
-#: Workers that ended are shown for a day.
-WORKER_KEPT = 86_400.0
 #: Counts of minutes, and allowances, are kept for a day at least.
 COUNTS_KEPT = 86_400.0
 _BATCH = 500
@@ -86,6 +84,7 @@ class Sweeper:
         self._purged_at = clock()
         self._measure_at = clock()
         self._events_after = 0
+        self._ahead: float | None = None  # the database's clock before ours, which nobody can set
 
     def run(self, stop: threading.Event) -> None:
         failures, delay = 0, 0.0
@@ -104,12 +103,12 @@ class Sweeper:
         """One round, if this is the active sweeper; seconds until the next."""
         if not self._acquire():
             return INTERVAL
-        ended = self._queue.database.run(lambda tx: settling.lapsed(tx, limit=_BATCH), operation="queue.sweep")
-        for task in ended:
-            log.warning("the worker of a task is gone", taskID=task.id, worker=task.worker, new=task.status.value)
+        ended, clock_was_set = self._end_lapsed()
         promoted = self._queue.database.run(lambda tx: claims.promote(tx, tx.now()), operation="queue.promote")
         hinted = self._hint()
-        self._queue.database.run(_mark_lost_workers, operation="queue.workers")
+        self._queue.database.run(
+            lambda tx: workers.mark_lost(tx, clock_was_set=clock_was_set), operation="queue.workers"
+        )
         for chore in self._chores:
             chore()
         if self._clock() - self._purged_at > 60.0:
@@ -124,6 +123,29 @@ class Sweeper:
             self._measure_at = self._clock() + 20 * (self._clock() - began)
         more = len(ended) == _BATCH or hinted == _BATCH or promoted >= claims.PROMOTED
         return 0.0 if more else INTERVAL
+
+    def _end_lapsed(self) -> tuple[list[Task], bool]:
+        """End the runs whose worker is gone; (those tasks, whether the database's clock was set since the last round).
+
+        Then, and where it was set back before that, leases begin anew: else all that runs on other machines would be taken for
+        dead at once, or nobody there for as long as the clock was set back.
+        """
+
+        def work(tx: Tx) -> tuple[float, bool, list[Task]]:
+            before = self._clock()
+            at = tx.now()
+            # A slow answer is no clock that was set: by how much it is ahead is known to within the time of the question.
+            least, most = at - self._clock(), at - before
+            was_set = self._ahead is not None and not least - CLOCK_SET < self._ahead < most + CLOCK_SET
+            claims.begin_leases_anew(tx, every=was_set)
+            return (least + most) / 2, was_set, settling.lapsed(tx, limit=_BATCH)
+
+        self._ahead, was_set, ended = self._queue.database.run(work, operation="queue.sweep")
+        if was_set:
+            log.warning("the clock of the database was set: leases begin anew")
+        for task in ended:
+            log.warning("the worker of a task is gone", taskID=task.id, worker=task.worker, new=task.status.value)
+        return ended, was_set
 
     def release(self) -> None:
         lease, self._lease = self._lease, None
@@ -176,13 +198,19 @@ class Sweeper:
                 self._queue.database.run(lambda tx: self._leases.renew(tx, lease), operation="queue.sweeper")
                 return True
             owner = Owner.current()
-            self._lease = self._queue.database.run(
-                lambda tx: self._leases.acquire(tx, "queue.sweeper", owner, LEASE), operation="queue.sweeper"
-            )
+
+            def acquire(tx: Tx) -> Lease | None:
+                try:
+                    return self._leases.acquire(tx, "queue.sweeper", owner, LEASE)
+                except Held:
+                    self._leases.shorten(tx, "queue.sweeper", LEASE)  # it is kept, which it would not be if we raised
+                    return None
+
+            self._lease = self._queue.database.run(acquire, operation="queue.sweeper")
+            if self._lease is None:
+                return False
         except StaleClaim:
             self._lease = None  # somebody else sweeps now
-            return False
-        except Held:
             return False
         log.info("this is the active sweeper")
         return True
@@ -192,8 +220,8 @@ class Sweeper:
         if self._hints is None:
             return 0
         hints, database = self._hints, self._queue.database
-        if hints.look_at_memory():
-            return 0
+        full = hints.look_at_memory()
+        # Also while it is full: one that throws keys away when it is has lost hints, and workers find the rows without one.
         old = database.run(
             lambda tx: hinting.doubtful(tx, older_than=HINT_SECONDS, limit=_BATCH), operation="queue.doubtful"
         )
@@ -205,6 +233,8 @@ class Sweeper:
             present = [task_id for task_id, _ in old if task_id not in lost]
             database.run(lambda tx: hinting.hinted(tx, present), operation="queue.hinted")  # looked at again later
             database.run(lambda tx: hinting.unhint(tx, lost), operation="queue.unhint")
+        if full:
+            return 0
         waiting = database.run(lambda tx: hinting.unhinted(tx, limit=_BATCH), operation="queue.unhinted")
         done = hints.push(waiting)
         if done:
@@ -231,16 +261,3 @@ def _forget_counts(tx: Tx, before: float) -> None:
         "FROM task_limits WHERE rate IS NOT NULL), 0.0)",
         (before,),
     )
-
-
-def _mark_lost_workers(tx: Tx) -> None:
-    now = tx.now()
-    for name, owner, seen_at in tx.all("SELECT name, owner, seen_at FROM task_workers WHERE ended_at IS NULL"):
-        found = read_owner(owner)
-        if (found is not None and found[0].is_dead) or now - seen_at > WORKER_SECONDS:
-            tx.execute(
-                "UPDATE task_workers SET state = 'lost', ended_at = ? WHERE name = ? AND seen_at = ?",
-                (now, name, seen_at),
-            )
-            log.warning("a worker is lost", worker=name)
-    tx.execute("DELETE FROM task_workers WHERE ended_at < ?", (now - WORKER_KEPT,))

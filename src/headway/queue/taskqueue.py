@@ -14,22 +14,22 @@ from __future__ import annotations
 
 import json
 import math
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 from headway._sql import Database, Tx, connect, is_two_phase, join
 from headway.config import Config
 from headway.errors import HeadwayError, InvalidInput, StorageError
 from headway.ids import check_id
-from headway.queue import admission, hinting, intake, limits, records, settings
-from headway.queue.codec import PAYLOAD_LIMIT, Codec, FernetCodec, PlainCodec, write_payload
-from headway.queue.values import NewTask, Priority, QueueInfo, Status, Task, UserBusy, check_text, is_number, is_text
+from headway.queue import admission, hinting, intake, limits, records, settings, workers
+from headway.queue.codec import PAYLOAD_LIMIT, Codec, FernetCodec, PlainCodec
+from headway.queue.handlers import Context, F, Handler, Isolation, registering
+from headway.queue.submission import ROLES, Options, Role, Submissions
+from headway.queue.values import NewTask, Priority, QueueInfo, Status, Task, UserBusy, check_asked, member_of
 from headway.retry import TASK
 from headway.telemetry import Log, redact
 
@@ -39,52 +39,9 @@ if TYPE_CHECKING:
 
 log = Log("queue")
 
-Isolation = Literal["fork", "none"]
 #: rq and hybrid: workers hear of tasks through RQ, and from the rows where RQ does not know them. database: no Redis at
 #: all. auto: rq where a Redis is named.
 Mode = Literal["auto", "rq", "database", "hybrid"]
-Context = Callable[[], AbstractContextManager[Any]]
-HandlerFunction = Callable[[Any, Any], Any]  # (the running task, its payload) -> a result that is JSON
-F = TypeVar("F", bound=HandlerFunction)
-
-
-@dataclass(frozen=True, slots=True)
-class Handler:
-    """How tasks of one kind are run."""
-
-    kind: str
-    function: HandlerFunction
-    timeout: float | None
-    retries: int
-    retry_delay: float
-    isolation: Isolation
-
-
-@dataclass(frozen=True, slots=True)
-class Role:
-    """What a submitter's role means for priority: what it gets by default, and the best it may ask for."""
-
-    default: Priority
-    best: Priority
-
-
-#: 002's rules: administrators get high unless they say otherwise, users normal; only administrators may go before them.
-ROLES: Mapping[str, Role] = {
-    "admin": Role(Priority.HIGH, Priority.URGENT),
-    "user": Role(Priority.NORMAL, Priority.NORMAL),
-}
-
-
-class Options(TypedDict, total=False):
-    """What a submission may say besides kind and payload."""
-
-    user_id: str | None  # who asks; none: nobody's place is taken
-    role: str  # "user" unless said otherwise; decides which priorities may be asked for
-    priority: Priority | str | None
-    maintenance: bool  # urgent
-    id: str | None  # one that exists gives the existing task, if kind and payload are the same
-    partition: str | None  # who takes turns with whom, and what limits count; the user unless said otherwise
-    delay: float  # seconds before it may run
 
 
 class TaskQueue:
@@ -118,9 +75,7 @@ class TaskQueue:
         self._looked_at = -math.inf
         self._declared = False
         self.handlers: dict[str, Handler] = {}
-        self._roles = roles
-        self._new_id = new_id or _secure_id
-        self._payload_limit = payload_limit
+        self._submissions = Submissions(roles=roles, new_id=new_id, payload_limit=payload_limit)
         self.context = context
         self.configure(database=database, redis=redis, mode=mode, per_user=per_user, keys=keys, codec=codec)
 
@@ -247,31 +202,9 @@ class TaskQueue:
         isolation: Isolation = "fork",
     ) -> Callable[[F], F]:
         """Register a function for tasks of ``kind``; it is called as ``function(task, payload)``."""
-        check_id(kind, "a kind of task")
-        if kind.startswith("headway."):
-            raise InvalidInput(f"Kinds of task that begin with headway. are its own, as {kind!r} would be.")
-        if timeout is not None and (not is_number(timeout) or not 0 < timeout <= 10**7):
-            raise InvalidInput(f"timeout={timeout!r} is no number of seconds.", hint="Use seconds above 0, or None.")
-        if type(retries) is not int or not 0 <= retries <= 1000:
-            raise InvalidInput(f"retries={retries!r} is no number of retries.", hint="Use a whole number from 0.")
-        if not is_number(retry_delay) or not 0 < retry_delay <= 10**6:
-            raise InvalidInput(f"retry_delay={retry_delay!r} is no number of seconds.", hint="Use seconds above 0.")
-        if isolation not in ("fork", "none"):
-            raise InvalidInput(f"isolation={isolation!r} is not known.", hint="Use 'fork' or 'none'.")
-
-        def register(function: F) -> F:
-            if not callable(function):
-                raise InvalidInput(
-                    f"A {type(function).__name__} cannot handle tasks of kind {kind!r}.", hint="Use a function."
-                )
-            if kind in self.handlers and self.handlers[kind].function is not function:
-                raise InvalidInput(
-                    f"There are two handlers for tasks of kind {kind!r}.", hint="Give each its own kind."
-                )
-            self.handlers[kind] = Handler(kind, function, timeout, retries, retry_delay, isolation)
-            return function
-
-        return register
+        return registering(
+            self.handlers, kind, timeout=timeout, retries=retries, retry_delay=retry_delay, isolation=isolation
+        )
 
     # ---- submitting --------------------------------------------------------------------------------------------------
 
@@ -284,7 +217,11 @@ class TaskQueue:
         With ``connection``, the caller's own (see `headway._sql.joined`), it is part of the transaction that the caller
         has begun there: the task exists exactly if the caller commits, and workers hear of it then.
         """
-        [task] = self._submit([self._new(kind, payload, **options)], connection, quick=options.get("id") is None)
+        [task] = self._submit(
+            [self._submissions.new(self.handlers, self._codec, kind, payload, **options)],
+            connection,
+            quick=options.get("id") is None,
+        )
         return task
 
     def submit_many(self, tasks: Iterable[Mapping[str, Any]], *, connection: object = None) -> Sequence[Task]:
@@ -295,7 +232,7 @@ class TaskQueue:
             raise InvalidInput(
                 "submit_many takes mappings, each with a kind.", hint='For example [{"kind": "caption", "payload": 7}]'
             )
-        return self._submit([self._new(**task) for task in given], connection)
+        return self._submit([self._submissions.new(self.handlers, self._codec, **task) for task in given], connection)
 
     def _submit(self, tasks: Sequence[NewTask], connection: object, *, quick: bool = False) -> Sequence[Task]:
         if not tasks:
@@ -305,7 +242,7 @@ class TaskQueue:
         hints = self.hints
         places = self._places if self._per_user == 1 and tasks[0].user_id is not None else None
         if places is not None and quick:
-            self._check_quickly(places, tasks[0])
+            places.check(self.database, str(tasks[0].user_id))
         try:
             self._declare()
             accepted = intake.submit(self.database, tasks, per_user=self._per_user, hinting=hints is not None)
@@ -318,7 +255,9 @@ class TaskQueue:
             new = [
                 (task.id, task.priority) for task in accepted if task.version == 1 and task.run_at <= task.created_at
             ]
-            hinted = set(hints.push(new, places=self._taking_places(accepted)))
+            hinted = set(
+                hints.push(new, places=self._places.keys_of(accepted) if self._places and self._per_user == 1 else ())
+            )
             missed = [task_id for task_id, _ in new if task_id not in hinted]
             if missed:
                 try:
@@ -346,85 +285,17 @@ class TaskQueue:
                 waking=not is_two_phase(connection),
             )  # fmt: skip
 
-    def _check_quickly(self, places: Places, task: NewTask) -> None:
-        """Refuse a user whose active task is known without beginning to write."""
-        user = str(task.user_id)
-        known = places.known(user)
-        if known is None:
-            return
-        row = self.database.one("SELECT status FROM tasks WHERE id = ? AND user_id = ?", (known, user))
-        if row is not None and not Status(row[0]).is_final:
-            raise admission.busy(user, self._per_user, known, row[0])
-        places.free(user)
-
-    def _taking_places(self, accepted: Iterable[Task]) -> list[tuple[str, str]]:
-        if self._per_user != 1:
-            return []
-        from headway.queue.places import place_key
-
-        return [
-            (place_key(task.user_id), task.id) for task in accepted if task.version == 1 and task.user_id is not None
-        ]
-
-    def _new(self, kind: str, payload: Any = None, **options: Unpack[Options]) -> NewTask:
-        if unknown := sorted(options.keys() - Options.__annotations__.keys()):
-            raise InvalidInput(
-                f"A task has no {unknown[0]!r}.", hint=f"There are kind, payload, {', '.join(Options.__annotations__)}."
-            )
-        handler = self.handlers.get(kind) if is_text(kind) else None
-        if handler is None:
-            known = ", ".join(sorted(self.handlers)) or "none"
-            raise InvalidInput(f"There is no handler for tasks of kind {kind!r} (there are: {known}).")
-        id, user_id, partition = options.get("id"), options.get("user_id"), options.get("partition")
-        role, delay = options.get("role", "user"), options.get("delay", 0.0)
-        if not is_number(delay) or not 0 <= delay <= 10**9:
-            raise InvalidInput(f"delay={delay!r} is no number of seconds.", hint="Use seconds from 0.")
-        task_id = check_id(self._new_id() if id is None else id, "a task id")
-        text = write_payload(payload, limit=self._payload_limit)
-        return NewTask(
-            id=task_id,
-            kind=kind,
-            priority=self._priority(options.get("priority"), role, maintenance=options.get("maintenance", False)),
-            payload=self._codec.encode(task_id, text),
-            fingerprints=self._codec.fingerprints(task_id, kind, text),
-            user_id=None if user_id is None else check_id(user_id, "a user id"),
-            role=role,
-            partition=None if partition is None else check_id(partition, "a partition key"),
-            retries=handler.retries,
-            retry_delay=handler.retry_delay,
-            timeout=handler.timeout,
-            delay=delay,
-        )
-
-    def _priority(self, asked: Priority | str | None, role: str, *, maintenance: bool) -> Priority:
-        rule = self._roles.get(role) if is_text(role) else None
-        if rule is None:
-            raise InvalidInput(f"There is no role {role!r}.", hint=f"Use one of {', '.join(sorted(self._roles))}.")
-        if maintenance:
-            asked = Priority.URGENT
-        elif asked is None:
-            return rule.default
-        try:
-            wanted = Priority(asked)
-        except ValueError:
-            log.warning("an unknown priority is taken as normal", reason=str(asked)[:40])
-            wanted = Priority.NORMAL
-        if wanted.place < rule.best.place:
-            log.warning("a priority was lowered to what the role may have", reason=f"{role}: {wanted}", new=rule.best)
-            return rule.best
-        return wanted
-
     # ---- looking -----------------------------------------------------------------------------------------------------
 
     def get(self, id: str, *, user_id: str | None = None) -> Task:
         """One task, or `NotFound`; with ``user_id`` another user's task is as missing as one that never was."""
-        _check_asked(user_id=user_id)
+        check_asked(user_id=user_id)
         with self.database.read() as tx:
             return records.get(tx, check_id(id, "a task id"), user_id=user_id)
 
     def result(self, id: str, *, user_id: str | None = None) -> Any:
         """What the handler of a COMPLETED task returned; another user's task is as missing as for `get`."""
-        _check_asked(user_id=user_id)
+        check_asked(user_id=user_id)
         with self.database.read() as tx:
             task, stored = records.get_with(tx, check_id(id, "a task id"), "result", user_id=user_id)
         if task.status is not Status.COMPLETED:
@@ -452,12 +323,12 @@ class TaskQueue:
         """The newest tasks that match; the next page with ``before`` set to the id of the last one."""
         if type(limit) is not int or not 1 <= limit <= 1000:
             raise InvalidInput(f"limit={limit!r} is no size of a page.", hint="Use 1 to 1,000.")
-        _check_asked(kind=kind, user_id=user_id, before=before)
+        check_asked(kind=kind, user_id=user_id, before=before)
         with self.database.read() as tx:
             return records.listing(
                 tx,
-                status=None if status is None else _member(Status, status, "a status"),
-                queue=None if queue is None else _member(Priority, queue, "a queue"),
+                status=None if status is None else member_of(Status, status, "a status"),
+                queue=None if queue is None else member_of(Priority, queue, "a queue"),
                 kind=kind,
                 user_id=user_id,
                 before=before,
@@ -474,7 +345,7 @@ class TaskQueue:
     def cancel(self, id: str, *, by: str = "", user_id: str | None = None) -> Task:
         """Cancel a waiting task at once; a running one is told, and ended by its worker if it does not end itself."""
         check_id(id, "a task id")
-        _check_asked(user_id=user_id)
+        check_asked(user_id=user_id)
         task = self._run(lambda tx: records.cancel(tx, id, by=by or user_id or "headway", user_id=user_id), "cancel")
         if task.is_final:
             if self.hints is not None:
@@ -504,12 +375,12 @@ class TaskQueue:
 
     def pause(self, queue: Priority | str, *, reason: str, by: str, until: datetime | None = None) -> None:
         """Hand out nothing more of a queue, from the next claim on. What runs goes on; submitting goes on."""
-        chosen = _member(Priority, queue, "a queue")
+        chosen = member_of(Priority, queue, "a queue")
         self._run(lambda tx: records.pause(tx, chosen, reason=reason, by=by, until=until), "pause")
 
     def resume(self, queue: Priority | str, *, by: str = "headway") -> bool:
         """Whether it had been paused."""
-        chosen = _member(Priority, queue, "a queue")
+        chosen = member_of(Priority, queue, "a queue")
         return self._run(lambda tx: records.resume(tx, chosen, by=by), "resume")
 
     def limit(
@@ -540,11 +411,11 @@ class TaskQueue:
     def drain(self, worker: str, *, by: str) -> str:
         """Ask a worker to finish what it runs and end; what it is asked now. Its supervisor starts another in its place:
         how many there are is a setting. Raises `NotFound`, and `InvalidInput` for one that has ended."""
-        return self._run(lambda tx: records.end_worker(tx, worker, "drain", by=by), "drain")
+        return self._run(lambda tx: workers.end_worker(tx, worker, "drain", by=by), "drain")
 
     def stop(self, worker: str, *, by: str) -> str:
         """As `drain`, but at once: what it runs goes back into its queue, with no attempt counted."""
-        return self._run(lambda tx: records.end_worker(tx, worker, "stop", by=by), "stop")
+        return self._run(lambda tx: workers.end_worker(tx, worker, "stop", by=by), "stop")
 
     # ---- the database ------------------------------------------------------------------------------------------------
 
@@ -642,27 +513,8 @@ _SETTINGS = {"database", "redis", "mode", "per_user", "keys"}
 #: Where a queue lives, and whom it tells.
 _PLACE = ("_opened", "_url", "_hints", "_places", "redis_url", "_config", "_on_submit", "_moved", "_declared")
 _T = TypeVar("_T")
-_E = TypeVar("_E", Status, Priority)
-
-
-def _member(kind: type[_E], value: _E | str, what: str) -> _E:
-    try:
-        return kind(value)
-    except ValueError:
-        known = ", ".join(member.value for member in kind)
-        raise InvalidInput(f"{str(value)[:40]!r} is not {what}.", hint=f"Use one of {known}.") from None
-
-
-def _check_asked(**texts: str | None) -> None:
-    for name, text in texts.items():
-        if text is not None:
-            check_text(text, name)
 
 
 def _result_of(id: str) -> str:
     """What a result is bound to when it is encrypted. No id holds a space: nobody can put it in the place of a payload."""
     return f"{id} result"
-
-
-def _secure_id() -> str:
-    return secrets.token_hex(16)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from headway.errors import InvalidInput, Refused
 
@@ -46,6 +46,7 @@ class Status(StrEnum):
 
 
 FINAL = (Status.COMPLETED, Status.FAILED, Status.CANCELLED)
+_E = TypeVar("_E", Status, Priority)
 
 
 class UserBusy(Refused):
@@ -126,6 +127,20 @@ def check_text(value: object, what: str) -> str:
         shown = f"A {type(value).__name__}" if not isinstance(value, str) else f"{value[:40]!r}"
         raise InvalidInput(f"{shown} cannot be {what}.", hint=f"Use a text of at most {TEXT_LIMIT} characters.")
     return value
+
+
+def check_asked(**texts: str | None) -> None:
+    for name, text in texts.items():
+        if text is not None:
+            check_text(text, name)
+
+
+def member_of(kind: type[_E], value: _E | str, what: str) -> _E:
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(member.value for member in kind)
+        raise InvalidInput(f"{str(value)[:40]!r} is not {what}.", hint=f"Use one of {known}.") from None
 
 
 def is_whole(text: str) -> bool:

@@ -15,13 +15,13 @@ from headway.queue.claims import LEASE
 from headway.queue.execution import (
     CannotBegin,
     Ended,
-    Interrupts,
     TaskCancelled,
     TaskStopped,
     TaskTimeout,
     TaskTooLarge,
     rss,
 )
+from headway.queue.inprocess import Interrupts
 from headway.queue.values import PRIORITIES, Claim, Priority
 from headway.telemetry import Log
 
@@ -148,11 +148,11 @@ class Pulse:
         self._at_work = at_work
         self._current: tuple[Claim, Watch, float] | None = None
         self._renewal = Renewal(self._worker.settings)
-        self._progress: tuple[float, str] | None = None
+        self._progress: tuple[int, float, str] | None = None  # (the claim's number, percent, message)
+        self._noted: tuple[int, float, str] | None = None
         self.cancelling = False
         self.lost: set[int] = set()
         self._ending: tuple[int, float] | None = None  # (the claim's number, since when it is to end)
-        self.last_message: str | None = None
 
     def __enter__(self) -> Self:
         with self._looking:
@@ -179,17 +179,28 @@ class Pulse:
     def begin(self, claim: Claim) -> None:
         with self._lock:
             self._current = (claim, Watch(claim, self._worker.settings), time.monotonic())
-            self.cancelling, self._progress, self.last_message = False, None, None
+            self.cancelling, self._progress, self._noted = False, None, None
 
     def end(self) -> None:
         with self._lock:
             self._current = None
 
-    def report(self, percent: float, message: str) -> None:
-        self._progress, self.last_message = (percent, message), message
+    def last_message(self, claim: Claim) -> str | None:
+        """What the handler said last, if it said anything."""
+        said = self._progress
+        return said[2] if said is not None and said[0] == claim.no else None
 
-    def is_cancelled(self) -> bool:
-        return self.cancelling
+    def report(self, claim: Claim, percent: float, message: str) -> None:
+        # With whose it is, and without a lock, in which the handler might be interrupted: a thread that a handler left behind
+        # speaks of its own task, whatever runs by then.
+        self._progress = (claim.no, percent, message)
+
+    def is_cancelled(self, claim: Claim) -> bool:
+        """A task that has ended may be taken for cancelled: what is left of its handler is to end."""
+        return self.cancelling or not self._is_current(claim)
+
+    def _is_current(self, claim: Claim) -> bool:
+        return self._current is not None and self._current[0].no == claim.no
 
     def _run(self) -> None:
         while not self._over.wait(min(PULSE, self._worker.settings.lease / 4)):
@@ -213,9 +224,10 @@ class Pulse:
         if worker.must_end:
             self._end(claim, TaskStopped())
             return
-        said, self._progress = self._progress, None
-        if said is not None:
-            watch.cancelling |= worker.note_progress(claim, *said)
+        said = self._progress
+        if said is not None and said is not self._noted and said[0] == claim.no:
+            self._noted = said
+            watch.cancelling |= worker.note_progress(claim, *said[1:])
         if self._renewal.is_due:
             lost, cancelling = worker.renew(claim)
             watch.cancelling |= cancelling
@@ -231,7 +243,7 @@ class Pulse:
 
     def _end(self, claim: Claim, error: BaseException) -> None:
         with self._lock:
-            if self._current is None or self._current[0].no != claim.no:
+            if not self._is_current(claim):
                 return
             if self._ending is None or self._ending[0] != claim.no:
                 self._ending = (claim.no, time.monotonic())

@@ -16,23 +16,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
 
-from headway._lease import Owner, write_owner
-from headway._sql import Tx
-from headway._version import __version__
-from headway.errors import HeadwayError, StaleClaim, StorageError
+from headway._lease import Owner
+from headway.errors import HeadwayError, StorageError
 from headway.failure import Failure
 from headway.lifecycle import Budget, Shutdown
-from headway.queue import claims, settling
+from headway.queue import claims, settling, workers
 from headway.queue.claims import Claimant
 from headway.queue.database import DatabaseSource
 from headway.queue.execution import (
     CannotBegin,
-    Descriptors,
     Ended,
     Horse,
-    Interrupts,
     RunningTask,
     TaskCancelled,
     TaskStopped,
@@ -42,46 +38,23 @@ from headway.queue.execution import (
     perform,
     rss,
 )
+from headway.queue.handlers import Context, Handler
+from headway.queue.inprocess import Descriptors, Interrupts, ProcessState
+from headway.queue.outcomes import Outcomes
 from headway.queue.settings import LiveSettings
-from headway.queue.settling import Success
-from headway.queue.taskqueue import Context, Handler, TaskQueue
-from headway.queue.values import Claim, Priority, Status, Task
+from headway.queue.source import Source
+from headway.queue.taskqueue import TaskQueue
+from headway.queue.values import Claim
 from headway.queue.watch import PULSE, Pulse, Renewal, Settings, Watch
+from headway.queue.workers import Sign
 from headway.retry import RetryPolicy
-from headway.telemetry import Log, metrics
+from headway.telemetry import Log
 
 log = Log("queue")
 
 #: An idle worker says so often that it is alive, and hears what an operator wants of it.
 ALIVE_SECONDS = 3.0
 _AWAY = RetryPolicy(retries=0, base=0.5, cap=15.0, jitter=0.2)
-
-
-class Source(Protocol):
-    """Where tasks come from."""
-
-    def claim(self, who: Claimant, queues: Sequence[Priority], limit: int) -> list[Claim]: ...
-
-    def settle_and_claim(
-        self, successes: Sequence[Success], who: Claimant, queues: Sequence[Priority], limit: int
-    ) -> tuple[set[str], list[Claim]] | None:
-        """Record these and claim the next in one transaction: (the ids of those that are recorded, the next). None where that
-        is not cheaper than one after the other; then nothing was done."""
-        ...
-
-    def wait(self, seconds: float, stop: threading.Event) -> None:
-        """Until something may be there to claim, ``stop`` is set, or the time is over."""
-        ...
-
-    def show(self) -> None:
-        """What was claimed last runs on: whoever looks at the source with tools of its own sees it. By any thread."""
-        ...
-
-    def settled(self, tasks: Sequence[Task]) -> None:
-        """These tasks of the worker have ended, or wait again."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class Worker:
@@ -115,8 +88,7 @@ class Worker:
         self._orphaned = orphaned
         self._owner = Owner.current()
         self._held: deque[Claim] = deque()  # claimed and not begun
-        self._ended: list[tuple[Claim, Ended, float]] = []  # run and not recorded
-        self._recording = threading.Lock()
+        self._outcomes = Outcomes(queue, self.name)
         self._beginning = threading.Lock()  # who takes the next of what is held, or gives it back
         self._held_since = 0.0
         self._lately = 0.0  # seconds that a task took in this process, of late
@@ -125,8 +97,8 @@ class Worker:
         self._cancelling: set[int] = set()  # held, and to be cancelled
         self._interrupts: Interrupts | None = None
         self._descriptors: Descriptors | None = None
+        self._process: ProcessState | None = None
         self._pulse: Pulse | None = None
-        self._completed = self._failed = 0
         self._wanted: str | None = None
         self._said: tuple[str, str | None] | None = None
         self._said_at = 0.0
@@ -143,7 +115,7 @@ class Worker:
             while not self._stopping() and not self._orphaned():
                 try:
                     rest = self.tick(ahead=True)
-                    if rest and burst and not self._held and not self._ended:
+                    if rest and burst and not self._held and not self._outcomes:
                         return
                     if rest:
                         self._say_alive("idle")
@@ -243,7 +215,7 @@ class Worker:
             log.warning("a task was given to another worker before its turn", taskID=claim.id, worker=self.name)
         elif claim.no in self._cancelling:
             ended = Ended(failure=Failure("TaskCancelled", "the task was cancelled before its handler began"))
-            self._ended.append((claim, ended, 0.0))
+            self._outcomes.add(claim, ended)
         else:
             return True
         self._held.popleft()
@@ -321,7 +293,7 @@ class Worker:
             ended = verdict  # we ended it: that is the reason, not the signal it died of
         if horse.progress is not None:
             ended = replace(ended, message=horse.progress[1])
-        self._ended.append((claim, self._sealed(claim, ended), horse.seconds))
+        self._outcomes.add(claim, ended, horse.seconds)
         self._record()
 
     def _start(self, claim: Claim, handler: Handler, text: str) -> Horse:
@@ -348,7 +320,7 @@ class Worker:
                 if text is None:
                     continue
                 began = time.monotonic()
-                task = RunningTask(claim, pulse.report, pulse.is_cancelled)
+                task = RunningTask(claim, partial(pulse.report, claim), partial(pulse.is_cancelled, claim))
                 pulse.begin(claim)
                 try:
                     with pulse.interrupts.armed():
@@ -363,12 +335,15 @@ class Worker:
                     ended = ended_by(late)
                 finally:
                     pulse.end()
-                ended = ended if pulse.last_message is None else replace(ended, message=pulse.last_message)
+                    if self._process is not None:
+                        self._process.restore()
+                if (said := pulse.last_message(claim)) is not None:
+                    ended = replace(ended, message=said)
                 seconds = time.monotonic() - began
                 self._lately += (seconds - self._lately) * 0.2
                 if claim.no not in pulse.lost:
-                    self._ended.append((claim, self._sealed(claim, ended), seconds))
-                if (self._held and len(self._ended) >= self.settings.batch) or pulse.cancelling:
+                    self._outcomes.add(claim, ended, seconds)
+                if (self._held and len(self._outcomes) >= self.settings.batch) or pulse.cancelling:
                     self._record()
         self._look_at_memory()
 
@@ -400,7 +375,7 @@ class Worker:
     def _begun_pulse(self) -> Pulse:
         if self._pulse is None:
             if self._interrupts is None:
-                self._interrupts, self._descriptors = Interrupts(), Descriptors()
+                self._interrupts, self._descriptors, self._process = Interrupts(), Descriptors(), ProcessState()
             self._pulse = Pulse(self, self._interrupts)
         return self._pulse
 
@@ -429,77 +404,22 @@ class Worker:
         except StorageError as error:
             log.critical("security: a payload was refused", taskID=claim.id, error=str(error))
             refused = Ended(failure=Failure("PayloadRefused", str(error)), retryable=False)
-            self._ended.append((claim, refused, 0.0))
+            self._outcomes.add(claim, refused)
             self._record()
             return None
 
-    def _sealed(self, claim: Claim, ended: Ended) -> Ended:
-        """With the result as it is stored. A codec that cannot write it costs this task alone."""
-        if ended.result is None:
-            return ended
-        try:
-            return replace(ended, result=self._queue.sealed_result(claim.id, ended.result))
-        except Exception as error:  # noqa: BLE001 - the application's own codec may raise anything
-            why = f"the codec could not write the result: {type(error).__name__}"
-            return Ended(failure=Failure("ResultRefused", why), retryable=False)
-
     def _record(self) -> None:
-        """Write down what ended, in one transaction; what is somebody else's by now is dropped."""
-        with self._recording:  # by the main thread or beside a handler: never both
-            batch = list(self._ended)
-            if not batch:
-                return
-
-            returned = _successes(batch)
-
-            def settle(tx: Tx) -> list[Task | None]:
-                completed = settling.complete_all(tx, returned) if returned else {}
-                return [
-                    completed.get(claim.id)
-                    if ended.failure is None
-                    else self._fail(tx, claim, ended, ended.failure, seconds)
-                    for claim, ended, seconds in batch
-                ]
-
-            settled: list[Task | None]
-            if len(returned) == len(batch):
-                completed = settling.complete_alone(self._queue.database, returned)
-                settled = [completed.get(claim.id) for claim, *_ in batch]
-            else:
-                settled = self._queue.database.run(settle, operation="queue.settle")
-            self._note_recorded(batch, [None if task is None else task.status for task in settled])
-            ended_tasks = [task for task in settled if task is not None]
-            self._source.settled(ended_tasks)
-            self._queue.settled(ended_tasks)
+        self._outcomes.record(self._source)
 
     def _record_and_claim(self) -> None:
-        """Where all that is held has ended well: record it and claim the next in one round trip. Should the answer be lost, the
-        record that is tried next finds what was recorded, and the next claim what was claimed."""
-        with self._recording:
-            batch = list(self._ended)
-            returned = _successes(batch)
-            if not batch or len(returned) < len(batch) or self._held or self._stopping():
-                return
-            self._follow()
-            asked_at = time.monotonic()
-            found = self._source.settle_and_claim(returned, self._claimant(), self.settings.queues, self._batch())
-            if found is None:
-                return
-            recorded, claimed = found
-            self._note_recorded(batch, [Status.COMPLETED if claim.id in recorded else None for claim, *_ in batch])
+        """The next batch by the record of this one, where that is cheaper than one after the other."""
+        if self._held or self._stopping() or not self._outcomes.all_returned:
+            return
+        self._follow()
+        asked_at = time.monotonic()
+        claimed = self._outcomes.record_and_claim(self._source, self._claimant(), self.settings.queues, self._batch())
+        if claimed is not None:
             self._hold(claimed, asked_at)
-            self._queue.leave_places(claim.user_id for claim, *_ in batch if claim.id in recorded)
-
-    def _note_recorded(self, batch: Sequence[tuple[Claim, Ended, float]], found: Sequence[Status | None]) -> None:
-        """These are written down, or somebody else's by now."""
-        del self._ended[: len(batch)]
-        for status, (claim, ended, seconds) in zip(found, batch, strict=True):
-            if status is None:
-                log.warning("a result came too late and is dropped", taskID=claim.id, worker=self.name)
-            else:
-                self._completed += ended.failure is None
-                self._failed += ended.failure is not None
-                metrics.observe("headway_task_seconds", seconds, kind=claim.kind, status=status.value)
 
     def show(self) -> None:
         self._source.show()
@@ -509,12 +429,6 @@ class Worker:
             self._record()
         except HeadwayError as error:
             log.warning("what ended could not be written down; it is tried again", worker=self.name, error=str(error))
-
-    def _fail(self, tx: Tx, claim: Claim, ended: Ended, failure: Failure, seconds: float) -> Task | None:
-        try:
-            return settling.fail(tx, claim, failure, outcome=ended.outcome, retryable=ended.retryable, seconds=seconds)
-        except StaleClaim:
-            return None
 
     def note_progress(self, claim: Claim, percent: float, message: str) -> bool:
         """Whether the task is to be cancelled. A store that is away costs the note, not the task."""
@@ -542,8 +456,8 @@ class Worker:
     def _renew(self, running: Claim | None = None) -> tuple[set[int], set[int]]:
         """What is known by it holds from the commit on: a renewal that was not committed prolongs nothing."""
         asked_at = time.monotonic()
-        ended = [claim for claim, _, _ in list(self._ended)]
-        tokens = {claim.no: claim.token for claim in (*list(self._held), *ended, *([running] if running else ()))}
+        held = (*list(self._held), *self._outcomes.claims, *([running] if running else ()))
+        tokens = {claim.no: claim.token for claim in held}
         who = Claimant(self.name, self._owner, (), self.settings.lease)
         lost, cancelling = self._queue.database.run(lambda tx: claims.renew(tx, who, tokens), operation="queue.renew")
         self._lost |= lost
@@ -563,22 +477,13 @@ class Worker:
             return
         self._said, self._said_at = (state, task), time.monotonic()
 
-        def work(tx: Tx) -> str | None:
-            now = tx.now()
-            row = tx.one(
-                "INSERT INTO task_workers (name, owner, host, pid, queues, version, state, task, completed, failed, rss, "
-                "started_at, seen_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
-                "state = excluded.state, task = excluded.task, completed = excluded.completed, failed = excluded.failed, "
-                "rss = excluded.rss, seen_at = excluded.seen_at, queues = excluded.queues, ended_at = NULL "
-                "RETURNING wanted",
-                (self.name, write_owner(self._owner), self._owner.host, os.getpid(),
-                 ",".join(queue.value for queue in self.settings.queues), __version__, state, task, self._completed,
-                 self._failed, rss(os.getpid()) or None, now, now),
-            )  # fmt: skip
-            return row[0] if row else None
-
+        sign = Sign(
+            self.name, self._owner, self.settings.queues, state, task, self._outcomes.completed, self._outcomes.failed,
+            rss(os.getpid()),
+        )  # fmt: skip
         try:
-            self._wanted = self._queue.database.run(work, operation="queue.alive") or self._wanted
+            said = self._queue.database.run(lambda tx: workers.say_alive(tx, sign), operation="queue.alive")
+            self._wanted = said or self._wanted
         except HeadwayError as error:
             log.warning("the worker cannot say that it is alive", worker=self.name, error=str(error))
 
@@ -588,19 +493,10 @@ class Worker:
             self._record()
             self._give_back(list(self._held))
             self._held.clear()
+            done = self._outcomes
             self._queue.database.run(
-                lambda tx: tx.execute(
-                    "UPDATE task_workers SET state = 'ended', task = NULL, ended_at = ?, completed = ?, failed = ? "
-                    "WHERE name = ?",
-                    (tx.now(), self._completed, self._failed, self.name),
-                ),
+                lambda tx: workers.leave(tx, self.name, completed=done.completed, failed=done.failed),
                 operation="queue.leave",
             )
         except HeadwayError as error:  # the sweeper finds what is left: our owner is dead
             log.warning("the worker could not say that it ended", worker=self.name, error=str(error))
-
-
-def _successes(batch: Sequence[tuple[Claim, Ended, float]]) -> list[Success]:
-    return [
-        Success(claim, ended.result, seconds, ended.message) for claim, ended, seconds in batch if ended.failure is None
-    ]

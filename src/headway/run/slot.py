@@ -24,7 +24,8 @@ from headway.ledger.share import BLOCK_MOST, Share
 from headway.lifecycle import Shutdown
 from headway.queue import app, supervisor
 from headway.queue.execution import RunningTask
-from headway.queue.taskqueue import Handler, TaskQueue
+from headway.queue.handlers import Handler
+from headway.queue.taskqueue import TaskQueue
 from headway.retry import RetryPolicy
 from headway.run import function as functions
 from headway.run import stamp as stamps

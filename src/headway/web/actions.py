@@ -37,7 +37,7 @@ from headway import alerts
 from headway.errors import HeadwayError, InvalidInput, NotFound
 from headway.ids import check_id
 from headway.ledger.recorder import audit
-from headway.queue import admission, records
+from headway.queue import admission, records, workers
 from headway.queue.settings import declared_per_user
 from headway.queue.values import Priority
 from headway.telemetry import redact
@@ -213,7 +213,7 @@ def end_worker(reader: Reader, user: User, worker: str, how: Literal["drain", "s
     require(user, "worker")
     said = masked(reason)
     asked = reader.database.run(
-        lambda tx: records.end_worker(tx, worker, how, by=user.name, reason=said), operation="web.worker"
+        lambda tx: workers.end_worker(tx, worker, how, by=user.name, reason=said), operation="web.worker"
     )
     done = "finishes what it runs, and ends" if asked == "drain" else "gives back what it runs, and ends"
     return Acted(f"worker.{asked}", f"The worker {worker} {done}.", 1)

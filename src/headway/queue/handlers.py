@@ -1,0 +1,64 @@
+"""How tasks of each kind are run: what an application says when it registers a handler, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from headway.errors import InvalidInput
+from headway.ids import check_id
+from headway.queue.values import is_number
+
+Isolation = Literal["fork", "none"]
+Context = Callable[[], AbstractContextManager[Any]]
+HandlerFunction = Callable[[Any, Any], Any]  # (the running task, its payload) -> a result that is JSON
+F = TypeVar("F", bound=HandlerFunction)
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """How tasks of one kind are run."""
+
+    kind: str
+    function: HandlerFunction
+    timeout: float | None
+    retries: int
+    retry_delay: float
+    isolation: Isolation
+
+
+def registering(
+    handlers: dict[str, Handler],
+    kind: str,
+    *,
+    timeout: float | None,
+    retries: int,
+    retry_delay: float,
+    isolation: Isolation,
+) -> Callable[[F], F]:
+    """A decorator that puts a function among the ``handlers``."""
+    check_id(kind, "a kind of task")
+    if kind.startswith("headway."):
+        raise InvalidInput(f"Kinds of task that begin with headway. are its own, as {kind!r} would be.")
+    if timeout is not None and (not is_number(timeout) or not 0 < timeout <= 10**7):
+        raise InvalidInput(f"timeout={timeout!r} is no number of seconds.", hint="Use seconds above 0, or None.")
+    if type(retries) is not int or not 0 <= retries <= 1000:
+        raise InvalidInput(f"retries={retries!r} is no number of retries.", hint="Use a whole number from 0.")
+    if not is_number(retry_delay) or not 0 < retry_delay <= 10**6:
+        raise InvalidInput(f"retry_delay={retry_delay!r} is no number of seconds.", hint="Use seconds above 0.")
+    if isolation not in ("fork", "none"):
+        raise InvalidInput(f"isolation={isolation!r} is not known.", hint="Use 'fork' or 'none'.")
+
+    def register(function: F) -> F:
+        if not callable(function):
+            raise InvalidInput(
+                f"A {type(function).__name__} cannot handle tasks of kind {kind!r}.", hint="Use a function."
+            )
+        if kind in handlers and handlers[kind].function is not function:
+            raise InvalidInput(f"There are two handlers for tasks of kind {kind!r}.", hint="Give each its own kind.")
+        handlers[kind] = Handler(kind, function, timeout, retries, retry_delay, isolation)
+        return function
+
+    return register

@@ -1,0 +1,112 @@
+"""The list of workers: each says that it is alive, and hears there what an operator wants of it.
+
+Every function works inside the caller's transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from headway._lease import Owner, read_owner, write_owner
+from headway._sql import Tx, marks
+from headway._version import __version__
+from headway.errors import InvalidInput, NotFound
+from headway.queue.records import LOCKED, audit, check_actor
+from headway.queue.values import Priority, check_text
+from headway.telemetry import Log
+
+log = Log("queue")
+
+#: Seconds after which a worker that said nothing is taken for lost.
+WORKER_SECONDS = 20.0
+#: Workers that ended are shown for a day.
+WORKER_KEPT = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """A worker's sign of life: what it does, and what came of all it did."""
+
+    name: str
+    owner: Owner
+    queues: Sequence[Priority]
+    state: str
+    task: str | None
+    completed: int
+    failed: int
+    rss: int
+
+
+def say_alive(tx: Tx, sign: Sign) -> str | None:
+    """Write it down; what an operator wants of the worker, if anything."""
+    now = tx.now()
+    row = tx.one(
+        "INSERT INTO task_workers (name, owner, host, pid, queues, version, state, task, completed, failed, rss, "
+        "started_at, seen_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
+        "state = excluded.state, task = excluded.task, completed = excluded.completed, failed = excluded.failed, "
+        "rss = excluded.rss, seen_at = excluded.seen_at, queues = excluded.queues, ended_at = NULL "
+        "RETURNING wanted",
+        (sign.name, write_owner(sign.owner), sign.owner.host, sign.owner.pid,
+         ",".join(queue.value for queue in sign.queues), __version__, sign.state, sign.task, sign.completed, sign.failed,
+         sign.rss or None, now, now),
+    )  # fmt: skip
+    return row[0] if row else None
+
+
+def leave(tx: Tx, name: str, *, completed: int, failed: int) -> None:
+    """The worker has ended."""
+    tx.execute(
+        "UPDATE task_workers SET state = 'ended', task = NULL, ended_at = ?, completed = ?, failed = ? WHERE name = ?",
+        (tx.now(), completed, failed, name),
+    )
+
+
+def end_worker(tx: Tx, name: str, how: Literal["drain", "stop"], *, by: str, reason: str = "") -> str:
+    """Ask a worker to end, and write down who did; what it is asked now. It hears it with its next sign of life.
+
+    Asked to stop it is not asked to drain any more. Raises `NotFound`, or `InvalidInput` when it has ended already.
+    """
+    check_actor(by, reason)
+    check_text(name, "the name of a worker")
+    row = tx.one(f"SELECT state, ended_at, wanted FROM task_workers WHERE name = ?{LOCKED[tx.engine]}", (name,))
+    if row is None:
+        raise NotFound(f"There is no worker {name}.", hint="List them: headway workers")
+    state, ended_at, wanted = row
+    if ended_at is not None:
+        raise InvalidInput(f"Worker {name} is {state}: it cannot be asked for anything.", hint="See: headway workers")
+    if wanted in ("stop", how):
+        return str(wanted)
+    tx.execute(
+        "UPDATE task_workers SET wanted = ?, wanted_by = ?, wanted_at = ? WHERE name = ?", (how, by, tx.now(), name)
+    )
+    audit(tx, by, f"worker.{how}", {"worker": name, "reason": reason})
+    return how
+
+
+def lost(tx: Tx, names: Sequence[str]) -> set[str]:
+    """Those of these that are taken for lost."""
+    if not names:
+        return set()
+    rows = tx.all(f"SELECT name FROM task_workers WHERE state = 'lost' AND name IN ({marks(len(names))})", names)
+    return {name for (name,) in rows}
+
+
+def mark_lost(tx: Tx, *, clock_was_set: bool = False) -> None:
+    """Say of those who are gone that they are lost, and forget those who ended long ago. Where the database's clock was set,
+    or somebody was seen at a time to come, they get their time from now on."""
+    now = tx.now()
+    tx.execute(
+        "UPDATE task_workers SET seen_at = ? WHERE ended_at IS NULL AND seen_at > ?",
+        (now, 0.0 if clock_was_set else now + WORKER_SECONDS),
+    )
+    for name, owner, seen_at in tx.all("SELECT name, owner, seen_at FROM task_workers WHERE ended_at IS NULL"):
+        found = read_owner(owner)
+        if (found is not None and found[0].is_dead) or now - seen_at > WORKER_SECONDS:
+            tx.execute(
+                "UPDATE task_workers SET state = 'lost', ended_at = ? WHERE name = ? AND seen_at = ?",
+                (now, name, seen_at),
+            )
+            log.warning("a worker is lost", worker=name)
+    tx.execute("DELETE FROM task_workers WHERE ended_at < ?", (now - WORKER_KEPT,))
