@@ -544,6 +544,18 @@ def test_a_name_that_cannot_hold_results_is_refused_before_anything_runs(
     assert not (place / "headway.db").exists()
 
 
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv"])
+def test_a_directory_that_cannot_be_written_is_said_before_anything_runs(
+    place: Path, run_cli: Cli, small_disk: Callable[[int], Path], name: str
+):
+    disk = small_disk(1 << 20)
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    done = run_cli("run", "jobs:square", "-i", "items.jsonl", "-j", "a", "-o", disk / name)
+    assert done.returncode == 2, done.stderr
+    assert f"{disk} may not be written" in done.stderr
+    assert not (place / "headway.db").exists()
+
+
 def test_results_do_not_stay_in_the_memory_of_a_worker(tmp_path: Path):
     def large(item: int) -> str:
         import resource

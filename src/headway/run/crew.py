@@ -251,7 +251,7 @@ class Crew:
             streams = {} if self._console is None else self._console.streams()
             process = subprocess.Popen(
                 [sys.executable, "-c", code, *map(str, (*descriptors, count))],
-                pass_fds=descriptors, stdin=subprocess.DEVNULL, process_group=0,
+                pass_fds=descriptors, stdin=subprocess.DEVNULL, start_new_session=True,
                 stdout=streams.get("stdout"), stderr=streams.get("stderr"),
             )  # fmt: skip
             return Slots(count, page.fileno()), process
@@ -259,7 +259,7 @@ class Crew:
     def _become_worker(self, ours: socket.socket, theirs: socket.socket, slots: Slots) -> NoReturn:
         """In the child. Every other end of ours must be closed here, or siblings would not notice our death."""
         try:
-            os.setpgid(0, 0)
+            os.setsid()  # without a terminal: whoever asked there would be stopped, for ever, by a question nobody sees
             ours.close()
             for sibling in self:
                 sibling.wire.close()
