@@ -14,7 +14,6 @@ import pytest
 
 from headway.run.console import shown
 
-
 #: A terminal is that of a session only after this.
 AT_A_TERMINAL = (
     "import fcntl, os, sys, termios\n"

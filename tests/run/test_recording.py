@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,7 +159,7 @@ def test_suspects_begin_one_after_the_other_and_each_is_written_down_before(url:
     assert run(sleeping(url, [0.3] * 4), 4, workers=3, backlog=suspecting(0, 1, 2, 3)).done == 4
     found = sorted(spells(url))
     assert all(one.noted for one in found)
-    assert all(one.ended <= next_one.began for one, next_one in zip(found, found[1:], strict=False))
+    assert all(one.ended <= next_one.began for one, next_one in pairwise(found))
 
 
 def test_a_suspect_waits_until_what_is_not_written_down_has_ended(url: str, run: Run):

@@ -259,7 +259,8 @@ class Crew:
     def _become_worker(self, ours: socket.socket, theirs: socket.socket, slots: Slots) -> NoReturn:
         """In the child. Every other end of ours must be closed here, or siblings would not notice our death."""
         try:
-            os.setsid()  # without a terminal: whoever asked there would be stopped, for ever, by a question nobody sees
+            # A group of its own, and no terminal, for it and what it starts: who asks there from the background is stopped for ever.
+            os.setsid()
             ours.close()
             for sibling in self:
                 sibling.wire.close()

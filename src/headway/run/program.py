@@ -6,9 +6,8 @@ It is an argument list and never a shell's text: what an item contains is one ar
 done, and what the program printed on stdout is the result. Anything else is a failure whose cause is the status or
 signal with the last line of stderr.
 
-Each program runs in a session and a process group of its own, without a terminal: one that asks there fails, instead of being
-stopped for ever. When it ends, and when its time is up, the whole group is ended. So that no group outlives the worker that
-started it, however that ends, a guard (`_Guard`) waits beside each worker.
+Each program runs in a process group of its own. When it ends, and when its time is up, the whole group is ended. So that
+no group outlives the worker that started it, however that ends, a guard (`_Guard`) waits beside each worker.
 """
 
 from __future__ import annotations
@@ -172,7 +171,7 @@ class Program:
             with self._input(payload) as descriptor:
                 actions.append((os.POSIX_SPAWN_DUP2, descriptor, 0))
                 pid = os.posix_spawn(
-                    self._path, words, os.environ, file_actions=actions, setsid=True,
+                    self._path, words, os.environ, file_actions=actions, setpgroup=0,
                     setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # Python ignores them, and a program inherits that
                 )  # fmt: skip
             guard = _Guard.of_this_process()
