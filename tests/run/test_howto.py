@@ -32,7 +32,7 @@ Sh = Callable[[str], "subprocess.CompletedProcess[str]"]
 
 PAGES = {
     "howto/server-and-laptop.md": ["tmux new", "--watch", "headway serve", "ssh -N", "--database http"],
-    "howto/notify-me.md": ["tell-me \"ads", "sinks ="],
+    "howto/notify-me.md": ['tell-me "ads', "sinks ="],
     "howto/from-celery.md": ["apply_async"],
     "howto/own-executor.md": ["MPIPoolExecutor"],
     "run.md": ["headway run module:function", "./convert.sh"],
@@ -226,7 +226,7 @@ def test_the_group_of_celery_has_its_counterpart(tmp_path: Path, monkeypatch: py
         "group": lambda calls: SimpleNamespace(apply_async=lambda: list(calls)),
         "headway": headway, "make_ad": make_ad, "products": [1, 2], "tell": told.append,
     }  # fmt: skip
-    exec(block("howto/from-celery.md", "apply_async"), names)  # noqa: S102 - a page of ours
+    exec(block("howto/from-celery.md", "apply_async"), names)
     assert given == [1, 2]
     assert [event.data["succeeded"] for event in told] == [2]
 
@@ -241,12 +241,12 @@ def test_every_executor_of_the_page_runs_items(tmp_path: Path, line: str):
     if "loky" in call:
         names["loky"] = pytest.importorskip("loky")
     if "Client" not in call:
-        run_in(tmp_path, eval(call, names))  # noqa: S307 - a page of ours
+        run_in(tmp_path, eval(call, names))
         return
     dask = pytest.importorskip("distributed")
     with dask.LocalCluster(processes=False, n_workers=1, dashboard_address=None) as cluster:
         names["Client"] = lambda address: dask.Client(cluster, set_as_default=False) if address else None
-        run_in(tmp_path, eval(call, names))  # noqa: S307 - a page of ours
+        run_in(tmp_path, eval(call, names))
 
 
 def run_in(place: Path, executor: Any) -> None:

@@ -259,7 +259,7 @@ class Crew:
     def _become_worker(self, ours: socket.socket, theirs: socket.socket, slots: Slots) -> NoReturn:
         """In the child. Every other end of ours must be closed here, or siblings would not notice our death."""
         try:
-            # A group of its own, and no terminal, for it and what it starts: who asks there from the background is stopped for ever.
+            # A group of its own, and no terminal, for it and what it starts: who asks there from the background is stopped.
             os.setsid()
             ours.close()
             for sibling in self:
