@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from headway.ledger import Ledger
 from headway.run.console import shown
 
 #: A terminal is that of a session only after this.
@@ -198,3 +199,44 @@ def test_a_question_or_a_line_that_goes_on_stands_above_the_bar_of_a_loop(
     *above, bar, counts, after = screen(text)
     assert [line for line in above if line] == expected
     assert ("100.0%" in bar, "done 4" in counts, after) == (True, True, "")
+
+
+# ---- streams that were closed before the start ----------------------------------------------------------------------
+
+CLOSED = ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"]
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+def test_a_service_without_streams_runs_programs_and_keeps_what_they_print(tmp_path: Path, closed: str):
+    (tmp_path / "items.txt").write_text("a\nb\nc\n")
+    words = "run -i items.txt -j t --keep-output all -- sh -c 'echo out $1; echo err $1 >&2' sh {}"
+    command = f"exec {sys.executable} -m headway {words} {closed}"
+    assert subprocess.run(["sh", "-c", command], cwd=tmp_path, timeout=60, check=False).returncode == 0
+    with Ledger.open(f"sqlite:///{tmp_path}/headway.db", create=False) as ledger:
+        job = ledger.job("t")
+        assert [found[2] for found in job.results_by_index(-1)] == ['"out a"', '"out b"', '"out c"']
+        assert job.history(1)[0].printed == "--- stdout ---\nout b\n--- stderr ---\nerr b\n"
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+def test_map_and_track_need_no_streams(tmp_path: Path, closed: str):
+    (tmp_path / "script.py").write_text(
+        "import headway\n"
+        "def work(item):\n"
+        "    print(item)\n"
+        "    return item\n"
+        "done = headway.map(work, range(3), job='m', progress='bar').done\n"
+        "done += sum(1 for item in headway.track(range(4), job='t'))\n"
+        "open('done', 'w').write(str(done))\n"
+    )
+    command = f"exec {sys.executable} script.py {closed}"
+    assert subprocess.run(["sh", "-c", command], cwd=tmp_path, timeout=60, check=False).returncode == 0
+    assert (tmp_path / "done").read_text() == "7"
+
+
+def test_a_loop_at_a_terminal_may_have_its_output_closed(tmp_path: Path):
+    (tmp_path / "loop.py").write_text("import headway\nfor item in headway.track(range(4), job='t'):\n    pass\n")
+    closing = f"import os; os.close(1); os.execv({sys.executable!r}, [{sys.executable!r}, 'loop.py'])"
+    code, text = run_on_a_terminal(tmp_path, program=("-c", closing))
+    assert code == 0, text
+    assert "4/4" in text

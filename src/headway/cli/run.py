@@ -530,7 +530,7 @@ def _conclude(order: Order, display: Display, job: Job, ending: Ending) -> int:
     }  # fmt: skip
     if order.as_json:
         click.echo(json.dumps({"schema": "headway.run/1", **facts}))
-    columns = terminal_columns(sys.stderr, os.environ) if sys.stderr.isatty() else 120
+    columns = terminal_columns(sys.stderr, os.environ) if sys.stderr is not None and sys.stderr.isatty() else 120
     options = ""
     if order.config.origin("database") == "command line":
         options = f"--database {shlex.quote(redact(order.config.text('database')))}"

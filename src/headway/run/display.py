@@ -103,13 +103,18 @@ class Display(Protocol):
 def open_display(
     kind: str,
     *,
-    stream: TextIO,
+    stream: TextIO | None,
     color: str = "auto",
     environment: Mapping[str, str] = os.environ,
     clock: Callable[[], float] = time.monotonic,
     columns: Callable[[], int] | None = None,
 ) -> Display:
-    """The display of that kind (`KINDS`); ``auto`` is the bar on a terminal that can draw one, else plain lines."""
+    """The display of that kind (`KINDS`); ``auto`` is the bar on a terminal that can draw one, else plain lines. Without a
+    stream (a service may have closed it) nothing is shown."""
+    if kind not in KINDS:
+        raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
+    if stream is None:
+        return _Silent(_Writer(None))
     if kind == "auto":
         kind = "bar" if stream.isatty() and environment.get("TERM") != "dumb" else "plain"
         if type(stream).__module__.startswith("ipykernel"):
@@ -126,10 +131,8 @@ def open_display(
             return _Plain(writer, clock)
         case "json":
             return _Json(writer, clock)
-        case "none":
-            return _Silent(writer)
         case _:
-            raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
+            return _Silent(writer)
 
 
 def terminal_columns(stream: TextIO, environment: Mapping[str, str]) -> int:
@@ -148,19 +151,18 @@ def _is_unicode(stream: TextIO) -> bool:
 class _Writer:
     """Writes until the stream is gone. What its encoding lacks is escaped, so that no name can break the display."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
         self._encoding = getattr(stream, "encoding", None) or "utf-8"
-        self._gone = False
 
     def write(self, text: str) -> None:
-        if self._gone:
+        if self._stream is None:
             return
         try:
             self._stream.write(text.encode(self._encoding, "backslashreplace").decode(self._encoding))
             self._stream.flush()
         except (OSError, ValueError):  # ValueError: the stream was closed
-            self._gone = True
+            self._stream = None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -139,7 +139,9 @@ def _above(display: Display) -> Iterator[None]:
     """While a bar is drawn, what the loop prints to the same terminal appears above it, line by line."""
     before = sys.stdout, sys.stderr
     if display.live:
-        sys.stdout, sys.stderr = (_Lines(stream, display) if stream.isatty() else stream for stream in before)
+        sys.stdout, sys.stderr = (
+            _Lines(stream, display) if stream is not None and stream.isatty() else stream for stream in before
+        )
     try:
         yield
     finally:
