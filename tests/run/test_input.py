@@ -363,6 +363,16 @@ def test_where_nobody_pipes_anything_in_it_is_said_and_nothing_is_written(place:
     assert not (place / "headway.db").exists()
 
 
+@pytest.mark.parametrize("text", ['{"id": 1}\n{"id": 2}\n', "\n [1]\n[2]\n", "1\nx\n"])
+def test_a_file_on_standard_input_has_the_items_that_a_pipe_of_it_has(place: Path, run_cli: Cli, text: str):
+    (place / "file").write_text(text)
+    for job, given in (("piped", "cat file |"), ("redirected", "< file")):
+        command = f"{given} {sys.executable} -m headway run jobs:echo -i - -j {job} -o {job}.jsonl"
+        done = subprocess.run(["sh", "-c", command], cwd=place, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert sorted((place / "piped.jsonl").open()) == sorted((place / "redirected.jsonl").open())
+
+
 def test_spaces_around_a_line_of_a_pipe_are_part_of_it_as_in_a_file(place: Path, run_cli: Cli):
     lines = " a\nb \n  \n\tc\r\n"
     (place / "items.txt").write_text(lines)

@@ -234,6 +234,16 @@ def test_results_are_printed_by_index_in_three_formats(place: Path, run_cli: Cli
     assert run_cli("results", "nobody").returncode == 2
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "iso8859-15"])
+def test_results_are_utf_8_whatever_the_locale_is(place: Path, run_cli: Cli, headway_cli: Cli, encoding: str):
+    (place / "words.py").write_text("def same(item):\n    return item\n")
+    (place / "words.txt").write_text("grün ¤ €\n", "utf-8")
+    assert run_cli("run", "words:same", "-i", "words.txt", "-j", "w").returncode == 0
+    for options in ([], ["--format", "csv"], ["--follow"]):
+        done = headway_cli("results", "w", *options, env={"PYTHONIOENCODING": encoding})
+        assert (done.returncode, "grün ¤ €" in done.stdout) == (0, True), done.stdout
+
+
 def test_a_table_of_somebody_else_is_not_overwritten(place: Path, run_cli: Cli):
     (place / "mine.csv").write_text("index,key,precious\n")
     assert run_cli(*RUN, "-o", "mine.csv").returncode == 2

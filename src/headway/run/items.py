@@ -99,21 +99,22 @@ class FileItems:
         self.name = name or str(path)
         self.digest_read = ""
         self._is_array = False
-        self.format = format or _BY_SUFFIX.get(path.suffix.lower(), "lines")
-        if key is not None and self.format == "lines":
-            raise InvalidInput(
-                f"--key {key} needs items with fields, but {path} is read as plain lines.",
-                hint="Use JSON lines or CSV, or say --format jsonl.",
-            )
         try:
             if not path.is_file():
                 what = "is a pipe" if path.is_fifo() else "is not a file" if path.exists() else "does not exist"
                 hint = "Give it on standard input: ... | headway run --items - ..." if path.is_fifo() else None
                 raise InvalidInput(f"The items file {path} {what}.", hint=hint or "Check the path after --items.")
-            with path.open("rb"):
-                pass
+            first = self._first()
         except OSError as error:
             raise InvalidInput(f"The items file {path} cannot be read: {error.strerror}.") from error
+        # Standard input has no name that could tell: a file is read there as the same file would be from a pipe.
+        unnamed = "jsonl" if self.name == "-" and first in (b"{", b"[") else "lines"
+        self.format = format or _BY_SUFFIX.get(path.suffix.lower(), unnamed)
+        if key is not None and self.format == "lines":
+            raise InvalidInput(
+                f"--key {key} needs items with fields, but {path} is read as plain lines.",
+                hint="Use JSON lines or CSV, or say --format jsonl.",
+            )
 
     def place(self, number: int) -> str:
         return f"element {number:,}" if self._is_array else f"line {number:,}"
@@ -132,8 +133,12 @@ class FileItems:
         return blake2b(f"{format}\0{self.key}\0".encode(), digest_size=16)
 
     def _begins_array(self) -> bool:
+        return self._first() == b"["
+
+    def _first(self) -> bytes:
+        """The first byte that is no space, or nothing."""
         with self.path.open("rb") as file:
-            return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+            return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
 
     def __iter__(self) -> Iterator[Read]:
         digest = self._new_digest()
