@@ -7,17 +7,34 @@ import pty
 import re
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
 
+from headway.ledger import Ledger
 from headway.run.console import shown
 
+#: A terminal is that of a session only after this.
+AT_A_TERMINAL = (
+    "import fcntl, os, sys, termios\n"
+    "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
+)
 
-def run_on_a_terminal(place: Path, *arguments: str) -> tuple[int, str]:
+
+def run_on_a_terminal(
+    place: Path, *arguments: str, program: tuple[str, ...] = ("-m", "headway"), strict: bool = False
+) -> tuple[int, str]:
+    """A person sits there who answers every question ("...? ") with: yes. ``strict``: the terminal stops whatever writes to it
+    from the background (stty tostop)."""
     ours, theirs = pty.openpty()
+    if strict:
+        modes = termios.tcgetattr(theirs)
+        modes[3] |= termios.TOSTOP
+        termios.tcsetattr(theirs, termios.TCSANOW, modes)
     process = subprocess.Popen(
-        [sys.executable, "-m", "headway", *arguments],
+        [sys.executable, "-c", AT_A_TERMINAL, *program, *arguments], start_new_session=True,
         stdin=theirs, stdout=theirs, stderr=theirs, cwd=place, env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
     )  # fmt: skip
     os.close(theirs)
@@ -30,6 +47,8 @@ def run_on_a_terminal(place: Path, *arguments: str) -> tuple[int, str]:
         if not data:
             break
         seen += data
+        if seen.endswith(b"? "):
+            os.write(ours, b"yes\n")
     os.close(ours)
     return process.wait(30), seen.decode()
 
@@ -117,3 +136,107 @@ def test_a_function_that_clears_the_screen_does_not_clear_ours(tmp_path: Path):
     lines = screen(text)
     assert lines[0].startswith("Run loud: 10 items")
     assert [line for line in lines if line.startswith("over")] == [f"over item-{n:02}" for n in range(10)]
+
+
+# ---- who asks at the terminal ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn", "program", "programs"])
+def test_what_would_ask_a_person_at_the_terminal_fails_and_is_not_stopped_for_ever(tmp_path: Path, how: str):
+    """ssh asks for passwords there, git for names, sudo for both. Nobody sees the question beneath the bar."""
+    (tmp_path / "asking.py").write_text("def ask(item):\n    return open('/dev/tty').readline()\n")
+    (tmp_path / "items.txt").write_text("a\nb\n")
+    (tmp_path / "headway.toml").write_text(f"start = {'spawn' if how == 'spawn' else 'fork'!r}\n")
+    words = ["asking:ask"] if how in ("fork", "spawn") else ["--", "sh", "-c", "read answer < /dev/tty", "sh", "{}"]
+    options = ["-i", "items.txt", "-j", "a", "--retries", "0", "--no-last-pass", "--timeout", "9"]
+    options += ["--workers", "99"] if how == "programs" else []
+    code, text = run_on_a_terminal(tmp_path, "run", *options, *words)
+    assert code == 3, text
+    assert ("OSError" if how in ("fork", "spawn") else "cannot open /dev/tty") in text
+    assert "TimedOut" not in text
+
+
+def test_a_terminal_that_stops_who_writes_from_the_background_stops_no_item(tmp_path: Path):
+    (tmp_path / "loud.py").write_text("def shout(item):\n    print('heard', item)\n")
+    (tmp_path / "items.txt").write_text("a\nb\n")
+    options = ["-i", "items.txt", "-j", "loud", "--progress", "plain", "--timeout", "9", "--retries", "0"]
+    code, text = run_on_a_terminal(tmp_path, "run", "loud:shout", *options, strict=True)
+    assert code == 0, text
+    assert ("heard a" in text, "heard b" in text) == (True, True)
+
+
+# ---- who asks in a loop of their own --------------------------------------------------------------------------------
+
+ASKING = """
+import sys, time, headway
+for item in headway.track(range(4), job="t", database="sqlite:///a.db"):
+    time.sleep(0.12)
+    {body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (
+            "print('heard', input(f'{item}: sure? '))",
+            [line for n in range(4) for line in (f"{n}: sure? yes", "heard yes")],
+        ),
+        ("print(f'{item}: ', end=''); input('sure? ')", [f"{n}: sure? yes" for n in range(4)]),
+        ("input(f'{item}: sure? ')", [f"{n}: sure? yes" for n in range(4)]),
+        ("print('.', end='', flush=True)", ["...."]),
+        ("print(item, flush=True)", ["0", "1", "2", "3"]),
+        ("print(item, file=sys.stderr, end=' ')", ["0 1 2 3 "]),
+    ],
+    ids=["answered", "after words", "asked only", "dots", "flushed", "never ended"],
+)
+def test_a_question_or_a_line_that_goes_on_stands_above_the_bar_of_a_loop(
+    tmp_path: Path, body: str, expected: list[str]
+):
+    (tmp_path / "loop.py").write_text(ASKING.format(body=body))
+    code, text = run_on_a_terminal(tmp_path, program=("loop.py",))
+    assert code == 0, text
+    *above, bar, counts, after = screen(text)
+    assert [line for line in above if line] == expected
+    assert ("100.0%" in bar, "done 4" in counts, after) == (True, True, "")
+
+
+# ---- streams that were closed before the start ----------------------------------------------------------------------
+
+CLOSED = ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"]
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+def test_a_service_without_streams_runs_programs_and_keeps_what_they_print(tmp_path: Path, closed: str):
+    (tmp_path / "items.txt").write_text("a\nb\nc\n")
+    words = "run -i items.txt -j t --keep-output all -- sh -c 'echo out $1; echo err $1 >&2' sh {}"
+    command = f"exec {sys.executable} -m headway {words} {closed}"
+    assert subprocess.run(["sh", "-c", command], cwd=tmp_path, timeout=60, check=False).returncode == 0
+    with Ledger.open(f"sqlite:///{tmp_path}/headway.db", create=False) as ledger:
+        job = ledger.job("t")
+        assert [found[2] for found in job.results_by_index(-1)] == ['"out a"', '"out b"', '"out c"']
+        assert job.history(1)[0].printed == "--- stdout ---\nout b\n--- stderr ---\nerr b\n"
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+def test_map_and_track_need_no_streams(tmp_path: Path, closed: str):
+    (tmp_path / "script.py").write_text(
+        "import headway\n"
+        "def work(item):\n"
+        "    print(item)\n"
+        "    return item\n"
+        "done = headway.map(work, range(3), job='m', progress='bar').done\n"
+        "done += sum(1 for item in headway.track(range(4), job='t'))\n"
+        "open('done', 'w').write(str(done))\n"
+    )
+    command = f"exec {sys.executable} script.py {closed}"
+    assert subprocess.run(["sh", "-c", command], cwd=tmp_path, timeout=60, check=False).returncode == 0
+    assert (tmp_path / "done").read_text() == "7"
+
+
+def test_a_loop_at_a_terminal_may_have_its_output_closed(tmp_path: Path):
+    (tmp_path / "loop.py").write_text("import headway\nfor item in headway.track(range(4), job='t'):\n    pass\n")
+    closing = f"import os; os.close(1); os.execv({sys.executable!r}, [{sys.executable!r}, 'loop.py'])"
+    code, text = run_on_a_terminal(tmp_path, program=("-c", closing))
+    assert code == 0, text
+    assert "4/4" in text

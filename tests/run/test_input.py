@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -151,6 +152,34 @@ def test_a_long_field_is_taken_up_to_the_limit_of_an_item_and_beyond_it_the_erro
     refused = run_cli("run", "jobs:echo", "-i", "rows.csv")
     assert refused.returncode == 2
     assert "payload_limit" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("id;price\n1;2,50\n2;3,00\n", [{"id": "1", "price": "2,50"}, {"id": "2", "price": "3,00"}]),
+        ("id\tnote\n1\ta;b,c\n", [{"id": "1", "note": "a;b,c"}]),
+        ("id;price, EUR;note\n1;2,50;x\n", [{"id": "1", "price, EUR": "2,50", "note": "x"}]),
+        ("id,a;b\n1,2;3\n", [{"id": "1", "a;b": "2;3"}]),
+        ('"a;b"\n1;2\n', [{"a;b": "1;2"}]),
+        ("id\n1;2\n", [{"id": "1;2"}]),
+    ],
+    ids=["semicolons", "tabs", "semicolons beside a comma", "commas", "a quoted header", "one column"],
+)
+def test_columns_are_divided_by_what_gives_the_header_most_of_them(
+    place: Path, run_cli: Cli, text: str, rows: list[dict[str, str]]
+):
+    (place / "items.csv").write_text("\ufeff" + text)
+    done = run_cli(*RUN, "-i", "items.csv", "-o", "out.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert outcome(place) == rows
+
+
+def test_a_row_of_another_length_says_what_divides_and_how_many_fields_it_has(place: Path, run_cli: Cli):
+    (place / "items.csv").write_text("id;name\n1;a\n2;b;c;d\n")
+    done = run_cli(*RUN, "-i", "items.csv")
+    assert done.returncode == 2
+    assert "line 3: 4 fields where the header has 2, divided by semicolons." in done.stderr
 
 
 def test_the_six_characters_of_an_escaped_nul_are_a_text_like_any_other(place: Path, run_cli: Cli):
@@ -322,3 +351,32 @@ def test_a_pipe_without_line_breaks_is_refused_before_it_fills_the_memory(place:
     endless = run_cli(*RUN, "-i", "-", stdin="1\n" + 20_000 * "x", env={"HEADWAY_PAYLOAD_LIMIT": "1000"})
     assert endless.returncode == 2
     assert "line 2: 20,000 bytes and no end; an item may have 1,000" in endless.stderr
+
+
+@pytest.mark.parametrize("given", ["< /dev/null", "<&-", "< /dev/zero"])
+def test_where_nobody_pipes_anything_in_it_is_said_and_nothing_is_written(place: Path, given: str):
+    """As under cron or a service."""
+    command = f"exec {sys.executable} -m headway run jobs:echo --items - --job a {given}"
+    done = subprocess.run(["sh", "-c", command], cwd=place, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+    assert "no items on standard input" in done.stderr
+    assert not (place / "headway.db").exists()
+
+
+@pytest.mark.parametrize("text", ['{"id": 1}\n{"id": 2}\n', "\n [1]\n[2]\n", "1\nx\n"])
+def test_a_file_on_standard_input_has_the_items_that_a_pipe_of_it_has(place: Path, run_cli: Cli, text: str):
+    (place / "file").write_text(text)
+    for job, given in (("piped", "cat file |"), ("redirected", "< file")):
+        command = f"{given} {sys.executable} -m headway run jobs:echo -i - -j {job} -o {job}.jsonl"
+        done = subprocess.run(["sh", "-c", command], cwd=place, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert sorted((place / "piped.jsonl").open()) == sorted((place / "redirected.jsonl").open())
+
+
+def test_spaces_around_a_line_of_a_pipe_are_part_of_it_as_in_a_file(place: Path, run_cli: Cli):
+    lines = " a\nb \n  \n\tc\r\n"
+    (place / "items.txt").write_text(lines)
+    assert run_cli(*RUN, "-i", "items.txt", "-o", "out.jsonl").returncode == 0
+    assert run_cli(*RUN[:2], "-j", "piped", "-i", "-", "-o", "piped.jsonl", stdin=lines).returncode == 0
+    piped = [json.loads(line)["result"] for line in (place / "piped.jsonl").read_text().splitlines()]
+    assert sorted(piped) == sorted(map(str, outcome(place))) == ["\tc", " a", "b "]

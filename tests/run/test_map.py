@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -13,6 +14,8 @@ import threading
 import time
 from collections import Counter
 from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +115,50 @@ def test_results_go_to_a_file(database: str, tmp_path: Path):
     assert {line["index"]: line["result"] for line in lines} == {0: 3, 1: 4}
 
 
+def test_numbers_of_numpy_are_the_numbers_they_are(database: str):
+    numpy = pytest.importorskip("numpy")
+    items = [*numpy.arange(2), numpy.float32(0.5), numpy.bool_(True), {"n": numpy.int16(7)}, [numpy.int64(8)]]
+    result = headway.map(lambda item: [item, str(type(item))], items, job="n", database=database, progress="none")
+    expected = [0, 1, 0.5, True, {"n": 7}, [8]]
+    assert [found.result for found in result.results()] == [[item, str(type(item))] for item in expected]
+    assert headway.map(abs, numpy.arange(3), job="m", database=database, progress="none").done == 3
+    assert headway.map(abs, range(3), job="m", database=database, progress="none").kept == 3  # the same items
+
+
+@dataclass
+class Point:
+    x: int
+
+
+@pytest.mark.parametrize(
+    ("item", "hint"),
+    [
+        (Point(1), r"dataclasses.asdict\(item\).*Point\(\*\*item\)"),
+        ({"at": [Point(1)]}, "dataclasses.asdict"),
+        (Path("a"), r"str\(item\).*Path\(item\)"),
+        (datetime(2026, 1, 1, tzinfo=UTC), "Use dicts, lists, strings and numbers"),
+    ],
+)
+def test_an_object_is_not_made_something_else_behind_the_functions_back(database: str, item: object, hint: str):
+    with pytest.raises(InvalidInput, match="item 0: An item cannot be kept as JSON: there is a") as refused:
+        headway.map(abs, [item], job="ads", database=database, progress="none")
+    assert re.search(hint, refused.value.hint or "")
+
+
+def test_models_of_pydantic_and_arrays_of_numpy_are_refused_with_what_to_give_instead(database: str):
+    pydantic, numpy = pytest.importorskip("pydantic"), pytest.importorskip("numpy")
+    model = pydantic.create_model("Page", number=(int, ...))
+    for item, hint in ((model(number=1), 'model_dump(mode="json")'), (numpy.zeros(2), "item.tolist()")):
+        with pytest.raises(InvalidInput) as refused:
+            headway.map(abs, [item], job="ads", database=database, progress="none")
+        assert hint in (refused.value.hint or "")
+
+
 @pytest.mark.parametrize(
     ("function", "items", "options", "said"),
     [
-        (abs, [object()], {}, "item 0: An item cannot be kept as JSON"),
+        (abs, [object()], {}, "item 0: An item cannot be kept as JSON: there is a object in it"),
+        (abs, "items.txt", {}, "an item for each of its characters"),
         ("no function", [1], {}, "is not a function"),
         (lambda: None, [1], {}, "cannot be called with one item"),
         (abs, [1], {"workers": 0}, "workers"),

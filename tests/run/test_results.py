@@ -234,6 +234,16 @@ def test_results_are_printed_by_index_in_three_formats(place: Path, run_cli: Cli
     assert run_cli("results", "nobody").returncode == 2
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "iso8859-15"])
+def test_results_are_utf_8_whatever_the_locale_is(place: Path, run_cli: Cli, headway_cli: Cli, encoding: str):
+    (place / "words.py").write_text("def same(item):\n    return item\n")
+    (place / "words.txt").write_text("grün ¤ €\n", "utf-8")
+    assert run_cli("run", "words:same", "-i", "words.txt", "-j", "w").returncode == 0
+    for options in ([], ["--format", "csv"], ["--follow"]):
+        done = headway_cli("results", "w", *options, env={"PYTHONIOENCODING": encoding})
+        assert (done.returncode, "grün ¤ €" in done.stdout) == (0, True), done.stdout
+
+
 def test_a_table_of_somebody_else_is_not_overwritten(place: Path, run_cli: Cli):
     (place / "mine.csv").write_text("index,key,precious\n")
     assert run_cli(*RUN, "-o", "mine.csv").returncode == 2
@@ -541,6 +551,18 @@ def test_a_name_that_cannot_hold_results_is_refused_before_anything_runs(
     refused = run_cli(*RUN, "-o", name)
     assert refused.returncode == 2
     assert said in refused.stderr
+    assert not (place / "headway.db").exists()
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv"])
+def test_a_directory_that_cannot_be_written_is_said_before_anything_runs(
+    place: Path, run_cli: Cli, small_disk: Callable[[int], Path], name: str
+):
+    disk = small_disk(1 << 20)
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    done = run_cli("run", "jobs:square", "-i", "items.jsonl", "-j", "a", "-o", disk / name)
+    assert done.returncode == 2, done.stderr
+    assert f"{disk} may not be written" in done.stderr
     assert not (place / "headway.db").exists()
 
 

@@ -694,6 +694,8 @@ def test_a_bad_items_file_is_one_clear_error_and_nothing_is_written(place: Path,
         (("jobs:number", "-i", "items.jsonl"), "is not a function"),
         (("jobs:takes_two", "-i", "items.jsonl"), "cannot be called with one item"),
         (("crashing:f", "-i", "items.jsonl"), "RuntimeError: at import"),
+        (("ending:f", "-i", "items.jsonl"), "ended the program while it was imported"),
+        (("asking:f", "-i", "items.jsonl"), "ended the program while it was imported"),
         (("jobs:square", "-i", "items.jsonl", "--key", "missing"), "no usable key"),
         (("jobs:square", "-i", "twice.jsonl", "--key", "id"), "is there twice"),
         (("jobs:square", "-i", "items.jsonl", "--job", "../x"), "cannot be a job id"),
@@ -710,6 +712,8 @@ def test_a_bad_command_is_one_clear_error_and_nothing_is_written(
 ):
     (place / "twice.jsonl").write_text('{"id": "a", "n": 1}\n{"id": "a", "n": 2}\n')
     (place / "crashing.py").write_text("raise RuntimeError('at import')")
+    (place / "ending.py").write_text("import sys\ndef f(item): pass\nsys.exit(0)\n")
+    (place / "asking.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\ndef f(item): pass\n")
     done = headway_cli("run", *arguments)
     assert done.returncode == 2, done.stderr
     assert said in done.stderr

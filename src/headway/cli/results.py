@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +43,7 @@ def results(job: str, database: str | None, *, format_: str | None, output: Path
         raise UsageError(f"{output} does not say in which format.", hint="Add --format jsonl, csv or json.")
     with open_ledger(database) as ledger:
         found = find_job(ledger, job)
+        _write_utf8()
         if follow:
             for text in _follow(found):
                 put(text, end="")
@@ -59,6 +62,13 @@ def results(job: str, database: str | None, *, format_: str | None, output: Path
         if missing:
             what = f"{plural(missing, 'result')} {'was' if missing == 1 else 'were'} not kept"
             say(f"{what}: not JSON, very long, or of a run with --no-results.")
+
+
+def _write_utf8() -> None:
+    """What goes to a file or a program is what ``--output`` writes, whatever this terminal can show: an escaped letter would
+    be another text to whoever reads it, and no JSON."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.isatty():
+        sys.stdout.reconfigure(encoding="utf-8")
 
 
 def _say_what_is_left(job: Job) -> None:

@@ -207,7 +207,7 @@ def run(
         )
         limit = int(config["payload_limit"] or 0)
         with on_signals(order.shutdown):
-            if items == "-" and not _is_a_file(sys.stdin.fileno()):
+            if items == "-" and not _is_a_file(_standard_input()):
                 if dry_run or accept_changes:
                     raise InvalidInput(
                         "A pipe can be read only once, so nothing can be compared beforehand.", hint="Use a file."
@@ -301,7 +301,7 @@ def _fleet(
     """What was asked of a fleet, checked."""
     from headway.run.fleet import FleetOptions, check
 
-    if items == "-" and not _is_a_file(sys.stdin.fileno()):
+    if items == "-" and not _is_a_file(_standard_input()):
         raise UsageError("A fleet needs all items beforehand, and a pipe has no end.", hint="Write them to a file.")
     options = FleetOptions(slots, priority or "normal", any_version, program)
     check(config, call, options)
@@ -431,7 +431,7 @@ def _run_pipe(order: Order, format: str | None, key: str | None, limit: int) -> 
                 job, function=order.function, source="-", command=_command(), keyed_by=key,
                 max_retries=order.settings.policy.retries,
             )  # fmt: skip
-            feed = PipedItems(job, sys.stdin.fileno(), format=format, key=key, limit=limit, accept=order.accepts)
+            feed = PipedItems(job, _standard_input(), format=format, key=key, limit=limit, accept=order.accepts)
         except BaseException:
             ledger.release(hold, "failed")
             raise
@@ -530,7 +530,7 @@ def _conclude(order: Order, display: Display, job: Job, ending: Ending) -> int:
     }  # fmt: skip
     if order.as_json:
         click.echo(json.dumps({"schema": "headway.run/1", **facts}))
-    columns = terminal_columns(sys.stderr, os.environ) if sys.stderr.isatty() else 120
+    columns = terminal_columns(sys.stderr, os.environ) if sys.stderr is not None and sys.stderr.isatty() else 120
     options = ""
     if order.config.origin("database") == "command line":
         options = f"--database {shlex.quote(redact(order.config.text('database')))}"
@@ -596,9 +596,19 @@ def _command() -> str:
     return redact(shlex.join(["headway", *(word for word in words[:end] if word not in _ONCE), *words[end:]]))
 
 
+def _standard_input() -> int:
+    """Its descriptor, if items can come from there: under cron or a service it is /dev/null, or closed."""
+    if sys.stdin is not None:
+        descriptor = sys.stdin.fileno()
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISCHR(mode) or os.isatty(descriptor):
+            return descriptor
+    raise InvalidInput(
+        "There were no items on standard input: it is closed, or a device such as /dev/null.",
+        hint="Pipe some in: ... | headway run --items - ...",
+    )
+
+
 def _is_a_file(descriptor: int) -> bool:
     """Whether standard input was redirected from a file: that can be read again."""
-    try:
-        return stat.S_ISREG(os.fstat(descriptor).st_mode)
-    except OSError:
-        return False
+    return stat.S_ISREG(os.fstat(descriptor).st_mode)

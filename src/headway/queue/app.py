@@ -20,7 +20,7 @@ def load(spec: str) -> TaskQueue:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # the application may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # the application may raise anything while it is imported, and end nothing
         raise InvalidInput(
             f"The module {module_name!r} cannot be imported: {type(error).__name__}: {redact(str(error))}",
             hint=f"See the whole of it: python -c 'import {module_name}'",

@@ -139,8 +139,8 @@ def map(
     on its event loop, and remember what became of each.
 
     Called again with the same ``job`` it goes on where it was, whatever ended it. Without ``job`` the id is made of the
-    function: its name, file and code; changed code is another job. Items are JSON values; an item that fails is tried
-    ``retries`` more times, then it is a dead letter. ``on_complete`` is told when the job finished: once per
+    function: its name, file and code; changed code is another job. Items are JSON values (or NumPy's numbers); an item that
+    fails is tried ``retries`` more times, then it is a dead letter. ``on_complete`` is told when the job finished: once per
     completion, at least once if this process dies in between, always with the same event id. Ctrl-C lets running items
     finish, then raises KeyboardInterrupt.
 
@@ -391,9 +391,9 @@ def track(
 
     An item is done when the loop asks for the next one; an exception, a break or a kill leaves it for the next time. What
     took less than a few hundredths of a second is recorded together, so after a kill some of the last of it runs again.
-    Items are known by their JSON form (as in `map`), and the loop gets them as they were given. Two loops over one job
-    cannot run at once, except that a second one in the same process ends the first: at a prompt or in a notebook an
-    exception would keep that alive.
+    Items are known by their JSON form (dates, paths, dataclasses have one), and the loop gets them as they were given. Two
+    loops over one job cannot run at once, except that a second one in the same process ends the first: at a prompt or in a
+    notebook an exception would keep that alive.
     """
     config = Config(cli={"database": database, "payload_limit": payload_limit})
     place = config.text("database"), job

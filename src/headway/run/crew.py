@@ -251,7 +251,7 @@ class Crew:
             streams = {} if self._console is None else self._console.streams()
             process = subprocess.Popen(
                 [sys.executable, "-c", code, *map(str, (*descriptors, count))],
-                pass_fds=descriptors, stdin=subprocess.DEVNULL, process_group=0,
+                pass_fds=descriptors, stdin=subprocess.DEVNULL, start_new_session=True,
                 stdout=streams.get("stdout"), stderr=streams.get("stderr"),
             )  # fmt: skip
             return Slots(count, page.fileno()), process
@@ -259,7 +259,8 @@ class Crew:
     def _become_worker(self, ours: socket.socket, theirs: socket.socket, slots: Slots) -> NoReturn:
         """In the child. Every other end of ours must be closed here, or siblings would not notice our death."""
         try:
-            os.setpgid(0, 0)
+            # A group of its own, and no terminal, for it and what it starts: who asks there from the background is stopped.
+            os.setsid()
             ours.close()
             for sibling in self:
                 sibling.wire.close()

@@ -90,6 +90,9 @@ class Display(Protocol):
     def say(self, text: str) -> None:
         """A line of talk in between."""
 
+    def give_way(self, text: str) -> None:
+        """Somebody else writes to the terminal now: ``text``, the beginning of a line, or a question."""
+
     def end(self, snapshot: RunSnapshot) -> None:
         """The run is over; what is written next to the stream starts on a line of its own."""
 
@@ -100,13 +103,18 @@ class Display(Protocol):
 def open_display(
     kind: str,
     *,
-    stream: TextIO,
+    stream: TextIO | None,
     color: str = "auto",
     environment: Mapping[str, str] = os.environ,
     clock: Callable[[], float] = time.monotonic,
     columns: Callable[[], int] | None = None,
 ) -> Display:
-    """The display of that kind (`KINDS`); ``auto`` is the bar on a terminal that can draw one, else plain lines."""
+    """The display of that kind (`KINDS`); ``auto`` is the bar on a terminal that can draw one, else plain lines. Without a
+    stream (a service may have closed it) nothing is shown."""
+    if kind not in KINDS:
+        raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
+    if stream is None:
+        return _Silent(_Writer(None))
     if kind == "auto":
         kind = "bar" if stream.isatty() and environment.get("TERM") != "dumb" else "plain"
         if type(stream).__module__.startswith("ipykernel"):
@@ -123,10 +131,8 @@ def open_display(
             return _Plain(writer, clock)
         case "json":
             return _Json(writer, clock)
-        case "none":
-            return _Silent(writer)
         case _:
-            raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
+            return _Silent(writer)
 
 
 def terminal_columns(stream: TextIO, environment: Mapping[str, str]) -> int:
@@ -145,19 +151,18 @@ def _is_unicode(stream: TextIO) -> bool:
 class _Writer:
     """Writes until the stream is gone. What its encoding lacks is escaped, so that no name can break the display."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
         self._encoding = getattr(stream, "encoding", None) or "utf-8"
-        self._gone = False
 
     def write(self, text: str) -> None:
-        if self._gone:
+        if self._stream is None:
             return
         try:
             self._stream.write(text.encode(self._encoding, "backslashreplace").decode(self._encoding))
             self._stream.flush()
         except (OSError, ValueError):  # ValueError: the stream was closed
-            self._gone = True
+            self._stream = None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -252,6 +257,8 @@ class _Bar:
         self._estimator = Estimator(clock)
         self._drawn_at = float("-inf")
         self._drawn = self._ended = False
+        #: A line that somebody else began and has not ended stands where the bar would be drawn.
+        self._begun = False
 
     def begin(self, text: str) -> None:
         for line in wrap(text, max(20, self._columns() - 1), subsequent_indent="  ", break_on_hyphens=False):
@@ -259,17 +266,26 @@ class _Bar:
 
     def show(self, snapshot: RunSnapshot) -> None:
         self._estimator.update(snapshot)
-        if self._clock() - self._drawn_at >= REDRAW_SECONDS:
+        if not self._begun and self._clock() - self._drawn_at >= REDRAW_SECONDS:
             self._draw(snapshot, after="\x1b[1A\r")
 
     def say(self, text: str) -> None:
         self._clear()
         self._write(text + "\n")
+        self._begun = False
         self._drawn_at = float("-inf")  # the lines belong below the talk, at once
+
+    def give_way(self, text: str) -> None:
+        self._clear()
+        if text:
+            self._write(text)
+            self._begun = True
 
     def end(self, snapshot: RunSnapshot) -> None:
         self._estimator.update(snapshot)
         self._ended = True
+        if self._begun:
+            self._write("\n")
         self._draw(snapshot, after="\n")
         self._drawn = False
 
@@ -335,11 +351,18 @@ class _Bar:
         return _clip("   ".join(fields), room)
 
 
-class _Line:
-    """One line that is written again and again from its beginning: all that JupyterLab, VS Code and others that show
-    notebooks agree on."""
+class _Unmoved:
+    """What a display is that has nothing to move out of anybody's way."""
 
     live: ClassVar[bool] = False
+
+    def give_way(self, text: str) -> None:
+        pass
+
+
+class _Line(_Unmoved):
+    """One line that is written again and again from its beginning: all that JupyterLab, VS Code and others that show
+    notebooks agree on."""
 
     def __init__(self, writer: _Writer, clock: Callable[[], float]) -> None:
         self._write, self._clock = writer.write, clock
@@ -378,10 +401,8 @@ class _Line:
         self._length = 0 if end else len(text)
 
 
-class _Plain:
+class _Plain(_Unmoved):
     """Lines for a log: no control characters, a time on each, few of them."""
-
-    live: ClassVar[bool] = False
 
     def __init__(self, writer: _Writer, clock: Callable[[], float]) -> None:
         self._write, self._clock = writer.write, clock
@@ -430,10 +451,8 @@ class _Plain:
         self._printed_at, self._printed = self._clock(), snapshot
 
 
-class _Json:
+class _Json(_Unmoved):
     """NDJSON with `PROGRESS_KEYS`."""
-
-    live: ClassVar[bool] = False
 
     def __init__(self, writer: _Writer, clock: Callable[[], float]) -> None:
         self._write, self._clock = writer.write, clock
@@ -491,10 +510,8 @@ class _Json:
         self._write(json.dumps({"t": _now(), "event": event, **facts}) + "\n")
 
 
-class _Silent:
+class _Silent(_Unmoved):
     """Shows nothing but the last words."""
-
-    live: ClassVar[bool] = False
 
     def __init__(self, writer: _Writer) -> None:
         self._write = writer.write

@@ -48,6 +48,11 @@ def load(spec: str) -> Callable[..., Any]:
                 hint="Run from the directory that holds it, or install it.",
             ) from error
         raise InvalidInput(f"The module {module_name!r} needs {error.name!r}, which is not installed.") from error
+    except SystemExit as error:  # let through, it would end this command as if all were done
+        raise InvalidInput(
+            f"The module {module_name!r} ended the program while it was imported (sys.exit, or argparse).",
+            hint='Let only a script that is started do that: put it below  if __name__ == "__main__":',
+        ) from error
     except Exception as error:  # the user's module may raise anything while it is imported
         raise InvalidInput(
             f"The module {module_name!r} failed while it was imported: {type(error).__name__}: {redact(str(error))}",

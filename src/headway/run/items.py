@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import codecs
 import csv
+import dataclasses
 import json
 import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from hashlib import blake2b
+from itertools import chain
 from math import isnan
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -24,6 +26,9 @@ from headway.run.results import as_plain
 
 FORMATS = ("jsonl", "json", "csv", "lines")
 _BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv"}
+
+#: What may divide the columns of a CSV file, and what that is called; the comma where several would do.
+_DIVIDERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 #: What a job is keyed by whose items are the rows of a DataFrame.
 INDEX = "(index)"
@@ -94,21 +99,22 @@ class FileItems:
         self.name = name or str(path)
         self.digest_read = ""
         self._is_array = False
-        self.format = format or _BY_SUFFIX.get(path.suffix.lower(), "lines")
-        if key is not None and self.format == "lines":
-            raise InvalidInput(
-                f"--key {key} needs items with fields, but {path} is read as plain lines.",
-                hint="Use JSON lines or CSV, or say --format jsonl.",
-            )
         try:
             if not path.is_file():
                 what = "is a pipe" if path.is_fifo() else "is not a file" if path.exists() else "does not exist"
                 hint = "Give it on standard input: ... | headway run --items - ..." if path.is_fifo() else None
                 raise InvalidInput(f"The items file {path} {what}.", hint=hint or "Check the path after --items.")
-            with path.open("rb"):
-                pass
+            first = self._first()
         except OSError as error:
             raise InvalidInput(f"The items file {path} cannot be read: {error.strerror}.") from error
+        # Standard input has no name that could tell: a file is read there as the same file would be from a pipe.
+        unnamed = "jsonl" if self.name == "-" and first in (b"{", b"[") else "lines"
+        self.format = format or _BY_SUFFIX.get(path.suffix.lower(), unnamed)
+        if key is not None and self.format == "lines":
+            raise InvalidInput(
+                f"--key {key} needs items with fields, but {path} is read as plain lines.",
+                hint="Use JSON lines or CSV, or say --format jsonl.",
+            )
 
     def place(self, number: int) -> str:
         return f"element {number:,}" if self._is_array else f"line {number:,}"
@@ -127,8 +133,12 @@ class FileItems:
         return blake2b(f"{format}\0{self.key}\0".encode(), digest_size=16)
 
     def _begins_array(self) -> bool:
+        return self._first() == b"["
+
+    def _first(self) -> bytes:
+        """The first byte that is no space, or nothing."""
         with self.path.open("rb") as file:
-            return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+            return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
 
     def __iter__(self) -> Iterator[Read]:
         digest = self._new_digest()
@@ -169,16 +179,20 @@ class FileItems:
         csv.field_size_limit(max(csv.field_size_limit(), self._limit))
         with closing(self._raw_lines(digest)) as raw:
             texts = (decode(line, number, self.name) for number, line in enumerate(raw, 1))
-            rows = csv.DictReader(texts, strict=True)
+            header = next(texts, "")
+            divider = _divider(header)
+            rows = csv.DictReader(chain([header], texts), strict=True, delimiter=divider)
             try:
                 self._refuse_repeated(rows.fieldnames or ())
                 for row in rows:
                     if None in row or None in row.values():
-                        found = len([value for value in row.values() if value is not None])
+                        found = sum(
+                            len(value) if isinstance(value, list) else value is not None for value in row.values()
+                        )
                         raise InvalidInput(
                             f"{self.path}, line {rows.line_num:,}: {found} fields where the header has "
-                            f"{len(rows.fieldnames or ())}.",
-                            hint="Quote fields that contain commas or line breaks.",
+                            f"{len(rows.fieldnames or ())}, divided by {_DIVIDERS[divider]}.",
+                            hint=f"Quote fields that contain {_DIVIDERS[divider]} or line breaks.",
                         )
                     yield rows.line_num, row
             except csv.Error as error:
@@ -187,7 +201,7 @@ class FileItems:
                     f"{self.path}, line {rows.line_num:,}: not CSV: {error}.",
                     hint="Is a quote not closed? Else keep large content in files, or raise payload_limit."
                     if too_long
-                    else "Quote fields that contain quotes, commas or line breaks.",
+                    else f"Quote fields that contain quotes, {_DIVIDERS[divider]} or line breaks.",
                 ) from error
 
     def _refuse_repeated(self, names: Sequence[str]) -> None:
@@ -210,6 +224,43 @@ class FileItems:
             raise InvalidInput(f"The items file {self.path} has no items.", hint="Check the path after --items.")
 
 
+def _divider(header: str) -> str:
+    """By which of them the header has most columns: a spreadsheet writes semicolons where a comma is part of a number."""
+    return max(_DIVIDERS, key=lambda each: len(next(csv.reader([header], delimiter=each), ())))
+
+
+def as_numbers(value: Any) -> Any:
+    """An item with NumPy's numbers in it as JSON has it: they stay the numbers they are. Of other objects nothing is made: the
+    function would get something else than it was written for."""
+
+    def number(part: Any) -> Any:
+        if type(part).__module__ == "numpy" and getattr(part, "ndim", None) == 0:
+            return part.item()
+        raise InvalidInput(
+            f"An item cannot be kept as JSON: there is a {type(part).__name__} in it.", hint=_instead(part)
+        )
+
+    try:
+        return json.loads(json.dumps(value, default=number, allow_nan=False))
+    except InvalidInput:
+        raise
+    except Exception:  # noqa: BLE001 - objects may raise anything when they are read
+        return value  # what is wrong with it is said where it is checked
+
+
+def _instead(part: Any) -> str:
+    name = type(part).__name__
+    if dataclasses.is_dataclass(part):
+        return f"Give dataclasses.asdict(item), and let the function make it again: {name}(**item)"
+    if hasattr(type(part), "model_dump"):
+        return f'Give item.model_dump(mode="json"), and let the function make it again: {name}(**item)'
+    if hasattr(part, "tolist"):
+        return "Give item.tolist(), and let the function make it again: numpy.array(item)"
+    if isinstance(part, os.PathLike):
+        return "Give str(item), and let the function make it again: Path(item)"
+    return "Use dicts, lists, strings and numbers."
+
+
 class GivenItems:
     """Items a program holds. They must be JSON: they are kept in the ledger, for resuming and for showing them. The rows
     of a DataFrame of pandas or polars are dicts; pandas' index is their key."""
@@ -220,9 +271,14 @@ class GivenItems:
         *,
         key: str | None = None,
         limit: int = PAYLOAD_LIMIT,
-        plain: Callable[[Any], Any] | None = None,
+        plain: Callable[[Any], Any] = as_numbers,
     ) -> None:
         """``plain`` makes JSON of an item that is none."""
+        if isinstance(items, str | bytes):
+            raise InvalidInput(
+                f"{items!r:.60} would be an item for each of its characters.",
+                hint="Give a list. The lines of a file: open(path).read().splitlines()",
+            )
         rows, self._names = frame_rows(items)
         # An iterator can be read once only, and we read it again to find out what changed.
         self.items = rows if isinstance(rows, list | tuple | range) else list(rows)
@@ -249,8 +305,7 @@ class GivenItems:
         digest = blake2b(f"given\0{self.key}\0".encode(), digest_size=16)
         for number, value in enumerate(self.items, 1):
             name = None if self._names is None else self._names[number - 1]
-            given = value if self._plain is None else self._plain(value)
-            read = check(given, number, self.key, self._limit, seen, self.place(number), name=name)
+            read = check(value, number, self.key, self._limit, seen, self.place(number), name=name, plain=self._plain)
             digest.update(read.payload.encode() + b"\n")
             yield read
         self.digest_read = digest.hexdigest()
@@ -299,8 +354,8 @@ class PipedItems:
         new = []
         for line in lines:
             self._line += 1
-            text = decode(line, self._line, "standard input").strip()
-            if text:
+            text = decode(line, self._line, "standard input").strip("\r")
+            if text.strip():
                 new += self._compare(self._parse(text))
         count = self._job.register(new) if new else 0
         if not data:
@@ -318,7 +373,7 @@ class PipedItems:
 
     def _parse(self, text: str) -> Read:
         if self._format is None:
-            self._format = "jsonl" if text[0] in "{[" else "lines"
+            self._format = "jsonl" if text.lstrip()[0] in "{[" else "lines"
         where = f"standard input, line {self._line:,}"
         value = parser(self._format)(text, self._line, "standard input")
         return check(value, self._line, self._key, self._limit, self._seen, where, self._accept)
@@ -450,10 +505,18 @@ def check(
     accept: Accept | None = None,
     *,
     name: str | None = None,
+    plain: Callable[[Any], Any] | None = None,
 ) -> Read:
-    """One item, canonical and within bounds, its key not seen before. ``name``: its key, if that is no field of it."""
+    """One item, canonical and within bounds, its key not seen before. ``name``: its key, if that is no field of it. ``plain``
+    makes JSON of one that is none."""
     try:
-        payload = canonical(value, "An item")
+        try:
+            payload = canonical(value, "An item")
+        except InvalidInput:
+            if plain is None:
+                raise
+            value = plain(value)
+            payload = canonical(value, "An item")
         if accept is not None:
             accept(value)
     except InvalidInput as error:

@@ -43,6 +43,7 @@ def refuse_foreign(path: Path, ledger: Ledger | None, id: str) -> None:
             raise InvalidInput(f"The directory of {path} does not exist.", hint="Make it, or name another --output.")
         if path.exists() and not path.is_file():
             raise InvalidInput(f"{path} is not a file.", hint="Name another --output.")
+        refuse_unwritable(path)
         if path.exists():
             with path.open("rb") as file:
                 head = file.read(len(_head_of(path)))
@@ -50,6 +51,16 @@ def refuse_foreign(path: Path, ledger: Ledger | None, id: str) -> None:
                 raise _foreign(path)
     except OSError as error:
         raise InvalidInput(f"The results cannot be written to {path}: {error.strerror}.") from error
+
+
+def refuse_unwritable(path: Path) -> None:
+    """A table is written beside its place and moved there, when the run ends: too late to learn that it cannot be."""
+    place = Path(os.path.realpath(path))
+    what = place.parent if is_csv(path) or not place.exists() else place
+    if not os.access(what, os.W_OK):
+        raise InvalidInput(
+            f"The results cannot be written to {path}: {what} may not be written.", hint="Name another --output."
+        )
 
 
 def _is_ours(database: Database, path: Path, head: bytes, id: str) -> bool:

@@ -16,8 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, TypeVar
 
-from headway.errors import HeadwayError
-from headway.ledger import Done, canonical
+from headway.ledger import Done
 from headway.run.display import Display, RunSnapshot, open_display
 from headway.run.items import GivenItems
 from headway.run.loop import OpenJob
@@ -122,13 +121,9 @@ def start(
 def _plain(value: Any) -> Any:
     """An item as JSON: the ledger knows it by that. The loop gets the item itself."""
     try:
-        canonical(value)
-    except HeadwayError:
-        try:
-            return json.loads(json.dumps(value, default=as_plain, allow_nan=False))
-        except (TypeError, ValueError):
-            return value  # what is wrong with it is said where it is checked
-    return value
+        return json.loads(json.dumps(value, default=as_plain, allow_nan=False))
+    except Exception:  # noqa: BLE001 - objects may raise anything when they are read
+        return value  # what is wrong with it is said where it is checked
 
 
 def _originals(source: GivenItems) -> dict[object, Any]:
@@ -144,7 +139,9 @@ def _above(display: Display) -> Iterator[None]:
     """While a bar is drawn, what the loop prints to the same terminal appears above it, line by line."""
     before = sys.stdout, sys.stderr
     if display.live:
-        sys.stdout, sys.stderr = (_Lines(stream, display) if stream.isatty() else stream for stream in before)
+        sys.stdout, sys.stderr = (
+            _Lines(stream, display) if stream is not None and stream.isatty() else stream for stream in before
+        )
     try:
         yield
     finally:
@@ -165,6 +162,12 @@ class _Lines:
         for line in lines:
             self._display.say(line)
         return len(text)
+
+    def flush(self) -> None:
+        """Whoever flushes wants it to be seen now: a line that goes on, or a question. (`input` flushes before it asks, at the
+        terminal itself.)"""
+        rest, self._rest = self._rest, ""
+        self._display.give_way(rest)
 
     def finish(self) -> None:
         if self._rest:
