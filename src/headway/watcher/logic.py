@@ -118,10 +118,10 @@ def fresh_failures(record: RqJobRecord, seen: str | None, baseline: float) -> li
         first = (int(baseline * 1000), 0)
         fresh = [result for result in failed if result_order(result.id) >= first] or failed[:1]
     else:
-        told, kept = result_order(seen), {result_order(result.id) for result in record.results}
-        if told not in kept and min(kept, default=told) < told:
-            told = (0, 0)  # older ones are there and it is not: a job of this name was made again, by a clock set back
-        fresh = [result for result in failed if result_order(result.id) > told]
+        last, kept = result_order(seen), {result_order(result.id) for result in record.results}
+        if last not in kept and min(kept, default=last) < last:
+            last = (0, 0)  # older ones are there and it is not: a job of this name was made again, by a clock set back
+        fresh = [result for result in failed if result_order(result.id) > last]
     return fresh[::-1]
 
 
