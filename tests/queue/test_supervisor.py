@@ -160,10 +160,12 @@ def test_the_workers_of_a_supervisor_that_was_killed_end_by_themselves(home: Pat
     [
         ("shop", "does not name a queue"),
         ("nowhere:queue", "cannot be imported: ModuleNotFoundError"),
+        ("ending:queue", "cannot be imported: SystemExit"),
         ("shop:nothing", "is not a queue but NoneType"),
         ("shop:empty", "is not a queue but int"),
     ],
 )
 def test_an_application_that_has_no_queue_is_refused(home: Path, spec: str, message: str):
+    (home / "ending.py").write_text("raise SystemExit(0)\n")
     with pytest.raises(InvalidInput, match=message):
         load(spec)

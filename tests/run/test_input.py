@@ -159,12 +159,13 @@ def test_a_long_field_is_taken_up_to_the_limit_of_an_item_and_beyond_it_the_erro
     [
         ("id;price\n1;2,50\n2;3,00\n", [{"id": "1", "price": "2,50"}, {"id": "2", "price": "3,00"}]),
         ("id\tnote\n1\ta;b,c\n", [{"id": "1", "note": "a;b,c"}]),
+        ("id|note\n1|a,b\n", [{"id": "1", "note": "a,b"}]),
         ("id;price, EUR;note\n1;2,50;x\n", [{"id": "1", "price, EUR": "2,50", "note": "x"}]),
         ("id,a;b\n1,2;3\n", [{"id": "1", "a;b": "2;3"}]),
         ('"a;b"\n1;2\n', [{"a;b": "1;2"}]),
         ("id\n1;2\n", [{"id": "1;2"}]),
     ],
-    ids=["semicolons", "tabs", "semicolons beside a comma", "commas", "a quoted header", "one column"],
+    ids=["semicolons", "tabs", "bars", "semicolons beside a comma", "commas", "a quoted header", "one column"],
 )
 def test_columns_are_divided_by_what_gives_the_header_most_of_them(
     place: Path, run_cli: Cli, text: str, rows: list[dict[str, str]]

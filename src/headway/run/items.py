@@ -28,7 +28,7 @@ FORMATS = ("jsonl", "json", "csv", "lines")
 _BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv"}
 
 #: What may divide the columns of a CSV file, and what that is called; the comma where several would do.
-_DIVIDERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
+_DIVIDERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 
 #: What a job is keyed by whose items are the rows of a DataFrame.
 INDEX = "(index)"
