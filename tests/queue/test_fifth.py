@@ -272,6 +272,24 @@ def test_a_move_to_a_redis_that_is_away_says_of_how_many_tasks_it_does_not_know(
         assert migration.to_rq(queue, queue.hints) == migration.Moved(0, left=700)
 
 
+def test_a_task_that_failed_because_its_worker_died_is_in_rqs_registry_of_failed_jobs(
+    database_url: str, redis_server: RedisServer
+):
+    with TaskQueue(database_url, redis_server.url(), per_user=None) as queue, redis_server.client() as client:
+        queue.handler("caption", retries=0)(lambda task, payload: payload)
+        failed, cancelled = queue.submit("caption"), queue.submit("caption")
+        who = Claimant("far", far_away(), ["caption"])
+        assert len(queue.database.run(lambda tx: claims.claim(tx, who, queues=PRIORITIES, limit=2))) == 2
+        queue.cancel(cancelled.id)
+        queue.database.run(lambda tx: tx.execute("UPDATE tasks SET attempts = 1"))  # it was tried alone
+        turn_clock(queue, LEASE + 1)
+        Sweeper(queue, hints=CurrentHints(queue)).tick()
+        assert queue.get(failed.id).status == "FAILED"
+        assert client.zrange("rq:failed:normal", 0, -1) == [failed.id]
+        assert client.hget(f"rq:job:{failed.id}", "status") == "failed"
+        assert not client.exists(f"rq:job:{cancelled.id}")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Beside workers
 

@@ -14,7 +14,7 @@ from headway.queue import hinting
 from headway.queue.rqsource import RqSource
 from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import Priority, Status
+from headway.queue.values import Priority, Status, Task
 from headway.queue.watch import Settings
 from headway.queue.worker import Worker
 from tests.queue import app
@@ -169,6 +169,9 @@ class Odd:
 
     def missing(self, tasks: Sequence[tuple[str, Priority]]) -> list[tuple[str, Priority]]:
         return list(tasks)
+
+    def show_ended(self, tasks: Sequence[Task]) -> None:
+        pass
 
     def forget_the_dead(self) -> None:
         pass

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from headway import _redis
 from headway.errors import HeadwayError, MissingExtra
 from headway.queue.places import KEPT
-from headway.queue.values import PRIORITIES, Priority
+from headway.queue.values import PRIORITIES, Priority, Status, Task
 from headway.retry import CircuitBreaker
 from headway.telemetry import Log, metrics, redact
 
@@ -27,6 +27,7 @@ try:
     from rq.job import Job as RqJob
     from rq.job import JobStatus
     from rq.registry import FailedJobRegistry, StartedJobRegistry
+    from rq.results import Result
     from rq.serializers import JSONSerializer
     from rq.worker_registration import clean_worker_registry
 except ImportError as error:
@@ -34,6 +35,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from redis import Redis
+    from redis.client import Pipeline
 
 log = Log("queue")
 
@@ -194,6 +196,22 @@ class RqHints:
                 started = StartedJobRegistry(priority.value, connection=self._client, serializer=JSONSerializer)
                 self._client.zremrangebyscore(started.key, 0, time.time() - 60)
 
+    def show_ended(self, tasks: Sequence[Task]) -> None:
+        """Show RQ's tools what has ended without a worker to show it. What is not shown, Redis being away, is in the rows."""
+        ended = [task for task in tasks if task.is_final and _rq_takes(task.id)]
+        if not ended or not self._breaker.allow():
+            return
+        with suppress(*_redis.failures()):
+            pipeline = self._client.pipeline(transaction=True)
+            for task in ended:
+                if task.status is not Status.FAILED:
+                    pipeline.delete(RqJob.key_for(task.id))
+                    continue
+                job = self.job(task.id, task.priority)
+                pipeline.hset(RqJob.key_for(task.id), mapping=job.to_dict(include_meta=False, include_result=False))
+                show_failed(task, job, pipeline, worker=task.worker or "")
+            pipeline.execute()
+
     def _say(self, message: str) -> None:
         log.critical(message)
         if self._alert is not None:
@@ -234,6 +252,16 @@ def _job(client: Redis, task_id: str, priority: Priority) -> RqJob:
         failure_ttl=_FAILED_SECONDS,
         timeout=-1,
     )
+
+
+def show_failed(task: Task, job: RqJob, pipeline: Pipeline, *, worker: str) -> None:
+    """Put a task that failed for good into RQ's registry of failed jobs. Of its error RQ's tools are told the type: a message
+    may quote the payload, and Redis is not given that."""
+    shown = f"{(task.error or '').partition(':')[0][:80]} (see: headway task show {task.id})"
+    job.set_status(JobStatus.FAILED, pipeline=pipeline)
+    registry = FailedJobRegistry(task.priority.value, connection=job.connection, serializer=JSONSerializer)
+    registry.add(job, ttl=_FAILED_SECONDS, exc_string=shown, pipeline=pipeline)
+    Result.create_failure(job, _FAILED_SECONDS, shown, worker_name=worker, pipeline=pipeline)
 
 
 def _data(task_id: str) -> bytes:

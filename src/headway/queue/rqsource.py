@@ -20,7 +20,7 @@ from headway.errors import HeadwayError, InvalidInput, MissingExtra
 from headway.ids import check_id
 from headway.queue import claims, hinting
 from headway.queue.claims import Claimant
-from headway.queue.rq import _FAILED_SECONDS, _job, _list_key, _rq_takes
+from headway.queue.rq import _FAILED_SECONDS, _job, _list_key, _rq_takes, show_failed
 from headway.queue.settling import Success
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import PRIORITIES, Claim, Priority, Status, Task
@@ -34,7 +34,6 @@ try:
     from rq.job import Job as RqJob
     from rq.job import JobStatus
     from rq.registry import FailedJobRegistry
-    from rq.results import Result
     from rq.serializers import JSONSerializer
 except ImportError as error:
     raise MissingExtra("redis", "A queue with a Redis") from error
@@ -152,10 +151,7 @@ class RqSource:
             execution.delete(job=job, pipeline=pipeline)
         for task in failed:
             job = shown[task.id][0] if task.id in shown else self._started(task.id, task.priority, pipeline)
-            job.set_status(JobStatus.FAILED, pipeline=pipeline)
-            registry = FailedJobRegistry(task.priority.value, connection=self._client, serializer=JSONSerializer)
-            registry.add(job, ttl=_FAILED_SECONDS, exc_string=_shown(task), pipeline=pipeline)
-            Result.create_failure(job, _FAILED_SECONDS, _shown(task), worker_name=self._name, pipeline=pipeline)
+            show_failed(task, job, pipeline, worker=self._name)
         if over:
             pipeline.delete(*over)
         if shown and self._seen is not None:
@@ -320,11 +316,6 @@ class RqSource:
         job.prepare_for_execution(self._name, pipeline=pipeline)
         pipeline.hset(RqJob.key_for(task_id), mapping=job.to_dict(include_meta=False, include_result=False))
         return job
-
-
-def _shown(task: Task) -> str:
-    """What RQ's tools are told of a failure: its type. A message may quote the payload, and Redis is not given that."""
-    return f"{(task.error or '').partition(':')[0][:80]} (see: headway task show {task.id})"
 
 
 def _may_be_ours(task_id: str) -> bool:

@@ -30,7 +30,7 @@ from headway.queue.settings import LiveSettings
 from headway.queue.source import Source
 from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import PRIORITIES, Priority
+from headway.queue.values import PRIORITIES, Priority, Task
 from headway.queue.watch import Settings
 from headway.queue.worker import Worker
 from headway.retry import RetryPolicy
@@ -356,6 +356,11 @@ class CurrentHints:
     def look_at_memory(self) -> bool:
         hints = self._queue.hints
         return True if hints is None else hints.look_at_memory()
+
+    def show_ended(self, tasks: Sequence[Task]) -> None:
+        hints = self._queue.hints
+        if hints is not None:
+            hints.show_ended(tasks)
 
     def forget_the_dead(self) -> None:
         hints = self._queue.hints

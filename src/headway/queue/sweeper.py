@@ -57,6 +57,10 @@ class Hints(Protocol):
         """Whether there is no room for more."""
         ...
 
+    def show_ended(self, tasks: Sequence[Task]) -> None:
+        """Show what has ended without a worker to show it."""
+        ...
+
     def forget_the_dead(self) -> None:
         """Clean up after workers that are gone."""
         ...
@@ -104,6 +108,8 @@ class Sweeper:
         if not self._acquire():
             return INTERVAL
         ended, clock_was_set = self._end_lapsed()
+        if self._hints is not None:
+            self._hints.show_ended(ended)
         promoted = self._queue.database.run(lambda tx: claims.promote(tx, tx.now()), operation="queue.promote")
         hinted = self._hint()
         self._queue.database.run(
