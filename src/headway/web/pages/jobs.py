@@ -250,8 +250,8 @@ def whole(text: str | None, what: str) -> int | None:
 async def items(pages: Pages, request: Request) -> Response:
     asked, id = request.query_params, request.path_params["id"]
     if key := asked.get("key", "").strip():
-        path = f"/jobs/{quote(id, safe='')}/items/{quote(key, safe='')}"
-        return RedirectResponse(pages.site.url(request, path), 303)
+        found = await pages.site.read(lambda: find_job(pages.site.reader.ledger, id).item(key))
+        return RedirectResponse(pages.site.url(request, item_path(id, found.key, found.idx)), 303)
     state = asked.get("state") or None
     if state is not None and state not in STATES:
         raise InvalidInput(f"{state[:40]!r} is no state of an item.", hint=f"Use one of: {', '.join(STATES)}.")
@@ -270,7 +270,14 @@ async def items(pages: Pages, request: Request) -> Response:
     )  # fmt: skip
 
 
+def item_path(job: str, key: str | None, idx: int) -> str:
+    """Where an item is shown: under its key, unless a browser would take that for a way up."""
+    known = key is not None and key not in ("", ".", "..")
+    return f"/jobs/{quote(job, safe='')}/" + (f"items/{quote(str(key), safe='')}" if known else f"item/{idx}")
+
+
 async def item(pages: Pages, request: Request) -> Response:
+    """By its key or its index; under ``item/`` by its index and nothing else, for a key may be the index of another."""
     id, name = request.path_params["id"], request.path_params["key"]
     payload = pages.site.user(request).may("payload")
 
@@ -324,4 +331,7 @@ def frames(traceback: str | None) -> tuple[list[Frame], list[Frame]]:
     return own[::-1], library[::-1]
 
 
-PAGES = {"/jobs": jobs, "/jobs/{id}": job, "/jobs/{id}/items": items, "/jobs/{id}/items/{key:path}": item}
+PAGES = {
+    "/jobs": jobs, "/jobs/{id}": job, "/jobs/{id}/items": items, "/jobs/{id}/item/{key:int}": item,
+    "/jobs/{id}/items/{key:path}": item,
+}  # fmt: skip

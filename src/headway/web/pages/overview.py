@@ -32,6 +32,7 @@ from headway.views.queue import QueueView, WorkerView
 from headway.views.reading import Reader
 from headway.views.series import RANGES, Series, read_queue_series, read_series
 from headway.views.shape import Absent
+from headway.web.pages.jobs import item_path
 from headway.web.pages.render import Pages, num, when
 from headway.wording import duration, plural
 
@@ -60,6 +61,8 @@ class Need(NamedTuple):
     rules: tuple[tuple[str, str], ...] = ()
     #: The open alert about it, which somebody can acknowledge.
     alert: AlertView | None = None
+    #: The lost worker that somebody can take off the list.
+    worker: str = ""
 
     @property
     def seen(self) -> str:
@@ -174,7 +177,9 @@ def _lost(now: Now) -> list[Need]:
             text = f"{worker.name} on {worker.host} stopped answering{held}"
             since, path = f"since {when(worker.seen_at, now.at)}", f"/workers#{quote(worker.name, safe='')}"
             about = (("worker_lost", worker.name),)
-            found.append(Need("Worker lost", "s-lost bad", text, since, path, f"See {worker.name}", about))
+            found.append(
+                Need("Worker lost", "s-lost bad", text, since, path, f"See {worker.name}", about, worker=worker.name)
+            )
     return found
 
 
@@ -298,7 +303,7 @@ async def find(pages: Pages, request: Request) -> Response:
         except HeadwayError:
             pass  # no job's id, or not even one that could be one
         if found := find_item(reader.database, text):
-            return f"/jobs/{quote(found[0], safe='')}/items/{quote(found[1], safe='')}"
+            return item_path(*found)
         try:
             return f"/tasks/{quote(reader.queue.get(text).id, safe='')}"
         except HeadwayError:
