@@ -390,6 +390,24 @@ def test_an_item_with_an_odd_key_is_found_and_shown(tmp_path: Path, key: str):
     stage.site.close()
 
 
+def test_one_item_is_shown_without_a_look_at_the_times_of_all_the_others(url: str):
+    """Counted where SQLite executes them: how long a million items took is read for the page of the job alone."""
+    stage = Stage(url)
+    database = stage.site.reader.database
+    statements: list[str] = []
+    connection = database._take()
+    database._give(connection)
+    connection.set_trace_callback(statements.append)
+    with client_of(stage) as client:
+        assert client.get(f"/jobs/{INVOICES}/items/inv-2025-000003").status_code == 200
+        assert client.get(f"/jobs/{INVOICES}/items?state=dead").status_code == 200
+        assert statements
+        assert [text for text in statements if "ORDER BY seconds" in text] == []
+        client.get(f"/jobs/{INVOICES}")
+        assert [text for text in statements if "ORDER BY seconds" in text] != []
+    stage.site.close()
+
+
 def test_a_failed_task_shows_where_it_failed_and_not_to_the_person_it_was_for(client: TestClient, stage: Stage):
     [task, *_] = [one for one in stage.site.reader.tasks(status="FAILED").tasks if one.user_id]
     page = read(client, f"/tasks/{task.id}").text

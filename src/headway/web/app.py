@@ -136,7 +136,10 @@ class Application:
 
     async def _on_error(self, request: Request, error: Exception) -> Response:
         request.scope["headway.explained"] = True
-        return self._failed(request.scope, _in_our_words(error, request))
+        response = self._failed(request.scope, _in_our_words(error, request))
+        if isinstance(error, HTTPException):
+            response.headers.update(error.headers or {})  # which methods are allowed
+        return response
 
 
 def _in_our_words(error: Exception, request: Request) -> HeadwayError:
@@ -147,8 +150,9 @@ def _in_our_words(error: Exception, request: Request) -> HeadwayError:
             return UnknownPath(f"There is nothing under {redact(request.url.path)[:200]}.")
         case HTTPException(status_code=405):
             return WrongMethod(f"{request.method} is not how this is asked.")
-        case HTTPException(status_code=400):
-            return UsageError("The request cannot be read.")
+        case HTTPException(status_code=400):  # ours, if it was too large or too slow
+            cause = error.__cause__
+            return cause if isinstance(cause, HeadwayError) else UsageError("The request cannot be read.")
         case _:
             return problems.explained(error)
 

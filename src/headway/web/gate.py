@@ -65,6 +65,8 @@ class Gate:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
+        if scope.get("method") == "HEAD":  # what GET answers; the server, which has its own scope, leaves the body out
+            scope = {**scope, "method": "GET"}
         answering = _Answering(send)
         try:
             clear = await self._admit(scope)
@@ -74,11 +76,10 @@ class Gate:
             answering.dress = clear
             await self._app(scope, _bounded(scope, receive), answering)
         except Exception as error:  # noqa: BLE001 - whatever happens, the answer says no more than it should
-            known = (
-                error if isinstance(error, HeadwayError) or "headway.explained" in scope else problems.explained(error)
-            )
+            if answering.begun and "headway.explained" in scope:
+                return  # it was said, and logged
+            known = problems.explained(error)
             if not answering.begun:
-                assert isinstance(known, HeadwayError)
                 await self._refuse(scope, receive, answering, self._on_error(scope, known))
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, response: Response) -> None:

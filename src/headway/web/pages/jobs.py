@@ -13,11 +13,12 @@ from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
+from headway import ledger
 from headway.errors import InvalidInput
 from headway.ledger.control import Control
 from headway.views.items import Items, ItemSheet, read_item, read_items
-from headway.views.job import JobSheet, Run, read_sheet
-from headway.views.jobs import find_job
+from headway.views.job import Cause, JobSheet, Run, cause_view, read_sheet
+from headway.views.jobs import Job, find_job, job_view
 from headway.views.map import Cell, ItemMap, read_map
 from headway.views.overview import JobLine, JobPage, Times, read_death_times, read_job_page, read_line
 from headway.views.reading import Reader
@@ -258,16 +259,23 @@ async def items(pages: Pages, request: Request) -> Response:
     cause = whole(asked.get("cause"), "number of a cause")
     first = whole(asked.get("from"), "index") or 0
 
-    def look(reader: Reader) -> tuple[Items, JobSheet]:
+    def look(reader: Reader) -> tuple[Items, Job, list[Cause], int]:
         one = find_job(reader.ledger, id)
-        return read_items(one, status=state, cause=cause, after=first - 1), read_sheet(one)
+        found = read_items(one, status=state, cause=cause, after=first - 1)
+        return found, *_around(one), one.progress().running
 
-    page, sheet = await pages.site.read(look, pages.site.reader)
-    chosen = next((one for one in sheet.causes if one.no == cause), None)
+    page, job, causes, running = await pages.site.read(look, pages.site.reader)
+    chosen = next((one for one in causes if one.no == cause), None)
     return pages.answer(
-        request, "items.html", page=page, job=sheet.job, running=sheet.running, state=state, cause=chosen, states=STATES,
-        first=first, number=cause, causes=sorted(sheet.causes, key=lambda one: one.no != cause)[:CHOICES],
+        request, "items.html", page=page, job=job, running=running, state=state, cause=chosen, states=STATES,
+        first=first, number=cause, causes=sorted(causes, key=lambda one: one.no != cause)[:CHOICES],
     )  # fmt: skip
+
+
+def _around(job: ledger.Job) -> tuple[Job, list[Cause]]:
+    """What a page of items says of their job. Not its whole sheet: how long a million items took takes longer to read than
+    one of them."""
+    return job_view(job.info()), [cause_view(cause) for cause in job.causes()]
 
 
 def item_path(job: str, key: str | None, idx: int) -> str:
@@ -281,20 +289,19 @@ async def item(pages: Pages, request: Request) -> Response:
     id, name = request.path_params["id"], request.path_params["key"]
     payload = pages.site.user(request).may("payload")
 
-    def look(reader: Reader) -> tuple[ItemSheet, JobSheet]:
+    def look(reader: Reader) -> tuple[ItemSheet, Job, list[Cause]]:
         one = find_job(reader.ledger, id)
-        return read_item(one, name, payload=payload), read_sheet(one)
+        return read_item(one, name, payload=payload), *_around(one)
 
-    found, sheet = await pages.site.read(look, pages.site.reader)
+    found, job, causes = await pages.site.read(look, pages.site.reader)
     attempts = [(attempt, *frames(attempt.traceback)) for attempt in reversed(found.attempts)]
-    causes = {cause.no: cause for cause in sheet.causes}
     return pages.answer(
         request,
         "item.html",
         found=found,
-        job=sheet.job,
+        job=job,
         attempts=attempts,
-        causes=causes,
+        causes={cause.no: cause for cause in causes},
         payload=payload,
         pretty=pretty,
     )

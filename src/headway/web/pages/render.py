@@ -26,6 +26,7 @@ from headway.telemetry import redact
 from headway.views.overview import count_dead
 from headway.views.series import Series
 from headway.web.auth import root_of
+from headway.web.gate import path_of
 from headway.web.pages import draw
 from headway.web.pages.static import Assets
 from headway.web.problems import headers_of, status_of
@@ -129,7 +130,7 @@ class Pages:
             store=redact(site.database),
             dead_letters=self._dead[1] if self._dead else 0, profile=site.settings.profile,
             later=lambda seconds: moment + timedelta(seconds=seconds),
-            here="/" + request.scope["path"].removeprefix(root).split("/")[1], **values,
+            here="/" + path_of(request.scope).lstrip("/").partition("/")[0], **values,
         )  # fmt: skip
         return HTMLResponse(html, status, HEADERS)
 

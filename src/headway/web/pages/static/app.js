@@ -192,7 +192,14 @@ function connect() {
     const time = $("time", banner);
     if (message.at && !state.store?.database?.error && time) time.textContent = message.at.slice(11, 19);
   };
-  socket.onclose = () => { socket = null; if (document.hidden) return; tell(); setTimeout(connect, Math.min(15000, 500 * 2 ** tries++) * (0.5 + Math.random())); };
+  socket.onclose = event => {
+    socket = null;
+    if (event.code === 4401) { location.reload(); return; } // they are not known any more: to the login
+    if (document.hidden) return;
+    tell();
+    if (tries > 1) fetch(location.href, { method: "HEAD" }).then(answer => { if (answer.url.includes("/login?next=")) location.reload(); }).catch(() => {});
+    setTimeout(connect, Math.min(15000, 500 * 2 ** tries++) * (0.5 + Math.random()));
+  };
 }
 document.addEventListener("visibilitychange", () => { if (document.hidden) socket?.close(); else { heard = performance.now(); if (!socket) connect(); } });
 setInterval(() => { if (!document.hidden) tell(); }, 1000);
