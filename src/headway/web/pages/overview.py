@@ -256,6 +256,15 @@ def _job(job: Job) -> str:
     return f"/jobs/{quote(job.id, safe='')}"
 
 
+def moving(hour: Series, at: datetime) -> float:
+    """Items per second over the last five minutes that are over; of work that began after that, since it did."""
+    past, now = [point.done for point in hour.points[:-1]], hour.points[-1].done
+    if not any(past[-5:]):
+        return now / max(1.0, at.timestamp() % 60)
+    minutes = 5 if any(past[:-5]) else next(left for left in range(5, 0, -1) if past[-left])
+    return sum(past[-minutes:]) / (60 * minutes)
+
+
 def ticks(series: Series) -> list[tuple[float, str]]:
     """The time axis of a line from its first point to its last that is over: moments that people name, a quarter of an
     hour, six hours or a day apart, and none so near an end that its words would be cut."""
@@ -279,7 +288,7 @@ async def overview(pages: Pages, request: Request) -> Response:
     return pages.answer(
         request, "overview.html", now=now.at, refresh=15, found=now, needs=all_, running=running,
         open=sum(not need.seen for need in all_),
-        rate=sum(point.done for point in now.hour.points[-6:-1]) / 300, success=100 * now.hour.done / tried if tried else None,
+        rate=moving(now.hour, now.at), success=100 * now.hour.done / tried if tried else None,
         ready=max((line.forecast.late for line in running if line.forecast), default=None)
         if all(line.forecast for line in running) else None,
         others=[line for line in now.lines if not line.job.holder], ticks=ticks(now.series), range=range, ranges=tuple(RANGES),
