@@ -59,7 +59,8 @@ REQUIRED = {
     "completion": "bash", "relay": "--once", "worker": "--app no_such_module:queue", "task show": "t", "task cancel": "t --yes",
     "task retry": "t --yes", "queue pause": "low", "queue resume": "low", "queue limit": "queue low",
     "queue migrate": "--to rq --app no_such_module:queue", "queue set": "batch 5", "queue unset": "batch",
-    "workers drain": "w", "workers stop": "w --yes", "serve": "--host no.such.host.invalid", "demo": "surplus",
+    "workers drain": "w", "workers stop": "w --yes", "workers remove": "w",
+    "serve": "--host no.such.host.invalid", "demo": "surplus",
     "token create": "anna --role viewer", "token revoke": "nobody --yes",
     "alerts ack": "1", "alerts mute": "backlog --for 1h", "alerts unmute": "backlog",
 }  # fmt: skip

@@ -29,7 +29,7 @@ from headway.ledger import Done, Ledger
 from headway.ledger.values import NewItem
 from headway.queue.supervisor import END_SECONDS
 from headway.queue.taskqueue import TaskQueue
-from headway.web.auth import PUBLIC
+from headway.web.gate import PUBLIC
 from headway.web.server import PORT
 from tests.services.postgres import PostgresServer
 from tests.services.redis import RedisServer

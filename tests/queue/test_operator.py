@@ -130,6 +130,20 @@ def test_a_worker_that_was_taken_for_lost_and_is_not_is_shown_alive(queue: TaskQ
     queue.drain("w-back", by="root")
 
 
+@pytest.mark.parametrize("redis_url", ["database"], indirect=True)
+def test_a_worker_that_has_ended_is_taken_off_the_list_and_one_that_works_is_not(queue: TaskQueue, start: Start):
+    Worker(queue, name="w-ended").run(burst=True)
+    start("w-works")
+    with pytest.raises(InvalidInput, match="w-works is idle: it has not ended"):
+        queue.remove_worker("w-works", by="root")
+    queue.remove_worker("w-ended", by="root")
+    assert [one.name for one in read_workers(queue).workers] == ["w-works"]
+    assert queue.database.all("SELECT actor, action FROM audit") == [("root", "worker.remove")]
+    with pytest.raises(NotFound, match="no worker w-ended"):
+        queue.remove_worker("w-ended", by="root")
+    queue.drain("w-works", by="root")
+
+
 # ---- the user's place in Redis ---------------------------------------------------------------------------------------
 
 

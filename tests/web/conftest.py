@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 import pytest
+from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from headway._sql import connect as open_database
@@ -135,6 +136,12 @@ def until_closed(socket: ClientConnection) -> None:
     """Read until the server closes the connection."""
     while True:
         news(socket)
+
+
+def answer_of(refused: InvalidStatus) -> tuple[int, str]:
+    """Status and error of a live connection that was refused; the same as of any other request."""
+    answer = Answer(refused.response.status_code, http.client.HTTPMessage(), bytes(refused.response.body or b""))
+    return answer.status, answer.error
 
 
 def news(socket: ClientConnection, timeout: float = 30) -> dict[str, Any]:

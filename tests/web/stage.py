@@ -15,6 +15,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from headway.config import Config
 from headway.views.reading import Reader
 from headway.web.pages import routes
+from headway.web.pages.render import Pages
 from headway.web.site import Flash, Role, Site, User
 
 
@@ -38,12 +39,12 @@ class Stage:
         self.site = Site(self.url, None, settings, Reader(settings))
 
     def app(self) -> ASGIApp:
-        inner = Starlette(routes=[WebSocketRoute("/api/v1/live", self._live), *routes(self.site)])
+        inner = Starlette(routes=[WebSocketRoute("/api/v1/live", self._live), *routes(Pages(self.site))])
 
         async def door(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] in ("http", "websocket"):
                 scope["headway.user"] = User(self.name, self.role)
-                scope["headway.csrf"] = "token-of-the-form"
+                scope["headway.csrf"] = "0123456789abcdef" * 2
                 scope["headway.flash"] = self.flash
             await inner(scope, receive, send)
 

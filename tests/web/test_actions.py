@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from headway.config import Config
 from headway.errors import InvalidInput, NotFound, Refused
 from headway.ledger import Hold
 from headway.queue.taskqueue import TaskQueue
+from headway.queue.worker import Worker
 from headway.views.reading import Reader
 from headway.web import actions
 from headway.web.auth import Access
 from headway.web.problems import Forbidden
 from headway.web.site import Flash, Site, User
+from tests.services.waiting import eventually
 from tests.web.conftest import Web
 from tests.web.test_auth import log_in
 
@@ -79,11 +82,55 @@ def test_a_worker_is_told_to_end_and_one_that_has_ended_is_not(reader: Reader, d
     with pytest.raises(InvalidInput, match="is ended"):
         actions.end_worker(reader, OPERATOR, ended.name, "drain")
     with TaskQueue(database) as queue:
-        queue.database.write("UPDATE task_workers SET state = 'idle', ended_at = NULL")
+        queue.database.write("UPDATE task_workers SET state = 'idle', ended_at = NULL, seen_at = ?", (time.time(),))
     assert actions.end_worker(reader, OPERATOR, ended.name, "drain").text.endswith("finishes what it runs, and ends.")
     assert reader.workers().workers[0].wanted == "drain"
     with pytest.raises(NotFound):
         actions.end_worker(reader, OPERATOR, "nobody", "stop")
+
+
+@pytest.mark.req("S2-41")
+def test_a_lost_worker_is_taken_off_the_list_and_one_that_works_is_not(reader: Reader):
+    [worker] = reader.workers().workers
+    living = "UPDATE task_workers SET state = 'idle', owner = '{}', ended_at = NULL, seen_at = ?"
+    reader.database.write(living, (time.time(),))
+    with pytest.raises(InvalidInput, match="has not ended"):
+        actions.remove_worker(reader, OPERATOR, worker.name)
+    reader.database.write("UPDATE task_workers SET state = 'lost', ended_at = seen_at")
+    acted = actions.remove_worker(reader, OPERATOR, worker.name, reason="replaced")
+    assert acted.text == f"The worker {worker.name} is off the list."
+    assert last(reader) == ("olga", "worker.remove", {"worker": worker.name, "state": "lost", "reason": "replaced"})
+    assert reader.workers().workers == ()
+    with pytest.raises(NotFound):
+        actions.remove_worker(reader, OPERATOR, worker.name)
+
+
+def test_a_worker_of_which_nothing_was_heard_is_lost_also_while_nobody_is_there_to_mark_it(reader: Reader):
+    """The last one that was there to mark it was itself."""
+    [worker] = reader.workers().workers
+    silent = "UPDATE task_workers SET state = 'idle', owner = '{}', ended_at = NULL, seen_at = ?"
+    for seconds, state in ((1, "idle"), (60, "lost")):
+        reader.database.write(silent, (time.time() - seconds,))
+        assert reader.workers().workers[0].state == state
+    actions.remove_worker(reader, OPERATOR, worker.name)
+    assert last(reader)[2]["state"] == "lost"
+
+
+def test_a_worker_that_was_taken_off_the_list_and_lives_is_back_with_its_next_sign_of_life(
+    reader: Reader, database: str
+):
+    with TaskQueue(database) as queue:
+        worker = Worker(queue)
+
+        def look(task: object, payload: object) -> None:
+            reader.database.write("UPDATE task_workers SET state = 'lost', ended_at = seen_at WHERE ended_at IS NULL")
+            actions.remove_worker(reader, OPERATOR, worker.name)
+            eventually(lambda: worker.name in [one.name for one in reader.workers().workers if one.state == "busy"])
+
+        queue.handler("look", isolation="none", retries=0)(look)
+        task = queue.submit("look", None)
+        worker.run(burst=True)
+        assert queue.get(task.id).status == "COMPLETED"
 
 
 def test_a_job_is_forgotten_by_an_admin_alone(reader: Reader):

@@ -18,12 +18,13 @@ from headway.config import Config
 from headway.errors import ConfigError
 from headway.views.reading import Reader
 from headway.web import tokens
+from headway.web.addresses import is_loopback, networks, peer_of
 from headway.web.auth import Access, Known
 from headway.web.problems import Throttled
 from headway.web.site import THREADS, WAITING, Site, User
-from headway.web.throttle import GUESSES, Throttle, networks, peer_of
+from headway.web.throttle import GUESSES, Throttle
 from tests.services.waiting import eventually
-from tests.web.conftest import Servers, Web, make_tokens, news, until_closed
+from tests.web.conftest import Servers, Web, answer_of, make_tokens, news, until_closed
 
 
 def visit(web: Web) -> tuple[str, dict[str, str]]:
@@ -71,6 +72,27 @@ def test_what_came_through_a_proxy_is_not_from_this_machine(opened: Web):
     assert opened.ask("/api/v1/jobs", X_Forwarded_For="127.0.0.1").status == 401
     assert opened.ask("/api/v1/jobs", Forwarded="for=127.0.0.1").status == 401
     assert opened.ask("/api/v1/jobs", X_Real_IP="127.0.0.1").status == 401
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_who_comes_from_this_machine_to_a_socket_of_both_families_is_from_this_machine(serve: Servers):
+    """Such a socket writes 127.0.0.1 as ::ffff:127.0.0.1."""
+    web = serve("--host", "::ffff:127.0.0.1")
+    port = web.address.rpartition(":")[2]
+    for name in (f"127.0.0.1:{port}", f"[::ffff:127.0.0.1]:{port}"):
+        near = Web(f"http://{name}", web.process)
+        assert near.ask("/api/v1/jobs").status == 200
+        with near.live() as page:
+            assert "full" in news(page)
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [("127.0.0.1", True), ("127.8.9.1", True), ("::1", True), ("::ffff:127.0.0.1", True), ("::ffff:10.0.0.1", False),
+     ("::", False), ("0.0.0.0", False), ("10.0.0.1", False), ("127.0.0.1.evil.example", False), ("localhost", False)],
+)  # fmt: skip
+def test_an_address_of_this_machine_is_known_however_it_is_written(text: str, near: bool):
+    assert is_loopback(text) is near
 
 
 def test_the_first_token_closes_a_running_server_and_the_last_one_does_not_open_it(serve: Servers, database: str):
@@ -409,8 +431,9 @@ def test_a_page_of_another_site_changes_nothing(closed: Web, headers: dict[str, 
 
 @pytest.mark.parametrize("headers", FOREIGN, ids=str)
 def test_a_page_of_another_site_opens_no_live_connection(closed: Web, headers: dict[str, str]):
-    with pytest.raises(InvalidStatus), closed.live(token="viewer", **headers):
+    with pytest.raises(InvalidStatus) as refused, closed.live(token="viewer", **headers):
         pass
+    assert answer_of(refused.value) == (403, "Forbidden")
 
 
 def test_a_script_of_another_site_reads_nothing_of_an_open_server(opened: Web):
@@ -435,8 +458,10 @@ def test_a_cookie_alone_changes_nothing_and_a_form_of_another_session_neither(cl
 
 
 def test_a_live_connection_is_refused_to_who_is_not_known(closed: Web):
-    with pytest.raises(InvalidStatus), closed.live():
-        pass
+    for token, expected in ((None, (401, "Unauthenticated")), ("hw_none", (401, "Unauthenticated"))):
+        with pytest.raises(InvalidStatus) as refused, closed.live(token=token):
+            pass
+        assert answer_of(refused.value) == expected
 
 
 def test_a_live_connection_ends_when_its_token_is_revoked(serve: Servers, database: str):

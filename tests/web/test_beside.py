@@ -96,6 +96,8 @@ def test_a_server_that_dies_ends_no_run_and_is_spoken_of_at_its_end(spawn_cli: S
     assert web.ask("/healthz").status == 200
     [server] = children(run.pid)
     os.kill(server, signal.SIGKILL)
+    # It is dead once it is a zombie of the run; at its low priority that may take longer than the rest of the run.
+    eventually(lambda: " Z " in Path(f"/proc/{server}/stat").read_text())
     (place / "free").touch()
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Self
 
 import pytest
@@ -11,10 +12,13 @@ import uvicorn
 from axe_playwright_python.base import AXE_FILE_PATH  # type: ignore[import-untyped]  # it has no types
 from playwright.sync_api import Browser, Page, Response, expect, sync_playwright
 
+from headway._sql import connect
 from headway.ledger import Done, Ledger
+from headway.web import tokens
 from tests.services.chromium import find
 from tests.services.waiting import eventually
 from tests.web import scene
+from tests.web.conftest import Servers, Web, make_tokens
 from tests.web.scene import INVOICES
 from tests.web.stage import Stage
 
@@ -299,3 +303,77 @@ def test_the_chosen_theme_stays(chromium: Browser, served: Served, stage: Stage)
         visit.page.get_by_role("button", name="Switch to the dark theme").click()
         visit.page.goto("/jobs")
         expect(visit.page.locator("html")).to_have_attribute("data-theme", "dark")
+
+
+def test_the_login_and_the_errors_are_pages_like_the_others(chromium: Browser, closed: Web):
+    with Visit(chromium, closed.address) as visit:
+        page = visit.page
+
+        def looked_at() -> dict[str, list[str]]:
+            page.evaluate(AXE)
+            return {
+                f"{theme} {width}": wrong for theme, width, rules in LOOKS if (wrong := look(page, theme, width, rules))
+            }
+
+        page.goto("/jobs?state=dead")
+        assert looked_at() == {}
+        page.get_by_label("Token").fill("hw_000000000000_wrong")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("alert")).to_have_text("This token is not known, or has ended.")
+        assert looked_at() == {}
+        assert visit.wrong == []
+        page.get_by_label("Token").fill(closed.tokens["viewer"])
+        page.keyboard.press("Enter")
+        page.wait_for_url("**/jobs?state=dead")
+        for path, text in (
+            ("/nothing", "There is nothing under /nothing"),
+            ("/actions/retry", "is not how this is asked"),
+        ):
+            page.goto(path)
+            expect(page.get_by_role("heading", level=1)).to_contain_text(text)
+            expect(page.get_by_role("link", name="Overview", exact=True)).to_be_visible()
+            assert looked_at() == {}
+
+
+def test_a_page_that_was_loaded_while_the_store_was_away_says_so_once_and_becomes_whole_by_itself(
+    chromium: Browser, serve: Servers, database: str
+):
+    web = serve("--database", database)
+    path = Path(database.removeprefix("sqlite:///"))
+    files = [path, Path(f"{path}-wal"), Path(f"{path}-shm")]
+    with Visit(chromium, web.address) as visit:
+        page = visit.page
+        page.goto("/")
+        page.get_by_text("Live", exact=True).wait_for()
+        for file in files:
+            file.rename(f"{file}-away")
+        eventually(lambda: web.ask("/readyz").status == 503)
+        page.goto("/jobs")
+        page.get_by_text("Store unreachable").first.wait_for()
+        page.locator(".live", has_text="Store unreachable").wait_for()
+        assert page.get_by_role("alert").filter(visible=True).count() == 1
+        for file in files:
+            Path(f"{file}-away").rename(file)
+        page.get_by_role("link", name="ads", exact=True).wait_for()
+
+
+@pytest.mark.parametrize("how", ["while it is open", "while the server is away"])
+def test_a_page_of_somebody_who_is_not_known_any_more_leads_to_the_login(
+    chromium: Browser, serve: Servers, database: str, how: str
+):
+    """It would say for ever that it is disconnected and trying again."""
+    made = make_tokens(database)
+    web = serve("--database", database)
+    with Visit(chromium, web.address) as visit:
+        page = visit.page
+        page.goto("/jobs")
+        page.get_by_label("Token").fill(made["viewer"])
+        page.keyboard.press("Enter")
+        page.get_by_text("Live", exact=True).wait_for()
+        if how != "while it is open":
+            web.kill()
+        with connect(database) as store:
+            tokens.revoke(store, made["viewer"].split("_")[1], by="test")
+        if how != "while it is open":
+            serve("--database", database, "--port", web.address.rpartition(":")[2])
+        page.wait_for_url("**/login?next=/jobs", timeout=30_000)

@@ -7,11 +7,13 @@ import contextlib
 import http.server
 import inspect
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -26,6 +28,7 @@ from headway.views.shape import Document, plain
 from headway.web.site import NAME
 from tests.cli.test_json import CALLS
 from tests.services.redis import RedisServer
+from tests.services.waiting import eventually
 from tests.web.conftest import Servers, Web
 from tests.web.test_pages_of_the_dead import fail, failed
 
@@ -431,3 +434,99 @@ def test_an_answer_that_comes_in_drops_is_not_waited_for_without_end():
         finally:
             gone.set()
             thread.join()
+
+
+class Tired(http.server.BaseHTTPRequestHandler):
+    """Closes each connection after one answer and does not say so, as a server does with what is idle for some seconds."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        body = b'{"schema": "headway.acted/1", "action": "queue.resume", "text": "", "touched": 1, "queues": []}'
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        self.close_connection = True
+
+    do_POST = do_GET  # noqa: N815 - its name there
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class TiredServer(http.server.ThreadingHTTPServer):
+    """Counts the connections that it has closed."""
+
+    closed = 0
+
+    def shutdown_request(self, request: Any) -> None:
+        super().shutdown_request(request)
+        self.closed += 1
+
+
+def test_a_change_is_made_on_a_new_connection_when_the_server_closed_the_kept_one():
+    """Who changes something once a minute must not be told each time that the server is away."""
+    server = TiredServer(("127.0.0.1", 0), Tired)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with Client(f"http://127.0.0.1:{server.server_port}", timeout=10) as client:
+            for asked in range(1, 4):
+                assert client.resume("low").touched == 1
+                eventually(lambda asked=asked: server.closed == asked)  # type: ignore[misc]  # of this round
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_forked_child_asks_on_a_connection_of_its_own(closed: Web):
+    """On the parent's, each of the two would read answers that were meant for the other."""
+    with Client(closed.address, closed.tokens["admin"]) as client:
+        client.queues()
+        child = os.fork()
+        if not child:
+            wrong = 1
+            with contextlib.suppress(BaseException):
+                wrong = sum(client.job("ads").job.id != "ads" for _ in range(200))
+            os._exit(int(bool(wrong)))
+        answers = [client.queues().queues[0].queue for _ in range(200)]
+        _, status = os.waitpid(child, 0)
+    assert (os.waitstatus_to_exitcode(status), set(answers)) == (0, {"urgent"})
+
+
+class Dying(http.server.BaseHTTPRequestHandler):
+    """Dies in the middle: of the head, of a body whose length it said, of one in chunks; or says less than it announced."""
+
+    how = ""
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        body = b'{"schema": "headway.jobs/1", "jobs": [], "next": null}'
+        if self.how == "head":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-")
+        elif self.how == "length":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body) + 9, body))
+        elif self.how == "chunks":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(body), body))
+        elif self.how == "nothing":
+            pass
+        self.close_connection = True
+
+    do_POST = do_GET  # noqa: N815 - its name there
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("how", ["head", "length", "chunks", "nothing"])
+def test_an_answer_that_breaks_off_is_no_answer(how: str):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Dying,), {"how": how}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with Client(f"http://127.0.0.1:{server.server_port}", timeout=10) as client:
+            for _ in range(2):  # also on the second try: nothing of the first is left over
+                with pytest.raises(Unavailable):
+                    client.jobs()
+                with pytest.raises(Unavailable):
+                    client.resume("low")
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -27,7 +27,7 @@ from headway.web.tickets import ticket
 from tests.services.postgres import PostgresServer
 from tests.services.proxy import TcpProxy
 from tests.services.waiting import eventually
-from tests.web.conftest import Servers, Web, make_tokens, news, until_closed
+from tests.web.conftest import Servers, Web, answer_of, make_tokens, news, until_closed
 from tests.web.test_auth import log_in
 
 
@@ -261,6 +261,9 @@ def test_a_store_that_is_away_is_said_what_was_known_stays_and_nothing_is_opened
         assert web.ask("/api/v1/jobs").status == 401
         assert web.ask("/api/v1/settings", token=made["viewer"]).status == 200  # who was known stays known
         assert web.ask("/api/v1/jobs", token=made["admin"]).status == 503  # nobody can say whether it is one
+        with pytest.raises(InvalidStatus) as refused, web.live(token=made["admin"]):
+            pass
+        assert answer_of(refused.value) == (503, "Unavailable")
         if how == "refused":
             assert web.ask("/api/v1/jobs", token=made["viewer"]).error == "Unavailable"
         proxy.pass_through()
@@ -374,8 +377,9 @@ def test_one_person_cannot_take_the_connections_of_all(fresh: Web):
     with ExitStack() as sockets:
         for _ in range(EACH):
             news(sockets.enter_context(fresh.live(token="user")))
-        with pytest.raises(InvalidStatus), fresh.live(token="user"):
+        with pytest.raises(InvalidStatus) as refused, fresh.live(token="user"):
             pass
+        assert answer_of(refused.value) == (503, "Unavailable")
         with fresh.live(token="other") as page, fresh.live(token="viewer"):
             assert "t-ben" in news(page)["full"]["tasks"]
 

@@ -6,9 +6,10 @@ import gzip
 import json
 import re
 from collections.abc import Iterator
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import quote, urljoin, urlsplit
 
 import pytest
 from starlette.testclient import TestClient
@@ -19,8 +20,9 @@ from headway.ledger.values import Done
 from headway.queue import records
 from headway.queue.values import Priority
 from headway.views.overview import read_task_causes
+from headway.web import actions
 from headway.web.pages.static import Assets
-from headway.web.site import Flash
+from headway.web.site import Flash, User
 from tests.web import scene
 from tests.web.scene import HOSTILE, INVOICES
 from tests.web.stage import Stage
@@ -165,7 +167,7 @@ def test_every_link_of_every_page_leads_somewhere(client: TestClient):
 
 def test_a_page_with_its_style_sheet_and_scripts_is_small(client: TestClient):
     assets = Assets()
-    for path in ("/", f"/jobs/{INVOICES}", "/dead", "/queues"):
+    for path in (*PATHS, "/alerts"):
         page = client.get(path)
         names = re.findall(r'(?:src|href)="(/static/[^"]+)"', page.text)
         whole = len(page.content) + sum(
@@ -316,7 +318,7 @@ def test_causes_are_rows_with_their_number_of_dead_items_in_the_button(client: T
     assert tasks
     assert len(forms) == len(causes) + len(tasks) + 2  # each cause, all items, all tasks
     hidden = [(field["name"], field["value"]) for field in page.all("input") if field.get("type") == "hidden"]
-    assert ("csrf", "token-of-the-form") in hidden
+    assert ("csrf", "0123456789abcdef" * 2) in hidden
     assert {("job", INVOICES), ("cause", str(causes[0].no)), ("next", "/dead"), ("tasks", str(tasks[0].no))} <= set(
         hidden
     )
@@ -341,10 +343,102 @@ def test_items_are_paged_by_index_and_every_count_leads_to_exactly_its_items(cli
     path: str | None = f"/jobs/{INVOICES}/items?state=dead"
     while path:
         html = client.get(path).text
-        found += re.findall(r'href="items/(\d+)"', html)
+        found += re.findall(r'href="item/(\d+)"', html)
         more = re.findall(r'class="btn" href="(\?[^"]+)">Next page', html)
         path = f"/jobs/{INVOICES}/items{more[0].replace('&amp;', '&')}" if more else None
     assert len(found) == len(set(found)) == job.dead
+
+
+def test_of_items_whose_keys_are_numbers_each_link_and_each_button_means_the_item_beside_it(tmp_path: Path):
+    """Keys from 1 on, as a table's ids are: the key of each is the index of the next."""
+    url = f"sqlite:///{tmp_path}/numbers.db"
+    with Ledger.open(url) as ledger:
+        job = ledger.create("orders")
+        job.register([NewItem(idx, "{}", str(idx + 1)) for idx in range(4)])
+        scene.fail(job, ledger.hold(job, {}), {1: "fetch", 2: "parse"}, times=3)
+    stage = Stage(url, "admin")
+    with client_of(stage) as client:
+        listed = client.get("/jobs/orders/items?state=dead").text
+        links = re.findall(r'href="(item/\d+)">(\d+)<', listed)
+        assert [key for _, key in links] == ["2", "3"]
+        for link, key in links:
+            page = client.get(f"/jobs/orders/{link}").text
+            assert f"<h1>{key}</h1>" in page
+            assert f"Retry {key} of orders" in page
+        for key in ("2", "3"):  # typed by somebody, it is a key
+            assert client.get(f"/jobs/orders/items?key={key}").headers["location"] == f"/jobs/orders/items/{key}"
+            assert f"<h1>{key}</h1>" in client.get(f"/jobs/orders/items/{key}").text
+        examples = re.findall(r'href="/jobs/orders/item/(\d+)">(\d+)</a>, 3 tries', client.get("/dead").text)
+        assert examples
+        assert all(int(idx) + 1 == int(key) for idx, key in examples)
+        acted = actions.FORMS["retry"](stage.site.reader, User("ada", "admin"), {"job": "orders"}, ["1"])
+    assert (acted.touched, stage.site.reader.item("orders", "2").item.status) == (1, "pending")
+    stage.site.close()
+
+
+@pytest.mark.parametrize("key", [".", "..", "a/../b", "%", "?x#y", "💩", "a b", "é", "<b>", "//x", "\\"])
+def test_an_item_with_an_odd_key_is_found_and_shown(tmp_path: Path, key: str):
+    url = f"sqlite:///{tmp_path}/odd.db"
+    with Ledger.open(url) as ledger:
+        ledger.create("odd").register([NewItem(0, "{}", "first"), NewItem(1, "{}", key)])
+    stage = Stage(url)
+    with client_of(stage) as client:
+        for path in ("/find?q=", "/jobs/odd/items?key="):
+            found = client.get(path + quote(key, safe="")).headers["location"]
+            assert urljoin("http://h/jobs/odd/items", found) == f"http://h{found}"  # as a browser goes there
+            assert f"<h1>{escape(key)}</h1>" in client.get(found).text
+    stage.site.close()
+
+
+def test_one_item_is_shown_without_a_look_at_the_times_of_all_the_others(url: str):
+    """Counted where SQLite executes them: how long a million items took is read for the page of the job alone."""
+    stage = Stage(url)
+    database = stage.site.reader.database
+    statements: list[str] = []
+    connection = database._take()
+    database._give(connection)
+    connection.set_trace_callback(statements.append)
+    with client_of(stage) as client:
+        assert client.get(f"/jobs/{INVOICES}/items/inv-2025-000003").status_code == 200
+        assert client.get(f"/jobs/{INVOICES}/items?state=dead").status_code == 200
+        assert statements
+        assert [text for text in statements if "ORDER BY seconds" in text] == []
+        client.get(f"/jobs/{INVOICES}")
+        assert [text for text in statements if "ORDER BY seconds" in text] != []
+    stage.site.close()
+
+
+def test_a_failed_task_shows_where_it_failed_and_not_to_the_person_it_was_for(client: TestClient, stage: Stage):
+    [task, *_] = [one for one in stage.site.reader.tasks(status="FAILED").tasks if one.user_id]
+    page = read(client, f"/tasks/{task.id}").text
+    assert "web/scene.py" in page
+    assert "raise " in page
+    stage.role, stage.name = "user", str(task.user_id)
+    page = read(client, f"/tasks/{task.id}").text
+    assert "scene.py" not in page
+    assert "Run 1" in page
+    own = stage.site.reader.task(task.id, user_id=task.user_id)
+    assert [run.traceback for run in own.runs] == [None] * len(own.runs)
+
+
+def test_an_item_shows_what_it_printed(tmp_path: Path):
+    url = f"sqlite:///{tmp_path}/printed.db"
+    with Ledger.open(url) as ledger:
+        job = ledger.create("talks")
+        job.register([NewItem(0, "{}", "a")])
+        job.record([Failed(0, Failure("ValueError", "no"), printed="page 1 of <3>\n")], hold=ledger.hold(job, {}))
+    stage = Stage(url)
+    with client_of(stage) as client:
+        assert "page 1 of &lt;3&gt;" in client.get("/jobs/talks/items/a").text
+    stage.site.close()
+
+
+def test_a_lost_worker_is_removed_where_the_overview_names_it(client: TestClient, stage: Stage):
+    page = client.get("/").text
+    assert 'aria-label="Remove worker-d"' in page
+    assert 'aria-label="Remove worker-a"' not in client.get("/workers").text
+    stage.role = "viewer"
+    assert "Remove" not in client.get("/").text
 
 
 def test_a_person_sees_how_far_their_own_task_is(client: TestClient, stage: Stage):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -24,6 +25,7 @@ from headway.views.series import Point, Series, read_job_series, read_series
 from headway.views.speed import pace
 from headway.web.pages import draw
 from headway.web.pages.jobs import frames, map_sentence
+from headway.web.pages.overview import moving
 from headway.web.pages.render import part, since, span, when
 from tests.web import scene
 
@@ -327,8 +329,6 @@ def test_times_are_said_as_people_say_them():
 
 
 def scene_time(day: int, hour: int):
-    from datetime import UTC, datetime
-
     return datetime(2026, 11, day, hour, tzinfo=UTC)
 
 
@@ -343,3 +343,21 @@ def test_own_frames_come_first_and_what_cannot_be_read_is_left_out():
     assert [frame.place for frame in library] == ["httpx/_client.py:1054 in get"]
     assert frames(None) == ([], [])
     assert frames("no traceback at all") == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("before", "past", "now", "rate"),
+    [
+        (0, [0, 0, 0, 0, 0], 0, 0.0),
+        (9, [60, 60, 60, 60, 60], 7, 1.0),
+        (9, [0, 0, 0, 0, 60], 7, 0.2),  # work that comes now and then
+        (0, [0, 0, 0, 60, 60], 7, 1.0),  # it began two minutes ago
+        (0, [0, 0, 0, 0, 0], 60, 2.0),  # it began half a minute ago
+        (9, [0, 0, 0, 0, 0], 60, 2.0),  # it goes on since half a minute
+    ],
+)
+def test_work_that_only_began_is_moving_from_its_first_minute_on(before: int, past: list[int], now: int, rate: float):
+    counts = [before, *past, now]
+    points = tuple(Point(minute, done, 0, 0.0) for minute, done in enumerate(counts))
+    at = datetime.fromtimestamp(60 * (len(counts) - 1) + 30, UTC)
+    assert moving(Series(1, points), at) == pytest.approx(rate)

@@ -188,3 +188,42 @@ def test_a_file_that_was_moved_away_is_never_shown_as_fine_and_is_when_it_is_bac
         for file in files:
             Path(f"{file}-away").rename(file)
         eventually(lambda: statuses() == {200})
+
+
+def answer_to(web: Web, text: bytes) -> bytes:
+    """What comes back on a connection of its own, to its end."""
+    host, port = web.host.split(":")
+    found = b""
+    with socket.create_connection((host, int(port)), 30) as connection:
+        connection.sendall(text)
+        while some := connection.recv(65_536):
+            found += some
+    return found
+
+
+def test_head_answers_as_get_does_without_the_body_and_a_wrong_method_is_told_the_right_one(opened: Web):
+    for path in ("/", "/jobs", "/api/v1/jobs", "/api/v1/queues", "/metrics", "/healthz"):
+        answer = opened.ask(path, method="HEAD")
+        assert (answer.status, answer.body) == (200, b""), path
+        assert answer.headers["Content-Type"] == opened.ask(path).headers["Content-Type"]
+    assert opened.ask("/api/v1/jobs", method="OPTIONS").headers["Allow"] == "GET"
+    refused = opened.ask("/actions/retry")
+    assert (refused.status, refused.headers["Allow"]) == (405, "POST")
+
+
+@pytest.mark.parametrize("target", ["*", "/x", "//x/y", "/%2f", "/actions/", "/jobs/", "/static/", "/api/v1"])
+def test_an_odd_target_is_not_found_and_never_a_failure_of_the_server(opened: Web, target: str):
+    for method in ("GET", "OPTIONS", "DELETE"):
+        if target != "*" or method == "OPTIONS":
+            text = f"{method} {target} HTTP/1.1\r\nHost: {opened.host}\r\nConnection: close\r\n\r\n"
+            assert answer_to(opened, text.encode()).split(b" ")[1] in (b"404", b"405", b"415")
+
+
+def test_a_body_in_chunks_is_taken_and_one_without_an_end_is_too_large(opened: Web):
+    head = (
+        f"POST /api/v1/queues/low/resume HTTP/1.1\r\nHost: {opened.host}\r\nConnection: close\r\n"
+        "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    ).encode()
+    assert b"The queue low" in answer_to(opened, head + b'7\r\n{"reaso\r\n6\r\nn":""}\r\n0\r\n\r\n')
+    chunk = b"8000\r\n" + b" " * 0x8000 + b"\r\n"
+    assert b" 413 " in answer_to(opened, head + chunk * 32).split(b"\r\n")[0]

@@ -124,6 +124,7 @@ EXAMPLES: dict[str, str] = {
     "workers": "headway workers --json",
     "workers drain": "headway workers drain web-1.4711.a1b2c3d4",
     "workers stop": "headway workers stop web-1.4711.a1b2c3d4",
+    "workers remove": "headway workers remove web-1.4711.a1b2c3d4",
     "watch": "headway watch --queue digits --channel digits:events --stuck-timeout 3600",
     "relay": "headway relay --status",
     "serve": "headway serve --open",

@@ -398,3 +398,13 @@ def stop(name: str, database: str | None, *, yes: bool) -> None:
         confirm(f"Stop worker {name}, and put what it runs back into its queue?", yes=yes)
         opened.stop(name, by=who())
         say(f"Worker {name} is asked to stop: it hears it within seconds.")
+
+
+@workers.command("remove")
+@click.argument("name")
+@database_option
+def remove(name: str, database: str | None) -> None:
+    """Take a worker that was lost or has ended off the list, where it stays for a day otherwise."""
+    with open_queue(database) as opened:
+        opened.remove_worker(name, by=who())
+        say(f"Worker {name} is off the list.")

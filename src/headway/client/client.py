@@ -261,7 +261,9 @@ class Client:
 
     # ---- changing ----------------------------------------------------------------------------------------------------
 
-    def retry_dead(self, job: str, *, cause: int | None = None, items: Sequence[str] = (), reason: str = "") -> Acted:
+    def retry_dead(
+        self, job: str, *, cause: int | None = None, items: Sequence[str | int] = (), reason: str = ""
+    ) -> Acted:
         return self._act(f"/jobs/{part(job)}/retry", cause=cause, items=list(items), reason=reason)
 
     def retry_all_dead(self, *, reason: str = "") -> Acted:
@@ -310,6 +312,10 @@ class Client:
 
     def stop_worker(self, worker: str, *, reason: str = "") -> Acted:
         return self._act(f"/workers/{part(worker)}/stop", reason=reason)
+
+    def remove_worker(self, worker: str, *, reason: str = "") -> Acted:
+        """One that was lost or has ended."""
+        return self._act(f"/workers/{part(worker)}/remove", reason=reason)
 
     def acknowledge(self, alert: int, *, reason: str = "") -> Acted:
         return self._act(f"/alerts/{alert}/acknowledge", reason=reason)

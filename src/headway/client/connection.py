@@ -6,12 +6,16 @@ It follows no redirection, because the token would go with it, and takes no pass
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import json
+import os
 import re
+import selectors
 import socket
 import ssl
 import threading
 import time
+import weakref
 from typing import Any, Final
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -27,6 +31,9 @@ TIMEOUT: Final = 30.0
 LARGEST: Final = 256_000_000
 
 _SENDABLE = re.compile(r"[\x21-\x7e]{0,4096}")
+
+
+_ALL: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 class Connection:
@@ -58,6 +65,7 @@ class Connection:
         self._token, self._timeout = token, timeout
         self._lock = threading.Lock()
         self._open: http.client.HTTPConnection | None = None
+        _ALL.add(self)
 
     def get(self, path: str, **parameters: Any) -> Any:
         given = {name: _text(value) for name, value in parameters.items() if value is not None}
@@ -72,8 +80,10 @@ class Connection:
 
     def _ask(self, method: str, path: str, body: Any) -> Any:
         with self._lock:
-            # A kept connection may have been closed meanwhile. Then a question is asked again; what changes something may
-            # have been done already, so that the trouble is said instead.
+            if self._open is not None and _was_closed(self._open):
+                self._drop()  # nothing was sent on it: what changes something may go on another
+            # One that closes just now is not seen. Then a question is asked again; what changes something may have been
+            # done already, so that the trouble is said instead.
             tries = 2 if self._open is not None and method == "GET" else 1
             while True:
                 tries -= 1
@@ -102,6 +112,8 @@ class Connection:
         text = _whole(response, end)
         if announced is not None and len(text) < min(announced, LARGEST + 1):
             raise http.client.IncompleteRead(text, announced - len(text))
+        if announced is None and not response.chunked and not text:
+            raise http.client.IncompleteRead(text)  # it broke off in the head, before it said how long it is
         if len(text) > LARGEST:
             self._drop()
             raise ServerRefused(f"The answer of {self.address} is larger than {LARGEST:,} bytes.")
@@ -133,6 +145,11 @@ class Connection:
                 self._open = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
         return self._open
 
+    def leave_to_parent(self) -> None:
+        """In a forked child, before anything else runs there: what the parent asks on its connection is not for us."""
+        self._lock = threading.Lock()
+        self._drop()
+
     def _drop(self) -> None:
         if self._open is not None:
             self._open.close()
@@ -145,6 +162,17 @@ class Connection:
         return Unavailable(
             f"The server at {self.address} cannot be reached: {reason}.", hint="Check that it runs: headway serve"
         )
+
+
+def _was_closed(connection: http.client.HTTPConnection) -> bool:
+    """Whether the other side closed it while nobody asked; a server does so after some seconds. Nothing else is to be read
+    from a connection whose last answer was read to its end."""
+    if connection.sock is None:
+        return False
+    waiting = selectors.DefaultSelector()
+    with waiting:
+        waiting.register(connection.sock, selectors.EVENT_READ)
+        return bool(waiting.select(0))
 
 
 def _whole(response: http.client.HTTPResponse, end: float) -> bytes:
@@ -169,7 +197,11 @@ def _text(value: Any) -> str:
 
 
 def _is_near(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.") or host == socket.gethostname()
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host in ("localhost", socket.gethostname())
+    return bool((getattr(address, "ipv4_mapped", None) or address).is_loopback)
 
 
 def _as_raised(status: int, error: dict[str, Any]) -> HeadwayError:
@@ -180,3 +212,11 @@ def _as_raised(status: int, error: dict[str, Any]) -> HeadwayError:
         by_status = {400: UsageError, 401: UsageError, 404: errors.NotFound, 503: Unavailable}
         kind = by_status.get(status, Refused if 400 <= status < 500 else StorageError)
     return kind(message, hint=hint)
+
+
+def _after_fork() -> None:
+    for connection in _ALL:
+        connection.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)

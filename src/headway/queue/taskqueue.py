@@ -417,6 +417,11 @@ class TaskQueue:
         """As `drain`, but at once: what it runs goes back into its queue, with no attempt counted."""
         return self._run(lambda tx: workers.end_worker(tx, worker, "stop", by=by), "stop")
 
+    def remove_worker(self, worker: str, *, by: str) -> None:
+        """Take a worker that was lost or has ended off the list; else it stays there for a day. Raises `NotFound`, and
+        `InvalidInput` for one that has not ended."""
+        self._run(lambda tx: workers.remove_worker(tx, worker, by=by), "remove")
+
     # ---- the database ------------------------------------------------------------------------------------------------
 
     @property

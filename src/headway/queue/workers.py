@@ -85,6 +85,33 @@ def end_worker(tx: Tx, name: str, how: Literal["drain", "stop"], *, by: str, rea
     return how
 
 
+def is_gone(owner: str, seen_at: float, now: float) -> bool:
+    """Whether a worker that did not say that it ended is lost all the same: its process is known to be dead, or nothing was
+    heard of it for long."""
+    found = read_owner(owner)
+    return (found is not None and found[0].is_dead) or now - seen_at > WORKER_SECONDS
+
+
+def remove_worker(tx: Tx, name: str, *, by: str, reason: str = "") -> None:
+    """Take a worker that was lost or has ended off the list, and write down who did. Should it live after all, its next sign
+    of life puts it back. Raises `NotFound`, or `InvalidInput` for one that has not ended."""
+    check_actor(by, reason)
+    check_text(name, "the name of a worker")
+    sql = f"SELECT state, owner, seen_at, ended_at FROM task_workers WHERE name = ?{LOCKED[tx.engine]}"
+    row = tx.one(sql, (name,))
+    if row is None:
+        raise NotFound(f"There is no worker {name}.", hint="List them: headway workers")
+    state, owner, seen_at, ended_at = row
+    if ended_at is None:
+        if not is_gone(owner, seen_at, tx.now()):
+            raise InvalidInput(
+                f"Worker {name} is {state}: it has not ended.", hint=f"Ask it to end: headway workers drain {name}"
+            )
+        state = "lost"  # nobody was there to write it down
+    tx.execute("DELETE FROM task_workers WHERE name = ?", (name,))
+    audit(tx, by, "worker.remove", {"worker": name, "state": state, "reason": reason})
+
+
 def lost(tx: Tx, names: Sequence[str]) -> set[str]:
     """Those of these that are taken for lost."""
     if not names:
@@ -102,8 +129,7 @@ def mark_lost(tx: Tx, *, clock_was_set: bool = False) -> None:
         (now, 0.0 if clock_was_set else now + WORKER_SECONDS),
     )
     for name, owner, seen_at in tx.all("SELECT name, owner, seen_at FROM task_workers WHERE ended_at IS NULL"):
-        found = read_owner(owner)
-        if (found is not None and found[0].is_dead) or now - seen_at > WORKER_SECONDS:
+        if is_gone(owner, seen_at, now):
             tx.execute(
                 "UPDATE task_workers SET state = 'lost', ended_at = ? WHERE name = ? AND seen_at = ?",
                 (now, name, seen_at),

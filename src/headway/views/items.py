@@ -107,8 +107,8 @@ def read_items(
     return Items(job.id, page, page[-1].idx if len(found) > limit else None)
 
 
-def read_item(job: ledger.Job, name: str, *, payload: bool = False) -> ItemSheet:
-    """The item of that key or index."""
+def read_item(job: ledger.Job, name: str | int, *, payload: bool = False) -> ItemSheet:
+    """The item of that key or index; a number is an index and nothing else."""
     info = job.item(name)
     view = item_view(info)
     if payload:

@@ -241,15 +241,15 @@ def read_failed_ids(
     return [(int(no), str(id)) for no, id in rows]
 
 
-def find_item(database: Database, key: str) -> tuple[str, str] | None:
-    """(job, key) of the item with that key, in the job that changed last. Each job is asked by its index."""
+def find_item(database: Database, key: str) -> tuple[str, str, int] | None:
+    """(job, key, index) of the item with that key, in the job that changed last. Each job is asked by its index."""
     recent = [no for (no,) in database.all("SELECT no FROM jobs WHERE archived = 0 ORDER BY updated_at DESC LIMIT 100")]
     row = database.one(
-        "SELECT j.id, i.key FROM input_products i JOIN jobs j ON j.no = i.job "
+        "SELECT j.id, i.key, i.idx FROM input_products i JOIN jobs j ON j.no = i.job "
         f"WHERE i.job IN ({marks(len(recent))}) AND i.key = ? ORDER BY j.updated_at DESC LIMIT 1",
         (*recent, key),
     )
-    return (str(row[0]), str(row[1])) if row else None
+    return (str(row[0]), str(row[1]), int(row[2])) if row else None
 
 
 #: Of a cause with more dead letters than this it is not said when they died: reading them all would take too long.

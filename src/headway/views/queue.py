@@ -82,6 +82,7 @@ class TaskAttempt(NamedTuple):
     worker: Annotated[str | None, "who ran it"]
     at: Annotated[datetime, "when it ended"]
     seconds: Annotated[float | None, "how long it took"]
+    traceback: Annotated[str | None, "its traceback, cut to the last 4,000 characters; not for a role user"] = None
 
 
 class TaskSheet(NamedTuple):
@@ -183,33 +184,41 @@ def read_tasks(
     return Tasks(tuple(task_view(task) for task in found), found[-1].id if len(found) == limit else None)
 
 
-def read_task(queue: TaskQueue, id: str) -> TaskSheet:
+def read_task(queue: TaskQueue, id: str, *, tracebacks: bool = True) -> TaskSheet:
     task = queue.get(id)
     rows = queue.database.all(
-        "SELECT a.no, a.outcome, a.error, a.worker, a.at, a.seconds FROM task_attempts a JOIN tasks t ON t.no = a.task "
-        "WHERE t.id = ? ORDER BY a.no",
+        "SELECT a.no, a.outcome, a.error, a.worker, a.at, a.seconds, a.detail FROM task_attempts a "
+        "JOIN tasks t ON t.no = a.task WHERE t.id = ? ORDER BY a.no",
         (id,),
     )
     from headway.queue.values import moment
 
-    runs = [TaskAttempt(no, outcome, error, who, moment(at), took) for no, outcome, error, who, at, took in rows]
+    runs = [
+        TaskAttempt(no, outcome, error, who, moment(at), took, detail if tracebacks else None)
+        for no, outcome, error, who, at, took, detail in rows
+    ]
     return TaskSheet(task_view(task), tuple(runs))
 
 
 def read_workers(queue: TaskQueue) -> Workers:
+    """One that nobody marked as lost is lost all the same: whoever marks them may be lost too."""
+    from headway._sql import NOW
     from headway.queue.values import moment
+    from headway.queue.workers import is_gone
 
     rows = queue.database.all(
         "SELECT name, host, pid, state, queues, task, completed, failed, rss, version, wanted, wanted_by, wanted_at, "
-        "started_at, seen_at FROM task_workers ORDER BY ended_at IS NOT NULL, started_at, name"
+        f"started_at, seen_at, owner, ended_at, {NOW[queue.database.engine]} FROM task_workers "
+        "ORDER BY ended_at IS NOT NULL, started_at, name"
     )
     return Workers(
         tuple(
             WorkerView(
-                name, host, pid, state, tuple(queues.split(",")), task, completed, failed, rss, version, wanted, wanted_by,
+                name, host, pid, "lost" if ended_at is None and is_gone(owner, seen_at, now) else state,
+                tuple(queues.split(",")), task, completed, failed, rss, version, wanted, wanted_by,
                 None if wanted_at is None else moment(wanted_at), moment(started_at), moment(seen_at),
             )
             for name, host, pid, state, queues, task, completed, failed, rss, version, wanted, wanted_by, wanted_at,
-                started_at, seen_at in rows
+                started_at, seen_at, owner, ended_at, now in rows
         )
     )  # fmt: skip

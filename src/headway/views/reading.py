@@ -186,12 +186,12 @@ class Reader:
         return read_tasks(self.queue, status=status, name=queue, kind=kind, user_id=user_id, before=before, limit=limit)
 
     def task(self, id: str, *, user_id: str | None = None) -> TaskSheet:
-        """With ``user_id`` another user's task is as missing as one that never was."""
+        """With ``user_id`` another user's task is as missing as one that never was; and no traceback is for a user."""
         from headway.views.queue import read_task
 
         queue = self.queue
         queue.get(id, user_id=user_id)
-        return read_task(queue, id)
+        return read_task(queue, id, tracebacks=user_id is None)
 
     def workers(self) -> Workers:
         from headway.views.queue import read_workers

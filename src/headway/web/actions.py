@@ -20,6 +20,7 @@ A form posts to ``/actions/NAME`` and is sent back to the page in its field ``ne
     cancel  task [reason]
     drain   worker [reason]                      it finishes what it runs, and ends
     stop    worker [reason]                      it gives back what it runs, and ends
+    remove  worker [reason]                      one that was lost or has ended is off the list
     acknowledge  alert [reason]                  somebody sees to it
     mute    rule [subject] [minutes] [reason]    nobody is told of a rule's alerts for a while
     unmute  rule [subject] [reason]
@@ -76,7 +77,7 @@ def require(user: User, right: str) -> None:
 
 
 def retry_dead(
-    reader: Reader, user: User, job: str, *, cause: int | None = None, items: Sequence[str] = (), reason: str = ""
+    reader: Reader, user: User, job: str, *, cause: int | None = None, items: Sequence[str | int] = (), reason: str = ""
 ) -> Acted:
     require(user, "retry")
     if cause is not None and items:
@@ -89,7 +90,7 @@ def retry_dead(
     return Acted("retry", f"{plural(moved, 'dead letter')} of job {job} pending again.", moved)
 
 
-def _dead_index(job: Any, name: str) -> int:
+def _dead_index(job: Any, name: str | int) -> int:
     info = job.item(name)
     if info.status != "dead":
         raise InvalidInput(
@@ -219,6 +220,14 @@ def end_worker(reader: Reader, user: User, worker: str, how: Literal["drain", "s
     return Acted(f"worker.{asked}", f"The worker {worker} {done}.", 1)
 
 
+def remove_worker(reader: Reader, user: User, worker: str, *, reason: str = "") -> Acted:
+    """Take one that was lost, or has ended, off the list: somebody has seen it."""
+    require(user, "worker")
+    said = masked(reason)
+    reader.database.run(lambda tx: workers.remove_worker(tx, worker, by=user.name, reason=said), operation="web.worker")
+    return Acted("worker.remove", f"The worker {worker} is off the list.", 1)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Alerts
 
@@ -277,7 +286,8 @@ def _retry(reader: Reader, user: User, fields: Fields, items: Sequence[str]) -> 
     if fields.get("selected") and not items:
         raise InvalidInput("No item is selected.", hint="Nothing was changed.")
     cause = _whole(fields.get("cause", ""), "cause")
-    return retry_dead(reader, user, _named(fields, "job"), cause=cause, items=items, reason=fields.get("reason", ""))
+    indices = [_whole(index, "index", digits=18) or 0 for index in items]  # a key may look like one
+    return retry_dead(reader, user, _named(fields, "job"), cause=cause, items=indices, reason=fields.get("reason", ""))
 
 
 def _requeue(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acted:
@@ -351,6 +361,9 @@ FORMS: Final[dict[str, Callable[[Any, User, Fields, Sequence[str]], Acted]]] = {
     ),
     "drain": lambda reader, user, fields, _: end_worker(
         reader, user, _named(fields, "worker"), "drain", reason=fields.get("reason", "")
+    ),
+    "remove": lambda reader, user, fields, _: remove_worker(
+        reader, user, _named(fields, "worker"), reason=fields.get("reason", "")
     ),
     "acknowledge": _acknowledge,
     "mute": _mute,

@@ -68,7 +68,9 @@ class Retry(_Body):
     """Which dead letters: of a cause, these items, or all of the job."""
 
     cause: int | None = Field(None, ge=1, le=MOST)
-    items: list[str] = Field(default_factory=list, max_length=LARGEST, description="keys or indices")
+    items: list[str | int] = Field(
+        default_factory=list, max_length=LARGEST, description="keys, or indices; a number is an index and nothing else"
+    )
 
 
 class RetryTasks(_Body):
@@ -319,6 +321,11 @@ def _queues(api: Api) -> None:
     async def stop_worker(request: Request, name: Annotated[str, Path(max_length=256)], body: Reason) -> Response:
         """Let a worker give back what it runs, and end."""
         return await api.act(request, actions.end_worker, name, "stop", reason=body.reason)
+
+    @api.post("/workers/{name}/remove", right="worker")
+    async def remove_worker(request: Request, name: Annotated[str, Path(max_length=256)], body: Reason) -> Response:
+        """Take a worker that was lost or has ended off the list."""
+        return await api.act(request, actions.remove_worker, name, reason=body.reason)
 
 
 def _alerts(api: Api) -> None:

@@ -24,12 +24,14 @@ try:
 except ImportError as error:
     raise MissingExtra("web", "The web application") from error
 
-from headway.web import actions, api, auth, live, login, metrics, pages, problems
-from headway.web.auth import Access, Gate, Users
+from headway.web import actions, api, gate, live, login, metrics, pages, problems
+from headway.web.addresses import networks
+from headway.web.auth import Access, Users
+from headway.web.gate import Gate
+from headway.web.pages.render import Pages
 from headway.web.problems import UnknownPath, WrongMethod
 from headway.web.routes import PREFIX
 from headway.web.site import Site
-from headway.web.throttle import networks
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -50,6 +52,7 @@ class Application:
         self.access = Access(site, users, frozenset(host.lower() for host in hosts), proxies)
         self._publisher: live.Publisher | None = None
         self._progress: AsyncProgress | None = None
+        self._pages = Pages(site)
         self._inner = self._routes()
         self._gate = Gate(self._inner, self.access, self._failed)
 
@@ -118,8 +121,8 @@ class Application:
             Route("/login", login.login(access), methods=["POST"]),
             Route("/logout", login.logout(access), methods=["POST"]),
             Route("/enter", login.enter(access), methods=["GET"]),
-            *pages.routes(site),
-            Route("/login", login.login_page, methods=["GET"]),
+            *pages.routes(self._pages),
+            Route("/login", login.page(self._pages), methods=["GET"]),
         ]
         app.router.routes.extend(routes)
         return app
@@ -127,11 +130,16 @@ class Application:
     # ---- errors ------------------------------------------------------------------------------------------------------
 
     def _failed(self, scope: Scope, error: HeadwayError) -> Response:
-        return problems.answer(error) if auth.is_for_programs(auth.path_of(scope)) else problems.page(error)
+        if gate.is_for_programs(gate.path_of(scope)) or scope["type"] == "websocket":
+            return problems.answer(error)
+        return self._pages.failed(Request(scope), error)
 
     async def _on_error(self, request: Request, error: Exception) -> Response:
         request.scope["headway.explained"] = True
-        return self._failed(request.scope, _in_our_words(error, request))
+        response = self._failed(request.scope, _in_our_words(error, request))
+        if isinstance(error, HTTPException):
+            response.headers.update(error.headers or {})  # which methods are allowed
+        return response
 
 
 def _in_our_words(error: Exception, request: Request) -> HeadwayError:
@@ -142,8 +150,9 @@ def _in_our_words(error: Exception, request: Request) -> HeadwayError:
             return UnknownPath(f"There is nothing under {redact(request.url.path)[:200]}.")
         case HTTPException(status_code=405):
             return WrongMethod(f"{request.method} is not how this is asked.")
-        case HTTPException(status_code=400):
-            return UsageError("The request cannot be read.")
+        case HTTPException(status_code=400):  # ours, if it was too large or too slow
+            cause = error.__cause__
+            return cause if isinstance(cause, HeadwayError) else UsageError("The request cannot be read.")
         case _:
             return problems.explained(error)
 

@@ -1,14 +1,9 @@
-"""The gate in front of every route: who is asking, and whether the request comes from where it says.
+"""Who is asking, and what they are known by.
 
-No route is reached around it, so none can forget it. A request passes when
-
-1. its size is within bounds;
-2. somebody is known to ask: by a token or a ticket (``Authorization: Bearer``), by the application's own ``users``
-   function, by the session cookie of a login; or the server is *open*, which it is while nobody ever made a token, and then
-   only to this machine: the peer, the ``Host`` it names (a name that was pointed at us by DNS rebinding is another one) and
-   the absence of a proxy's headers are looked at;
-3. it was not sent by another site's page: ``Origin`` and ``Sec-Fetch-Site`` say so, for WebSockets too;
-4. where a browser's cookie or its being on this machine is all that vouches for it, it carries the token of our own forms.
+By a token or a ticket (``Authorization: Bearer``), by the application's own ``users`` function, by the session cookie of a
+login; or the server is *open*, which it is while nobody ever made a token, and then only to this machine: the peer, the
+``Host`` it names (a name that was pointed at us by DNS rebinding is another one) and the absence of a proxy's headers are
+looked at.
 
 While the store is away nothing is opened: who was known in the last minutes stays known, everybody else is told to wait.
 """
@@ -19,33 +14,29 @@ import asyncio
 import base64
 import hmac
 import inspect
-import ipaddress
 import json
-import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection, cookie_parser
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import Response
 
-from headway.errors import ConfigError, HeadwayError, StorageError, Unavailable
-from headway.telemetry import Log, metrics
-from headway.web import problems, tickets, tokens
-from headway.web.problems import Forbidden, NotAcceptable, TooLarge, TooSlow, Unauthenticated
+from headway.errors import ConfigError, StorageError, Unavailable
+from headway.web import tickets, tokens
+from headway.web.addresses import Network, is_loopback, peer_of
+from headway.web.problems import Forbidden
 from headway.web.site import NAME, RIGHTS, THREADS, Flash, User, is_name
-from headway.web.throttle import REMEMBERED, Network, Throttle, peer_of
+from headway.web.throttle import REMEMBERED, Throttle
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from starlette.types import Scope
 
     from headway.web.site import Site
-
-log = Log("web")
 
 T = TypeVar("T")
 
@@ -59,29 +50,8 @@ ASK: Final = 2.0
 #: Seconds that an answer about a token or a session is taken for true while none was revoked; and while the store is away.
 FRESH: Final = 30.0
 STALE: Final = 600.0
-#: Bytes a request may have, and seconds in which it has to be here.
-BODY: Final = 1_000_000
-UPLOAD: Final = 30.0
-
-#: Reached without being anybody: they tell nothing.
-PUBLIC: Final = ("/healthz", "/readyz", "/login", "/enter", "/favicon.ico")
-PUBLIC_BELOW: Final = "/static/"
-
-SAFE: Final = ("GET", "HEAD", "OPTIONS")
 
 _OF_PROXIES: Final = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "via")
-
-HEADERS: Final = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; font-src 'self'; "
-        "manifest-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "same-origin",  # with no-referrer browsers call the origin of our own forms null
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +231,7 @@ class Access:
         headers = connection.headers
         client = connection.scope.get("client")
         return (
-            (client is None or _is_loopback(str(client[0])))
+            (client is None or is_loopback(str(client[0])))
             and connection.scope.get("http_version") != "1.0"  # that is nginx, which says nothing else of itself
             and not any(name in headers for name in _OF_PROXIES)
             and self.is_ours(headers.get("host", ""))
@@ -269,7 +239,7 @@ class Access:
 
     def is_ours(self, host: str) -> bool:
         name = _name_of(host)
-        return name in self.hosts or name == "localhost" or name.endswith(".localhost") or _is_loopback(name)
+        return name in self.hosts or name == "localhost" or name.endswith(".localhost") or is_loopback(name)
 
     # ---- cookies -----------------------------------------------------------------------------------------------------
 
@@ -290,7 +260,7 @@ class Access:
     def form_token(self, connection: HTTPConnection, visitor: str) -> str:
         """What our own forms carry: bound to the session, or before one exists to the visitor's cookie."""
         bound = self.cookie(connection, "session") or visitor
-        return self._sign("form", bound) if bound else ""
+        return self._sign("form", bound)[:32] if bound else ""  # 128 bits: a page carries it many times
 
     def check_form(self, connection: HTTPConnection, given: str) -> None:
         expected = str(connection.scope.get("headway.csrf", ""))
@@ -317,113 +287,6 @@ class Access:
         return hmac.new(self.key, f"{purpose}:{text}".encode("utf-8", "replace"), "sha256").hexdigest()
 
 
-class Gate:
-    """See the module."""
-
-    def __init__(self, app: ASGIApp, access: Access, on_error: Callable[[Scope, HeadwayError], Response]) -> None:
-        self._app, self._access, self._on_error = app, access, on_error
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket"):
-            await self._app(scope, receive, send)
-            return
-        answering = _Answering(send)
-        try:
-            clear = await self._admit(scope)
-            if isinstance(clear, Response):
-                await self._refuse(scope, receive, answering, clear)
-                return
-            answering.dress = clear
-            await self._app(scope, _bounded(scope, receive), answering)
-        except Exception as error:  # noqa: BLE001 - whatever happens, the answer says no more than it should
-            known = (
-                error if isinstance(error, HeadwayError) or "headway.explained" in scope else problems.explained(error)
-            )
-            if not answering.begun:
-                assert isinstance(known, HeadwayError)
-                await self._refuse(scope, receive, answering, self._on_error(scope, known))
-
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send, response: Response) -> None:
-        if scope["type"] == "websocket":
-            await receive()  # its opening
-            await send({"type": "websocket.close", "code": 4401 if response.status_code == 401 else 4403})
-            return
-        await response(scope, receive, send)
-
-    async def _admit(self, scope: Scope) -> Response | Callable[[MutableHeaders], None]:
-        """Look at a request; what is put on its answer's headers, or the answer that refuses it."""
-        connection, access, path = HTTPConnection(scope), self._access, path_of(scope)
-        _check_source(connection, path)
-        if path.startswith(PUBLIC_BELOW) or path in ("/healthz", "/readyz", "/favicon.ico"):
-            return _nothing
-        await access.load()
-        known = None
-        if path not in PUBLIC:
-            known = await access.who(connection)
-            if known is None:
-                return self._ask_to_log_in(scope, connection, path)
-            scope["headway.user"], scope["headway.pulse"] = known.user, access.seen
-        visitor = access.cookie(connection, "visitor")
-        fresh = "" if visitor or is_for_programs(path) else secrets.token_urlsafe(24)
-        scope["headway.csrf"] = access.form_token(connection, visitor or fresh)
-        if scope["type"] == "http" and scope["method"] not in SAFE and is_for_programs(path):
-            self._check_program(connection, known)
-        flash = access.cookie(connection, "flash") if not is_for_programs(path) else ""
-        scope["headway.flash"] = access.read_flash(flash) if flash else None
-
-        def dress(headers: MutableHeaders) -> None:
-            response = Response()
-            if fresh:
-                access.set_cookie(response, scope, "visitor", fresh, None)
-            if flash and scope.get("method") == "GET":
-                access.set_cookie(response, scope, "flash", "", 0)
-            for value in response.headers.getlist("set-cookie"):
-                headers.append("set-cookie", value)
-
-        return dress
-
-    def _check_program(self, connection: HTTPConnection, known: Known | None) -> None:
-        """A change through the API. JSON cannot be sent by another site's form; a cookie is sent by every page."""
-        kind = connection.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise NotAcceptable(
-                "Changes are asked for in JSON.", hint="Send a JSON object with Content-Type: application/json"
-            )
-        from_browser = "origin" in connection.headers or "sec-fetch-site" in connection.headers
-        if known is None or known.by in ("session", "users") or (known.by == "open" and from_browser):
-            self._access.check_form(connection, connection.headers.get("x-csrf-token", ""))
-
-    def _ask_to_log_in(self, scope: Scope, connection: HTTPConnection, path: str) -> Response:
-        error = Unauthenticated(
-            "Say who you are."
-            if "authorization" not in connection.headers
-            else "This token is not known, or has ended.",
-            hint="Make a token on the server: headway token create NAME --role viewer; send it as Authorization: Bearer TOKEN",
-        )
-        wants_page = scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and not is_for_programs(path)
-        if not wants_page:
-            return problems.answer(error)
-        if self._access.users is not None:
-            return self._on_error(scope, error)  # the application has a login of its own
-        query = scope.get("query_string", b"").decode("latin-1")
-        back = quote(path + (f"?{query}" if query else ""), safe="/")
-        return RedirectResponse(f"{root_of(scope)}/login?next={back}", 303)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The request
-
-
-def path_of(scope: Scope) -> str:
-    """The path below where the application is mounted."""
-    path, root = str(scope["path"]), root_of(scope)
-    return path[len(root) :] or "/" if root and path.startswith(root) else path
-
-
-def is_for_programs(path: str) -> bool:
-    return path.startswith(("/api/", "/metrics"))
-
-
 def root_of(scope: Scope) -> str:
     return str(scope.get("root_path", "")).rstrip("/")
 
@@ -435,42 +298,12 @@ def _is_encrypted(scope: Scope) -> bool:
     return scope.get("scheme") in ("https", "wss") or said.partition(",")[0].strip().lower() == "https"
 
 
-def _check_source(connection: HTTPConnection, path: str) -> None:
-    """Refuse what another site's page sent. Browsers say so in headers that no script can set."""
-    headers, scope = connection.headers, connection.scope
-    changes = scope["type"] == "websocket" or scope["method"] not in SAFE
-    origin, site = headers.get("origin"), headers.get("sec-fetch-site")
-    foreign = Forbidden("This request comes from another site.", hint="Open the page under its own address.")
-    if changes and origin is not None and _netloc(origin) != headers.get("host", "").lower():
-        raise foreign
-    if site not in (None, "same-origin", "none") and (
-        changes or (is_for_programs(path) and headers.get("sec-fetch-mode") != "navigate")
-    ):
-        raise foreign
-
-
-def _netloc(origin: str) -> str | None:
-    try:
-        return urlsplit(origin).netloc.lower() or None
-    except ValueError:
-        return None
-
-
 def _name_of(host: str) -> str:
     """The name in a Host header, without its port."""
     try:
         return (urlsplit(f"//{host}").hostname or "").rstrip(".").lower()
     except ValueError:
         return ""
-
-
-def _is_loopback(name: str) -> bool:
-    try:
-        address = ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)
 
 
 def _bearer(header: str | None) -> str | None:
@@ -499,58 +332,3 @@ def _checked(user: object) -> User:
 def _user_of(database: object, text: str) -> User | None:
     found = tokens.find(database, text)  # type: ignore[arg-type]  # a Database; it is passed through
     return None if found is None else found[0]
-
-
-def _nothing(_: MutableHeaders) -> None:
-    """An answer that needs no cookie."""
-
-
-class _Answering:
-    """Sends an answer with the headers that every answer has."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.begun = False
-        self.dress: Callable[[MutableHeaders], None] = _nothing
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] in ("http.response.start", "websocket.accept"):
-            self.begun = True
-            headers = MutableHeaders(scope=message)
-            for name, value in HEADERS.items():
-                headers.setdefault(name, value)
-            if message["type"] == "http.response.start":
-                headers.setdefault("Cache-Control", "no-store")
-                self.dress(headers)
-                metrics.count("headway_web_requests", status=f"{message['status'] // 100}xx")
-        elif message["type"] == "websocket.close":
-            self.begun = True
-        await self._send(message)
-
-
-def _bounded(scope: Scope, receive: Receive) -> Receive:
-    """Refuse what is larger than any request of ours, before it is in memory, and what does not come to its end."""
-    if scope["type"] != "http":
-        return receive
-    length = Headers(scope=scope).get("content-length", "0")
-    error = TooLarge(f"A request may have {BODY:,} bytes.")
-    if not length.isdecimal() or int(length) > BODY:
-        raise error
-    taken, end = 0, time.monotonic() + UPLOAD
-    whole = False
-
-    async def counted() -> Message:
-        nonlocal taken, whole
-        if whole:  # what comes now is that the other side went away
-            return await receive()
-        try:
-            message = await asyncio.wait_for(receive(), max(0.0, end - time.monotonic()))
-        except TimeoutError:
-            raise TooSlow(f"The request was not here within {UPLOAD:.0f} s.") from None
-        whole = not message.get("more_body", False)
-        taken += len(message.get("body", b"") or b"")
-        if taken > BODY:
-            raise error
-        return message
-
-    return counted

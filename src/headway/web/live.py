@@ -26,13 +26,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, Unavailable
 from headway.telemetry import Log, error_message, metrics, redact
 from headway.views.job import cause_view
 from headway.views.jobs import job_view
 from headway.views.queue import read_queues, read_workers, task_view
 from headway.views.shape import Json, iso, plain
 from headway.views.speed import FORECAST_ITEMS
+from headway.web import problems
 from headway.web.monitor import Monitor
 from headway.web.problems import Throttled
 
@@ -55,6 +56,7 @@ FAREWELL: Final = 0.1
 KEPT: Final = 120
 #: Connections one process takes.
 MOST: Final = 5_000
+MANY: Final = "Too many live connections are open."
 #: Jobs, tasks and causes in what is sent; and jobs whose causes are read anew in one look.
 JOBS: Final = 100
 TASKS: Final = 100
@@ -284,12 +286,12 @@ class Publisher:
     async def serve(self, websocket: WebSocket) -> None:
         """One connection, to its end."""
         user = self._site.user(websocket)
-        if len(self._open) >= MOST:
-            await websocket.close(1013, "too many connections")
-            return
-        channel = self._channel(user, websocket.query_params.get("states"))
+        full = len(self._open) >= MOST
+        channel = MANY if full else self._channel(user, websocket.query_params.get("states"))
         if isinstance(channel, str):
-            await websocket.close(1013, channel)
+            await websocket.receive()  # its opening
+            answer = problems.answer(Unavailable(channel, hint="Close a page, or try again later."))
+            await problems.deny(websocket.scope, websocket.receive, websocket.send, answer)
             return
         self._open.add(websocket)
         channel.listeners += 1
@@ -307,12 +309,12 @@ class Publisher:
         """What somebody is sent; or why nothing."""
         if user.owner is not None:  # their own tasks, whatever they ask for
             own = self._users.setdefault(user.owner, Channel())
-            return own if own.listeners < EACH else "too many connections of yours"
+            return own if own.listeners < EACH else "Too many live connections of yours are open."
         if states is None:
             return self._everybody
         if states not in self._watched:
             if len(self._watched) >= WATCHED:
-                return "the states of too many jobs are shown"
+                return "The states of too many jobs are shown."
             store = self._site.settings.text("states")
             self._watched[states] = Watched(store, states, self._threads, self._tick)
         return self._watched[states].channel

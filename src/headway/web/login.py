@@ -17,20 +17,15 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from headway.web.auth import Access
+    from headway.web.pages.render import Pages
 
 
-async def login_page(request: Request) -> Response:
-    """The plainest of forms; the pages bring one of their own."""
-    csrf, back = request.scope["headway.csrf"], local_path(request.query_params.get("next", "/"))
-    wrong = '<p role="alert">This token is not known, or has ended.</p>' if "wrong" in request.query_params else ""
-    text = (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>headway: log in</title><h1>Log in</h1>'
-        f'<form method="post" action="{root_of(request.scope)}/login"><input type="hidden" name="csrf" value="{csrf}">'
-        f'<input type="hidden" name="next" value="{_attribute(back)}"><label>Token <input type="password" name="token" '
-        'autocomplete="current-password" required autofocus></label> <button>Log in</button></form>'
-        f"{wrong}<p>Make one on the server: <code>headway token create NAME --role viewer</code></p></html>"
-    )
-    return HTMLResponse(text, headers={"Cache-Control": "no-store"})
+def page(pages: Pages) -> Callable[[Request], Awaitable[Response]]:
+    async def get(request: Request) -> Response:
+        back, wrong = local_path(request.query_params.get("next", "/")), "wrong" in request.query_params
+        return pages.door(request.scope, title="Log in", csrf=request.scope["headway.csrf"], back=back, wrong=wrong)
+
+    return get
 
 
 def login(access: Access) -> Callable[[Request], Awaitable[Response]]:

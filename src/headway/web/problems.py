@@ -1,21 +1,22 @@
-"""Errors as HTTP answers: one shape for programs, a short page for people.
+"""Errors as HTTP answers for programs, in one shape; a page for people has the same status.
 
 {"schema": "headway.error/1", "error": {"type": "NotFound", "message": "...", "hint": "...", "exit_code": 2}}
 """
 
 from __future__ import annotations
 
-import html
 import json
 from typing import TYPE_CHECKING, Final
 
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 
 from headway import errors
 from headway.errors import HeadwayError, Refused, UsageError
 from headway.telemetry import Log, error_message, redact
 
 if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
     from headway.views.shape import Json
 
 log = Log("web")
@@ -105,20 +106,19 @@ def answer(error: Exception) -> Response:
     """For programs."""
     known = explained(error)
     text = json.dumps(as_json(known), ensure_ascii=True)
-    return Response(text, status_of(known), _headers(known), media_type="application/json")
+    return Response(text, status_of(known), headers_of(known), media_type="application/json")
 
 
-def page(error: Exception) -> Response:
-    """For people, where no page of the application can say it better."""
-    known = explained(error)
-    text = (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>headway</title>'
-        f"<h1>{html.escape(redact(str(known)))}</h1><p>{html.escape(redact(known.hint))}</p></html>"
-    )
-    return HTMLResponse(text, status_of(known), _headers(known))
+async def deny(scope: Scope, receive: Receive, send: Send, response: Response) -> None:
+    """Refuse a live connection as a plain request would be. A server that cannot say more than no says that (403)."""
+    if "websocket.http.response" in scope.get("extensions", {}):
+        await response(scope, receive, send)
+    else:
+        await send({"type": "websocket.close", "code": 4401 if response.status_code == 401 else 4403})
 
 
-def _headers(error: HeadwayError) -> dict[str, str]:
+def headers_of(error: HeadwayError) -> dict[str, str]:
+    """What an answer about it says besides."""
     status = status_of(error)
     found = {"Cache-Control": "no-store"}
     if status == 401:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import os
 import resource
 import signal
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headway.errors import ConfigError, MissingExtra, Refused, UsageError
 from headway.web import tickets, tokens
+from headway.web.addresses import is_loopback
 
 if TYPE_CHECKING:
     from headway.web.app import Application
@@ -59,13 +59,6 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _leads_here(name: str) -> bool:
     """Whether a name is one of this machine alone. Under any other there is a proxy, and a proxy is near."""
     try:
@@ -80,7 +73,7 @@ def check_access(app: Application, host: str) -> bool:
     keys = [tickets.checked(key) for key in app.access.keys]
     closed = bool(keys) or tokens.pulse(app.site.reader.database).made > 0
     others = [name for name in sorted(app.access.hosts) if not _leads_here(name)]
-    if not closed and (not is_loopback(host) or others):
+    if not closed and (others or not (host == "localhost" or is_loopback(host))):
         raise Refused(
             f"Others can reach {[*others, host][0]}, and nobody would have to say who they are.",
             hint="Make a token first: headway token create NAME --role admin",
@@ -154,23 +147,27 @@ def serve(
 # A connection that would keep its descriptor, of which there are so many, and do nothing with it is ended.
 
 
+class _Impatient(asyncio.Protocol):
+    """One that takes nothing of what it is sent is ended, whatever is still to be sent to it."""
+
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    _unread: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
+
 def _live() -> type[asyncio.Protocol]:
     from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-    class Live(WebSocketsSansIOProtocol):
-        """One that takes nothing of what it is sent is ended, whatever is still to be sent to it."""
-
-        _unread: asyncio.TimerHandle | None = None
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._unread = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            if self._unread is not None:
-                self._unread.cancel()
-
+    class Live(_Impatient, WebSocketsSansIOProtocol):
         def keepalive_timeout(self) -> None:
             super().keepalive_timeout()
             # Its end is written behind what it does not take, and would wait for that.
@@ -182,12 +179,11 @@ def _live() -> type[asyncio.Protocol]:
 def _protocol() -> type[asyncio.Protocol]:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-    class Protocol(HttpToolsProtocol):
+    class Protocol(_Impatient, HttpToolsProtocol):
         """A connection that does not begin a request in time, begins it without an end or does not take the answer is closed.
         The gate bounds what follows the head."""
 
         _incomplete, _size = True, 0
-        _unread: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -207,15 +203,6 @@ def _protocol() -> type[asyncio.Protocol]:
             self._size += len(data)
             if self._incomplete and self._size > HEAD_BYTES:
                 self.transport.abort()
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._unread = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            if self._unread is not None:
-                self._unread.cancel()
 
         def _look(self) -> None:
             if self.transport.is_closing() or self.transport.get_protocol() is not self:

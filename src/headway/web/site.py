@@ -223,7 +223,7 @@ class Site:
 
     def url(self, request: HTTPConnection, path: str) -> str:
         """A path of this application, wherever it is mounted."""
-        return str(request.scope.get("root_path", "")) + path
+        return str(request.scope.get("root_path", "")).rstrip("/") + path
 
     def close(self) -> None:
         self._reading.close()

@@ -21,11 +21,9 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from headway.errors import HeadwayError, NotFound, StorageError, Unavailable, UsageError
+from headway.errors import HeadwayError, NotFound, StorageError, Unavailable
 from headway.telemetry import Log
 from headway.web.pages.render import Pages
-from headway.web.problems import Forbidden
-from headway.web.site import Site
 
 log = Log("web")
 
@@ -35,11 +33,10 @@ Endpoint = Callable[[Pages, Request], Awaitable[Response]]
 OWN = frozenset({"/me", "/tasks/{id}"})
 
 
-def routes(site: Site) -> list[BaseRoute]:
+def routes(pages: Pages) -> list[BaseRoute]:
     """The pages, to be mounted where the application is."""
     from headway.web.pages import dead, jobs, overview, queues, system
 
-    pages = Pages(site)
     found: dict[str, Endpoint] = {
         **overview.PAGES, **jobs.PAGES, **dead.PAGES, **queues.PAGES, **system.PAGES
     }  # fmt: skip
@@ -56,21 +53,14 @@ def _guarded(pages: Pages, path: str, endpoint: Endpoint) -> Callable[[Request],
         if site.user(request).role == "user" and path not in OWN:
             if path == "/":
                 return RedirectResponse(site.url(request, "/me"), 303)
-            return pages.failed(request, NotFound("There is no such page."), 404)
+            return pages.failed(request, NotFound("There is no such page."))
         if site.user(request).role != "user":
             await pages.count_dead()
         try:
             return await endpoint(pages, request)
-        except NotFound as error:
-            return pages.failed(request, error, 404)
-        except Forbidden as error:
-            return pages.failed(request, error, 403)
-        except UsageError as error:
-            return pages.failed(request, error, 400)
-        except (Unavailable, StorageError) as error:
-            log.warning("a page could not be read", error=str(error))
-            return pages.failed(request, error, 503)
         except HeadwayError as error:
-            return pages.failed(request, error, 500)
+            if isinstance(error, Unavailable | StorageError):
+                log.warning("a page could not be read", error=str(error))
+            return pages.failed(request, error)
 
     return answer

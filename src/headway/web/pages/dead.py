@@ -86,7 +86,7 @@ def read_foreign(reader: Reader) -> Foreign | None:
 def _example(reader: Reader, cause: Cause) -> Example | None:
     if cause.example is None or isinstance(cause.job, Absent):
         return None
-    sheet = read_item(find_job(reader.ledger, cause.job), str(cause.example))
+    sheet = read_item(find_job(reader.ledger, cause.job), cause.example)
     failures = [attempt for attempt in sheet.attempts if attempt.cause == cause.no and attempt.error]
     if not failures:
         return None

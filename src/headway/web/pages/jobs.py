@@ -13,11 +13,12 @@ from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
+from headway import ledger
 from headway.errors import InvalidInput
 from headway.ledger.control import Control
 from headway.views.items import Items, ItemSheet, read_item, read_items
-from headway.views.job import JobSheet, Run, read_sheet
-from headway.views.jobs import find_job
+from headway.views.job import Cause, JobSheet, Run, cause_view, read_sheet
+from headway.views.jobs import Job, find_job, job_view
 from headway.views.map import Cell, ItemMap, read_map
 from headway.views.overview import JobLine, JobPage, Times, read_death_times, read_job_page, read_line
 from headway.views.reading import Reader
@@ -250,44 +251,57 @@ def whole(text: str | None, what: str) -> int | None:
 async def items(pages: Pages, request: Request) -> Response:
     asked, id = request.query_params, request.path_params["id"]
     if key := asked.get("key", "").strip():
-        path = f"/jobs/{quote(id, safe='')}/items/{quote(key, safe='')}"
-        return RedirectResponse(pages.site.url(request, path), 303)
+        found = await pages.site.read(lambda: find_job(pages.site.reader.ledger, id).item(key))
+        return RedirectResponse(pages.site.url(request, item_path(id, found.key, found.idx)), 303)
     state = asked.get("state") or None
     if state is not None and state not in STATES:
         raise InvalidInput(f"{state[:40]!r} is no state of an item.", hint=f"Use one of: {', '.join(STATES)}.")
     cause = whole(asked.get("cause"), "number of a cause")
     first = whole(asked.get("from"), "index") or 0
 
-    def look(reader: Reader) -> tuple[Items, JobSheet]:
+    def look(reader: Reader) -> tuple[Items, Job, list[Cause], int]:
         one = find_job(reader.ledger, id)
-        return read_items(one, status=state, cause=cause, after=first - 1), read_sheet(one)
+        found = read_items(one, status=state, cause=cause, after=first - 1)
+        return found, *_around(one), one.progress().running
 
-    page, sheet = await pages.site.read(look, pages.site.reader)
-    chosen = next((one for one in sheet.causes if one.no == cause), None)
+    page, job, causes, running = await pages.site.read(look, pages.site.reader)
+    chosen = next((one for one in causes if one.no == cause), None)
     return pages.answer(
-        request, "items.html", page=page, job=sheet.job, running=sheet.running, state=state, cause=chosen, states=STATES,
-        first=first, number=cause, causes=sorted(sheet.causes, key=lambda one: one.no != cause)[:CHOICES],
+        request, "items.html", page=page, job=job, running=running, state=state, cause=chosen, states=STATES,
+        first=first, number=cause, causes=sorted(causes, key=lambda one: one.no != cause)[:CHOICES],
     )  # fmt: skip
 
 
+def _around(job: ledger.Job) -> tuple[Job, list[Cause]]:
+    """What a page of items says of their job. Not its whole sheet: how long a million items took takes longer to read than
+    one of them."""
+    return job_view(job.info()), [cause_view(cause) for cause in job.causes()]
+
+
+def item_path(job: str, key: str | None, idx: int) -> str:
+    """Where an item is shown: under its key, unless a browser would take that for a way up."""
+    known = key is not None and key not in ("", ".", "..")
+    return f"/jobs/{quote(job, safe='')}/" + (f"items/{quote(str(key), safe='')}" if known else f"item/{idx}")
+
+
 async def item(pages: Pages, request: Request) -> Response:
+    """By its key or its index; under ``item/`` by its index and nothing else, for a key may be the index of another."""
     id, name = request.path_params["id"], request.path_params["key"]
     payload = pages.site.user(request).may("payload")
 
-    def look(reader: Reader) -> tuple[ItemSheet, JobSheet]:
+    def look(reader: Reader) -> tuple[ItemSheet, Job, list[Cause]]:
         one = find_job(reader.ledger, id)
-        return read_item(one, name, payload=payload), read_sheet(one)
+        return read_item(one, name, payload=payload), *_around(one)
 
-    found, sheet = await pages.site.read(look, pages.site.reader)
+    found, job, causes = await pages.site.read(look, pages.site.reader)
     attempts = [(attempt, *frames(attempt.traceback)) for attempt in reversed(found.attempts)]
-    causes = {cause.no: cause for cause in sheet.causes}
     return pages.answer(
         request,
         "item.html",
         found=found,
-        job=sheet.job,
+        job=job,
         attempts=attempts,
-        causes=causes,
+        causes={cause.no: cause for cause in causes},
         payload=payload,
         pretty=pretty,
     )
@@ -324,4 +338,7 @@ def frames(traceback: str | None) -> tuple[list[Frame], list[Frame]]:
     return own[::-1], library[::-1]
 
 
-PAGES = {"/jobs": jobs, "/jobs/{id}": job, "/jobs/{id}/items": items, "/jobs/{id}/items/{key:path}": item}
+PAGES = {
+    "/jobs": jobs, "/jobs/{id}": job, "/jobs/{id}/items": items, "/jobs/{id}/item/{key:int}": item,
+    "/jobs/{id}/items/{key:path}": item,
+}  # fmt: skip

@@ -32,6 +32,7 @@ from headway.views.queue import QueueView, WorkerView
 from headway.views.reading import Reader
 from headway.views.series import RANGES, Series, read_queue_series, read_series
 from headway.views.shape import Absent
+from headway.web.pages.jobs import item_path
 from headway.web.pages.render import Pages, num, when
 from headway.wording import duration, plural
 
@@ -60,6 +61,8 @@ class Need(NamedTuple):
     rules: tuple[tuple[str, str], ...] = ()
     #: The open alert about it, which somebody can acknowledge.
     alert: AlertView | None = None
+    #: The lost worker that somebody can take off the list.
+    worker: str = ""
 
     @property
     def seen(self) -> str:
@@ -174,7 +177,9 @@ def _lost(now: Now) -> list[Need]:
             text = f"{worker.name} on {worker.host} stopped answering{held}"
             since, path = f"since {when(worker.seen_at, now.at)}", f"/workers#{quote(worker.name, safe='')}"
             about = (("worker_lost", worker.name),)
-            found.append(Need("Worker lost", "s-lost bad", text, since, path, f"See {worker.name}", about))
+            found.append(
+                Need("Worker lost", "s-lost bad", text, since, path, f"See {worker.name}", about, worker=worker.name)
+            )
     return found
 
 
@@ -251,6 +256,15 @@ def _job(job: Job) -> str:
     return f"/jobs/{quote(job.id, safe='')}"
 
 
+def moving(hour: Series, at: datetime) -> float:
+    """Items per second over the last five minutes that are over; of work that began after that, since it did."""
+    past, now = [point.done for point in hour.points[:-1]], hour.points[-1].done
+    if not any(past[-5:]):
+        return now / max(1.0, at.timestamp() % 60)
+    minutes = 5 if any(past[:-5]) else next(left for left in range(5, 0, -1) if past[-left])
+    return sum(past[-minutes:]) / (60 * minutes)
+
+
 def ticks(series: Series) -> list[tuple[float, str]]:
     """The time axis of a line from its first point to its last that is over: moments that people name, a quarter of an
     hour, six hours or a day apart, and none so near an end that its words would be cut."""
@@ -274,7 +288,7 @@ async def overview(pages: Pages, request: Request) -> Response:
     return pages.answer(
         request, "overview.html", now=now.at, refresh=15, found=now, needs=all_, running=running,
         open=sum(not need.seen for need in all_),
-        rate=sum(point.done for point in now.hour.points[-6:-1]) / 300, success=100 * now.hour.done / tried if tried else None,
+        rate=moving(now.hour, now.at), success=100 * now.hour.done / tried if tried else None,
         ready=max((line.forecast.late for line in running if line.forecast), default=None)
         if all(line.forecast for line in running) else None,
         others=[line for line in now.lines if not line.job.holder], ticks=ticks(now.series), range=range, ranges=tuple(RANGES),
@@ -298,7 +312,7 @@ async def find(pages: Pages, request: Request) -> Response:
         except HeadwayError:
             pass  # no job's id, or not even one that could be one
         if found := find_item(reader.database, text):
-            return f"/jobs/{quote(found[0], safe='')}/items/{quote(found[1], safe='')}"
+            return item_path(*found)
         try:
             return f"/tasks/{quote(reader.queue.get(text).id, safe='')}"
         except HeadwayError:

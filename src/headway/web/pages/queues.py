@@ -18,7 +18,7 @@ from headway.views.queue import QueueView, Tasks, TaskSheet, TaskView, WorkerVie
 from headway.views.reading import Reader
 from headway.views.series import RANGES, read_queue_series
 from headway.web.pages import draw
-from headway.web.pages.jobs import whole
+from headway.web.pages.jobs import frames, whole
 from headway.web.pages.overview import Standing, ticks
 from headway.web.pages.render import Pages
 from headway.wording import plural, roughly
@@ -163,7 +163,7 @@ async def task(pages: Pages, request: Request) -> Response:
         return found, paused[0] if paused else None
 
     found, paused = await pages.site.read(look, pages.site.reader)
-    return pages.answer(request, "task.html", refresh=5, found=found, task=found.task, paused=paused)
+    return pages.answer(request, "task.html", refresh=5, found=found, task=found.task, paused=paused, frames=frames)
 
 
 class Own(NamedTuple):

@@ -18,14 +18,18 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
+from starlette.types import Scope
 
 from headway import __version__
 from headway.errors import HeadwayError
 from headway.telemetry import redact
 from headway.views.overview import count_dead
 from headway.views.series import Series
+from headway.web.auth import root_of
+from headway.web.gate import path_of
 from headway.web.pages import draw
 from headway.web.pages.static import Assets
+from headway.web.problems import headers_of, status_of
 from headway.web.site import Site
 from headway.wording import duration, pace, plural, roughly, took
 
@@ -126,13 +130,40 @@ class Pages:
             store=redact(site.database),
             dead_letters=self._dead[1] if self._dead else 0, profile=site.settings.profile,
             later=lambda seconds: moment + timedelta(seconds=seconds),
-            here="/" + request.scope["path"].removeprefix(root).split("/")[1], **values,
+            here="/" + path_of(request.scope).lstrip("/").partition("/")[0], **values,
         )  # fmt: skip
         return HTMLResponse(html, status, HEADERS)
 
-    def failed(self, request: Request, error: HeadwayError, status: int) -> HTMLResponse:
+    def door(
+        self, scope: Scope, *, status: int = 200, headers: Mapping[str, str] | None = None, **values: Any
+    ) -> HTMLResponse:
+        """What somebody sees who is not known yet: the login, or why they are not let in."""
+        root = root_of(scope)
+        html = templates().get_template("door.html").render(
+            {"error": None, "away": False, **values}, url=lambda path: root + path,
+            asset=lambda name: root + self.assets.path(name),
+        )  # fmt: skip
+        return HTMLResponse(html, status, {**HEADERS, **(headers or {})})
+
+    def failed(self, request: Request, error: HeadwayError) -> HTMLResponse:
         """A page about an error. A store that is away is not an empty one: nothing is shown that could be taken for zero."""
-        return self.answer(request, "error.html", status=status, error=error, away=status == 503)
+        status, headers = status_of(error), headers_of(error)
+        if "headway.user" not in request.scope:
+            title = "The store does not answer" if status == 503 else "Not let in"
+            return self.door(
+                request.scope, status=status, headers=headers, error=_shown(error), away=status == 503, title=title
+            )
+        away = status == 503
+        answer = self.answer(
+            request, "error.html", status=status, refresh=3 if away else 0, error=_shown(error), away=away
+        )
+        answer.headers.update(headers)
+        return answer
+
+
+def _shown(error: HeadwayError) -> HeadwayError:
+    """Without what must not be seen."""
+    return HeadwayError(redact(str(error)), hint=redact(error.hint))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -25,11 +25,11 @@ class Asset(NamedTuple):
     packed: bytes
 
 
-def _squeezed(content: bytes) -> bytes:
-    """Without indentation and comments. Ours have no text that runs over several lines or contains what begins a comment
-    after a space, so nothing else changes."""
+def _squeezed(content: bytes, kind: str) -> bytes:
+    """Without indentation and comments, and a style sheet without line ends. Ours have no text that runs over several lines or
+    contains what begins a comment after a space, so nothing else changes."""
     lines = (line.partition(b" // ")[0].strip() for line in content.splitlines())
-    return b"\n".join(line for line in lines if line and not line.startswith(b"//"))
+    return (b"" if kind == "css" else b"\n").join(line for line in lines if line and not line.startswith(b"//"))
 
 
 class Assets:
@@ -42,7 +42,7 @@ class Assets:
             stem, _, kind = file.name.rpartition(".")
             if kind not in _TYPES:
                 continue
-            content = _squeezed(file.read_bytes())
+            content = _squeezed(file.read_bytes(), kind)
             name = f"{stem}.{sha256(content).hexdigest()[:12]}.{kind}"
             self._paths[file.name] = f"/static/{name}"
             self._assets[name] = Asset(_TYPES[kind], content, gzip.compress(content, 9, mtime=0))

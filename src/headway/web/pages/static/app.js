@@ -86,7 +86,7 @@ function patch() {
   for (const node of $$("[data-v]")) {
     const now = value(node.dataset.v);
     if (now === undefined || now === null) continue;
-    const text = forms[node.dataset.f](now, node);
+    const text = forms[node.dataset.f || "num"](now, node);
     if (node.textContent !== text) node.textContent = text;
   }
   for (const node of $$("[data-bar]")) {
@@ -133,6 +133,7 @@ async function renew() {
   try {
     const answer = await fetch(location.href, { headers: { accept: "text/html" }, credentials: "same-origin" });
     if (!answer.ok && answer.status !== 503) return;
+    if ($("[data-away]") && answer.ok) { location.reload(); return; }
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html"), next = $("#main", fresh);
     if (!next || $("dialog[open]")) return;
     morph(main, next);
@@ -165,7 +166,7 @@ function tell() {
   const silent = performance.now() - heard, away = state.store?.database?.error;
   const stale = silent > SILENCE || Boolean(away);
   document.body.classList.toggle("stale", stale);
-  banner.hidden = !stale;
+  banner.hidden = !stale || Boolean($("[data-away]"));
   if (away) { say("Store unreachable", "s-lost bad"); $("p", banner).firstChild.data = `${away} What is below is from `; }
   else if ((seq || silent > SILENCE) && socket?.readyState !== WebSocket.OPEN) say("Disconnected, trying again", "s-lost bad");
   else if (silent > SILENCE) say(`No news for ${Math.round(silent / 1000)} s`, "s-lost bad");
@@ -191,7 +192,14 @@ function connect() {
     const time = $("time", banner);
     if (message.at && !state.store?.database?.error && time) time.textContent = message.at.slice(11, 19);
   };
-  socket.onclose = () => { socket = null; if (document.hidden) return; tell(); setTimeout(connect, Math.min(15000, 500 * 2 ** tries++) * (0.5 + Math.random())); };
+  socket.onclose = event => {
+    socket = null;
+    if (event.code === 4401) { location.reload(); return; } // they are not known any more: to the login
+    if (document.hidden) return;
+    tell();
+    if (tries > 1) fetch(location.href, { method: "HEAD" }).then(answer => { if (answer.url.includes("/login?next=")) location.reload(); }).catch(() => {});
+    setTimeout(connect, Math.min(15000, 500 * 2 ** tries++) * (0.5 + Math.random()));
+  };
 }
 document.addEventListener("visibilitychange", () => { if (document.hidden) socket?.close(); else { heard = performance.now(); if (!socket) connect(); } });
 setInterval(() => { if (!document.hidden) tell(); }, 1000);
