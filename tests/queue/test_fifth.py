@@ -298,7 +298,8 @@ def test_a_task_that_failed_because_its_worker_died_is_in_rqs_registry_of_failed
 def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TaskQueue]:
     """The queue of an application that workers can import as ``shop``."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])]))
+    root = Path(__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path, root / "src", root))))
     url = f"sqlite:///{tmp_path}/queue.db"
     Path("shop.py").write_text(f"from tests.queue.app import build\nqueue = build({url!r})\n")
     with app.build(url) as made:
