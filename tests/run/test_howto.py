@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -234,25 +233,30 @@ def test_the_group_of_celery_has_its_counterpart(tmp_path: Path, monkeypatch: py
 EXECUTORS = block("howto/own-executor.md", "MPIPoolExecutor").splitlines()
 
 
+#: In a program of its own: Dask's threads outlive their cluster.
+IN_AN_EXECUTOR = """
+import sys
+from concurrent.futures import ProcessPoolExecutor
+import distributed, headway, loky
+
+def Client(address):
+    assert address == "tcp://scheduler:8786"
+    return distributed.Client(distributed.LocalCluster(processes=False, n_workers=1, dashboard_address=None))
+
+if __name__ == "__main__":
+    result = headway.map(abs, range(3), job="t", executor=eval(sys.argv[1]), progress="none")
+    assert result.done == 3
+"""
+
+
 @pytest.mark.parametrize("line", [line for line in EXECUTORS if "MPI" not in line])  # that needs an MPI
 def test_every_executor_of_the_page_runs_items(tmp_path: Path, line: str):
-    names: dict[str, Any] = {"ProcessPoolExecutor": ProcessPoolExecutor}
-    call = line.partition("#")[0].removeprefix("executor=").strip()
-    if "loky" in call:
-        names["loky"] = pytest.importorskip("loky")
-    if "Client" not in call:
-        run_in(tmp_path, eval(call, names))
-        return
-    dask = pytest.importorskip("distributed")
-    with dask.LocalCluster(processes=False, n_workers=1, dashboard_address=None) as cluster:
-        names["Client"] = lambda address: dask.Client(cluster, set_as_default=False) if address else None
-        run_in(tmp_path, eval(call, names))
-
-
-def run_in(place: Path, executor: Any) -> None:
-    result = headway.map(abs, range(3), job="t", database=f"sqlite:///{place}/a.db", executor=executor, progress="none")
-    assert result.done == 3
-    executor.shutdown()
+    pytest.importorskip("distributed")
+    pytest.importorskip("loky")
+    (tmp_path / "program.py").write_text(IN_AN_EXECUTOR)
+    command = [sys.executable, "program.py", line.partition("#")[0].removeprefix("executor=").strip()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 # ---- run.md ---------------------------------------------------------------------------------------------------------
