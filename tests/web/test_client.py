@@ -8,9 +8,11 @@ import http.server
 import inspect
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -477,19 +479,35 @@ def test_a_change_is_made_on_a_new_connection_when_the_server_closed_the_kept_on
         server.server_close()
 
 
-def test_a_forked_child_asks_on_a_connection_of_its_own(closed: Web):
-    """On the parent's, each of the two would read answers that were meant for the other."""
-    with Client(closed.address, closed.tokens["admin"]) as client:
-        client.queues()
+class Slow(Tired):
+    """Answers questions about queues when it is let."""
+
+    asked, let = threading.Event(), threading.Event()
+
+    def do_GET(self) -> None:
+        if self.path.endswith("/queues"):
+            self.asked.set()
+            self.let.wait(60)
+        super().do_GET()
+
+
+def test_a_forked_child_asks_while_its_parent_waits_for_an_answer():
+    """The parent's lock stays locked in the child for ever, and what comes on the parent's connection is not for the child."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with Client(f"http://127.0.0.1:{server.server_port}") as client, ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(client.queues)
+        assert Slow.asked.wait(30)
         child = os.fork()
         if not child:
-            wrong = 1
-            with contextlib.suppress(BaseException):
-                wrong = sum(client.job("ads").job.id != "ads" for _ in range(200))
-            os._exit(int(bool(wrong)))
-        answers = [client.queues().queues[0].queue for _ in range(200)]
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)  # one that hangs is killed
+            os._exit(int(client.resume("low").touched != 1))
         _, status = os.waitpid(child, 0)
-    assert (os.waitstatus_to_exitcode(status), set(answers)) == (0, {"urgent"})
+        Slow.let.set()
+        assert (os.waitstatus_to_exitcode(status), waiting.result(30).queues) == (0, ())
+    server.shutdown()
+    server.server_close()
 
 
 class Dying(http.server.BaseHTTPRequestHandler):
