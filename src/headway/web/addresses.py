@@ -6,8 +6,6 @@ import ipaddress
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from starlette.datastructures import Headers
-
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,6 +32,10 @@ def peer_of(scope: Scope, proxies: Sequence[Network] = ()) -> str:
     peer = str(client[0])
     if not proxies or not _is_of(_address(peer), proxies):
         return peer
+    from starlette.datastructures import (
+        Headers,
+    )  # a server is asked for addresses before it is known whether there is one
+
     said = ",".join(Headers(scope=scope).getlist("x-forwarded-for")).split(",")
     for text in reversed(said):
         address = _address(text.strip())
