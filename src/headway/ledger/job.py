@@ -192,9 +192,10 @@ class Job(Reports):
         while (wanted := limit - len(items)) > 0:
             rows = self._database.all(
                 "SELECT i.idx, i.key, i.payload, i.fingerprint FROM input_products i WHERE i.job = ? AND i.idx > ? "
-                "AND NOT EXISTS (SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx) "
+                # Which PostgreSQL does not conclude by itself: else it may read all that is done, for every page anew.
+                "AND NOT EXISTS (SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx AND p.idx > ?) "
                 "ORDER BY i.idx LIMIT ?",
-                (self.no, after, wanted),
+                (self.no, after, after, wanted),
             )
             intact = [Item(idx, key, payload) for idx, key, payload, mark in rows if is_intact(payload, mark)]
             self._give_up_damaged(rows, intact, on_damaged)
