@@ -270,10 +270,15 @@ def test_an_idle_listener_of_a_sqlite_file_costs_next_to_nothing(place: Place):
     assert store._thread.ident is not None
     listener = time.pthread_getcpuclockid(store._thread.ident)  # its own time, whatever else this process does
     time.sleep(1.1)  # it slows down after a second without a change
-    began, before = time.monotonic(), time.clock_gettime(listener)
-    time.sleep(0.6)
-    used, passed = time.clock_gettime(listener) - before, time.monotonic() - began
-    assert used / passed < 0.05  # the benchmark has the real figure, below 1 %; here only a spin would show
+
+    def share() -> float:
+        began, before = time.monotonic(), time.clock_gettime(listener)
+        time.sleep(0.6)
+        return (time.clock_gettime(listener) - before) / (time.monotonic() - began)
+
+    # The benchmark has the real figure, below 1 %; here only a spin would show, and in every look: a collection of the
+    # interpreter's garbage, which happens in whichever thread asks next, shows in one.
+    assert any(share() < 0.05 for _ in range(5))
 
 
 @pytest.mark.stores(("sqlite", "redis"))
