@@ -225,16 +225,33 @@ def report(verdict: Verdict) -> bool:
     return False
 
 
+def missing_tests(root: Path, mutants: Sequence[Mutant]) -> list[str]:
+    """What pytest says of named tests that are not there: one was renamed, or has other parameters by now."""
+    tests = sorted({test for mutant in mutants for test in mutant.tests})
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "-m", "", *tests],
+        cwd=root, env=os.environ | {"PYTHONPATH": str(root / "src")}, capture_output=True, text=True, check=False, timeout=LIMIT,
+    )  # fmt: skip
+    if found.returncode == 0:
+        return []
+    said = [line for line in (found.stdout + found.stderr).splitlines() if line.startswith("ERROR")]
+    return said or [f"The named tests cannot be collected:\n{found.stdout[-2000:]}"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="ROOM", help="the mutants of tests/mutants/ROOM.toml")
     parser.add_argument("--match", metavar="TEXT", help="those whose file, texts or reason contain TEXT")
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time (2)")
-    parser.add_argument("--check", action="store_true", help="only say whether every mutant still applies")
+    parser.add_argument(
+        "--check", action="store_true", help="only say whether every mutant still applies, and its tests exist"
+    )
     parser.add_argument("--list", action="store_true", help="only list them")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent, help=argparse.SUPPRESS)
     options = parser.parse_args()
     mutants, wrong = load(options.root)
+    if options.check and not wrong:
+        wrong = missing_tests(options.root, mutants)
     chosen = [
         mutant
         for mutant in mutants

@@ -102,5 +102,13 @@ def test_mutants_can_be_chosen_by_room_and_by_text(toy: Path):
     assert run(toy, "--check")[0] == 0
 
 
+def test_a_named_test_that_is_not_there_is_said_without_running_any(toy: Path):
+    write(toy, KILLED, test="tests/test_toy.py::test_thrice")
+    code, told = run(toy, "--check")
+    assert code == 1
+    assert "test_thrice" in told
+    assert "1 mutants, 1 that do not apply" in told
+
+
 def test_every_mutant_of_ours_still_applies():
     assert mutants.load(ROOT)[1] == []
