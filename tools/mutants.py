@@ -230,7 +230,8 @@ def missing_tests(root: Path, mutants: Sequence[Mutant]) -> list[str]:
     tests = sorted({test for mutant in mutants for test in mutant.tests})
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "-m", "", *tests],
-        cwd=root, env=os.environ | {"PYTHONPATH": str(root / "src")}, capture_output=True, text=True, check=False, timeout=LIMIT,
+        cwd=root, env=os.environ | {"PYTHONPATH": str(root / "src")},
+        capture_output=True, text=True, check=False, timeout=LIMIT,
     )  # fmt: skip
     if found.returncode == 0:
         return []
