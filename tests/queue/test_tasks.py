@@ -57,7 +57,10 @@ def events(queue: TaskQueue, task_id: str) -> list[tuple[str, int]]:
 
 
 @pytest.mark.req("S2-06", "S2-07")
-def test_tasks_are_handed_out_in_the_order_of_their_queues_however_they_came(crowd: TaskQueue):
+@pytest.mark.parametrize("limits", [0, 1], ids=["without", "with a limit"])
+def test_tasks_are_handed_out_in_the_order_of_their_queues_however_they_came(crowd: TaskQueue, limits: int):
+    for _ in range(limits):
+        crowd.limit("kind", "caption", concurrency=100)
     for priority in reversed(PRIORITIES):
         crowd.submit("caption", role="admin", priority=priority, id=f"{priority}-1")
         crowd.submit("caption", role="admin", priority=priority, id=f"{priority}-2")

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 log = Log("queue")
 
 _IDLE_LOOK = 1.0
-_PASSED_OVER = 100
 
 
 class RqSource:
@@ -71,15 +70,11 @@ class RqSource:
     # ---- what a worker asks ------------------------------------------------------------------------------------------
 
     def claim(self, who: Claimant, queues: Sequence[Priority], limit: int) -> list[Claim]:
-        claimed: list[Claim] = []
-        for _ in range(_PASSED_OVER):  # hints that lead to nothing (forged, a replay) do not look like an empty queue
-            hinted = self._take_hints(queues, limit)
-            if hinted is None:
-                return self._claim_rows(who, queues, limit)  # Redis is away: as if there were none
-            if hinted:
-                claimed = self._claim_hinted(who, queues, hinted)
-            if claimed or not hinted:
-                break
+        hinted = self._take_hints(queues, limit)
+        if hinted is None:
+            return self._claim_rows(who, queues, limit)  # Redis is away: as if there were none
+        # Hints that lead to nothing (forged, a replay) do not look like an empty queue: the rows of all queues are asked.
+        claimed = self._claim_hinted(who, queues, hinted) if hinted else []
         if not claimed and self._clock() - self._looked_at > _IDLE_LOOK:
             # Rows that RQ was not told of (an overflow, a limit that is free again) are not left to the sweeper alone.
             claimed = self._claim_rows(who, queues, limit, unhinted=True)
@@ -215,7 +210,7 @@ class RqSource:
             named = queues[: max((n for n, queue in enumerate(queues, 1) if queue in hints), default=0)]
             claimed = claims.claim_next(self._queue.database, who, queues=named, limit=len(hinted))
             if not claimed and len(named) < len(queues):
-                # What is hinted is not for us (a kind without a handler here): what waits behind it is not to wait for ever.
+                # What is hinted is not for us (a kind without a handler here) or nobody's: what waits behind it is not to wait.
                 claimed = claims.claim_next(self._queue.database, who, queues=queues, limit=len(hinted))
             taken = {claim.id for claim in claimed}
             rest = [task_id for task_id in ids if task_id not in taken]
