@@ -284,6 +284,7 @@ def test_cancelling_every_task_of_the_loop_fails_items_and_does_not_stop_the_run
     job = job_in(place)
     assert [letter.idx for letter in job.dead_letters()] == [20]
     assert job.info().done == 40
+    assert {idx: job.item(idx).attempts for idx in range(41) if job.item(idx).attempts} == {20: 3}
 
 
 def test_a_cancellation_that_an_item_asked_for_and_did_not_wait_for_does_not_reach_the_next(
