@@ -575,7 +575,7 @@ def test_a_block_that_its_slots_left_has_no_suspects(ledger: Ledger, share: Make
 def test_what_a_slot_records_while_its_job_is_forgotten_is_deleted_with_it(
     ledger: Ledger, share: MakeShare, postgres_with_tables: str
 ) -> None:
-    """The fleet's lease was over; its slot was stopped in the middle of a record, and wakes up."""
+    """A foreign hand freed the job; a slot of its fleet was stopped in the middle of a record, and wakes up."""
     job = start(ledger, 10)
     a = share("a")
     a.claim_some(5)

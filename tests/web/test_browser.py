@@ -377,3 +377,4 @@ def test_a_page_of_somebody_who_is_not_known_any_more_leads_to_the_login(
         if how != "while it is open":
             serve("--database", database, "--port", web.address.rpartition(":")[2])
         page.wait_for_url("**/login?next=/jobs", timeout=30_000)
+        assert page.get_by_label("Token").is_visible()

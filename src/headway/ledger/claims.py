@@ -107,9 +107,10 @@ def _fresh(recorder: Recorder, limit: int) -> list[Item]:
     while (wanted := limit - len(items)) > 0:
         rows = recorder.tx.all(
             "SELECT i.idx, i.key, i.payload, i.fingerprint FROM input_products i WHERE i.job = ? AND i.idx >= ? "
-            "AND NOT EXISTS (SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx) "
+            # As in `Job.untouched`: PostgreSQL does not conclude the last condition, and would read all that is done.
+            "AND NOT EXISTS (SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx AND p.idx >= ?) "
             "ORDER BY i.idx LIMIT ?",
-            (recorder.no, recorder.frontier, wanted),
+            (recorder.no, recorder.frontier, recorder.frontier, wanted),
         )
         if not rows:
             break

@@ -205,8 +205,8 @@ class Ledger:
             if tx.engine == "sqlite":
                 tx.execute(_REMEMBER_NUMBER, (str(no),))
             _put_aside(tx, no, id, recorder.now)  # killed in what follows, the id is free and `purge` does the rest
-            # A slot that was stopped past the fleet's lease records under its block alone: what it records now waits until
-            # here, or finds no block. So nothing is recorded for an item that is deleted below.
+            # A slot records under its block alone. A job with blocks is the fleet's, and refused above, unless a foreign hand
+            # freed it: then what a slot is recording is waited for here, and what it records later finds no block.
             tx.execute("DELETE FROM blocks WHERE job = ?", (no,))
             facts: dict[str, object] = {"total": recorder.total, "done": recorder.done}
             if reason:
