@@ -32,9 +32,8 @@ def peer_of(scope: Scope, proxies: Sequence[Network] = ()) -> str:
     peer = str(client[0])
     if not proxies or not _is_of(_address(peer), proxies):
         return peer
-    from starlette.datastructures import (
-        Headers,
-    )  # a server is asked for addresses before it is known whether there is one
+    # Late: a run asks for addresses before it is known whether the web extra is there.
+    from starlette.datastructures import Headers
 
     said = ",".join(Headers(scope=scope).getlist("x-forwarded-for")).split(",")
     for text in reversed(said):
