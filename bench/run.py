@@ -252,8 +252,9 @@ def measure_programs(report: Report, place: Path, count: int, rounds: int) -> No
         "--workers", str(WORKERS), "--progress", "none", "--json", "--", "true", "{}",
     ]  # fmt: skip
     theirs = [*parallel, "--will-cite", "-j", str(WORKERS), "--joblog", str(log), "true", "{}", "::::", str(lines)]
-    rates: dict[str, list[float]] = {"headway run": [], "GNU parallel": []}
+    rates: dict[str, list[float]] = {"headway run": [], "GNU parallel": [], "nothing but starting them": []}
     for _ in range(rounds):
+        rates["nothing but starting them"].append(bare.start_programs(count, WORKERS, LIMIT))
         out = subprocess.run(ours, check=True, capture_output=True, timeout=LIMIT, cwd=place)
         rates["headway run"].append(count / json.loads(out.stdout)["seconds"])
         subprocess.run(theirs, check=True, capture_output=True, timeout=LIMIT, cwd=place)
@@ -268,6 +269,7 @@ def measure_programs(report: Report, place: Path, count: int, rounds: int) -> No
     for name, values in rates.items():
         report.add(f"{name}: programs run", median(values), "programs/s", rounds=rounds)
     report.add("headway run -- true / GNU parallel --joblog", ratio(rates, "GNU parallel"), "x", least=5)
+    report.add("headway run -- true / nothing but starting them", ratio(rates, "nothing but starting them"), "x")
 
 
 def find_parallel(place: Path) -> list[str] | None:

@@ -7,6 +7,8 @@ headway reaches is compared with this.
 from __future__ import annotations
 
 import multiprocessing
+import os
+import shutil
 import sqlite3
 import time
 from pathlib import Path
@@ -87,3 +89,24 @@ def _work(path: Path, number: int, end: float) -> None:
 
 def _noop(item: object) -> None:
     pass
+
+
+def start_programs(count: int, processes: int, limit: float) -> float:
+    """How many times a second ``true`` can be started and waited for, by loops that do nothing else: what the machine allows
+    anybody who runs so many at once."""
+    fork = multiprocessing.get_context("fork")
+    began = time.monotonic()
+    loops = [fork.Process(target=_start_programs, args=(count // processes, began + limit)) for _ in range(processes)]
+    for loop in loops:
+        loop.start()
+    for loop in loops:
+        loop.join(limit + 10)
+    assert all(loop.exitcode == 0 for loop in loops), "a program was not run"
+    return count // processes * processes / (time.monotonic() - began)
+
+
+def _start_programs(count: int, end: float) -> None:
+    path, environment = shutil.which("true") or "true", dict(os.environb)
+    for number in range(count):
+        assert time.monotonic() < end, "it takes too long"
+        assert os.waitpid(os.posix_spawn(path, ["true", str(number)], environment), 0)[1] == 0

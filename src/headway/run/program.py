@@ -20,6 +20,7 @@ import select
 import shlex
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -47,8 +48,8 @@ _PLACEHOLDER = re.compile(r"\{\{(?P<literal>[A-Za-z_][\w.-]*)?\}\}|\{(?P<name>[A
 _PARALLEL = re.compile(r"(?<![$\{])\{(?:\.|//?|/\.|#|%)\}(?!\})")
 _BROKEN = (errno.E2BIG, errno.ENOEXEC)
 
-# Reads the groups that run right now, a line at each change, until nobody is left who could write: then it ends them.
-_GUARD = 'trap "" INT TERM HUP; while read -r line; do now=$line; done; for group in $now; do kill -s KILL -- "-$group"; done'
+# Waits until nobody is left who could write, then reads the groups that ran at that time, and ends them.
+_GUARD = 'trap "" INT TERM HUP; read -r end; read -r now <&3; for group in $now; do kill -s KILL -- "-$group"; done'
 
 
 class ProgramFailed(Exception):
@@ -164,36 +165,32 @@ class Program:
     def _execute(self, words: list[str], payload: Any, out: Captured, err: Captured, timeout: float | None) -> int:
         """Its exit status; of one that a signal ended, the signal's negative number; -1000 when its time was up."""
         with _pipe() as (out_reading, out_writing), _pipe() as (err_reading, err_writing):
-            actions: list[Any] = [
-                (os.POSIX_SPAWN_DUP2, out_writing.take(), 1),
-                (os.POSIX_SPAWN_DUP2, err_writing.take(), 2),
-            ]
-            with self._input(payload) as descriptor:
-                actions.append((os.POSIX_SPAWN_DUP2, descriptor, 0))
+            actions: list[Any] = [(os.POSIX_SPAWN_DUP2, out_writing, 1), (os.POSIX_SPAWN_DUP2, err_writing, 2)]
+            with self._input(payload) as action:
                 pid = os.posix_spawn(
-                    self._path, words, os.environ, file_actions=actions, setpgroup=0,
+                    self._path, words,
+                    dict(os.environb),  # as bytes: decoding each variable to encode it again took a tenth of the whole
+                    file_actions=[*actions, action], setpgroup=0,
                     setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # Python ignores them, and a program inherits that
                 )  # fmt: skip
             guard = _Guard.of_this_process()
             guard.note(pid)
             try:
-                out_writing.close()
-                err_writing.close()
-                return _follow(pid, {out_reading.take(): out, err_reading.take(): err}, timeout)
+                return _follow(pid, {out_reading: out, err_reading: err}, timeout)
             finally:
                 guard.forget(pid)
 
     @contextmanager
-    def _input(self, payload: Any) -> Iterator[int]:
-        """A file to read from: the item, or nothing. A file, because a pipe would have to be fed while it is read."""
+    def _input(self, payload: Any) -> Iterator[tuple[Any, ...]]:
+        """What its standard input becomes: the item, or nothing. A file, because a pipe would have to be fed while it is
+        read."""
         if not self._stdin:
-            with open(os.devnull, "rb", buffering=0) as file:
-                yield file.fileno()
+            yield os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0
             return
         with tempfile.TemporaryFile(buffering=0) as file:
             file.write((_plain(payload) + "\n").encode())
             file.seek(0)
-            yield file.fileno()
+            yield os.POSIX_SPAWN_DUP2, file.fileno(), 0
 
     # ---- what came of it -------------------------------------------------------------------------------------------
 
@@ -245,8 +242,8 @@ def _follow(pid: int, streams: dict[int, Captured], timeout: float | None) -> in
                 continue
             patience = 3600.0 if left is None else left
             for descriptor, _ in poll.poll(1000 * (patience if ended is not None else min(patience, 0.02)) + 1):
-                if descriptor in streams and not _take(descriptor, streams[descriptor], most=1):
-                    poll.unregister(descriptor)
+                if descriptor in streams:
+                    _take(descriptor, streams[descriptor], most=1)
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 break
         # Its number is its own until it is waited for, so the group is that of nobody else.
@@ -264,15 +261,11 @@ def _follow(pid: int, streams: dict[int, Captured], timeout: float | None) -> in
             os.close(ended)
 
 
-def _take(descriptor: int, captured: Captured, *, most: int) -> bool:
-    """Read what is there, at most so many times; False at the end of the stream."""
+def _take(descriptor: int, captured: Captured, *, most: int) -> None:
+    """Read what is there, at most so many times."""
     with suppress(BlockingIOError):
         for _ in range(most):
-            data = os.read(descriptor, LIMIT)
-            if not data:
-                return False
-            captured.add(data)
-    return True
+            captured.add(os.read(descriptor, LIMIT))
 
 
 def _end_group(pid: int, number: signal.Signals) -> None:
@@ -306,12 +299,16 @@ class _Guard:
     def __init__(self) -> None:
         self._groups: set[int] = set()
         self._writing_lock = threading.Lock()
-        reading, self._writing = os.pipe()
-        os.set_blocking(self._writing, False)
+        # The groups stand in a file that the guard reads once, at the end: a message at each change would wake it twice
+        # for each program, which costs a tenth of what a small program needs.
+        self._file = _nameless_file()
+        self._tell()
+        reading, self._alive = os.pipe()  # its other end closes with this process, whatever ends it
         actions: list[Any] = [
             (os.POSIX_SPAWN_DUP2, reading, 0),
             (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
             (os.POSIX_SPAWN_DUP2, 1, 2),
+            (os.POSIX_SPAWN_DUP2, self._file, 3),
         ]
         os.posix_spawn("/bin/sh", ["sh", "-c", _GUARD], {}, file_actions=actions, setpgroup=0)
         os.close(reading)
@@ -327,34 +324,27 @@ class _Guard:
             self._tell()
 
     def _tell(self) -> None:
-        with suppress(OSError):  # somebody ended or stopped the guard: the work is worth more than the guard
-            os.write(self._writing, f"{' '.join(map(str, self._groups))}\n".encode())
+        with suppress(OSError):  # no room for a line: the work is worth more than the guard
+            os.pwrite(self._file, f"{' '.join(map(str, self._groups)):256}\n".encode(), 0)
 
 
-class _End:
-    """One end of a pipe; closed once."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor: int | None = descriptor
-
-    def take(self) -> int:
-        assert self._descriptor is not None
-        return self._descriptor
-
-    def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+def _nameless_file() -> int:
+    if sys.platform == "linux":
+        return os.memfd_create("headway-groups")  # in memory: a full disk does not keep programs from being started
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 @contextmanager
-def _pipe() -> Iterator[tuple[_End, _End]]:
-    ends = [_End(descriptor) for descriptor in os.pipe()]
+def _pipe() -> Iterator[tuple[int, int]]:
+    """Both ends stay open here, so that nothing but words of the program wakes who reads: not that it closed its end, on
+    each of two streams, a moment before it ended."""
+    ends = os.pipe()
     try:
-        yield ends[0], ends[1]
+        yield ends
     finally:
         for end in ends:
-            end.close()
+            os.close(end)
 
 
 def _find(word: str) -> str:
