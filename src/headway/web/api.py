@@ -124,7 +124,7 @@ class Reason(_Body):
 
 def mount(app: FastAPI, site: Site, progress: Callable[[], AsyncProgress | None]) -> None:
     """Every route of the API. ``progress`` gives the reader of Redis's projects, if there is a Redis."""
-    api = Api(site)
+    api = Api(app.router, site)
     _projects(api, progress)  # first, because routes are tried one after another, and this one is asked most
     _jobs(api)
     _runs(api)
@@ -134,7 +134,6 @@ def mount(app: FastAPI, site: Site, progress: Callable[[], AsyncProgress | None]
     _alerts(api)
     _tasks(api)
     _others(api)
-    app.include_router(api.router)
 
 
 def _jobs(api: Api) -> None:

@@ -89,6 +89,8 @@ class Application:
     def _routes(self) -> FastAPI:
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+            # What the first who asks would wait for, and all the others behind it.
+            await asyncio.to_thread(self.progress)
             try:
                 yield
             finally:

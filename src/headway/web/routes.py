@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from fastapi import APIRouter, Depends
@@ -64,9 +64,9 @@ def encoded(question: Callable[..., Document], *args: Any, **options: Any) -> tu
 class Api:
     """Declares routes, each with its right and the shape of its answer."""
 
-    def __init__(self, site: Site) -> None:
-        self.site = site
-        self.router = APIRouter(prefix=PREFIX)
+    def __init__(self, router: APIRouter, site: Site) -> None:
+        """``router`` is the application's own: to find the way through a second one costs each request more than reading."""
+        self.site, self._router = site, router
 
     def get(self, path: str, view: type, *, right: str = "read") -> Callable[[F], F]:
         return self._declare("GET", path, view, right)
@@ -81,13 +81,15 @@ class Api:
             "content": {"application/json": {"schema": schema}},
         }
         problems = _PROBLEMS if method == "GET" else {**_PROBLEMS, 409: {**_PROBLEMS[403], "description": "refused"}}
-        return self.router.api_route(
-            path, methods=[method], responses={200: answer, **problems}, dependencies=[Depends(self._needs(right))],
+        return self._router.api_route(
+            PREFIX + path, methods=[method], responses={200: answer, **problems}, dependencies=[Depends(self._needs(right))],
             openapi_extra={"x-headway-right": right},
         )  # fmt: skip
 
-    def _needs(self, right: str) -> Callable[[Request], None]:
-        def check(request: Request) -> None:
+    def _needs(self, right: str) -> Callable[[Request], Awaitable[None]]:
+        # A coroutine, although it awaits nothing: FastAPI sends a plain function to a thread and back at every request,
+        # and the threads and the loop then wait for each other.
+        async def check(request: Request) -> None:
             user = self.site.user(request)
             if user.may(right):
                 return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import resource
 import signal
@@ -116,6 +117,10 @@ def serve(
             await super().startup(sockets)
             if until is not None:
                 asyncio.get_running_loop().add_reader(until, self._look_at, until)
+            # What is loaded by now stays. Python would look through all of it for garbage every few hundred requests, and
+            # everybody would wait for that, a twentieth of a second and more.
+            gc.collect()
+            gc.freeze()
             ready()
 
         def _look_at(self, descriptor: int) -> None:
