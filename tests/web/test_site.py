@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from headway import web
 from headway.config import Config
 from headway.errors import Unavailable
+from headway.finishline import FinishLine
 from headway.views.reading import Reader
 from headway.web.site import CHANGES, THREADS, WAITING, Site
+from tests.services.redis import RedisServer
 
 
 @pytest.fixture
@@ -133,3 +138,35 @@ def test_an_error_reaches_everybody_who_asked_and_is_forgotten(site: Site):
 
     asyncio.run(play())
     assert len(calls) == 2
+
+
+def test_asking_how_far_a_project_is_takes_no_thread_however_many_ask(redis_server: RedisServer, tmp_path: Path):
+    with FinishLine(redis_server.url(1), checkpointer=False) as line:
+        line.create("crawl", 2)
+    application = web.app(database=f"sqlite:///{tmp_path}/headway.db", redis=redis_server.url(0))
+
+    async def ask() -> int:
+        scope = {
+            "type": "http", "method": "GET", "path": "/api/v1/projects/crawl", "query_string": b"", "root_path": "",
+            "headers": [(b"host", b"127.0.0.1")], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "scheme": "http",
+        }  # fmt: skip
+        said: list[Any] = []
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Any) -> None:
+            said.append(message)
+
+        await application(scope, receive, send)
+        return int(said[0]["status"])
+
+    async def play() -> None:
+        assert await ask() == 200  # the first one opens the stores
+        before = set(threading.enumerate())
+        assert await asyncio.gather(*(ask() for _ in range(50))) == [200] * 50
+        assert set(threading.enumerate()) <= before
+        assert not [thread.name for thread in before if "AnyIO" in thread.name]
+        await application.close()
+
+    asyncio.run(play())
