@@ -168,7 +168,7 @@ def test_a_terminal_that_stops_who_writes_from_the_background_stops_no_item(tmp_
 # ---- who asks in a loop of their own --------------------------------------------------------------------------------
 
 ASKING = """
-import sys, time, headway
+import getpass, subprocess, sys, time, headway
 for item in headway.track(range(4), job="t", database="sqlite:///a.db"):
     time.sleep(0.12)
     {body}
@@ -184,11 +184,19 @@ for item in headway.track(range(4), job="t", database="sqlite:///a.db"):
         ),
         ("print(f'{item}: ', end=''); input('sure? ')", [f"{n}: sure? yes" for n in range(4)]),
         ("input(f'{item}: sure? ')", [f"{n}: sure? yes" for n in range(4)]),
+        (
+            "print('heard', getpass.getpass(f'{item}: sure? '))",
+            [line for n in range(4) for line in (f"{n}: sure? ", "heard yes")],
+        ),
+        (
+            "subprocess.run(['sh', '-c', f'printf \"{item}: sure? \" > /dev/tty; read answer < /dev/tty'])",
+            [f"{n}: sure? yes" for n in range(4)],
+        ),
         ("print('.', end='', flush=True)", ["...."]),
         ("print(item, flush=True)", ["0", "1", "2", "3"]),
         ("print(item, file=sys.stderr, end=' ')", ["0 1 2 3 "]),
     ],
-    ids=["answered", "after words", "asked only", "dots", "flushed", "never ended"],
+    ids=["answered", "after words", "asked only", "password", "by a program", "dots", "flushed", "never ended"],
 )
 def test_a_question_or_a_line_that_goes_on_stands_above_the_bar_of_a_loop(
     tmp_path: Path, body: str, expected: list[str]

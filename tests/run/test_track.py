@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,54 @@ def test_a_child_that_is_forked_in_the_loop_and_leaves_it_says_and_records_nothi
 
 def test_the_loop_gets_the_items_themselves(tmp_path: Path, options: dict[str, Any]):
     items = [tmp_path / "a", tmp_path / "b", tmp_path / "a"]
-    assert all(given is one for given, one in zip(headway.track(items, **options), items[2:] + items[1:], strict=False))
+    assert all(given is one for given, one in zip(headway.track(items, **options), items, strict=True))
     with pytest.raises(InvalidInput):
         headway.track([object()], **{**options, "job": "other"})
+
+
+@dataclass
+class Page:
+    url: str
+
+
+@dataclass
+class Picture:
+    url: str
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [((1, 2), [1, 2]), (Path("a"), "a"), (date(2026, 1, 2), "2026-01-02"), (Page("a"), Picture("a"))],
+    ids=["tuple and list", "path and text", "date and text", "two classes"],
+)
+def test_two_items_of_one_json_form_that_are_not_the_same_are_refused_before_anything_is_written(
+    tmp_path: Path, options: dict[str, Any], one: object, other: object
+):
+    with pytest.raises(InvalidInput, match=f"item 2: .* a {type(other).__name__}, the earlier one is a ") as refused:
+        headway.track([one, "between", other], **options)
+    assert "key=" in (refused.value.hint or "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_items_that_json_tells_apart_are_items_of_their_own(options: dict[str, Any]):
+    items = [1, True, "1", 1.0, None, "null", [1], {"1": 1}]
+    assert [(type(item), item) for item in headway.track(items, **options)] == [(type(item), item) for item in items]
+
+
+def test_equal_items_are_each_worked_on_once_in_their_order_also_after_a_crash(options: dict[str, Any]):
+    def given() -> list[Any]:
+        return [{"at": (1,)}, "x", {"at": [1]}, "x", {"at": (1,)}]  # the three are one to JSON, and all are dicts
+
+    seen = []
+    for _ in range(5):
+        tracker = headway.track(given(), **options)
+        seen.append(next(tracker))
+        time.sleep(0.03)
+        next(tracker, None)
+        tracker.close()
+    assert seen == given()
+    longer = [*given(), {"at": [1]}]
+    assert list(headway.track(longer, accept_changes=True, **options)) == [{"at": [1]}]
 
 
 def test_changed_items_are_noticed_and_accepted_on_request(options: dict[str, Any]):

@@ -108,9 +108,10 @@ def open_display(
     environment: Mapping[str, str] = os.environ,
     clock: Callable[[], float] = time.monotonic,
     columns: Callable[[], int] | None = None,
+    shared: bool = False,
 ) -> Display:
     """The display of that kind (`KINDS`); ``auto`` is the bar on a terminal that can draw one, else plain lines. Without a
-    stream (a service may have closed it) nothing is shown."""
+    stream (a service may have closed it) nothing is shown. ``shared``: others write to the terminal too, without asking."""
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
     if stream is None:
@@ -124,7 +125,7 @@ def open_display(
         case "bar":
             width = columns or (lambda: terminal_columns(stream, environment))
             colored = shows_color(color, stream, environment)
-            return _Bar(writer, clock, width, colored=colored, ascii_only=not _is_unicode(stream))
+            return _Bar(writer, clock, width, colored=colored, ascii_only=not _is_unicode(stream), shared=shared)
         case "line":
             return _Line(writer, clock)
         case "plain":
@@ -239,7 +240,10 @@ def _clip(text: str, width: int) -> str:
 
 class _Bar:
     """Two live lines. The cursor rests at the start of the first, so that clearing from there to the end of the screen
-    removes them whatever became of them when the terminal was resized."""
+    removes them whatever became of them when the terminal was resized.
+
+    On a shared terminal it rests on an empty line above them. A password is asked for there (getpass, ssh and sudo write to
+    the terminal itself, past our streams), and the line that ends the answer moves the cursor to where the bar is."""
 
     live: ClassVar[bool] = True
 
@@ -251,8 +255,10 @@ class _Bar:
         *,
         colored: bool,
         ascii_only: bool,
+        shared: bool,
     ) -> None:
         self._write, self._clock, self._columns = writer.write, clock, columns
+        self._above = "\n" if shared else ""
         self._colored, self._ascii = colored, ascii_only
         self._estimator = Estimator(clock)
         self._drawn_at = float("-inf")
@@ -267,7 +273,7 @@ class _Bar:
     def show(self, snapshot: RunSnapshot) -> None:
         self._estimator.update(snapshot)
         if not self._begun and self._clock() - self._drawn_at >= REDRAW_SECONDS:
-            self._draw(snapshot, after="\x1b[1A\r")
+            self._draw(snapshot, above=self._above, after=f"\x1b[{1 + len(self._above)}A\r")
 
     def say(self, text: str) -> None:
         self._clear()
@@ -297,13 +303,13 @@ class _Bar:
             self._write("\r\x1b[J")
         self._drawn = False
 
-    def _draw(self, snapshot: RunSnapshot, *, after: str) -> None:
+    def _draw(self, snapshot: RunSnapshot, *, above: str = "", after: str) -> None:
         # The last column stays free: writing into it makes some terminals wrap.
         room = max(1, self._columns() - 1)
         start = "\r\x1b[J" if self._drawn else ""
         # In one write, and a terminal that can is asked to show it at once, so that nothing is seen half drawn.
         lines = f"{self._first_line(snapshot, room)}\n{self._second_line(snapshot, room)}"
-        self._write(f"{_HOLD}{start}{lines}{after}{_SHOW}")
+        self._write(f"{_HOLD}{start}{above}{lines}{after}{_SHOW}")
         self._drawn_at, self._drawn = self._clock(), True
 
     def _first_line(self, snapshot: RunSnapshot, room: int) -> str:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -140,6 +140,15 @@ class OpenJob:
                 item = ready.popleft()
                 offered[item.idx] = item.attempts
                 yield OpenItem(self, item)
+
+    def numbers_among_equals(self, marks: Container[object]) -> dict[int, int]:
+        """index -> how many items before it have the same payload; of the payloads that have one of these fingerprints."""
+        counts, numbers = Counter[int | None](), {}
+        for idx, _, mark in self._job.fingerprints():
+            if mark in marks:
+                numbers[idx] = counts[mark]
+                counts[mark] += 1
+        return numbers
 
     def record(self, outcome: Done | Failed) -> None:
         self.record_many([outcome])

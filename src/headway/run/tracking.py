@@ -16,10 +16,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, TypeVar
 
+from headway.errors import InvalidInput
 from headway.ledger import Done
 from headway.run.display import Display, RunSnapshot, open_display
 from headway.run.items import GivenItems
-from headway.run.loop import OpenJob
+from headway.run.loop import OpenItem, OpenJob
 from headway.run.results import as_plain
 
 T = TypeVar("T")
@@ -65,13 +66,14 @@ class _Walk:
         known = opened.progress()
         self._kept, self._total, self._done = known.done, known.total, 0
 
-    def items(self, originals: dict[object, Any]) -> Generator[Any, None, None]:
+    def items(self, originals: _Originals) -> Generator[Any, None, None]:
         try:
             yield None  # to `start`
+            originals.number(self._opened)
             with _above(self._display):
                 for item in self._opened.remaining(wait=False):
                     began = time.monotonic()
-                    yield originals.get(item.key if item.key is not None else item.fingerprint, item.payload)
+                    yield originals.of(item)
                     self._finished(item.index, began, time.monotonic())
                 self._commit(time.monotonic())
         finally:
@@ -112,8 +114,9 @@ def start(
     opened: Callable[[GivenItems], OpenJob], items: Iterable[T], *, key: str | None, limit: int, progress: str
 ) -> Tracker[T]:
     source = GivenItems(items, key=key, limit=limit, plain=_plain)
-    display = open_display(progress, stream=sys.stderr)
-    items_left = _Walk(opened(source), display).items(_originals(source))
+    display = open_display(progress, stream=sys.stderr, shared=True)
+    originals = _Originals(source)  # before anything is written: it may refuse them
+    items_left = _Walk(opened(source), display).items(originals)
     next(items_left)  # from here on closing it gives the job back
     return Tracker(items_left)
 
@@ -126,12 +129,52 @@ def _plain(value: Any) -> Any:
         return value  # what is wrong with it is said where it is checked
 
 
-def _originals(source: GivenItems) -> dict[object, Any]:
-    """The items as they were given, by what the ledger knows them by."""
-    return {
-        read.key if read.key is not None else read.fingerprint: item
-        for read, item in zip(source, source.items, strict=True)
-    }
+class _Originals:
+    """The items as they were given, found again by what the ledger knows them by.
+
+    Items of one JSON form are told apart by their order alone. That is enough for equal ones, which the loop may get for each
+    other. Of a path and a text that reads the same nobody could say, once the list was ordered anew, which of them is done.
+    """
+
+    def __init__(self, source: GivenItems) -> None:
+        self._first: dict[object, Any] = {}
+        self._same: dict[object, list[Any]] = {}
+        for read, item in zip(source, source.items, strict=True):
+            mark = read.key if read.key is not None else read.fingerprint
+            if mark not in self._first:
+                self._first[mark] = item
+                continue
+            earlier = self._first[mark]
+            if _differ(earlier, item):
+                raise InvalidInput(
+                    f"{source.place(read.place)}: it has the JSON form of an earlier item, {read.payload:.60}, and is another "
+                    f"one: a {type(item).__name__}, the earlier one is a {type(earlier).__name__}.",
+                    hint="Items are known by their JSON form. Give all of them as one type, or as dicts with a key= of their "
+                    "own.",
+                )
+            self._same.setdefault(mark, [earlier]).append(item)
+        self._numbers: dict[int, int] = {}
+
+    def number(self, opened: OpenJob) -> None:
+        """Find out which of its equals each item of the job is: the first of them has the lowest index, as in the list."""
+        if self._same:
+            self._numbers = opened.numbers_among_equals(self._same)
+
+    def of(self, item: OpenItem) -> Any:
+        mark = item.key if item.key is not None else item.fingerprint
+        if mark in self._same:
+            return self._same[mark][self._numbers.get(item.index, 0)]
+        return self._first.get(mark, item.payload)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two items of one JSON form are not the same to the loop: a path and a text are not, NumPy's 1 and 1 are."""
+    if type(one) is type(other):
+        return False
+    try:
+        return bool(one != other)
+    except Exception:  # noqa: BLE001 - objects may raise anything when they are compared
+        return True
 
 
 @contextmanager
