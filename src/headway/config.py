@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -358,6 +359,13 @@ class Config:
 
     def origin(self, name: str) -> str:
         return self._found[name].origin
+
+    @property
+    def database_option(self) -> str:
+        """What a command that is typed next needs to find the same database: nothing if the settings say it."""
+        if self.origin("database") != "command line":
+            return ""
+        return f"--database {quote(redact(self.text('database')))}"
 
     def is_set(self, name: str) -> bool:
         """Whether anybody named this, or what it follows: else it is only a default, and nobody need be there."""

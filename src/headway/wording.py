@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from math import ceil
 from typing import TextIO
 
@@ -82,6 +83,19 @@ def cut(text: str, width: int) -> str:
     while cells(kept) > max(0, width - len(dots)):
         kept = kept[:-1]
     return kept + dots
+
+
+#: A command in a sentence: up to what ends a sentence or a part of it, or a wider gap.
+_COMMAND = re.compile(r"\bheadway [a-z]+(?: (?!\.\.\.)[^\s,;)]*[^\s.,;:)])*(?![^\s.,;:)])")
+
+
+def with_option(text: str, option: str, takes: Callable[[str], bool]) -> str:
+    """``text`` with ``option`` after each command in it that takes it, so that it can be typed as it stands."""
+
+    def typed(found: re.Match[str]) -> str:
+        return f"{found[0]} {option}" if takes(found[0]) else found[0]
+
+    return _COMMAND.sub(typed, text) if option else text
 
 
 def shows_color(choice: str, stream: TextIO, environment: Mapping[str, str]) -> bool:

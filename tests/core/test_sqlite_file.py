@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from headway._sql import connect, sqlite_file
+from headway._sql.sqlite import LOOK_SECONDS
 from headway.errors import (
     HeadwayError,
     NotFound,
@@ -312,6 +313,59 @@ def test_a_file_that_may_not_be_written_is_refused_and_left_as_it_is(reachable: 
         path.chmod(0o600)
         with Ledger.open(sqlite_url(path)) as ledger:
             ledger.job("ads").record([Done(39)])
+
+    as_nobody(work)
+
+
+@pytest.mark.req("S3-29")
+def test_where_nothing_may_be_written_a_database_is_read_and_nothing_is_left_there(reachable: Path):
+    """As on a read-only mount: SQLite cannot make the files that it puts beside a database."""
+    place = reachable / "a b#c"
+    path = place / "a.db"
+
+    def work() -> None:
+        place.mkdir()
+        make(path)
+        place.chmod(0o500)
+        with Ledger.open(sqlite_url(path), create=False) as ledger:
+            assert ledger.job("ads").info().done == 20
+            ledger.database.verify()
+            with pytest.raises(StoreReadOnly):
+                ledger.job("ads").record([Done(39)])
+            assert os.listdir(place) == ["a.db"]
+            seen = [ledger.job("ads").info().done]
+            place.chmod(0o700)
+            with Ledger.open(sqlite_url(path)) as other:  # by another way to the same file
+                other.job("ads").record([Done(39)])
+                place.chmod(0o500)
+                time.sleep(2 * LOOK_SECONDS)
+                seen.append(ledger.job("ads").info().done)
+                place.chmod(0o700)
+            place.chmod(0o500)
+            time.sleep(2 * LOOK_SECONDS)
+            seen.append(ledger.job("ads").info().done)
+            assert seen == [20, 21, 21]
+
+    as_nobody(work)
+
+
+@pytest.mark.req("S3-29")
+def test_a_log_that_cannot_be_read_where_nothing_may_be_written_is_one_clear_error(reachable: Path):
+    path = reachable / "inner" / "a.db"
+
+    def be_killed() -> None:
+        make(path)
+        _kept = write(path)
+        os._exit(0)
+
+    def work() -> None:
+        path.parent.mkdir()
+        assert exit_code(forked(be_killed)) == 0
+        Path(f"{path}-shm").unlink()
+        path.parent.chmod(0o500)
+        with pytest.raises(StoreReadOnly, match=r"a\.db-wal") as caught:
+            Ledger.open(sqlite_url(path), create=False)
+        assert "Copy both files" in (caught.value.hint or "")
 
     as_nobody(work)
 

@@ -84,10 +84,14 @@ def lines_until(run: subprocess.Popen[str], text: str) -> str:
 def test_a_paused_run_finishes_what_runs_begins_nothing_and_goes_on_when_it_is_resumed(
     place: Path, started: Started, headway_cli: Cli
 ):
-    run, job = started()
+    run, job = started("--database", "sqlite:///headway.db")
     paused = headway_cli("pause", "ads", env={"LOGNAME": "alice"})
     assert paused.returncode == 0, paused.stderr
-    assert "Paused by alice: finishing 2 items" in lines_until(run, "Paused")
+    said = lines_until(run, "Paused")
+    assert "Paused by alice: finishing 2 items" in said
+    assert "headway resume ads --database sqlite:///headway.db\n" in said, (
+        "the run was told which, and so is whoever reads it"
+    )
     (place / "free-0").touch()
     (place / "free-1").touch()
     eventually(lambda: job.info().done == 2, timeout=30)

@@ -46,6 +46,8 @@ class SQLite(Database):
         self.forking = False
         self._file: sqlite_file.OpenFile | None = None
         self._looked_at = 0.0
+        #: Which content of the file is read as it lies there (`OpenFile.version_at_rest`); None: as usual, through its log.
+        self._at_rest: tuple[int, int] | None = None
         self._watches: WeakSet[Watch] = WeakSet()
         _open_files.add(self)
         if path is None:
@@ -91,6 +93,7 @@ class SQLite(Database):
             sqlite_file.check_header(self._file, writable=writable)
             with self._counted():
                 sqlite_file.check_identity(self._file)
+            self._at_rest = self._file.version_at_rest()
 
     def close(self) -> None:
         super().close()
@@ -134,16 +137,19 @@ class SQLite(Database):
 
     def _open(self) -> sqlite3.Connection:
         connection = None
+        at_rest = self._at_rest
         try:
             connection = sqlite3.connect(
-                self._target,
+                self._target if at_rest is None or self._file is None else self._file.address(at_rest=True),
+                uri=at_rest is not None,
                 isolation_level=None,
                 timeout=0.25,
                 check_same_thread=False,
                 cached_statements=256,
                 factory=_Connection,
             )
-            if self.path is not None:
+            connection.at_rest = at_rest
+            if self.path is not None and at_rest is None:
                 # Set on every connection: the journal mode is kept in the file, the others are not.
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute(f"PRAGMA synchronous = {self._synchronous}")
@@ -164,17 +170,28 @@ class SQLite(Database):
             self._wait_for_fork()
             if self._file is not None and (now := time.monotonic()) - self._looked_at > LOOK_SECONDS:
                 self._file.check_place()
-                if self._connections:  # else the -wal is none of ours, and whoever uses it may remove it
+                if self._at_rest is not None:
+                    self._see_whether_it_rests(self._file)
+                elif self._connections:  # else the -wal is none of ours, and whoever uses it may remove it
                     self._file.check_wal()
                 self._looked_at = now  # not before: a look that failed would vouch for whoever asks next
             connection = self._idle_or_new()
-            if self._file is not None and not self._file.knows_wal:
+            if self._file is not None and self._at_rest is None and not self._file.knows_wal:
                 self._file.check_wal()
             return connection
         except BaseException:
             if self.path is None:
                 self._one_at_a_time.release()
             raise
+
+    def _see_whether_it_rests(self, file: sqlite_file.OpenFile) -> None:
+        """Somebody may write to the file by another way to it: then what is open does not know the new content."""
+        found = file.version_at_rest()
+        if found != self._at_rest:
+            self._at_rest = found
+            idle, self._idle = self._idle, []
+            for connection in idle:
+                self._drop(connection)
 
     def _give(self, connection: Any) -> None:
         super()._give(connection)
@@ -275,9 +292,9 @@ class SQLite(Database):
     def _was_committed(self, transaction: object) -> bool:
         raise AssertionError("no transaction of SQLite is left unanswered")
 
-    def _broken(self, connection: sqlite3.Connection) -> bool:
+    def _broken(self, connection: _Connection) -> bool:
         # A signal handler raised between BEGIN and the end of the call: in the pool it would lock everybody out.
-        return connection.in_transaction
+        return connection.in_transaction or connection.at_rest != self._at_rest
 
     def _drop(self, connection: sqlite3.Connection) -> None:
         super()._drop(connection)
@@ -345,6 +362,7 @@ class Watch:
 
 class _Connection(sqlite3.Connection):
     ticket: object  # the pool's
+    at_rest: tuple[int, int] | None  # which content it reads
 
 
 _open_files: WeakSet[SQLite] = WeakSet()

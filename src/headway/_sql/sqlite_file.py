@@ -147,6 +147,26 @@ class OpenFile:
     def read(self, offset: int, count: int) -> bytes:
         return os.pread(self._descriptor, count, offset)
 
+    def version_at_rest(self) -> tuple[int, int] | None:
+        """What tells this content of the file from any later one, if it can be read as it lies there: where we may make
+        nothing beside it (a read-only mount, a backup) and no log with something in it lies there. SQLite cannot open it
+        in its usual way then, for want of the -shm file. None where it can, or must say itself why it cannot.
+
+        Whoever writes to the file by another way to it begins with a log, which is there before the file changes."""
+        try:
+            if os.access(os.path.dirname(self._name), os.W_OK) or os.stat(self._wal_name).st_size:
+                return None
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return None
+        status = os.stat(self._name)
+        return status.st_mtime_ns, status.st_size
+
+    def address(self, *, at_rest: bool) -> str:
+        """By which SQLite opens it to read."""
+        return f"{Path(self._name).as_uri()}?{'immutable=1' if at_rest else 'mode=ro'}"
+
     def check_place(self) -> None:
         """Raise unless the file still has its name. Whoever writes into one that was deleted or replaced is told by
         SQLite that all is well, and what is written there is gone with the process."""
@@ -242,7 +262,8 @@ def check_identity(file: OpenFile) -> None:
     path = file.path
     overlaid = _overlaid(path)
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)) as connection:
+        at_rest = file.version_at_rest() is not None
+        with closing(sqlite3.connect(file.address(at_rest=at_rest), uri=True, timeout=5.0)) as connection:
             genuine = _is_genuine(file, connection) and not (overlaid and _is_damaged(connection))
     except (sqlite3.Error, UnicodeDecodeError) as error:
         if not overlaid or getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_CORRUPT:
@@ -314,6 +335,12 @@ def translate(error: sqlite3.Error | UnicodeDecodeError, path: Path | None) -> H
             return StoreFull(f"{where} cannot grow: no space is left on the disk.")
         case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
             return StoreCorrupt(f"{where} is damaged: {error}.")
+        case sqlite3.SQLITE_CANTOPEN if path and _has_log_out_of_reach(path):
+            return StoreReadOnly(
+                f"{where} cannot be read where nothing may be written: the last changes are in {path.name}-wal beside it.",
+                hint=f"Copy both files to a directory where you may write, and name the copy: --database "
+                f"sqlite:///{path.name}",
+            )
         case sqlite3.SQLITE_READONLY | sqlite3.SQLITE_PERM | sqlite3.SQLITE_AUTH | sqlite3.SQLITE_CANTOPEN:
             return StoreReadOnly(f"{where} may not be written: {error}.")
         case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
@@ -333,6 +360,14 @@ def translate(error: sqlite3.Error | UnicodeDecodeError, path: Path | None) -> H
             return StorageError(f"A constraint of the database was violated: {error}.")
         case _:
             return StorageError(f"{where} failed: {error}.")
+
+
+def _has_log_out_of_reach(path: Path) -> bool:
+    """Whether changes of the database lie in a log that SQLite cannot read for want of a place for its index."""
+    try:
+        return os.stat(f"{path}-wal").st_size > 0 and not os.access(path.absolute().parent, os.W_OK)
+    except OSError:
+        return False
 
 
 def _no_room(path: Path | None) -> bool:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from importlib import import_module
 from typing import Any, NoReturn, TextIO, TypeVar
 
@@ -16,7 +17,7 @@ import click
 
 from headway import __version__
 from headway.errors import HeadwayError, StorageError
-from headway.wording import cut, printable, shows_color
+from headway.wording import cut, printable, shows_color, with_option
 
 F = TypeVar("F", bound=Callable[..., Any])  # click's decorators take and give any function
 
@@ -222,8 +223,45 @@ def headway() -> None:
 def database_option(function: F) -> F:
     """``--database URL``, the same on every command. None means: as the settings say."""
     return click.option(
-        "--database", "-d", metavar="URL", help="Where the records are kept.  [default: sqlite:///headway.db]"
-    )(function)
+        "--database", "-d", metavar="URL", callback=_note_database,
+        help="Where the records are kept.  [default: sqlite:///headway.db]",
+    )(function)  # fmt: skip
+
+
+def _note_database(ctx: click.Context, parameter: click.Parameter, database: str | None) -> str | None:  # noqa: ARG001  # click's
+    """What is to be typed next needs it too: see `typed`."""
+    _named.set(database)
+    return database
+
+
+#: The database that was named on the command line that is carried out.
+_named: ContextVar[str | None] = ContextVar("named", default=None)
+
+
+def typed(text: str) -> str:
+    """``text`` with the database that was named by hand in each command in it, which can be typed as it stands then."""
+    database = _named.get()
+    if database is None or "headway " not in text:
+        return text
+    from shlex import quote
+
+    from headway.telemetry import redact
+
+    return with_option(text, f"--database {quote(redact(database))}", _takes_database)
+
+
+def _takes_database(command: str) -> bool:
+    """Whether this is a command of ours that takes ``--database``, and does not name one."""
+    found: click.Command = headway
+    words = command.split()[1:]
+    while isinstance(found, click.Group) and words:
+        inner = found.get_command(click.Context(found), words[0])
+        if inner is None:
+            break
+        found = inner
+        del words[0]
+    taken = {name for option in found.params if isinstance(option, click.Option) for name in option.opts}
+    return "--database" in taken and not any(word == "--" or word.startswith(("--database", "-d")) for word in words)
 
 
 def json_option(function: F) -> F:
@@ -246,7 +284,7 @@ def fail(error: HeadwayError) -> int:
         color=colored,
     )
     if error.hint:
-        say(f"  {_readable(error.hint)}")
+        say(f"  {_readable(typed(error.hint))}")
     return error.exit_code
 
 
@@ -275,6 +313,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 def invoke(arguments: list[str] | None = None) -> int:
     if os.environ.get("_HEADWAY_COMPLETE") == "powershell_complete":
         import_module("headway.cli.completion")  # click knows the other shells by itself
+    _named.set(None)
     try:
         result = headway.main(args=arguments, prog_name="headway", standalone_mode=False)
         return result if isinstance(result, int) else 0

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from headway.cli import database_option, json_option, say
+from headway.cli import database_option, json_option, say, typed
 from headway.cli.toolkit import (
     Whole,
     clock,
@@ -125,7 +125,7 @@ def mute(rule: str, seconds: float, subject: str, database: str | None) -> None:
     with open_store(database) as store:
         record(store, rule, seconds=seconds, by=_who(), subject=subject)
     about = f"{rule} of {printable(subject)}" if subject else rule
-    say(f"Nobody is told of {about} for {duration(seconds)}. Sooner: headway alerts unmute {rule}")
+    say(typed(f"Nobody is told of {about} for {duration(seconds)}. Sooner: headway alerts unmute {rule}"))
 
 
 @alerts.command("unmute")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from headway.cli import database_option, say
+from headway.cli import database_option, say, typed
 from headway.cli.toolkit import Whole, job_argument, open_ledger
 from headway.ledger.control import MOST_WORKERS
 from headway.views.jobs import find_job
@@ -18,7 +18,7 @@ def pause(job: str, database: str | None) -> None:
     """Let a run finish what it works on and begin nothing more until it is resumed."""
     with open_ledger(database) as ledger:
         find_job(ledger, job).pause()
-    say(f"Job {job} is asked to pause. Go on:  headway resume {job}")
+    say(typed(f"Job {job} is asked to pause. Go on:  headway resume {job}"))
 
 
 @click.command()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from headway.cli import database_option, json_option, say
+from headway.cli import database_option, json_option, say, typed
 from headway.cli.toolkit import (
     clock,
     job_argument,
@@ -60,7 +60,7 @@ def jobs(database: str | None, *, as_json: bool, everything: bool, watch: bool) 
             for line in _job_table(found.jobs):
                 put(line)
         else:
-            say("There are no jobs yet. Start one:  headway run module:function --items items.jsonl")
+            say(typed("There are no jobs yet. Start one:  headway run module:function --items items.jsonl"))
 
 
 def _job_table(found: Sequence[views.Job]) -> list[str]:

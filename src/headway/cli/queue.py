@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from headway.cli import database_option, json_option, say
+from headway.cli import database_option, json_option, say, typed
 from headway.cli.toolkit import (
     Number,
     Whole,
@@ -297,9 +297,8 @@ def set_(name: str, value: str, database: str | None) -> None:
     """
     with open_queue(database) as opened:
         opened.set(name, value, by=who())
-        say(
-            f"{name} is {value} for every worker from now on. Back to the settings of each host: headway queue unset {name}"
-        )
+        back = typed(f"Back to the settings of each host: headway queue unset {name}")
+        say(f"{name} is {value} for every worker from now on. {back}")
 
 
 @queue.command("unset")
@@ -366,7 +365,7 @@ def workers(context: click.Context, database: str | None, *, as_json: bool) -> N
         put_json(found)
         return
     if not found.workers:
-        say("No worker was seen. Start one: headway worker --app MODULE:QUEUE, or without --app for fleets")
+        say(typed("No worker was seen. Start one: headway worker --app MODULE:QUEUE, or without --app for fleets"))
         return
     rows = [
         [

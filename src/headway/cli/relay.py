@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from headway.cli import database_option, json_option, say
+from headway.cli import database_option, json_option, say, typed
 from headway.cli.toolkit import Number, confirm, put, put_json, put_table, reader_of, yes_option
 from headway.errors import HeadwayError, NotFound, UsageError
 from headway.views.relay import RefusedEvent, RelayPoison
@@ -105,7 +105,7 @@ def _serve(config: Config, sinks: list[Sink], once: float | None) -> int:
         with relay.start(shutdown.stop):
             drained = relay.drain(once)
         if not drained:
-            say("Some events still wait. See where: headway relay --status")
+            say(typed("Some events still wait. See where: headway relay --status"))
         return 0 if drained else shutdown.exit_code if shutdown.stop.is_set() else 6
 
 

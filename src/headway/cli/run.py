@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from headway.cli import database_option, say
+from headway.cli import database_option, say, typed
 from headway.errors import HeadwayError, InvalidInput, UsageError
 from headway.telemetry import redact
 from headway.wording import plural
@@ -226,7 +226,7 @@ def _errors_as_progress(config: Config) -> Iterator[None]:
     except HeadwayError as error:
         if config["progress"] != "json":
             raise
-        facts = {"message": str(error), "hint": error.hint, "exit_code": error.exit_code}
+        facts = {"message": str(error), "hint": typed(error.hint), "exit_code": error.exit_code}
         say(json.dumps({"t": datetime.now(UTC).isoformat(timespec="seconds"), "event": "error", **facts}))
         raise click.exceptions.Exit(error.exit_code) from error
 
@@ -327,6 +327,7 @@ def _settings(config: Config, call: Work, name: str, *, last_pass: bool, fleet: 
         max_failures=None if most is None else int(most),
         last_pass=last_pass,
         start=functions.choose_start(call, None, config.text("start")),
+        database_option=config.database_option,
     )
     check_settings(settings)
     return settings
@@ -465,7 +466,7 @@ def _follow(order: Order, ledger: Ledger, job: Job, run: int, text: str) -> int:
     from headway.run import fleet, tell
     from headway.run.display import open_display
 
-    again = f"Follow it:  headway show {job.id} --watch    Stop it:  headway stop {job.id}"
+    again = typed(f"Follow it:  headway show {job.id} --watch    Stop it:  headway stop {job.id}")
     if order.detach:
         say(f"{text}. {again}")
         if order.as_json:
@@ -531,9 +532,7 @@ def _conclude(order: Order, display: Display, job: Job, ending: Ending) -> int:
     if order.as_json:
         click.echo(json.dumps({"schema": "headway.run/1", **facts}))
     columns = terminal_columns(sys.stderr, os.environ) if sys.stderr is not None and sys.stderr.isatty() else 120
-    options = ""
-    if order.config.origin("database") == "command line":
-        options = f"--database {shlex.quote(redact(order.config.text('database')))}"
+    options = order.config.database_option
     if ending.outcome == "finished":
         causes = [cause for cause in job.causes() if cause.dead]
         retries = max(0, ending.failures - ending.died)

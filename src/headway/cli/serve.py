@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from headway.cli import database_option, json_option, say
+from headway.cli import database_option, json_option, say, typed
 from headway.cli.toolkit import Number, Whole, clock, confirm, open_store, put, put_json, put_table, yes_option
 from headway.telemetry import redact
 
@@ -42,9 +42,9 @@ def serve(*, host: str, port: int, names: tuple[str, ...], show: bool, redis: st
         address = f"http://{shown}:{found[1]}"
         say(f"Serving {address} over {redact(application.site.database)}. Ctrl-C ends it.")
         if closed:
-            say("A token is needed. Make one: headway token create NAME --role viewer|operator|admin")
+            say(typed("A token is needed. Make one: headway token create NAME --role viewer|operator|admin"))
         else:
-            say("It is open to everybody on this machine. Close it: headway token create NAME --role admin")
+            say(typed("It is open to everybody on this machine. Close it: headway token create NAME --role admin"))
 
         def ready() -> None:
             put(address)
@@ -88,7 +88,7 @@ def create(name: str, database: str | None, *, role: str, days: float | None) ->
         text, made = tokens.create(store, name, role, days=days, by=current_user())
     put(text)
     say(f"It is {name}'s, as {role}{'' if made.expires_at is None else f', until {clock(made.expires_at)}'}.")
-    say(f"Send it as Authorization: Bearer ..., or log in with it. Revoke it: headway token revoke {made.id}")
+    say(typed(f"Send it as Authorization: Bearer ..., or log in with it. Revoke it: headway token revoke {made.id}"))
 
 
 @token.command("list")

@@ -57,7 +57,7 @@ class Connection:
             ) from None
         if token is not None and not _SENDABLE.fullmatch(token):  # what it is is not repeated
             raise InvalidInput(
-                "The token has characters that no token has.", hint="Use it as headway token create printed it."
+                "The token has characters that no token has.", hint="Use it as it was printed by: headway token create"
             )
         self.address = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         self._path = parts.path.rstrip("/")

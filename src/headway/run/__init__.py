@@ -184,6 +184,7 @@ def map(
         max_failures=max_failures,
         last_pass=last_pass,
         start=started,
+        database_option=config.database_option,
     )
     check_settings(settings)
     source = GivenItems(items, key=key, limit=int(config["payload_limit"] or 0))

@@ -236,7 +236,8 @@ def start_and_follow(
     job = ledger.job(plan.id)
     ending = follow(ledger, job, run, display=display, shutdown=shutdown)
     if ending is None:
-        display.say(f"Job {job.id} goes on without this process. Stop it:  headway stop {job.id}")
+        stop = f"headway stop {job.id} {settings.database_option}".rstrip()
+        display.say(f"Job {job.id} goes on without this process. Stop it:  {stop}")
         return Ending("interrupted", 0, 0, 0, 0, 0, 0, completed=False, seconds=0.0)
     conclude(job, ending, output, tell)
     return ending

@@ -74,6 +74,8 @@ class Settings:
     start: Start = FORK
     #: From the beginning of one record to that of the next it takes at least so long.
     commit_seconds: float = COMMIT_PAUSE
+    #: What a command needs to find the job, if its database was named by hand.
+    database_option: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,9 +417,8 @@ class Pool(ABC):
             self._display.say(f"{asked.actor} asks for {items_of(asked.workers)} at once.")
             self._resize(asked.workers)
         if asked.paused and not before.paused:
-            self._display.say(
-                f"Paused by {asked.actor}: finishing {items_of(self._busy)}. Go on:  headway resume {self._job.id}"
-            )
+            resume = f"headway resume {self._job.id} {self._settings.database_option}".rstrip()
+            self._display.say(f"Paused by {asked.actor}: finishing {items_of(self._busy)}. Go on:  {resume}")
             self._recall()
         elif before.paused and not asked.paused:
             self._display.say(f"Resumed by {asked.actor}.")
