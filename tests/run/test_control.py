@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -248,3 +249,37 @@ def test_the_time_of_a_pause_makes_a_run_neither_slow_nor_stalled():
     after = estimator.forecast
     assert after is not None
     assert after.seconds == pytest.approx(before.seconds, rel=0.05)
+
+
+def test_the_time_that_a_run_stood_still_makes_it_neither_slow_nor_stalled():
+    now = 0.0
+    estimator = Estimator(lambda: now)
+    for second in range(60):
+        now = float(second)
+        estimator.update(RunSnapshot(1000, 0, second, 2, 0, 0, 0))
+    before = estimator.forecast
+    assert before is not None
+    now += 3600.0
+    estimator.update(RunSnapshot(1000, 0, 61, 2, 0, 0, 0, stopped=True))
+    after = estimator.forecast
+    assert after is not None
+    assert after.seconds == pytest.approx(before.seconds, rel=0.05)
+    assert estimator.stalled is None
+
+
+def test_an_item_is_not_charged_for_the_time_in_which_the_whole_run_stood_still(place: Path, started: Started):
+    """As when a container is paused: all its processes stand still, and the clock does not."""
+    run, job = started("--timeout", "6", "--retries", "0", "--no-last-pass", "--progress", "json")
+    processes = [run.pid, *(int(child) for child in children(run.pid))]
+    for process in processes:
+        os.kill(process, signal.SIGSTOP)
+    time.sleep(6.5)
+    for process in reversed(processes):
+        os.kill(process, signal.SIGCONT)
+    (place / "free").touch()
+    assert run.wait(60) == 0
+    assert (job.info().done, job.info().dead) == (12, 0)
+
+
+def children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

@@ -239,7 +239,7 @@ def _state(sheet: JobSheet) -> str:
         return f"{job.status} {clock(job.finished_at)}"
     if sheet.runs and sheet.runs[-1].ended_at is None:
         last = sheet.runs[-1]
-        return f"{job.status}; the process {last.pid} on {last.host} that ran it is gone"
+        return f"{job.status}; the process {last.pid} on {last.host} that ran it is gone, or stands still"
     return job.status
 
 

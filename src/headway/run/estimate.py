@@ -43,6 +43,8 @@ class RunSnapshot:
     last_error_count: int = 0
     #: Who asked it to pause, while it does.
     paused_by: str = ""
+    #: The run itself stood still since the last look (Ctrl-Z, a container that was paused).
+    stopped: bool = False
 
     @property
     def position(self) -> int:
@@ -78,7 +80,7 @@ class Estimator:
             self._first = self._last = RunSnapshot(
                 snapshot.total, snapshot.kept, 0, 0, snapshot.retrying, snapshot.dead, 0
             )
-        if snapshot.paused_by:
+        if snapshot.paused_by or snapshot.stopped:
             # Neither a stall nor slow: the time of a pause says nothing about the pace.
             self._seen = self._moved = now
             self._last = snapshot

@@ -277,12 +277,17 @@ class LocalPool(Pool):
                 self._crew.dismiss(worker)
         return all_running
 
+    def _slept_since(self, began: float) -> float:
+        """For how long this process stood still while an item ran. The item may have stood still with it: that is not the
+        time it takes, and nobody is charged for it."""
+        return self._slept if began < self._woke_at else 0.0
+
     def _end_overdue(self, worker: WorkerHandle, running: list[tuple[int, float]], now: float) -> None:
         limit = self._settings.timeout
         if limit is None:
             return
         limit += self._slack
-        overdue = [(idx, began) for idx, began in running if now - began > limit]
+        overdue = [(idx, began) for idx, began in running if now - began - self._slept_since(began) > limit]
         if not overdue:
             return
         worker.kill()

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, Outcome, Recorded
@@ -38,6 +38,10 @@ BATCH_MOST = 1000
 BATCH_BYTES = 2**20
 #: An item that runs this long is written down as running, so that others see it and a killed run leaves a trace.
 NOTE_SECONDS = 1.0
+#: Chores come ten times a second. After so long a gap this process stood still (Ctrl-Z, a container that was paused), and
+#: with it, perhaps, what runs; after so long a one that is sure: no disk and no server takes that for a commit.
+ASLEEP_SECONDS = 1.0
+STOPPED_SECONDS = 20.0
 #: How often a run looks whether somebody asks something of it from elsewhere.
 ASKED_SECONDS = 0.3
 #: Between two records there is at least so long, for others to come together.
@@ -118,6 +122,9 @@ class Pool(ABC):
         self._unkept = 0
         self._asked = Control()
         self._look_at = 0.0
+        self._chores_at = time.monotonic()
+        #: For how long this process stood still last, and until when.
+        self._slept = self._woke_at = 0.0
         self._inbox: list[Outcome] = []
         self._unrecorded_failures = 0
         self._noted: set[int] = set()
@@ -384,6 +391,9 @@ class Pool(ABC):
     # ---- chores, ten times a second --------------------------------------------------------------------------------
 
     def _chores(self, now: float) -> None:
+        passed, self._chores_at = now - self._chores_at, now
+        if passed > ASLEEP_SECONDS:
+            self._slept, self._woke_at = passed, now
         if now >= self._look_at:
             self._look_at = now + ASKED_SECONDS
             self._obey(self._job.asked(self._hold.run))
@@ -396,7 +406,7 @@ class Pool(ABC):
             self._note(to_note)
         if self._output is not None:
             self._output.write_sometimes()
-        self._display.show(self._snapshot())
+        self._display.show(replace(self._snapshot(), stopped=passed > STOPPED_SECONDS))
 
     def _note(self, items: list[tuple[int, str]]) -> None:
         """Write (idx, worker) down as running: if this process is killed, each of them is charged for it."""
