@@ -5,6 +5,9 @@ lease shows its token where the result is recorded; once somebody else has the l
 The end is measured by the store's clock. On the owner's own machine the kernel's monotonic clock decides instead, which
 nobody can set; and an owner that is seen to be dead there is replaced at once.
 
+No lease has more left than its whole time. One that does was written before the store's clock was set back. Whoever wants it
+gives it its whole time from now on: an owner that lives renews it, and that of a dead one ends.
+
 `SqlLeases` keeps leases in columns of rows (``holder``, ``token``, ``lease_until``), `RedisLeases` in keys that expire.
 Acquiring again with the same `Owner` gives the first answer: an owner is made for one acquisition, so a call that is
 repeated because its answer was lost takes nothing from anybody.
@@ -17,18 +20,24 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headway._sql import Tx, Value
 from headway.errors import HeadwayError, Held, NotFound, StaleClaim
+from headway.telemetry import Log
 
 if TYPE_CHECKING:
     from redis import Redis
+
+log = Log("lease")
+
+#: Seconds a lease may have left beyond its whole time and not be shortened: the two were read one after the other.
+SLACK = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +71,43 @@ class Owner:
         return f"process {self.pid} on {self.host}"
 
 
-def write_owner(owner: Owner, seconds: float | None = None) -> str:
-    """As JSON; with ``seconds`` also the end of the lease by the machine's monotonic clock."""
+def write_owner(owner: Owner, seconds: float | None = None, *, is_counted: bool = True) -> str:
+    """As JSON; with ``seconds`` also for how long the lease is, and its end by the machine's monotonic clock if it is counted
+    from now."""
     known: dict[str, Any] = {name: getattr(owner, name) for name in Owner.__slots__}
     if seconds is not None:
-        known["until"] = round(time.monotonic() + seconds, 3)
+        if is_counted:
+            known["until"] = round(time.monotonic() + seconds, 3)
+        known["seconds"] = seconds
     return json.dumps(known, separators=(",", ":"))
 
 
-def read_owner(text: str | None) -> tuple[Owner, float | None] | None:
-    """The owner and, if written, the monotonic end of its lease; None for a text that is no owner's."""
+class Written(NamedTuple):
+    """An owner as it was read, with what was written beside it."""
+
+    owner: Owner
+    until: float | None  # the end of its lease, by the monotonic clock of its machine
+    seconds: float | None  # the whole time of its lease; an earlier headway wrote none
+
+
+def read_owner(text: str | None) -> Written | None:
+    """What `write_owner` wrote; None for a text that is no owner's."""
     try:
         known = json.loads(text or "")
-        until = known.get("until")
+        until, seconds = known.get("until"), known.get("seconds")
         owner = Owner(**{name: known[name] for name in Owner.__slots__})
         if type(owner.pid) is not int or not 0 < owner.pid < 2**31:
             return None
-        return owner, None if until is None else float(until)
+        return Written(owner, None if until is None else float(until), None if seconds is None else float(seconds))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def stride() -> int:
+    """By how much the token of a claim grows that shows nothing but its token. A store that was put back to an earlier moment
+    (a backup, a failover that lost the last commits) gives the same row to another claimant, and by steps of one the same
+    token. Always between 2**30 and 2**31: PostgreSQL then plans for one type, and a row outlasts 2**32 claims."""
+    return int.from_bytes(os.urandom(4), "big") >> 2 | 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,33 +130,31 @@ class SqlLeases:
     def __init__(self, table: str = "leases", key: str = "name") -> None:
         self._table, self._key = table, key
 
-    def acquire(self, tx: Tx, key: Value, owner: Owner, seconds: float) -> Lease:
-        """Take the lease, or raise `Held` and say who has it. A row of the table ``leases`` is made when it is not there."""
+    def acquire(self, tx: Tx, key: Value, owner: Owner, seconds: float) -> Lease | Held:
+        """Take the lease, or say who has it. That is not raised here: the transaction is to be committed, for a lease that
+        ends too late was shortened by it. A row of the table ``leases`` is made when it is not there."""
         if self._table == "leases":
             tx.execute("INSERT INTO leases (name) VALUES (?) ON CONFLICT (name) DO NOTHING", (key,))
         holder, token, until = self._row(tx, key)
         found = read_owner(holder)
-        if found is not None and found[0].claim == owner.claim:
+        if found is not None and found.owner.claim == owner.claim:
             self._write(tx, key, owner, token, seconds)  # the same acquisition again: its first answer was lost
             return Lease(key, token, owner, seconds)
         if holder is not None and not has_ended(holder, until, tx.now()):
-            raise _held(found[0] if found else None)
+            self.shorten(tx, key)
+            return _held(found.owner if found else None)
         self._write(tx, key, owner, token + 1, seconds)
         return Lease(key, token + 1, owner, seconds, lapsed=holder is not None)
 
-    def shorten(self, tx: Tx, key: Value, seconds: float) -> None:
-        """A lease of so many seconds that ends much later was written before the store's clock was set back. It ends in time,
-        counted from now, unless its owner lives and renews it."""
-        tx.execute(
-            f"UPDATE {self._table} SET lease_until = ? WHERE {self._key} = ? AND holder IS NOT NULL AND lease_until > ?",
-            (tx.now() + seconds, key, tx.now() + 2 * seconds),
-        )
+    def shorten(self, tx: Tx, key: Value) -> None:
+        """See `shorten`: for whoever is refused something because of the lease, and does not want it for itself."""
+        shorten(tx, self._table, f"{self._key} = ?", (key,))
 
     def holder(self, tx: Tx, key: Value) -> Owner | None:
         """Who has the lease now; None when nobody has."""
         holder, _, until = self._row(tx, key)
         found = read_owner(holder)
-        return None if found is None or has_ended(holder, until, tx.now()) else found[0]
+        return None if found is None or has_ended(holder, until, tx.now()) else found.owner
 
     def renew(self, tx: Tx, lease: Lease) -> None:
         """Prolong it from now, or raise `StaleClaim` because somebody else has it. One that lapsed and that nobody took
@@ -184,7 +209,7 @@ def is_anothers(holder: str, owner: Owner) -> bool:
     if owner.claim in holder:
         return False
     found = read_owner(holder)
-    return found is not None and found[0].claim != owner.claim
+    return found is not None and found.owner.claim != owner.claim
 
 
 def has_ended(holder: str | None, until: float | None, now: float) -> bool:
@@ -195,12 +220,43 @@ def has_ended(holder: str | None, until: float | None, now: float) -> bool:
     """
     found = read_owner(holder)
     if found is not None:
-        owner, monotonic_end = found
-        if owner.is_dead:
+        if found.owner.is_dead:
             return True
-        if owner.shares_our_clock and monotonic_end is not None:
-            return time.monotonic() > monotonic_end
+        if found.owner.shares_our_clock and found.until is not None:
+            return time.monotonic() > found.until
     return until is None or until <= now
+
+
+def shorten(
+    tx: Tx,
+    table: str,
+    which: str,
+    values: Sequence[Value] = (),
+    *,
+    ends: Sequence[str] = ("lease_until",),
+    least: float = 0.0,
+) -> None:
+    """Leases in those rows that end later than they can, because the store's clock was set back since, end after their whole
+    time from now. Their owners renew them if they live.
+
+    ``ends``: the columns that say when. ``least``: no lease of these rows is shorter, so only later ends are looked at.
+    """
+    now = tx.now()
+    rows = tx.all(
+        f"SELECT holder, max(lease_until) FROM {table} WHERE {which} AND holder IS NOT NULL AND lease_until > ? "
+        "GROUP BY holder",
+        (*values, now + least),
+    )
+    for holder, until in rows:
+        found = read_owner(holder)
+        if found is None or found.seconds is None or until <= now + found.seconds + SLACK:
+            continue
+        end = now + found.seconds
+        log.warning("the store's clock was set back: a lease begins anew", key=table, worker=str(found.owner))
+        tx.execute(
+            f"UPDATE {table} SET {', '.join(f'{name} = ?' for name in ends)} WHERE {which} AND holder = ? AND lease_until > ?",
+            (*[end] * len(ends), *values, holder, end),
+        )
 
 
 @contextmanager
@@ -240,7 +296,7 @@ class RedisLeases:
         """Take the lease, or raise `Held` and say who has it."""
         from headway import _redis  # here and below: whoever lists jobs reads leases too, and needs no Redis
 
-        text, dead = write_owner(owner), ""
+        text, dead = write_owner(owner, seconds, is_counted=False), ""
         while True:
             word, found = _redis.script("lease/acquire")(
                 self._client, [key, _redis.LEASE_TOKEN()], [text, _milliseconds(seconds), dead]
@@ -248,15 +304,15 @@ class RedisLeases:
             if word == "ACQUIRED":
                 return Lease(key, int(found), owner, seconds, lapsed=bool(dead))
             known = read_owner(str(found).partition(" ")[2])
-            if dead or known is None or not known[0].is_dead:
-                raise _held(known[0] if known else None)
+            if dead or known is None or not known.owner.is_dead:
+                raise _held(known.owner if known else None)
             dead = str(found)  # replaced only if it is still this one
 
     def renew(self, lease: Lease) -> None:
         """Prolong it from now, or raise `StaleClaim`: it ended, and may be somebody else's."""
         from headway import _redis
 
-        arguments = (_value(lease), _milliseconds(lease.seconds))
+        arguments = (held_as(lease), _milliseconds(lease.seconds))
         if _redis.script("lease/renew")(self._client, [str(lease.key)], arguments) != "RENEWED":
             raise StaleClaim("The lease lapsed; somebody else may have it.")
 
@@ -264,11 +320,12 @@ class RedisLeases:
         """Give it back; False when it was not this owner's any more, and then nothing changes."""
         from headway import _redis
 
-        return bool(_redis.script("lease/release")(self._client, [str(lease.key)], [_value(lease)]) == "RELEASED")
+        return bool(_redis.script("lease/release")(self._client, [str(lease.key)], [held_as(lease)]) == "RELEASED")
 
 
-def _value(lease: Lease) -> str:
-    return f"{lease.token} {write_owner(lease.owner)}"
+def held_as(lease: Lease) -> str:
+    """What the key of a lease says in Redis while it is this owner's."""
+    return f"{lease.token} {write_owner(lease.owner, lease.seconds, is_counted=False)}"
 
 
 def _milliseconds(seconds: float) -> int:

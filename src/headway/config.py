@@ -106,6 +106,17 @@ def is_server(address: str) -> bool:
     return address.startswith(("http://", "https://"))
 
 
+def is_loopback(text: str) -> bool:
+    """Whether it is an address of this machine alone; also as a socket that serves both families writes it."""
+    import ipaddress  # takes milliseconds, and most commands ask nothing of it
+
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return bool((getattr(address, "ipv4_mapped", None) or address).is_loopback)
+
+
 def on_database(number: int) -> Callable[[str], str]:
     """The same Redis server, another database of it."""
 

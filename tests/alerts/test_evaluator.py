@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -14,12 +15,15 @@ from typing import Any, Self
 import pytest
 
 import headway.alerts
+from headway._lease import Owner, SqlLeases, write_owner
 from headway._sql import Database, connect
 from headway.alerts import Change, Evaluator, Rules
+from headway.alerts.evaluator import LEASE, LEASE_NAME
 from headway.alerts.judgement import GAP, OPENINGS
 from headway.alerts.records import closed_alerts, open_alerts
 from headway.errors import StaleClaim
 from headway.events import CallableSink, Event, Relay, SqlOutbox, schema
+from headway.ledger import Ledger, NewItem
 from headway.queue.taskqueue import TaskQueue
 from tests.alerts.conftest import Scene, rules
 from tests.events.validator import problems
@@ -73,6 +77,30 @@ def test_one_that_was_replaced_while_it_slept_writes_nothing_more(scene: Scene, 
     assert scene.events() == []
     other.tick()
     assert scene.events() == [(OPENED, "backlog", "normal")]
+
+
+def test_a_clock_that_was_set_back_delays_the_successor_of_an_evaluator_on_a_dead_machine_by_a_lease(scene: Scene):
+    far = replace(Owner.current(), host="far", machine="far", space="far")
+    scene.store.run(lambda tx: SqlLeases().acquire(tx, LEASE_NAME, far, LEASE))
+    evaluator = scene.evaluator(rules=NOW)
+    for step, active in ((-3600.0, False), (LEASE - 2, False), (3.0, True)):
+        scene.store.write("UPDATE leases SET lease_until = lease_until - ?", (step,))
+        evaluator.tick()
+        assert evaluator.active is active
+
+
+def test_a_job_whose_machine_died_is_found_in_time_although_the_clock_was_set_back(scene: Scene):
+    ledger = Ledger(scene.store)
+    job = ledger.create("ads")
+    job.register([NewItem(0)])
+    ledger.hold(job, {}, lease=25.0)
+    far = replace(Owner.current(), host="far", machine="far", space="far")
+    scene.store.write("UPDATE jobs SET holder = ?", (write_owner(far, 25.0),))
+    evaluator = scene.evaluator(rules=rules(open_after=0.0, stalled_job=3600.0))
+    for step, found in ((-7200.0, []), (24.0, []), (2.0, [("stalled_job", "ads")])):
+        scene.store.write("UPDATE jobs SET lease_until = lease_until - ?", (step,))
+        evaluator.tick()
+        assert scene.open() == found
 
 
 def test_timers_outlive_the_evaluator_that_began_them(scene: Scene, queue: TaskQueue):

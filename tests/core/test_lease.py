@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +32,10 @@ class Store:
         if self._redis is not None:
             return self._redis.acquire("headway:test:lease", owner, seconds)
         assert self._database is not None
-        return self._database.run(lambda tx: self._sql.acquire(tx, "x", owner, seconds))
+        found = self._database.run(lambda tx: self._sql.acquire(tx, "x", owner, seconds))
+        if isinstance(found, Held):
+            raise found
+        return found
 
     def renew(self, lease: Lease) -> None:
         if self._redis is not None:
@@ -52,6 +57,15 @@ class Store:
         else:
             assert self._database is not None
             self._database.run(lambda tx: tx.execute("DELETE FROM leases"))
+
+    def set_clock(self, seconds: float) -> None:
+        """What it looks like after the store's clock was set forward, or back if negative."""
+        if self._redis is not None:
+            left: Any = self._redis._client.pttl("headway:test:lease")
+            self._redis._client.pexpire("headway:test:lease", left - int(seconds * 1000))
+        else:
+            assert self._database is not None
+            self._database.write("UPDATE leases SET lease_until = lease_until - ?", (seconds,))
 
 
 @pytest.fixture(params=["file", "memory", "postgresql", "redis"])
@@ -113,10 +127,11 @@ def test_a_lease_that_is_not_renewed_ends(store: Store):
 
 
 def test_renewing_moves_the_end(store: Store):
-    mine = store.acquire(Owner.current(), 0.3)
-    store.renew(replace(mine, seconds=60.0))
+    mine = store.acquire(Owner.current(), 1.5)
+    time.sleep(1.0)
+    store.renew(mine)
     with pytest.raises(AssertionError, match="not within"):
-        eventually(lambda: _try(store), timeout=0.8)
+        eventually(lambda: _try(store), timeout=1.0)
     assert store.release(mine)
 
 
@@ -204,22 +219,78 @@ def test_an_owner_that_hidepid_hides_is_not_taken_for_dead(who: str):
 @pytest.mark.parametrize("hours", [-1, 8 * 24])
 def test_a_wall_clock_that_is_set_moves_no_lease_on_the_owners_machine(tmp_path: Path, hours: int):
     with connect(f"sqlite:///{tmp_path}/l.db") as database:
-        leases = SqlLeases()
-        mine = database.run(lambda tx: leases.acquire(tx, "x", Owner.current(), 60.0))
-        database.run(lambda tx: tx.execute("UPDATE leases SET lease_until = lease_until - ?", (hours * 3600,)))
+        leases, store = SqlLeases(), Store(database, None)
+        mine = store.acquire(Owner.current(), 60.0)
+        store.set_clock(hours * 3600)
         with pytest.raises(Held):
-            database.run(lambda tx: leases.acquire(tx, "x", Owner.current(), 60.0))
+            store.acquire(Owner.current(), 60.0)
         database.run(lambda tx: leases.check(tx, mine))
 
 
-def test_an_owner_elsewhere_is_judged_by_the_databases_clock(tmp_path: Path):
+def elsewhere() -> Owner:
+    """A process of another machine, which nobody here can see."""
+    return replace(Owner.current(), machine="m", space="s", host="other")
+
+
+def test_an_owner_elsewhere_is_judged_by_the_stores_clock(store: Store):
+    store.acquire(elsewhere(), 60.0)
+    with pytest.raises(Held, match="on other"):
+        store.acquire(Owner.current(), 60.0)
+    store.set_clock(61.0)
+    store.acquire(Owner.current(), 60.0)
+
+
+def test_a_clock_that_was_set_back_delays_nobody_by_more_than_a_whole_lease(store: Store):
+    store.acquire(elsewhere(), 60.0)
+    store.set_clock(-3600.0)
+    with pytest.raises(Held, match="on other"):  # it may live, and renew it
+        store.acquire(Owner.current(), 60.0)
+    store.set_clock(58.0)
+    with pytest.raises(Held):
+        store.acquire(Owner.current(), 60.0)
+    store.set_clock(3.0)
+    store.acquire(Owner.current(), 60.0)
+
+
+def test_a_clock_that_was_set_back_takes_nothing_from_one_who_lives_elsewhere(store: Store):
+    lease = store.acquire(elsewhere(), 60.0)
+    store.set_clock(-3600.0)
+    with pytest.raises(Held):
+        store.acquire(Owner.current(), 60.0)
+    store.set_clock(50.0)
+    store.renew(lease)
+    store.set_clock(50.0)
+    with pytest.raises(Held):
+        store.acquire(Owner.current(), 60.0)
+    assert store.release(lease)
+
+
+def test_who_wants_it_for_a_shorter_time_does_not_shorten_the_lease_of_another(store: Store):
+    store.acquire(elsewhere(), 3600.0)
+    with pytest.raises(Held):
+        store.acquire(Owner.current(), 1.0)
+    store.set_clock(3500.0)
+    with pytest.raises(Held):
+        store.acquire(Owner.current(), 1.0)
+
+
+def test_an_owner_that_an_earlier_headway_wrote_is_believed_until_the_end_it_wrote(tmp_path: Path):
     with connect(f"sqlite:///{tmp_path}/l.db") as database:
-        leases, elsewhere = SqlLeases(), replace(Owner.current(), machine="m", space="s", host="other")
-        database.run(lambda tx: leases.acquire(tx, "x", elsewhere, 60.0))
-        with pytest.raises(Held, match="on other"):
-            database.run(lambda tx: leases.acquire(tx, "x", Owner.current(), 60.0))
-        database.run(lambda tx: tx.execute("UPDATE leases SET lease_until = lease_until - 61"))
-        assert database.run(lambda tx: leases.acquire(tx, "x", Owner.current(), 60.0)).lapsed
+        store = Store(database, None)
+        store.acquire(elsewhere(), 60.0)
+        database.write("UPDATE leases SET holder = ?", (write_owner(elsewhere()),))
+        store.set_clock(-3600.0)
+        with pytest.raises(Held):
+            store.acquire(Owner.current())
+        store.set_clock(100.0)
+        with pytest.raises(Held):
+            store.acquire(Owner.current())
+
+
+def test_no_two_claims_are_likely_to_have_the_same_token():
+    strides = [_lease.stride() for _ in range(1000)]
+    assert len(set(strides)) > 990
+    assert {stride.bit_length() for stride in strides} == {31}
 
 
 def odd_pids() -> list[str]:
@@ -235,7 +306,11 @@ def test_a_text_that_is_no_owners_is_recognised(text: str | None):
 
 def test_an_owner_is_read_as_it_was_written():
     us = Owner.current()
-    assert read_owner(write_owner(us)) == (us, None)
+    assert read_owner(write_owner(us)) == (us, None, None)
+    found = read_owner(write_owner(us, 60.0))
+    assert found is not None
+    assert found.until is not None
+    assert (found.owner, found.seconds) == (us, 60.0)
 
 
 def _try(store: Store) -> Lease | None:

@@ -209,7 +209,9 @@ def test_a_backup_restored_over_the_log_of_its_later_life_is_refused_and_not_har
 
 
 @pytest.mark.req("S3-22")
-def test_a_log_that_is_older_than_its_file_and_fits_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_log_that_is_older_than_its_file_and_fits_is_used_and_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     monkeypatch.setattr(sqlite_file, "OVERLAID_SECONDS", 0.05)
     path = killed(tmp_path / "a.db")
     time.sleep(0.1)
@@ -217,6 +219,25 @@ def test_a_log_that_is_older_than_its_file_and_fits_is_used(tmp_path: Path, monk
     path.chmod(0o600)
     with Ledger.open(sqlite_url(path)) as ledger:
         assert ledger.job("ads").info().done == 30
+    assert caplog.text.count("was a backup put in its place?") == 1
+    with Ledger.open(sqlite_url(path)):
+        pass
+    assert caplog.text.count("was a backup put in its place?") == 1  # what it held is in the file, and it is gone
+
+
+@pytest.mark.req("S3-29")
+def test_a_log_that_holds_everything_since_the_backup_undoes_the_restore_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """It cannot be told from a log that is the file's own, which must be used."""
+    monkeypatch.setattr(sqlite_file, "OVERLAID_SECONDS", 0.05)
+    path, backup = killed(tmp_path / "a.db"), tmp_path / "backup.db"
+    shutil.copy(path, backup)  # the file alone: what was done since is in the log
+    time.sleep(0.1)
+    shutil.copy(backup, path)
+    with Ledger.open(sqlite_url(path)) as ledger:
+        assert ledger.job("ads").info().done == 30
+    assert "was a backup put in its place?" in caplog.text
 
 
 @pytest.mark.req("S3-29")

@@ -10,7 +10,7 @@ import pytest
 
 from headway import _lease, events
 from headway.errors import Held, ServerRefused
-from headway.events import CallableSink, Event, Relay, outbox, relay
+from headway.events import CallableSink, Event, Relay, SqlOutbox, outbox, relay
 from headway.telemetry import metrics
 from tests.core.databases import exit_code, forked
 from tests.events.conftest import Store
@@ -139,7 +139,7 @@ def test_a_relay_killed_between_any_two_steps_is_followed_at_once_by_one_that_le
     )
 
 
-def test_a_lease_of_another_machine_is_waited_for(store: Store):
+def test_a_lease_of_another_machine_is_waited_for_and_not_for_longer_when_the_stores_clock_is_set_back(store: Store):
     """Nobody can see from here whether that process lives."""
     box: Any = store.outbox()
     box.subscribe("s")
@@ -153,6 +153,23 @@ def test_a_lease_of_another_machine_is_waited_for(store: Store):
     Relay(store.outbox(), [ear]).tick()
     assert ear.heard == []
     assert box.backlog("s")[0].holder == "process 1 on elsewhere"
+    set_clock(box, -3600)  # the store's, and the relay there is dead
+    for seconds in (0, 58):
+        set_clock(box, seconds)
+        Relay(store.outbox(), [ear]).tick()
+        assert ear.heard == []
+    set_clock(box, 3)
+    Relay(store.outbox(), [ear]).tick()
+    assert ear.heard == ["e-1"]
+
+
+def set_clock(box: Any, seconds: float) -> None:
+    """What the lease of the sink looks like after the store's clock was set forward, or back if negative."""
+    if isinstance(box, SqlOutbox):
+        box._database.write("UPDATE sinks SET lease_until = lease_until - ?", (seconds,))
+    else:
+        key = events.redis._lease_key("s")
+        box._client.pexpire(key, box._client.pttl(key) - int(seconds * 1000))
 
 
 def test_a_delivery_that_could_not_be_noted_is_noted_later_and_not_repeated(store: Store, monkeypatch):

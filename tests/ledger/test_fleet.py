@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import psycopg
 import pytest
@@ -592,3 +593,92 @@ def test_what_a_slot_records_while_its_job_is_forgotten_is_deleted_with_it(
         assert forgotten.result(30) == 10
     assert a.record([Done(1)]).stale == [1]
     assert ledger.database.one("SELECT count(*) FROM progress") == (0,)
+
+
+# ---- the database's clock, and one that went back ---------------------------------------------------------------------
+
+
+def turn_clock(ledger: Ledger, seconds: float) -> None:
+    """As if the database's clock had been set: what was written by it is so much nearer or further."""
+    ledger.database.write("UPDATE blocks SET lease_until = lease_until - ?", (seconds,))
+    ledger.database.write(
+        "UPDATE progress SET lease_until = lease_until - ?, next_attempt_at = next_attempt_at - ?", (seconds, seconds)
+    )
+
+
+def far_away(share: Share) -> Share:
+    """The slot of a process on another machine, which nobody here can see."""
+    share.hold = replace(share.hold, owner=replace(share.hold.owner, host="far", machine="far", space="far"))
+    return share
+
+
+def test_a_clock_that_was_set_back_keeps_no_block_of_a_dead_machine(ledger: Ledger, share: MakeShare) -> None:
+    job = start(ledger, 10)
+    dead, other = far_away(share("dead", lease=12.0)), share("other")
+    lost = dead.claim_some(3)
+    dead.note_running(dead.hold, [(lost[0].idx, "dead worker 1")])
+    ours: list[Item] = []
+    while more := other.claim_some(10):
+        ours += more
+    other.record([Done(item.idx) for item in ours])
+    other.leave()
+    turn_clock(ledger, -3600)
+    assert not fleet.attend(ledger.database, job.no)  # it may live, and renew what it has
+    turn_clock(ledger, 9)
+    assert not fleet.attend(ledger.database, job.no)
+    turn_clock(ledger, 4)
+    assert fleet.attend(ledger.database, job.no)
+    next_slot, found = share("next"), []
+    while more := next_slot.claim_some(10):
+        found += more
+    assert sorted(indices(found)) == indices(lost)
+    assert {idx: len(job.history(idx)) for idx in indices(lost)} == {0: 1, 1: 0, 2: 0}
+
+
+def test_a_clock_that_was_set_back_does_not_keep_a_fleet_from_its_end_that_is_asked_to_stop(
+    ledger: Ledger, share: MakeShare
+) -> None:
+    job = start(ledger, 10)
+    far_away(share("dead", lease=12.0)).claim_some(3)
+    turn_clock(ledger, -3600)
+    job.stop()
+    assert fleet.read(ledger.database, job.no) is not None
+    turn_clock(ledger, 13)
+    fleet.attend(ledger.database, job.no)
+    assert fleet.read(ledger.database, job.no) is None
+
+
+@pytest.mark.parametrize("what", [Done(0), Failed(0, BOOM)])
+def test_a_slot_whose_block_was_lost_by_a_failover_records_nothing_in_the_next_one(
+    ledger: Ledger, share: MakeShare, what: Done | Failed
+) -> None:
+    start(ledger, 10)
+    before = ledger.database.one("SELECT version FROM jobs")
+    assert before is not None
+    a, b = share("a"), share("b")
+    a.claim_some(3)
+    ledger.database.write("DELETE FROM blocks")
+    ledger.database.write("UPDATE jobs SET frontier = 0, version = ?", before)
+    assert indices(b.claim_some(3)) == [0, 1, 2]
+    assert ledger.database.all("SELECT no, token FROM blocks") == [(1, next(iter(a._blocks.values())).token)]
+    a.note_running(a.hold, [(1, "a worker 1")])
+    assert ledger.database.all("SELECT 1 FROM progress") == []
+    assert a.record([what]).stale == [0]
+    assert b.record([Done(0), Done(1), Done(2)]).done == 3
+
+
+def test_a_slot_whose_claim_of_an_item_was_lost_by_a_failover_records_nothing_over_the_next_one(
+    ledger: Ledger, share: MakeShare
+) -> None:
+    job = start(ledger, 1)
+    a, b = share("a"), share("b")
+    a.claim_some(1)
+    a.note_running(a.hold, [(0, "a worker 1")])
+    ledger.database.write("DELETE FROM progress")
+    ledger.database.write("UPDATE blocks SET holder = '', lease_until = 0")
+    b.claim_some(1)
+    b.note_running(b.hold, [(0, "b worker 1")])
+    assert a.record([Failed(0, BOOM)]).stale == [0]
+    assert b.record([Done(0)]).done == 1
+    assert b.leave()
+    assert job.info().done == 1

@@ -97,6 +97,17 @@ class Scene:
 Call = Callable[[Scene, Any], object]
 
 
+def taken(scene: Scene, items: list[Item]) -> object:
+    """What was claimed. Tokens differ from run to run; each is the one that stands in the database."""
+    rows = scene.ledger.database.all("SELECT idx, token FROM progress WHERE job = ?", (scene.job.no,))
+    assert {(item.idx, item.token) for item in items} <= set(rows)
+    return anybodys(items)
+
+
+def anybodys(items: list[Item]) -> object:
+    return [item._replace(token=None) for item in items]
+
+
 def managed(call: Callable[[ProgressManager], object]) -> Call:
     return lambda scene, manager: (call(manager), manager.close())[0]
 
@@ -137,9 +148,15 @@ CALLS: dict[str, tuple[Callable[[Scene], Any] | None, Call]] = {
     "put_empty_results": (None, lambda scene, _: scene.job.put_empty_results()),
     "pause": (Scene.held, lambda scene, _: scene.job.pause(actor="ann")),
     "scale": (Scene.held, lambda scene, _: scene.job.scale(3, actor="ann")),
-    "claim": (None, lambda scene, _: scene.job.claim("v", limit=3, lease=1000)),
-    "claim of what another lost": (Scene.lapsed, lambda scene, _: scene.job.claim("v", limit=2, lease=1000)),
-    "claim of what is damaged": (Scene.damaged, lambda scene, _: scene.job.claim("v", limit=9, lease=1000)),
+    "claim": (None, lambda scene, _: taken(scene, scene.job.claim("v", limit=3, lease=1000))),
+    "claim of what another lost": (
+        Scene.lapsed,
+        lambda scene, _: taken(scene, scene.job.claim("v", limit=2, lease=1000)),
+    ),
+    "claim of what is damaged": (
+        Scene.damaged,
+        lambda scene, _: taken(scene, scene.job.claim("v", limit=9, lease=1000)),
+    ),
     "renew": (None, lambda scene, _: scene.job.renew(scene.claimed, lease=2000)),
     "note_running": (Scene.held, lambda scene, hold: scene.job.note_running(hold, [(7, f"{hold.mark} worker 1")])),
     "give_back": (None, lambda scene, _: scene.job.give_back([3])),
@@ -181,7 +198,10 @@ CALLS: dict[str, tuple[Callable[[Scene], Any] | None, Call]] = {
     "mark_failed": (Scene.manager, managed(lambda manager: manager.mark_failed(3, {"error": "no"}))),
     "mark_many": (Scene.manager, managed(lambda manager: manager.mark_many([(1, None), (2, {"a": 1})]))),
     "register by the manager": (Scene.manager, managed(lambda manager: manager.register(range(4)))),
-    "claim by the manager": (Scene.manager, managed(lambda manager: (manager.register([0]), manager.claim("w"))[1])),
+    "claim by the manager": (
+        Scene.manager,
+        managed(lambda manager: (manager.register([0]), anybodys(manager.claim("w")))[1]),
+    ),
 }
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -365,6 +366,76 @@ def test_a_clock_set_back_makes_nobody_wait_for_the_lapsed(ledger: Ledger, job: 
     assert not job.info().held
     assert ledger.hold(job, {}).run == 2
     assert len(job.claim("v", limit=10)) == 10
+
+
+def put_elsewhere(ledger: Ledger) -> None:
+    """Whoever holds or claims does it on another machine, where nobody can see whether it lives."""
+    far = Owner("far", "boot 1", "boot 1", os.getpid(), "1", "theirs")
+    for table in ("jobs", "progress"):
+        rows = ledger.database.all(f"SELECT DISTINCT holder FROM {table} WHERE holder IS NOT NULL")
+        for (holder,) in rows:
+            written = write_owner(far, json.loads(holder)["seconds"])
+            ledger.database.write(f"UPDATE {table} SET holder = ? WHERE holder = ?", (written, holder))
+
+
+@pytest.mark.parametrize("verb", ["hold", "archive", "forget"])
+def test_a_clock_set_back_delays_whoever_wants_the_job_of_a_dead_machine_by_a_lease_at_the_most(
+    ledger: Ledger, job: Job, verb: str
+):
+    wanted: dict[str, Callable[[], object]] = {
+        "hold": lambda: ledger.hold(job, {}),
+        "archive": lambda: ledger.archive("ads"),
+        "forget": lambda: ledger.forget("ads"),
+    }
+    ledger.hold(job, {}, lease=25.0)
+    put_elsewhere(ledger)
+    set_clock(ledger, -7200)
+    with pytest.raises(JobHeld):  # it may live, and renew its hold
+        wanted[verb]()
+    set_clock(ledger, 20)
+    with pytest.raises(JobHeld):
+        wanted[verb]()
+    set_clock(ledger, 6)
+    assert wanted[verb]()
+
+
+def test_a_clock_set_back_takes_the_job_from_nobody_who_lives_elsewhere(ledger: Ledger, job: Job):
+    hold = ledger.hold(job, {}, lease=25.0)
+    put_elsewhere(ledger)
+    far = replace(hold, owner=Owner("far", "boot 1", "boot 1", os.getpid(), "1", "theirs"))
+    set_clock(ledger, -7200)
+    for _ in range(3):
+        with pytest.raises(JobHeld):
+            ledger.hold(job, {})
+        set_clock(ledger, 9)
+        ledger.renew(far)
+    assert job.record([Done(0)], hold=far).done == 1
+
+
+def test_a_clock_set_back_delays_the_claims_of_a_dead_machine_by_a_lease_at_the_most(ledger: Ledger, job: Job):
+    job.claim("w", limit=7, lease=30.0)
+    put_elsewhere(ledger)
+    set_clock(ledger, -7200)
+    (longer,) = job.claim("v", lease=3600.0)  # a claim of its own length is not shortened by the others'
+    assert len(job.claim("u", limit=9)) == 2
+    assert job.claim("u") == []
+    set_clock(ledger, 25)
+    assert job.claim("u") == []
+    set_clock(ledger, 6)
+    assert {item.idx for item in job.claim("u", limit=9)} == set(range(7))
+    assert job.record([Done(longer.idx, token=longer.token)]).done == 1
+
+
+@pytest.mark.parametrize("what", [Done(0), Failed(0, BOOM)])
+def test_a_claim_that_a_failover_lost_records_nothing_over_the_next_one(ledger: Ledger, job: Job, what: Done | Failed):
+    (lost,) = job.claim("w", lease=1000)
+    ledger.database.write("DELETE FROM progress")
+    ledger.database.write("UPDATE jobs SET frontier = 0, version = version - 1")
+    (again,) = job.claim("v", lease=1000)
+    assert again.idx == lost.idx
+    assert job.renew([lost]) == 0
+    assert job.record([what._replace(token=lost.token)]).stale == [0]
+    assert job.record([Done(0, token=again.token)]).done == 1
 
 
 def test_a_clock_set_back_makes_no_item_wait_for_another_try(job: Job, ledger: Ledger):

@@ -18,8 +18,11 @@ from typing import Any
 import pytest
 
 from headway._lease import Owner, SqlLeases
+from headway._sql import Tx
+from headway.errors import StaleClaim
+from headway.failure import Failure
 from headway.lifecycle import Shutdown
-from headway.queue import claims, migration, workers
+from headway.queue import claims, migration, settling, workers
 from headway.queue.claims import LEASE, Claimant
 from headway.queue.gunicorn import Guard
 from headway.queue.rqsource import RqSource
@@ -221,6 +224,28 @@ def test_a_clock_that_was_set_back_keeps_neither_a_dead_sweeper_nor_a_dead_worke
     turn_clock(queue, workers.WORKER_SECONDS + 1)
     sweeper.tick()
     assert queue.database.all("SELECT state FROM task_workers") == [("lost",)]
+
+
+@pytest.mark.parametrize("ending", ["completed", "failed", "progress"])
+def test_a_worker_whose_claim_was_lost_by_a_failover_records_nothing_over_the_next_one(queue: TaskQueue, ending: str):
+    task = queue.submit("caption")
+    row = queue.database.one("SELECT version, token FROM tasks")
+    assert row is not None
+    first, second = (Claimant(name, Owner.current(), ["caption"]) for name in ("first", "second"))
+    [lost] = queue.database.run(lambda tx: claims.claim(tx, first, queues=PRIORITIES))
+    queue.database.write(
+        "UPDATE tasks SET status = 'QUEUED', version = ?, token = ?, holder = NULL, lease_until = NULL", row
+    )
+    [claim] = queue.database.run(lambda tx: claims.claim(tx, second, queues=PRIORITIES))
+    calls: dict[str, Callable[[Tx], object]] = {
+        "completed": lambda tx: settling.complete(tx, lost, "1", 0.1),
+        "failed": lambda tx: settling.fail(tx, lost, Failure("ValueError", "boom")),
+        "progress": lambda tx: settling.progress(tx, lost, 50, "half"),
+    }
+    with pytest.raises(StaleClaim):
+        queue.database.run(calls[ending])
+    queue.database.run(lambda tx: settling.complete(tx, claim, "2", 0.1))
+    assert (queue.get(task.id).status, queue.get(task.id).attempts) == ("COMPLETED", 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

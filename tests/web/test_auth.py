@@ -14,11 +14,11 @@ from starlette.requests import HTTPConnection
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 
 from headway._sql import connect
-from headway.config import Config
+from headway.config import Config, is_loopback
 from headway.errors import ConfigError
 from headway.views.reading import Reader
 from headway.web import tokens
-from headway.web.addresses import is_loopback, networks, peer_of
+from headway.web.addresses import networks, peer_of
 from headway.web.auth import Access, Known
 from headway.web.problems import Throttled
 from headway.web.site import THREADS, WAITING, Site, User

@@ -276,6 +276,14 @@ def check_identity(file: OpenFile) -> None:
             f"The file {path}-wal belongs to another database than {path}, or to {path} before it was restored.",
             hint=f"Put the right -wal file back beside {path}, or move the wrong one away. Nothing was written.",
         )
+    if overlaid:
+        # It fits, so it may be the file's own: of a copy or a move of both, or of a process that was killed. Only a person
+        # knows whether the file is a backup from which nothing was copied out of the log since: then it undoes the restore.
+        log.warning(
+            "the -wal file is older than the database and fits it, so what it holds is in the database again; "
+            "was a backup put in its place? then remove the -wal file and put the backup there once more",
+            path=str(path),
+        )
 
 
 def _overlaid(path: Path) -> bool:

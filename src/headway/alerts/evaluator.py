@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from headway._lease import Lease, Owner, SqlLeases
+from headway._lease import Lease, Owner, SqlLeases, shorten
 from headway._sql import Database, Tx
 from headway.alerts import records
 from headway.alerts.judgement import Change, Judgement
@@ -136,6 +136,8 @@ class Evaluator:
 
         def work(tx: Tx) -> list[Change]:
             self._leases.renew(tx, lease)
+            # Nobody may want these jobs: then it is here that one whose process died is found in time.
+            shorten(tx, "jobs", "finished_at IS NULL")
             return Judgement(tx, rules, rows.now).write(seen, away)
 
         began = self._clock()
@@ -154,12 +156,12 @@ class Evaluator:
 
     def _acquire(self) -> bool:
         owner = Owner.current()  # outside the transaction: repeated, it is the same acquisition
-        try:
-            self._lease = self._database.run(
-                lambda tx: self._leases.acquire(tx, LEASE_NAME, owner, LEASE), operation="alerts.acquire"
-            )
-        except Held:
+        found = self._database.run(
+            lambda tx: self._leases.acquire(tx, LEASE_NAME, owner, LEASE), operation="alerts.acquire"
+        )
+        if isinstance(found, Held):
             return False
+        self._lease = found
         log.info("this is the active evaluator of the alerts")
         return True
 

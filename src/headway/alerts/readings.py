@@ -127,7 +127,7 @@ def _workers(rows: Rows, rules: Rules) -> Iterator[Reading]:
     lost = []
     for name, owner, queues, state, wanted, task, started_at, seen_at, ended_at in rows.workers:
         known = read_owner(owner)
-        dead = known is not None and known[0].is_dead
+        dead = known is not None and known.owner.is_dead
         silent = rows.now - seen_at
         if state == "lost" or (ended_at is None and (dead or silent >= limit)):
             if wanted is None and state != "draining":
@@ -184,7 +184,7 @@ def _stalled(rows: Rows, rules: Rules) -> Iterator[Reading]:
             continue
         silent = max(0.0, rows.now - updated_at)
         known = read_owner(holder)
-        who = str(known[0]) if known else "a process"
+        who = str(known.owner) if known else "a process"
         if has_ended(holder, until, rows.now):
             text = f"Job {job}: {who} died while running it, and nobody continued it. Nothing is lost; run it again."
             yield Reading("stalled_job", job, silent, said(text), above=True)

@@ -6,7 +6,6 @@ It follows no redirection, because the token would go with it, and takes no pass
 from __future__ import annotations
 
 import http.client
-import ipaddress
 import json
 import os
 import re
@@ -20,7 +19,7 @@ from typing import Any, Final
 from urllib.parse import quote, urlencode, urlsplit
 
 from headway import __version__, errors
-from headway.config import is_server
+from headway.config import is_loopback, is_server
 from headway.errors import HeadwayError, InvalidInput, Refused, ServerRefused, StorageError, Unavailable, UsageError
 from headway.telemetry import Log, redact
 
@@ -197,11 +196,7 @@ def _text(value: Any) -> str:
 
 
 def _is_near(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host in ("localhost", socket.gethostname())
-    return bool((getattr(address, "ipv4_mapped", None) or address).is_loopback)
+    return is_loopback(host) or host in ("localhost", socket.gethostname())
 
 
 def _as_raised(status: int, error: dict[str, Any]) -> HeadwayError:

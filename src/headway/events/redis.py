@@ -165,7 +165,7 @@ class RedisOutbox:
         now = self._client.time()
         age = None if first is None else max(0.0, now[0] + now[1] / 1e6 - _place(first)[0] / 1000)
         owner = read_owner(str(self._client.get(_lease_key(name)) or "").partition(" ")[2])
-        serves = str(owner[0]) if owner and not owner[0].is_dead else None
+        serves = str(owner.owner) if owner and not owner.owner.is_dead else None
         return Backlog(name, pending["pending"] + unread, age, refused.get(name, 0), serves)
 
     def forget(self, sink: str) -> bool:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 from headway._lease import Lease, Owner, SqlLeases, has_ended, read_owner
 from headway._sql import NOW, Database, Row, Tx, Value, marks
-from headway.errors import InvalidInput
+from headway.errors import Held, InvalidInput
 from headway.events.envelope import Event, completion, from_fields, plain, whole
 from headway.events.outbox import HISTORY, LEASE, Backlog, Refused
 from headway.telemetry import Log, metrics, redact
@@ -146,7 +146,10 @@ class SqlOutbox:
 
     def acquire(self, sink: str) -> Lease:
         owner = Owner.current()  # outside the transaction: repeated, it is the same acquisition
-        return self._database.run(lambda tx: _LEASES.acquire(tx, sink, owner, self._lease), operation="events.acquire")
+        found = self._database.run(lambda tx: _LEASES.acquire(tx, sink, owner, self._lease), operation="events.acquire")
+        if isinstance(found, Held):
+            raise found
+        return found
 
     def renew(self, lease: Lease) -> None:
         self._database.run(lambda tx: _LEASES.renew(tx, lease), operation="events.renew")
@@ -253,7 +256,7 @@ class SqlOutbox:
                 assert aside is not None
                 owner = None if has_ended(holder, until, now) else read_owner(holder)
                 age = None if row[1] is None else max(0.0, now - row[1])
-                result.append(Backlog(name, row[0], age, aside[0], str(owner[0]) if owner else None))
+                result.append(Backlog(name, row[0], age, aside[0], str(owner.owner) if owner else None))
         return result
 
     def forget(self, sink: str) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from headway import _redis
-from headway._lease import Lease, Owner, RedisLeases, write_owner
+from headway._lease import Lease, Owner, RedisLeases, held_as
 from headway.errors import Held, Refused, StaleClaim, Unavailable
 from headway.finishline.progress import Outcome, Status, from_hash
 from headway.finishline.records import LIFE, Records, Row
@@ -177,11 +177,6 @@ def not_ours(project_id: str) -> Refused:
         f"Project {project_id!r} is in Redis and not in this database: it was created without one, or with another.",
         hint="Let it finish as it was begun (FinishLine(url) without a database), or delete it there; then create it again.",
     )
-
-
-def held_as(lease: Lease) -> str:
-    """What the key of a lease says while it is this owner's."""
-    return f"{lease.token} {write_owner(lease.owner)}"
 
 
 def status_to_restore(row: Row) -> Status:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from headway._lease import has_ended
+from headway._lease import has_ended, shorten, stride
 from headway._sql import Row
 from headway.failure import Failure
 from headway.ledger.content import is_intact
@@ -72,12 +72,20 @@ def due_or_lapsed(recorder: Recorder, limit: int, own: Mapping[int, int] = NOTHI
 
 def abandoned(recorder: Recorder, limit: int, own: Mapping[int, int] = NOTHING) -> list[Item]:
     """Items whose claimant can be seen to be dead, or whose lease is over by the clock that nobody can set. Looked
-    for when there is nothing else: the end of their lease frees them anyway."""
+    for when there is nothing else: the end of their lease frees them anyway, and one that ends too late is shortened here."""
+    shorten_all(recorder)
     rows = recorder.tx.all(
         f"{_CLAIMABLE} AND p.holder IS NOT NULL AND p.lease_until IS NOT NULL ORDER BY p.next_attempt_at, p.idx",
         (recorder.no,),
     )
     return _take_over(recorder, rows, own)[:limit]
+
+
+def shorten_all(recorder: Recorder) -> None:
+    """Claims that were written before the database's clock was set back begin anew (`headway._lease.shorten`)."""
+    shorten(
+        recorder.tx, "progress", "job = ? AND status <> 'done'", (recorder.no,), ends=("lease_until", "next_attempt_at")
+    )
 
 
 def _take_over(recorder: Recorder, rows: list[Row], own: Mapping[int, int]) -> list[Item]:
@@ -95,7 +103,7 @@ def _take_over(recorder: Recorder, rows: list[Row], own: Mapping[int, int]) -> l
         if not is_intact(payload, mark):
             damaged.append(Failed(idx, DAMAGED, retryable=False))
             continue
-        items.append(Item(idx, key, payload, attempts + charged, token + 1))
+        items.append(Item(idx, key, payload, attempts + charged, token + stride()))
     died = set(recorder.write(lost).died) if lost else set()
     if damaged:
         recorder.write(damaged)
@@ -115,7 +123,7 @@ def _fresh(recorder: Recorder, limit: int) -> list[Item]:
         if not rows:
             break
         recorder.frontier = min(rows[-1][0] + 1, MAX_INDEX)
-        intact = [Item(idx, key, payload, 0, 1) for idx, key, payload, mark in rows if is_intact(payload, mark)]
+        intact = [Item(idx, key, payload, 0, stride()) for idx, key, payload, mark in rows if is_intact(payload, mark)]
         if len(intact) < len(rows):
             sound = {item.idx for item in intact}
             recorder.write([Failed(row[0], DAMAGED, retryable=False) for row in rows if row[0] not in sound])

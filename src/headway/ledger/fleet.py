@@ -17,10 +17,10 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
-from headway._lease import has_ended
+from headway._lease import has_ended, shorten
 from headway._sql import Database, Row, Tx
 from headway.errors import Refused
-from headway.ledger import control
+from headway.ledger import claims, control
 from headway.ledger.job_lease import Hold
 from headway.ledger.recorder import Recorder
 from headway.telemetry import Log
@@ -121,6 +121,7 @@ def attend(database: Database, job: int) -> bool:
         recorder = Recorder(tx, job, token=fleet.token)
         asked = control.read_in(tx, job, fleet.run)
         if asked.stopping or fleet.stopped:
+            _shorten_all(recorder)
             if not _is_active(tx, job, recorder.now):
                 end(recorder, fleet, "stopped" if fleet.stopped else "interrupted")
             return False
@@ -134,6 +135,12 @@ def attend(database: Database, job: int) -> bool:
 def _is_active(tx: Tx, job: int, now: float) -> bool:
     """Whether a slot works on the job: it has a block or an item, and lives."""
     return any(not has_ended(holder, until, now) for holder, until in (*_of_blocks(tx, job), *_of_items(tx, job)))
+
+
+def _shorten_all(recorder: Recorder) -> None:
+    """What slots have claimed, as in `headway._lease.shorten`; before it is asked who works."""
+    shorten(recorder.tx, "blocks", "job = ?", (recorder.no,))
+    claims.shorten_all(recorder)
 
 
 def _of_blocks(tx: Tx, job: int) -> list[Row]:
@@ -155,6 +162,7 @@ def _has_work(recorder: Recorder, fleet: Fleet) -> bool:
     tx, no, soon = recorder.tx, recorder.no, recorder.now + 2.0
     if tx.one("SELECT 1 FROM input_products WHERE job = ? AND idx >= ? LIMIT 1", (no, recorder.frontier)) is not None:
         return True
+    _shorten_all(recorder)
     blocks = _of_blocks(tx, no)
     if any(has_ended(holder, until, recorder.now) for holder, until in (*blocks, *_of_items(tx, no))):
         return True

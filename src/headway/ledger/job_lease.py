@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from headway._lease import Lease, Owner, SqlLeases
+from headway._lease import Lease, Owner, SqlLeases, has_ended
 from headway._sql import Database, Tx
 from headway.errors import Held, JobHeld, NotFound
 from headway.failure import Failure
@@ -51,21 +51,21 @@ def acquire(
     """
     me = Owner.current()
 
-    def work(tx: Tx) -> Hold:
+    def work(tx: Tx) -> Hold | JobHeld:
         recorder = Recorder(tx, job)
-        try:
-            token = _LEASES.acquire(tx, job, me, lease).token
-        except Held as error:
+        found = _LEASES.acquire(tx, job, me, lease)
+        if isinstance(found, Held):
             if tx.one("SELECT 1 FROM fleets WHERE job = ?", (job,)) is not None:
-                raise JobHeld(
+                return JobHeld(
                     f"Job {recorder.id} is being run by a fleet.",
                     hint=f"See how far it is: headway show {recorder.id}. End its run: headway stop {recorder.id}",
-                ) from error
+                )
             who = _LEASES.holder(tx, job) or "another process"
-            raise JobHeld(
+            return JobHeld(
                 f"Job {recorder.id} is being run by {who}.",
                 hint=f"See how far it is: headway show {recorder.id}. It is freed within 30 s of that process's death.",
-            ) from error
+            )
+        token = found.token
         if policy is not None:
             recorder.set_policy(policy)
         end_lost_runs(tx, job, recorder.now)
@@ -80,7 +80,23 @@ def acquire(
         recorder.close(settle=False)
         return Hold(job, token, run[0], lease, me)
 
-    return database.run(work, operation="hold")
+    hold = database.run(work, operation="hold")
+    if isinstance(hold, JobHeld):
+        raise hold
+    return hold
+
+
+def refusal(tx: Tx, job: int, id: str) -> JobHeld | None:
+    """Why the job cannot be put aside or deleted now, because somebody runs it. To be raised once the transaction is
+    committed: as by `acquire`, a hold that ends too late was shortened."""
+    locked = " FOR UPDATE" if tx.engine == "postgresql" else ""  # nobody takes it between this look and the change
+    row = tx.one(f"SELECT holder, lease_until FROM jobs WHERE no = ?{locked}", (job,))
+    if row is None or row[0] is None or has_ended(row[0], row[1], tx.now()):
+        return None
+    _LEASES.shorten(tx, job)
+    return JobHeld(
+        f"Job {id} is being run.", hint="Stop that run first: Ctrl-C where it runs, or see: headway show JOB"
+    )
 
 
 def end_lost_runs(tx: Tx, job: int, now: float) -> None:

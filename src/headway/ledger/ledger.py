@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from typing import Any, Self
 
 from headway import events
-from headway._lease import has_ended
 from headway._sql import Database, Tx, connect
 from headway.errors import InvalidInput, JobHeld, NotFound
 from headway.ids import check_id
@@ -149,17 +148,21 @@ class Ledger:
         what it reports when it wakes up is refused, so two never work on the same items unknown to each other.
         """
 
-        def work(tx: Tx) -> str | None:
+        def work(tx: Tx) -> str | JobHeld | None:
             row = tx.one("SELECT no FROM jobs WHERE id = ?", (id,))
             if row is None:
                 return None
-            _refuse_held(tx, row[0], id)
+            if (held := job_lease.refusal(tx, row[0], id)) is not None:
+                return held
             now = tx.now()
             aside = _put_aside(tx, row[0], id, now)
             audit(tx, now, actor or current_user(), "reset", id, {"archived_as": aside})
             return aside
 
-        return self.database.run(work, operation="archive")
+        aside = self.database.run(work, operation="archive")
+        if isinstance(aside, JobHeld):
+            raise aside
+        return aside
 
     def forget(self, id: str, *, actor: str | None = None, reason: str = "") -> int:
         """Delete a job with all its records; how many items it had. Audited."""
@@ -196,8 +199,9 @@ class Ledger:
     ) -> int | None:
         """How many items the job had; None when it is not an old one any more, and then nothing changes."""
 
-        def begin(tx: Tx) -> int | None:
-            _refuse_held(tx, no, id)
+        def begin(tx: Tx) -> int | JobHeld | None:
+            if (held := job_lease.refusal(tx, no, id)) is not None:
+                return held
             limit = unless_changed_since
             if limit is not None and tx.one(f"SELECT 1 FROM jobs WHERE no = ? AND {_OLD}", (no, limit)) is None:
                 return None
@@ -215,6 +219,8 @@ class Ledger:
             return int(recorder.total)
 
         total = self.database.run(begin, operation=action)
+        if isinstance(total, JobHeld):
+            raise total
         if total is None:
             return None
 
@@ -255,12 +261,3 @@ def _put_aside(tx: Tx, no: int, id: str, now: float) -> str:
         (aside, now, no),
     )
     return aside
-
-
-def _refuse_held(tx: Tx, no: int, id: str) -> None:
-    locked = " FOR UPDATE" if tx.engine == "postgresql" else ""  # nobody takes it between this look and the change
-    row = tx.one(f"SELECT holder, lease_until FROM jobs WHERE no = ?{locked}", (no,))
-    if row is not None and row[0] is not None and not has_ended(row[0], row[1], tx.now()):
-        raise JobHeld(
-            f"Job {id} is being run.", hint="Stop that run first: Ctrl-C where it runs, or see: headway show JOB"
-        )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from headway._lease import Owner, has_ended, write_owner
+from headway._lease import Owner, has_ended, stride, write_owner
 from headway._sql import NOW, Database, Row, Tx, marks
 from headway.errors import NotFound, StaleClaim
 from headway.ledger import claims, control
@@ -43,9 +43,10 @@ _NEAR = (
     "SELECT idx, coalesce(octet_length(payload), 0) AS size FROM input_products WHERE job = ? AND idx >= ? "
     "ORDER BY idx LIMIT ?"
 )
-#: The fence and the count at once.
+#: The fence and the count at once. By the slot too: a database that was put back to an earlier moment gives a block's number
+#: and its token a second time.
 _COUNT_BLOCK = (
-    "UPDATE blocks SET done = done + ?, seconds = seconds + ? WHERE job = ? AND no = ? AND token = ? "
+    "UPDATE blocks SET done = done + ?, seconds = seconds + ? WHERE job = ? AND no = ? AND token = ? AND slot = ? "
     f"RETURNING {NOW['postgresql']}"
 )
 #: A claim of one item that is still the claimant's.
@@ -193,7 +194,8 @@ class Share(Job):
         return self._take_block(recorder, rows)
 
     def _abandoned_block(self, recorder: Recorder) -> _BlockRow | None:
-        """A block whose slot can be seen to be dead. Looked for when there is nothing else: its lease frees it anyway."""
+        """A block whose slot can be seen to be dead. Looked for when there is nothing else: its lease frees it anyway. One that
+        ends too late is shortened by whoever attends to the fleet."""
         rows = recorder.tx.all(
             "SELECT no, first, last, token, takeovers, holder, lease_until FROM blocks WHERE job = ? AND slot <> ? "
             "ORDER BY no FOR UPDATE",
@@ -280,7 +282,7 @@ class Share(Job):
         damaged = [Failed(row[0], DAMAGED, retryable=False) for row in rows if not is_intact(row[2], row[3])]
         if damaged:
             recorder.write(damaged)
-        return [Item(idx, key, payload, attempts, token + 1) for idx, key, payload, _, attempts, token in sound]
+        return [Item(idx, key, payload, attempts, token + stride()) for idx, key, payload, _, attempts, token in sound]
 
     def _write_claims(self, recorder: Recorder, items: Sequence[Item]) -> tuple[frozenset[int], frozenset[int]]:
         """Claim items one by one; which of them are dead letters, and which are suspects. No worker has one until it runs for
@@ -357,22 +359,25 @@ class Share(Job):
         ours = [(idx, worker) for idx, worker in items if idx in self._of]
         claimed = [(worker, self.no, idx, self._tokens[idx]) for idx, worker in items if idx in self._tokens]
 
-        def work(tx: Tx) -> list[int]:
+        def work(tx: Tx) -> dict[int, int]:
             known = self._still_ours(tx, {self._of[idx] for idx, _ in ours})
             until, holder = tx.now() + self.lease, write_owner(self.hold.owner, self.lease)
-            noted = [(idx, worker) for idx, worker in ours if self._of[idx] in known]
+            noted = [(idx, worker, stride()) for idx, worker in ours if self._of[idx] in known]
             tx.executemany(
                 "INSERT INTO progress (job, idx, status, updated_at, worker, next_attempt_at, token, lease_until, holder) "
-                "VALUES (?, ?, 'pending', ?, ?, ?, 1, ?, ?) ON CONFLICT (job, idx) DO NOTHING",
-                [(self.no, idx, until - self.lease, worker, until, until, holder) for idx, worker in noted],
+                "VALUES (?, ?, 'pending', ?, ?, ?, ?, ?, ?) ON CONFLICT (job, idx) DO NOTHING",
+                [
+                    (self.no, idx, until - self.lease, worker, until, token, until, holder)
+                    for idx, worker, token in noted
+                ],
             )
             tx.executemany(f"UPDATE progress SET worker = ? {_CLAIM}", claimed)
-            return [idx for idx, _ in noted]
+            return {idx: token for idx, _, token in noted}
 
         if ours or claimed:
-            for idx in self._database.run(work, operation="note_running"):
+            for idx, token in self._database.run(work, operation="note_running").items():
                 self._blocks[self._of.pop(idx)].open.discard(idx)
-                self._tokens[idx] = 1
+                self._tokens[idx] = token
 
     def excuse_running(self) -> None:
         """This slot may soon be cut off, for no fault of its items: then it costs none of them an attempt."""
@@ -389,8 +394,8 @@ class Share(Job):
         if not wanted:
             return set()
         rows = tx.all(
-            f"SELECT no, token FROM blocks WHERE job = ? AND no IN ({marks(len(wanted))}) ORDER BY no FOR UPDATE",
-            (self.no, *wanted),
+            f"SELECT no, token FROM blocks WHERE job = ? AND slot = ? AND no IN ({marks(len(wanted))}) ORDER BY no FOR UPDATE",
+            (self.no, self._me, *wanted),
         )
         return {no for no, token in rows if self._blocks[no].token == token}
 
@@ -481,7 +486,7 @@ class Share(Job):
             for no in sorted(by_block):
                 part = by_block[no]
                 seconds = sum(outcome.seconds or 0.0 for outcome in part)
-                row = tx.one(_COUNT_BLOCK, (len(part), seconds, self.no, no, self._blocks[no].token))
+                row = tx.one(_COUNT_BLOCK, (len(part), seconds, self.no, no, self._blocks[no].token, self._me))
                 if row is not None:
                     kept += part
                     now = row[0]

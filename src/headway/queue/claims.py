@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from headway._lease import Owner, write_owner
+from headway._lease import Owner, stride, write_owner
 from headway._sql import Database, Row, Tx, Value, marks
 from headway.events.sql import SHARE_APPENDING
 from headway.queue.changing import AMONG, SKIP_LOCKED, STATEMENT_TIME, change, telling
@@ -132,8 +132,7 @@ def claiming(
         f"FOR UPDATE SKIP LOCKED), taken AS (UPDATE tasks SET {_taking(now)} "
         f"WHERE no = ANY (ARRAY(SELECT picked_no FROM picked)) RETURNING {CLAIMED}, status, error, updated_at)"
     )
-    taking: tuple[Value, ...] = (write_owner(who.owner, who.lease), who.lease, who.worker)
-    return statement, (who.worker, process, who.lease / 2, *values, *taking)
+    return statement, (who.worker, process, who.lease / 2, *values, *_taken(who))
 
 
 def _look(tx: Tx) -> tuple[float, set[Priority], bool, bool]:
@@ -174,15 +173,19 @@ def _take_within_limits(tx: Tx, who: Claimant, where: str, values: list[Value], 
 
 
 def _take(tx: Tx, who: Claimant, picked: str, values: Sequence[Value]) -> list[Row]:
-    taken = (write_owner(who.owner, who.lease), who.lease, who.worker)
-    return change(tx, picked, (*values, *taken), _taking(STATEMENT_TIME[tx.engine]), "no = picked_no", CLAIMED)
+    return change(tx, picked, (*values, *_taken(who)), _taking(STATEMENT_TIME[tx.engine]), "no = picked_no", CLAIMED)
 
 
 def _taking(now: str) -> str:
     return (
-        f"status = 'RUNNING', version = version + 1, token = token + 1, holder = ?, lease_until = {now} + ?, worker = ?, "
+        f"status = 'RUNNING', version = version + 1, token = token + ?, holder = ?, lease_until = {now} + ?, worker = ?, "
         f"started_at = {now}, updated_at = {now}"
     )
+
+
+def _taken(who: Claimant) -> tuple[Value, ...]:
+    """The values of `_taking`."""
+    return stride(), write_owner(who.owner, who.lease), who.lease, who.worker
 
 
 def claims_of(rows: list[Row]) -> list[Claim]:
@@ -243,14 +246,12 @@ def first_turn(place: str) -> str:
     )
 
 
-def begin_leases_anew(tx: Tx, *, every: bool) -> None:
+def begin_leases_anew(tx: Tx) -> None:
     """The database's clock was set, and what it says of leases is wrong by as much. Each is given its time from now on: whoever
-    lives renews it, and that of a dead worker ends. Without ``every`` only those that end later than a lease can."""
-    now = STATEMENT_TIME[tx.engine]
-    later = "" if every else f" AND lease_until > {now} + {2 * LEASE}"
+    lives renews it, and that of a dead worker ends."""
     tx.execute(  # what is locked is being renewed, or ends
-        f"UPDATE tasks SET lease_until = {now} + {LEASE} WHERE no IN (SELECT no FROM tasks WHERE status = 'RUNNING'{later}"
-        f"{SKIP_LOCKED[tx.engine]})"
+        f"UPDATE tasks SET lease_until = {STATEMENT_TIME[tx.engine]} + {LEASE} "
+        f"WHERE no IN (SELECT no FROM tasks WHERE status = 'RUNNING'{SKIP_LOCKED[tx.engine]})"
     )
 
 

@@ -14,7 +14,7 @@ from itertools import count
 from typing import Protocol
 
 from headway import events
-from headway._lease import Lease, Owner, SqlLeases
+from headway._lease import Lease, Owner, SqlLeases, shorten
 from headway._sql import Tx
 from headway.errors import HeadwayError, Held, StaleClaim
 from headway.failure import describe
@@ -133,8 +133,8 @@ class Sweeper:
     def _end_lapsed(self) -> tuple[list[Task], bool]:
         """End the runs whose worker is gone; (those tasks, whether the database's clock was set since the last round).
 
-        Then, and where it was set back before that, leases begin anew: else all that runs on other machines would be taken for
-        dead at once, or nobody there for as long as the clock was set back.
+        Then leases begin anew: else all that runs on other machines would be taken for dead at once. Where it was set back
+        before that, those that end too late do.
         """
 
         def work(tx: Tx) -> tuple[float, bool, list[Task]]:
@@ -143,7 +143,9 @@ class Sweeper:
             # A slow answer is no clock that was set: by how much it is ahead is known to within the time of the question.
             least, most = at - self._clock(), at - before
             was_set = self._ahead is not None and not least - CLOCK_SET < self._ahead < most + CLOCK_SET
-            claims.begin_leases_anew(tx, every=was_set)
+            if was_set:
+                claims.begin_leases_anew(tx)
+            shorten(tx, "tasks", "status = 'RUNNING'", least=claims.LEASE)
             return (least + most) / 2, was_set, settling.lapsed(tx, limit=_BATCH)
 
         self._ahead, was_set, ended = self._queue.database.run(work, operation="queue.sweep")
@@ -204,17 +206,12 @@ class Sweeper:
                 self._queue.database.run(lambda tx: self._leases.renew(tx, lease), operation="queue.sweeper")
                 return True
             owner = Owner.current()
-
-            def acquire(tx: Tx) -> Lease | None:
-                try:
-                    return self._leases.acquire(tx, "queue.sweeper", owner, LEASE)
-                except Held:
-                    self._leases.shorten(tx, "queue.sweeper", LEASE)  # it is kept, which it would not be if we raised
-                    return None
-
-            self._lease = self._queue.database.run(acquire, operation="queue.sweeper")
-            if self._lease is None:
+            found = self._queue.database.run(
+                lambda tx: self._leases.acquire(tx, "queue.sweeper", owner, LEASE), operation="queue.sweeper"
+            )
+            if isinstance(found, Held):
                 return False
+            self._lease = found
         except StaleClaim:
             self._lease = None  # somebody else sweeps now
             return False

@@ -89,7 +89,7 @@ def is_gone(owner: str, seen_at: float, now: float) -> bool:
     """Whether a worker that did not say that it ended is lost all the same: its process is known to be dead, or nothing was
     heard of it for long."""
     found = read_owner(owner)
-    return (found is not None and found[0].is_dead) or now - seen_at > WORKER_SECONDS
+    return (found is not None and found.owner.is_dead) or now - seen_at > WORKER_SECONDS
 
 
 def remove_worker(tx: Tx, name: str, *, by: str, reason: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Addresses: whose a request is, who guesses together, and what is this machine itself."""
+"""Addresses: whose a request is, and who guesses together."""
 
 from __future__ import annotations
 
@@ -69,12 +69,3 @@ def network_of(peer: str) -> str:
     if isinstance(address, ipaddress.IPv6Address):
         return str(ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
     return peer if address is None else str(address)
-
-
-def is_loopback(text: str) -> bool:
-    """Whether it is an address of this machine alone; also as a socket that serves both families writes it."""
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return bool((getattr(address, "ipv4_mapped", None) or address).is_loopback)

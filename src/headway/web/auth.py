@@ -26,9 +26,10 @@ from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection, cookie_parser
 from starlette.responses import Response
 
+from headway.config import is_loopback
 from headway.errors import ConfigError, StorageError, Unavailable
 from headway.web import tickets, tokens
-from headway.web.addresses import Network, is_loopback, peer_of
+from headway.web.addresses import Network, peer_of
 from headway.web.problems import Forbidden
 from headway.web.site import NAME, RIGHTS, THREADS, Flash, User, is_name
 from headway.web.throttle import REMEMBERED, Throttle

@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
+from headway.config import is_loopback
 from headway.errors import ConfigError, MissingExtra, Refused, UsageError
 from headway.web import tickets, tokens
-from headway.web.addresses import is_loopback
 
 if TYPE_CHECKING:
     from headway.web.app import Application

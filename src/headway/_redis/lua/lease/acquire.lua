@@ -14,6 +14,12 @@ if held then
     return {'ACQUIRED', tonumber(token)}
   end
   if held ~= ARGV[3] then
+    -- Redis counts to a moment of its clock too. More left than its whole time: the clock was set back since.
+    local read, known = pcall(cjson.decode, owner or '')
+    local whole = read and type(known) == 'table' and tonumber(known['seconds'])
+    if whole and redis.call('PTTL', KEYS[1]) > (whole + 1) * 1000 then
+      redis.call('PEXPIRE', KEYS[1], math.max(1, math.floor(whole * 1000)))
+    end
     return {'HELD', held}
   end
 end
