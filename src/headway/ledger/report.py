@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from headway._lease import has_ended
 from headway._sql import Database, Row, Tx, Value, marks
 from headway.errors import InvalidInput, NotFound
+from headway.ledger.stretches import OPEN, last_of, rows_at, stretches
 from headway.ledger.values import (
     NOTED,
     Attempt,
@@ -26,9 +27,8 @@ from headway.ledger.values import (
 PAGE = 1000
 #: Among so many of the last items that were tried, some may be under way and have no row yet.
 STRETCH = 2000
-#: Items looked at together by who seeks those of one state, at first and at most.
+#: Items looked at together by who seeks those of one state, at first.
 WALK = 500
-WALK_MOST = 20_000
 
 #: The words an item can be asked for by, with the condition that finds it; {live} is what `Live` says.
 STATES = {
@@ -39,9 +39,8 @@ STATES = {
     "dead": "d.idx IS NOT NULL",
 }
 
-#: The few items that are not done, by the index that has only those. Said apart, because a planner without statistics
-#: reads all items of the job instead when it needs another column too.
-_OPEN = "SELECT o.idx FROM progress o WHERE o.job = ? AND o.status <> 'done'"
+#: The few items that are not done.
+_OPEN = f"SELECT o.idx FROM progress o WHERE o.job = ? AND {OPEN}"
 #: State -> where its items are found without reading the others, after an index; the state's condition still decides.
 _AMONG = {
     # The sign keeps the planner from walking along the indices, over everything that is done.
@@ -101,9 +100,9 @@ class Live:
         row = tx.one("SELECT holder, lease_until FROM jobs WHERE no = ?", (job,))
         self._held = row is not None and row[0] is not None and not has_ended(row[0], row[1], self.now)
         claims = tx.all(
-            f"SELECT holder, max(lease_until) FROM progress WHERE job = ? AND idx IN ({_OPEN}) "
+            f"SELECT holder, max(lease_until) FROM progress WHERE job = ? AND {OPEN} "
             "AND lease_until IS NOT NULL AND holder IS NOT NULL GROUP BY holder",
-            (job, job),
+            (job,),
         )
         self._claimants = {holder for holder, until in claims if not has_ended(holder, until, self.now)}
 
@@ -173,8 +172,8 @@ class Reports:
         with self._database.read() as tx:
             live, parameters = Live(tx, self.no).condition()
             running = tx.one(
-                f"SELECT count(*) FROM progress p WHERE p.job = ? AND p.idx IN ({_OPEN}) AND {live}",
-                (self.no, self.no, *parameters),
+                f"SELECT count(*) FROM progress p WHERE p.job = ? AND {OPEN} AND {live}",
+                (self.no, *parameters),
             )
         return Progress(
             status=info.status,
@@ -243,20 +242,13 @@ class Reports:
         how many must be looked at, not on how many there are."""
         rows: list[Row] = []
         size = limit if condition == "true" else max(limit, WALK)
-        while (wanted := limit - len(rows)) > 0:
-            # The size stands in the text: a parameter is planned as a tenth of all rows.
-            row = tx.one(
-                f"SELECT max(idx) FROM (SELECT idx FROM {table} WHERE job = ? AND idx > ? ORDER BY idx LIMIT {size}) near",
-                (self.no, after),
-            )
-            if row is None or row[0] is None:
+        for near in stretches(tx, table, self.no, after, size):
+            if (wanted := limit - len(rows)) <= 0:
                 break
-            near, after = (after, row[0]), row[0]
             rows += tx.all(
                 f"{_STRETCH} WHERE i.job = ? AND i.idx > ? AND i.idx <= ? AND ({condition}) ORDER BY i.idx LIMIT ?",
                 (*near, *near, self.no, *near, *values, wanted),
             )
-            size = min(2 * size, WALK_MOST)
         return rows
 
     def item(self, name: str | int) -> ItemInfo:
@@ -306,11 +298,10 @@ class Reports:
         """Every ended run of every item after ``after``: idx, key, outcome, when, seconds, worker, error; in the order of
         the items."""
         while True:
-            bound = self._database.one(
-                "SELECT max(idx) FROM (SELECT idx FROM input_products WHERE job = ? AND idx > ? ORDER BY idx LIMIT ?) page",
-                (self.no, after, PAGE),
-            )
-            if bound is None or bound[0] is None:
+            # What was tried has a row in one of them; what was not, and may be all that is left, is not read.
+            ends = [last_of(self._database, table, self.no, after, PAGE) for table in ("progress", "attempts")]
+            upto = min((end for end in ends if end is not None), default=None)
+            if upto is None:
                 return
             rows = self._database.all(
                 "SELECT i.idx, i.key, h.outcome, h.at, h.seconds, h.worker, nullif(h.error, '') FROM input_products i JOIN ("
@@ -319,15 +310,15 @@ class Reports:
                 "UNION ALL SELECT job, idx, 2147483647, 'done', updated_at, seconds, worker, NULL FROM progress "
                 "WHERE job = ? AND idx > ? AND idx <= ? AND status = 'done') h ON h.job = i.job AND h.idx = i.idx "
                 "ORDER BY i.idx, h.no",
-                (self.no, after, bound[0], self.no, after, bound[0]),
+                (self.no, after, upto, self.no, after, upto),
             )
             yield from rows
-            after = bound[0]
+            after = upto
 
     def fingerprints(self) -> Iterator[tuple[int, str | None, int | None]]:
         """(idx, key, fingerprint) of every item, by index."""
         for page in self._database.pages(
-            "SELECT idx, key, fingerprint FROM input_products WHERE job = ? AND idx > ? ORDER BY idx LIMIT ?",
+            "SELECT idx, key, fingerprint FROM input_products WHERE job = ? AND idx > ? ORDER BY idx LIMIT (SELECT ?)",
             (self.no,), after=(-1,), size=5000,
         ):  # fmt: skip
             yield from page
@@ -337,10 +328,8 @@ class Reports:
         found: set[int] = set()
         for start in range(0, len(indices), PAGE):
             part = indices[start : start + PAGE]
-            rows = self._database.all(
-                f"SELECT idx FROM progress WHERE job = ? AND idx IN ({marks(len(part))})", (self.no, *part)
-            )
-            found.update(idx for (idx,) in rows)
+            with self._database.read() as tx:
+                found.update(idx for (idx,) in rows_at(tx, "idx", self.no, part))
         return found
 
     # ---- failures --------------------------------------------------------------------------------------------------
@@ -409,13 +398,19 @@ class Reports:
     def results_by_index(self, after: int = -1, limit: int = PAGE) -> list[tuple[int, str | None, str | None]]:
         """(idx, key, result as JSON) of done items by index; "null" for those that returned nothing, None for those whose
         result was not kept."""
-        return self._database.all(
-            "SELECT p.idx, i.key, CASE WHEN r.result IS NOT NULL THEN r.result WHEN p.unkept = 1 THEN NULL ELSE 'null' END "
-            "FROM progress p JOIN input_products i ON i.job = p.job AND i.idx = p.idx "
-            "LEFT JOIN results r ON r.job = p.job AND r.idx = p.idx "
-            "WHERE p.job = ? AND p.idx > ? AND p.status = 'done' ORDER BY p.idx LIMIT ?",
-            (self.no, after, limit),
-        )
+        rows: list[Row] = []
+        for near in stretches(self._database, "progress", self.no, after, limit):
+            rows += self._database.all(
+                "SELECT p.idx, i.key, CASE WHEN r.result IS NOT NULL THEN r.result WHEN p.unkept = 1 THEN NULL "
+                "ELSE 'null' END FROM progress p JOIN input_products i ON i.job = p.job AND i.idx = p.idx "
+                "LEFT JOIN results r ON r.job = p.job AND r.idx = p.idx AND r.idx > ? AND r.idx <= ? "
+                "WHERE p.job = ? AND p.idx > ? AND p.idx <= ? AND i.idx > ? AND i.idx <= ? AND p.status = 'done' "
+                "ORDER BY p.idx LIMIT ?",
+                (*near, self.no, *near, *near, limit - len(rows)),
+            )
+            if len(rows) >= limit:
+                break
+        return rows
 
     def unkept_results(self) -> int:
         """Of how many done items the result was not kept."""
