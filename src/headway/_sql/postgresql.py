@@ -129,9 +129,7 @@ class PostgreSQL(Database):
                 keepalives_interval=5,
                 keepalives_count=2,
                 tcp_user_timeout=15_000,  # keepalives do not run while something sent is unacknowledged
-                # Without Materialize: a nested loop over what it keeps compares each row with each, and a planner without
-                # statistics, who takes 20,000 rows for three, would choose it. (It takes a hash or an index then.)
-                options="-c search_path=headway,public -c idle_in_transaction_session_timeout=60000 -c enable_material=off "
+                options="-c search_path=headway,public -c idle_in_transaction_session_timeout=60000 "
                 f"-c statement_timeout={int(STATEMENT_SECONDS * 1000)}",
             )
             return connection
