@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -130,7 +131,7 @@ def test_a_page_of_a_job_that_was_just_loaded_reads_the_rows_of_that_page(job: J
     }
     for status in (None, "pending", "processing", "retrying", "done", "dead"):
         for after in (-1, TRIED // 2, TRIED - 10, ITEMS - 100):
-            pages[f"items {status} {after}"] = lambda s=status, a=after: job.items(status=s, after=a, limit=51)
+            pages[f"items {status} {after}"] = partial(job.items, status=status, after=after, limit=51)
     read = {name: read_by(call) for name, call in pages.items()}
     # Which walks one page of the index, however long that is.
     assert read.pop("fingerprints") <= 5000
@@ -146,10 +147,10 @@ def _read(database: Database, question: Callable[[Tx], object]) -> None:
 @pytest.mark.timeout(180)
 def test_items_of_a_job_that_was_just_loaded_are_handed_out_without_a_look_at_the_others(job: Job, read_by: Reading):
     for limit in (1, PAGE):
-        assert read_by(lambda n=limit: job.untouched(TRIED - 1, n)) <= FEW
-        assert read_by(lambda n=limit: job.due(n)) <= FEW
-        assert read_by(lambda n=limit: job.last_pass(n)) <= FEW
-        assert read_by(lambda n=limit: job.claim("w", limit=n)) <= FEW
+        assert read_by(partial(job.untouched, TRIED - 1, limit)) <= FEW
+        assert read_by(partial(job.due, limit)) <= FEW
+        assert read_by(partial(job.last_pass, limit)) <= FEW
+        assert read_by(partial(job.claim, "w", limit=limit)) <= FEW
 
 
 @pytest.mark.req("S3-36")
@@ -200,7 +201,7 @@ def test_a_queue_that_was_just_filled_is_listed_and_swept_without_a_look_at_all_
         for kind in (None, "k1"):
             for wanted in (Status(status), None):
                 assert (
-                    read_by(lambda b=before, k=kind, w=wanted: queue.list(status=w, kind=k, before=b, limit=50))
+                    read_by(partial(queue.list, status=wanted, kind=kind, before=before, limit=50))
                     <= 2 * records.NEWEST  # by a bitmap each is read twice
                 )
     assert len(queue.list(status=status, limit=50)) == 50
