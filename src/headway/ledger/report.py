@@ -39,7 +39,7 @@ STATES = {
     "dead": "d.idx IS NOT NULL",
 }
 
-#: The few items that are not done.
+#: The few items that are not done. Said apart, because SQLite reads all items of the job instead when it needs another column.
 _OPEN = f"SELECT o.idx FROM progress o WHERE o.job = ? AND {OPEN}"
 #: State -> where its items are found without reading the others, after an index; the state's condition still decides.
 _AMONG = {
@@ -103,9 +103,9 @@ class Live:
         row = tx.one("SELECT holder, lease_until FROM jobs WHERE no = ?", (job,))
         self._held = row is not None and row[0] is not None and not has_ended(row[0], row[1], self.now)
         claims = tx.all(
-            f"SELECT holder, max(lease_until) FROM progress WHERE job = ? AND {OPEN} "
+            f"SELECT holder, max(lease_until) FROM progress WHERE job = ? AND idx IN ({_OPEN}) "
             "AND lease_until IS NOT NULL AND holder IS NOT NULL GROUP BY holder",
-            (job,),
+            (job, job),
         )
         self._claimants = {holder for holder, until in claims if not has_ended(holder, until, self.now)}
 
@@ -175,8 +175,8 @@ class Reports:
         with self._database.read() as tx:
             live, parameters = Live(tx, self.no).condition()
             running = tx.one(
-                f"SELECT count(*) FROM progress p WHERE p.job = ? AND {OPEN} AND {live}",
-                (self.no, *parameters),
+                f"SELECT count(*) FROM progress p WHERE p.job = ? AND p.idx IN ({_OPEN}) AND {live}",
+                (self.no, self.no, *parameters),
             )
         return Progress(
             status=info.status,

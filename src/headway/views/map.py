@@ -107,8 +107,9 @@ def read_map(job: ledger.Job, *, since: float | None) -> ItemMap | None:
             "SELECT p.idx / ?, sum(CASE WHEN p.status = 'failed' AND d.idx IS NULL THEN 1 ELSE 0 END), "
             f"sum(CASE WHEN coalesce({condition}, 1 = 0) THEN 1 ELSE 0 END), sum(CASE WHEN d.idx IS NULL THEN 0 ELSE 1 END) "
             "FROM progress p LEFT JOIN dead_letters d ON d.job = p.job AND d.idx = p.idx "
-            f"WHERE p.job = ? AND {OPEN} GROUP BY 1",
-            (size, *parameters, job.no),
+            # Said apart, the index of what is not done is used whatever columns are asked for.
+            f"WHERE p.job = ? AND p.idx IN (SELECT o.idx FROM progress o WHERE o.job = ? AND {OPEN}) GROUP BY 1",
+            (size, *parameters, job.no, job.no),
         )
         columns = "idx, status, updated_at, seconds, worker"
         exact = last < EXACT
