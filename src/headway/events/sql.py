@@ -100,16 +100,17 @@ def purge(tx: Tx, before: float) -> None:
 
 def purge_page(tx: Tx, source: str, before: float, *, after: int, limit: int) -> int | None:
     """`purge` for one who does it again and again: of the next ``limit`` events behind number ``after``, those of ``source``.
-    Up to which number it looked; None when it has come to the end. What sinks still wait for is passed, not looked at again."""
-    page = [int(seq) for (seq,) in tx.all(
-        "SELECT seq FROM outbox WHERE seq > ? AND at < ? ORDER BY seq LIMIT ?", (after, before, limit)
-    )]  # fmt: skip
-    if page:
-        tx.execute(
-            f"DELETE FROM outbox WHERE seq > ? AND seq <= ? AND at < ? AND source = ? AND {_NOBODY_WAITS}",
-            (after, page[-1], before, source),
-        )
-    return page[-1] if len(page) == limit else None
+    Up to which number it looked; None when it has come to the end, or to events none of which is that old: a million newer
+    ones are not read. What sinks still wait for is passed, not looked at again."""
+    page = tx.all("SELECT seq, at FROM outbox WHERE seq > ? ORDER BY seq LIMIT ?", (after, limit))
+    if not any(at < before for _, at in page):
+        return None
+    last = int(page[-1][0])
+    tx.execute(
+        f"DELETE FROM outbox WHERE seq > ? AND seq <= ? AND at < ? AND source = ? AND {_NOBODY_WAITS}",
+        (after, last, before, source),
+    )
+    return last if len(page) == limit else None
 
 
 class SqlOutbox:

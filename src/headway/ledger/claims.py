@@ -13,6 +13,7 @@ from headway._sql import Row
 from headway.failure import Failure
 from headway.ledger.content import is_intact
 from headway.ledger.recorder import Recorder
+from headway.ledger.stretches import OPEN, next_untried
 from headway.ledger.values import MAX_INDEX, Failed, Item
 
 LOST = Failure("ProcessLost", "the process that worked on this item was killed or lost its lease")
@@ -22,7 +23,8 @@ DAMAGED = Failure("DamagedPayload", "the payload in the database is not what was
 DUE = "(p.next_attempt_at <= ? OR (p.updated_at > ? AND p.lease_until IS NULL AND p.next_attempt_at IS NOT NULL))"
 _CLAIMABLE = (
     "SELECT i.idx, i.key, i.payload, i.fingerprint, p.attempts, coalesce(p.token, 0), p.lease_until, p.worker, p.holder "
-    "FROM progress p JOIN input_products i ON i.job = p.job AND i.idx = p.idx WHERE p.job = ? AND p.status <> 'done'"
+    "FROM progress p JOIN input_products i ON i.job = p.job AND i.idx = p.idx WHERE p.job = ? "
+    f"AND {OPEN}"
 )
 #: What a claimant has that begins with nothing.
 NOTHING: Mapping[int, int] = MappingProxyType({})
@@ -83,9 +85,7 @@ def abandoned(recorder: Recorder, limit: int, own: Mapping[int, int] = NOTHING) 
 
 def shorten_all(recorder: Recorder) -> None:
     """Claims that were written before the database's clock was set back begin anew (`headway._lease.shorten`)."""
-    shorten(
-        recorder.tx, "progress", "job = ? AND status <> 'done'", (recorder.no,), ends=("lease_until", "next_attempt_at")
-    )
+    shorten(recorder.tx, "progress", f"job = ? AND {OPEN}", (recorder.no,), ends=("lease_until", "next_attempt_at"))
 
 
 def _take_over(recorder: Recorder, rows: list[Row], own: Mapping[int, int]) -> list[Item]:
@@ -111,23 +111,16 @@ def _take_over(recorder: Recorder, rows: list[Row], own: Mapping[int, int]) -> l
 
 
 def _fresh(recorder: Recorder, limit: int) -> list[Item]:
+    """What nobody has tried, from the frontier on, which moves behind all that was seen."""
     items: list[Item] = []
     while (wanted := limit - len(items)) > 0:
-        rows = recorder.tx.all(
-            "SELECT i.idx, i.key, i.payload, i.fingerprint FROM input_products i WHERE i.job = ? AND i.idx >= ? "
-            # As in `Job.untouched`: PostgreSQL does not conclude the last condition, and would read all that is done.
-            "AND NOT EXISTS (SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx AND p.idx >= ?) "
-            "ORDER BY i.idx LIMIT ?",
-            (recorder.no, recorder.frontier, recorder.frontier, wanted),
-        )
+        rows, seen = next_untried(recorder.tx, recorder.no, recorder.frontier - 1, wanted)
+        recorder.frontier = min(seen + 1, MAX_INDEX)
         if not rows:
             break
-        recorder.frontier = min(rows[-1][0] + 1, MAX_INDEX)
         intact = [Item(idx, key, payload, 0, stride()) for idx, key, payload, mark in rows if is_intact(payload, mark)]
         if len(intact) < len(rows):
             sound = {item.idx for item in intact}
             recorder.write([Failed(row[0], DAMAGED, retryable=False) for row in rows if row[0] not in sound])
         items += intact
-        if len(rows) < wanted:
-            break
     return items

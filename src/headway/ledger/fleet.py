@@ -23,6 +23,7 @@ from headway.errors import Refused
 from headway.ledger import claims, control
 from headway.ledger.job_lease import Hold
 from headway.ledger.recorder import Recorder
+from headway.ledger.stretches import OPEN
 from headway.telemetry import Log
 
 log = Log("ledger")
@@ -151,7 +152,7 @@ def _of_blocks(tx: Tx, job: int) -> list[Row]:
 def _of_items(tx: Tx, job: int) -> list[Row]:
     """(holder, end of its lease) of items that slots claimed one by one."""
     return tx.all(
-        "SELECT holder, max(lease_until) FROM progress WHERE job = ? AND status <> 'done' AND lease_until IS NOT NULL "
+        f"SELECT holder, max(lease_until) FROM progress WHERE job = ? AND {OPEN} AND lease_until IS NOT NULL "
         "AND holder IS NOT NULL GROUP BY holder",
         (job,),
     )
@@ -166,9 +167,7 @@ def _has_work(recorder: Recorder, fleet: Fleet) -> bool:
     blocks = _of_blocks(tx, no)
     if any(has_ended(holder, until, recorder.now) for holder, until in (*blocks, *_of_items(tx, no))):
         return True
-    due = tx.one(
-        "SELECT 1 FROM progress WHERE job = ? AND status <> 'done' AND next_attempt_at <= ? LIMIT 1", (no, soon)
-    )
+    due = tx.one(f"SELECT 1 FROM progress WHERE job = ? AND {OPEN} AND next_attempt_at <= ? LIMIT 1", (no, soon))
     if due is not None:
         return True
     if not blocks and fleet.has_pass and _is_recorded(recorder):
@@ -184,7 +183,7 @@ def _has_work(recorder: Recorder, fleet: Fleet) -> bool:
 def is_busy(tx: Tx, job: int) -> bool:
     """Whether something is claimed, by whomever, alive or not."""
     return tx.one("SELECT 1 FROM blocks WHERE job = ? LIMIT 1", (job,)) is not None or tx.one(
-        "SELECT 1 FROM progress WHERE job = ? AND status <> 'done' AND lease_until IS NOT NULL LIMIT 1", (job,)
+        f"SELECT 1 FROM progress WHERE job = ? AND {OPEN} AND lease_until IS NOT NULL LIMIT 1", (job,)
     ) is not None  # fmt: skip
 
 
@@ -221,7 +220,7 @@ def end(recorder: Recorder, fleet: Fleet, outcome: str) -> None:
     tx.execute(
         "UPDATE progress SET lease_until = NULL, holder = NULL, next_attempt_at = CASE WHEN EXISTS (SELECT 1 FROM "
         "dead_letters d WHERE d.job = progress.job AND d.idx = progress.idx) THEN NULL ELSE CAST(? AS DOUBLE PRECISION) END "
-        "WHERE job = ? AND status <> 'done' AND lease_until IS NOT NULL",
+        f"WHERE job = ? AND {OPEN} AND lease_until IS NOT NULL",
         (recorder.now, no),
     )
     if outcome == "interrupted" and _is_through(recorder, fleet):

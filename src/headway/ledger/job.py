@@ -18,6 +18,7 @@ from headway.ledger.control import Control
 from headway.ledger.job_lease import Hold, renew
 from headway.ledger.recorder import Recorder, audit, current_user, plain_successes, put_one_done
 from headway.ledger.report import Reports
+from headway.ledger.stretches import OPEN, next_untried
 from headway.ledger.values import OF_ITEMS, Done, Failed, Item, NewItem, Outcome, Recorded, check_index, check_text
 from headway.retry import RetryPolicy
 from headway.telemetry import Log
@@ -190,19 +191,12 @@ class Job(Reports):
         """Items nobody has tried yet, by index from the one after ``after``; fewer than ``limit`` are all there are."""
         items: list[Item] = []
         while (wanted := limit - len(items)) > 0:
-            rows = self._database.all(
-                "SELECT i.idx, i.key, i.payload, i.fingerprint FROM input_products i WHERE i.job = ? AND i.idx > ? "
-                # Which PostgreSQL does not conclude by itself: else it may read all that is done, for every page anew.
-                "AND NOT EXISTS (SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx AND p.idx > ?) "
-                "ORDER BY i.idx LIMIT ?",
-                (self.no, after, after, wanted),
-            )
+            rows, after = next_untried(self._database, self.no, after, wanted)
+            if not rows:
+                break
             intact = [Item(idx, key, payload) for idx, key, payload, mark in rows if is_intact(payload, mark)]
             self._give_up_damaged(rows, intact, on_damaged)
             items += intact
-            if len(rows) < wanted:
-                break
-            after = rows[-1][0]
         return items
 
     def due(self, limit: int, *, within: float = 0.0, on_damaged: OnDamaged = ignore) -> list[tuple[Item, float]]:
@@ -217,7 +211,7 @@ class Job(Reports):
                 rows = tx.all(
                     "SELECT i.idx, i.key, i.payload, i.fingerprint, p.attempts, p.next_attempt_at, p.updated_at "
                     "FROM progress p JOIN input_products i ON i.job = p.job AND i.idx = p.idx "
-                    f"WHERE p.job = ? AND p.status <> 'done' AND {DUE} ORDER BY p.next_attempt_at, p.idx LIMIT ?",
+                    f"WHERE p.job = ? AND {OPEN} AND {DUE} ORDER BY p.next_attempt_at, p.idx LIMIT ?",
                     (self.no, now + within, now, limit),
                 )
             intact = [

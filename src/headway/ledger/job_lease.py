@@ -11,6 +11,7 @@ from headway._sql import Database, Tx
 from headway.errors import Held, JobHeld, NotFound
 from headway.failure import Failure
 from headway.ledger.recorder import Recorder, audit
+from headway.ledger.stretches import OPEN
 from headway.ledger.values import NOTED, Failed
 from headway.retry import RetryPolicy
 from headway.telemetry import Log
@@ -118,7 +119,7 @@ def renew(database: Database, hold: Hold) -> None:
         until = recorder.now + hold.lease
         tx.execute(
             "UPDATE progress SET lease_until = ?, next_attempt_at = ? "
-            "WHERE job = ? AND status <> 'done' AND lease_until IS NOT NULL AND worker LIKE ?",
+            f"WHERE job = ? AND {OPEN} AND lease_until IS NOT NULL AND worker LIKE ?",
             (until, until, hold.job, f"{hold.mark} %"),
         )
 
@@ -146,7 +147,7 @@ def release(database: Database, hold: Hold, outcome: str) -> None:
 def _charge_lost(recorder: Recorder) -> None:
     """What an earlier run noted as running was lost with it: one attempt each."""
     rows = recorder.tx.all(
-        "SELECT idx, worker FROM progress WHERE job = ? AND status <> 'done' AND lease_until IS NOT NULL AND worker LIKE ?",
+        f"SELECT idx, worker FROM progress WHERE job = ? AND {OPEN} AND lease_until IS NOT NULL AND worker LIKE ?",
         (recorder.no, f"{NOTED}%"),
     )
     if rows:
@@ -175,7 +176,7 @@ def _correct(recorder: Recorder) -> None:
         recorder.tx.execute("DELETE FROM dead_letters WHERE job = ? AND idx = ?", (recorder.no, idx))
         _say_corrected(recorder, f"item {idx} was done and dead; it is done")
     waiting = recorder.tx.execute(
-        "UPDATE progress SET next_attempt_at = ? WHERE job = ? AND status <> 'done' AND next_attempt_at IS NULL "
+        f"UPDATE progress SET next_attempt_at = ? WHERE job = ? AND {OPEN} AND next_attempt_at IS NULL "
         "AND NOT EXISTS (SELECT 1 FROM dead_letters d WHERE d.job = progress.job AND d.idx = progress.idx)",
         (recorder.now, recorder.no),
     )

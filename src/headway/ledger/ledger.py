@@ -16,6 +16,7 @@ from headway.ledger.job import CHUNK, Job
 from headway.ledger.job_lease import Hold
 from headway.ledger.recorder import Recorder, audit, current_user
 from headway.ledger.report import all_jobs
+from headway.ledger.stretches import last_of
 from headway.ledger.values import MAX_INDEX, OF_ITEMS, JobInfo
 from headway.retry import ITEM, RetryPolicy
 from headway.telemetry import Log
@@ -225,9 +226,7 @@ class Ledger:
             return None
 
         def step(tx: Tx) -> bool:
-            near = "SELECT idx FROM input_products WHERE job = ? ORDER BY idx LIMIT ?"
-            row = tx.one(f"SELECT max(idx) FROM ({near}) AS found", (no, CHUNK))
-            last = row[0] if row else None
+            last = last_of(tx, "input_products", no, -1, CHUNK)
             for table in OF_ITEMS:
                 tx.execute(f"DELETE FROM {table} WHERE job = ? AND idx <= ?", (no, MAX_INDEX if last is None else last))
             return last is not None

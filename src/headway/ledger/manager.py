@@ -30,6 +30,7 @@ from headway.failure import Failure, bounded_error, describe
 from headway.ledger.content import bounded_meta, canonical, fingerprint
 from headway.ledger.job import Job
 from headway.ledger.ledger import Ledger
+from headway.ledger.stretches import stretches
 from headway.ledger.values import DeadLetter, Done, Failed, Item, NewItem, Outcome, check_index
 from headway.retry import RetryPolicy
 from headway.telemetry import Log, metrics, names_a_secret, redact
@@ -158,15 +159,15 @@ class ProgressManager:
 
     def pending(self) -> Iterator[int]:
         """Indices still to be processed: never tried, or failed and not dead."""
-        for page in self._ledger.database.pages(
-            "SELECT i.idx FROM input_products i LEFT JOIN progress p ON p.job = i.job AND p.idx = i.idx "
-            "LEFT JOIN dead_letters d ON d.job = i.job AND d.idx = i.idx "
-            "WHERE i.job = ? AND i.idx > ? AND (p.status IS NULL OR p.status <> 'done') AND d.idx IS NULL "
-            "ORDER BY i.idx LIMIT ?",
-            (self._job.no,),
-            after=(-1,),
-        ):
-            yield from (idx for (idx,) in page)
+        database, job = self._ledger.database, self._job.no
+        for near in stretches(database, "input_products", job, -1, 1000):
+            rows = database.all(
+                "SELECT idx FROM input_products WHERE job = ? AND idx > ? AND idx <= ? AND idx NOT IN "
+                "(SELECT p.idx FROM progress p WHERE p.job = ? AND p.idx > ? AND p.idx <= ? AND p.status = 'done') "
+                "AND idx NOT IN (SELECT d.idx FROM dead_letters d WHERE d.job = ? AND d.idx > ? AND d.idx <= ?) ORDER BY idx",
+                (job, *near, job, *near, job, *near),
+            )
+            yield from (idx for (idx,) in rows)
 
     def dead_letters(self) -> Iterator[DeadLetter]:
         """Products given up, each with its last error."""

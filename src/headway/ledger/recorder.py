@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
 from headway._lease import Owner, is_anothers
-from headway._sql import NOW, Engine, Tx, marks
+from headway._sql import NOW, Tx, array, marks
 from headway.errors import NotFound, StaleClaim
 from headway.events import Event, append
 from headway.failure import Failure, normalise
@@ -26,8 +26,6 @@ log = Log("ledger")
 #: Items looked up by one statement; SQLite as some systems build it allows 32,766 parameters.
 PAGE = 1000
 
-ENGINES: tuple[Engine, ...] = ("sqlite", "postgresql")
-
 _COLUMNS = (
     "id, origin, version, generation, sealed, finished_at, max_retries, total, done, failed, dead, failures, frontier, token, "
     "holder, minute, minute_done, minute_failed, minute_dead, minute_seconds, archived, retry_base, retry_factor, retry_cap, "
@@ -40,25 +38,22 @@ _OPEN = {
 }
 
 
-def _near(table: str) -> dict[Engine, str]:
-    """A batch's items lie near each other. PostgreSQL must be told: without statistics, which a table that was just
-    filled has none of, it reads the whole job for every batch."""
-    return {"sqlite": "", "postgresql": f" AND {table}.idx BETWEEN ? AND ?"}
-
-
+#: What is known of items before they are recorded. PostgreSQL looks each up by its key and has no other way: a join, while it
+#: has no statistics, may read the whole job, or compare each item of a batch with each.
 _PRIOR = {
-    engine: "SELECT i.idx, i.key, p.status, p.attempts, p.token, p.lease_until, d.idx FROM input_products i "
-    f"LEFT JOIN progress p ON p.job = i.job AND p.idx = i.idx{_near('p')[engine]} "
-    f"LEFT JOIN dead_letters d ON d.job = i.job AND d.idx = i.idx{_near('d')[engine]} "
-    f"WHERE i.job = ?{_near('i')[engine]} AND i.idx IN "
-    for engine in ENGINES
+    "sqlite": "SELECT i.idx, i.key, p.status, p.attempts, p.token, p.lease_until, d.idx FROM input_products i "
+    "LEFT JOIN progress p ON p.job = i.job AND p.idx = i.idx LEFT JOIN dead_letters d ON d.job = i.job AND d.idx = i.idx "
+    "WHERE i.job = ? AND i.idx IN ({marks})",
+    "postgresql": "SELECT i.idx, i.key, p.status, p.attempts, p.token, p.lease_until, d.idx "
+    "FROM unnest(CAST(? AS BIGINT[])) AS wanted (at) "
+    "CROSS JOIN LATERAL (SELECT job, idx, key FROM input_products WHERE job = ? AND idx = wanted.at LIMIT 1) i "
+    "LEFT JOIN LATERAL (SELECT * FROM progress o WHERE o.job = i.job AND o.idx = i.idx LIMIT 1) p ON true "
+    "LEFT JOIN LATERAL (SELECT o.idx FROM dead_letters o WHERE o.job = i.job AND o.idx = i.idx LIMIT 1) d ON true",
 }
-_UNTOUCHED = {
-    engine: "SELECT count(*) FROM input_products i WHERE NOT EXISTS "
-    f"(SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx{_near('p')[engine]}) "
-    f"AND i.job = ?{_near('i')[engine]} AND i.idx IN "
-    for engine in ENGINES
-}
+_UNTOUCHED = (
+    "SELECT count(*) FROM input_products i WHERE NOT EXISTS "
+    "(SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx) AND i.job = ? AND i.idx IN "
+)
 _PUT_ITEM = "INSERT INTO input_products (job, idx) VALUES (?, ?) ON CONFLICT (job, idx) DO NOTHING"
 _PUT_ONE_DONE = (
     "INSERT INTO progress (job, idx, status, meta, updated_at, seconds, worker) "
@@ -141,7 +136,8 @@ class Recorder:
         self, outcomes: Sequence[Outcome], policy: RetryPolicy | None = None, *, register: bool = False
     ) -> Recorded:
         """Record outcomes. ``policy``: how failed items wait, if not by the job's own."""
-        successes = plain_successes(outcomes)
+        # On PostgreSQL that was tried before, by one statement: see `write_new`.
+        successes = plain_successes(outcomes) if self.tx.engine == "sqlite" else []
         if successes and self._all_untouched([success.idx for success in successes]):
             # Nearly every batch of a run: nothing there to be compared with.
             self._succeed(successes)
@@ -204,7 +200,7 @@ class Recorder:
     def _all_untouched(self, indices: list[int]) -> bool:
         """Whether these are different items, all registered, and nobody has tried one of them."""
         for page in _pages(indices):
-            row = self.tx.one(f"{_UNTOUCHED[self.tx.engine]}({marks(len(page))})", self._bounds(page, before=1))
+            row = self.tx.one(f"{_UNTOUCHED}({marks(len(page))})", (self.no, *page))
             assert row is not None
             if row[0] < len(page):
                 return False
@@ -215,16 +211,13 @@ class Recorder:
     ) -> dict[int, tuple[str | None, str | None, int, int | None, float | None, bool]]:
         found = {}
         for page in _pages(indices):
-            for idx, key, status, attempts, token, lease_until, dead in self.tx.all(
-                f"{_PRIOR[self.tx.engine]}({marks(len(page))})", self._bounds(page, before=2)
-            ):
+            if self.tx.engine == "sqlite":
+                rows = self.tx.all(_PRIOR["sqlite"].format(marks=marks(len(page))), (self.no, *page))
+            else:
+                rows = self.tx.all(_PRIOR["postgresql"], (array(page), self.no))
+            for idx, key, status, attempts, token, lease_until, dead in rows:
                 found[idx] = (key, status, attempts or 0, token, lease_until, dead is not None)
         return found
-
-    def _bounds(self, page: list[int], *, before: int) -> list[int]:
-        """The parameters of a lookup that asks ``before`` other tables before it names the job; see `_near`."""
-        near = [min(page), max(page)] if self.tx.engine == "postgresql" else []
-        return [*near * before, self.no, *near, *page]
 
     def _leave(self, status: str | None, dead: bool) -> None:
         """The item leaves the place it is counted under; pending is what remains of the total."""

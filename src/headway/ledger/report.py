@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterator, Sequence
 
 from headway._lease import has_ended
-from headway._sql import Database, Row, Tx, Value, marks
+from headway._sql import Database, Engine, Row, Tx, Value, marks
 from headway.errors import InvalidInput, NotFound
+from headway.ledger.stretches import OPEN, last_of, rows_at, stretches
 from headway.ledger.values import (
     NOTED,
     Attempt,
@@ -26,9 +27,8 @@ from headway.ledger.values import (
 PAGE = 1000
 #: Among so many of the last items that were tried, some may be under way and have no row yet.
 STRETCH = 2000
-#: Items looked at together by who seeks those of one state, at first and at most.
+#: Items looked at together by who seeks those of one state, at first.
 WALK = 500
-WALK_MOST = 20_000
 
 #: The words an item can be asked for by, with the condition that finds it; {live} is what `Live` says.
 STATES = {
@@ -39,9 +39,8 @@ STATES = {
     "dead": "d.idx IS NOT NULL",
 }
 
-#: The few items that are not done, by the index that has only those. Said apart, because a planner without statistics
-#: reads all items of the job instead when it needs another column too.
-_OPEN = "SELECT o.idx FROM progress o WHERE o.job = ? AND o.status <> 'done'"
+#: The few items that are not done. Said apart, because SQLite reads all items of the job instead when it needs another column.
+_OPEN = f"SELECT o.idx FROM progress o WHERE o.job = ? AND {OPEN}"
 #: State -> where its items are found without reading the others, after an index; the state's condition still decides.
 _AMONG = {
     # The sign keeps the planner from walking along the indices, over everything that is done.
@@ -56,18 +55,21 @@ _JOB = (
     "done + (SELECT CAST(coalesce(sum(b.done), 0) AS BIGINT) FROM blocks b WHERE b.job = jobs.no), "
     "failed, dead, failures, created_at, updated_at, finished_at, holder, lease_until FROM jobs"
 )
-_ITEMS = (
-    "SELECT i.idx, i.key, p.status, d.idx, p.lease_until, coalesce(p.attempts, 0), p.updated_at, p.seconds, p.worker, "
+#: The row of a table that belongs to an item, if there is one, looked up by its key. PostgreSQL is left no other way: a join,
+#: while it has no statistics, may read the whole job, or compare each row of a stretch with each.
+_OF_ITEM: dict[Engine, str] = {
+    "sqlite": "LEFT JOIN {table} {name} ON {name}.job = i.job AND {name}.idx = i.idx",
+    "postgresql": "LEFT JOIN LATERAL (SELECT * FROM {table} o WHERE o.job = i.job AND o.idx = i.idx LIMIT 1) {name} ON true",
+}
+_ITEM = {
+    engine: "SELECT i.idx, i.key, p.status, d.idx, p.lease_until, coalesce(p.attempts, 0), p.updated_at, p.seconds, p.worker, "
     "p.meta, p.next_attempt_at, i.payload, p.holder, "
     "coalesce(d.error, (SELECT a.error FROM attempts a WHERE a.job = i.job AND a.idx = i.idx ORDER BY a.no DESC LIMIT 1)), "
     "coalesce(d.cause, (SELECT a.cause FROM attempts a WHERE a.job = i.job AND a.idx = i.idx ORDER BY a.no DESC LIMIT 1)) "
-    "FROM input_products i LEFT JOIN progress p ON p.job = i.job AND p.idx = i.idx{near_p} "
-    "LEFT JOIN dead_letters d ON d.job = i.job AND d.idx = i.idx{near_d}"
-)
-_ITEM = _ITEMS.format(near_p="", near_d="")
-#: Items of one stretch (after, up to). The bounds are said of each table: PostgreSQL does not conclude that of an outer join,
-#: and without statistics it reads all of them instead.
-_STRETCH = _ITEMS.format(near_p=" AND p.idx > ? AND p.idx <= ?", near_d=" AND d.idx > ? AND d.idx <= ?")
+    f"FROM input_products i {of_item.format(table='progress', name='p')} "
+    f"{of_item.format(table='dead_letters', name='d')}"
+    for engine, of_item in _OF_ITEM.items()
+}
 
 
 def job_info(row: Row, now: float) -> JobInfo:
@@ -226,11 +228,11 @@ class Reports:
 
             if among:
                 found = " AND ".join(f"i.idx IN ({each})" for each in among)
-                sql = f"{_ITEM} WHERE i.job = ? AND ({condition}) AND {found} ORDER BY i.idx LIMIT ?"
+                sql = f"{_ITEM[tx.engine]} WHERE i.job = ? AND ({condition}) AND {found} ORDER BY i.idx LIMIT ?"
                 rows = tx.all(sql, (self.no, *values, limit))
             elif status == "pending" and (first := _untouched_from(tx, self.no)) > after + 1:
                 found = f"i.idx IN ({_OPEN} AND +o.idx > ? AND +o.idx < ?)"
-                sql = f"{_ITEM} WHERE i.job = ? AND ({condition}) AND {found} ORDER BY i.idx LIMIT ?"
+                sql = f"{_ITEM[tx.engine]} WHERE i.job = ? AND ({condition}) AND {found} ORDER BY i.idx LIMIT ?"
                 rows = tx.all(sql, (self.no, *values, self.no, after, first, limit))
                 rows += self._walk(tx, condition, values, "input_products", first - 1, limit - len(rows))
             else:
@@ -243,20 +245,13 @@ class Reports:
         how many must be looked at, not on how many there are."""
         rows: list[Row] = []
         size = limit if condition == "true" else max(limit, WALK)
-        while (wanted := limit - len(rows)) > 0:
-            # The size stands in the text: a parameter is planned as a tenth of all rows.
-            row = tx.one(
-                f"SELECT max(idx) FROM (SELECT idx FROM {table} WHERE job = ? AND idx > ? ORDER BY idx LIMIT {size}) near",
-                (self.no, after),
-            )
-            if row is None or row[0] is None:
+        for near in stretches(tx, table, self.no, after, size):
+            if (wanted := limit - len(rows)) <= 0:
                 break
-            near, after = (after, row[0]), row[0]
             rows += tx.all(
-                f"{_STRETCH} WHERE i.job = ? AND i.idx > ? AND i.idx <= ? AND ({condition}) ORDER BY i.idx LIMIT ?",
-                (*near, *near, self.no, *near, *values, wanted),
+                f"{_ITEM[tx.engine]} WHERE i.job = ? AND i.idx > ? AND i.idx <= ? AND ({condition}) ORDER BY i.idx LIMIT ?",
+                (self.no, *near, *values, wanted),
             )
-            size = min(2 * size, WALK_MOST)
         return rows
 
     def item(self, name: str | int) -> ItemInfo:
@@ -265,9 +260,9 @@ class Reports:
         with self._database.read() as tx:
             live = Live(tx, self.no)
             if isinstance(name, str):
-                rows = tx.all(f"{_ITEM} WHERE i.job = ? AND i.key = ?", (self.no, name))
+                rows = tx.all(f"{_ITEM[tx.engine]} WHERE i.job = ? AND i.key = ?", (self.no, name))
             if not rows and str(name).isdecimal():
-                rows = tx.all(f"{_ITEM} WHERE i.job = ? AND i.idx = ?", (self.no, check_index(int(name))))
+                rows = tx.all(f"{_ITEM[tx.engine]} WHERE i.job = ? AND i.idx = ?", (self.no, check_index(int(name))))
         if not rows:
             raise NotFound(f"Job {self.id} has no item {name!r}.", hint=f"List them: headway items {self.id}")
         return _item_info(rows[0], live)
@@ -306,11 +301,10 @@ class Reports:
         """Every ended run of every item after ``after``: idx, key, outcome, when, seconds, worker, error; in the order of
         the items."""
         while True:
-            bound = self._database.one(
-                "SELECT max(idx) FROM (SELECT idx FROM input_products WHERE job = ? AND idx > ? ORDER BY idx LIMIT ?) page",
-                (self.no, after, PAGE),
-            )
-            if bound is None or bound[0] is None:
+            # What was tried has a row in one of them; what was not, and may be all that is left, is not read.
+            ends = [last_of(self._database, table, self.no, after, PAGE) for table in ("progress", "attempts")]
+            upto = min((end for end in ends if end is not None), default=None)
+            if upto is None:
                 return
             rows = self._database.all(
                 "SELECT i.idx, i.key, h.outcome, h.at, h.seconds, h.worker, nullif(h.error, '') FROM input_products i JOIN ("
@@ -319,15 +313,15 @@ class Reports:
                 "UNION ALL SELECT job, idx, 2147483647, 'done', updated_at, seconds, worker, NULL FROM progress "
                 "WHERE job = ? AND idx > ? AND idx <= ? AND status = 'done') h ON h.job = i.job AND h.idx = i.idx "
                 "ORDER BY i.idx, h.no",
-                (self.no, after, bound[0], self.no, after, bound[0]),
+                (self.no, after, upto, self.no, after, upto),
             )
             yield from rows
-            after = bound[0]
+            after = upto
 
     def fingerprints(self) -> Iterator[tuple[int, str | None, int | None]]:
         """(idx, key, fingerprint) of every item, by index."""
         for page in self._database.pages(
-            "SELECT idx, key, fingerprint FROM input_products WHERE job = ? AND idx > ? ORDER BY idx LIMIT ?",
+            "SELECT idx, key, fingerprint FROM input_products WHERE job = ? AND idx > ? ORDER BY idx LIMIT (SELECT ?)",
             (self.no,), after=(-1,), size=5000,
         ):  # fmt: skip
             yield from page
@@ -337,10 +331,8 @@ class Reports:
         found: set[int] = set()
         for start in range(0, len(indices), PAGE):
             part = indices[start : start + PAGE]
-            rows = self._database.all(
-                f"SELECT idx FROM progress WHERE job = ? AND idx IN ({marks(len(part))})", (self.no, *part)
-            )
-            found.update(idx for (idx,) in rows)
+            with self._database.read() as tx:
+                found.update(idx for (idx,) in rows_at(tx, "idx", self.no, part))
         return found
 
     # ---- failures --------------------------------------------------------------------------------------------------
@@ -409,13 +401,22 @@ class Reports:
     def results_by_index(self, after: int = -1, limit: int = PAGE) -> list[tuple[int, str | None, str | None]]:
         """(idx, key, result as JSON) of done items by index; "null" for those that returned nothing, None for those whose
         result was not kept."""
-        return self._database.all(
-            "SELECT p.idx, i.key, CASE WHEN r.result IS NOT NULL THEN r.result WHEN p.unkept = 1 THEN NULL ELSE 'null' END "
-            "FROM progress p JOIN input_products i ON i.job = p.job AND i.idx = p.idx "
-            "LEFT JOIN results r ON r.job = p.job AND r.idx = p.idx "
-            "WHERE p.job = ? AND p.idx > ? AND p.status = 'done' ORDER BY p.idx LIMIT ?",
-            (self.no, after, limit),
-        )
+        found: list[tuple[int, str | None, str | None]] = []
+        for near in stretches(self._database, "progress", self.no, after, limit):
+            # Each table by itself: whatever PostgreSQL believes of them, it reads this stretch and no more.
+            with self._database.read() as tx:
+                where, values = "WHERE job = ? AND idx > ? AND idx <= ?", (self.no, *near)
+                keys: dict[int, str | None] = dict(tx.all(f"SELECT idx, key FROM input_products {where}", values))
+                results: dict[int, str] = dict(tx.all(f"SELECT idx, result FROM results {where}", values))
+                done = tx.all(f"SELECT idx, unkept FROM progress {where} AND status = 'done' ORDER BY idx", values)
+            found += [
+                (idx, keys[idx], results.get(idx, None if unkept == 1 else "null"))
+                for idx, unkept in done
+                if idx in keys
+            ]
+            if len(found) >= limit:
+                break
+        return found[:limit]
 
     def unkept_results(self) -> int:
         """Of how many done items the result was not kept."""

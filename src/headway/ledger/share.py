@@ -20,6 +20,7 @@ from headway.ledger.fleet import SELECT_FLEET, Fleet, fleet_of, is_busy, settle
 from headway.ledger.job import Job, OnDamaged, ignore
 from headway.ledger.job_lease import Hold
 from headway.ledger.recorder import Recorder
+from headway.ledger.stretches import untried
 from headway.ledger.values import MAX_INDEX, Done, Failed, Item, Outcome, Recorded
 from headway.retry import RetryPolicy
 from headway.telemetry import Log
@@ -38,10 +39,10 @@ BLOCK_BYTES = 16 * 2**20
 DEATHS = 2
 
 
-#: The next items, and how long their payloads are.
+#: The next items, and how long their payloads are. The limit is not told to the planner: see `headway.ledger.stretches`.
 _NEAR = (
     "SELECT idx, coalesce(octet_length(payload), 0) AS size FROM input_products WHERE job = ? AND idx >= ? "
-    "ORDER BY idx LIMIT ?"
+    "ORDER BY idx LIMIT (SELECT ?)"
 )
 #: The fence and the count at once. By the slot too: a database that was put back to an earlier moment gives a block's number
 #: and its token a second time.
@@ -304,12 +305,7 @@ class Share(Job):
 
     def _read(self, block: Block, on_damaged: OnDamaged) -> list[Item]:
         """The items of a block that nobody has tried: of one that was taken over, the rest."""
-        rows = self._database.all(
-            "SELECT i.idx, i.key, i.payload, i.fingerprint FROM input_products i WHERE i.job = ? "
-            "AND i.idx BETWEEN ? AND ? AND NOT EXISTS (SELECT 1 FROM progress p WHERE p.job = i.job AND p.idx = i.idx "
-            "AND p.idx BETWEEN ? AND ?) ORDER BY i.idx",
-            (self.no, block.first, block.last, block.first, block.last),
-        )
+        rows = untried(self._database, self.no, (block.first - 1, block.last))
         block.open.update(row[0] for row in rows)
         block.is_read = True
         if block.takeovers >= DEATHS:

@@ -37,7 +37,7 @@ def doubtful(tx: Tx, *, older_than: float, limit: int) -> list[tuple[str, Priori
     for condition, bound in (("<", now - older_than), (">", now + 60.0)):
         rows += tx.all(
             f"SELECT id, queue FROM tasks WHERE status = 'QUEUED' AND hinted_at IS NOT NULL AND hinted_at {condition} ? "
-            "ORDER BY hinted_at LIMIT ?",
+            "ORDER BY hinted_at LIMIT (SELECT ?)",  # not told to the planner: see `Sweeper.purge`
             (bound, limit - len(rows)),
         )
     return [(id, Priority(queue)) for id, queue in rows]

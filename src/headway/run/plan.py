@@ -150,8 +150,9 @@ def _ended(job: Job, table: str, condition: str = "") -> Iterator[tuple[int, int
     """(idx, 1) of every item that has a row of that kind, by index."""
     after = -1
     while rows := job.database.all(
-        f"SELECT idx, 1 FROM {table} WHERE job = ? AND idx > ? {condition}ORDER BY idx LIMIT 5000", (job.no, after)
-    ):
+        f"SELECT idx, 1 FROM {table} WHERE job = ? AND idx > ? {condition}ORDER BY idx LIMIT (SELECT 5000)",
+        (job.no, after),
+    ):  # a limit that the planner is not told: see `headway.ledger.stretches`
         yield from rows
         after = rows[-1][0]
 

@@ -52,17 +52,18 @@ def read_durations(job: ledger.Job, total: int) -> Durations | None:
             for idx, status, seconds in _rows(tx, job.no, total)
             if status == "done" and seconds is not None
         )
-        # The condition of the index, word for word, or a planner cannot know that it has them all.
+        # The condition of the index, word for word, or a planner cannot know that it has them all; and its order alone, or
+        # one without statistics reads and sorts all of it.
         slow = tx.all(
             "SELECT idx, seconds FROM progress WHERE job = ? AND status = 'done' AND seconds >= 0.1 "
-            "ORDER BY seconds DESC, idx LIMIT ?",
+            "ORDER BY seconds DESC LIMIT ?",
             (job.no, SLOWEST),
         )
         if not took and not slow:
             return None
         known = {idx for idx, _ in slow}
         slow += [(idx, seconds) for seconds, idx in reversed(took[-SLOWEST:]) if idx not in known]
-        slow = sorted(slow, key=lambda row: -row[1])[:SLOWEST]
+        slow = sorted(slow, key=lambda row: (-row[1], row[0]))[:SLOWEST]
         keys: dict[int, str | None] = dict(
             tx.all(
                 f"SELECT idx, key FROM input_products WHERE job = ? AND idx IN ({marks(len(slow))})",
@@ -83,9 +84,11 @@ def percentile(ordered: Sequence[float], part: float) -> float:
 
 def _rows(tx: Tx, job: int, total: int) -> list[Row]:
     """(idx, status, seconds) of all items that were tried, or of a sample."""
-    columns = "SELECT idx, status, seconds FROM progress WHERE job = ?"
+    from headway.ledger.stretches import rows_at
+
+    columns = "idx, status, seconds"
     if total <= EXACT:
-        return tx.all(columns, (job,))
+        return tx.all(f"SELECT {columns} FROM progress WHERE job = ?", (job,))
     # Asked apart: for both at once SQLite reads everything in between.
     ends = tx.one(
         "SELECT (SELECT min(idx) FROM progress WHERE job = ?), (SELECT max(idx) FROM progress WHERE job = ?)",
@@ -95,6 +98,8 @@ def _rows(tx: Tx, job: int, total: int) -> list[Row]:
         return []
     first, last = ends
     probes = {first + int(no * _GOLDEN % 1.0 * (last - first + 1)) for no in range(1, SAMPLE + 1)}
-    found = tx.all(f"{columns} AND idx IN ({marks(len(probes))})", (job, *probes))
+    found = rows_at(tx, columns, job, sorted(probes))
+    if len(found) >= SAMPLE / 20:
+        return found
     # Indices with wide gaps in between: then the first ones, which are at least some.
-    return found if len(found) >= SAMPLE / 20 else tx.all(f"{columns} ORDER BY idx LIMIT ?", (job, SAMPLE))
+    return tx.all(f"SELECT {columns} FROM progress WHERE job = ? ORDER BY idx LIMIT (SELECT ?)", (job, SAMPLE))

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-from headway._sql import Row, marks
+from headway._sql import Row
 from headway.views.shape import Json, document
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ def read_map(job: ledger.Job, *, since: float | None) -> ItemMap | None:
     ``since`` is when the run in progress began: what was done before it is *kept*.
     """
     from headway.ledger.report import Live
+    from headway.ledger.stretches import OPEN, rows_at
 
     with job.database.read() as tx:
         row = tx.one("SELECT max(idx) FROM input_products WHERE job = ?", (job.no,))
@@ -107,16 +108,16 @@ def read_map(job: ledger.Job, *, since: float | None) -> ItemMap | None:
             f"sum(CASE WHEN coalesce({condition}, 1 = 0) THEN 1 ELSE 0 END), sum(CASE WHEN d.idx IS NULL THEN 0 ELSE 1 END) "
             "FROM progress p LEFT JOIN dead_letters d ON d.job = p.job AND d.idx = p.idx "
             # Said apart, the index of what is not done is used whatever columns are asked for.
-            "WHERE p.job = ? AND p.idx IN (SELECT o.idx FROM progress o WHERE o.job = ? AND o.status <> 'done') GROUP BY 1",
+            f"WHERE p.job = ? AND p.idx IN (SELECT o.idx FROM progress o WHERE o.job = ? AND {OPEN}) GROUP BY 1",
             (size, *parameters, job.no, job.no),
         )
-        columns = "SELECT idx, status, updated_at, seconds, worker FROM progress WHERE job = ?"
+        columns = "idx, status, updated_at, seconds, worker"
         exact = last < EXACT
         if exact:
-            rows = tx.all(f"{columns} ORDER BY idx", (job.no,))
+            rows = tx.all(f"SELECT {columns} FROM progress WHERE job = ? ORDER BY idx", (job.no,))
         else:
             middles = [min(last, cell * size + size // 2) for cell in range(cells)]
-            rows = tx.all(f"{columns} AND idx IN ({marks(len(middles))}) ORDER BY idx", (job.no, *middles))
+            rows = rows_at(tx, columns, job.no, middles)
     found = {
         int(cell): Cell(int(retrying), int(running), int(dead))
         for cell, retrying, running, dead in odd

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-from headway._sql import marks
 from headway.views.map import Bin, durations
 from headway.views.series import RANGES
 from headway.views.shape import Json, document
@@ -120,6 +119,8 @@ def _performance(
 
 def _spread(tx: Tx, function: str, since: float) -> list[float]:
     """Times of a function's newest job, of items that lie evenly over it."""
+    from headway.ledger.stretches import rows_at
+
     row = tx.one(
         "SELECT no, total FROM jobs WHERE function = ? AND updated_at >= ? ORDER BY updated_at DESC LIMIT 1",
         (function, since),
@@ -128,11 +129,7 @@ def _spread(tx: Tx, function: str, since: float) -> list[float]:
         return []
     no, total = row
     chosen = range(0, total, max(1, total // SPREAD))
-    rows = tx.all(
-        f"SELECT seconds FROM progress WHERE job = ? AND idx IN ({marks(len(chosen))}) AND seconds IS NOT NULL",
-        (no, *chosen),
-    )
-    return [seconds for (seconds,) in rows]
+    return [seconds for (seconds,) in rows_at(tx, "seconds", no, chosen) if seconds is not None]
 
 
 class QueueTimes(NamedTuple):
