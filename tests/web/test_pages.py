@@ -16,9 +16,6 @@ from starlette.testclient import TestClient
 
 from headway.failure import Failure
 from headway.ledger import Failed, Ledger, NewItem
-from headway.ledger.values import Done
-from headway.queue import records
-from headway.queue.values import Priority
 from headway.views.overview import read_task_causes
 from headway.web import actions
 from headway.web.pages.static import Assets
@@ -515,29 +512,10 @@ def test_odd_addresses_get_one_clear_answer(client: TestClient, path: str, statu
 def test_hostile_text_is_text_everywhere(tmp_path: Path):
     """Keys, errors, functions, workers, reasons, actors: whoever can write them must not write pages."""
     url = f"sqlite:///{tmp_path}/hostile.db"
-    with Ledger.open(url) as ledger:
-        job = ledger.create("odd")
-        ledger.describe(job, function=HOSTILE, source=HOSTILE, command=HOSTILE, keyed_by="k", max_retries=0)
-        job.register([NewItem(0, json.dumps({"k": HOSTILE}), HOSTILE, 1), NewItem(1, json.dumps(HOSTILE), "b", 2)])
-        hold = ledger.hold(job, {"workers": HOSTILE, "mode": HOSTILE})
-        detail = f'Traceback\n  File "{HOSTILE}", line 3, in {HOSTILE}\n    {HOSTILE}\n'
-        bad = Failure(HOSTILE, HOSTILE, f"{HOSTILE} in {HOSTILE}", detail)
-        job.record(
-            [Failed(0, bad, worker=HOSTILE), Done(1, seconds=1.0, worker=HOSTILE, meta=json.dumps(HOSTILE))], hold=hold
-        )
-        ledger.note(HOSTILE, "", {HOSTILE: HOSTILE}, actor=HOSTILE)
-        scene.tasks(ledger.database)
-        ledger.database.run(lambda tx: records.pause(tx, Priority.LOW, reason=HOSTILE, by=HOSTILE, until=None))
-        scene.change(ledger.database, "UPDATE task_workers SET name = name || ?, host = ?, queues = ?", *[HOSTILE] * 3)
-        scene.change(ledger.database, "UPDATE tasks SET message = ?, kind = ?, worker = ?", *[HOSTILE] * 3)
-        scene.change(ledger.database, "UPDATE task_causes SET message = ?, type = ?", HOSTILE, HOSTILE)
-        scene.change(ledger.database, "UPDATE task_attempts SET error = ?", HOSTILE)
+    scene.odd(url, HOSTILE)
     stage = Stage(url, name=HOSTILE, role="admin", flash=Flash("failed", HOSTILE))
     client = TestClient(stage.app())
-    failed = stage.site.reader.tasks(status="FAILED").tasks[0].id
-    paths = ("/", "/jobs", "/jobs/odd", "/jobs/odd/items", "/jobs/odd/items/0", "/jobs/odd/items/1", "/dead", "/queues",
-             "/queues/low", "/workers", "/tasks", f"/tasks/{failed}", "/me", "/performance", "/activity", "/about")  # fmt: skip
-    for path in paths:
+    for path in scene.odd_paths(stage.site.reader):
         answer = client.get(path, params={"q": HOSTILE} if path == "/jobs" else {})
         assert answer.status_code == 200, path
         assert "<script>alert" not in answer.text, path
