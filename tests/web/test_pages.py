@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import html
 import json
 import re
 from collections.abc import Iterator
@@ -416,6 +417,24 @@ def test_a_failed_task_shows_where_it_failed_and_not_to_the_person_it_was_for(cl
     assert "Run 1" in page
     own = stage.site.reader.task(task.id, user_id=task.user_id)
     assert [run.traceback for run in own.runs] == [None] * len(own.runs)
+
+
+@pytest.mark.parametrize(
+    ("key", "typed"),
+    [
+        ("inv-1", "headway item odd inv-1"),
+        ("$(touch x); `id` 'y' &", """headway item odd '$(touch x); `id` '"'"'y'"'"' &'"""),
+        ("--database=/tmp/x", "headway item -- odd --database=/tmp/x"),
+    ],
+)
+def test_what_is_to_be_copied_into_a_shell_is_one_command_whatever_a_key_says(tmp_path: Path, key: str, typed: str):
+    url = f"sqlite:///{tmp_path}/odd.db"
+    with Ledger.open(url) as ledger:
+        ledger.create("odd").register([NewItem(0, "1", key, 1)])
+    stage = Stage(url)
+    shown = html.unescape(TestClient(stage.app()).get("/jobs/odd/item/0").text)
+    assert f"<code>{typed}</code>" in shown
+    stage.site.close()
 
 
 def test_an_item_shows_what_it_printed(tmp_path: Path):

@@ -17,7 +17,7 @@ for (const button of $$("[data-theme-toggle]")) {
 
 // ---- times are UTC, on every page and without a script; how far away that is, only the browser knows
 const zone = String(new Date()).slice(28, 33);
-if (zone !== "+0000") $("#zone").textContent += `; your clock is at ${zone.slice(0, 3)}:${zone.slice(3)}`;
+if (zone !== "+0000") $("#zone").textContent = `; your clock is at ${zone.slice(0, 3)}:${zone.slice(3)}`;
 
 // ---- things that are made of HTML once more when the page is renewed
 function wire(part) {
