@@ -17,6 +17,7 @@ from headway.queue import claims, records, settling
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import Claim, Priority
 from headway.states import Manager, open_store
+from headway.views.reading import Reader
 
 INVOICES = "reindex-invoices-2025"
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
@@ -71,6 +72,37 @@ def lively(url: str, *, items: int = 120_000) -> None:
         ledger.note("worker.drain", "", {"worker": "worker-e", "reason": "new kernel"}, actor="ana")
         ledger.note("queue.pause", "", {"queue": "low", "reason": reason}, actor="tomas")
     states(url)
+
+
+def odd(url: str, text: str) -> None:
+    """An installation in which everything that anybody can name or write is called ``text``: keys, errors, functions, kinds,
+    workers, reasons, actors, messages, tags."""
+    with Ledger.open(url) as ledger:
+        job = ledger.create("odd")
+        ledger.describe(job, function=text, source=text, command=text, keyed_by="k", max_retries=0)
+        job.register([NewItem(0, json.dumps({"k": text}), text[:500], 1), NewItem(1, json.dumps(text), "b", 2)])
+        hold = ledger.hold(job, {"workers": text, "mode": text})
+        detail = f'Traceback\n  File "{text}", line 3, in {text}\n    {text}\n'
+        bad = Failure(text, text, f"{text} in {text}", detail)
+        job.record([Failed(0, bad, worker=text), Done(1, seconds=1.0, worker=text, meta=json.dumps(text))], hold=hold)
+        ledger.note(text, "", {text: text}, actor=text)
+        database = ledger.database
+        tasks(database)
+        database.run(lambda tx: records.pause(tx, Priority.LOW, reason=text, by=text, until=None))
+        change(database, "UPDATE task_workers SET name = name || ?, host = ?, queues = ?", text, text, text)
+        change(database, "UPDATE tasks SET message = ?, kind = ?, worker = ?", text, text, text)
+        change(database, "UPDATE task_causes SET message = ?, type = ?", text, text)
+        change(database, "UPDATE task_attempts SET error = ?", text)
+
+
+def odd_paths(reader: Reader) -> tuple[str, ...]:
+    """The pages that show something of it."""
+    failed = reader.tasks(status="FAILED").tasks[0].id
+    return (
+        "/", "/jobs", "/jobs/odd", "/jobs/odd/items", "/jobs/odd/items?state=dead", "/jobs/odd/items/0", "/jobs/odd/items/1",
+        "/dead", "/queues", "/queues/low", "/workers", "/tasks", f"/tasks/{failed}", "/me", "/performance", "/activity",
+        "/about",
+    )  # fmt: skip
 
 
 def go_on(url: str, minutes: int = 20) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from playwright.sync_api import Browser, Page, Response, expect, sync_playwright
 from headway._sql import connect
 from headway.ledger import Done, Ledger
 from headway.web import tokens
+from headway.web.site import Flash
 from tests.services.chromium import find
 from tests.services.waiting import eventually
 from tests.web import scene
@@ -378,3 +380,88 @@ def test_a_page_of_somebody_who_is_not_known_any_more_leads_to_the_login(
             serve("--database", database, "--port", web.address.rpartition(":")[2])
         page.wait_for_url("**/login?next=/jobs", timeout=30_000)
         assert page.get_by_label("Token").is_visible()
+
+
+#: Right to left against the rest, letters of two directions, a family of emoji, and no place to break a line.
+ODD = (
+    "\N{RIGHT-TO-LEFT OVERRIDE}odd \N{ARABIC LETTER MEEM}\N{ARABIC LETTER REH} "
+    + "\N{WOMAN}\N{ZERO WIDTH JOINER}\N{GIRL}" * 10
+    + "W" * 480
+)
+
+
+def test_no_text_makes_a_page_wider_than_its_window(chromium: Browser, tmp_path: Path):
+    """Whoever names a key, a worker or a reason must not push what stands beside it out of sight."""
+    url = f"sqlite:///{tmp_path}/odd.db"
+    scene.odd(url, ODD)
+    wrong = []
+    with (
+        Served(Stage(url, role="admin", name=ODD, flash=Flash("failed", ODD))) as served,
+        Visit(chromium, served.address) as visit,
+    ):
+        for path in scene.odd_paths(served.stage.site.reader):
+            visit.page.goto(path)
+            for width in (1440, 820, 390, 320):
+                visit.page.set_viewport_size({"width": width, "height": 800})
+                wide = visit.page.evaluate("document.documentElement.scrollWidth")
+                wrong += [f"{path} at {width} px is {wide} px wide"] if wide > width else []
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("zone", "said"),
+    [
+        ("UTC", "all times UTC"),
+        ("Asia/Kolkata", "your clock is at +05:30"),
+        ("America/New_York", "your clock is at -05:00"),
+    ],
+)
+def test_times_are_utc_wherever_the_browser_is_and_it_says_how_far_away_that_is(
+    chromium: Browser, served: Served, stage: Stage, zone: str, said: str
+):
+    stage.silent = True
+    with Visit(chromium, served.address, timezone_id=zone) as visit:
+        page = visit.page
+        page.clock.set_fixed_time("2026-11-17T04:00:00Z")  # winter in New York
+        page.goto("/")
+        shown = page.locator("footer").inner_text()
+        assert said in shown
+        assert "all times UTC" in shown
+        assert (zone == "UTC") == ("your clock" not in shown)
+        assert re.search(r"\d\d:\d\d UTC", page.locator(".lead").inner_text())
+    with Visit(chromium, served.address, timezone_id=zone, java_script_enabled=False) as visit:
+        visit.page.goto("/jobs")
+        assert re.search(r"Snapshot \d\d:\d\d:\d\d UTC", visit.page.locator(".live").inner_text())
+        assert "all times UTC" in visit.page.locator("footer").inner_text()
+
+
+def test_the_way_back_from_a_filtered_list_shows_the_filter_that_the_list_has(
+    chromium: Browser, served: Served, stage: Stage
+):
+    with Visit(chromium, served.address) as visit:
+        page = visit.page
+        page.goto("/jobs")
+        page.locator("main select[name=state]").select_option("completed")
+        page.locator("main").get_by_role("button", name="Filter").click()
+        expect(page.locator("h1")).to_have_text("Completed jobs")
+        page.go_back()
+        expect(page.locator("h1")).to_have_text("Jobs")
+        assert page.locator("main select[name=state]").input_value() == ""
+        page.go_forward()
+        expect(page.locator("h1")).to_have_text("Completed jobs")
+        assert page.locator("main select[name=state]").input_value() == "completed"
+
+
+def test_printed_from_a_dark_screen_a_page_is_black_on_white_and_has_no_buttons(
+    chromium: Browser, served: Served, stage: Stage
+):
+    with Visit(chromium, served.address, color_scheme="dark") as visit:
+        page = visit.page
+        page.goto("/")
+        page.emulate_media(media="print", color_scheme="dark")
+        ink, paper = page.evaluate(
+            "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
+        )
+        assert sum(map(int, re.findall(r"\d+", ink)[:3])) < 150
+        assert sum(map(int, re.findall(r"\d+", paper)[:3])) > 700
+        assert page.locator("main .btn:visible").count() == 0

@@ -510,6 +510,29 @@ def test_a_forked_child_asks_while_its_parent_waits_for_an_answer():
     server.server_close()
 
 
+def test_a_forked_child_asks_in_an_event_loop_of_its_own_and_the_parent_goes_on():
+    """The threads of the parent's pool are not there in the child: what is given to them is never done."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Tired)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    client = AsyncClient(f"http://127.0.0.1:{server.server_port}")
+
+    async def ask() -> list[tuple[object, ...]]:
+        return [answer.queues for answer in await asyncio.gather(*(client.ask(Client.queues) for _ in range(8)))]
+
+    assert asyncio.run(ask()) == [()] * 8  # every thread has begun
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)  # one that hangs is killed
+        os._exit(int(asyncio.run(ask()) != [()] * 8))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert asyncio.run(ask()) == [()] * 8
+    asyncio.run(client.close())
+    server.shutdown()
+    server.server_close()
+
+
 class Dying(http.server.BaseHTTPRequestHandler):
     """Dies in the middle: of the head, of a body whose length it said, of one in chunks; or says less than it announced."""
 

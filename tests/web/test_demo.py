@@ -54,6 +54,11 @@ def test_everything_moves_is_seen_over_http_and_is_gone_afterwards(spawn_cli: Sp
     assert (project["project_id"], project["total"]) == ("crawl-1", 2000)
     for path in ("/", "/jobs/reindex-invoices-1", "/queues", "/workers", "/states/nightly"):
         assert web.ask(path).status == 200, path
+    eventually(lambda: "docjobs.py" in web.ask("/dead").text, timeout=60)
+    shown = web.ask("/dead").text
+    assert "in fetch" in shown
+    assert "raise UpstreamTimeout(" in shown
+    assert "No frame of your own code" not in shown
     assert len(begun_with(mark)) > 5
     demo.send_signal(signal.SIGINT)
     assert demo.wait(60) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import html
 import json
 import re
 from collections.abc import Iterator
@@ -16,9 +17,6 @@ from starlette.testclient import TestClient
 
 from headway.failure import Failure
 from headway.ledger import Failed, Ledger, NewItem
-from headway.ledger.values import Done
-from headway.queue import records
-from headway.queue.values import Priority
 from headway.views.overview import read_task_causes
 from headway.web import actions
 from headway.web.pages.static import Assets
@@ -421,6 +419,24 @@ def test_a_failed_task_shows_where_it_failed_and_not_to_the_person_it_was_for(cl
     assert [run.traceback for run in own.runs] == [None] * len(own.runs)
 
 
+@pytest.mark.parametrize(
+    ("key", "typed"),
+    [
+        ("inv-1", "headway item odd inv-1"),
+        ("$(touch x); `id` 'y' &", """headway item odd '$(touch x); `id` '"'"'y'"'"' &'"""),
+        ("--database=/tmp/x", "headway item -- odd --database=/tmp/x"),
+    ],
+)
+def test_what_is_to_be_copied_into_a_shell_is_one_command_whatever_a_key_says(tmp_path: Path, key: str, typed: str):
+    url = f"sqlite:///{tmp_path}/odd.db"
+    with Ledger.open(url) as ledger:
+        ledger.create("odd").register([NewItem(0, "1", key, 1)])
+    stage = Stage(url)
+    shown = html.unescape(TestClient(stage.app()).get("/jobs/odd/item/0").text)
+    assert f"<code>{typed}</code>" in shown
+    stage.site.close()
+
+
 def test_an_item_shows_what_it_printed(tmp_path: Path):
     url = f"sqlite:///{tmp_path}/printed.db"
     with Ledger.open(url) as ledger:
@@ -515,29 +531,10 @@ def test_odd_addresses_get_one_clear_answer(client: TestClient, path: str, statu
 def test_hostile_text_is_text_everywhere(tmp_path: Path):
     """Keys, errors, functions, workers, reasons, actors: whoever can write them must not write pages."""
     url = f"sqlite:///{tmp_path}/hostile.db"
-    with Ledger.open(url) as ledger:
-        job = ledger.create("odd")
-        ledger.describe(job, function=HOSTILE, source=HOSTILE, command=HOSTILE, keyed_by="k", max_retries=0)
-        job.register([NewItem(0, json.dumps({"k": HOSTILE}), HOSTILE, 1), NewItem(1, json.dumps(HOSTILE), "b", 2)])
-        hold = ledger.hold(job, {"workers": HOSTILE, "mode": HOSTILE})
-        detail = f'Traceback\n  File "{HOSTILE}", line 3, in {HOSTILE}\n    {HOSTILE}\n'
-        bad = Failure(HOSTILE, HOSTILE, f"{HOSTILE} in {HOSTILE}", detail)
-        job.record(
-            [Failed(0, bad, worker=HOSTILE), Done(1, seconds=1.0, worker=HOSTILE, meta=json.dumps(HOSTILE))], hold=hold
-        )
-        ledger.note(HOSTILE, "", {HOSTILE: HOSTILE}, actor=HOSTILE)
-        scene.tasks(ledger.database)
-        ledger.database.run(lambda tx: records.pause(tx, Priority.LOW, reason=HOSTILE, by=HOSTILE, until=None))
-        scene.change(ledger.database, "UPDATE task_workers SET name = name || ?, host = ?, queues = ?", *[HOSTILE] * 3)
-        scene.change(ledger.database, "UPDATE tasks SET message = ?, kind = ?, worker = ?", *[HOSTILE] * 3)
-        scene.change(ledger.database, "UPDATE task_causes SET message = ?, type = ?", HOSTILE, HOSTILE)
-        scene.change(ledger.database, "UPDATE task_attempts SET error = ?", HOSTILE)
+    scene.odd(url, HOSTILE)
     stage = Stage(url, name=HOSTILE, role="admin", flash=Flash("failed", HOSTILE))
     client = TestClient(stage.app())
-    failed = stage.site.reader.tasks(status="FAILED").tasks[0].id
-    paths = ("/", "/jobs", "/jobs/odd", "/jobs/odd/items", "/jobs/odd/items/0", "/jobs/odd/items/1", "/dead", "/queues",
-             "/queues/low", "/workers", "/tasks", f"/tasks/{failed}", "/me", "/performance", "/activity", "/about")  # fmt: skip
-    for path in paths:
+    for path in scene.odd_paths(stage.site.reader):
         answer = client.get(path, params={"q": HOSTILE} if path == "/jobs" else {})
         assert answer.status_code == 200, path
         assert "<script>alert" not in answer.text, path

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, Self, TypeVar
@@ -332,6 +334,9 @@ class Client:
         return parse(Acted, self._connection.post(path, **body))
 
 
+_ASYNC: weakref.WeakSet[AsyncClient] = weakref.WeakSet()
+
+
 class AsyncClient:
     """`Client` for event loops: ``await client.ask(Client.items, "ads", status="dead")``.
 
@@ -342,9 +347,14 @@ class AsyncClient:
     def __init__(
         self, address: str, token: str | None = None, *, timeout: float = TIMEOUT, connections: int = 4
     ) -> None:
-        self._free = [Client(address, token, timeout=timeout) for _ in range(connections)]
-        self._all = tuple(self._free)
-        self._threads = ThreadPoolExecutor(connections, thread_name_prefix="headway-client")
+        self._all = tuple(Client(address, token, timeout=timeout) for _ in range(connections))
+        self.begin()
+        _ASYNC.add(self)
+
+    def begin(self) -> None:
+        """With threads that live: a forked child has none of its parent's, and would wait for them for ever."""
+        self._free = list(self._all)
+        self._threads = ThreadPoolExecutor(len(self._all), thread_name_prefix="headway-client")
 
     async def ask(self, question: Callable[Concatenate[Client, P], T], *args: P.args, **options: P.kwargs) -> T:
         def call() -> T:
@@ -366,3 +376,11 @@ class AsyncClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _after_fork() -> None:
+    for client in list(_ASYNC):
+        client.begin()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -29,7 +29,9 @@ def _n(value: float) -> str:
     return f"{value:.1f}".rstrip("0").rstrip(".")
 
 
-def spark(values: Sequence[float], *, label: str = "", height: int = 20, top: float | None = None) -> Markup:
+def spark(
+    values: Sequence[float], *, label: str = "", height: int = 20, top: float | None = None, cls: str = "sa"
+) -> Markup:
     """A line of a number's past; nothing when there is no past. Of many values neighbours are taken together, from the
     last one back: more points than pixels take only room."""
     if len(values) < 2:
@@ -46,7 +48,7 @@ def spark(values: Sequence[float], *, label: str = "", height: int = 20, top: fl
             continue  # a flat stretch is one line
         path += f"L{xs[at]} {ys[at]}" if ys[at] != ys[last] else f"H{xs[at]}"
         last = at
-    drawn = f'<path class="ln sa" d="{path}h9V{height + 9}"/>'
+    drawn = f'<path class="ln {cls}" d="{path}h9V{height + 9}"/>'
     return _svg(drawn, cls="b", height=height, label=label, box=f"0 0 {width} {height}")
 
 
@@ -132,11 +134,17 @@ def chart(
     return _svg(drawn, cls="ch", height=height, label=label)
 
 
-def _axis(ticks: Sequence[tuple[float, str]], y: float) -> str:
-    return "".join(
-        f'<text class="tx {"te" if at > 96 else "tm" if at > 4 else ""}" x="{_n(at)}%" y="{_n(y)}">{escape(text)}</text>'
-        for at, text in ticks
-    )
+def _axis(ticks: Sequence[tuple[float, str]], y: float, *, apart: float = 0) -> str:
+    """The names of an axis. What is less than ``apart`` percent from the one before is left out in a narrow column."""
+    drawn, last = "", -math.inf
+    for at, text in ticks:
+        cls = "te" if at > 96 else "tm" if at > 4 else ""
+        if at - last < apart:
+            cls += " nt"
+        else:
+            last = at
+        drawn += f'<text class="tx {cls}" x="{_n(at)}%" y="{_n(y)}">{escape(text)}</text>'
+    return drawn
 
 
 def histogram(
@@ -225,8 +233,8 @@ def spread(axis: Axis, p50: float, p95: float, *, label: str) -> Markup:
 def scale(axis: Axis) -> Markup:
     """The axis itself, as the head of a column."""
     ticks = axis.ticks
-    step = -(-len(ticks) // 4)
-    return _svg(_axis([(axis.at(seconds), _short(seconds)) for seconds in ticks[::step]], 11), cls="ch", height=13)
+    shown = ticks[:: -(-len(ticks) // 4)]
+    return _svg(_axis([(axis.at(seconds), _short(seconds)) for seconds in shown], 11, apart=45), cls="ch", height=13)
 
 
 def _short(seconds: float) -> str:

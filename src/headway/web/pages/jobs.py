@@ -115,7 +115,7 @@ def job_timeline(found: Found) -> Markup | None:
         events.append((forecast[1], f"{forecast[3]} ready", f"{_hm(forecast[0])} to {_hm(forecast[2])}"))
     return draw.timeline(
         draw.Span(start - pad, end + pad), columns, gaps, sorted(events), now=now,
-        now_text=f"now {clock(found.now)}", forecast=forecast,
+        now_text=f"now, {clock(found.now)} UTC", forecast=forecast,
         per="per min" if series.step == 1 else f"per {series.step} min",
         label=f"{plural(len(runs), 'run')}: {num(series.done)} items done, {num(series.failed)} attempts failed",
     )  # fmt: skip

@@ -6,8 +6,9 @@ content security policy that allows nothing inline and no other host.
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
@@ -47,13 +48,13 @@ HEADERS = {
 #: What stands where there is no value.
 NOTHING = "\u2013"
 
-#: The links on top: (path, text, key after g).
+#: The links on top: (path, text, key after g). A phone shows the first four or five: the number of dead letters is among them.
 LINKS = (
     ("/", "Overview", "o"),
     ("/jobs", "Jobs", "j"),
+    ("/dead", "Dead letters", "d"),
     ("/queues", "Queues", "q"),
     ("/workers", "Workers", "w"),
-    ("/dead", "Dead letters", "d"),
     ("/states", "States", "s"),
     ("/performance", "Performance", "p"),
 )
@@ -78,10 +79,19 @@ def templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.globals.update(draw=draw, version=__version__, links=LINKS, more=MORE, plural=plural, query=query)
+    made.globals.update(
+        draw=draw,
+        version=__version__,
+        links=LINKS,
+        more=MORE,
+        sections=[*(link[:2] for link in LINKS[1:]), *MORE],
+        plural=plural,
+        query=query,
+    )
     made.filters.update(
-        num=num, dur=span, roughly=roughly, pace=pace, clock=clock, when=when, since=since, part=part, small=small,
-        mb=mb, words=words, past=past, exact=exact, measured=measured, q=lambda text: quote(str(text), safe=""),
+        num=num, dur=span, roughly=roughly, pace=pace, clock=clock, when=when, moment=moment, since=since, part=part,
+        small=small, mb=mb, words=words, past=past, exact=exact, measured=measured, shell=shell,
+        q=lambda text: quote(str(text), safe=""),
     )  # fmt: skip
     return made
 
@@ -214,12 +224,23 @@ def measured(value: float | None, unit: str | None) -> str:
     return span(value) if unit == "s" else f"{100 * value:.0f}%" if unit == "share" else num(value)
 
 
+def shell(words: Iterable[str]) -> str:
+    """A command to copy into a shell. What a key says there is a word of it, and never another command or an option."""
+    head, *rest = words
+    return shlex.join([head, *rest[:1], *(["--"] if any(word.startswith("-") for word in rest[1:]) else []), *rest[1:]])
+
+
 def mb(size: int | None) -> str:
     return NOTHING if size is None else f"{size / 1e6:,.0f} MB"
 
 
 def clock(at: datetime | None) -> str:
     return NOTHING if at is None else f"{at.astimezone(UTC):%H:%M}"
+
+
+def moment(at: datetime) -> str:
+    """``19:41:07 UTC``: where one time stands for all others of a page, it says its zone."""
+    return f"{at.astimezone(UTC):%H:%M:%S} UTC"
 
 
 def when(at: datetime | None, now: datetime) -> str:

@@ -15,6 +15,10 @@ for (const button of $$("[data-theme-toggle]")) {
   say();
 }
 
+// ---- times are UTC, on every page and without a script; how far away that is, only the browser knows
+const zone = String(new Date()).slice(28, 33);
+if (zone !== "+0000") $("#zone").textContent = `; your clock is at ${zone.slice(0, 3)}:${zone.slice(3)}`;
+
 // ---- things that are made of HTML once more when the page is renewed
 function wire(part) {
   for (const button of $$("[data-copy]", part)) {
@@ -190,7 +194,7 @@ function connect() {
     else if (refresh && waited > refresh && (dirty || !watch.length)) renew();
     else if (shape) renewed -= refresh; // with the next message
     const time = $("time", banner);
-    if (message.at && !state.store?.database?.error && time) time.textContent = message.at.slice(11, 19);
+    if (message.at && !state.store?.database?.error && time) time.textContent = `${message.at.slice(11, 19)} UTC`;
   };
   socket.onclose = event => {
     socket = null;

@@ -1,14 +1,15 @@
 """``headway demo``: an installation with something true and lively to see, in a temporary directory.
 
 Nothing is made up: the processes are those that people start (``headway run``, ``worker``, ``watch``, ``serve``), their work is
-the functions below, and the demo only submits tasks, counts a project and kills a run now and then. Each process is a child
-in a session of its own, so that Ctrl-C reaches the demo alone, which then ends them one by one. If the demo is killed, the
-kernel tells them to end (`_TIED`).
+the functions of `headway.demo.work`, and the demo only submits tasks, counts a project and kills a run now and then. Each
+process is a child in a session of its own, so that Ctrl-C reaches the demo alone, which then ends them one by one. If the
+demo is killed, the kernel tells them to end (`_TIED`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import random
@@ -20,14 +21,14 @@ import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
+from headway.demo import work
 from headway.errors import HeadwayError, StorageError
 
 if TYPE_CHECKING:
     from headway.finishline import FinishLine
     from headway.ledger import Ledger
-    from headway.queue.execution import RunningTask
     from headway.queue.taskqueue import TaskQueue
     from headway.states import Manager
 
@@ -57,66 +58,6 @@ os.execvp(sys.argv[2], sys.argv[2:])
 _DIGITS: Final = {"queue": "digits", "channel": "digits:events"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The work
-
-
-class UpstreamTimeout(Exception):
-    pass
-
-
-class DocumentCorrupt(Exception):
-    pass
-
-
-def extract(item: dict[str, Any]) -> int:
-    """One item of the job: some fail always, some only sometimes."""
-    number = int(item["number"])
-    time.sleep(random.uniform(0.01, 0.08))
-    if number % 60 == 7:
-        raise UpstreamTimeout(f"GET https://store.example/docs/{item['id']}.pdf timed out after 30.0 s")
-    if number % 190 == 11:
-        raise DocumentCorrupt(f"{item['id']}.pdf: xref table not found at offset {number * 41}")
-    if random.random() < 0.02:
-        raise ConnectionResetError("the store hung up")
-    return number % 40
-
-
-def train(rate: float) -> float:
-    """One job of a plain RQ queue, which the watcher follows."""
-    if rate > 0.5:
-        raise ValueError(f"the loss is not a number at rate {rate}")
-    return rate
-
-
-def queue(database: str | None = None) -> TaskQueue:
-    """The queue with its handlers, for ``headway worker --app headway.demo:queue``."""
-    from headway.config import Config
-    from headway.queue.taskqueue import TaskQueue
-
-    made = TaskQueue(database or Config().text("database"))
-
-    @made.handler("caption", timeout=30, retries=1, retry_delay=2.0)
-    def caption(task: RunningTask, payload: Any) -> str:
-        for percent in (25, 50, 75):
-            time.sleep(random.uniform(0.05, 0.4))
-            task.progress(percent, f"{percent} of 100 pixels")
-        if payload["image"] % 9 == 4:
-            raise DocumentCorrupt(f"image-{payload['image']}.png: unknown chunk")
-        return "a dog on a bicycle"
-
-    @made.handler("export", timeout=30, retries=0)
-    def export(task: RunningTask, payload: Any) -> int:  # noqa: ARG001 - a handler is called with both
-        time.sleep(random.uniform(0.2, 1.5))
-        return int(payload["image"])
-
-    return made
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The stage
-
-
 class Demo:
     """Everything that runs. `start` it, call `tick` twice a second, `close` it."""
 
@@ -143,15 +84,16 @@ class Demo:
         """Start everything; the address of the dashboard."""
         from headway.ledger import Ledger
 
+        (self.directory / "docjobs.py").write_text(inspect.getsource(work))
         self._start_redis()
         address = self._serve()
         self._ledger = self._open.enter_context(Ledger.open(self.database))
-        self._tasks = self._open.enter_context(queue(self.database))
+        self._tasks = self._open.enter_context(work.queue(self.database))
         self._start_states()
         if self.redis is not None:
             self._start_watcher(self.redis)
             self._start_project(self.redis)
-        self._headway("worker", "worker", "--app", "headway.demo:queue", "--workers", "2")
+        self._headway("worker", "worker", "--app", "docjobs:queue", "--workers", "2")
         self._next_job()
         return address
 
@@ -251,7 +193,7 @@ class Demo:
                 redis,
                 "--queue",
                 _DIGITS["queue"],
-                "headway.demo.train",
+                "docjobs.train",
                 f":{rate}",
             ]
             self._start(f"enqueue-{rate}", [*rq, *words])
@@ -268,7 +210,7 @@ class Demo:
     def _run(self) -> None:
         words = (
             "run",
-            "headway.demo:extract",
+            "docjobs:extract",
             "--items",
             "items.jsonl",
             "--job",
