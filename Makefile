@@ -5,6 +5,9 @@ BIN := .venv/bin
 SETUP := .venv/.installed
 RESULTS := .test-results.json
 
+# The tests start thousands of Pythons: without compiled files each would compile all it imports once more.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup run demo test coverage check trace bench faults schemas compat mutants docs clean
 
