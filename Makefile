@@ -29,21 +29,22 @@ run: $(SETUP)  ## run the main job of examples/ads
 demo: $(SETUP)  ## a lively installation in a temporary directory, with its dashboard, until Ctrl-C
 	$(BIN)/headway demo
 
+# Tests wait for half of their time and more: four at a time keep two processors busy.
 test: $(SETUP)  ## obtain the servers the tests need and run them
 	-@$(BIN)/python -m tests.services.firestore
 	-@$(BIN)/python -m tests.services.chromium
-	$(BIN)/pytest -n 2 --dist worksteal --results=$(RESULTS)
+	$(BIN)/pytest -n 4 --dist worksteal --results=$(RESULTS)
 
 # Apart from test, because a tracer doubles its time and stands in the way of tests about signals and start-up.
 coverage: $(SETUP)  ## run the tests with branch coverage of every process
-	$(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term
+	$(BIN)/pytest -n 4 --dist worksteal --cov --cov-report=term
 
 # A server that is not there is a reason to skip on a laptop; here it is a failure.
 check: export CI = true
 check: $(SETUP)  ## what CI runs: lint, types, import contracts, test, the watcher's coverage, trace, docs
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target --keep-going types applies docs contracts lint
 	$(MAKE) --no-print-directory test
-	$(BIN)/pytest -q -n 2 --dist worksteal --cov=headway.watcher --cov-report= tests/watcher tests/web/test_pages_of_the_dead.py
+	$(BIN)/pytest -q -n 4 --dist worksteal --cov=headway.watcher --cov-report= tests/watcher tests/web/test_pages_of_the_dead.py
 	$(BIN)/coverage report --include='src/headway/watcher/*' --fail-under=100
 	$(MAKE) --no-print-directory trace
 
