@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.installed
 RESULTS := .test-results.json
+# Each step's output in one piece, where make can do that.
+APART := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 # The tests start thousands of Pythons: without compiled files each would compile all it imports once more.
 unexport PYTHONDONTWRITEBYTECODE
@@ -42,7 +44,7 @@ coverage: $(SETUP)  ## run the tests with branch coverage of every process
 # A server that is not there is a reason to skip on a laptop; here it is a failure.
 check: export CI = true
 check: $(SETUP)  ## what CI runs: lint, types, import contracts, test, the watcher's coverage, trace, docs
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target --keep-going types applies docs contracts lint
+	$(MAKE) --no-print-directory --jobs=2 $(APART) --keep-going types applies docs contracts lint
 	$(MAKE) --no-print-directory test
 	$(BIN)/pytest -q -n 4 --dist worksteal --cov=headway.watcher --cov-report= tests/watcher tests/web/test_pages_of_the_dead.py
 	$(BIN)/coverage report --include='src/headway/watcher/*' --fail-under=100
