@@ -4,9 +4,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.installed
 RESULTS := .test-results.json
+# Each step's output in one piece, where make can do that.
+APART := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
+
+# The tests start thousands of Pythons: without compiled files each would compile all it imports once more.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run demo test coverage check trace bench faults schemas compat mutants docs clean
+.PHONY: lint types contracts applies
 
 help:
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -15,7 +21,8 @@ setup: $(SETUP)  ## create .venv with everything in it
 
 $(SETUP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[all,dev]'
+	-@$(BIN)/python -m compileall -qq -j 0 .venv/lib  # by all processors; pip takes one. Some packages bring what is no Python
 	@touch $@
 
 run: $(SETUP)  ## run the main job of examples/ads
@@ -24,27 +31,38 @@ run: $(SETUP)  ## run the main job of examples/ads
 demo: $(SETUP)  ## a lively installation in a temporary directory, with its dashboard, until Ctrl-C
 	$(BIN)/headway demo
 
+# Tests wait for half of their time and more: four at a time keep two processors busy.
 test: $(SETUP)  ## obtain the servers the tests need and run them
 	-@$(BIN)/python -m tests.services.firestore
 	-@$(BIN)/python -m tests.services.chromium
-	$(BIN)/pytest -n 2 --dist worksteal --results=$(RESULTS)
+	$(BIN)/pytest -n 4 --dist worksteal --results=$(RESULTS)
 
 # Apart from test, because a tracer doubles its time and stands in the way of tests about signals and start-up.
 coverage: $(SETUP)  ## run the tests with branch coverage of every process
-	$(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term
+	$(BIN)/pytest -n 4 --dist worksteal --cov --cov-report=term
 
 # A server that is not there is a reason to skip on a laptop; here it is a failure.
 check: export CI = true
 check: $(SETUP)  ## what CI runs: lint, types, import contracts, test, the watcher's coverage, trace, docs
+	$(MAKE) --no-print-directory --jobs=2 $(APART) --keep-going types applies docs contracts lint
+	$(MAKE) --no-print-directory test
+	$(BIN)/pytest -q -n 4 --dist worksteal --cov=headway.watcher --cov-report= tests/watcher tests/web/test_pages_of_the_dead.py
+	$(BIN)/coverage report --include='src/headway/watcher/*' --fail-under=100
+	$(MAKE) --no-print-directory trace
+
+# What check does before the tests, two at a time: each is one processor's work and has its say apart.
+lint: $(SETUP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(SETUP)
 	$(BIN)/mypy
+
+contracts: $(SETUP)
 	$(BIN)/lint-imports
+
+applies: $(SETUP)
 	$(BIN)/python tools/mutants.py --check
-	$(MAKE) --no-print-directory test
-	$(BIN)/pytest -q -n 2 --dist worksteal --cov=headway.watcher --cov-report= tests/watcher tests/web/test_pages_of_the_dead.py
-	$(BIN)/coverage report --include='src/headway/watcher/*' --fail-under=100
-	$(MAKE) --no-print-directory trace docs
 
 trace: $(SETUP)  ## compare docs/requirements.md with what the last make test proved
 	$(BIN)/python tools/trace.py $(RESULTS)

@@ -10,6 +10,7 @@ it, so that a test which was skipped, deselected or never collected proves nothi
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -87,6 +88,12 @@ def _fail_when_skipped_under_ci(report: pytest.TestReport | pytest.CollectReport
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:  # user properties travel with the reports, from xdist's workers too
         item.user_properties.append(("req", [str(one) for mark in item.iter_markers("req") for one in mark.args]))
+
+
+def pytest_collection_finish() -> None:
+    """What was collected stays to the end: a collection of garbage need not look at it again, in a test or in its forks."""
+    gc.collect()
+    gc.freeze()
 
 
 class _Results:

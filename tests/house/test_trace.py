@@ -107,16 +107,37 @@ def test_a_skip_is_a_failure_under_ci(tmp_path: Path):
         assert done.returncode == code, done.stdout
 
 
+TOOLS = ("ruff", "mypy", "lint-imports", "python", "pytest", "coverage")
+
+
+def make(verb: str, tools: Path, broken: str = "") -> tuple[int, list[str]]:
+    """The exit code of a verb, and what the tools it ran said: none of them does anything, and the broken one fails."""
+    for name in TOOLS:
+        (tools / name).write_text(f'#!/bin/sh\necho "{name} CI=$CI $*"\n[ {name} != "{broken}" ]\n')
+        (tools / name).chmod(0o755)
+    (tools / ".installed").touch()
+    command = ["make", "-s", "-C", str(ROOT), verb, f"BIN={tools}", f"SETUP={tools}/.installed"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("CI", "MAKEFLAGS", "MAKELEVEL")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    return done.returncode, done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("broken", TOOLS)
+def test_whichever_step_of_make_check_fails_it_fails_and_the_steps_beside_it_have_their_say(
+    tmp_path: Path, broken: str
+):
+    code, lines = make("check", tmp_path, broken)
+    assert code != 0
+    ran = {line.partition(" ")[0] for line in lines}
+    before = {"ruff", "mypy", "lint-imports", "python"}
+    assert ran >= before
+    assert ran & {"pytest", "coverage"} == (set() if broken in before else {"pytest", broken})
+
+
 @pytest.mark.parametrize(("verb", "told"), [("test", "pytest CI="), ("check", "pytest CI=true")])
 def test_make_check_lets_nothing_be_skipped_and_make_test_does(tmp_path: Path, verb: str, told: str):
-    for name in ("ruff", "mypy", "lint-imports", "python", "pytest", "coverage"):
-        (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} CI=$CI $*"\n')
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / ".installed").touch()
-    command = ["make", "-s", "-C", str(ROOT), verb, f"BIN={tmp_path}", f"SETUP={tmp_path}/.installed"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("CI", "MAKEFLAGS", "MAKELEVEL")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    lines = done.stdout.splitlines()
+    code, lines = make(verb, tmp_path)
+    assert code == 0
     runs = [line for line in lines if line.startswith("pytest")]
     assert all(run.startswith(f"{told} ") for run in runs)
     assert sum("--results=.test-results.json" in run for run in runs) == 1

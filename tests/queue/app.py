@@ -135,12 +135,12 @@ def hog(task, payload) -> None:
     time.sleep(5)
 
 
-def orphan(task, payload) -> str:
-    """Leaves a process behind that holds every descriptor."""
-    if os.fork() == 0:
+def orphan(task, payload) -> int:
+    """Leaves a process behind that holds every descriptor, and says which."""
+    if (child := os.fork()) == 0:
         time.sleep(600)
         os._exit(0)
-    return "left one behind"
+    return child
 
 
 def work(

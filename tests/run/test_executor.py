@@ -482,7 +482,7 @@ from tests.run import executor_functions as functions
 if __name__ == "__main__":
     place = sys.argv[1]
     items = [{"place": place, "n": n} for n in range(6)]
-    executor = ProcessPoolExecutor(3)
+    executor = ProcessPoolExecutor(2)  # a third would have none of our items, and Ctrl-C would end it
     list(executor.map(functions.double, range(3)))
     def work():
         return headway.map(functions.noted, items, job="ads", database=f"sqlite:///{place}/headway.db",
