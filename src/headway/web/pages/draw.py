@@ -286,9 +286,8 @@ def timeline(
         left, right = span.at(start), span.at(end)
         drawn += f'<rect fill="url(#gap)" x="{_n(left)}%" y="{top}" width="{_n(right - left)}%" height="{base}"/>'
         if right - left > 6:
-            drawn += (
-                f'<text class="tx tm wide" x="{_n((left + right) / 2)}%" y="{top + base // 2}">{escape(text)}</text>'
-            )
+            cls = "tx tm wide" if right - left > 9 else "tx tm wide nt"  # a tablet has no room for the words
+            drawn += f'<text class="{cls}" x="{_n((left + right) / 2)}%" y="{top + base // 2}">{escape(text)}</text>'
     paths: dict[str, str] = {}
     at: dict[str, int] = {}
     for start, end, count, cls in columns:
