@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from headway.events import CallableSink, Event, Relay, SqlOutbox, outbox, relay
 from headway.telemetry import metrics
 from tests.core.databases import exit_code, forked
 from tests.events.conftest import Store
-from tests.events.scene import Ear, event, ids, numbers
+from tests.events.scene import TODAY, Ear, event, ids, numbers
 from tests.services.waiting import eventually
 
 
@@ -45,6 +47,15 @@ def test_a_sink_that_is_first_seen_is_told_what_was_decided_while_nobody_relayed
     Relay(store.outbox(), [early]).tick()
     Relay(store.outbox(), [late]).tick()
     assert late.heard == early.heard == ids([1, 2])
+
+
+def test_a_sink_that_was_subscribed_is_told_what_is_decided_afterwards_however_long_ago_it_happened(store: Store):
+    ear = Ear()
+    relay = Relay(store.outbox(), [ear])
+    relay.subscribe()
+    store.decide(replace(event(1), at=TODAY - timedelta(days=400)))  # as the watcher finds it at its first look
+    relay.tick()
+    assert ear.heard == ids([1])
 
 
 def test_a_sink_of_one_job_hears_of_no_other(store: Store):

@@ -78,6 +78,11 @@ class Route:
             wait = self._not_before - self._clock()
             return wait if wait > 0 else self._serve(limit, stopping)
 
+    def subscribe(self) -> None:
+        """Have the outbox keep events for the sink; what is decided from here on is its own."""
+        with self._turn:
+            self._subscribe()
+
     def run(self, stopping: Callable[[], bool]) -> None:
         failures = 0
         while not stopping():
@@ -95,9 +100,7 @@ class Route:
             self.wake.clear()
 
     def _serve(self, limit: int, stopping: Callable[[], bool]) -> float:
-        if not self._subscribed:
-            self.outbox.subscribe(self.sink.name, self.sink.job)
-            self._subscribed = True
+        self._subscribe()
         self._note()
         self._measure()
         if not self.outbox.waits(self.sink.name):
@@ -118,6 +121,11 @@ class Route:
         finally:
             with suppress(HeadwayError):  # it ends by itself
                 self.outbox.release(lease)
+
+    def _subscribe(self) -> None:
+        if not self._subscribed:
+            self.outbox.subscribe(self.sink.name, self.sink.job)
+            self._subscribed = True
 
     def _deliver_all(self, lease: Lease, limit: int, stopping: Callable[[], bool]) -> float:
         waiting = self.outbox.waiting(self.sink.name, limit)
@@ -297,6 +305,13 @@ class Relay:
             for thread in self._threads:
                 thread.start()
         return self
+
+    def subscribe(self) -> None:
+        """Return when every outbox keeps events for the sinks. A sink that is new is told what is decided after this, also of
+        things that happened long ago, which else it is told only if its first round comes before them."""
+        self._guard.check()
+        for route in self._routes:
+            route.subscribe()
 
     def drain(self, seconds: float) -> bool:
         """Deliver all that waits now, trying for at most ``seconds``; whether nothing is left."""

@@ -54,7 +54,8 @@ def watch(environment: Mapping[str, str], config: Config, ports: WatcherPorts, s
                 log.warning("sinks are not told: RQ_WATCHER_STORE=redis has no outbox", count=len(sinks))
             NotificationWatcher(settings, ports, open_store).run(shutdown.stop)
             return
-        with events.start(database=database, sinks=sinks, stop=shutdown.stop):
+        with events.start(database=database, sinks=sinks, stop=shutdown.stop) as relay:
+            relay.subscribe()  # what is found at the first look may be old
             append = partial(events.append_all, database)
             NotificationWatcher(settings, ports, open_store, append).run(shutdown.stop)
 
