@@ -16,7 +16,7 @@ from schemathesis.core.result import Ok
 from schemathesis.generation import GenerationMode
 from schemathesis.schemas import APIOperation, BaseSchema
 
-from headway.web.app import app
+from headway.web.application import app
 from tests.web.conftest import Servers, Web, seed_queue, seed_states
 
 #: Ids that are there: half of the requests are about them.

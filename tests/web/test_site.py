@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import pkgutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -170,3 +172,10 @@ def test_asking_how_far_a_project_is_takes_no_thread_however_many_ask(redis_serv
         await application.close()
 
     asyncio.run(play())
+
+
+def test_the_application_is_made_by_the_same_name_whatever_was_imported_before():
+    for name in sorted(module.name for module in pkgutil.walk_packages(web.__path__, "headway.web.")):
+        importlib.import_module(name)
+    made: list[object] = [web.app, web.with_flask, web.ticket]
+    assert all(callable(one) for one in made)

@@ -28,7 +28,7 @@ def serve(*, host: str, port: int, names: tuple[str, ...], show: bool, redis: st
     from headway import telemetry
     from headway._sql import connect
     from headway.cli.attending import attending
-    from headway.web.app import app
+    from headway.web.application import app
     from headway.web.server import check_access, listen
     from headway.web.server import serve as run
 

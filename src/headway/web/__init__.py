@@ -5,7 +5,7 @@ application = headway.web.with_flask(flask_app)                               # 
 headway serve                                                                 # on its own
 
 site      what every route stands on: the stores, who is asking, reading off the loop
-app       putting it together            auth     the gate: tokens, sessions, foreign pages
+application  putting it together         auth     the gate: tokens, sessions, foreign pages
 api       /api/v1                        tokens   tokens and sessions in SQL
 tickets   an application's own users
 actions   what can be changed            live     what changed, to every open page
@@ -19,8 +19,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headway.web.app import app as app
-    from headway.web.app import with_flask as with_flask
+    from headway.web.application import app as app
+    from headway.web.application import with_flask as with_flask
     from headway.web.site import User as User
     from headway.web.tickets import ticket as ticket
 
@@ -34,6 +34,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'headway.web' has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(f"headway.web.{_ROOMS.get(name, 'app')}"), name)
+    value = getattr(import_module(f"headway.web.{_ROOMS.get(name, 'application')}"), name)
     globals()[name] = value
     return value

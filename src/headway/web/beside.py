@@ -74,7 +74,7 @@ def main(descriptor: int) -> int:
     os.nice(NICE)
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    from headway.web.app import app
+    from headway.web.application import app
     from headway.web.server import serve
 
     with socket.socket(fileno=descriptor) as listener:

@@ -19,7 +19,7 @@ from headway.errors import ConfigError, MissingExtra, Refused, UsageError
 from headway.web import tickets, tokens
 
 if TYPE_CHECKING:
-    from headway.web.app import Application
+    from headway.web.application import Application
 
 HOST: Final = "127.0.0.1"
 PORT: Final = 8700
