@@ -282,6 +282,9 @@ def test_a_failed_job_that_somebody_else_put_back_is_not_put_back_again(scene: S
     job = scene.enqueue("fail")
     eventually(lambda: job.get_status(refresh=True) == JobStatus.FAILED, timeout=20)
     worker.kill()
+    worker.wait()
+    # Redis would give the job to a connection that waits for one, as long as it has not noticed that nobody is there.
+    eventually(lambda: scene.redis.info("clients")["blocked_clients"] == 0, 30)
     assert requeue_failed(scene.url, scene.queue.name, [job.id]) == [job.id]
     assert requeue_failed(scene.url, scene.queue.name, [job.id]) == []
     assert scene.queue.job_ids == [job.id]
