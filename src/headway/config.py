@@ -106,6 +106,11 @@ def is_server(address: str) -> bool:
     return address.startswith(("http://", "https://"))
 
 
+def database_option(database: str) -> str:
+    """The words that name a database to a command that somebody types; a password in it is left to them."""
+    return f"--database {quote(redact(database))}"
+
+
 def is_loopback(text: str) -> bool:
     """Whether it is an address of this machine alone; also as a socket that serves both families writes it."""
     import ipaddress  # takes milliseconds, and most commands ask nothing of it
@@ -376,7 +381,7 @@ class Config:
         """What a command that is typed next needs to find the same database: nothing if the settings say it."""
         if self.origin("database") != "command line":
             return ""
-        return f"--database {quote(redact(self.text('database')))}"
+        return database_option(self.text("database"))
 
     def is_set(self, name: str) -> bool:
         """Whether anybody named this, or what it follows: else it is only a default, and nobody need be there."""

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import secrets
-import statistics
 import subprocess
 import sys
 import time
@@ -179,20 +178,17 @@ def _rss() -> int:
 
 @pytest.mark.req("S2-47")
 def test_a_submission_takes_less_than_ten_milliseconds_on_average(postgres_url: str, redis_server: RedisServer):
-    """Row in PostgreSQL and hint in Redis included. What else the machine does only adds: each is the best of three, and a
-    machine that is busy all the same is asked again."""
+    """Row in PostgreSQL and hint in Redis included. A machine that is busy with something else is asked again."""
     with app.build(postgres_url, redis=redis_server.url()) as queue:
         queue.submit("echo.none", 0)
 
-        def took() -> float:
-            began = time.perf_counter()
-            queue.submit("echo.none", 0)
-            return time.perf_counter() - began
-
         def mean() -> float:
-            return statistics.mean(min(took() for _ in range(3)) for _ in range(30))
+            began = time.perf_counter()
+            for n in range(30):
+                queue.submit("echo.none", n)
+            return (time.perf_counter() - began) / 30
 
-        eventually(lambda: mean() < 0.010, 60)
+        eventually(lambda: mean() < 0.010, 150)
         assert (redis_server.client().llen("rq:queue:normal"),) == queue.database.one("SELECT count(*) FROM tasks")
 
 

@@ -242,14 +242,9 @@ def test_while_the_service_is_away_the_listener_waits_and_does_not_spin(
     firestore_emulator.kill9()
     with pytest.raises(Unavailable):
         list(subscription)
-
-    def share() -> float:
-        began, before = time.monotonic(), time.process_time()
-        time.sleep(0.6)
-        return (time.process_time() - before) / (time.monotonic() - began)
-
-    # Google's own listener used 0.8 of every second. A collection of garbage may fall into one look; a spin is in every one.
-    assert any(share() < 0.5 for _ in range(5))
+    before = time.process_time()
+    time.sleep(0.6)
+    assert time.process_time() - before < 0.3  # Google's own listener used 0.8 of every second
     firestore_emulator.start()
 
 

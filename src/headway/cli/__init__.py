@@ -243,11 +243,9 @@ def typed(text: str) -> str:
     database = _named.get()
     if database is None or "headway " not in text:
         return text
-    from shlex import quote
+    from headway import config
 
-    from headway.telemetry import redact
-
-    return with_option(text, f"--database {quote(redact(database))}", _takes_database)
+    return with_option(text, config.database_option(database), _takes_database)
 
 
 def _takes_database(command: str) -> bool:
