@@ -29,16 +29,19 @@ def child(code: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 HOLDING = """
-import os
+import os, threading
 from headway.lifecycle import Shutdown, on_signals
 shutdown = Shutdown()
-shutdown.on_request(lambda: os.write(1, b"woken\\n"))
+wakes = threading.Semaphore(0)
+shutdown.on_request(lambda: (os.write(1, b"woken\\n"), wakes.release()))
 with on_signals(shutdown):
     print("ready", flush=True)
     shutdown.stop.wait(30)
     os.write(1, b"stop %d %s\\n" % (shutdown.exit_code, str(shutdown.abandon.is_set()).encode()))
     shutdown.abandon.wait(30)
     os.write(1, b"abandon %d\\n" % shutdown.exit_code)
+    for _ in range(2):
+        wakes.acquire(timeout=30)  # another thread wakes, and a process that ends waits for none of its
 raise SystemExit(shutdown.exit_code)
 """
 

@@ -269,6 +269,17 @@ def test_kill_9_leaves_no_program_behind(place: Path, spawn_cli: Spawn, everybod
     eventually(lambda: not any(lives(pid) for pid in programs), timeout=30)
 
 
+def test_a_program_whose_worker_dies_at_the_moment_it_starts_is_not_left_behind(place: Path, headway_cli: Cli):
+    script(place, 'echo $$ > "pid-$1"; kill -9 $PPID; sleep 600')
+    done = headway_cli(
+        "run", "--items", "items.txt", "--workers", "1", "--retries", "0", "--no-last-pass", "--", "./work.sh", "{}"
+    )
+    assert done.returncode == 3, done.stderr
+    pids = [int(file.read_text()) for file in place.glob("pid-*")]
+    assert len(pids) == 3
+    eventually(lambda: not any(lives(pid) for pid in pids))
+
+
 def test_a_second_ctrl_c_ends_the_programs_and_the_same_command_goes_on(
     place: Path, spawn_cli: Spawn, headway_cli: Cli
 ):

@@ -6,8 +6,8 @@ It is an argument list and never a shell's text: what an item contains is one ar
 done, and what the program printed on stdout is the result. Anything else is a failure whose cause is the status or
 signal with the last line of stderr.
 
-Each program runs in a process group of its own. When it ends, and when its time is up, the whole group is ended. So that
-no group outlives the worker that started it, however that ends, a guard (`_Guard`) waits beside each worker.
+Each program runs in a process group that it shares with no other one. When it ends, and when its time is up, the whole group
+is ended. So that no group outlives the worker that started it, however that ends, a guard (`_Guard`) waits beside each worker.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PLACEHOLDER = re.compile(r"\{\{(?P<literal>[A-Za-z_][\w.-]*)?\}\}|\{(?P<name>[A
 _PARALLEL = re.compile(r"(?<![$\{])\{(?:\.|//?|/\.|#|%)\}(?!\})")
 _BROKEN = (errno.E2BIG, errno.ENOEXEC)
 
-# Waits until nobody is left who could write, then reads the groups that ran at that time, and ends them.
+# Waits until nobody is left who could write, then reads the worker's groups, and ends them.
 _GUARD = 'trap "" INT TERM HUP; read -r end; read -r now <&3; for group in $now; do kill -s KILL -- "-$group"; done'
 
 
@@ -164,21 +164,20 @@ class Program:
 
     def _execute(self, words: list[str], payload: Any, out: Captured, err: Captured, timeout: float | None) -> int:
         """Its exit status; of one that a signal ended, the signal's negative number; -1000 when its time was up."""
-        with _pipe() as (out_reading, out_writing), _pipe() as (err_reading, err_writing):
+        with (
+            _Guard.of_this_process().group() as group,
+            _pipe() as (out_reading, out_writing),
+            _pipe() as (err_reading, err_writing),
+        ):
             actions: list[Any] = [(os.POSIX_SPAWN_DUP2, out_writing, 1), (os.POSIX_SPAWN_DUP2, err_writing, 2)]
             with self._input(payload) as action:
                 pid = os.posix_spawn(
                     self._path, words,
                     dict(os.environb),  # as bytes: decoding each variable to encode it again took a tenth of the whole
-                    file_actions=[*actions, action], setpgroup=0,
+                    file_actions=[*actions, action], setpgroup=group,
                     setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # Python ignores them, and a program inherits that
                 )  # fmt: skip
-            guard = _Guard.of_this_process()
-            guard.note(pid)
-            try:
-                return _follow(pid, {out_reading: out, err_reading: err}, timeout)
-            finally:
-                guard.forget(pid)
+            return _follow(pid, group, {out_reading: out, err_reading: err}, timeout)
 
     @contextmanager
     def _input(self, payload: Any) -> Iterator[tuple[Any, ...]]:
@@ -221,7 +220,7 @@ class Program:
 _TIME_IS_UP = -1000
 
 
-def _follow(pid: int, streams: dict[int, Captured], timeout: float | None) -> int:
+def _follow(pid: int, group: int, streams: dict[int, Captured], timeout: float | None) -> int:
     """Take what the program prints until it ends. What it left behind in its group is ended with it: it could hold the
     streams open, or run for ever with nobody to know."""
     poll = select.poll()
@@ -238,7 +237,7 @@ def _follow(pid: int, streams: dict[int, Captured], timeout: float | None) -> in
             left = limits[0][1] - (time.monotonic() - began) if limits else None
             if left is not None and left <= 0:
                 overdue = True
-                _end_group(pid, limits.pop(0)[0])
+                _end_group(group, limits.pop(0)[0])
                 continue
             patience = 3600.0 if left is None else left
             for descriptor, _ in poll.poll(1000 * (patience if ended is not None else min(patience, 0.02)) + 1):
@@ -246,14 +245,13 @@ def _follow(pid: int, streams: dict[int, Captured], timeout: float | None) -> in
                     _take(descriptor, streams[descriptor], most=1)
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 break
-        # Its number is its own until it is waited for, so the group is that of nobody else.
-        _end_group(pid, signal.SIGKILL)
+        _end_group(group, signal.SIGKILL)
         for descriptor, captured in streams.items():
             _take(descriptor, captured, most=64)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         return _TIME_IS_UP if overdue else status
     except BaseException:
-        _end_group(pid, signal.SIGKILL)
+        _end_group(group, signal.SIGKILL)
         os.waitpid(pid, 0)
         raise
     finally:
@@ -268,9 +266,9 @@ def _take(descriptor: int, captured: Captured, *, most: int) -> None:
             captured.add(os.read(descriptor, LIMIT))
 
 
-def _end_group(pid: int, number: signal.Signals) -> None:
+def _end_group(group: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError, PermissionError):  # nobody is left, or nobody of ours
-        os.killpg(pid, number)
+        os.killpg(group, number)
 
 
 def _pidfd(pid: int) -> int | None:
@@ -283,7 +281,7 @@ def _pidfd(pid: int) -> int | None:
 
 class _Guard:
     """A process beside a worker that outlives it by a moment: when the worker is no more, killed by whomever, it ends the
-    groups that still ran. It is a shell with a fixed text, because that is small, and not found under our name by those
+    groups of its programs. It is a shell with a fixed text, because that is small, and not found under our name by those
     who kill everything of ours at once."""
 
     _lock = threading.Lock()
@@ -297,12 +295,11 @@ class _Guard:
             return cls._current[1]
 
     def __init__(self) -> None:
-        self._groups: set[int] = set()
-        self._writing_lock = threading.Lock()
-        # The groups stand in a file that the guard reads once, at the end: a message at each change would wake it twice
-        # for each program, which costs a tenth of what a small program needs.
+        self._groups: list[int] = []
+        self._free: list[int] = []
+        self._changing = threading.Lock()
+        # The groups stand in a file that the guard reads once, at the end: a message would have to be read meanwhile.
         self._file = _nameless_file()
-        self._tell()
         reading, self._alive = os.pipe()  # its other end closes with this process, whatever ends it
         actions: list[Any] = [
             (os.POSIX_SPAWN_DUP2, reading, 0),
@@ -313,19 +310,27 @@ class _Guard:
         os.posix_spawn("/bin/sh", ["sh", "-c", _GUARD], {}, file_actions=actions, setpgroup=0)
         os.close(reading)
 
-    def note(self, group: int) -> None:
-        with self._writing_lock:
-            self._groups.add(group)
-            self._tell()
+    @contextmanager
+    def group(self) -> Iterator[int]:
+        """A process group for a program, which the guard knows before the program is in it: one whose worker is killed at the
+        very moment it starts is ended as well."""
+        with self._changing:
+            group = self._free.pop() if self._free else self._new_group()
+        try:
+            yield group
+        finally:
+            with self._changing:
+                self._free.append(group)
 
-    def forget(self, group: int) -> None:
-        with self._writing_lock:
-            self._groups.discard(group)
-            self._tell()
-
-    def _tell(self) -> None:
+    def _new_group(self) -> int:
+        """The first of the group ends at once and is never waited for. Until this process ends it keeps the group and its
+        number, and no signal to the group is one to it: the group can be ended and joined again, program after program."""
+        group = os.posix_spawn("/bin/sh", ["sh", "-c", ":"], {}, setpgroup=0)
+        os.waitid(os.P_PID, group, os.WEXITED | os.WNOWAIT)
+        self._groups.append(group)
         with suppress(OSError):  # no room for a line: the work is worth more than the guard
-            os.pwrite(self._file, f"{' '.join(map(str, self._groups)):256}\n".encode(), 0)
+            os.pwrite(self._file, f"{' '.join(map(str, self._groups))}\n".encode(), 0)
+        return group
 
 
 def _nameless_file() -> int:

@@ -52,21 +52,23 @@ class Beside:
 
     def close(self) -> str | None:
         """End it, after its pages were told the last state; why it had failed, if it had."""
-        failed = self._process.poll()
+        has_ended = self._process.poll() is not None
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()
         try:
-            self._process.wait(GRACE + 5)
+            # One that was killed a moment ago has not ended yet, as long as one of its threads has not: its status tells.
+            status = self._process.wait(GRACE + 5)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+            status = 0
         with self._said:
             self._said.seek(0)
             lines = self._said.read(100_000).decode(errors="replace").strip().splitlines()
-        if failed is None:
+        if status == 0 and not has_ended:
             return None
-        return redact(lines[-1])[:300] if lines else f"it ended with {failed}"
+        return redact(lines[-1])[:300] if lines else f"it ended with {status}"
 
 
 def main(descriptor: int) -> int:
