@@ -12,15 +12,17 @@ from typing import Any
 
 import pytest
 
+from headway._lease import Owner
 from headway._sql import Database, Tx
 from headway.failure import Failure
 from headway.ledger import Done, Failed, Job, Ledger
 from headway.ledger.stretches import MOST
 from headway.queue import records
+from headway.queue.claims import Claimant, claim_next
 from headway.queue.hinting import doubtful
 from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import Status
+from headway.queue.values import PRIORITIES, Status
 from headway.views.durations import read_durations
 from headway.views.map import read_map
 from headway.views.performance import _spread
@@ -98,14 +100,14 @@ def read_by(database: Database, monkeypatch: pytest.MonkeyPatch) -> Reading:
     def ask(call: Callable[[], object]) -> int:
         sent: list[tuple[str, Any]] = []
         with monkeypatch.context() as patch:
-            for name in ("execute", "one", "all"):
-                original = getattr(Tx, name)
+            for kind, name in ((Tx, "execute"), (Tx, "one"), (Tx, "all"), (Database, "write")):
+                original = getattr(kind, name)
 
-                def spy(self: Tx, sql: str, parameters: Any = (), original: Any = original) -> Any:
+                def spy(self: Any, sql: str, parameters: Any = (), original: Any = original, **options: Any) -> Any:
                     sent.append((sql, parameters))
-                    return original(self, sql, parameters)
+                    return original(self, sql, parameters, **options)
 
-                patch.setattr(Tx, name, spy)
+                patch.setattr(kind, name, spy)
             call()
         words = ("SELECT", "WITH", "UPDATE", "DELETE", "INSERT")
         found = [(rows_read(database, sql, values), sql) for sql, values in sent if sql.lstrip().startswith(words)]
@@ -207,3 +209,33 @@ def test_a_queue_that_was_just_filled_is_listed_and_swept_without_a_look_at_all_
     assert len(queue.list(status=status, limit=50)) == 50
     assert read_by(lambda: database.run(lambda tx: doubtful(tx, older_than=-60.0, limit=PAGE))) <= FEW
     assert read_by(lambda: Sweeper(queue).purge(pages=1)) <= FEW
+
+
+@pytest.mark.req("S3-36")
+@pytest.mark.parametrize("why", ["paused", "the queue is full", "the kinds are full"])
+def test_what_may_not_run_now_costs_those_that_may_nothing_however_much_of_it_waits(
+    database: Database, read_by: Reading, why: str
+):
+    now = time.time()
+    database.run(
+        lambda tx: tx.execute(_TASKS.format(status="QUEUED", now=now, ended="NULL").replace("'low', 3", "'high', 1"))
+    )
+    queue = TaskQueue(database)
+    if why == "paused":
+        queue.pause("high", reason="too much", by="ann")
+    elif why == "the queue is full":
+        queue.limit("queue", "high", concurrency=0)
+    else:
+        for kind in ("k0", "k1", "k2"):
+            queue.limit("kind", kind, concurrency=0)
+    who = Claimant("w-1", Owner.current(), ("k0", "k1", "k2"))
+
+    def claim() -> list[str]:
+        return [found.id for found in claim_next(database, who, queues=PRIORITIES, limit=5)]
+
+    assert claim() == []
+    assert read_by(claim) <= PAGE
+    if why != "the kinds are full":
+        database.run(lambda tx: tx.execute("UPDATE tasks SET queue = 'low', place = 3 WHERE id = 't-60000'"))
+        assert read_by(claim) <= PAGE
+        assert queue.get("t-60000").status == Status.RUNNING

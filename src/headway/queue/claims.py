@@ -67,13 +67,13 @@ def claim(
     now, shut, limited, due = _look(tx)
     if due:
         promote(tx, now)
-    open_queues = [queue.place for queue in queues if queue not in shut]
+    open_queues = [queue for queue in queues if queue not in shut]
     if not open_queues or not who.kinds or limit < 1:
         return []
-    where, values = _eligible(who, open_queues, unhinted=unhinted)
     if limited:
-        rows = _take_within_limits(tx, who, where, values, limit, now)
+        rows = _take_within_limits(tx, who, open_queues, limit, now, unhinted=unhinted)
     else:
+        where, values = _eligible(_places(open_queues), who.kinds, unhinted=unhinted)
         # The limit stands in the text: PostgreSQL plans a parameter as a tenth of all rows, and would sort what waits.
         # One statement that locks, takes and tells. What another worker has locked is skipped, not waited for.
         picked = (
@@ -121,14 +121,19 @@ def claiming(
     ``given`` names the rows that it settles by the same statement: before that it held them."""
     # The process is part of it: another one by the same name has a predecessor, whose runs the sweeper ends.
     now, process = STATEMENT_TIME["postgresql"], write_owner(who.owner).removesuffix("}")
-    where, values = _eligible(who, [queue.place for queue in queues], unhinted=unhinted)
+    # Which places are open is known before the first row is looked at: of a paused queue none is, however many wait in it.
+    served = ", ".join(f"({queue.place}, '{queue.value}')" for queue in queues)
+    open_places = (
+        f"= ANY (ARRAY(SELECT at FROM (VALUES {served}) AS served (at, name) WHERE name NOT IN (SELECT q.name "
+        f"FROM task_queues q WHERE q.paused = 1 AND (q.paused_until IS NULL OR q.paused_until > {now}))))"
+    )
+    where, values = _eligible(open_places, who.kinds, unhinted=unhinted)
     settling = f" AND no NOT IN (SELECT given_no FROM {given})" if given else ""
     statement = (
         f"mine AS MATERIALIZED (SELECT {CLAIMED} FROM tasks WHERE status = 'RUNNING' AND worker = ? "
         f"AND starts_with(holder, ?) AND lease_until > {now} + ?{settling}), picked AS MATERIALIZED (SELECT no AS picked_no "
         f"FROM tasks WHERE {where} AND NOT EXISTS (SELECT 1 FROM mine) AND NOT EXISTS (SELECT 1 FROM task_limits) "
-        f"AND NOT ({_DUE.format(now=now, cap=RETRY_CAP + 1.0)}) AND queue NOT IN (SELECT name FROM task_queues "
-        f"WHERE paused = 1 AND (paused_until IS NULL OR paused_until > {now})) ORDER BY place, turn, no LIMIT {int(limit)} "
+        f"AND NOT ({_DUE.format(now=now, cap=RETRY_CAP + 1.0)}) ORDER BY place, turn, no LIMIT {int(limit)} "
         f"FOR UPDATE SKIP LOCKED), taken AS (UPDATE tasks SET {_taking(now)} "
         f"WHERE no = ANY (ARRAY(SELECT picked_no FROM picked)) RETURNING {CLAIMED}, status, error, updated_at)"
     )
@@ -143,20 +148,32 @@ def _look(tx: Tx) -> tuple[float, set[Priority], bool, bool]:
     return float(now), shut, bool(limited), bool(due)
 
 
-def _eligible(who: Claimant, places: Sequence[int], *, unhinted: bool) -> tuple[str, list[Value]]:
+def _places(queues: Sequence[Priority]) -> str:
+    """Numbers of our own, so they stand in the text."""
+    return f"IN ({', '.join(str(queue.place) for queue in queues)})"
+
+
+def _eligible(places: str, kinds: Sequence[str], *, unhinted: bool) -> tuple[str, list[Value]]:
     """What may be claimed, as a condition."""
-    where = f"status = 'QUEUED' AND ready = 1 AND place IN ({marks(len(places))}) AND kind IN ({marks(len(who.kinds))})"
-    values: list[Value] = [*places, *who.kinds]
+    where = f"status = 'QUEUED' AND ready = 1 AND place {places} AND kind IN ({marks(len(kinds))})"
     if unhinted:
         where += " AND hinted_at IS NULL"
-    return where, values
+    return where, list(kinds)
 
 
-def _take_within_limits(tx: Tx, who: Claimant, where: str, values: list[Value], limit: int, now: float) -> list[Row]:
+def _take_within_limits(
+    tx: Tx, who: Claimant, queues: Sequence[Priority], limit: int, now: float, *, unhinted: bool
+) -> list[Row]:
     """Look at rows, lock them and take those that the limits admit, until there are enough or no more."""
     limits = Limits(tx, now)
     rows: list[Row] = []
     while len(rows) < limit:
+        # A queue or a kind that is full is not asked for: its rows are not looked at, however many they are.
+        open_queues = [queue for queue in queues if not limits.is_full("queue", queue)]
+        kinds = [kind for kind in who.kinds if not limits.is_full("kind", kind)]
+        if not open_queues or not kinds:
+            break
+        where, values = _eligible(_places(open_queues), kinds, unhinted=unhinted)
         barred, barred_values = limits.barred()
         found = tx.all(
             f"SELECT no, queue, user_id, party, kind FROM tasks WHERE {' AND '.join([where, *barred])} "

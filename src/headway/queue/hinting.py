@@ -18,13 +18,14 @@ def unhinted(tx: Tx, *, limit: int) -> list[tuple[str, Priority]]:
     """Tasks that may run and of which RQ was not told, in the order of service; none of a paused queue, none whose id RQ
     does not take (one with a dot)."""
     now = tx.now()
-    open_queues = [queue.place for queue in PRIORITIES if queue not in paused(tx, now)]
-    barred, values = Limits(tx, now).barred()
+    shut, limits = paused(tx, now), Limits(tx, now)
+    open_queues = [queue for queue in PRIORITIES if queue not in shut and not limits.is_full("queue", queue)]
+    barred, values = limits.barred()
     where = "".join(f" AND {condition}" for condition in barred)
     rows = tx.all(
         "SELECT id, queue FROM tasks WHERE status = 'QUEUED' AND ready = 1 AND hinted_at IS NULL "
         f"AND id NOT LIKE '%.%' AND place IN ({marks(len(open_queues))}){where} ORDER BY place, turn, no LIMIT ?",
-        (*open_queues, *values, limit),
+        (*(queue.place for queue in open_queues), *values, limit),
     )
     return [(id, Priority(queue)) for id, queue in rows]
 

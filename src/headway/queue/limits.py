@@ -19,7 +19,7 @@ _LISTED = {
     "sqlite": "SELECT value FROM json_each(?)",
     "postgresql": "SELECT json_array_elements_text(CAST(? AS json))",
 }
-_COLUMN = {"queue": "queue", "user": "user_id", "partition": "party", "kind": "kind"}
+_COLUMN = {"user": "user_id", "partition": "party", "kind": "kind"}
 
 
 class Limits:
@@ -41,7 +41,7 @@ class Limits:
             ):
                 for name in _names(queue, user, party, kind):
                     self._running[name] = self._running.get(name, 0) + int(count)
-            self._full = {name for name in self._running if self._is_full(name)}
+            self._full = {name for name in self._running if self._has_most(name)}
             self._full |= {name for name, most in self._most.items() if most == 0 and name[1] != "*"}
         if self._rate:
             # Whoever has used up their rate is left out from the start, or they would hide those behind them. One question,
@@ -54,21 +54,27 @@ class Limits:
                 if rate is not None and self._saved(rate, allowance, at) < 1.0:
                     self._full.add((scope, key))
 
+    def is_full(self, scope: str, key: str) -> bool:
+        """Whether nothing of it can run now."""
+        name = scope, key
+        return name in self._full or (self._most.get((scope, "*")) == 0 and name not in self._most)
+
     def barred(self) -> tuple[list[str], list[Value]]:
-        """Conditions that leave out what cannot run now, so that ten thousand tasks of a full user are not looked at."""
+        """Conditions that leave out users, parties and kinds of which nothing can run now: they would hide those behind them.
+        (Of a queue that is full no place is asked for: see `is_full`.)"""
         # However many there are, they are one parameter: a statement takes 65,535 of them at the most.
         where: list[str] = []
         values: list[Value] = []
         listed = _LISTED[self._tx.engine]
-        for scope in SCOPES:
+        for scope, column in _COLUMN.items():
             keys = sorted(key for found, key in self._full if found == scope)
             if keys:
-                where.append(f"coalesce({_COLUMN[scope]}, '') NOT IN ({listed})")
+                where.append(f"coalesce({column}, '') NOT IN ({listed})")
                 values.append(json.dumps(keys))
             if self._most.get((scope, "*")) == 0:
                 own = sorted(key for found, key in self._most if found == scope and key != "*")
-                nobody = f"{_COLUMN[scope]} IS NULL OR " if scope == "user" else ""
-                where.append(f"({nobody}{_COLUMN[scope]} IN ({listed}))")
+                nobody = f"{column} IS NULL OR " if scope == "user" else ""
+                where.append(f"({nobody}{column} IN ({listed}))")
                 values.append(json.dumps(own))
         return where, values
 
@@ -87,7 +93,7 @@ class Limits:
         for name in names:
             if self._most:
                 self._running[name] = self._running.get(name, 0) + 1
-                if self._is_full(name):
+                if self._has_most(name):
                     self._full.add(name)
         return True
 
@@ -100,7 +106,7 @@ class Limits:
                 (scope, key, allowance, self._now),
             )
 
-    def _is_full(self, name: tuple[str, str]) -> bool:
+    def _has_most(self, name: tuple[str, str]) -> bool:
         most = self._limit(self._most, name)
         return most is not None and self._running.get(name, 0) >= most
 
