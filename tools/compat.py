@@ -148,7 +148,7 @@ def check(surrounding: Surrounding, directory: Path, tests: tuple[str, ...]) -> 
     began = time.monotonic()
     own = str(directory / "bin" / "python")
     install = (own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *surrounding.packages)
-    suite = (own, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "--no-header", *tests)
+    suite = (own, "-m", "pytest", "-q", "-n", "4", "-p", "no:cacheprovider", "--no-header", *tests)
     steps: list[Callable[[], subprocess.CompletedProcess[str]]] = [
         lambda: run(surrounding.python, "-m", "venv", str(directory)),
         lambda: run(*install),
