@@ -16,6 +16,7 @@ repeated because its answer was lost takes nothing from anybody.
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -77,7 +78,7 @@ def write_owner(owner: Owner, seconds: float | None = None, *, is_counted: bool 
     known: dict[str, Any] = {name: getattr(owner, name) for name in Owner.__slots__}
     if seconds is not None:
         if is_counted:
-            known["until"] = round(time.monotonic() + seconds, 3)
+            known["until"] = math.floor((time.monotonic() + seconds) * 1000) / 1000  # not later than it ends
         known["seconds"] = seconds
     return json.dumps(known, separators=(",", ":"))
 

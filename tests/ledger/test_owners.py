@@ -225,12 +225,19 @@ def test_a_handle_whose_number_another_job_got_after_the_database_went_back_chan
     assert [ledger.database.all(f"SELECT * FROM {table}") for table in TABLES] == before
 
 
+def time_of(ledger: Ledger) -> float:
+    with ledger.database.read() as tx:
+        return tx.now()
+
+
 @pytest.mark.parametrize("verb", [verb for verb in WRITES if verb != "release"])
 def test_whoever_holds_the_job_can_write(ledger: Ledger, job: Job, verb: str):
     ledger.database.write("INSERT INTO outputs (job, path, seq, size) VALUES (?, '/r', 5, 5)", (job.no,))
     hold = ledger.hold(job, {})
     job.note_running(hold, [(2, "w")])
     before = [ledger.database.all(f"SELECT * FROM {table}") for table in TABLES]
+    moment = time_of(ledger)
+    eventually(lambda: time_of(ledger) > moment)  # of a renewal nothing else is seen
     WRITES[verb](ledger, job.held_by(hold), hold)
     assert [ledger.database.all(f"SELECT * FROM {table}") for table in TABLES] != before
 
