@@ -59,9 +59,10 @@ class Owner:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the process can be *seen* to be gone: only one of this machine; others are waited for."""
+        """Whether the process can be *seen* to be gone: only one of this machine; others are waited for. So is one that did
+        not know when it began (it could open no file then): its number may be another process's by now, or still its own."""
         _, _, space = _here(os.getpid())
-        return bool(self.space) and self.space == space and _is_gone(self.pid, self.started)
+        return bool(self.space and self.started) and self.space == space and _is_gone(self.pid, self.started)
 
     @property
     def shares_our_clock(self) -> bool:
@@ -99,7 +100,7 @@ def read_owner(text: str | None) -> Written | None:
         if type(owner.pid) is not int or not 0 < owner.pid < 2**31:
             return None
         return Written(owner, None if until is None else float(until), None if seconds is None else float(seconds))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 
@@ -216,14 +217,18 @@ def has_ended(holder: str | None, until: float | None, now: float) -> bool:
     """Whether a lease has ended, by what its columns say and the store's time: also for one who only looks.
 
     An owner that can be seen to be dead has no lease. Where the owner's clock is ours, a wall clock that was set forward
-    or back does not matter. An owner we cannot read (an earlier headway's) is believed until the end it wrote.
+    or back does not matter; but one by which more is left than the whole time is not the clock it was written by (a machine that
+    was put back to a snapshot, a namespace of time under the number of an earlier one). An owner we cannot read (an earlier
+    headway's) is believed until the end it wrote.
     """
     found = read_owner(holder)
     if found is not None:
         if found.owner.is_dead:
             return True
         if found.owner.shares_our_clock and found.until is not None:
-            return time.monotonic() > found.until
+            left = found.until - time.monotonic()
+            if found.seconds is None or left <= found.seconds + SLACK:
+                return left < 0
     return until is None or until <= now
 
 

@@ -161,6 +161,30 @@ def test_a_stopped_owner_is_not_dead():
         assert stopped.is_dead
 
 
+#: Says of itself whether it is dead, when it had no descriptor left to read its own beginning.
+EXHAUSTED = """
+import os
+from headway._lease import Owner
+Owner("host", "", "", 1, "", "").is_dead  # as whoever lists jobs asks, before it has a lease of its own
+taken = []
+try:
+    while True:
+        taken.append(os.dup(0))
+except OSError:
+    pass
+owner = Owner.current()
+for descriptor in taken:
+    os.close(descriptor)
+assert owner.space
+print(owner.is_dead)
+"""
+
+
+def test_an_owner_that_could_open_no_file_when_it_asked_when_it_began_is_not_taken_for_dead():
+    limited = ["bash", "-c", 'ulimit -n 64; exec "$@"', "bash", sys.executable, "-c", EXHAUSTED]
+    assert subprocess.check_output(limited, text=True) == "False\n"
+
+
 @pytest.mark.parametrize(("proc", "seen"), [([], "False"), (["--mount-proc"], "True")])
 def test_nobody_is_seen_to_be_dead_by_a_proc_that_shows_the_processes_of_another_namespace(proc: list[str], seen: str):
     """Under our numbers it shows other processes: when one of them ends, a living owner would be taken for dead."""
@@ -240,6 +264,21 @@ def test_an_owner_elsewhere_is_judged_by_the_stores_clock(store: Store):
     store.acquire(Owner.current(), 60.0)
 
 
+def test_a_machine_that_was_put_back_to_a_snapshot_keeps_no_lease_by_the_clock_it_had_before(tmp_path: Path):
+    """Its boot and its number are the same, and its clock stands where it stood hours ago."""
+    with connect(f"sqlite:///{tmp_path}/l.db") as database:
+        store = Store(database, None)
+        before = replace(Owner.current(), space="a container that is no more")
+        store.acquire(before, 30.0)
+        written = json.loads(write_owner(before, 30.0))
+        written["until"] += 3600.0
+        database.write("UPDATE leases SET holder = ?", (json.dumps(written),))
+        with pytest.raises(Held):
+            store.acquire(Owner.current(), 30.0)
+        store.set_clock(31.0)
+        store.acquire(Owner.current(), 30.0)
+
+
 def test_a_clock_that_was_set_back_delays_nobody_by_more_than_a_whole_lease(store: Store):
     store.acquire(elsewhere(), 60.0)
     store.set_clock(-3600.0)
@@ -299,7 +338,13 @@ def odd_pids() -> list[str]:
     return [json.dumps({**fields, "pid": pid}) for pid in (0, -1, 2**31, True, "7", None, 1.0)]
 
 
-@pytest.mark.parametrize("text", [None, "", "{}", "[]", "null", '{"pid": 1}', "no json", *odd_pids()])
+def odd_ends() -> list[str]:
+    """What a foreign hand may have written as the end of a lease, or as all of it."""
+    fields = {**dict.fromkeys(Owner.__slots__, "x"), "pid": 7}
+    return [json.dumps({**fields, name: 10**400}) for name in ("until", "seconds")] + ["[" * 100_000]
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", "[]", "null", '{"pid": 1}', "no json", *odd_pids(), *odd_ends()])
 def test_a_text_that_is_no_owners_is_recognised(text: str | None):
     assert read_owner(text) is None
 
