@@ -217,9 +217,9 @@ def has_ended(holder: str | None, until: float | None, now: float) -> bool:
     """Whether a lease has ended, by what its columns say and the store's time: also for one who only looks.
 
     An owner that can be seen to be dead has no lease. Where the owner's clock is ours, a wall clock that was set forward
-    or back does not matter; but one by which more is left than the whole time is not the clock it was written by (a machine that
-    was put back to a snapshot, a namespace of time under the number of an earlier one). An owner we cannot read (an earlier
-    headway's) is believed until the end it wrote.
+    or back does not matter; but one by which more is left than the whole time is not the clock it was written by (a machine
+    that was put back to a snapshot, a namespace of time under the number of an earlier one). An owner we cannot read (an
+    earlier headway's) is believed until the end it wrote.
     """
     found = read_owner(holder)
     if found is not None:
@@ -296,9 +296,35 @@ class RedisLeases:
 
     def __init__(self, client: Redis) -> None:
         self._client = client
+        #: Who may have a lease and does not know it, because no answer came: (owner, until when by the monotonic clock).
+        self._unanswered: dict[str, tuple[Owner, float]] = {}
 
     def acquire(self, key: str, owner: Owner, seconds: float) -> Lease:
-        """Take the lease, or raise `Held` and say who has it."""
+        """Take the lease, or raise `Held` and say who has it.
+
+        An acquisition of this process to which no answer came is taken up instead: the server may have given the lease to it,
+        or not taken it back, and then it would be waited for although nobody uses it.
+        """
+        earlier, _ = self._unanswered.pop(key, (owner, 0.0))
+        owner = earlier if earlier.pid == owner.pid else owner  # a fork inherits what its parent asked
+        with self._noting_silence(key, owner, seconds):
+            return self._acquire(key, owner, seconds)
+
+    @contextmanager
+    def _noting_silence(self, key: str, owner: Owner, seconds: float) -> Iterator[None]:
+        try:
+            yield
+        except Held:
+            raise
+        except BaseException:  # also a signal's, between request and answer
+            now = time.monotonic()
+            for name, (_, until) in list(self._unanswered.items()):
+                if until < now:
+                    self._unanswered.pop(name, None)
+            self._unanswered[key] = (owner, now + seconds)
+            raise
+
+    def _acquire(self, key: str, owner: Owner, seconds: float) -> Lease:
         from headway import _redis  # here and below: whoever lists jobs reads leases too, and needs no Redis
 
         text, dead = write_owner(owner, seconds, is_counted=False), ""
@@ -325,7 +351,8 @@ class RedisLeases:
         """Give it back; False when it was not this owner's any more, and then nothing changes."""
         from headway import _redis
 
-        return bool(_redis.script("lease/release")(self._client, [str(lease.key)], [held_as(lease)]) == "RELEASED")
+        with self._noting_silence(str(lease.key), lease.owner, lease.seconds):
+            return bool(_redis.script("lease/release")(self._client, [str(lease.key)], [held_as(lease)]) == "RELEASED")
 
 
 def held_as(lease: Lease) -> str:

@@ -8,16 +8,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headway import _lease
+from headway import _lease, _redis
 from headway._lease import Lease, Owner, RedisLeases, SqlLeases, read_owner, write_owner
 from headway._sql import Database, connect
 from headway.errors import Held, StaleClaim
+from tests.services.proxy import TcpProxy
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
 
@@ -249,6 +251,31 @@ def test_a_wall_clock_that_is_set_moves_no_lease_on_the_owners_machine(tmp_path:
         with pytest.raises(Held):
             store.acquire(Owner.current(), 60.0)
         database.run(lambda tx: leases.check(tx, mine))
+
+
+@pytest.mark.parametrize("verb", ["acquire", "release"])
+@pytest.mark.parametrize("arrives", ["arrives", "is lost"])
+def test_a_lease_whose_answer_was_lost_is_not_waited_for_by_the_one_who_asked(
+    redis_server: RedisServer, tcp_proxy: Callable[[int], TcpProxy], verb: str, arrives: str
+):
+    proxy = tcp_proxy(redis_server.port)
+    with _redis.connect(f"redis://127.0.0.1:{proxy.port}/1", role="state") as client:
+        leases = RedisLeases(client)
+        client.ping()
+        first = leases.acquire("headway:test:lease", Owner.current(), 600.0) if verb == "release" else None
+        if arrives == "arrives":
+            proxy.drop_replies(to=b"headway:test:lease")
+        else:
+            proxy.refuse()
+            proxy.cut()
+        with pytest.raises(_redis.failures()):
+            leases.release(first) if first else leases.acquire("headway:test:lease", Owner.current(), 600.0)
+        proxy.pass_through()
+        ours = leases.acquire("headway:test:lease", Owner.current(), 600.0)
+        leases.renew(ours)
+        with pytest.raises(Held):
+            leases.acquire("headway:test:lease", Owner.current(), 600.0)
+        assert leases.release(ours)
 
 
 def elsewhere() -> Owner:
