@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
-from headway._lease import Owner, write_owner
-from headway.errors import JobHeld, NotFound, StaleClaim
+from headway._lease import Owner, read_owner, write_owner
+from headway._sql import Tx
+from headway.errors import InvalidInput, JobHeld, NotFound, StaleClaim
 from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, NewItem
 from headway.retry import RetryPolicy
 from tests.core.databases import python
@@ -331,6 +335,46 @@ def test_a_claim_that_lapsed_for_the_last_time_as_the_last_open_item_finishes_th
     assert [(kind, json.loads(data)) for kind, data in rows] == [
         ("job.completed", {"total": 2, "succeeded": 1, "failed": 1})
     ]
+
+
+@pytest.mark.parametrize(  # on PostgreSQL a renewal waits for nobody who has the job's row
+    ("engine", "verb"), [("sqlite", "claim"), ("sqlite", "renew"), ("postgresql", "claim")], indirect=["engine"]
+)
+def test_a_claim_lasts_its_whole_time_however_long_the_database_was_busy(
+    url: str, ledger: Ledger, job: Job, verb: str
+) -> None:
+    """On its own machine its end is counted by the kernel's clock: from the moment it was written, not asked for."""
+    mine = job.claim("w", lease=30.0) if verb == "renew" else []
+    busy, over, freed_at = threading.Event(), threading.Event(), [0.0]
+
+    def be_busy(tx: Tx) -> None:
+        tx.execute("UPDATE jobs SET updated_at = updated_at")
+        busy.set()
+        over.wait(10.0)
+        freed_at[0] = time.monotonic()
+
+    with Ledger.open(url) as other, ThreadPoolExecutor(2) as pool:
+        blocking = pool.submit(other.database.run, be_busy)
+        assert busy.wait(10.0)
+        wanted = pool.submit(job.renew, mine, lease=30.0) if verb == "renew" else pool.submit(job.claim, "w")
+        time.sleep(0.3)
+        over.set()
+        blocking.result()
+        assert wanted.result()
+    row = ledger.database.one("SELECT holder FROM progress")
+    assert row is not None
+    found = read_owner(row[0])
+    assert found is not None
+    assert found.until is not None
+    assert found.until >= freed_at[0] + 30.0 - 0.01
+
+
+@pytest.mark.parametrize("lease", [0.0, -1.0, math.nan, math.inf])
+def test_a_claim_is_not_renewed_for_a_time_that_is_none(job: Job, lease: float):
+    mine = job.claim("w", lease=1000.0)
+    with pytest.raises(InvalidInput, match="lease"):
+        job.renew(mine, lease=lease)
+    assert job.record([Done(mine[0].idx, token=mine[0].token)]).done == 1
 
 
 # ---- clocks ---------------------------------------------------------------------------------------------------------
