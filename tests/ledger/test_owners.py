@@ -17,7 +17,7 @@ import pytest
 
 from headway._lease import Owner, read_owner, write_owner
 from headway._sql import Tx
-from headway.errors import InvalidInput, JobHeld, NotFound, StaleClaim
+from headway.errors import InvalidInput, JobHeld, NotFound, Refused, StaleClaim
 from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, NewItem
 from headway.retry import RetryPolicy
 from tests.core.databases import python
@@ -441,6 +441,18 @@ def test_a_clock_set_back_delays_whoever_wants_the_job_of_a_dead_machine_by_a_le
         wanted[verb]()
     set_clock(ledger, 6)
     assert wanted[verb]()
+
+
+def test_a_clock_set_back_lets_nobody_ask_a_dead_machine_to_stop_for_longer_than_a_lease(ledger: Ledger, job: Job):
+    ledger.hold(job, {}, lease=25.0)
+    put_elsewhere(ledger)
+    set_clock(ledger, -7200)
+    assert job.stop().stopping == 1  # it may live, and hear it
+    set_clock(ledger, 20)
+    assert job.stop(now=True).stopping == 2
+    set_clock(ledger, 6)
+    with pytest.raises(Refused, match="not running"):
+        job.stop()
 
 
 def test_a_clock_set_back_takes_the_job_from_nobody_who_lives_elsewhere(ledger: Ledger, job: Job):
