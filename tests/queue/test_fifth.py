@@ -272,6 +272,17 @@ def test_a_database_that_answered_nobody_for_long_takes_nothing_from_those_who_l
     assert queue.get(id).status == "QUEUED"
 
 
+def test_a_sweeper_goes_on_when_the_database_was_put_back_to_before_there_was_one(queue: TaskQueue):
+    sweeper = Sweeper(queue)
+    sweeper.tick()
+    queue.database.write("DELETE FROM leases")
+    id = claimed_far_away(queue)
+    turn_clock(queue, LEASE + 1)
+    sweeper.tick()
+    sweeper.tick()
+    assert queue.get(id).status == "QUEUED"
+
+
 def test_a_clock_that_was_set_back_keeps_neither_a_dead_sweeper_nor_a_dead_worker_for_alive(queue: TaskQueue):
     queue.database.run(lambda tx: SqlLeases().acquire(tx, "queue.sweeper", far_away(), 8.0))
     sign = workers.Sign("far", far_away(), PRIORITIES, "idle", None, 0, 0, 0)

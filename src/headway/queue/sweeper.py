@@ -16,7 +16,7 @@ from typing import Protocol
 from headway import events
 from headway._lease import Lease, Owner, SqlLeases, shorten
 from headway._sql import Tx
-from headway.errors import HeadwayError, Held, StaleClaim
+from headway.errors import HeadwayError, Held, NotFound, StaleClaim
 from headway.failure import describe
 from headway.queue import claims, hinting, settling, workers
 from headway.queue.changing import SKIP_LOCKED
@@ -244,8 +244,8 @@ class Sweeper:
             if isinstance(found, Held):
                 return False
             self._lease = found
-        except StaleClaim:
-            self._lease = None  # somebody else sweeps now
+        except (StaleClaim, NotFound):
+            self._lease = None  # somebody else sweeps now, or the database was put back to before anybody did
             return False
         log.info("this is the active sweeper")
         return True
