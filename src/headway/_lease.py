@@ -371,12 +371,19 @@ def _here(pid: int) -> tuple[str, str, str]:
 
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        machine = f"{boot} {os.readlink('/proc/self/ns/time')}"
+        machine = f"{boot} {_time_namespace()}"
         # A /proc of another namespace (unshare --pid without --mount-proc) shows other processes under our numbers.
         ours = os.readlink("/proc/self") == str(pid)
         return socket.gethostname(), machine, f"{boot} {os.readlink('/proc/self/ns/pid')}" if ours else ""
     except OSError:  # not Linux: every owner is waited for
         return socket.gethostname(), "", ""
+
+
+def _time_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/time")
+    except FileNotFoundError:  # a kernel before 5.6 has one clock for all
+        return ""
 
 
 @lru_cache(maxsize=1)

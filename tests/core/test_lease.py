@@ -187,6 +187,26 @@ def test_an_owner_that_could_open_no_file_when_it_asked_when_it_began_is_not_tak
     assert subprocess.check_output(limited, text=True) == "False\n"
 
 
+#: As on a kernel before 5.6, which has no namespaces of time and no link to one.
+OLDER_KERNEL = """
+import os
+from dataclasses import replace
+readlink = os.readlink
+def older(path):
+    if path == "/proc/self/ns/time":
+        raise FileNotFoundError(2, "No such file or directory", path)
+    return readlink(path)
+os.readlink = older
+from headway._lease import Owner
+us = Owner.current()
+print(us.shares_our_clock, replace(us, started="1").is_dead)
+"""
+
+
+def test_a_kernel_without_namespaces_of_time_shows_the_dead_and_has_a_clock_all_the_same():
+    assert subprocess.check_output([sys.executable, "-c", OLDER_KERNEL], text=True) == "True True\n"
+
+
 @pytest.mark.parametrize(("proc", "seen"), [([], "False"), (["--mount-proc"], "True")])
 def test_nobody_is_seen_to_be_dead_by_a_proc_that_shows_the_processes_of_another_namespace(proc: list[str], seen: str):
     """Under our numbers it shows other processes: when one of them ends, a living owner would be taken for dead."""
