@@ -234,6 +234,7 @@ def test_whoever_holds_the_job_can_write(ledger: Ledger, job: Job, verb: str):
     ledger.database.write("INSERT INTO outputs (job, path, seq, size) VALUES (?, '/r', 5, 5)", (job.no,))
     hold = ledger.hold(job, {})
     job.note_running(hold, [(2, "w")])
+    ledger.database.write("UPDATE jobs SET lease_until = lease_until - 1")  # else a quick renewal changes nothing
     before = [ledger.database.all(f"SELECT * FROM {table}") for table in TABLES]
     WRITES[verb](ledger, job.held_by(hold), hold)
     assert [ledger.database.all(f"SELECT * FROM {table}") for table in TABLES] != before
@@ -492,6 +493,17 @@ def test_a_claim_that_a_failover_lost_records_nothing_over_the_next_one(ledger: 
     assert job.renew([lost]) == 0
     assert job.record([what._replace(token=lost.token)]).stale == [0]
     assert job.record([Done(0, token=again.token)]).done == 1
+
+
+def test_a_hold_that_a_failover_lost_does_not_say_how_the_run_of_the_next_one_ended(ledger: Ledger, job: Job):
+    lost = ledger.hold(job, {})
+    ledger.database.write("DELETE FROM runs")
+    ledger.database.write("UPDATE jobs SET token = token - 1, holder = NULL, lease_until = NULL")
+    next_one = ledger.hold(job, {})
+    assert (next_one.token, next_one.run) == (lost.token, lost.run)
+    ledger.release(next_one, "stopped")
+    ledger.release(lost, "failed")
+    assert [run.outcome for run in job.runs()] == ["stopped"]
 
 
 def test_a_clock_set_back_makes_no_item_wait_for_another_try(job: Job, ledger: Ledger):
