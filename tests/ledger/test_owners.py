@@ -378,6 +378,20 @@ def test_a_claim_is_not_renewed_for_a_time_that_is_none(job: Job, lease: float):
     assert job.record([Done(mine[0].idx, token=mine[0].token)]).done == 1
 
 
+def test_as_many_may_be_claimed_one_by_one_as_there_are(ledger: Ledger):
+    """Each claim names its own acquisition: more than a statement has parameters on any engine."""
+    many = 66_000
+    job = ledger.create("many")
+    job.register(NewItem(idx) for idx in range(many))
+    job.seal()
+    assert len(job.claim("w", limit=many, lease=1000.0)) == many
+    ledger.database.write(
+        'UPDATE progress SET holder = replace(replace(replace(holder, \'"claim":"\', \'"claim":"\' || idx), '
+        '\'"space":"\', \'"space":"far\'), \'"machine":"\', \'"machine":"far\')'
+    )
+    assert job.progress().running == many
+
+
 # ---- clocks ---------------------------------------------------------------------------------------------------------
 
 
