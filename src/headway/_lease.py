@@ -78,7 +78,7 @@ def write_owner(owner: Owner, seconds: float | None = None, *, is_counted: bool 
     known: dict[str, Any] = {name: getattr(owner, name) for name in Owner.__slots__}
     if seconds is not None:
         if is_counted:
-            known["until"] = round(time.monotonic() + seconds, 3)
+            known["until"] = int((time.monotonic() + seconds) * 1000) / 1000  # not rounded up: it ends in time
         known["seconds"] = seconds
     return json.dumps(known, separators=(",", ":"))
 
