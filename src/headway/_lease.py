@@ -27,7 +27,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headway._sql import Tx, Value
+from headway._sql import Tx, Value, listed
 from headway.errors import HeadwayError, Held, NotFound, StaleClaim
 from headway.telemetry import Log
 
@@ -252,16 +252,23 @@ def shorten(
         "GROUP BY holder",
         (*values, now + least),
     )
+    too_long: dict[float, list[str]] = {}  # the whole time -> those who have more left
+    owners: set[str] = set()
     for holder, until in rows:
         found = read_owner(holder)
-        if found is None or found.seconds is None or until <= now + found.seconds + SLACK:
-            continue
-        end = now + found.seconds
-        log.warning("the store's clock was set back: a lease begins anew", key=table, worker=str(found.owner))
+        if found is not None and found.seconds is not None and until > now + found.seconds + SLACK:
+            too_long.setdefault(found.seconds, []).append(holder)
+            owners.add(str(found.owner))
+    for seconds, holders in too_long.items():
+        them, texts = listed(tx.engine, holders)  # at once: each claim of an item has a holder of its own
+        end = now + seconds
         tx.execute(
-            f"UPDATE {table} SET {', '.join(f'{name} = ?' for name in ends)} WHERE {which} AND holder = ? AND lease_until > ?",
-            (*[end] * len(ends), *values, holder, end),
+            f"UPDATE {table} SET {', '.join(f'{name} = ?' for name in ends)} "
+            f"WHERE {which} AND holder IN ({them}) AND lease_until > ?",
+            (*[end] * len(ends), *values, texts, end),
         )
+    for owner in sorted(owners):
+        log.warning("the store's clock was set back: the leases of a process begin anew", key=table, worker=owner)
 
 
 @contextmanager

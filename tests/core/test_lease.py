@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from headway import _lease, _redis
-from headway._lease import Lease, Owner, RedisLeases, SqlLeases, read_owner, write_owner
-from headway._sql import Database, connect
+from headway._lease import Lease, Owner, RedisLeases, SqlLeases, read_owner, shorten, write_owner
+from headway._sql import Database, Tx, Value, connect
+from headway._sql.tx import Cursor
 from headway.errors import Held, StaleClaim
 from tests.services.proxy import TcpProxy
 from tests.services.redis import RedisServer
@@ -349,6 +350,31 @@ def test_a_clock_that_was_set_back_takes_nothing_from_one_who_lives_elsewhere(st
     with pytest.raises(Held):
         store.acquire(Owner.current(), 60.0)
     assert store.release(lease)
+
+
+def test_however_many_leases_end_too_late_they_are_shortened_together(tmp_path: Path):
+    """By a few statements, and said once of each process: each claim of an item has a holder of its own."""
+    counts = {}
+    with connect(f"sqlite:///{tmp_path}/l.db") as database:
+        for many in (3, 300):
+            names = [f"{many} {number}" for number in range(many)]
+            for name in names:
+                database.run(lambda tx, name=name: SqlLeases().acquire(tx, name, elsewhere(), 60.0))  # type: ignore[misc]
+            database.write("UPDATE leases SET lease_until = lease_until + 3600")
+            seen: list[str] = []
+
+            def work(tx: Tx, seen: list[str] = seen) -> None:
+                def execute(sql: str, parameters: Sequence[Value] = ()) -> Cursor:
+                    seen.append(sql)
+                    return tx._execute(sql, parameters)
+
+                shorten(Tx(tx.engine, execute, tx._executemany), "leases", "holder IS NOT NULL")
+
+            database.run(work)
+            counts[many] = len(seen)
+            (late,) = database.one("SELECT max(lease_until) FROM leases") or (0.0,)
+            assert late <= database.now() + 60.0
+    assert counts[3] == counts[300]
 
 
 def test_who_wants_it_for_a_shorter_time_does_not_shorten_the_lease_of_another(store: Store):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from headway._lease import has_ended
-from headway._sql import Database, Engine, Row, Tx, Value, array
+from headway._sql import Database, Engine, Row, Tx, Value, listed
 from headway.errors import InvalidInput, NotFound
 from headway.ledger.stretches import OPEN, last_of, rows_at, stretches
 from headway.ledger.values import (
@@ -111,11 +111,7 @@ class Live:
 
     def condition(self) -> tuple[str, list[Value]]:
         """For a statement that calls the table progress ``p``, with its parameters."""
-        # One parameter, however many they are: each claim names its own, and an engine takes some ten thousand at the most.
-        if self._engine == "sqlite":
-            claimants, them = json.dumps(list(self._claimants)), "SELECT value FROM json_each(?)"
-        else:
-            claimants, them = array(list(self._claimants)), "SELECT unnest(CAST(? AS text[]))"
+        them, claimants = listed(self._engine, list(self._claimants))  # each claim names its own acquisition
         sql = (
             f"(p.lease_until IS NOT NULL AND p.status <> 'done' AND (p.holder IN ({them}) OR (p.holder IS NULL AND "
             "CASE WHEN p.worker LIKE ? THEN ? = 1 ELSE p.lease_until > ? END)))"
