@@ -16,7 +16,6 @@ repeated because its answer was lost takes nothing from anybody.
 from __future__ import annotations
 
 import json
-import math
 import os
 import threading
 import time
@@ -28,7 +27,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headway._sql import Tx, Value
+from headway._sql import Tx, Value, listed
 from headway.errors import HeadwayError, Held, NotFound, StaleClaim
 from headway.telemetry import Log
 
@@ -60,9 +59,10 @@ class Owner:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the process can be *seen* to be gone: only one of this machine; others are waited for."""
+        """Whether the process can be *seen* to be gone: only one of this machine; others are waited for. So is one that did
+        not know when it began (it could open no file then): its number may be another process's by now, or still its own."""
         _, _, space = _here(os.getpid())
-        return bool(self.space) and self.space == space and _is_gone(self.pid, self.started)
+        return bool(self.space and self.started) and self.space == space and _is_gone(self.pid, self.started)
 
     @property
     def shares_our_clock(self) -> bool:
@@ -78,7 +78,7 @@ def write_owner(owner: Owner, seconds: float | None = None, *, is_counted: bool 
     known: dict[str, Any] = {name: getattr(owner, name) for name in Owner.__slots__}
     if seconds is not None:
         if is_counted:
-            known["until"] = math.floor((time.monotonic() + seconds) * 1000) / 1000  # not later than it ends
+            known["until"] = int((time.monotonic() + seconds) * 1000) / 1000  # not rounded up: it ends in time
         known["seconds"] = seconds
     return json.dumps(known, separators=(",", ":"))
 
@@ -100,7 +100,7 @@ def read_owner(text: str | None) -> Written | None:
         if type(owner.pid) is not int or not 0 < owner.pid < 2**31:
             return None
         return Written(owner, None if until is None else float(until), None if seconds is None else float(seconds))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 
@@ -217,14 +217,18 @@ def has_ended(holder: str | None, until: float | None, now: float) -> bool:
     """Whether a lease has ended, by what its columns say and the store's time: also for one who only looks.
 
     An owner that can be seen to be dead has no lease. Where the owner's clock is ours, a wall clock that was set forward
-    or back does not matter. An owner we cannot read (an earlier headway's) is believed until the end it wrote.
+    or back does not matter; but one by which more is left than the whole time is not the clock it was written by (a machine
+    that was put back to a snapshot, a namespace of time under the number of an earlier one). An owner we cannot read (an
+    earlier headway's) is believed until the end it wrote.
     """
     found = read_owner(holder)
     if found is not None:
         if found.owner.is_dead:
             return True
         if found.owner.shares_our_clock and found.until is not None:
-            return time.monotonic() > found.until
+            left = found.until - time.monotonic()
+            if found.seconds is None or left <= found.seconds + SLACK:
+                return left < 0
     return until is None or until <= now
 
 
@@ -248,16 +252,23 @@ def shorten(
         "GROUP BY holder",
         (*values, now + least),
     )
+    too_long: dict[float, list[str]] = {}  # the whole time -> those who have more left
+    owners: set[str] = set()
     for holder, until in rows:
         found = read_owner(holder)
-        if found is None or found.seconds is None or until <= now + found.seconds + SLACK:
-            continue
-        end = now + found.seconds
-        log.warning("the store's clock was set back: a lease begins anew", key=table, worker=str(found.owner))
+        if found is not None and found.seconds is not None and until > now + found.seconds + SLACK:
+            too_long.setdefault(found.seconds, []).append(holder)
+            owners.add(str(found.owner))
+    for seconds, holders in too_long.items():
+        them, texts = listed(tx.engine, holders)  # at once: each claim of an item has a holder of its own
+        end = now + seconds
         tx.execute(
-            f"UPDATE {table} SET {', '.join(f'{name} = ?' for name in ends)} WHERE {which} AND holder = ? AND lease_until > ?",
-            (*[end] * len(ends), *values, holder, end),
+            f"UPDATE {table} SET {', '.join(f'{name} = ?' for name in ends)} "
+            f"WHERE {which} AND holder IN ({them}) AND lease_until > ?",
+            (*[end] * len(ends), *values, texts, end),
         )
+    for owner in sorted(owners):
+        log.warning("the store's clock was set back: the leases of a process begin anew", key=table, worker=owner)
 
 
 @contextmanager
@@ -292,9 +303,35 @@ class RedisLeases:
 
     def __init__(self, client: Redis) -> None:
         self._client = client
+        #: Who may have a lease and does not know it, because no answer came: (owner, until when by the monotonic clock).
+        self._unanswered: dict[str, tuple[Owner, float]] = {}
 
     def acquire(self, key: str, owner: Owner, seconds: float) -> Lease:
-        """Take the lease, or raise `Held` and say who has it."""
+        """Take the lease, or raise `Held` and say who has it.
+
+        An acquisition of this process to which no answer came is taken up instead: the server may have given the lease to it,
+        or not taken it back, and then it would be waited for although nobody uses it.
+        """
+        earlier, _ = self._unanswered.pop(key, (owner, 0.0))
+        owner = earlier if earlier.pid == owner.pid else owner  # a fork inherits what its parent asked
+        with self._noting_silence(key, owner, seconds):
+            return self._acquire(key, owner, seconds)
+
+    @contextmanager
+    def _noting_silence(self, key: str, owner: Owner, seconds: float) -> Iterator[None]:
+        try:
+            yield
+        except Held:
+            raise
+        except BaseException:  # also a signal's, between request and answer
+            now = time.monotonic()
+            for name, (_, until) in list(self._unanswered.items()):
+                if until < now:
+                    self._unanswered.pop(name, None)
+            self._unanswered[key] = (owner, now + seconds)
+            raise
+
+    def _acquire(self, key: str, owner: Owner, seconds: float) -> Lease:
         from headway import _redis  # here and below: whoever lists jobs reads leases too, and needs no Redis
 
         text, dead = write_owner(owner, seconds, is_counted=False), ""
@@ -321,7 +358,8 @@ class RedisLeases:
         """Give it back; False when it was not this owner's any more, and then nothing changes."""
         from headway import _redis
 
-        return bool(_redis.script("lease/release")(self._client, [str(lease.key)], [held_as(lease)]) == "RELEASED")
+        with self._noting_silence(str(lease.key), lease.owner, lease.seconds):
+            return bool(_redis.script("lease/release")(self._client, [str(lease.key)], [held_as(lease)]) == "RELEASED")
 
 
 def held_as(lease: Lease) -> str:
@@ -340,12 +378,19 @@ def _here(pid: int) -> tuple[str, str, str]:
 
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        machine = f"{boot} {os.readlink('/proc/self/ns/time')}"
+        machine = f"{boot} {_time_namespace()}"
         # A /proc of another namespace (unshare --pid without --mount-proc) shows other processes under our numbers.
         ours = os.readlink("/proc/self") == str(pid)
         return socket.gethostname(), machine, f"{boot} {os.readlink('/proc/self/ns/pid')}" if ours else ""
     except OSError:  # not Linux: every owner is waited for
         return socket.gethostname(), "", ""
+
+
+def _time_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/time")
+    except FileNotFoundError:  # a kernel before 5.6 has one clock for all
+        return ""
 
 
 @lru_cache(maxsize=1)

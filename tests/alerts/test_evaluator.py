@@ -79,6 +79,16 @@ def test_one_that_was_replaced_while_it_slept_writes_nothing_more(scene: Scene, 
     assert scene.events() == [(OPENED, "backlog", "normal")]
 
 
+def test_it_goes_on_when_the_database_was_put_back_to_before_anybody_judged(scene: Scene, queue: TaskQueue):
+    evaluator = scene.evaluator(rules=NOW)
+    evaluator.tick()
+    scene.store.write("DELETE FROM leases")
+    queue.submit("caption", 1, id="t")
+    evaluator.tick()
+    evaluator.tick()
+    assert scene.events() == [(OPENED, "backlog", "normal")]
+
+
 def test_a_clock_that_was_set_back_delays_the_successor_of_an_evaluator_on_a_dead_machine_by_a_lease(scene: Scene):
     far = replace(Owner.current(), host="far", machine="far", space="far")
     scene.store.run(lambda tx: SqlLeases().acquire(tx, LEASE_NAME, far, LEASE))

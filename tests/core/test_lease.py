@@ -8,16 +8,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headway import _lease
-from headway._lease import Lease, Owner, RedisLeases, SqlLeases, read_owner, write_owner
-from headway._sql import Database, connect
+from headway import _lease, _redis
+from headway._lease import Lease, Owner, RedisLeases, SqlLeases, read_owner, shorten, write_owner
+from headway._sql import Database, Tx, Value, connect
+from headway._sql.tx import Cursor
 from headway.errors import Held, StaleClaim
+from tests.services.proxy import TcpProxy
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
 
@@ -161,6 +164,50 @@ def test_a_stopped_owner_is_not_dead():
         assert stopped.is_dead
 
 
+#: Says of itself whether it is dead, when it had no descriptor left to read its own beginning.
+EXHAUSTED = """
+import os
+from headway._lease import Owner
+Owner("host", "", "", 1, "", "").is_dead  # as whoever lists jobs asks, before it has a lease of its own
+taken = []
+try:
+    while True:
+        taken.append(os.dup(0))
+except OSError:
+    pass
+owner = Owner.current()
+for descriptor in taken:
+    os.close(descriptor)
+assert owner.space
+print(owner.is_dead)
+"""
+
+
+def test_an_owner_that_could_open_no_file_when_it_asked_when_it_began_is_not_taken_for_dead():
+    limited = ["bash", "-c", 'ulimit -n 64; exec "$@"', "bash", sys.executable, "-c", EXHAUSTED]
+    assert subprocess.check_output(limited, text=True) == "False\n"
+
+
+#: As on a kernel before 5.6, which has no namespaces of time and no link to one.
+OLDER_KERNEL = """
+import os
+from dataclasses import replace
+readlink = os.readlink
+def older(path):
+    if path == "/proc/self/ns/time":
+        raise FileNotFoundError(2, "No such file or directory", path)
+    return readlink(path)
+os.readlink = older
+from headway._lease import Owner
+us = Owner.current()
+print(us.shares_our_clock, replace(us, started="1").is_dead)
+"""
+
+
+def test_a_kernel_without_namespaces_of_time_shows_the_dead_and_has_a_clock_all_the_same():
+    assert subprocess.check_output([sys.executable, "-c", OLDER_KERNEL], text=True) == "True True\n"
+
+
 @pytest.mark.parametrize(("proc", "seen"), [([], "False"), (["--mount-proc"], "True")])
 def test_nobody_is_seen_to_be_dead_by_a_proc_that_shows_the_processes_of_another_namespace(proc: list[str], seen: str):
     """Under our numbers it shows other processes: when one of them ends, a living owner would be taken for dead."""
@@ -227,6 +274,31 @@ def test_a_wall_clock_that_is_set_moves_no_lease_on_the_owners_machine(tmp_path:
         database.run(lambda tx: leases.check(tx, mine))
 
 
+@pytest.mark.parametrize("verb", ["acquire", "release"])
+@pytest.mark.parametrize("arrives", ["arrives", "is lost"])
+def test_a_lease_whose_answer_was_lost_is_not_waited_for_by_the_one_who_asked(
+    redis_server: RedisServer, tcp_proxy: Callable[[int], TcpProxy], verb: str, arrives: str
+):
+    proxy = tcp_proxy(redis_server.port)
+    with _redis.connect(f"redis://127.0.0.1:{proxy.port}/1", role="state") as client:
+        leases = RedisLeases(client)
+        client.ping()
+        first = leases.acquire("headway:test:lease", Owner.current(), 600.0) if verb == "release" else None
+        if arrives == "arrives":
+            proxy.drop_replies(to=b"headway:test:lease")
+        else:
+            proxy.refuse()
+            proxy.cut()
+        with pytest.raises(_redis.failures()):
+            leases.release(first) if first else leases.acquire("headway:test:lease", Owner.current(), 600.0)
+        proxy.pass_through()
+        ours = leases.acquire("headway:test:lease", Owner.current(), 600.0)
+        leases.renew(ours)
+        with pytest.raises(Held):
+            leases.acquire("headway:test:lease", Owner.current(), 600.0)
+        assert leases.release(ours)
+
+
 def elsewhere() -> Owner:
     """A process of another machine, which nobody here can see."""
     return replace(Owner.current(), machine="m", space="s", host="other")
@@ -238,6 +310,21 @@ def test_an_owner_elsewhere_is_judged_by_the_stores_clock(store: Store):
         store.acquire(Owner.current(), 60.0)
     store.set_clock(61.0)
     store.acquire(Owner.current(), 60.0)
+
+
+def test_a_machine_that_was_put_back_to_a_snapshot_keeps_no_lease_by_the_clock_it_had_before(tmp_path: Path):
+    """Its boot and its number are the same, and its clock stands where it stood hours ago."""
+    with connect(f"sqlite:///{tmp_path}/l.db") as database:
+        store = Store(database, None)
+        before = replace(Owner.current(), space="a container that is no more")
+        store.acquire(before, 30.0)
+        written = json.loads(write_owner(before, 30.0))
+        written["until"] += 3600.0
+        database.write("UPDATE leases SET holder = ?", (json.dumps(written),))
+        with pytest.raises(Held):
+            store.acquire(Owner.current(), 30.0)
+        store.set_clock(31.0)
+        store.acquire(Owner.current(), 30.0)
 
 
 def test_a_clock_that_was_set_back_delays_nobody_by_more_than_a_whole_lease(store: Store):
@@ -263,6 +350,31 @@ def test_a_clock_that_was_set_back_takes_nothing_from_one_who_lives_elsewhere(st
     with pytest.raises(Held):
         store.acquire(Owner.current(), 60.0)
     assert store.release(lease)
+
+
+def test_however_many_leases_end_too_late_they_are_shortened_together(tmp_path: Path):
+    """By a few statements, and said once of each process: each claim of an item has a holder of its own."""
+    counts = {}
+    with connect(f"sqlite:///{tmp_path}/l.db") as database:
+        for many in (3, 300):
+            names = [f"{many} {number}" for number in range(many)]
+            for name in names:
+                database.run(lambda tx, name=name: SqlLeases().acquire(tx, name, elsewhere(), 60.0))  # type: ignore[misc]
+            database.write("UPDATE leases SET lease_until = lease_until + 3600")
+            seen: list[str] = []
+
+            def work(tx: Tx, seen: list[str] = seen) -> None:
+                def execute(sql: str, parameters: Sequence[Value] = ()) -> Cursor:
+                    seen.append(sql)
+                    return tx._execute(sql, parameters)
+
+                shorten(Tx(tx.engine, execute, tx._executemany), "leases", "holder IS NOT NULL")
+
+            database.run(work)
+            counts[many] = len(seen)
+            (late,) = database.one("SELECT max(lease_until) FROM leases") or (0.0,)
+            assert late <= database.now() + 60.0
+    assert counts[3] == counts[300]
 
 
 def test_who_wants_it_for_a_shorter_time_does_not_shorten_the_lease_of_another(store: Store):
@@ -299,7 +411,13 @@ def odd_pids() -> list[str]:
     return [json.dumps({**fields, "pid": pid}) for pid in (0, -1, 2**31, True, "7", None, 1.0)]
 
 
-@pytest.mark.parametrize("text", [None, "", "{}", "[]", "null", '{"pid": 1}', "no json", *odd_pids()])
+def odd_ends() -> list[str]:
+    """What a foreign hand may have written as the end of a lease, or as all of it."""
+    fields = {**dict.fromkeys(Owner.__slots__, "x"), "pid": 7}
+    return [json.dumps({**fields, name: 10**400}) for name in ("until", "seconds")] + ["[" * 100_000]
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", "[]", "null", '{"pid": 1}', "no json", *odd_pids(), *odd_ends()])
 def test_a_text_that_is_no_owners_is_recognised(text: str | None):
     assert read_owner(text) is None
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
-from headway._lease import Owner, write_owner
-from headway.errors import JobHeld, NotFound, StaleClaim
+from headway._lease import Owner, read_owner, write_owner
+from headway._sql import Tx
+from headway.errors import InvalidInput, JobHeld, NotFound, Refused, StaleClaim
 from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, NewItem
 from headway.retry import RetryPolicy
 from tests.core.databases import python
@@ -235,6 +239,7 @@ def test_whoever_holds_the_job_can_write(ledger: Ledger, job: Job, verb: str):
     ledger.database.write("INSERT INTO outputs (job, path, seq, size) VALUES (?, '/r', 5, 5)", (job.no,))
     hold = ledger.hold(job, {})
     job.note_running(hold, [(2, "w")])
+    ledger.database.write("UPDATE jobs SET lease_until = lease_until - 1")  # else a quick renewal changes nothing
     before = [ledger.database.all(f"SELECT * FROM {table}") for table in TABLES]
     moment = time_of(ledger)
     eventually(lambda: time_of(ledger) > moment)  # of a renewal nothing else is seen
@@ -340,6 +345,60 @@ def test_a_claim_that_lapsed_for_the_last_time_as_the_last_open_item_finishes_th
     ]
 
 
+@pytest.mark.parametrize(  # on PostgreSQL a renewal waits for nobody who has the job's row
+    ("engine", "verb"), [("sqlite", "claim"), ("sqlite", "renew"), ("postgresql", "claim")], indirect=["engine"]
+)
+def test_a_claim_lasts_its_whole_time_however_long_the_database_was_busy(
+    url: str, ledger: Ledger, job: Job, verb: str
+) -> None:
+    """On its own machine its end is counted by the kernel's clock: from the moment it was written, not asked for."""
+    mine = job.claim("w", lease=30.0) if verb == "renew" else []
+    busy, over, freed_at = threading.Event(), threading.Event(), [0.0]
+
+    def be_busy(tx: Tx) -> None:
+        tx.execute("UPDATE jobs SET updated_at = updated_at")
+        busy.set()
+        over.wait(10.0)
+        freed_at[0] = time.monotonic()
+
+    with Ledger.open(url) as other, ThreadPoolExecutor(2) as pool:
+        blocking = pool.submit(other.database.run, be_busy)
+        assert busy.wait(10.0)
+        wanted = pool.submit(job.renew, mine, lease=30.0) if verb == "renew" else pool.submit(job.claim, "w")
+        time.sleep(0.3)
+        over.set()
+        blocking.result()
+        assert wanted.result()
+    row = ledger.database.one("SELECT holder FROM progress")
+    assert row is not None
+    found = read_owner(row[0])
+    assert found is not None
+    assert found.until is not None
+    assert found.until >= freed_at[0] + 30.0 - 0.01
+
+
+@pytest.mark.parametrize("lease", [0.0, -1.0, math.nan, math.inf])
+def test_a_claim_is_not_renewed_for_a_time_that_is_none(job: Job, lease: float):
+    mine = job.claim("w", lease=1000.0)
+    with pytest.raises(InvalidInput, match="lease"):
+        job.renew(mine, lease=lease)
+    assert job.record([Done(mine[0].idx, token=mine[0].token)]).done == 1
+
+
+def test_as_many_may_be_claimed_one_by_one_as_there_are(ledger: Ledger):
+    """Each claim names its own acquisition: more than a statement has parameters on any engine."""
+    many = 66_000
+    job = ledger.create("many")
+    job.register(NewItem(idx) for idx in range(many))
+    job.seal()
+    assert len(job.claim("w", limit=many, lease=1000.0)) == many
+    ledger.database.write(
+        'UPDATE progress SET holder = replace(replace(replace(holder, \'"claim":"\', \'"claim":"\' || idx), '
+        '\'"space":"\', \'"space":"far\'), \'"machine":"\', \'"machine":"far\')'
+    )
+    assert job.progress().running == many
+
+
 # ---- clocks ---------------------------------------------------------------------------------------------------------
 
 
@@ -406,6 +465,18 @@ def test_a_clock_set_back_delays_whoever_wants_the_job_of_a_dead_machine_by_a_le
     assert wanted[verb]()
 
 
+def test_a_clock_set_back_lets_nobody_ask_a_dead_machine_to_stop_for_longer_than_a_lease(ledger: Ledger, job: Job):
+    ledger.hold(job, {}, lease=25.0)
+    put_elsewhere(ledger)
+    set_clock(ledger, -7200)
+    assert job.stop().stopping == 1  # it may live, and hear it
+    set_clock(ledger, 20)
+    assert job.stop(now=True).stopping == 2
+    set_clock(ledger, 6)
+    with pytest.raises(Refused, match="not running"):
+        job.stop()
+
+
 def test_a_clock_set_back_takes_the_job_from_nobody_who_lives_elsewhere(ledger: Ledger, job: Job):
     hold = ledger.hold(job, {}, lease=25.0)
     put_elsewhere(ledger)
@@ -443,6 +514,17 @@ def test_a_claim_that_a_failover_lost_records_nothing_over_the_next_one(ledger: 
     assert job.renew([lost]) == 0
     assert job.record([what._replace(token=lost.token)]).stale == [0]
     assert job.record([Done(0, token=again.token)]).done == 1
+
+
+def test_a_hold_that_a_failover_lost_does_not_say_how_the_run_of_the_next_one_ended(ledger: Ledger, job: Job):
+    lost = ledger.hold(job, {})
+    ledger.database.write("DELETE FROM runs")
+    ledger.database.write("UPDATE jobs SET token = token - 1, holder = NULL, lease_until = NULL")
+    next_one = ledger.hold(job, {})
+    assert (next_one.token, next_one.run) == (lost.token, lost.run)
+    ledger.release(next_one, "stopped")
+    ledger.release(lost, "failed")
+    assert [run.outcome for run in job.runs()] == ["stopped"]
 
 
 def test_a_clock_set_back_makes_no_item_wait_for_another_try(job: Job, ledger: Ledger):

@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headway._lease import Owner, SqlLeases
+from headway._lease import Lease, Owner, SqlLeases
 from headway._sql import Tx
 from headway.errors import StaleClaim
 from headway.failure import Failure
@@ -27,7 +28,7 @@ from headway.queue.claims import LEASE, Claimant
 from headway.queue.gunicorn import Guard
 from headway.queue.rqsource import RqSource
 from headway.queue.supervisor import CurrentHints, Plan, Supervisor
-from headway.queue.sweeper import Sweeper
+from headway.queue.sweeper import SILENCE, Sweeper
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import PRIORITIES
 from headway.queue.watch import Settings
@@ -168,9 +169,9 @@ def far_away() -> Owner:
     return replace(Owner.current(), host="far", machine="far", space="far", claim="far")
 
 
-def claimed_far_away(queue: TaskQueue) -> str:
+def claimed_far_away(queue: TaskQueue, lease: float = LEASE) -> str:
     task = queue.submit("caption")
-    who = Claimant("far", far_away(), ["caption"])
+    who = Claimant("far", far_away(), ["caption"], lease)
     assert queue.database.run(lambda tx: claims.claim(tx, who, queues=PRIORITIES))
     return task.id
 
@@ -206,6 +207,78 @@ def test_a_clock_that_was_set_forward_takes_nothing_from_those_who_live(queue: T
     assert queue.get(id).status == "RUNNING"
     assert queue.database.all("SELECT state FROM task_workers") == [("busy",)]
     turn_clock(queue, LEASE + 1)  # it said nothing since
+    sweeper.tick()
+    assert queue.get(id).status == "QUEUED"
+
+
+def test_a_clock_that_was_set_forward_takes_nothing_from_those_who_live_by_a_sweeper_that_stood_by(queue: TaskQueue):
+    """It takes the lease of the sweepers from the active one before that one looks: it is on another machine."""
+    queue.database.run(lambda tx: SqlLeases().acquire(tx, "queue.sweeper", far_away(), 8.0))
+    id = claimed_far_away(queue)
+    forward = 0.0
+    sweeper = Sweeper(queue, clock=lambda: time.monotonic() - forward)
+    sign = workers.Sign("far", far_away(), PRIORITIES, "busy", id, 0, 0, 0)
+    queue.database.run(lambda tx: workers.say_alive(tx, sign))
+    sweeper.tick()
+    forward = 3600.0
+    turn_clock(queue, forward)
+    sweeper.tick()
+    assert queue.get(id).status == "RUNNING"
+    assert queue.database.all("SELECT state FROM task_workers") == [("busy",)]
+    turn_clock(queue, LEASE + 1)  # it said nothing since
+    sweeper.tick()
+    assert queue.get(id).status == "QUEUED"
+
+
+def test_a_sweeper_that_stood_by_when_the_clock_was_set_forward_remembers_it_for_a_lease(queue: TaskQueue):
+    """Whoever was active then may have died before it could do anything about it."""
+    active = far_away()
+    lease = queue.database.run(lambda tx: SqlLeases().acquire(tx, "queue.sweeper", active, 8.0))
+    assert isinstance(lease, Lease)
+    id = claimed_far_away(queue)
+    forward = 0.0
+    sweeper = Sweeper(queue, clock=lambda: time.monotonic() - forward)
+    sweeper.tick()
+    forward = 3600.0
+    turn_clock(queue, forward)
+    queue.database.run(lambda tx: SqlLeases().renew(tx, lease))
+    sweeper.tick()
+    queue.database.run(lambda tx: SqlLeases().release(tx, lease))
+    sweeper.tick()
+    assert queue.get(id).status == "RUNNING"
+
+
+def test_a_database_that_answered_nobody_for_long_takes_nothing_from_those_who_live(
+    database_url: str, queue: TaskQueue
+):
+    """Nobody could renew anything; that the sweeper is answered first says nothing of the others."""
+    id = claimed_far_away(queue, lease=1.0)
+    sweeper, busy = Sweeper(queue), threading.Event()
+    sweeper.tick()
+
+    def be_busy(tx: Tx) -> None:
+        tx.execute("UPDATE leases SET token = token")  # on SQLite this is the whole database
+        busy.set()
+        time.sleep(SILENCE + 0.5)
+
+    with TaskQueue(database_url) as other, ThreadPoolExecutor(1) as pool:
+        blocking = pool.submit(other.database.run, be_busy)
+        assert busy.wait(10.0)
+        sweeper.tick()
+        blocking.result()
+    assert queue.get(id).status == "RUNNING"
+    turn_clock(queue, LEASE + 1)  # it said nothing since
+    sweeper.tick()
+    assert queue.get(id).status == "QUEUED"
+
+
+def test_a_sweeper_goes_on_when_the_database_was_put_back_to_before_there_was_one(queue: TaskQueue):
+    sweeper = Sweeper(queue)
+    sweeper.tick()
+    queue.database.write("DELETE FROM leases")
+    id = claimed_far_away(queue)
+    turn_clock(queue, LEASE + 1)
+    sweeper.tick()
     sweeper.tick()
     assert queue.get(id).status == "QUEUED"
 

@@ -16,14 +16,14 @@ from headway._sql.database import Database
 from headway._sql.joined import is_two_phase, join
 from headway._sql.schema import migrations
 from headway._sql.sqlite import SQLite
-from headway._sql.tx import NOW, Engine, Row, Tx, Value, array, marks
+from headway._sql.tx import NOW, Engine, Row, Tx, Value, array, listed, marks
 from headway.errors import InvalidInput, NotFound, StorageError
 from headway.retry import STORE, pause
 from headway.telemetry import Log, redact
 
 __all__ = [
-    "NOW", "Database", "Engine", "Row", "Tx", "Value", "array", "connect", "is_two_phase", "join", "marks", "migrations",
-    "sqlite_path",
+    "NOW", "Database", "Engine", "Row", "Tx", "Value", "array", "connect", "is_two_phase", "join", "listed", "marks",
+    "migrations", "sqlite_path",
 ]  # fmt: skip
 
 log = Log("sql")

@@ -5,6 +5,7 @@ Statements are written once, with ``?`` for parameters and in the dialect both e
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -107,6 +108,13 @@ def marks(count: int) -> str:
     """``?,?,?`` for an IN list. For none of them ``NULL``: to neither engine that is a syntax error, and no value is in
     it. (Nor is one *not* in it: ``NOT IN`` an empty list must be left out by its caller.)"""
     return ",".join("?" * count) or "NULL"
+
+
+def listed(engine: Engine, texts: Sequence[str]) -> tuple[str, str]:
+    """For ``column IN (…)``, a query and its one parameter: of those an engine takes some ten thousand at the most."""
+    if engine == "sqlite":
+        return "SELECT value FROM json_each(?)", json.dumps(texts)
+    return "SELECT unnest(CAST(? AS text[]))", array(texts)
 
 
 def array(values: Sequence[str | float | None]) -> str:

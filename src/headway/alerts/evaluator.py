@@ -24,7 +24,7 @@ from headway.alerts import records
 from headway.alerts.judgement import Change, Judgement
 from headway.alerts.readings import fetch, judge, reading
 from headway.alerts.rules import Reading, Rules
-from headway.errors import HeadwayError, Held, StaleClaim, StorageError, Unavailable
+from headway.errors import HeadwayError, Held, NotFound, StaleClaim, StorageError, Unavailable
 from headway.failure import describe
 from headway.retry import RetryPolicy
 from headway.telemetry import Log, metrics
@@ -143,8 +143,8 @@ class Evaluator:
         began = self._clock()
         try:
             changes = self._database.run(work, operation="alerts")
-        except StaleClaim:
-            self._lease = None  # somebody else judges now
+        except (StaleClaim, NotFound):
+            self._lease = None  # somebody else judges now, or the database was put back to before anybody did
             return []
         self._took = self._clock() - began
         return changes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from headway._lease import has_ended
+from headway._lease import has_ended, shorten
 from headway._sql import Database, Tx
 from headway.errors import InvalidInput, NotFound, Refused
 from headway.ledger.recorder import audit
@@ -100,6 +100,8 @@ def _running(tx: Tx, job: int) -> int:
     run = tx.one("SELECT no, settings FROM runs WHERE job = ? ORDER BY no DESC LIMIT 1", (job,))
     if run is None or holder is None or has_ended(holder, lease_until, tx.now()):
         raise Refused(f"Job {id} is not running.", hint=f"Continue it:  {command}" if command else None)
+    # Where the clock was set back, one that died on another machine would be asked for as long, and hear nothing.
+    shorten(tx, "jobs", "no = ?", (job,))
     settings: dict[str, Any] = json.loads(run[1])
     if settings.get("mode") == "loop":
         raise Refused(f"Job {id} is worked on by a program's own loop, which nobody can control from elsewhere.")

@@ -258,12 +258,13 @@ class Job(Reports):
         if limit < 1 or not 0 < lease < 10**9:
             raise InvalidInput("A claim needs a limit of at least 1 and a lease above 0 seconds.")
         check_text(worker, "a worker's name")
-        holder = write_owner(Owner.current(), lease)
+        owner = Owner.current()
 
         def work(tx: Tx) -> list[Item]:
             recorder = self.open(tx)
             items = claims.take(recorder, limit)
-            claims.write(recorder, items, worker, holder, lease)
+            # Written here: its end is counted from now, not from before the wait for a database that was busy.
+            claims.write(recorder, items, worker, write_owner(owner, lease), lease)
             recorder.close(settle=True)  # a lapsed claim may have been the last open item, and its last try
             return items
 
@@ -271,10 +272,12 @@ class Job(Reports):
 
     def renew(self, items: Sequence[Item], *, lease: float = 30.0) -> int:
         """Prolong claims; how many of them are still ours."""
-        holder = write_owner(Owner.current(), lease)
+        if not 0 < lease < 10**9:
+            raise InvalidInput("A claim needs a lease above 0 seconds.")
+        owner = Owner.current()
 
         def work(tx: Tx) -> int:
-            until = tx.now() + lease
+            until, holder = tx.now() + lease, write_owner(owner, lease)
             return tx.executemany(
                 "UPDATE progress SET lease_until = ?, next_attempt_at = ?, holder = ? "
                 "WHERE job = ? AND idx = ? AND token = ? AND lease_until IS NOT NULL AND status <> 'done'",

@@ -131,7 +131,10 @@ def release(database: Database, hold: Hold, outcome: str) -> None:
 
     def work(tx: Tx) -> None:
         recorder = Recorder(tx, hold.job, token=hold.token, owner=hold.owner)
-        _LEASES.release(tx, Lease(hold.job, hold.token, hold.owner, hold.lease))
+        if not _LEASES.release(tx, Lease(hold.job, hold.token, hold.owner, hold.lease)):
+            # Somebody had the job since by the same token and number of the run, because the database was put back to an
+            # earlier moment, and has ended: how is theirs to say.
+            return
         tx.execute(
             "UPDATE runs SET outcome = ?, ended_at = CASE WHEN started_at > ? THEN started_at ELSE ? END "
             "WHERE job = ? AND no = ?",

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from headway._lease import has_ended
-from headway._sql import Database, Engine, Row, Tx, Value, marks
+from headway._sql import Database, Engine, Row, Tx, Value, listed
 from headway.errors import InvalidInput, NotFound
 from headway.ledger.stretches import OPEN, last_of, rows_at, stretches
 from headway.ledger.values import (
@@ -99,7 +99,7 @@ class Live:
     """
 
     def __init__(self, tx: Tx, job: int) -> None:
-        self.now = tx.now()
+        self.now, self._engine = tx.now(), tx.engine
         row = tx.one("SELECT holder, lease_until FROM jobs WHERE no = ?", (job,))
         self._held = row is not None and row[0] is not None and not has_ended(row[0], row[1], self.now)
         claims = tx.all(
@@ -111,12 +111,12 @@ class Live:
 
     def condition(self) -> tuple[str, list[Value]]:
         """For a statement that calls the table progress ``p``, with its parameters."""
+        them, claimants = listed(self._engine, list(self._claimants))  # each claim names its own acquisition
         sql = (
-            "(p.lease_until IS NOT NULL AND p.status <> 'done' AND "
-            f"(p.holder IN ({marks(len(self._claimants))}) OR (p.holder IS NULL AND "
+            f"(p.lease_until IS NOT NULL AND p.status <> 'done' AND (p.holder IN ({them}) OR (p.holder IS NULL AND "
             "CASE WHEN p.worker LIKE ? THEN ? = 1 ELSE p.lease_until > ? END)))"
         )
-        return sql, [*self._claimants, f"{NOTED}%", int(self._held), self.now]
+        return sql, [claimants, f"{NOTED}%", int(self._held), self.now]
 
     def has(self, status: str | None, holder: str | None, worker: str | None, lease_until: float | None) -> bool:
         if lease_until is None or status in (None, "done"):

@@ -16,7 +16,7 @@ from typing import Protocol
 from headway import events
 from headway._lease import Lease, Owner, SqlLeases, shorten
 from headway._sql import Tx
-from headway.errors import HeadwayError, Held, StaleClaim
+from headway.errors import HeadwayError, Held, NotFound, StaleClaim
 from headway.failure import describe
 from headway.queue import claims, hinting, settling, workers
 from headway.queue.changing import SKIP_LOCKED
@@ -32,6 +32,8 @@ INTERVAL = 2.0
 LEASE = 8.0
 #: Seconds by which the database's clock may run otherwise than ours between two rounds, and was not set.
 CLOCK_SET = 3.0
+#: Seconds for which the database may let a round wait. After more, workers may have had no answer for as long as a lease.
+SILENCE = claims.LEASE / 3
 #: Seconds after which a hint that led to no claim is looked for in RQ.
 HINT_SECONDS = 10.0
 #: Counts of minutes, and allowances, are kept for a day at least.
@@ -89,6 +91,8 @@ class Sweeper:
         self._measure_at = clock()
         self._events_after = 0
         self._ahead: float | None = None  # the database's clock before ours, which nobody can set
+        self._asked_at: float | None = None  # when the first round began that the database has not answered yet
+        self._doubted_at: float | None = None  # when leases were not to be believed, and another sweeper was active
 
     def run(self, stop: threading.Event) -> None:
         failures, delay = 0, 0.0
@@ -105,16 +109,17 @@ class Sweeper:
 
     def tick(self) -> float:
         """One round, if this is the active sweeper; seconds until the next."""
+        if self._asked_at is None:
+            self._asked_at = self._clock()
         if not self._acquire():
+            self._stand_by()
             return INTERVAL
-        ended, clock_was_set = self._end_lapsed()
+        ended, begun_anew = self._end_lapsed()
         if self._hints is not None:
             self._hints.show_ended(ended)
         promoted = self._queue.database.run(lambda tx: claims.promote(tx, tx.now()), operation="queue.promote")
         hinted = self._hint()
-        self._queue.database.run(
-            lambda tx: workers.mark_lost(tx, clock_was_set=clock_was_set), operation="queue.workers"
-        )
+        self._queue.database.run(lambda tx: workers.mark_lost(tx, begun_anew=begun_anew), operation="queue.workers")
         for chore in self._chores:
             chore()
         if self._clock() - self._purged_at > 60.0:
@@ -131,29 +136,53 @@ class Sweeper:
         return 0.0 if more else INTERVAL
 
     def _end_lapsed(self) -> tuple[list[Task], bool]:
-        """End the runs whose worker is gone; (those tasks, whether the database's clock was set since the last round).
+        """End the runs whose worker is gone; (those tasks, whether leases had to begin anew).
 
-        Then leases begin anew: else all that runs on other machines would be taken for dead at once. Where it was set back
-        before that, those that end too late do.
+        They do where they are not to be believed (`_look`): else all that runs on other machines would be taken for dead at
+        once. Where the clock was set back before that, those that end too late do.
         """
 
-        def work(tx: Tx) -> tuple[float, bool, list[Task]]:
-            before = self._clock()
-            at = tx.now()
-            # A slow answer is no clock that was set: by how much it is ahead is known to within the time of the question.
-            least, most = at - self._clock(), at - before
-            was_set = self._ahead is not None and not least - CLOCK_SET < self._ahead < most + CLOCK_SET
-            if was_set:
+        def work(tx: Tx) -> tuple[float, str, list[Task]]:
+            ahead, doubt = self._look(tx)
+            if not doubt and self._doubted_at is not None and self._clock() - self._doubted_at < claims.LEASE:
+                doubt = "another sweeper was active when they were not to be believed"
+            if doubt:
                 claims.begin_leases_anew(tx)
             shorten(tx, "tasks", "status = 'RUNNING'", least=claims.LEASE)
-            return (least + most) / 2, was_set, settling.lapsed(tx, limit=_BATCH)
+            return ahead, doubt, settling.lapsed(tx, limit=_BATCH)
 
-        self._ahead, was_set, ended = self._queue.database.run(work, operation="queue.sweep")
-        if was_set:
-            log.warning("the clock of the database was set: leases begin anew")
+        self._ahead, doubt, ended = self._queue.database.run(work, operation="queue.sweep")
+        self._asked_at = self._doubted_at = None
+        if doubt:
+            log.warning(f"the leases of tasks begin anew: {doubt}")
         for task in ended:
             log.warning("the worker of a task is gone", taskID=task.id, worker=task.worker, new=task.status.value)
-        return ended, was_set
+        return ended, bool(doubt)
+
+    def _stand_by(self) -> None:
+        """Look as the active sweeper does: where its lease is over because the clock was set forward, or because nobody had an
+        answer for long, this may be the next one."""
+        with self._queue.database.read() as tx:
+            self._ahead, doubt = self._look(tx)
+        self._asked_at = None
+        if doubt:
+            self._doubted_at = self._clock()
+
+    def _look(self, tx: Tx) -> tuple[float, str]:
+        """(by how much the database's clock is before ours, why leases are not to be believed or nothing).
+
+        Who lives renews its lease; not by a clock that was set since, and not while the database answers nobody.
+        """
+        before = self._clock()
+        at = tx.now()
+        # A slow answer is no clock that was set: by how much it is ahead is known to within the time of the question.
+        least, most = at - self._clock(), at - before
+        doubt = ""
+        if self._ahead is not None and not least - CLOCK_SET < self._ahead < most + CLOCK_SET:
+            doubt = "the clock of the database was set"
+        elif self._asked_at is not None and self._clock() - self._asked_at > SILENCE:
+            doubt = "the database gave no answer for long"
+        return (least + most) / 2, doubt
 
     def release(self) -> None:
         lease, self._lease = self._lease, None
@@ -215,8 +244,8 @@ class Sweeper:
             if isinstance(found, Held):
                 return False
             self._lease = found
-        except StaleClaim:
-            self._lease = None  # somebody else sweeps now
+        except (StaleClaim, NotFound):
+            self._lease = None  # somebody else sweeps now, or the database was put back to before anybody did
             return False
         log.info("this is the active sweeper")
         return True

@@ -120,13 +120,13 @@ def lost(tx: Tx, names: Sequence[str]) -> set[str]:
     return {name for (name,) in rows}
 
 
-def mark_lost(tx: Tx, *, clock_was_set: bool = False) -> None:
-    """Say of those who are gone that they are lost, and forget those who ended long ago. Where the database's clock was set,
+def mark_lost(tx: Tx, *, begun_anew: bool = False) -> None:
+    """Say of those who are gone that they are lost, and forget those who ended long ago. Where leases had to begin anew,
     or somebody was seen at a time to come, they get their time from now on."""
     now = tx.now()
     tx.execute(
         "UPDATE task_workers SET seen_at = ? WHERE ended_at IS NULL AND seen_at > ?",
-        (now, 0.0 if clock_was_set else now + WORKER_SECONDS),
+        (now, 0.0 if begun_anew else now + WORKER_SECONDS),
     )
     for name, owner, seen_at in tx.all("SELECT name, owner, seen_at FROM task_workers WHERE ended_at IS NULL"):
         if is_gone(owner, seen_at, now):
