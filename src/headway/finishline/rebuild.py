@@ -81,7 +81,7 @@ class Rebuilder:
                 [
                     LIFE, "-", 0, status_to_restore(row), row.total, done, errors, row.epoch, row.version,
                     "crawled" if row.crawled else "", "journal" if row.journaled else "",
-                    "delivered" if self._records.is_over(row) else "", f"{seen:.3f}" if lossy and seen else "",
+                    self._known_end(row), f"{seen:.3f}" if lossy and seen else "",
                     held_as(lease), self._records.database(),
                 ],
             )  # fmt: skip
@@ -152,6 +152,11 @@ class Rebuilder:
         state = from_hash(project_id, fields)  # type: ignore[arg-type]  # this client is not an asynchronous one
         if row is not None and state is not None and state.status is Status.DONE:
             self._records.completed(project_id, row.epoch, state)
+
+    def _known_end(self, row: Row) -> str:
+        if row.completed_at is None:
+            return ""
+        return "delivered" if self._records.is_over(row) else "completed"
 
     def _is_there(self, project_id: str) -> bool:
         return bool(self._server.client.exists(_redis.PROJECT(project_id=project_id)))
