@@ -20,6 +20,7 @@ import os
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -287,13 +288,27 @@ def renewing(renew: Callable[[], None], seconds: float) -> Iterator[None]:
 
 
 class RedisLeases:
-    """Leases as keys of Redis that expire by the server's clock. Raises what `headway._redis` raises."""
+    """Leases as keys of Redis that expire by the server's clock. Raises what `headway._redis` raises.
+
+    An acquisition or a release that did not come to its end may have left a lease that nobody acts under. Its claim is
+    remembered, so that we do not wait for ourselves.
+    """
 
     def __init__(self, client: Redis) -> None:
         self._client = client
+        self._unused: deque[str] = deque(maxlen=1_000)
 
     def acquire(self, key: str, owner: Owner, seconds: float) -> Lease:
         """Take the lease, or raise `Held` and say who has it."""
+        try:
+            return self._acquire(key, owner, seconds)
+        except Held:
+            raise
+        except BaseException:
+            self._unused.append(owner.claim)
+            raise
+
+    def _acquire(self, key: str, owner: Owner, seconds: float) -> Lease:
         from headway import _redis  # here and below: whoever lists jobs reads leases too, and needs no Redis
 
         text, dead = write_owner(owner, seconds, is_counted=False), ""
@@ -304,7 +319,7 @@ class RedisLeases:
             if word == "ACQUIRED":
                 return Lease(key, int(found), owner, seconds, lapsed=bool(dead))
             known = read_owner(str(found).partition(" ")[2])
-            if dead or known is None or not known.owner.is_dead:
+            if dead or known is None or not (known.owner.is_dead or known.owner.claim in self._unused):
                 raise _held(known.owner if known else None)
             dead = str(found)  # replaced only if it is still this one
 
@@ -320,7 +335,11 @@ class RedisLeases:
         """Give it back; False when it was not this owner's any more, and then nothing changes."""
         from headway import _redis
 
-        return bool(_redis.script("lease/release")(self._client, [str(lease.key)], [held_as(lease)]) == "RELEASED")
+        try:
+            return bool(_redis.script("lease/release")(self._client, [str(lease.key)], [held_as(lease)]) == "RELEASED")
+        except BaseException:
+            self._unused.append(lease.owner.claim)
+            raise
 
 
 def held_as(lease: Lease) -> str:
