@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
+from headway import _redis
 from headway.events import CallableSink, Event
 from headway.finishline import Outcome, Status
 from tests.finishline.conftest import OpenLine, events
 from tests.finishline.test_rebuild import counts
+from tests.services.proxy import TcpProxy
 from tests.services.redis import RedisServer
+from tests.services.waiting import eventually
+
+Proxies = Callable[[int], TcpProxy]
 
 recorded = pytest.mark.parametrize("kind", ["sqlite", "sqlite-journal"])
 
@@ -68,3 +76,33 @@ def test_a_completed_project_that_an_older_redis_has_open_is_completed_by_the_re
         line.checkpointer.tick()
     assert counts(redis_server) == {"status": "DONE", "total": "0", "done": "1", "errors": "0"}
     assert [event["job"] for event in events(redis_server)] == ["p"]
+
+
+def test_a_lease_whose_answer_was_lost_does_not_keep_the_call_that_asked_for_it_waiting(
+    open_line: OpenLine, redis_server: RedisServer, tcp_proxy: Proxies
+):
+    proxy, state = tcp_proxy(redis_server.port), redis_server.client(1)
+    line = open_line("sqlite-journal", f"redis://127.0.0.1:{proxy.port}/1")
+    line.create("p", total=2)
+    line.item_done("p", 1)
+    state.flushdb()
+    proxy.drop_replies(to=_redis.script("lease/acquire").sha.encode())
+    with ThreadPoolExecutor() as threads:
+        counting = threads.submit(line.item_done, "p", 2)
+        eventually(lambda: state.exists("smap:proj:p:rebuild"))
+        state.persist("smap:proj:p:rebuild")  # it does not end by itself
+        proxy.pass_through()
+        assert counting.result().completed
+
+
+def test_a_project_whose_creation_was_not_answered_says_after_a_wipe_that_counts_may_be_missing(
+    open_line: OpenLine, redis_server: RedisServer, tcp_proxy: Proxies
+):
+    proxy = tcp_proxy(redis_server.port)
+    creator, worker = open_line("sqlite", f"redis://127.0.0.1:{proxy.port}/1"), open_line("sqlite")
+    worker.create("another")  # the server knows the scripts
+    proxy.drop_replies(to=_redis.script("finishline/install").sha.encode())
+    assert not creator.create("p", total=10).live  # as far as it knows
+    worker.items_done("p", [1, 2, 3])
+    redis_server.client().flushall()
+    assert worker.progress("p").restored is not None

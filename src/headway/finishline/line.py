@@ -129,6 +129,7 @@ class FinishLine:
     def _create_recorded(self, records: Records, rebuilder: Rebuilder, project_id: str, total: int) -> Progress:
         """SQL first, and both under the project's lease, so that a deletion comes before or after and never between."""
         made: list[tuple[Row, bool]] = []
+        sent: list[Row] = []
 
         def record(*, live: bool) -> tuple[Row, bool]:
             if not made:
@@ -141,6 +142,7 @@ class FinishLine:
                 if not made and records.find(project_id) is None:
                     self._refuse_others(records, project_id)
                 row, new = record(live=True)
+                sent.append(row)
                 outcome = rebuilder.install(row, lease, first=new)
             if outcome is Outcome.COMPLETED:
                 self._completed(project_id)
@@ -151,7 +153,7 @@ class FinishLine:
             return found or record(live=True)[0].progress()
         except Unavailable:
             row, new = record(live=False)  # raises once more if it is SQL that is away
-            if new:
+            if new and not sent:  # else Redis may have it, and what others count there can be lost
                 records.not_live(row)
             log.warning(
                 "the project is recorded; Redis gets it when it is back", operation="create", project_id=project_id
