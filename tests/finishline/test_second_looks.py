@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -106,3 +107,23 @@ def test_a_project_whose_creation_was_not_answered_says_after_a_wipe_that_counts
     worker.items_done("p", [1, 2, 3])
     redis_server.client().flushall()
     assert worker.progress("p").restored is not None
+
+
+def test_a_database_put_back_to_an_earlier_moment_is_listened_to_all_the_same(
+    open_line: OpenLine, redis_server: RedisServer, tmp_path: Path
+):
+    line = open_line("sqlite-journal")
+    line.create("p", total=9)
+    line.set_status("p", Status.CRAWLING)
+    line.close()
+    database = tmp_path / "projects.db"
+    backup = database.read_bytes()
+    line = open_line("sqlite-journal")
+    for total in (7, 8, 9):  # what the backup does not have, and Redis has heard
+        line.set_total("p", total)
+    line.close()
+    database.write_bytes(backup)
+    line = open_line("sqlite-journal")
+    line.item_done("p", 1)
+    assert line.finish_crawl("p", total=1).completed
+    assert counts(redis_server)["status"] == "DONE"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from headway._sql import Database, Tx
+from headway._sql import NOW, Database, Tx
 from headway._sql import Row as SqlRow
 from headway.errors import NotFound
 from headway.finishline.progress import Progress, Status
@@ -111,12 +111,18 @@ class Records:
         )
 
     def change(self, project_id: str, *, total: int | None, status: Status | None, crawled: bool | None) -> Row | None:
-        """Set what is given. A completed project stays as it is."""
+        """Set what is given. A completed project stays as it is.
+
+        Its version is the time, or one more than before: Redis takes no older change for a newer one, and a database that
+        was put back to an earlier moment must not give the versions a second time that Redis has seen.
+        """
 
         def work(tx: Tx) -> Row | None:
+            now = f"CAST({NOW[tx.engine]} * 1000 AS BIGINT)"
             tx.execute(
                 "UPDATE projects SET total = coalesce(?, total), status = coalesce(?, status), "
-                "crawled = coalesce(?, crawled), version = version + 1 WHERE id = ? AND completed_at IS NULL",
+                f"crawled = coalesce(?, crawled), version = CASE WHEN version < {now} THEN {now} ELSE version + 1 END "
+                "WHERE id = ? AND completed_at IS NULL",
                 (total, status, None if crawled is None else int(crawled), project_id),
             )
             return _find(tx, project_id)
