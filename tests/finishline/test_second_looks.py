@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+from redis import Redis
 
 from headway import _redis
 from headway.events import CallableSink, Event
@@ -127,3 +129,83 @@ def test_a_database_put_back_to_an_earlier_moment_is_listened_to_all_the_same(
     line.item_done("p", 1)
     assert line.finish_crawl("p", total=1).completed
     assert counts(redis_server)["status"] == "DONE"
+
+
+def older_redis(server: RedisServer, images: dict[str, bytes]) -> None:
+    """As a server is that was restored from an older dump, or a replica that lagged and took over."""
+    server.client(1).flushdb()
+    with Redis(port=server.port, db=1) as raw:
+        for name, image in images.items():
+            raw.restore(name, 600_000, image)
+
+
+def dump(server: RedisServer) -> dict[str, bytes]:
+    state: Any = server.client(1)
+    with Redis(port=server.port, db=1) as raw:
+        return {name: cast("bytes", raw.dump(name)) for name in state.scan_iter("smap:proj:p*")}
+
+
+@pytest.mark.parametrize("how", ["total", "crawl"])
+@pytest.mark.parametrize("who", ["count", "checkpointer", "create"])
+def test_a_project_of_an_older_redis_does_not_finish_by_the_total_and_status_it_had_then(
+    how: str, who: str, open_line: OpenLine, redis_server: RedisServer
+):
+    line = open_line("sqlite-journal")
+    assert line.checkpointer is not None
+    line.create("p", total=3)
+    line.items_done("p", [1, 2])
+    before = dump(redis_server)
+    if how == "total":
+        line.set_total("p", 10)
+    else:
+        line.set_status("p", Status.CRAWLING)
+    line.items_done("p", [3, 4, 5])
+    older_redis(redis_server, before)
+    if who == "count":
+        assert line.item_done("p", 6).outcome is Outcome.COUNTED
+    if who == "create":
+        line.create("p")
+    for _ in range(3):
+        redis_server.client(1).delete("smap:checkpointer")
+        line.checkpointer.tick()
+    assert events(redis_server) == []
+    assert line.progress("p").done == (6 if who == "count" else 5)
+    line.items_done("p", range(6, 11))
+    if how == "crawl":
+        assert line.finish_crawl("p", total=10).completed
+    assert len(events(redis_server)) == 1
+
+
+def test_a_checkpoint_does_not_finish_a_project_of_an_older_redis_by_the_total_it_had_then(
+    open_line: OpenLine, redis_server: RedisServer
+):
+    line = open_line("sqlite")
+    assert line.checkpointer is not None
+    line.create("p", total=3)
+    line.items_done("p", [1, 2])
+    before = dump(redis_server)
+    line.set_total("p", 10)
+    line.items_done("p", [3, 4, 5])
+    line.checkpointer.tick()
+    older_redis(redis_server, before)
+    line.create("p")  # puts it in place as the record has it
+    for _ in range(3):
+        redis_server.client(1).delete("smap:checkpointer")
+        line.checkpointer.tick()
+    assert events(redis_server) == []
+    assert (line.progress("p").done, line.progress("p").total) == (5, 10)
+
+
+def test_a_count_between_what_sql_and_what_redis_hear_of_a_total_finishes_by_the_newer_one(
+    open_line: OpenLine, redis_server: RedisServer
+):
+    line = open_line("sqlite-journal")
+    line.create("p", total=1)
+    assert line._records is not None
+    late = line._records.change("p", total=2, status=None, crawled=None)  # committed, not yet told to Redis
+    assert late is not None
+    assert line.item_done("p", 1).outcome is Outcome.COUNTED
+    assert line._send("set_total", "finishline/change", "p", late.as_change()).outcome is Outcome.UPDATED
+    late = line._records.change("p", total=1, status=None, crawled=None)
+    assert line.item_done("p", 1).completed  # it was through before, and the total it heard of made that all
+    assert len(events(redis_server)) == 1

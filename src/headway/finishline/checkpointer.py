@@ -136,10 +136,10 @@ class Checkpointer:
             self._records.checkpoint(changed)
 
     def _compare(self, row: Row, state: Progress, *, returned: bool) -> None:
+        if (state.total, state.status) != (row.total, row.status):
+            self._change(row)  # before the count: it must not finish by an older total
         if state.done < row.done:
             self._raise(row, state, returned=returned)
-        if (state.total, state.status) != (row.total, row.status):
-            self._change(row)
 
     def _compare_completed(self, row: Row, state: Progress) -> None:
         """One that SQL knows to be DONE must not say less than SQL. While its event waits, late items may still be between
@@ -178,7 +178,9 @@ class Checkpointer:
             self._calls += 1
             items = [("-" if failed else "+") + item for item, failed in page]
             _redis.script("finishline/count")(
-                self._server.client, project_keys(row.id), [LIFE, self._name, self._calls, row.epoch, *items]
+                self._server.client,
+                project_keys(row.id),
+                [LIFE, self._name, self._calls, row.epoch, row.version, *items],
             )
 
     def _say_older(self, row: Row, state: Progress) -> None:
@@ -191,16 +193,5 @@ class Checkpointer:
         """Total and status as SQL has them. Redis ignores it if it knows of this change or a later one."""
         self._calls += 1
         _redis.script("finishline/change")(
-            self._server.client,
-            project_keys(row.id),
-            [
-                LIFE,
-                self._name,
-                self._calls,
-                row.version,
-                row.total,
-                row.status,
-                int(row.crawled),
-                row.epoch,
-            ],
+            self._server.client, project_keys(row.id), [LIFE, self._name, self._calls, *row.as_change()]
         )

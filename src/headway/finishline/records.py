@@ -53,6 +53,11 @@ class Row:
             restored=datetime.fromtimestamp(restored, UTC) if restored is not None else None,
         )
 
+    def as_change(self) -> list[str | int]:
+        """Its total, status and end of the crawl, as ``change.lua`` is told of them."""
+        status = "" if self.status is Status.DONE else self.status.value
+        return [self.version, self.total, status, int(self.crawled), self.epoch]
+
 
 def _row(values: SqlRow) -> Row:
     no, id, epoch, status, total, done, errors, crawled, journaled, version, *times = values

@@ -30,9 +30,11 @@ if not missing then
     -- There, but with less than its own checkpoint: an older state came back.
     done, errors = math.max(done, tonumber(ARGV[6])), math.max(errors, tonumber(ARGV[7]))
     redis.call('HSET', KEYS[1], 'done', string.format('%.0f', done), 'errors', string.format('%.0f', errors))
-    if completed then
+    if completed or tonumber(ARGV[9]) > meta.version then -- or it would finish by an older total
       status, total, meta.crawled = ARGV[4], tonumber(ARGV[5]), ARGV[10] ~= ''
       redis.call('HSET', KEYS[1], 'total', ARGV[5], 'status', status)
+      redis.call('HSET', KEYS[2], 'version', ARGV[9])
+      if meta.crawled then redis.call('HSET', KEYS[2], 'crawled', 1) else redis.call('HDEL', KEYS[2], 'crawled') end
     end
     if ARGV[13] ~= '' then redis.call('HSET', KEYS[1], 'restored', ARGV[13]) end
     return { finished(completed, delivered) and 'COMPLETED' or 'RESTORED', done, 0 }
