@@ -209,3 +209,25 @@ def test_a_count_between_what_sql_and_what_redis_hear_of_a_total_finishes_by_the
     late = line._records.change("p", total=1, status=None, crawled=None)
     assert line.item_done("p", 1).completed  # it was through before, and the total it heard of made that all
     assert len(events(redis_server)) == 1
+
+
+@pytest.mark.parametrize("kind", ["redis", "sqlite", "sqlite-journal"])
+def test_a_deletion_that_is_tried_again_does_not_delete_the_next_project_of_that_name(
+    kind: str, open_line: OpenLine, redis_server: RedisServer, tcp_proxy: Proxies
+):
+    proxy, state = tcp_proxy(redis_server.port), redis_server.client(1)
+    one, other = open_line(kind, f"redis://127.0.0.1:{proxy.port}/1"), open_line(kind)
+    other.create("another")
+    assert other.delete("another")  # the server knows the scripts
+    one.create("p", total=2)
+    proxy.drop_replies(to=_redis.script("finishline/remove").sha.encode())
+    with ThreadPoolExecutor() as threads:
+        deleting = threads.submit(one.delete, "p")
+        eventually(lambda: not state.exists("smap:proj:p"))
+        state.delete("smap:proj:p:rebuild")  # a lease whose end was not heard lapses
+        other.create("p", total=2)
+        other.item_done("p", 1)
+        proxy.pass_through()
+        assert deleting.result()
+    assert other.progress("p").done == 1
+    assert other.item_done("p", 2).completed

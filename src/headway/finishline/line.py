@@ -31,7 +31,7 @@ from headway.finishline.progress import (
     from_hash,
     identity,
 )
-from headway.finishline.rebuild import Rebuilder, not_ours, project_keys
+from headway.finishline.rebuild import Deletion, Rebuilder, not_ours, project_keys
 from headway.finishline.records import LIFE, Records, Row, no_project
 from headway.finishline.server import DRAIN_SECONDS, StateServer
 from headway.lifecycle import Budget, Flag, Shutdown, undisturbed
@@ -200,23 +200,10 @@ class FinishLine:
         project_id = checked_project(project_id)
         with self._server.operation:
             self._accept()
-            there: list[bool] = []  # also for a try whose end was not heard
-            if self._records is None or self._rebuilder is None:
-                names = _keys(project_id)[:4]
-
-                def remove() -> bool:
-                    there.append(bool(self._server.client.exists(names[0])))
-                    self._server.client.delete(*names)
-                    return any(there)
-
-                return self._server.write("delete", project_id, remove)
-            forget = partial(self._records.delete, project_id)
-
-            def forget_once() -> bool:
-                there.append(forget())
-                return any(there)
-
-            return self._server.write("delete", project_id, partial(self._rebuilder.remove, project_id, forget_once))
+            deletion = Deletion(self._server, self._records, project_id)
+            if self._rebuilder is None:
+                return bool(self._server.write("delete", project_id, deletion.work))
+            return self._server.write("delete", project_id, partial(self._rebuilder.remove, project_id, deletion))
 
     # ---- counting ------------------------------------------------------------------------------------------
 

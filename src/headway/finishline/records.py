@@ -134,12 +134,11 @@ class Records:
 
         return self._database.run(work, operation="project.change")
 
-    def delete(self, project_id: str) -> bool:
-        existed = self.find(project_id) is not None  # asked first: a repetition after a lost COMMIT finds none
+    def delete(self, project_id: str, epoch: str) -> None:
         self._database.run(
-            lambda tx: tx.execute("DELETE FROM projects WHERE id = ?", (project_id,)), operation="project.delete"
+            lambda tx: tx.execute("DELETE FROM projects WHERE id = ? AND epoch = ?", (project_id, epoch)),
+            operation="project.delete",
         )
-        return existed
 
     def claim_completion(self, project_id: str, epoch: str, by: str) -> bool:
         """Whether ``by`` is the call that is answered so: the first that asks, of all to whom Redis said that they completed
