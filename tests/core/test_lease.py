@@ -98,6 +98,33 @@ def test_an_acquisition_that_is_repeated_gets_the_first_answer(store: Store):
     assert store.acquire(owner).token == store.acquire(owner).token
 
 
+@pytest.mark.parametrize("step", ["acquire", "release"])
+def test_a_lease_that_was_left_behind_because_an_answer_was_lost_is_waited_for_by_others_and_not_by_its_own_process(
+    step: str, redis_server: RedisServer, tcp_proxy: Callable[[int], TcpProxy]
+):
+    proxy, state = tcp_proxy(redis_server.port), redis_server.client(1)
+    with _redis.connect(f"redis://127.0.0.1:{proxy.port}/1", role="state") as client:
+        leases = RedisLeases(client)
+        leases.release(leases.acquire("headway:test:lease", Owner.current(), 30.0))  # the server knows the scripts
+        if step == "acquire":
+            proxy.drop_replies(to=_redis.script("lease/acquire").sha.encode())
+            with pytest.raises(_redis.failures()):
+                leases.acquire("headway:test:lease", Owner.current(), 30.0)
+        else:
+            mine = leases.acquire("headway:test:lease", Owner.current(), 30.0)
+            proxy.refuse()
+            proxy.cut()
+            with pytest.raises(_redis.failures()):
+                leases.release(mine)
+        proxy.pass_through()
+        assert state.exists("headway:test:lease")
+        with pytest.raises(Held):
+            RedisLeases(state).acquire("headway:test:lease", Owner.current(), 30.0)
+        leases.acquire("headway:test:lease", Owner.current(), 30.0)
+        with pytest.raises(Held):
+            leases.acquire("headway:test:lease", Owner.current(), 30.0)
+
+
 def test_a_stale_owner_can_neither_renew_nor_release(store: Store):
     mine = store.acquire(Owner.current())
     store.release(mine)

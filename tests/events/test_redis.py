@@ -121,8 +121,31 @@ def test_after_a_wipe_nothing_leaves_the_stream_before_a_sink_that_was_down_has_
     down.trouble, now = None, 100.0
     relay.tick()
     assert (quick.heard, down.heard) == (ids([1, 2]), ids([2]))
+    state.delete("smap:events:hold")  # its time is up
     relay.tick()
     assert state.xlen("smap:events") == 0
+
+
+def test_after_a_wipe_nothing_leaves_the_stream_before_other_relays_have_seen_it(redis_server: RedisServer):
+    """They may serve other sinks, and look whether the server still knows them every 30 s."""
+    store, state = redis_store(redis_server), redis_server.client(1)
+    one, other, now = Ear("one"), Ear("other"), 0.0
+    first, second = Relay(store.outbox(), [one]), Relay(store.outbox(), [other], clock=lambda: now)
+    first.tick()
+    second.tick()
+    state.flushall()
+    store.decide(event(1))
+    for _ in range(3):
+        first.tick()
+    assert one.heard == ids([1])
+    now = 31.0
+    for _ in range(3):
+        second.tick()
+    assert other.heard == ids([1])
+    assert 60 < state.ttl("smap:events:hold") <= 120
+    state.delete("smap:events:hold")  # its time is up
+    first.tick()
+    assert (one.heard, state.xlen("smap:events")) == (ids([1]), 0)
 
 
 def test_on_a_server_at_its_maxmemory_a_sink_that_is_new_is_told_what_waits(redis_factory: Callable[..., RedisServer]):

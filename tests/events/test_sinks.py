@@ -64,6 +64,28 @@ def test_an_answer_that_may_change_means_not_now_and_no_secret_is_said(
     assert [request[0] for request in receiver.requests] == ["/hook?token=hunter2"]  # no redirect was followed
 
 
+def _announce(*announced: int, then: int) -> Callable[[Any], None]:
+    def answer(handler: Any) -> None:
+        for code in announced:
+            handler.send_response_only(code)
+            handler.send_header("Link", "</style.css>; rel=preload")
+            handler.end_headers()
+        handler.send_response(then)
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    return answer
+
+
+@pytest.mark.parametrize("announced", [[100], [102], [103], [100, 102, 102, 103]])
+def test_an_answer_that_announces_another_one_is_not_the_answer(receiver: Any, announced: list[int]):
+    receiver.answers = [_announce(*announced, then=204)]
+    hook(receiver).deliver(event())
+    receiver.answers = [_announce(*announced, then=422)]
+    with pytest.raises(ServerRefused, match="HTTP 422"):
+        hook(receiver).deliver(event())
+
+
 @pytest.mark.parametrize("answer", [400, 401, 403, 404, 410, 413, 422])
 def test_an_answer_that_will_not_change_means_never(receiver: Any, answer: int):
     receiver.answers = [answer]

@@ -47,6 +47,8 @@ def test_whatever_the_finish_line_writes_is_in_the_list_with_its_type_and_a_life
     line.outbox().count_refusal("listener", "1-1", seen=0, apart=5.0)
     look()
     state.flushall()
+    state.xadd("smap:events", {"not": "an event"})
+    relay.tick()
     for number in range(200):  # look before each line of the rebuilding
         state.delete("none", *state.scan_iter("smap:proj:*"))
         with at_line(number, look, "finishline/rebuild.py") as steps:
@@ -66,6 +68,7 @@ def test_whatever_the_finish_line_writes_is_in_the_list_with_its_type_and_a_life
     assert all(0 < life <= STAGE_SECONDS for life in staged)
     assert 0 < lives["smap:proj:p:rebuild"] <= 30
     assert 0 < lives["smap:checkpointer"] <= 5
+    assert 0 < lives["smap:events:hold"] <= 120
 
 
 def test_a_key_matches_its_own_family_only():

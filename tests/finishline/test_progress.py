@@ -12,6 +12,7 @@ from headway import _sql
 from headway.errors import InvalidInput, StoreCorrupt, Unavailable
 from headway.events import CallableSink, Event
 from headway.finishline import AsyncProgress, Progress, Status
+from headway.finishline.async_progress import PIPELINE
 from tests.finishline.conftest import OpenLine
 from tests.services.proxy import TcpProxy
 from tests.services.redis import RedisServer
@@ -289,3 +290,39 @@ def test_an_error_nobody_expected_reaches_whoever_asked(redis_server: RedisServe
                 await asyncio.wait_for(reader.progress("p"), 30)
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize("steps", [1, 2])  # before the reader's own first step, and after it
+def test_who_waits_for_a_reader_that_is_ended_is_told_and_the_next_question_is_answered(
+    steps: int, open_line: OpenLine, redis_server: RedisServer
+):
+    open_line().create("p")
+
+    async def ask() -> None:
+        async with AsyncProgress(redis_server.url(1)) as reader:
+            asked = [asyncio.ensure_future(reader.progress(f"p-{number}")) for number in range(2 * PIPELINE)]
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            assert reader._worker is not None
+            reader._worker.cancel()  # as a loop does that ends
+            done, waiting = await asyncio.wait(asked, timeout=30)
+            assert not waiting
+            assert all(task.cancelled() for task in done)
+            assert (await reader.progress("p-1999")).status is Status.NOT_FOUND
+            assert (await reader.progress("p")).status is Status.INITIALIZING
+
+    asyncio.run(ask())
+
+
+def test_a_reader_serves_the_loop_it_was_first_used_in_and_says_so_in_another(
+    open_line: OpenLine, redis_server: RedisServer
+):
+    open_line().create("p")
+    reader = AsyncProgress(redis_server.url(1))
+    loop = asyncio.new_event_loop()
+    assert loop.run_until_complete(reader.progress("p")).status is Status.INITIALIZING
+    with pytest.raises(InvalidInput, match="another event loop"):
+        asyncio.run(reader.progress("p"))
+    assert loop.run_until_complete(reader.progress("p")).status is Status.INITIALIZING
+    loop.run_until_complete(reader.close())
+    loop.close()

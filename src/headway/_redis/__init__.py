@@ -18,6 +18,7 @@ from headway._redis.errors import failures, is_transient, translate
 from headway._redis.keys import (
     CHECKPOINTER,
     EVENTS,
+    EVENTS_HOLD,
     EVENTS_LEASE,
     EVENTS_QUARANTINE,
     EVENTS_REFUSALS,
@@ -51,6 +52,7 @@ __all__ = [
     "CHECKPOINTER",
     "DATABASES",
     "EVENTS",
+    "EVENTS_HOLD",
     "EVENTS_LEASE",
     "EVENTS_QUARANTINE",
     "EVENTS_REFUSALS",

@@ -56,6 +56,9 @@ EVENTS_QUARANTINE = key(
 EVENTS_REFUSALS = key(
     "smap:events:refusals:{sink}", "string", "1 day", "the entry that the sink refuses, how often, when last"
 )
+EVENTS_HOLD = key(
+    "smap:events:hold", "string", "2 min", "the stream was lost: nothing leaves it until every relay has seen that"
+)
 EVENTS_LEASE = key("smap:events:lease:{sink}", "string", "30 s", "which relay serves the sink just now")
 
 LEASE_TOKEN = key("headway:lease:token", "string", "for ever", "counter: the token of the lease acquired last")

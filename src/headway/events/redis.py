@@ -17,7 +17,16 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from headway._lease import Lease, Owner, RedisLeases, read_owner
-from headway._redis import EVENTS, EVENTS_LEASE, EVENTS_QUARANTINE, EVENTS_REFUSALS, failures, script, translate
+from headway._redis import (
+    EVENTS,
+    EVENTS_HOLD,
+    EVENTS_LEASE,
+    EVENTS_QUARANTINE,
+    EVENTS_REFUSALS,
+    failures,
+    script,
+    translate,
+)
 from headway.errors import InvalidInput
 from headway.events.envelope import Event, from_fields, whole
 from headway.events.outbox import LEASE, Backlog, Refused
@@ -35,6 +44,10 @@ LOOK = 1_000
 
 #: Entries removed at a time.
 TRIM = 1_000
+
+#: Seconds for which nothing leaves a stream that was lost. Other relays, which may serve other sinks, see within less that they
+#: have to subscribe again: they look every 30 s, and leave a server that was away alone for up to 72 s.
+HOLD = 120
 
 #: A name put into the stream again for one sink alone is under this field.
 _TO = b"to"
@@ -65,9 +78,10 @@ class RedisOutbox:
         self._key, self._quarantine = EVENTS(), EVENTS_QUARANTINE()
 
     def subscribe(self, sink: str, job: str | None = None) -> None:
+        again = sink in self._jobs
         self._jobs[sink] = job
         with self._translate_errors():
-            self._subscribe(sink)
+            self._subscribe(sink, again=again)
 
     def waits(self, sink: str) -> bool:
         with self._translate_errors():
@@ -92,7 +106,8 @@ class RedisOutbox:
             except failures() as error:
                 if "NOGROUP" not in str(error):
                     raise
-                self._subscribe(sink)  # the server lost the stream; what is announced again waits from its start
+                # The server lost the stream; what is announced again waits from its start.
+                self._subscribe(sink, again=True)
                 return self._take(sink, limit)
 
     def delivered(self, sink: str, handles: Sequence[str]) -> None:
@@ -185,8 +200,8 @@ class RedisOutbox:
             place = self._client.connection_pool.connection_kwargs
             raise translate(error, f"{place.get('host', place.get('path'))}:{place.get('port', '')}") from error
 
-    def _subscribe(self, sink: str) -> None:
-        script("events/subscribe")(self._client, [self._key], [sink])
+    def _subscribe(self, sink: str, *, again: bool) -> None:
+        script("events/subscribe")(self._client, [self._key, EVENTS_HOLD()], [sink, HOLD if again else 0])
 
     def _raw(self, *words: object) -> Any:
         """A reply as it is in the server: anybody can have appended bytes that are no UTF-8."""
@@ -264,8 +279,10 @@ class RedisOutbox:
             if missing:
                 # The server lost the stream, and these were not served since: what is in it now waits for them too.
                 for sink in missing:
-                    self._subscribe(sink)
+                    self._subscribe(sink, again=True)
                 return
+            if self._client.exists(EVENTS_HOLD()):
+                return  # sinks of another relay may not be known again yet
             bounds = []
             for group in groups:
                 pending = self._client.xpending(self._key, group["name"])

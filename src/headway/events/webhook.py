@@ -122,6 +122,18 @@ class _Https(request.HTTPSHandler):
         return self.do_open(functools.partial(_made, http.client.HTTPSConnection, *self._made), req)
 
 
+class _Response(http.client.HTTPResponse):
+    """Passes over answers that announce another one (102, 103): http.client does so for 100 alone, and the event would be
+    told again for ever to a receiver that takes it each time."""
+
+    def _read_status(self) -> tuple[str, int, str]:
+        found: tuple[str, int, str] = super()._read_status()  # type: ignore[misc]  # http.client's own hook, here and below
+        while 101 < found[1] < 200:
+            http.client.parse_headers(self.fp)
+            found = super()._read_status()  # type: ignore[misc]
+        return found
+
+
 def _made(
     kind: type[http.client.HTTPConnection],
     deadline: float,
@@ -130,6 +142,7 @@ def _made(
     **options: Any,
 ) -> http.client.HTTPConnection:
     connection = kind(host, **options)
+    connection.response_class = _Response
     known.append(connection)
     # Of several addresses of a host each would get the whole time.
     connection._create_connection = functools.partial(_dial, deadline)  # type: ignore[attr-defined]  # noqa: SLF001  # http.client's own hook

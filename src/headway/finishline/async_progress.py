@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from headway import _redis
 from headway._sql import Database
-from headway.errors import HeadwayError, Unavailable
+from headway.errors import HeadwayError, InvalidInput, Unavailable
 from headway.finishline.progress import NOT_FOUND, Progress, checked_project, corrupt, from_hash
 from headway.finishline.records import Records
 from headway.retry import CircuitBreaker
@@ -35,17 +35,26 @@ class AsyncProgress:
         )
         self._records = Records(database) if database is not None else None
         self._breaker = CircuitBreaker(threshold=1, cooldown=1.0, clock=time.monotonic)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._asked: dict[str, asyncio.Future[Progress | None]] = {}
         self._worker: asyncio.Task[None] | None = None
 
     async def progress(self, project_id: str) -> Progress:
         """As `FinishLine.progress`, but a project that Redis lost is answered from SQL and not rebuilt here."""
         project_id = checked_project(project_id)
+        loop = asyncio.get_running_loop()
+        if self._loop not in (None, loop):
+            raise InvalidInput(
+                "This reader was used in another event loop, to which its connections belong.",
+                hint="Make one for each loop: async with AsyncProgress(...) as reader",
+            )
+        self._loop = loop
         waiting = self._asked.get(project_id)
         if waiting is None:
-            waiting = self._asked[project_id] = asyncio.get_running_loop().create_future()
+            waiting = self._asked[project_id] = loop.create_future()
             if self._worker is None:
-                self._worker = asyncio.get_running_loop().create_task(self._work())
+                self._worker = loop.create_task(self._work())
+                self._worker.add_done_callback(self._ended)
         # Others wait for the same answer: one who stops waiting must not take it from them.
         found = await asyncio.shield(waiting)
         if found is not None:
@@ -54,6 +63,14 @@ class AsyncProgress:
             return NOT_FOUND
         row = await asyncio.to_thread(self._records.find, project_id)
         return row.progress() if row is not None else NOT_FOUND
+
+    def _ended(self, worker: asyncio.Task[None]) -> None:
+        """A worker that was ended (a loop does so at its end), be it before its first step, ends all that wait for it."""
+        if self._worker is worker:
+            self._worker = None
+            asked, self._asked = self._asked, {}
+            for waiting in asked.values():
+                _fail(waiting, asyncio.CancelledError())
 
     async def close(self) -> None:
         if self._worker is not None:
@@ -68,14 +85,12 @@ class AsyncProgress:
 
     async def _work(self) -> None:
         """Answer until nobody asks. It yields first, so that all who ask in this turn of the loop are in."""
-        try:
-            while self._asked:
-                await asyncio.sleep(0)
-                names = list(self._asked)[:PIPELINE]
-                asked = {name: self._asked.pop(name) for name in names}
-                await self._answer(asked)
-        finally:
-            self._worker = None
+        while self._asked:
+            await asyncio.sleep(0)
+            names = list(self._asked)[:PIPELINE]
+            asked = {name: self._asked.pop(name) for name in names}
+            await self._answer(asked)
+        self._worker = None  # in the step that saw nobody: who asks next begins another
 
     async def _answer(self, asked: Mapping[str, asyncio.Future[Progress | None]]) -> None:
         """Everybody who asked gets an answer or an error, whatever happens."""

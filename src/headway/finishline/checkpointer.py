@@ -19,7 +19,7 @@ from headway import _redis
 from headway._lease import Lease, Owner, RedisLeases
 from headway.errors import HeadwayError, Held, StaleClaim, StoreCorrupt
 from headway.finishline.progress import Progress, Status, corrupt, from_hash
-from headway.finishline.rebuild import Rebuilder, project_keys, status_to_restore
+from headway.finishline.rebuild import Rebuilder, project_keys
 from headway.finishline.records import LIFE, Records, Row
 from headway.finishline.server import StateServer
 from headway.telemetry import Log, redact
@@ -116,15 +116,16 @@ class Checkpointer:
                 if state is not None and epoch not in (None, row.epoch):
                     # Another project of this name: created since the row was read, or brought back by an older dump.
                     self._rebuilder.restore(row.id, wait=False)
-                elif row.delivered_at is not None:
-                    self._compare_delivered(row, state)
                 elif state is None:
-                    self._rebuilder.restore(row.id, wait=False)
+                    if row.delivered_at is None:  # SQL answers for one that was told and that Redis let go
+                        self._rebuilder.restore(row.id, wait=False)
+                elif row.completed_at is not None:
+                    self._compare_completed(row, state)
                 elif state.status is not Status.DONE:
                     if state.done >= row.done and not row.journaled:
                         ahead.append((row, state))
                     self._compare(row, state, returned=returned)
-                elif row.completed_at is None:
+                else:
                     self._records.completed(row.id, row.epoch, state)
             except HeadwayError as error:  # this one project's trouble; the others go on
                 log.warning(
@@ -135,14 +136,15 @@ class Checkpointer:
             self._records.checkpoint(changed)
 
     def _compare(self, row: Row, state: Progress, *, returned: bool) -> None:
+        if (state.total, state.status) != (row.total, row.status):
+            self._change(row)  # before the count: it must not finish by an older total
         if state.done < row.done:
             self._raise(row, state, returned=returned)
-        if (state.total, state.status) != (row.total, status_to_restore(row)):
-            self._change(row)
 
-    def _compare_delivered(self, row: Row, state: Progress | None) -> None:
-        """SQL answers for one that Redis let go; one that is there must not say less than SQL."""
-        if state is not None and (state.status is not Status.DONE or state.done < row.done):
+    def _compare_completed(self, row: Row, state: Progress) -> None:
+        """One that SQL knows to be DONE must not say less than SQL. While its event waits, late items may still be between
+        the two; they are no reason."""
+        if state.status is not Status.DONE or (row.delivered_at is not None and state.done < row.done):
             self._say_older(row, state)
             self._rebuilder.restore(row.id, wait=False)
 
@@ -176,7 +178,9 @@ class Checkpointer:
             self._calls += 1
             items = [("-" if failed else "+") + item for item, failed in page]
             _redis.script("finishline/count")(
-                self._server.client, project_keys(row.id), [LIFE, self._name, self._calls, row.epoch, *items]
+                self._server.client,
+                project_keys(row.id),
+                [LIFE, self._name, self._calls, row.epoch, row.version, *items],
             )
 
     def _say_older(self, row: Row, state: Progress) -> None:
@@ -189,16 +193,5 @@ class Checkpointer:
         """Total and status as SQL has them. Redis ignores it if it knows of this change or a later one."""
         self._calls += 1
         _redis.script("finishline/change")(
-            self._server.client,
-            project_keys(row.id),
-            [
-                LIFE,
-                self._name,
-                self._calls,
-                row.version,
-                row.total,
-                status_to_restore(row),
-                int(row.crawled),
-                row.epoch,
-            ],
+            self._server.client, project_keys(row.id), [LIFE, self._name, self._calls, *row.as_change()]
         )

@@ -18,7 +18,7 @@ GROUP = 5_000
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class Entry:
     """Counts one caller wants committed, and what became of them."""
 
     project_id: str
@@ -27,6 +27,7 @@ class _Entry:
     verdicts: dict[str, bool] = field(default_factory=dict)  # identity -> failed, as it stands in the journal
     fresh: int = 0
     epoch: str = ""  # of the project in whose journal they are
+    version: int = 0  # of its total and status at that moment
     trouble: BaseException | None = None
 
 
@@ -36,13 +37,13 @@ class Journal:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._waiting: list[_Entry] = []
+        self._waiting: list[Entry] = []
         self._writing = threading.Lock()
 
-    def write(self, project_id: str, items: dict[str, tuple[bool, str | None]]) -> tuple[dict[str, bool], int, str]:
-        """Commit the counts. What each item counts as (an earlier word on it stands), how many were new, and the epoch of
-        the project that has them: it may be deleted and created again before Redis is told."""
-        entry = _Entry(project_id, items)
+    def write(self, project_id: str, items: dict[str, tuple[bool, str | None]]) -> Entry:
+        """Commit the counts. What each item counts as (an earlier word on it stands), how many were new, and which project
+        has them, with which total: it may be deleted and created again before Redis is told, or Redis be behind."""
+        entry = Entry(project_id, items)
         self._waiting.append(entry)  # atomic
         while not entry.settled:
             with self._writing:
@@ -52,10 +53,10 @@ class Journal:
                     self._commit()
         if entry.trouble is not None:
             raise entry.trouble
-        return entry.verdicts, entry.fresh, entry.epoch
+        return entry
 
     def _commit(self) -> None:
-        group: list[_Entry] = []
+        group: list[Entry] = []
         size = 0
         while self._waiting and size < GROUP:
             group.append(self._waiting.pop(0))
@@ -71,18 +72,18 @@ class Journal:
             entry.settled = True
 
 
-def _write(tx: Tx, group: Sequence[_Entry]) -> None:
+def _write(tx: Tx, group: Sequence[Entry]) -> None:
     """All counts of the group in one transaction. Rows are sorted, so that two processes never lock crosswise."""
     numbers: dict[str, int] = {}
-    epochs: dict[str, str] = {}
+    known: dict[str, tuple[str, int]] = {}
     for entry in group:
         entry.trouble = None
         if entry.project_id not in numbers:
-            found = tx.one("SELECT no, journaled, epoch FROM projects WHERE id = ?", (entry.project_id,))
+            found = tx.one("SELECT no, journaled, epoch, version FROM projects WHERE id = ?", (entry.project_id,))
             if found is None or not found[1]:
                 entry.trouble = no_journal(entry.project_id) if found else no_project(entry.project_id)
                 continue
-            numbers[entry.project_id], epochs[entry.project_id] = found[0], found[2]
+            numbers[entry.project_id], known[entry.project_id] = found[0], (found[2], found[3])
     wanted: dict[tuple[int, str], tuple[bool, str | None]] = {}
     for entry in group:
         if entry.trouble is None:
@@ -97,7 +98,7 @@ def _write(tx: Tx, group: Sequence[_Entry]) -> None:
         )
     for entry in group:
         if entry.trouble is None:
-            entry.epoch = epochs[entry.project_id]
+            entry.epoch, entry.version = known[entry.project_id]
             keys = {item: (numbers[entry.project_id], item) for item in entry.items}
             entry.verdicts = {item: current[key] if key in current else wanted[key][0] for item, key in keys.items()}
             entry.fresh = sum(key in fresh for key in keys.values())

@@ -31,7 +31,7 @@ from headway.finishline.progress import (
     from_hash,
     identity,
 )
-from headway.finishline.rebuild import Rebuilder, not_ours, project_keys
+from headway.finishline.rebuild import Deletion, Rebuilder, not_ours, project_keys
 from headway.finishline.records import LIFE, Records, Row, no_project
 from headway.finishline.server import DRAIN_SECONDS, StateServer
 from headway.lifecycle import Budget, Flag, Shutdown, undisturbed
@@ -129,6 +129,7 @@ class FinishLine:
     def _create_recorded(self, records: Records, rebuilder: Rebuilder, project_id: str, total: int) -> Progress:
         """SQL first, and both under the project's lease, so that a deletion comes before or after and never between."""
         made: list[tuple[Row, bool]] = []
+        sent: list[Row] = []
 
         def record(*, live: bool) -> tuple[Row, bool]:
             if not made:
@@ -141,6 +142,7 @@ class FinishLine:
                 if not made and records.find(project_id) is None:
                     self._refuse_others(records, project_id)
                 row, new = record(live=True)
+                sent.append(row)
                 outcome = rebuilder.install(row, lease, first=new)
             if outcome is Outcome.COMPLETED:
                 self._completed(project_id)
@@ -151,7 +153,7 @@ class FinishLine:
             return found or record(live=True)[0].progress()
         except Unavailable:
             row, new = record(live=False)  # raises once more if it is SQL that is away
-            if new:
+            if new and not sent:  # else Redis may have it, and what others count there can be lost
                 records.not_live(row)
             log.warning(
                 "the project is recorded; Redis gets it when it is back", operation="create", project_id=project_id
@@ -198,23 +200,10 @@ class FinishLine:
         project_id = checked_project(project_id)
         with self._server.operation:
             self._accept()
-            there: list[bool] = []  # also for a try whose end was not heard
-            if self._records is None or self._rebuilder is None:
-                names = _keys(project_id)[:4]
-
-                def remove() -> bool:
-                    there.append(bool(self._server.client.exists(names[0])))
-                    self._server.client.delete(*names)
-                    return any(there)
-
-                return self._server.write("delete", project_id, remove)
-            forget = partial(self._records.delete, project_id)
-
-            def forget_once() -> bool:
-                there.append(forget())
-                return any(there)
-
-            return self._server.write("delete", project_id, partial(self._rebuilder.remove, project_id, forget_once))
+            deletion = Deletion(self._server, self._records, project_id)
+            if self._rebuilder is None:
+                return bool(self._server.write("delete", project_id, deletion.work))
+            return self._server.write("delete", project_id, partial(self._rebuilder.remove, project_id, deletion))
 
     # ---- counting ------------------------------------------------------------------------------------------
 
@@ -260,7 +249,7 @@ class FinishLine:
             self._accept()
             if not self._journaled:
                 return self._send(
-                    operation, "finishline/count", project_id, ["", *[sign + item for item in items or ["*1"]]]
+                    operation, "finishline/count", project_id, ["", "", *[sign + item for item in items or ["*1"]]]
                 )
             # Without an item id the call is the identity: it is repeated by us alone, under this name.
             items = items or [f"$op:{uuid.uuid4().hex}"]
@@ -268,13 +257,13 @@ class FinishLine:
             return self._for_one_project(project_id, partial(self._count_journaled, operation, project_id, wanted))
 
     def _count_journaled(self, operation: str, project_id: str, wanted: dict[str, tuple[bool, str | None]]) -> Answer:
-        verdicts, fresh, epoch = self._journal.write(project_id, wanted)
-        signed = [("-" if failed else "+") + item for item, failed in verdicts.items()]
-        answer = self._send(operation, "finishline/count", project_id, [epoch, *signed])
-        if fresh and not answer.counted:
+        written = self._journal.write(project_id, wanted)
+        signed = [("-" if failed else "+") + item for item, failed in written.verdicts.items()]
+        answer = self._send(operation, "finishline/count", project_id, [written.epoch, written.version, *signed])
+        if written.fresh and not answer.counted:
             # The project was rebuilt from the journal between our commit and this: our items counted there.
             outcome = Outcome.COUNTED if answer.outcome is Outcome.DUPLICATE else answer.outcome
-            return replace(answer, outcome=outcome, counted=fresh)
+            return replace(answer, outcome=outcome, counted=written.fresh)
         return answer
 
     # ---- asking --------------------------------------------------------------------------------------------
@@ -391,22 +380,16 @@ class FinishLine:
         project_id = checked_project(project_id)
 
         def work() -> Answer:
-            known, version, epoch = (total, status, crawled), 0, ""
             if self._records is not None:
                 # SQL first: it orders the changes, and what Redis hears of is all of them up to this one.
                 row = self._records.change(project_id, total=total, status=status, crawled=crawled)
                 if row is None:
                     raise no_project(project_id)
-                known = (row.total, None if row.status is Status.DONE else row.status, row.crawled)
-                version, epoch = row.version, row.epoch
-            arguments = [
-                version if epoch else "",
-                "" if known[0] is None else known[0],
-                "" if known[1] is None else known[1].value,
-                "" if known[2] is None else int(known[2]),
-                epoch,
-            ]
-            return self._send(operation, _CHANGE, project_id, arguments)
+                return self._send(operation, _CHANGE, project_id, row.as_change())
+            given = (total, status, None if crawled is None else int(crawled))
+            return self._send(
+                operation, _CHANGE, project_id, ["", *["" if word is None else word for word in given], ""]
+            )
 
         with self._server.operation:
             self._accept()
@@ -436,6 +419,9 @@ class FinishLine:
             restored, crossed = None, False
             for _ in range(20):  # it may be lost again right after it was rebuilt
                 outcome, done, counted, *epoch = self._server.write(operation, project_id, call)
+                if outcome == "BEHIND":
+                    crossed = self._catch_up(operation, project_id) or crossed
+                    continue
                 if outcome != "NOT_FOUND" or self._rebuilder is None:
                     break
                 restored = self._restore(operation, project_id, self._server.write, by)
@@ -448,7 +434,7 @@ class FinishLine:
             # Should it be Redis that has the older one of the two, the record replaces it.
             self._restore(operation, project_id, self._server.write)
             raise _Remade
-        if outcome == "NOT_FOUND" and restored is not None:
+        if outcome == "BEHIND" or (outcome == "NOT_FOUND" and restored is not None):
             raise Unavailable(f"Redis lost project {project_id!r} again each time it was rebuilt.")
         _refuse(operation, project_id, outcome, int(done))
         if crossed:
@@ -457,6 +443,17 @@ class FinishLine:
             # Redis had said so before, to another call, and lost it since.
             outcome = Outcome.UPDATED if script == _CHANGE else Outcome.COUNTED if int(counted) else Outcome.DUPLICATE
         return Answer(Outcome.UPDATED if outcome == "NO_TOTAL" else Outcome(outcome), int(done), int(counted))
+
+    def _catch_up(self, operation: str, project_id: str) -> bool:
+        """Redis has an older total or status than SQL: whoever changed it is between the two, or Redis came back older.
+        Whether the project was completed by this."""
+        assert self._records is not None
+        row = self._records.find(project_id)
+        if row is None:
+            raise no_project(project_id)
+        if row.completed_at is not None:
+            return self._restore(operation, project_id, self._server.write) is Outcome.COMPLETED
+        return self._send(operation, _CHANGE, project_id, row.as_change()).completed
 
     def _restore(
         self, operation: str, project_id: str, how: Callable[..., Any], by: str | None = None

@@ -36,6 +36,41 @@ def project_keys(project_id: str) -> list[str]:
     return [*(family(project_id=project_id) for family in families), _redis.EVENTS()]
 
 
+class Deletion:
+    """One call to delete a project, however often it is tried. What its first try found is what it deletes: somebody who saw
+    the project gone may have created the next of its name before an answer that was lost is asked for again."""
+
+    def __init__(self, server: StateServer, records: Records | None, project_id: str) -> None:
+        self._client, self._records, self._project_id = server.client, records, project_id
+        self._found: tuple[str | None, str | None] | None = None  # epochs, in SQL and in Redis
+
+    def work(self, lease: Lease | None = None) -> bool | None:
+        """Whether there was one; None when the lease is not ours any more. SQL first: what Redis has alone is replaced by the
+        next of its name."""
+        if self._found is None:
+            row = self._records.find(self._project_id) if self._records is not None else None
+            self._found = (row.epoch if row is not None else None, self._live())
+        recorded, live = self._found
+        if recorded is not None and self._records is not None:
+            self._records.delete(self._project_id, recorded)
+        if live is not None:
+            keys = [*project_keys(self._project_id)[:4], _redis.PROJECT_REBUILD(project_id=self._project_id)]
+            held = "" if lease is None else held_as(lease)
+            if _redis.script("finishline/remove")(self._client, keys, [held, live]) == "STALE":
+                return None
+        return recorded is not None or live is not None
+
+    def _live(self) -> str | None:
+        """The epoch of the project in Redis; empty when it has none, None when there is no project."""
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.exists(_redis.PROJECT(project_id=self._project_id))
+        pipeline.hget(_redis.PROJECT_META(project_id=self._project_id), "epoch")
+        there, epoch = pipeline.execute(raise_on_error=False)
+        if isinstance(there, Exception):
+            raise there
+        return None if not there else epoch if isinstance(epoch, str) else ""
+
+
 class Rebuilder:
     """Brings projects (back) into Redis, and out of it."""
 
@@ -81,7 +116,7 @@ class Rebuilder:
                 [
                     LIFE, "-", 0, status_to_restore(row), row.total, done, errors, row.epoch, row.version,
                     "crawled" if row.crawled else "", "journal" if row.journaled else "",
-                    "delivered" if self._records.is_over(row) else "", f"{seen:.3f}" if lossy and seen else "",
+                    self._known_end(row), f"{seen:.3f}" if lossy and seen else "",
                     held_as(lease), self._records.database(),
                 ],
             )  # fmt: skip
@@ -99,18 +134,14 @@ class Rebuilder:
             return Outcome.COMPLETED
         return Outcome.CREATED
 
-    def remove(self, project_id: str, forget: Callable[[], bool]) -> bool:
-        """Delete a project in SQL (``forget``) and in Redis; whether there was one."""
-        recorded = False
-        while True:
+    def remove(self, project_id: str, deletion: Deletion) -> bool:
+        """Delete a project in SQL and in Redis; whether there was one."""
+        there = None
+        while there is None:
             with self.lease(project_id) as lease:
                 assert lease is not None  # it was waited for
-                recorded = forget() or recorded
-                outcome = _redis.script("finishline/remove")(
-                    self._server.client, [*project_keys(project_id)[:4], str(lease.key)], [held_as(lease)]
-                )
-                if outcome != "STALE":
-                    return recorded or outcome == "REMOVED"
+                there = deletion.work(lease)
+        return there
 
     @contextmanager
     def lease(
@@ -152,6 +183,11 @@ class Rebuilder:
         state = from_hash(project_id, fields)  # type: ignore[arg-type]  # this client is not an asynchronous one
         if row is not None and state is not None and state.status is Status.DONE:
             self._records.completed(project_id, row.epoch, state)
+
+    def _known_end(self, row: Row) -> str:
+        if row.completed_at is None:
+            return ""
+        return "delivered" if self._records.is_over(row) else "completed"
 
     def _is_there(self, project_id: str) -> bool:
         return bool(self._server.client.exists(_redis.PROJECT(project_id=project_id)))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from headway._sql import Database, Tx
+from headway._sql import NOW, Database, Tx
 from headway._sql import Row as SqlRow
 from headway.errors import NotFound
 from headway.finishline.progress import Progress, Status
@@ -52,6 +52,11 @@ class Row:
             live=False,
             restored=datetime.fromtimestamp(restored, UTC) if restored is not None else None,
         )
+
+    def as_change(self) -> list[str | int]:
+        """Its total, status and end of the crawl, as ``change.lua`` is told of them."""
+        status = "" if self.status is Status.DONE else self.status.value
+        return [self.version, self.total, status, int(self.crawled), self.epoch]
 
 
 def _row(values: SqlRow) -> Row:
@@ -111,24 +116,29 @@ class Records:
         )
 
     def change(self, project_id: str, *, total: int | None, status: Status | None, crawled: bool | None) -> Row | None:
-        """Set what is given. A completed project stays as it is."""
+        """Set what is given. A completed project stays as it is.
+
+        Its version is the time, or one more than before: Redis takes no older change for a newer one, and a database that
+        was put back to an earlier moment must not give the versions a second time that Redis has seen.
+        """
 
         def work(tx: Tx) -> Row | None:
+            now = f"CAST({NOW[tx.engine]} * 1000 AS BIGINT)"
             tx.execute(
                 "UPDATE projects SET total = coalesce(?, total), status = coalesce(?, status), "
-                "crawled = coalesce(?, crawled), version = version + 1 WHERE id = ? AND completed_at IS NULL",
+                f"crawled = coalesce(?, crawled), version = CASE WHEN version < {now} THEN {now} ELSE version + 1 END "
+                "WHERE id = ? AND completed_at IS NULL",
                 (total, status, None if crawled is None else int(crawled), project_id),
             )
             return _find(tx, project_id)
 
         return self._database.run(work, operation="project.change")
 
-    def delete(self, project_id: str) -> bool:
-        existed = self.find(project_id) is not None  # asked first: a repetition after a lost COMMIT finds none
+    def delete(self, project_id: str, epoch: str) -> None:
         self._database.run(
-            lambda tx: tx.execute("DELETE FROM projects WHERE id = ?", (project_id,)), operation="project.delete"
+            lambda tx: tx.execute("DELETE FROM projects WHERE id = ? AND epoch = ?", (project_id, epoch)),
+            operation="project.delete",
         )
-        return existed
 
     def claim_completion(self, project_id: str, epoch: str, by: str) -> bool:
         """Whether ``by`` is the call that is answered so: the first that asks, of all to whom Redis said that they completed

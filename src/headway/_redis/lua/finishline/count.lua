@@ -1,22 +1,25 @@
 -- count.lua: items of a project are through; count each one once and see whether the project is finished.
 -- include: finishline/project
 -- ARGV[4] epoch of the project in whose journal the counts are already, "" without a journal
--- ARGV[5...] one per item: "+" done or "-" failed, then "#number" | "$id" | "*how many" (no identity but the call's)
+-- ARGV[5] version by the SQL record when they were written there, "" without a journal
+-- ARGV[6...] one per item: "+" done or "-" failed, then "#number" | "$id" | "*how many" (no identity but the call's)
 -- returns also JOURNALED (a project with a journal wants its counts there first), REMADE (it was deleted and created
---         again since they were written there) and CORRUPT
+--         again since they were written there), BEHIND (SQL has another total or status than this project, which would
+--         finish by the wrong one; change it first) and CORRUPT
 if missing then return { 'NOT_FOUND', 0, 0 } end
 if not read() then return { 'CORRUPT', 0, 0 } end
 if remade(ARGV[4]) then return { 'REMADE', done, 0 } end
 local before = earlier()
 if before then return before end
 if meta.journal and ARGV[4] == '' then return { 'JOURNALED', done, 0 } end
+if ARGV[5] ~= '' and status ~= 'DONE' and tonumber(ARGV[5]) > meta.version then return { 'BEHIND', done, 0 } end
 
 local added = { [43] = 0, [45] = 0 } -- + and -
 local members = { [43] = {}, [45] = {} }
 local numbers, texts = string.find(meta.kinds, 'b', 1, true), string.find(meta.kinds, 's', 1, true)
 local limit = dense()
 local bits -- how long the bitmap is, once it matters
-for i = 5, #ARGV do
+for i = 6, #ARGV do
   local item = ARGV[i]
   local sign, kind = string.byte(item, 1, 2)
   local id = string.sub(item, 3)

@@ -3,7 +3,8 @@
 -- KEYS[6] smap:proj:{id}:bits:{token}   KEYS[7] smap:proj:{id}:seen:{token}: staged identities
 -- KEYS[8] smap:proj:{id}:rebuild   string   the lease under which this is done, "token owner"
 -- ARGV[4] status   ARGV[5] total   ARGV[6] done   ARGV[7] errors   ARGV[8] epoch   ARGV[9] version
--- ARGV[10] "crawled" | ""   ARGV[11] "journal" | ""   ARGV[12] "delivered" when its event needs no telling, else ""
+-- ARGV[10] "crawled" | ""   ARGV[11] "journal" | ""
+-- ARGV[12] "completed" when SQL knows that it is DONE, "delivered" when its event needs no telling either, else ""
 -- ARGV[13] time of the checkpoint these counts are from, "" when they are exact   ARGV[14] what the lease must say
 -- ARGV[15] which database has its record
 -- returns RESTORED | COMPLETED | EXISTS (it is there; a live counter is never lowered) | AGAIN (staged ids are lost)
@@ -12,7 +13,7 @@ if redis.call('GET', KEYS[8]) ~= ARGV[14] then
   redis.call('DEL', KEYS[6], KEYS[7])
   return { 'STALE', 0, 0 }
 end
-local delivered = ARGV[12] ~= ''
+local completed, delivered = ARGV[12] ~= '', ARGV[12] == 'delivered'
 if not missing then
   local sound = read()
   local other = meta.epoch ~= ARGV[8]
@@ -20,8 +21,8 @@ if not missing then
     redis.call('DEL', KEYS[6], KEYS[7])
     return { 'UNRECORDED', 0, 0 }
   end
-  local behind = sound and (done < tonumber(ARGV[6]) or (delivered and status ~= 'DONE'))
-  if not other and (not behind or (ARGV[11] ~= '' and not delivered)) then
+  local behind = sound and (done < tonumber(ARGV[6]) or (completed and status ~= 'DONE'))
+  if not other and (not behind or (ARGV[11] ~= '' and not completed)) then
     redis.call('DEL', KEYS[6], KEYS[7]) -- with a journal the count is raised by identity
     return { 'EXISTS', 0, 0 }
   end
@@ -29,14 +30,16 @@ if not missing then
     -- There, but with less than its own checkpoint: an older state came back.
     done, errors = math.max(done, tonumber(ARGV[6])), math.max(errors, tonumber(ARGV[7]))
     redis.call('HSET', KEYS[1], 'done', string.format('%.0f', done), 'errors', string.format('%.0f', errors))
-    if delivered then
+    if completed or tonumber(ARGV[9]) > meta.version then -- or it would finish by an older total
       status, total, meta.crawled = ARGV[4], tonumber(ARGV[5]), ARGV[10] ~= ''
       redis.call('HSET', KEYS[1], 'total', ARGV[5], 'status', status)
+      redis.call('HSET', KEYS[2], 'version', ARGV[9])
+      if meta.crawled then redis.call('HSET', KEYS[2], 'crawled', 1) else redis.call('HDEL', KEYS[2], 'crawled') end
     end
     if ARGV[13] ~= '' then redis.call('HSET', KEYS[1], 'restored', ARGV[13]) end
-    return { finished(delivered) and 'COMPLETED' or 'RESTORED', done, 0 }
+    return { finished(completed, delivered) and 'COMPLETED' or 'RESTORED', done, 0 }
   end
-  -- What is left of a project of this name that SQL has deleted, or one that was delivered and came back older.
+  -- What is left of a project of this name that SQL has deleted, or one that was completed and came back older.
 end
 -- A count without its identities would count again: a wipe between staging and this must not go unnoticed.
 if ARGV[11] ~= '' and redis.call('BITCOUNT', KEYS[6]) + redis.call('SCARD', KEYS[7]) ~= tonumber(ARGV[6]) then
@@ -62,4 +65,4 @@ if ARGV[10] ~= '' then redis.call('HSET', KEYS[2], 'crawled', 1) end
 if ARGV[11] ~= '' then redis.call('HSET', KEYS[2], 'journal', 1) end
 keep()
 read()
-return { finished(delivered) and 'COMPLETED' or 'RESTORED', done, 0 }
+return { finished(completed, delivered) and 'COMPLETED' or 'RESTORED', done, 0 }

@@ -90,10 +90,11 @@ end
 
 -- The finish line: the only place where a project becomes DONE, and where that is announced, in one step.
 -- An empty project is finished only by the end of its crawl; items that are through want a total that says so.
--- FAILED is an operator's word and stays.
-local function finished(delivered)
+-- FAILED is an operator's word and stays. What SQL knows to be completed was decided before, by what stood then: an item
+-- that came after an empty project was finished does not take that back.
+local function finished(completed, delivered)
   if status == 'DONE' or status == 'CRAWLING' or status == 'FAILED' then return false end
-  if done < total or (total == 0 and (done > 0 or not meta.crawled)) then return false end
+  if not completed and (done < total or (total == 0 and (done > 0 or not meta.crawled))) then return false end
   status = 'DONE'
   redis.call('HSET', KEYS[1], 'status', status)
   if delivered then return true end
