@@ -31,6 +31,7 @@ LIMITED = [sys.executable, "-c", _FEW_FILES]
 
 FUNCTIONS = """
 import asyncio, os, time
+import headway
 
 def slow(item):
     open(f"begun-{item}", "w").close()
@@ -41,6 +42,15 @@ async def slow_async(item):
     open(f"begun-{item}", "w").close()
     while not os.path.exists("free") and not os.path.exists(f"free-{item}"):
         await asyncio.sleep(0.01)
+
+def repaired(item):
+    if item == "0":
+        open("begun-0", "w").close()
+        if not os.path.exists("repair"):
+            raise headway.GiveUp("not before it is repaired")
+        open("again", "w").close()
+    else:
+        slow(item)
 """
 
 
@@ -279,6 +289,23 @@ def test_an_item_is_not_charged_for_the_time_in_which_the_whole_run_stood_still(
     (place / "free").touch()
     assert run.wait(60) == 0
     assert (job.info().done, job.info().dead) == (12, 0)
+
+
+def test_a_dead_letter_that_gets_another_life_meanwhile_is_tried_again_by_the_run_that_goes_on(
+    place: Path, started: Started, headway_cli: Cli
+):
+    run, job = started(function="repaired", workers=12)
+    eventually(lambda: job.info().dead == 1)
+    (place / "repair").touch()
+    assert headway_cli("dead", "retry", "ads", "--yes").returncode == 0
+    eventually((place / "again").exists, message="the run has a worker for it, beside the eleven that are busy")
+    (place / "free").touch()
+    assert run.wait(60) == 0
+    assert (job.info().done, job.info().dead) == (12, 0)
+    assert job.info().finished_at is not None
+    assert run.stderr is not None
+    assert "12/12" in (told := run.stderr.read())
+    assert "dead 0" in told
 
 
 def children(pid: int) -> list[str]:

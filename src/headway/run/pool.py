@@ -194,13 +194,19 @@ class Pool(ABC):
         if self._console is not None:
             self._selector.register(self._console, selectors.EVENT_READ, "console")
         try:
-            self._loop(wake_out)
-            self._commit()
-            if self._output is not None:
-                self._output.write()
-            self._job.give_back(sorted(self._noted), self._hold)
-            if self._stop_reason is None:
+            while True:
+                self._loop(wake_out)
+                self._commit()
+                if self._output is not None:
+                    self._output.write()
+                self._job.give_back(sorted(self._noted), self._hold)
+                if self._stop_reason is not None:
+                    break
                 self._completed = self._job.finish(self._hold)
+                # Asked after that: what gets another life later than this does so in a job that was finished.
+                if not self._backlog.look_again(time.monotonic()):
+                    break
+                self._passing = False
         finally:
             self._close()
             for line in self._console.close() if self._console is not None else ():
@@ -454,13 +460,11 @@ class Pool(ABC):
     def _count(self, recorded: Recorded) -> None:
         self._done += recorded.done
         self._failures += recorded.failed + recorded.dead
-        self._failed = recorded.waiting
+        self._failed, self._dead = recorded.waiting, recorded.given_up
         if self._passing:
             self._rescued += recorded.done
-            self._dead -= recorded.done
         else:
             self._died += recorded.dead
-            self._dead += recorded.dead
         if recorded.due:
             left = min(recorded.due.values()) - self._ledger.database.now()
             self._backlog.due_at(time.monotonic() + left)
