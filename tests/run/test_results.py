@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
@@ -471,7 +472,7 @@ def test_two_jobs_at_once_cannot_write_one_file(place: Path, run_cli: Cli, spawn
     second = run_cli("run", "jobs:square", "-i", "items.jsonl", "-j", "other", "-o", "out.jsonl")
     (place / "blocked").unlink()
     assert second.returncode == 5, second.stderr
-    assert "Another run is writing results to out.jsonl" in second.stderr
+    assert f"Another run is writing results to {place}/out.jsonl" in second.stderr
     assert first.wait(60) == 0
     assert results(place) == ALL
     refused = run_cli("run", "jobs:square", "-i", "items.jsonl", "-j", "other", "-o", "out.jsonl")
@@ -498,7 +499,38 @@ def test_who_takes_a_job_over_from_a_stopped_run_writes_its_file(place: Path, ru
     assert results(place) == ALL
 
 
-@pytest.mark.parametrize("change", ["removed", "emptied", "moved"])
+def test_a_file_that_somebody_edited_between_two_runs_is_written_anew_and_not_cut_within_a_line(
+    place: Path, run_cli: Cli
+):
+    assert run_cli(*RUN, "-o", "out.jsonl").returncode == 0
+    file = place / "out.jsonl"
+    whole = file.read_text()
+    file.write_text(whole.replace('"key": null', '"key": null, "checked": "by hand"'))
+    again = run_cli(*RUN, "-o", "out.jsonl")
+    assert again.returncode == 0
+    assert "it is written anew" in again.stderr
+    assert file.read_text() == whole
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv"])
+def test_items_that_change_the_directory_of_this_process_change_no_file_of_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    def moves(item: int) -> int:
+        os.chdir(tmp_path / "elsewhere")
+        return item
+
+    with ThreadPoolExecutor(1) as executor:
+        result = headway.map(moves, range(3), job="moves", executor=executor, output=name, progress="none")
+    assert os.listdir(tmp_path / "elsewhere") == []
+    assert len((tmp_path / name).read_text().splitlines()) == 3 + name.endswith("csv")
+    assert [found.result for found in result.results()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("change", ["removed", "emptied", "moved", "edited"])
 def test_a_file_that_was_changed_while_the_run_went_on_is_whole_at_the_end(place: Path, spawn_cli: Spawn, change: str):
     (place / "slow").touch()
     (place / "items.jsonl").write_text("".join(f"{n}\n" for n in range(200)))
@@ -509,8 +541,13 @@ def test_a_file_that_was_changed_while_the_run_went_on_is_whole_at_the_end(place
         file.unlink()
     elif change == "moved":
         file.rename(place / "elsewhere.jsonl")
-    else:
+    elif change == "emptied":
         os.truncate(file, 0)
+    else:
+        with file.open("r+") as opened:
+            text = opened.read()
+            opened.seek(0)
+            opened.write(text.replace('"key": null', '"key":       null'))
     assert run.wait(60) == 0
     assert results(place) == sorted(n * n for n in range(200))
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from headway import events
+from headway._sql import absolute
 from headway.config import Config
 from headway.errors import HeadwayError, InvalidInput, JobHeld, Stopping
 from headway.events import CallableSink, Event, Sink
@@ -195,6 +196,7 @@ def map(
     options = _fleet_options(config, function, encode, slots, fleet=fleet, any_version=any_version)
     sinks: list[Sink] = configured_sinks(config)
     shutdown = _given_shutdown.get() or Shutdown()
+    place = absolute(config.text("database"))  # items that run in this process may change its directory
     with Ledger.open(config.text("database"), stop=shutdown.abandon) as ledger, on_signals(shutdown):
         if on_complete is not None:
             sinks.append(CallableSink(f"on_complete {id}", on_complete, job=id))
@@ -225,7 +227,7 @@ def map(
             raise Stopping(f"Job {id} was interrupted; call it again to go on.")
         info = held.info()
         return Result(
-            id, config.text("database"), ending.outcome, info.total, info.done, ending.kept, info.dead,
+            id, place, ending.outcome, info.total, info.done, ending.kept, info.dead,
             ending.failures, ending.seconds, held.causes(), decode,
         )  # fmt: skip
 
@@ -397,7 +399,7 @@ def track(
     notebook an exception would keep that alive.
     """
     config = Config(cli={"database": database, "payload_limit": payload_limit})
-    place = config.text("database"), job
+    place = absolute(config.text("database")), job
     if (earlier := _trackers.pop(place, None)) is not None:
         earlier.close()
 
