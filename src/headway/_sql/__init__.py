@@ -85,13 +85,15 @@ def _missing(what: str) -> NotFound:
 
 
 def sqlite_path(url: str) -> Path | None:
-    """The file an address names; None for a database in memory or on a server."""
+    """The file an address names, or leads to by a link; None for a database in memory or on a server."""
     parts = _split(url)
     location = unquote(parts.path[1:])
     if parts.scheme != "sqlite" or location == ":memory:":
         return None
     if not location or "\0" in location:  # an empty name would be a database that is gone with the process
         raise _no_address(url)
+    if os.path.islink(location) and os.path.exists(location):
+        return Path(os.path.realpath(location))  # beside which SQLite has its log, so that is where we look for it
     return Path(location)
 
 
