@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ import pytest
 import headway
 from headway.cli import invoke
 from headway.errors import HeadwayError, InvalidInput, StaleClaim
-from headway.ledger import Done, Ledger
+from headway.ledger import Done, Job, Ledger
 from headway.ledger.values import NewItem
 from headway.retry import RetryPolicy
 from headway.run.output import Output
@@ -403,6 +403,35 @@ def run_until(call: str, arguments: list[str], *, after: bool) -> int:
         invoke(arguments)
     finally:
         os._exit(0)
+
+
+def test_killed_while_a_changed_item_is_accepted_the_file_has_no_result_of_what_it_was(place: Path, run_cli: Cli):
+    arguments = [*RUN, "-o", "out.jsonl", "--key", "id"]
+    items = [{"id": n, "version": 1} for n in range(5)]
+    (place / "jobs.py").write_text("def square(item):\n    return item['version']\n")
+    (place / "items.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in items))
+    assert run_cli(*arguments).returncode == 0
+    items[0]["version"] = 2
+    (place / "items.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in items))
+    real = Job.replace_items
+    if (pid := os.fork()) == 0:
+
+        def killing(job: Job, items: Sequence[NewItem]) -> None:
+            real(job, items)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            Job.replace_items = killing  # type: ignore[method-assign, assignment]
+            sys.argv = ["headway", *arguments, "--accept-changes"]
+            sys.stdout = sys.stderr = io.StringIO()
+            invoke([*arguments, "--accept-changes"])
+        finally:
+            os._exit(0)
+    assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+    done = run_cli(*arguments)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (place / "out.jsonl").read_text().splitlines()]
+    assert sorted((row["index"], row["result"]) for row in rows) == [(0, 2), (1, 1), (2, 1), (3, 1), (4, 1)]
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
