@@ -609,7 +609,12 @@ def test_a_pipe_does_not_overwrite_a_foreign_file_either(place: Path, run_cli: C
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("out.xlsx", "JSON lines or CSV, not as XLSX"), ("/dev/null", "not a file"), ("no/out.jsonl", "directory")],
+    [
+        ("out.xlsx", "JSON lines or CSV, not as XLSX"),
+        ("/dev/null", "not a file"),
+        ("no/out.jsonl", "directory"),
+        ("-", "headway results ads"),
+    ],
 )
 def test_a_name_that_cannot_hold_results_is_refused_before_anything_runs(
     place: Path, run_cli: Cli, name: str, said: str

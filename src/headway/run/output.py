@@ -33,6 +33,8 @@ _OTHER_FORMATS = (".tsv", ".xlsx", ".parquet")
 def refuse_foreign(path: Path, ledger: Ledger | None, id: str) -> None:
     """A file with something in it that job ``id`` did not write is not touched. What an earlier job of that id wrote,
     which was put aside by a fresh start, is the job's own: its results are still in the ledger."""
+    if str(path) == "-":  # to other programs that is standard output, and a file of that name is nobody's wish
+        raise InvalidInput("Results are written to a file.", hint=f"To print them afterwards: headway results {id}")
     if path.suffix.lower() in _OTHER_FORMATS:
         raise InvalidInput(
             f"Results are written as JSON lines or CSV, not as {path.suffix[1:].upper()}.",
