@@ -200,6 +200,27 @@ class Budget:
         return self.left == 0.0
 
 
+#: Who looks several times a second, and finds that so long has passed, stood still meanwhile.
+STANDSTILL_SECONDS = 1.0
+LOOK_SECONDS = 0.5
+
+
+class Stopwatch:
+    """The time that something takes, without that in which this process, and with it what it waits for, stood still (a
+    container that was paused, Ctrl-Z). It is seen by asking at least every `LOOK_SECONDS`."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = self._looked_at = clock()
+
+    def elapsed(self) -> float:
+        now = self._clock()
+        if now - self._looked_at > STANDSTILL_SECONDS:
+            self._began += now - self._looked_at
+        self._looked_at = now
+        return now - self._began
+
+
 class ForkGuard:
     """Remembers the process that made a resource. Connections, listeners and threads do not survive a fork:
     a child that used them would read its parent's replies."""

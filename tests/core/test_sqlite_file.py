@@ -371,6 +371,41 @@ def test_where_nothing_may_be_written_a_database_is_read_and_nothing_is_left_the
 
 
 @pytest.mark.req("S3-29")
+def test_by_a_link_from_where_nothing_may_be_written_a_database_is_read_and_written_as_it_is_now(reachable: Path):
+    """SQLite's log lies beside the file, not beside the link: what is only in the log is not to be missed."""
+    path, link = reachable / "a.db", reachable / "settings" / "a.db"
+
+    def work() -> None:
+        make(path)
+        link.parent.mkdir()
+        link.symlink_to(path)
+        link.parent.chmod(0o500)
+        with Ledger.open(sqlite_url(path)) as writer:
+            writer.job("ads").record([Done(39)])
+            with Ledger.open(sqlite_url(link), create=False) as reader:
+                assert reader.job("ads").info().done == 21
+            with Ledger.open(sqlite_url(link)) as other:
+                other.job("ads").record([Done(38)])
+            assert writer.job("ads").info().done == 22
+        link.parent.chmod(0o700)
+
+    as_nobody(work)
+
+
+def test_by_a_link_a_log_that_was_removed_under_a_writer_is_noticed_too(tmp_path: Path):
+    make(tmp_path / "a.db")
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "elsewhere" / "b.db"
+    link.symlink_to(tmp_path / "a.db")
+    with Ledger.open(sqlite_url(link)) as ledger:
+        ledger.job("ads").record([Done(39)])
+        (tmp_path / "a.db-wal").unlink()
+        time.sleep(2 * LOOK_SECONDS)
+        with pytest.raises(StorageError, match="was deleted, moved or replaced"):
+            ledger.job("ads").record([Done(38)])
+
+
+@pytest.mark.req("S3-29")
 def test_a_log_that_cannot_be_read_where_nothing_may_be_written_is_one_clear_error(reachable: Path):
     path = reachable / "inner" / "a.db"
 

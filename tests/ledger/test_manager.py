@@ -550,3 +550,15 @@ class Hostile(list[int]):
 class Wordless(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no words")
+
+
+def test_a_program_that_changes_its_directory_still_learns_how_large_its_database_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    with ProgressManager("ads.db") as progress:
+        progress.register(range(3))
+        before = progress.stats().splitlines()[-1]
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert progress.stats().splitlines()[-1] == before != "database 0.0 MB"

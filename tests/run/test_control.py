@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,7 @@ LIMITED = [sys.executable, "-c", _FEW_FILES]
 
 FUNCTIONS = """
 import asyncio, os, time
+import headway
 
 def slow(item):
     open(f"begun-{item}", "w").close()
@@ -41,7 +44,24 @@ async def slow_async(item):
     open(f"begun-{item}", "w").close()
     while not os.path.exists("free") and not os.path.exists(f"free-{item}"):
         await asyncio.sleep(0.01)
+
+async def times_out(item):
+    if item == "1":
+        raise TimeoutError("the server said nothing")
+    await asyncio.sleep(60)
+
+def repaired(item):
+    if item == "0":
+        open("begun-0", "w").close()
+        if not os.path.exists("repair"):
+            raise headway.GiveUp("not before it is repaired")
+        open("again", "w").close()
+    else:
+        slow(item)
 """
+
+#: What `slow` does.
+PROGRAM = 'touch "begun-$1"; while [ ! -e free ] && [ ! -e "free-$1" ]; do sleep 0.1; done'
 
 
 @pytest.fixture
@@ -60,7 +80,8 @@ def started(place: Path, spawn_cli: Spawn) -> Iterator[Callable[..., tuple[subpr
     ledgers: list[Ledger] = []
 
     def start(*options: str, function: str = "slow", workers: int = 2) -> tuple[subprocess.Popen[str], Job]:
-        words = ("run", f"jobs:{function}", "-i", "items.txt", "-j", "ads", "-w", str(workers), *options)
+        work = ["--", "sh", "-c", PROGRAM, "sh", "{}"] if function == "program" else [f"jobs:{function}"]
+        words = ("run", "-i", "items.txt", "-j", "ads", "-w", str(workers), *options, *work)
         run = spawn_cli(*words, stdout=subprocess.DEVNULL)
         eventually(lambda: len(begun(place)) >= workers, timeout=60)
         ledgers.append(Ledger.open(f"sqlite:///{place}/headway.db", create=False))
@@ -267,18 +288,73 @@ def test_the_time_that_a_run_stood_still_makes_it_neither_slow_nor_stalled():
     assert estimator.stalled is None
 
 
-def test_an_item_is_not_charged_for_the_time_in_which_the_whole_run_stood_still(place: Path, started: Started):
+@pytest.mark.parametrize("work", ["slow", "slow_async", "program"])
+def test_an_item_is_not_charged_for_the_time_in_which_the_whole_run_stood_still_however_often(
+    place: Path, started: Started, work: str
+):
     """As when a container is paused: all its processes stand still, and the clock does not."""
-    run, job = started("--timeout", "6", "--retries", "0", "--no-last-pass", "--progress", "json")
-    processes = [run.pid, *(int(child) for child in children(run.pid))]
-    for process in processes:
-        os.kill(process, signal.SIGSTOP)
-    time.sleep(6.5)
-    for process in reversed(processes):
-        os.kill(process, signal.SIGCONT)
+    run, job = started("--timeout", "5", "--retries", "0", "--no-last-pass", "--progress", "json", function=work)
+    for _ in range(2):
+        goes_on(run)
+        processes = family(run.pid)
+        send(signal.SIGSTOP, processes)
+        time.sleep(5.5)
+        send(signal.SIGCONT, reversed(processes))
     (place / "free").touch()
     assert run.wait(60) == 0
     assert (job.info().done, job.info().dead) == (12, 0)
+
+
+def test_an_async_item_whose_time_is_up_is_told_from_one_that_raised_a_timeout_of_its_own(
+    place: Path, headway_cli: Cli
+):
+    (place / "items.txt").write_text("0\n1\n")
+    words = ("run", "jobs:times_out", "-i", "items.txt", "-j", "ads", "--retries", "0", "--no-last-pass")
+    assert headway_cli(*words, "--timeout", "0.2").returncode == 3
+    ends = {
+        line.split("\t")[0]: line.split("\t")[2::4] for line in headway_cli("log", "ads", "--tsv").stdout.splitlines()
+    }
+    assert ends["0"] == ["timeout", "TimedOut: no result within 0.2 s"]
+    assert ends["1"] == ["failed", "TimeoutError: the server said nothing"]
+
+
+def goes_on(run: subprocess.Popen[str]) -> None:
+    """Wait until it says something that it did not say before."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    assert run.stderr is not None
+    for line in run.stderr:
+        if json.loads(line)["t"][:19] > now[:19]:
+            return
+
+
+def send(number: signal.Signals, processes: Iterable[int]) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):  # a `sleep` of the program, which has ended meanwhile
+            os.kill(process, number)
+
+
+def family(pid: int) -> list[int]:
+    try:
+        return [pid, *(each for child in children(pid) for each in family(int(child)))]
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return []
+
+
+def test_a_dead_letter_that_gets_another_life_meanwhile_is_tried_again_by_the_run_that_goes_on(
+    place: Path, started: Started, headway_cli: Cli
+):
+    run, job = started(function="repaired", workers=12)
+    eventually(lambda: job.info().dead == 1)
+    (place / "repair").touch()
+    assert headway_cli("dead", "retry", "ads", "--yes").returncode == 0
+    eventually((place / "again").exists, message="the run has a worker for it, beside the eleven that are busy")
+    (place / "free").touch()
+    assert run.wait(60) == 0
+    assert (job.info().done, job.info().dead) == (12, 0)
+    assert job.info().finished_at is not None
+    assert run.stderr is not None
+    assert "12/12" in (told := run.stderr.read())
+    assert "dead 0" in told
 
 
 def children(pid: int) -> list[str]:

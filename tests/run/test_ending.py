@@ -24,6 +24,7 @@ Spawn = Callable[..., "subprocess.Popen[str]"]
 FUNCTIONS = """
 import asyncio, time
 import headway
+from headway.ledger import Ledger
 
 def note(item):
     with open("executed", "a") as file:
@@ -55,6 +56,16 @@ def in_turn(item):
         raise KeyError("often")
     if item == 15:
         raise OSError("the last one")
+
+def revives(item):
+    # the second item gives the first another life, as its own last act
+    note(item)
+    with Ledger.open("sqlite:///headway.db") as ledger:
+        job = ledger.job("ads")
+        if item == 0 and not job.info().done:
+            raise headway.GiveUp("not yet")
+        while item == 1 and not job.retry_dead():
+            time.sleep(0.01)
 
 def slow(item):
     note(item)
@@ -254,3 +265,14 @@ def test_a_run_that_is_told_to_end_does_not_wait_for_sinks(place: Path, headway_
         deaf.setblocking(False)
         with pytest.raises(BlockingIOError):
             deaf.accept()
+
+
+def test_a_run_that_finished_left_nothing_that_was_given_another_life_at_its_very_end(place: Path, headway_cli: Cli):
+    (place / "items.jsonl").write_text("0\n1\n")
+    ended = headway_cli("run", "jobs:revives", "-i", "items.jsonl", "-j", "ads", "-w", "1")
+    assert ended.returncode == 0, ended.stderr
+    assert (place / "executed").read_text().split() == ["0", "1", "0"]
+    with Ledger.open(f"sqlite:///{place}/headway.db") as ledger:
+        info = ledger.job("ads").info()
+    assert (info.done, info.dead, info.remaining) == (2, 0, 0)
+    assert info.finished_at is not None

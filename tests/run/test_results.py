@@ -9,7 +9,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
@@ -21,7 +22,7 @@ import pytest
 import headway
 from headway.cli import invoke
 from headway.errors import HeadwayError, InvalidInput, StaleClaim
-from headway.ledger import Done, Ledger
+from headway.ledger import Done, Job, Ledger
 from headway.ledger.values import NewItem
 from headway.retry import RetryPolicy
 from headway.run.output import Output
@@ -404,6 +405,35 @@ def run_until(call: str, arguments: list[str], *, after: bool) -> int:
         os._exit(0)
 
 
+def test_killed_while_a_changed_item_is_accepted_the_file_has_no_result_of_what_it_was(place: Path, run_cli: Cli):
+    arguments = [*RUN, "-o", "out.jsonl", "--key", "id"]
+    items = [{"id": n, "version": 1} for n in range(5)]
+    (place / "jobs.py").write_text("def square(item):\n    return item['version']\n")
+    (place / "items.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in items))
+    assert run_cli(*arguments).returncode == 0
+    items[0]["version"] = 2
+    (place / "items.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in items))
+    real = Job.replace_items
+    if (pid := os.fork()) == 0:
+
+        def killing(job: Job, items: Sequence[NewItem]) -> None:
+            real(job, items)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            Job.replace_items = killing  # type: ignore[method-assign, assignment]
+            sys.argv = ["headway", *arguments, "--accept-changes"]
+            sys.stdout = sys.stderr = io.StringIO()
+            invoke([*arguments, "--accept-changes"])
+        finally:
+            os._exit(0)
+    assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+    done = run_cli(*arguments)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (place / "out.jsonl").read_text().splitlines()]
+    assert sorted((row["index"], row["result"]) for row in rows) == [(0, 2), (1, 1), (2, 1), (3, 1), (4, 1)]
+
+
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("call", ["open", "ftruncate", "pwrite", "fsync"])
 def test_killed_around_any_step_of_writing_the_file_the_same_command_continues(
@@ -471,7 +501,7 @@ def test_two_jobs_at_once_cannot_write_one_file(place: Path, run_cli: Cli, spawn
     second = run_cli("run", "jobs:square", "-i", "items.jsonl", "-j", "other", "-o", "out.jsonl")
     (place / "blocked").unlink()
     assert second.returncode == 5, second.stderr
-    assert "Another run is writing results to out.jsonl" in second.stderr
+    assert f"Another run is writing results to {place}/out.jsonl" in second.stderr
     assert first.wait(60) == 0
     assert results(place) == ALL
     refused = run_cli("run", "jobs:square", "-i", "items.jsonl", "-j", "other", "-o", "out.jsonl")
@@ -498,7 +528,38 @@ def test_who_takes_a_job_over_from_a_stopped_run_writes_its_file(place: Path, ru
     assert results(place) == ALL
 
 
-@pytest.mark.parametrize("change", ["removed", "emptied", "moved"])
+def test_a_file_that_somebody_edited_between_two_runs_is_written_anew_and_not_cut_within_a_line(
+    place: Path, run_cli: Cli
+):
+    assert run_cli(*RUN, "-o", "out.jsonl").returncode == 0
+    file = place / "out.jsonl"
+    whole = file.read_text()
+    file.write_text(whole.replace('"key": null', '"key": null, "checked": "by hand"'))
+    again = run_cli(*RUN, "-o", "out.jsonl")
+    assert again.returncode == 0
+    assert "it is written anew" in again.stderr
+    assert file.read_text() == whole
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv"])
+def test_items_that_change_the_directory_of_this_process_change_no_file_of_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    def moves(item: int) -> int:
+        os.chdir(tmp_path / "elsewhere")
+        return item
+
+    with ThreadPoolExecutor(1) as executor:
+        result = headway.map(moves, range(3), job="moves", executor=executor, output=name, progress="none")
+    assert os.listdir(tmp_path / "elsewhere") == []
+    assert len((tmp_path / name).read_text().splitlines()) == 3 + name.endswith("csv")
+    assert [found.result for found in result.results()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("change", ["removed", "emptied", "moved", "edited"])
 def test_a_file_that_was_changed_while_the_run_went_on_is_whole_at_the_end(place: Path, spawn_cli: Spawn, change: str):
     (place / "slow").touch()
     (place / "items.jsonl").write_text("".join(f"{n}\n" for n in range(200)))
@@ -509,8 +570,13 @@ def test_a_file_that_was_changed_while_the_run_went_on_is_whole_at_the_end(place
         file.unlink()
     elif change == "moved":
         file.rename(place / "elsewhere.jsonl")
-    else:
+    elif change == "emptied":
         os.truncate(file, 0)
+    else:
+        with file.open("r+") as opened:
+            text = opened.read()
+            opened.seek(0)
+            opened.write(text.replace('"key": null', '"key":       null'))
     assert run.wait(60) == 0
     assert results(place) == sorted(n * n for n in range(200))
 
@@ -543,7 +609,12 @@ def test_a_pipe_does_not_overwrite_a_foreign_file_either(place: Path, run_cli: C
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("out.xlsx", "JSON lines or CSV, not as XLSX"), ("/dev/null", "not a file"), ("no/out.jsonl", "directory")],
+    [
+        ("out.xlsx", "JSON lines or CSV, not as XLSX"),
+        ("/dev/null", "not a file"),
+        ("no/out.jsonl", "directory"),
+        ("-", "headway results ads"),
+    ],
 )
 def test_a_name_that_cannot_hold_results_is_refused_before_anything_runs(
     place: Path, run_cli: Cli, name: str, said: str

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import headway
-from headway.errors import HeadwayError, InvalidInput
+from headway.errors import HeadwayError, InvalidInput, JobHeld
 from headway.ledger import Ledger
 from tests.run import executor_functions as functions
 from tests.services.waiting import eventually
@@ -164,3 +164,19 @@ def test_the_command_line_starts_workers_anew_when_it_is_told_to_and_they_end_wi
         return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
     eventually(ended, timeout=60)
+
+
+@pytest.mark.parametrize("call", ["map", "open_job", "track"])
+def test_what_an_error_tells_to_type_finds_the_job_also_where_the_program_named_the_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+):
+    monkeypatch.chdir(tmp_path)
+    named = "sqlite:///my jobs.db"
+    again: dict[str, Callable[[], object]] = {
+        "map": lambda: headway.map(str.upper, ["a"], job="ads", database=named, progress="none"),
+        "open_job": lambda: headway.open_job("ads", database=named),
+        "track": lambda: headway.track(["a"], job="ads", database=named, progress="none"),
+    }
+    with headway.open_job("ads", ["a"], database=named), pytest.raises(JobHeld) as refused:
+        again[call]()
+    assert "headway show ads --database 'sqlite:///my jobs.db'. It is freed" in refused.value.hint

@@ -7,9 +7,10 @@ open transaction in ``tx.py``, the numbered migrations in ``schema.py``; what di
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
-from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, quote, unquote, urlsplit
 
 from headway._sql import sqlite_file
 from headway._sql.database import Database
@@ -22,8 +23,8 @@ from headway.retry import STORE, pause
 from headway.telemetry import Log, redact
 
 __all__ = [
-    "NOW", "Database", "Engine", "Row", "Tx", "Value", "array", "connect", "is_two_phase", "join", "listed", "marks",
-    "migrations", "sqlite_path",
+    "NOW", "Database", "Engine", "Row", "Tx", "Value", "absolute", "array", "connect", "is_two_phase", "join", "listed",
+    "marks", "migrations", "sqlite_path",
 ]  # fmt: skip
 
 log = Log("sql")
@@ -84,14 +85,25 @@ def _missing(what: str) -> NotFound:
 
 
 def sqlite_path(url: str) -> Path | None:
-    """The file an address names; None for a database in memory or on a server."""
+    """The file an address names, or leads to by a link; None for a database in memory or on a server."""
     parts = _split(url)
     location = unquote(parts.path[1:])
     if parts.scheme != "sqlite" or location == ":memory:":
         return None
     if not location or "\0" in location:  # an empty name would be a database that is gone with the process
         raise _no_address(url)
+    if os.path.islink(location) and os.path.exists(location):
+        return Path(os.path.realpath(location))  # beside which SQLite has its log, so that is where we look for it
     return Path(location)
+
+
+def absolute(url: str) -> str:
+    """The address as it means the same database also after this process changed its directory."""
+    path = sqlite_path(url)
+    if path is None or path.is_absolute():
+        return url
+    _, mark, options = url.partition("?")
+    return f"sqlite:///{quote(os.path.abspath(path))}{mark}{options}"
 
 
 def _split(url: str) -> SplitResult:

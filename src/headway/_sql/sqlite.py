@@ -105,7 +105,7 @@ class SQLite(Database):
             row = self.one("SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()")
             size = int(row[0]) if row else 0
         else:
-            size = sqlite_file.size(self.path)
+            size = sqlite_file.size(Path(self._target))
         metrics.gauge("headway_sql_bytes", size, engine=self.engine)
         return size
 

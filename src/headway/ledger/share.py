@@ -458,7 +458,7 @@ class Share(Job):
             self._forget(outcome.idx)
         return Recorded(
             fast.done + slow.done, slow.failed, slow.dead, slow.repeated, False, slow.due, slow.died, slow.waiting,
-            [*fast.stale, *slow.stale],
+            slow.given_up, [*fast.stale, *slow.stale],
         )  # fmt: skip
 
     def _forget(self, idx: int) -> None:
@@ -548,4 +548,6 @@ class SlotHold(Hold):
         return self.slot
 
 
-_NOTHING = Recorded(done=0, failed=0, dead=0, repeated=0, completed=False, due={}, died=(), waiting=0, stale=())
+_NOTHING = Recorded(
+    done=0, failed=0, dead=0, repeated=0, completed=False, due={}, died=(), waiting=0, given_up=0, stale=()
+)

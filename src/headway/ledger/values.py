@@ -105,6 +105,8 @@ class Recorded:
     died: Sequence[int]
     #: Items of the job that failed and wait for another try, after this.
     waiting: int
+    #: Its dead letters, after this.
+    given_up: int
     #: Outcomes that were refused because their claim had lapsed and the item was given to somebody else.
     stale: Sequence[int]
 

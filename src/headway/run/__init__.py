@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from headway import events
+from headway._sql import absolute
 from headway.config import Config
 from headway.errors import HeadwayError, InvalidInput, JobHeld, Stopping
 from headway.events import CallableSink, Event, Sink
@@ -44,6 +45,7 @@ from headway.run.results import ItemResult, Keep, as_they_came, in_order
 from headway.run.tracking import Tracker
 from headway.run.tracking import start as start_tracking
 from headway.telemetry import Log
+from headway.wording import with_option
 
 if TYPE_CHECKING:
     from headway.run.fleet import FleetOptions
@@ -195,7 +197,8 @@ def map(
     options = _fleet_options(config, function, encode, slots, fleet=fleet, any_version=any_version)
     sinks: list[Sink] = configured_sinks(config)
     shutdown = _given_shutdown.get() or Shutdown()
-    with Ledger.open(config.text("database"), stop=shutdown.abandon) as ledger, on_signals(shutdown):
+    place = absolute(config.text("database"))  # items that run in this process may change its directory
+    with _hinting(config), Ledger.open(config.text("database"), stop=shutdown.abandon) as ledger, on_signals(shutdown):
         if on_complete is not None:
             sinks.append(CallableSink(f"on_complete {id}", on_complete, job=id))
         plan = plans.look(ledger, id, name, source, fresh=fresh)
@@ -225,7 +228,7 @@ def map(
             raise Stopping(f"Job {id} was interrupted; call it again to go on.")
         info = held.info()
         return Result(
-            id, config.text("database"), ending.outcome, info.total, info.done, ending.kept, info.dead,
+            id, place, ending.outcome, info.total, info.done, ending.kept, info.dead,
             ending.failures, ending.seconds, held.causes(), decode,
         )  # fmt: skip
 
@@ -277,6 +280,20 @@ def _perform_by_fleet(
         take=lambda: take(ledger, plan, settings, accept=accept), output=output,
         tell=lambda: tell(ledger, sinks, shutdown.abandon),
     )  # fmt: skip
+
+
+#: The verbs in hints to a program that ask something of the database.
+_ASKING = frozenset({"dead", "items", "jobs", "results", "resume", "retry", "show", "stop"})
+
+
+@contextmanager
+def _hinting(config: Config) -> Iterator[None]:
+    """What an error says to type finds the job also where the program named the database by hand."""
+    try:
+        yield
+    except HeadwayError as error:
+        error.hint = with_option(error.hint, config.database_option, lambda command: command.split()[1] in _ASKING)
+        raise
 
 
 P = ParamSpec("P")
@@ -331,9 +348,10 @@ def open_job(
     config = Config(cli={"database": database, "payload_limit": payload_limit})
     limit = int(config["payload_limit"] or 0)
     source = None if items is None else GivenItems(items, key=key, limit=limit)
-    return _open_job(
-        job, source, config, retries=retries, retry_delay=retry_delay, fresh=fresh, accept_changes=accept_changes
-    )
+    with _hinting(config):
+        return _open_job(
+            job, source, config, retries=retries, retry_delay=retry_delay, fresh=fresh, accept_changes=accept_changes
+        )
 
 
 def _open_job(
@@ -397,7 +415,7 @@ def track(
     notebook an exception would keep that alive.
     """
     config = Config(cli={"database": database, "payload_limit": payload_limit})
-    place = config.text("database"), job
+    place = absolute(config.text("database")), job
     if (earlier := _trackers.pop(place, None)) is not None:
         earlier.close()
 
@@ -405,7 +423,8 @@ def track(
         return _open_job(job, source, config, fresh=fresh, accept_changes=accept_changes)
 
     limit = int(config["payload_limit"] or 0)
-    tracker = start_tracking(opened, items, key=key, limit=limit, progress=progress)
+    with _hinting(config):
+        tracker = start_tracking(opened, items, key=key, limit=limit, progress=progress)
     _trackers[place] = tracker
     return tracker
 

@@ -6,15 +6,17 @@ guarded, so that it costs its own item only and can be sent to the parent.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from types import AsyncGeneratorType, CoroutineType, GeneratorType, TracebackType
 from typing import Any, Literal
 
 from headway.errors import HeadwayError
 from headway.ledger import Failure, describe
-from headway.run.program import ProgramFailed
+from headway.lifecycle import LOOK_SECONDS, Stopwatch
+from headway.run.program import TIMED_OUT, ProgramFailed
 from headway.run.results import RESULT_LIMIT, Keep, as_plain
 
 _LAZY = (CoroutineType, GeneratorType, AsyncGeneratorType)
@@ -39,6 +41,45 @@ class NothingRan(HeadwayError):
 
 class PayloadDamaged(HeadwayError):
     """What the ledger has as the item's payload is no JSON: a foreign hand or a broken disk changed it."""
+
+
+class TimeIsUp(BaseException):
+    """An item took longer than it may. Not an Exception: a function that catches all of those does not catch this."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"no result within {seconds:g} s")
+
+
+class TimeLimit:
+    """``async with TimeLimit(seconds):`` cancels what is awaited in it when its time is up, and raises `TimeIsUp`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._timeout = asyncio.timeout(None)
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+        self._watch = Stopwatch()
+        self._look_again_within(self._seconds)
+
+    def _look_again_within(self, left: float) -> None:
+        self._next = asyncio.get_running_loop().call_later(min(left, LOOK_SECONDS), self._look)
+
+    def _look(self) -> None:
+        left = self._seconds - self._watch.elapsed()
+        if left > 0:
+            self._look_again_within(left)
+        else:
+            self._timeout.reschedule(0.0)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._next.cancel()
+        try:
+            await self._timeout.__aexit__(kind, error, trace)
+        except TimeoutError:
+            raise TimeIsUp(self._seconds) from None
 
 
 #: Trying again cannot help.
@@ -132,7 +173,10 @@ def kept_result(result: object, keep: Keep) -> str | Literal[False] | None:
 
 def failed_row(idx: int, attempts: int, seconds: float, error: BaseException, printed: str | None) -> tuple[Any, ...]:
     """A failure as it is reported to the parent."""
-    failure = error.failure if type(error) is ProgramFailed else describe_raised(error)
+    if type(error) is TimeIsUp:
+        failure = Failure(TIMED_OUT, str(error))
+    else:
+        failure = error.failure if type(error) is ProgramFailed else describe_raised(error)
     # By the type alone: isinstance would ask the exception for its __class__, which is the user's to refuse.
     retryable = error.retryable if type(error) is ProgramFailed else not issubclass(type(error), _FINAL)
     return idx, attempts, seconds, failure.type, failure.message, failure.frame, failure.detail, retryable, printed

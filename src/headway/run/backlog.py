@@ -14,6 +14,8 @@ from headway.ledger import Item, Job, Recorded
 #: Read ahead at most so many items, and at most about so many bytes of payload.
 MOST = 4000
 BYTES = 8 * 2**20
+#: Dead letters that somebody gives another life while the run goes on are looked for so often.
+LOOK_SECONDS = 5.0
 
 
 class Backlog:
@@ -29,6 +31,7 @@ class Backlog:
         self.held: set[int] = set()
         #: When the next item's wait for another try is over, by the monotonic clock; None if none waits.
         self.next_due: float | None = 0.0
+        self._look_at = 0.0
         self._untouched_left = True
         self._cursor = -1
         self._page = MOST // 20  # until it is known how large items are
@@ -37,7 +40,7 @@ class Backlog:
         """Have something ready, if the ledger has something."""
         if len(self.ready) > self._page // 2:
             return
-        if self.next_due is not None and now >= self.next_due:
+        if now >= self._look_at or (self.next_due is not None and now >= self.next_due):
             self._take_due(now)
         if self._untouched_left:
             page = self._job.untouched(self._cursor, self._page, on_damaged=self._on_damaged)
@@ -47,6 +50,11 @@ class Backlog:
                 self._take(page)
                 size = sum(len(item.payload or "") for item in page) / len(page)
                 self._page = max(10, min(MOST, int(BYTES / max(size, 1))))
+
+    def look_again(self, now: float) -> bool:
+        """Whether the ledger has more by now: what nobody here knows of was given another life from elsewhere."""
+        self._take_due(now)
+        return not self.empty
 
     def take_last_pass(self) -> bool:
         """Take the dead letters that have not had their pass; whether there are any."""
@@ -82,6 +90,7 @@ class Backlog:
 
     def _take_due(self, now: float) -> None:
         """Fetch items whose wait is over, and learn when the next one's is."""
+        self._look_at = now + LOOK_SECONDS
         most = self._page + len(self.held)
         rows = self._job.due(most, within=10**8, on_damaged=self._on_damaged)
         self.next_due = now if len(rows) == most else None

@@ -23,16 +23,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from headway._version import __version__
-from headway.run.attempt import decoded, failed_row, kept_result
+from headway.lifecycle import LOOK_SECONDS, Stopwatch
+from headway.run.attempt import TimeIsUp, TimeLimit, decoded, failed_row, kept_result
 from headway.run.captured import Printing
-from headway.run.program import TIMED_OUT
 from headway.run.results import Keep
 
 #: A batch that has run for this long gives back what it has not begun.
@@ -198,9 +198,6 @@ def _run_one(
             os._exit(0)  # a child that the function forked came back from it: it must not go on with our work
         seconds = time.monotonic() - began
         return (idx, seconds, kept_result(result, orders.keep)), False
-    except _TimeIsUp:
-        words = f"no result within {orders.timeout:g} s"
-        return (idx, attempts, time.monotonic() - began, TIMED_OUT, words, "", None, True, _words(printing)), True
     except BaseException as error:  # noqa: BLE001 - whatever the user's function raises is the item's outcome
         if os.getpid() != process:
             os._exit(0)
@@ -215,10 +212,6 @@ def _words(printing: Printing | None) -> str | None:
 
 
 # ---- time -----------------------------------------------------------------------------------------------------------
-
-
-class _TimeIsUp(BaseException):
-    """Not an Exception: a function that catches all of those does not catch this."""
 
 
 def _call(function: Callable[[Any], Any], payload: Any, timeout: float | None) -> Any:
@@ -238,13 +231,8 @@ def _in_main_thread() -> bool:
 
 
 async def _awaited(function: Callable[[Any], Any], payload: Any, timeout: float | None) -> Any:
-    try:
-        async with asyncio.timeout(timeout) as limit:
-            return await function(payload)
-    except TimeoutError:
-        if limit.expired():
-            raise _TimeIsUp from None
-        raise
+    async with TimeLimit(timeout) if timeout is not None else nullcontext():
+        return await function(payload)
 
 
 def _call_with_alarm(function: Callable[[Any], Any], payload: Any, timeout: float) -> Any:
@@ -254,7 +242,7 @@ def _call_with_alarm(function: Callable[[Any], Any], payload: Any, timeout: floa
     def interrupt(_: int, __: FrameType | None) -> None:
         if armed:
             armed.clear()
-            raise _TimeIsUp
+            raise TimeIsUp(timeout)
 
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, timeout)
@@ -280,11 +268,13 @@ def _call_in_thread(function: Callable[[Any], Any], payload: Any, timeout: float
     context = contextvars.copy_context()  # what it prints belongs to the item
     thread = threading.Thread(target=context.run, args=(work,), name="headway-item", daemon=True)
     thread.start()
-    thread.join(timeout)
+    watch = Stopwatch()
+    while thread.is_alive() and (left := timeout - watch.elapsed()) > 0:
+        thread.join(min(left, LOOK_SECONDS))
     if errors:
         raise errors[0]
     if not answers:
-        raise _TimeIsUp
+        raise TimeIsUp(timeout)
     return answers[0]
 
 

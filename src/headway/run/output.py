@@ -33,6 +33,8 @@ _OTHER_FORMATS = (".tsv", ".xlsx", ".parquet")
 def refuse_foreign(path: Path, ledger: Ledger | None, id: str) -> None:
     """A file with something in it that job ``id`` did not write is not touched. What an earlier job of that id wrote,
     which was put aside by a fresh start, is the job's own: its results are still in the ledger."""
+    if str(path) == "-":  # to other programs that is standard output, and a file of that name is nobody's wish
+        raise InvalidInput("Results are written to a file.", hint=f"To print them afterwards: headway results {id}")
     if path.suffix.lower() in _OTHER_FORMATS:
         raise InvalidInput(
             f"Results are written as JSON lines or CSV, not as {path.suffix[1:].upper()}.",
@@ -131,6 +133,7 @@ class CsvOutput:
 
 
 def open_output(job: Job, path: Path) -> Output | CsvOutput:
+    path = Path(os.path.abspath(path))  # items that run in this process may change its directory
     return CsvOutput(job, path) if is_csv(path) else Output(job, path)
 
 
@@ -143,6 +146,11 @@ def _lock(file: int) -> bool:
     except OSError as error:  # a file system without locks
         log.info("the file of results cannot be locked", error=str(error.strerror))
     return True
+
+
+def _line(row: tuple[int, int, str | None, str]) -> bytes:
+    _, idx, key, result = row
+    return f'{{"index": {idx}, "key": {json.dumps(key, ensure_ascii=False)}, "result": {result}}}\n'.encode()
 
 
 class Output:
@@ -161,8 +169,8 @@ class Output:
             job.put_empty_results()
             if row is None:
                 job.database.run(self._note, operation="output")  # before a byte is changed: from now on it is ours
-            if os.fstat(self._file).st_size < self._size:  # shortened or removed by somebody: write it anew
-                self._seq, self._size = 0, 0
+            if not self._stands():
+                self._begin_anew()
             os.ftruncate(self._file, self._size)
         except OSError as error:
             self.close()
@@ -218,10 +226,7 @@ class Output:
         self._job.database.run(self._job.open, operation="output")
         self._find_again()
         while rows := self._job.results(self._seq):
-            lines = "".join(
-                f'{{"index": {idx}, "key": {json.dumps(key, ensure_ascii=False)}, "result": {result}}}\n'
-                for _, idx, key, result in rows
-            ).encode()
+            lines = b"".join(map(_line, rows))
             try:
                 view = memoryview(lines)
                 at = self._size
@@ -238,7 +243,7 @@ class Output:
             self._job.database.run(self._note, operation="output")
 
     def _find_again(self) -> None:
-        """What was written must still stand under the file's name: one that was removed, replaced or shortened while the
+        """What was written must still stand under the file's name: one that was removed, replaced or changed while the
         run went on is written anew from the ledger, and one that somebody else put there is refused."""
         ours = os.fstat(self._file)
         try:
@@ -246,17 +251,29 @@ class Output:
             same = (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino)
         except OSError:
             same = False  # it is not there: `_open` makes it, or says why it cannot
-        if same and ours.st_size >= self._size:
+        if same and self._stands():
             return
-        log.warning("the file of results was removed or changed; it is written anew", path=str(self._path))
         if not same:
             file, self._file = self._file, self._open()
             os.close(file)
-        self._seq = self._size = 0
+        self._begin_anew()
         try:
             os.ftruncate(self._file, 0)
         except OSError as error:
             raise self._cannot(error) from error
+
+    def _stands(self) -> bool:
+        """Whether the line that was written last ends where it is noted to end. Else somebody shortened or edited the file
+        in place, and to go on at that size would be in the middle of something."""
+        if not self._size:
+            return True
+        last = self._job.results(self._seq - 1, 1)
+        line = _line(last[0]) if last and last[0][0] == self._seq else b""
+        return bool(line) and os.pread(self._file, len(line), self._size - len(line)) == line
+
+    def _begin_anew(self) -> None:
+        log.warning("the file of results was removed or changed; it is written anew", path=str(self._path))
+        self._seq = self._size = 0
 
     def _note(self, tx: Tx) -> None:
         self._job.open(tx)

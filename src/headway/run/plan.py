@@ -186,9 +186,10 @@ def carry_out(
     unchanged = plan.existing is not None and plan.existing.sealed and plan.existing.digest == plan.digest
     if not unchanged:
         if accept and plan.existing is not None:
-            (_apply_keys if plan.source.key is not None else _apply_contents)(job, plan.source)
+            # First: killed after the items are changed, the next run may see nothing that was to be accepted.
             ledger.note("accept-changes", plan.id, {"changes": str(plan.changes)})
             job.rewrite_outputs()
+            (_apply_keys if plan.source.key is not None else _apply_contents)(job, plan.source)
         elif plan.source.key is not None and plan.existing is not None:
             _apply_keys(job, plan.source)  # without doubt: only new ones, and ones nobody has worked on
         else:

@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, Outco
 from headway.ledger.claims import DAMAGED
 from headway.ledger.control import Control
 from headway.ledger.values import FailedOutcome
-from headway.lifecycle import Budget, Shutdown
+from headway.lifecycle import STANDSTILL_SECONDS, Budget, Shutdown
 from headway.retry import RetryPolicy
 from headway.run.backlog import Backlog, MakeBacklog
 from headway.run.console import Console
@@ -38,9 +38,8 @@ BATCH_MOST = 1000
 BATCH_BYTES = 2**20
 #: An item that runs this long is written down as running, so that others see it and a killed run leaves a trace.
 NOTE_SECONDS = 1.0
-#: Chores come ten times a second. After so long a gap this process stood still (Ctrl-Z, a container that was paused), and
-#: with it, perhaps, what runs; after so long a one that is sure: no disk and no server takes that for a commit.
-ASLEEP_SECONDS = 1.0
+#: Chores come ten times a second. After so long a gap it is sure that this process stood still: no disk and no server takes
+#: that for a commit. (After `STANDSTILL_SECONDS` it may have, and with it what runs.)
 STOPPED_SECONDS = 20.0
 #: How often a run looks whether somebody asks something of it from elsewhere.
 ASKED_SECONDS = 0.3
@@ -123,8 +122,8 @@ class Pool(ABC):
         self._asked = Control()
         self._look_at = 0.0
         self._chores_at = time.monotonic()
-        #: For how long this process stood still last, and until when.
-        self._slept = self._woke_at = 0.0
+        #: Until when this process stood still, and for how long; the last times.
+        self._standstills: deque[tuple[float, float]] = deque(maxlen=100)
         self._inbox: list[Outcome] = []
         self._unrecorded_failures = 0
         self._noted: set[int] = set()
@@ -194,13 +193,19 @@ class Pool(ABC):
         if self._console is not None:
             self._selector.register(self._console, selectors.EVENT_READ, "console")
         try:
-            self._loop(wake_out)
-            self._commit()
-            if self._output is not None:
-                self._output.write()
-            self._job.give_back(sorted(self._noted), self._hold)
-            if self._stop_reason is None:
+            while True:
+                self._loop(wake_out)
+                self._commit()
+                if self._output is not None:
+                    self._output.write()
+                self._job.give_back(sorted(self._noted), self._hold)
+                if self._stop_reason is not None:
+                    break
                 self._completed = self._job.finish(self._hold)
+                # Asked after that: what gets another life later than this does so in a job that was finished.
+                if not self._backlog.look_again(time.monotonic()):
+                    break
+                self._passing = False
         finally:
             self._close()
             for line in self._console.close() if self._console is not None else ():
@@ -392,8 +397,8 @@ class Pool(ABC):
 
     def _chores(self, now: float) -> None:
         passed, self._chores_at = now - self._chores_at, now
-        if passed > ASLEEP_SECONDS:
-            self._slept, self._woke_at = passed, now
+        if passed > STANDSTILL_SECONDS:
+            self._standstills.append((now, passed))
         if now >= self._look_at:
             self._look_at = now + ASKED_SECONDS
             self._obey(self._job.asked(self._hold.run))
@@ -454,13 +459,11 @@ class Pool(ABC):
     def _count(self, recorded: Recorded) -> None:
         self._done += recorded.done
         self._failures += recorded.failed + recorded.dead
-        self._failed = recorded.waiting
+        self._failed, self._dead = recorded.waiting, recorded.given_up
         if self._passing:
             self._rescued += recorded.done
-            self._dead -= recorded.done
         else:
             self._died += recorded.dead
-            self._dead += recorded.dead
         if recorded.due:
             left = min(recorded.due.values()) - self._ledger.database.now()
             self._backlog.due_at(time.monotonic() + left)

@@ -23,7 +23,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,6 +31,7 @@ from typing import Any, Literal
 from headway.errors import InvalidInput
 from headway.failure import Failure, reported
 from headway.ledger import canonical
+from headway.lifecycle import LOOK_SECONDS, Stopwatch
 from headway.run.captured import LIMIT, Captured
 from headway.telemetry import redact
 
@@ -231,15 +231,15 @@ def _follow(pid: int, group: int, streams: dict[int, Captured], timeout: float |
     if ended is not None:
         poll.register(ended, select.POLLIN)
     limits = [] if timeout is None else [(signal.SIGTERM, timeout), (signal.SIGKILL, timeout + TERM_SECONDS)]
-    began, overdue = time.monotonic(), False
+    watch, overdue = Stopwatch(), False
     try:
         while True:
-            left = limits[0][1] - (time.monotonic() - began) if limits else None
+            left = limits[0][1] - watch.elapsed() if limits else None
             if left is not None and left <= 0:
                 overdue = True
                 _end_group(group, limits.pop(0)[0])
                 continue
-            patience = 3600.0 if left is None else left
+            patience = 3600.0 if left is None else min(left, LOOK_SECONDS)
             for descriptor, _ in poll.poll(1000 * (patience if ended is not None else min(patience, 0.02)) + 1):
                 if descriptor in streams:
                     _take(descriptor, streams[descriptor], most=1)

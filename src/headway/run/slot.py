@@ -307,6 +307,9 @@ class SharedBacklog(Backlog):
     def take_last_pass(self) -> bool:
         return False  # it is claimed like everything else
 
+    def look_again(self, now: float) -> bool:
+        return False  # nor is this slot the one that says whether anything is left
+
     def due_at(self, moment: float) -> None:
         """Whoever asks when its wait is over gets it."""
 

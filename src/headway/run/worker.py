@@ -23,14 +23,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Literal, NoReturn
 
 from headway.errors import HeadwayError
 from headway.failure import kept_text
 from headway.lifecycle import STOP_SIGNALS
-from headway.run.attempt import decoded, failed_row, kept_result
+from headway.run.attempt import TimeLimit, decoded, failed_row, kept_result
 from headway.run.captured import Printing
 from headway.run.program import Program, ProgramFailed, Work
 from headway.run.results import Keep
@@ -226,7 +226,7 @@ class Worker:
             self._printing.begin()
         try:
             payload = decoded(text)
-            async with asyncio.timeout(self._timeout):
+            async with TimeLimit(self._timeout) if self._timeout is not None else nullcontext():
                 result = await self._function(payload)
         except BaseException as error:  # noqa: BLE001 - whatever the user's function raises is the item's outcome
             self._end_child()
