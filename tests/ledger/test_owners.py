@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -16,9 +16,11 @@ from datetime import timedelta
 import pytest
 
 from headway._lease import Owner, read_owner, write_owner
-from headway._sql import Tx
+from headway._sql import Tx, Value
+from headway._sql.tx import Cursor
 from headway.errors import InvalidInput, JobHeld, NotFound, Refused, StaleClaim
-from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, NewItem
+from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, NewItem, claims
+from headway.ledger.recorder import Recorder
 from headway.retry import RetryPolicy
 from tests.core.databases import python
 from tests.services.waiting import eventually
@@ -423,6 +425,26 @@ def test_a_clock_set_forward_takes_nothing_from_those_who_live(ledger: Ledger, j
     assert [other.idx for other in job.claim("v", limit=20)] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert job.claim("v") == []
     assert job.record([Done(item.idx, token=item.token)]).done == 1
+
+
+def test_a_clock_set_forward_makes_no_claim_look_once_for_each_that_is_claimed(ledger: Ledger):
+    job = ledger.create("many")
+    job.register(NewItem(idx) for idx in range(401))
+    mine = job.claim("w", limit=400, lease=1000.0)
+    set_clock(ledger, 7200)
+    seen: list[str] = []
+
+    def work(tx: Tx) -> list[Item]:
+        def execute(sql: str, parameters: Sequence[Value]) -> Cursor:
+            seen.append(sql)
+            return tx._execute(sql, parameters)
+
+        return claims.due_or_lapsed(Recorder(Tx(tx.engine, execute, tx._executemany), job.no), 1)
+
+    assert ledger.database.run(work) == []
+    assert len(seen) < 20
+    job.give_back([mine[399].idx])
+    assert [item.idx for item in job.claim("v", limit=3)] == [mine[399].idx, 400]  # none that is claimed took its place
 
 
 def test_a_clock_set_back_makes_nobody_wait_for_the_lapsed(ledger: Ledger, job: Job):

@@ -59,15 +59,18 @@ def due_or_lapsed(recorder: Recorder, limit: int, own: Mapping[int, int] = NOTHI
     items: list[Item] = []
     seen: set[int] = set()
     while (wanted := limit - len(items)) > 0:
-        most = wanted + len(seen)
+        # Twice as many each time: of a clock that was set forward all that is claimed seems to have lapsed.
+        most = wanted + 2 * len(seen)
         rows = recorder.tx.all(
             f"{_CLAIMABLE} AND {DUE} ORDER BY p.next_attempt_at, p.idx LIMIT ?",
             (recorder.no, recorder.now, recorder.now, most),
         )
-        new = [row for row in rows if row[0] not in seen][:wanted]
-        seen.update(row[0] for row in new)
-        items += _take_over(recorder, new, own)
-        if len(rows) < most:
+        new = [row for row in rows if row[0] not in seen]
+        free = [row for row in new if _is_free(recorder, row, own)]
+        taken = free[:wanted]
+        seen.update({row[0] for row in new} - {row[0] for row in free[wanted:]})
+        items += _take_over(recorder, taken)
+        if len(rows) < most and len(taken) == len(free):
             break
     return items
 
@@ -80,7 +83,7 @@ def abandoned(recorder: Recorder, limit: int, own: Mapping[int, int] = NOTHING) 
         f"{_CLAIMABLE} AND p.holder IS NOT NULL AND p.lease_until IS NOT NULL ORDER BY p.next_attempt_at, p.idx",
         (recorder.no,),
     )
-    return _take_over(recorder, rows, own)[:limit]
+    return _take_over(recorder, [row for row in rows if _is_free(recorder, row, own)])[:limit]
 
 
 def shorten_all(recorder: Recorder) -> None:
@@ -88,15 +91,20 @@ def shorten_all(recorder: Recorder) -> None:
     shorten(recorder.tx, "progress", f"job = ? AND {OPEN}", (recorder.no,), ends=("lease_until", "next_attempt_at"))
 
 
-def _take_over(recorder: Recorder, rows: list[Row], own: Mapping[int, int]) -> list[Item]:
-    """What of ``rows`` may be claimed now. A claim that is still good stays its claimant's. One that lapsed costs the
-    item an attempt, unless it names no worker: then nobody worked on the item for long."""
+def _is_free(recorder: Recorder, row: Row, own: Mapping[int, int]) -> bool:
+    """Whether nobody has the item now. A claim that is still good stays its claimant's."""
+    idx, _, _, _, _, token, lease_until, _, holder = row
+    if own.get(idx) == token:
+        return False
+    # If not: the wall clock was set forward, and the claimant lives.
+    return lease_until is None or has_ended(holder, lease_until, recorder.now)
+
+
+def _take_over(recorder: Recorder, rows: list[Row]) -> list[Item]:
+    """What of ``rows``, which nobody has now, may be claimed. A claim that lapsed costs the item an attempt, unless it names
+    no worker: then nobody worked on the item for long."""
     items, lost, damaged = [], [], []
-    for idx, key, payload, mark, attempts, token, lease_until, worker, holder in rows:
-        if own.get(idx) == token:
-            continue
-        if lease_until is not None and not has_ended(holder, lease_until, recorder.now):
-            continue  # the wall clock was set forward, and the claimant lives
+    for idx, key, payload, mark, attempts, token, lease_until, worker, _ in rows:
         charged = lease_until is not None and worker is not None
         if charged:
             lost.append(Failed(idx, LOST, outcome="lost", worker=worker))
