@@ -51,7 +51,8 @@ BATCH = 512
 HEARTBEAT = 3.0
 
 # In SQLite nobody writes between the look and the write. The WHERE of the conflict is for PostgreSQL: it makes a
-# repeated event id touch nothing.
+# repeated event id touch nothing. An event is looked for in its own place of a whole entry (see `found_in_recent`, which has
+# to find it too): a version may be the same number. What is too much is cut with the entry it belongs to.
 _POSTGRES_WRITE = f"""
 WITH job AS (
     SELECT id, change + 1 AS change, history FROM state_jobs WHERE id = ? AND incarnation = ? AND deleted = 0
@@ -64,11 +65,12 @@ stored AS (
         status = excluded.status, message = excluded.message, timestamp = excluded.timestamp,
         version = states.version + 1, event_id = excluded.event_id, payload = excluded.payload,
         schema_version = excluded.schema_version, writer = excluded.writer,
-        recent = CASE WHEN states.writer = excluded.writer THEN states.recent ELSE left(
+        recent = CASE WHEN states.writer = excluded.writer THEN states.recent ELSE regexp_replace(left(
             concat(coalesce(nullif(states.writer, ''), '-'), ':', states.event_id, ':', states.version, ':',
                 states.timestamp, ' ', regexp_replace(states.recent, excluded.writer || ':[^ ]* ', '')),
-            {RECENT_LIMIT}) END
-    WHERE states.event_id <> excluded.event_id AND strpos(states.recent, ':' || excluded.event_id || ':') = 0
+            {RECENT_LIMIT}), '[^ ]+$', '') END
+    WHERE states.event_id <> excluded.event_id AND (states.recent = ''
+        OR states.recent !~ ('(^| )[^ :]+:' || replace(excluded.event_id, '.', '[.]') || ':[^ :]+:[^ :]+ '))
     RETURNING job, {sql_rows.STATE}
 ),
 counted AS (UPDATE state_jobs SET change = change + 1 FROM stored WHERE id = stored.job),
