@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import time
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -93,6 +94,7 @@ class NotificationWaker:
         self._translating = database.translated
         self._libpq: Any = self._connection.pgconn
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._closing, self._closed = threading.Lock(), False
         try:
             with self._translating():
                 self._ask(f"LISTEN {channel}".encode())
@@ -136,11 +138,15 @@ class NotificationWaker:
         return {descriptor for descriptor, _ in poll.poll(seconds * 1_000)}
 
     def wake(self) -> None:
-        with suppress(OSError):  # full: it wakes already; closed: nobody waits any more
-            os.write(self._writer, b"!")
+        # Not after it was closed: the number of the descriptor may be somebody else's file by then.
+        with self._closing, suppress(BlockingIOError):  # full: it wakes already
+            if not self._closed:
+                os.write(self._writer, b"!")
 
     def close(self) -> None:
-        for descriptor in (self._reader, self._writer):
-            with suppress(OSError):
-                os.close(descriptor)
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                os.close(self._reader)
+                os.close(self._writer)
         self._connection.close()
