@@ -1,0 +1,77 @@
+"""Whatever a server's owner set up for the database or the role: what headway promises stays so."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from urllib.parse import quote
+
+import pytest
+
+import headway
+from headway._sql import connect
+from headway.errors import InvalidInput
+from headway.states import FINISHED, State, open_store
+from tests.services.postgres import PostgresServer
+
+numbers = itertools.count(1)
+
+
+@pytest.fixture
+def made(postgres_server: PostgresServer) -> Callable[..., str]:
+    """Makes a database with these options and settings, and gives its address."""
+
+    def make(options: str = "", **settings: str) -> str:
+        name = f"set_up_{next(numbers)}"
+        postgres_server._execute(f"CREATE DATABASE {name} {options}")
+        for setting, value in settings.items():
+            postgres_server._execute(f"ALTER DATABASE {name} SET {setting} = '{value}'")
+        return postgres_server.url(name)
+
+    return make
+
+
+def test_a_database_that_knows_no_encoding_keeps_texts_as_they_are(made: Callable[..., str]):
+    url = made("ENCODING 'SQL_ASCII' TEMPLATE template0")  # what initdb makes where no locale is set
+    store, _ = open_store(url, "job", 1)
+    try:
+        store.set_state(State("job", 0, "a", 1, "grün \U0001f7e2", payload={"wörter": "ß"}))
+        seen = store.get_state(0, "a")
+        assert (seen.job_id, seen.message, seen.payload) == ("job", "grün \U0001f7e2", {"wörter": "ß"})
+    finally:
+        store.close()
+    assert headway.map(len, ["ä", "bb"], job="letters", database=url).done == 2
+
+
+def test_what_was_acknowledged_survives_a_crash_although_the_database_commits_asynchronously(
+    made: Callable[..., str], postgres_server: PostgresServer
+):
+    url = made(synchronous_commit="off")
+    store, _ = open_store(url, "job", 1)
+    with connect(url) as database:
+        database.run(lambda tx: tx.execute("CREATE TABLE kept (n integer)"))
+    postgres_server._execute("CHECKPOINT")
+    store.set_state(State("job", 0, "a", FINISHED))
+    with connect(url) as database:
+        database.run(lambda tx: tx.execute("INSERT INTO kept VALUES (1)"))
+    postgres_server.restart(immediate=True)
+    try:
+        assert store.get_state(0, "a").status == FINISHED
+        with connect(url) as database:
+            assert database.all("SELECT n FROM kept") == [(1,)]
+    finally:
+        store.close()
+
+
+def test_options_in_the_address_are_given_to_the_server_beside_ours(postgres_url: str):
+    with connect(f"{postgres_url}?options={quote('-c work_mem=5MB -c search_path=elsewhere')}") as database:
+        assert database.one("SHOW work_mem") == ("5MB",)
+        assert database.one("SHOW search_path") == ("headway,public",)
+
+
+def test_a_value_that_no_index_holds_is_refused_as_such_and_not_taken_for_a_server_that_is_away(postgres_url: str):
+    letters = random.Random(4)  # not one after another: PostgreSQL would make that small enough
+    name = "".join(chr(letters.randrange(0x10000, 0x20000)) for _ in range(3_000))
+    with connect(postgres_url) as database, pytest.raises(InvalidInput, match="cannot be kept"):
+        database.write("INSERT INTO meta VALUES (?, '')", (name,))
