@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable
 from urllib.parse import quote
 
@@ -13,7 +14,9 @@ import headway
 from headway._sql import connect
 from headway.errors import InvalidInput
 from headway.states import FINISHED, State, open_store
+from tests.services.lost_answers import through
 from tests.services.postgres import PostgresServer
+from tests.services.proxy import TcpProxy
 
 numbers = itertools.count(1)
 
@@ -75,3 +78,21 @@ def test_a_value_that_no_index_holds_is_refused_as_such_and_not_taken_for_a_serv
     name = "".join(chr(letters.randrange(0x10000, 0x20000)) for _ in range(3_000))
     with connect(postgres_url) as database, pytest.raises(InvalidInput, match="cannot be kept"):
         database.write("INSERT INTO meta VALUES (?, '')", (name,))
+
+
+def test_a_process_whose_clock_is_wrong_forgets_no_transaction_of_another(
+    postgres_url: str, postgres_server: PostgresServer, tcp_proxy: Callable[[int], TcpProxy], monkeypatch
+):
+    """What another process committed must still be known when the answer to its COMMIT was lost."""
+    proxy = tcp_proxy(postgres_server.port)
+    with connect(postgres_url) as other, connect(through(proxy, postgres_url)) as database:
+        other.run(lambda tx: tx.execute("INSERT INTO meta VALUES ('a', '')"))
+        other.run(lambda tx: tx.execute("INSERT INTO transactions VALUES ('old', 1, 1)"))
+        known = {session for (session,) in other.all("SELECT session FROM transactions")}
+        wrong = time.time() + 30 * 86400
+        monkeypatch.setattr("time.time", lambda: wrong)
+        proxy.lose_commits("reply")
+        database.run(lambda tx: tx.execute("INSERT INTO meta VALUES ('b', '')"))
+        assert proxy.commits_to_lose == 0, "the fault did not happen"
+        left = {session for (session,) in other.all("SELECT session FROM transactions")}
+    assert known - left == {"old"}, "and what is old goes"

@@ -54,6 +54,7 @@ _KNOW_SESSION = (
     f"INSERT INTO headway.transactions VALUES (%s, 0, {NOW['postgresql']}) "
     "ON CONFLICT (session) DO UPDATE SET at = excluded.at RETURNING no"
 )
+_FORGET = f"DELETE FROM headway.transactions WHERE at < {NOW['postgresql']} - {FORGET_SECONDS}"
 _REMEMBER = f"UPDATE headway.transactions SET no = %d, at = {NOW['postgresql']} WHERE session = '%s'"
 
 
@@ -208,7 +209,7 @@ class PostgreSQL(Database):
             connection.execute("BEGIN; SET LOCAL lock_timeout = 1000")
             # This waits for a transaction that is under way: it has locked the row.
             row = connection.execute(_KNOW_SESSION, (session,)).fetchone()
-            connection.execute("DELETE FROM headway.transactions WHERE at < %s", (time.time() - FORGET_SECONDS,))
+            connection.execute(_FORGET)  # by the server's clock, which wrote the times: ours may be wrong
             connection.execute("COMMIT")
             return bool(row[0] >= no)
         except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
