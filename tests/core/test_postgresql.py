@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 import time
 from collections.abc import Callable
 from urllib.parse import quote
 
+import psycopg
 import pytest
 
 import headway
-from headway._sql import connect
-from headway.errors import InvalidInput
+from headway._sql import Tx, connect
+from headway._sql.postgresql import PostgreSQL
+from headway.errors import InvalidInput, Unavailable
 from headway.states import FINISHED, State, open_store
 from tests.services.lost_answers import through
 from tests.services.postgres import PostgresServer
 from tests.services.proxy import TcpProxy
+from tests.services.waiting import eventually
 
 numbers = itertools.count(1)
 
@@ -96,3 +100,33 @@ def test_a_process_whose_clock_is_wrong_forgets_no_transaction_of_another(
         assert proxy.commits_to_lose == 0, "the fault did not happen"
         left = {session for (session,) in other.all("SELECT session FROM transactions")}
     assert known - left == {"old"}, "and what is old goes"
+
+
+def test_a_server_that_lets_nobody_end_a_transaction_leaves_the_outcome_unknown_and_that_is_said(
+    postgres_url: str, postgres_server: PostgresServer, tcp_proxy: Callable[[int], TcpProxy], monkeypatch
+):
+    connect(postgres_url).close()
+    role = f"ordinary_{next(numbers)}"
+    with psycopg.connect(postgres_url, autocommit=True) as owner:
+        owner.execute(f"CREATE ROLE {role} LOGIN".encode())
+        owner.execute(f"GRANT ALL ON SCHEMA headway TO {role}".encode())
+        owner.execute(f"GRANT ALL ON ALL TABLES IN SCHEMA headway TO {role}".encode())
+        owner.execute("REVOKE EXECUTE ON FUNCTION pg_terminate_backend FROM PUBLIC")
+    proxy = tcp_proxy(postgres_server.port)
+    monkeypatch.setattr(PostgreSQL, "patience", 0.2)
+    far_url = through(proxy, postgres_url.replace("headway@", f"{role}@"))
+    with psycopg.connect(postgres_url) as somebody, connect(far_url) as database:
+        # Somebody who has the row from the moment on in which our transaction ends: for us it is under way still.
+        locking = threading.Thread(target=lambda: somebody.execute("SELECT FROM headway.transactions FOR UPDATE"))
+
+        def work(tx: Tx) -> None:
+            tx.execute("INSERT INTO meta VALUES ('a', '')")
+            locking.start()
+            waiting = "SELECT 1 FROM pg_locks WHERE NOT granted AND pid = ?"
+            eventually(lambda: tx.one(waiting, (somebody.info.backend_pid,)), 30)
+            proxy.lose_commits("request")
+
+        with pytest.raises(Unavailable, match="is not known"):
+            database.run(work)
+        locking.join(30)
+        somebody.rollback()

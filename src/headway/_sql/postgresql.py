@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Generator, Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -215,11 +216,12 @@ class PostgreSQL(Database):
         except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
             self._rollback(connection)
             # Its client is gone, which the server may not notice for a long time, and then not commit but roll back.
-            connection.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s AND application_name = 'headway' "
-                "AND usename = current_user AND backend_xid IS NOT NULL",
-                (pid,),
-            )
+            with suppress(psycopg.Error):  # the server may not let us, or be gone: it is asked again in any case
+                connection.execute(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s "
+                    "AND application_name = 'headway' AND usename = current_user AND backend_xid IS NOT NULL",
+                    (pid,),
+                )
             raise Transient(unknown) from error
         except self._errors() as error:
             self._rollback(connection)
