@@ -21,7 +21,7 @@ from uuid import uuid4
 
 from headway._sql import NOW, Row, Tx, connect
 from headway._sql.sqlite import SQLite
-from headway.errors import StorageError
+from headway.errors import StorageError, StoreReadOnly
 from headway.lifecycle import Flag
 from headway.retry import RetryPolicy
 from headway.states import sql_rows
@@ -301,7 +301,10 @@ class SqlStates:
             waker: Waker = LocalWaker() if self._path is None else FileWaker(self._database)
             self._local_wakers = [waker]
         else:
-            waker = NotificationWaker(self._database, sql_rows.channel(job.job_id))
+            try:
+                waker = NotificationWaker(self._database, sql_rows.channel(job.job_id))
+            except StoreReadOnly:
+                waker = LocalWaker()  # the log is read after each heartbeat
         return SqlListener(self, job, waker)
 
     def close(self) -> None:

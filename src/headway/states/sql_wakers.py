@@ -12,10 +12,13 @@ from typing import Any, Protocol
 
 from headway._sql import Database
 from headway._sql.sqlite import SQLite
-from headway.errors import Unavailable
+from headway.errors import StoreReadOnly, Unavailable
 
 #: PostgreSQL has this long to answer anything that is asked on the listening connection.
 PING_SECONDS = 4.0
+
+#: libpq's name for the code of an error.
+_SQLSTATE = ord("C")
 
 #: Between two looks at a SQLite file: while it changes, and after a second without a change.
 BUSY_SECONDS, IDLE_SECONDS = 0.004, 0.03
@@ -33,7 +36,7 @@ class Waker(Protocol):
 
 
 class LocalWaker:
-    """For a database in memory: nobody else can write to it.
+    """For a database in memory: nobody else can write to it. For a standby of PostgreSQL: it is looked at after each wait.
 
     A queue of C and no Event: a signal handler that raises inside `Event.set` leaves its lock held, and the next writer
     and the listener would wait for it for ever.
@@ -126,6 +129,8 @@ class NotificationWaker:
                 self._libpq.consume_input()
             if (result := self._libpq.get_result()) is None:  # not before it is there: it would be waited for
                 return
+            if result.error_field(_SQLSTATE) == b"25006":  # a standby tells nobody anything
+                raise StoreReadOnly("PostgreSQL does not let us listen: it is a standby.")
             if result.error_message:
                 said = result.error_message.decode("utf-8", "replace").strip()
                 raise Unavailable(f"PostgreSQL does not let us listen: {said}")
