@@ -94,6 +94,10 @@ HIDDEN = [
     ("Authorization: Bearer hunter2hunter2", "Authorization: Bearer ***"),
     ("authorization: basic aHVudGVyMg==", "authorization: basic ***"),
     ("Authorization: Token hunter2", "Authorization: Token ***"),
+    ("Authorization: hunter2hunter2", "Authorization: ***"),
+    ("{'Authorization': 'hunter2hunter2', 'Accept': '*/*'}", "{'Authorization': '***', 'Accept': '*/*'}"),
+    ("FERNET_KEY=hunter2", "FERNET_KEY=***"),
+    ("secret_key_base: hunter2x", "secret_key_base: ***"),
     ("{'Authorization': 'Basic aHVudGVyMg=='}", "{'Authorization': 'Basic ***'}"),
     ('Authorization: Digest username="ann", response="hunter2"', "Authorization: Digest ***"),
     ("Set-Cookie: session=hunter2; Path=/", "Set-Cookie: ***"),
@@ -122,6 +126,7 @@ def test_a_secret_is_hidden_and_the_rest_can_still_be_read(text: str, shown: str
 
 
 HARMLESS = [
+    "Authorization: required",
     # addresses
     "http://localhost:8000/users/me@example",
     "http://h:80?x=a@b",

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from rq import Queue
 from rq.job import Job, JobStatus
 
 from headway._sql import connect
+from headway.events import Event
 from headway.watcher import NotificationWatcher, ProcessedStore, RedisProcessedStore, SqlProcessedStore, WatcherSettings
 from headway.watcher.adapters import connect as connect_redis
 from headway.watcher.adapters import default_ports
@@ -168,12 +169,13 @@ class Scene:
         self,
         store: Callable[[str], ProcessedStore] | None = None,
         after: Mapping[str, Callable[[], None]] | None = None,
+        append: Callable[[Sequence[Event]], None] = lambda _: None,
         **changes: Any,
     ) -> NotificationWatcher:
         ports = default_ports()
         if after is not None:
             ports = replace(ports, redis=lambda url: Meddled(connect_redis(url), after))
-        return NotificationWatcher(self.settings(**changes), ports, store or self.open_store)
+        return NotificationWatcher(self.settings(**changes), ports, store or self.open_store, append)
 
     def start(self, **changes: Any) -> Watching:
         """A watcher that is expected to end by itself."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import base64
 import json
+import random
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from rq.job import Job, JobStatus
 
 from headway._sql import connect
+from headway.events import append_all
 from headway.watcher import EventForm, ProcessedStore, SqlProcessedStore
 from tests.watcher.scene import Scene
 
@@ -67,6 +70,13 @@ def large_exception(scene: Scene) -> None:
     fail(scene, "p", {}, EXECUTION | {"exc_string": base64.b64encode(zlib.compress(text.encode()))})
 
 
+def half_a_million_empty_lines(scene: Scene) -> None:
+    """An exception whose own words look like the traceback of a group."""
+    link = "direct cause of the following exception:\n\n  + Exception Group Traceback (most recent call last):\n"
+    text = f"Boom: {link}" + " \n" * 500_000
+    fail(scene, "p", {}, EXECUTION | {"exc_string": base64.b64encode(zlib.compress(text.encode()))})
+
+
 def damaged_exception(scene: Scene) -> None:
     fail(scene, "p", {}, EXECUTION | {"exc_string": b"\xff\xff no base64"})
 
@@ -109,7 +119,8 @@ def infinite_score(scene: Scene) -> None:
 
 
 POISONS = [
-    surrogate, not_a_number, infinite, large, long, pickled, undecodable_texts, large_exception, damaged_exception,
+    surrogate, not_a_number, infinite, large, long, pickled, undecodable_texts, large_exception,
+    half_a_million_empty_lines, damaged_exception,
     strange_numbers, times_beyond_the_calendar, job_of_another_type, results_of_another_type,
     no_result_and_strange_times, name_of_any_bytes, long_name, infinite_score,
 ]  # fmt: skip
@@ -149,6 +160,21 @@ def test_every_store_remembers_it(scene: Scene, request: pytest.FixtureRequest, 
         check(scene, lambda queue: SqlProcessedStore(database, queue), poison)
 
 
+def test_a_job_with_a_name_that_no_index_holds_is_told_to_the_sinks_as_well(scene: Scene, postgres_url: str):
+    letters = random.Random(4)  # not one after another: PostgreSQL would make that small enough
+    name = "p" + "".join(chr(letters.randrange(0x10000, 0x20000)) for _ in range(3_000))
+    with connect(postgres_url) as database:
+        fail(scene, name, {}, EXECUTION | {"execution_id": name})
+        scene.burst(1)
+        for _ in range(2):  # started again it adds nothing
+            with scene.watching(
+                store=lambda queue: SqlProcessedStore(database, queue), append=partial(append_all, database)
+            ):
+                told = scene.events.expect_number(2)
+        kept = database.all("SELECT id FROM outbox")
+    assert sorted(one for (one,) in kept) == sorted(event["id"] for event in told)
+
+
 def test_what_can_be_told_of_it_is_told(scene: Scene):
     for number, poison in enumerate([surrogate, not_a_number, long, large_exception, pickled]):
         poison(scene)
@@ -179,6 +205,19 @@ def test_a_poisonous_job_may_be_canceled_and_run_as_well(scene: Scene):
         scene.burst(1)
         events = scene.events.expect_number(4)
     assert sorted(one["data"]["kind"] for one in events) == ["canceled", "failed", "gone", "lost"]
+
+
+def test_the_outcome_of_an_execution_whose_name_consists_of_any_bytes_is_awaited_like_any_other(scene: Scene):
+    scene.raw.hset(b"rq:job:p\xff", mapping={"created_at": "2026-11-16T10:00:00Z", "status": "started"})
+    scene.raw.zadd("rq:executions:p\xff".encode("latin-1"), {"x": 1.0})
+    scene.raw.zadd("rq:wip:digits", {b"p\xff:x": 1.0})
+    with scene.watching():
+        scene.events.expect_number(1)
+        scene.raw.hset(b"rq:job:p\xff", "status", "finished")
+        scene.raw.zrem("rq:wip:digits", b"p\xff:x")
+        scene.raw.zrem(b"rq:executions:p\xff", "x")
+        events = scene.events.expect_number(2)
+    assert [one["data"]["kind"] for one in events] == ["lost", "finished"]
 
 
 def test_jobs_with_large_payloads_are_read_without_them(scene: Scene):

@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Generator, Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -47,10 +48,14 @@ GRACE_SECONDS = 5.0
 #: Rows of connections that have not written for so long are removed.
 FORGET_SECONDS = 7 * 86400
 
+#: What was acknowledged survives a crash, also where the database or the role is set to commit before it is on disk. The
+#: other values are their owner's choice: all of them wait for the disk.
+_DURABLE = "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'"
 _KNOW_SESSION = (
     f"INSERT INTO headway.transactions VALUES (%s, 0, {NOW['postgresql']}) "
     "ON CONFLICT (session) DO UPDATE SET at = excluded.at RETURNING no"
 )
+_FORGET = f"DELETE FROM headway.transactions WHERE at < {NOW['postgresql']} - {FORGET_SECONDS}"
 _REMEMBER = f"UPDATE headway.transactions SET no = %d, at = {NOW['postgresql']} WHERE session = '%s'"
 
 
@@ -120,18 +125,26 @@ class PostgreSQL(Database):
     def _open(self) -> Connection[Row]:
         psycopg = _psycopg()
         try:
+            given = psycopg.conninfo.conninfo_to_dict(self._url).get("options") or ""
             connection: Connection[Row] = _bounded_connection().connect(
                 self._url,
                 autocommit=True,
+                client_encoding="UTF8",  # of a database without an encoding (SQL_ASCII) texts would come as bytes
                 connect_timeout=CONNECT_SECONDS,
                 application_name="headway",
                 keepalives_idle=10,
                 keepalives_interval=5,
                 keepalives_count=2,
                 tcp_user_timeout=15_000,  # keepalives do not run while something sent is unacknowledged
-                options="-c search_path=headway,public -c idle_in_transaction_session_timeout=60000 "
+                # The last one of a name is in force.
+                options=f"{given} -c search_path=headway,public -c idle_in_transaction_session_timeout=60000 "
                 f"-c statement_timeout={int(STATEMENT_SECONDS * 1000)}",
             )
+            try:
+                connection.execute(_DURABLE)
+            except BaseException:
+                connection.close()
+                raise
             return connection
         except psycopg.OperationalError as error:
             if "authentication failed" in str(error) or "does not exist" in str(error):
@@ -197,17 +210,18 @@ class PostgreSQL(Database):
             connection.execute("BEGIN; SET LOCAL lock_timeout = 1000")
             # This waits for a transaction that is under way: it has locked the row.
             row = connection.execute(_KNOW_SESSION, (session,)).fetchone()
-            connection.execute("DELETE FROM headway.transactions WHERE at < %s", (time.time() - FORGET_SECONDS,))
+            connection.execute(_FORGET)  # by the server's clock, which wrote the times: ours may be wrong
             connection.execute("COMMIT")
             return bool(row[0] >= no)
         except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
             self._rollback(connection)
             # Its client is gone, which the server may not notice for a long time, and then not commit but roll back.
-            connection.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s AND application_name = 'headway' "
-                "AND usename = current_user AND backend_xid IS NOT NULL",
-                (pid,),
-            )
+            with suppress(psycopg.Error):  # the server may not let us, or be gone: it is asked again in any case
+                connection.execute(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s "
+                    "AND application_name = 'headway' AND usename = current_user AND backend_xid IS NOT NULL",
+                    (pid,),
+                )
             raise Transient(unknown) from error
         except self._errors() as error:
             self._rollback(connection)
@@ -265,7 +279,9 @@ class PostgreSQL(Database):
                 return Transient(StorageError(f"PostgreSQL at {self.name} was too busy: {said}"))
             case OverflowError() | UnicodeEncodeError():
                 return unacceptable(error)
-            case psycopg.DataError():
+            case (
+                psycopg.DataError() | errors.ProgramLimitExceeded()
+            ):  # too large for an index, which no waiting changes
                 return InvalidInput(f"A value cannot be kept in {self.name}: {said}")
             case psycopg.IntegrityError():
                 return StorageError(f"A constraint of {self.name} was violated: {said}")

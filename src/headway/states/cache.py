@@ -46,6 +46,8 @@ class Cache:
         self.abandoned: deque[int] = deque()
         self._tombstone = tombstone
         self._gone: JobGone | None = None
+        self._unheard = False  # nobody listens any more
+        self._why: HeadwayError | None = None
 
     @property
     def gone(self) -> JobGone | None:
@@ -65,6 +67,8 @@ class Cache:
                 subscription.end(self._gone)
             elif self._tombstone:
                 subscription.end(job_gone(self._job_id, marked=True))
+            elif self._unheard:  # the listener ended while this one was on its way here: nobody would tell it anything
+                subscription.end(self._why)
             else:
                 self.subscriptions.add(subscription)
 
@@ -72,9 +76,16 @@ class Cache:
         with self.lock:
             self.subscriptions.discard(subscription)
 
-    def end(self, why: HeadwayError | None) -> None:
-        """What waits in the subscriptions can still be read; then they say why. The caller holds no lock."""
+    def begin(self) -> None:
+        """Somebody listens from now on."""
         with self.lock:
+            self._unheard, self._why = False, None
+
+    def end(self, why: HeadwayError | None) -> None:
+        """Nobody listens any more. What waits in the subscriptions can still be read; then they say why. The caller holds
+        no lock."""
+        with self.lock:
+            self._unheard, self._why = True, why
             ending = list(self.subscriptions)
             self.subscriptions.clear()
         for subscription in ending:
@@ -143,7 +154,7 @@ class Cache:
             del self._under_way[state.key]
             if state.version == written:
                 metrics.observe("headway_states_live_seconds", self._clock() - when, store=self._kind)
-        for subscription in self.subscriptions:
+        for subscription in list(self.subscriptions):  # what one accepts may close it, or another
             subscription.offer(state)
 
     def _forget(self, key: Key) -> None:
@@ -151,7 +162,7 @@ class Cache:
         self._heard.pop(key, None)
         self._written.pop(key, None)
         self._under_way.pop(key, None)
-        for subscription in self.subscriptions:
+        for subscription in list(self.subscriptions):
             subscription.forget(key)
 
     def _clear(self) -> None:

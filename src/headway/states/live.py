@@ -278,6 +278,7 @@ class LiveStore:
                 self._usable()
                 self._listener = self._connect()
                 self._gave_up = None
+                self._cache.begin()
                 self._thread = threading.Thread(target=self._run, name=f"headway-states-{self.job_id}", daemon=True)
                 self._thread.start()
 
@@ -300,7 +301,7 @@ class LiveStore:
                 metrics.count("headway_states_listener_reconnects", store=self._backend.kind)
                 if self._retry.exhausted(failures):
                     self._give_up(error, failures)
-                    break
+                    return  # whoever subscribes next may have a listener already, which is not ours to close
                 wait = self._retry.delay(failures)
                 log.warning(
                     "🟡 the listener lost its store and will connect again",

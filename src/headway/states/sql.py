@@ -21,7 +21,7 @@ from uuid import uuid4
 
 from headway._sql import NOW, Row, Tx, connect
 from headway._sql.sqlite import SQLite
-from headway.errors import StorageError
+from headway.errors import StorageError, StoreReadOnly
 from headway.lifecycle import Flag
 from headway.retry import RetryPolicy
 from headway.states import sql_rows
@@ -51,7 +51,8 @@ BATCH = 512
 HEARTBEAT = 3.0
 
 # In SQLite nobody writes between the look and the write. The WHERE of the conflict is for PostgreSQL: it makes a
-# repeated event id touch nothing.
+# repeated event id touch nothing. An event is looked for in its own place of a whole entry (see `found_in_recent`, which has
+# to find it too): a version may be the same number. What is too much is cut with the entry it belongs to.
 _POSTGRES_WRITE = f"""
 WITH job AS (
     SELECT id, change + 1 AS change, history FROM state_jobs WHERE id = ? AND incarnation = ? AND deleted = 0
@@ -64,11 +65,12 @@ stored AS (
         status = excluded.status, message = excluded.message, timestamp = excluded.timestamp,
         version = states.version + 1, event_id = excluded.event_id, payload = excluded.payload,
         schema_version = excluded.schema_version, writer = excluded.writer,
-        recent = CASE WHEN states.writer = excluded.writer THEN states.recent ELSE left(
+        recent = CASE WHEN states.writer = excluded.writer THEN states.recent ELSE regexp_replace(left(
             concat(coalesce(nullif(states.writer, ''), '-'), ':', states.event_id, ':', states.version, ':',
                 states.timestamp, ' ', regexp_replace(states.recent, excluded.writer || ':[^ ]* ', '')),
-            {RECENT_LIMIT}) END
-    WHERE states.event_id <> excluded.event_id AND strpos(states.recent, ':' || excluded.event_id || ':') = 0
+            {RECENT_LIMIT}), '[^ ]+$', '') END
+    WHERE states.event_id <> excluded.event_id AND (states.recent = ''
+        OR states.recent !~ ('(^| )[^ :]+:' || replace(excluded.event_id, '.', '[.]') || ':[^ :]+:[^ :]+ '))
     RETURNING job, {sql_rows.STATE}
 ),
 counted AS (UPDATE state_jobs SET change = change + 1 FROM stored WHERE id = stored.job),
@@ -299,7 +301,10 @@ class SqlStates:
             waker: Waker = LocalWaker() if self._path is None else FileWaker(self._database)
             self._local_wakers = [waker]
         else:
-            waker = NotificationWaker(self._database, sql_rows.channel(job.job_id))
+            try:
+                waker = NotificationWaker(self._database, sql_rows.channel(job.job_id))
+            except StoreReadOnly:
+                waker = LocalWaker()  # the log is read after each heartbeat
         return SqlListener(self, job, waker)
 
     def close(self) -> None:

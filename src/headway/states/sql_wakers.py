@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import time
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -11,10 +12,13 @@ from typing import Any, Protocol
 
 from headway._sql import Database
 from headway._sql.sqlite import SQLite
-from headway.errors import Unavailable
+from headway.errors import StoreReadOnly, Unavailable
 
 #: PostgreSQL has this long to answer anything that is asked on the listening connection.
 PING_SECONDS = 4.0
+
+#: libpq's name for the code of an error.
+_SQLSTATE = ord("C")
 
 #: Between two looks at a SQLite file: while it changes, and after a second without a change.
 BUSY_SECONDS, IDLE_SECONDS = 0.004, 0.03
@@ -32,7 +36,7 @@ class Waker(Protocol):
 
 
 class LocalWaker:
-    """For a database in memory: nobody else can write to it.
+    """For a database in memory: nobody else can write to it. For a standby of PostgreSQL: it is looked at after each wait.
 
     A queue of C and no Event: a signal handler that raises inside `Event.set` leaves its lock held, and the next writer
     and the listener would wait for it for ever.
@@ -93,6 +97,7 @@ class NotificationWaker:
         self._translating = database.translated
         self._libpq: Any = self._connection.pgconn
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._closing, self._closed = threading.Lock(), False
         try:
             with self._translating():
                 self._ask(f"LISTEN {channel}".encode())
@@ -124,6 +129,8 @@ class NotificationWaker:
                 self._libpq.consume_input()
             if (result := self._libpq.get_result()) is None:  # not before it is there: it would be waited for
                 return
+            if result.error_field(_SQLSTATE) == b"25006":  # a standby tells nobody anything
+                raise StoreReadOnly("PostgreSQL does not let us listen: it is a standby.")
             if result.error_message:
                 said = result.error_message.decode("utf-8", "replace").strip()
                 raise Unavailable(f"PostgreSQL does not let us listen: {said}")
@@ -136,11 +143,15 @@ class NotificationWaker:
         return {descriptor for descriptor, _ in poll.poll(seconds * 1_000)}
 
     def wake(self) -> None:
-        with suppress(OSError):  # full: it wakes already; closed: nobody waits any more
-            os.write(self._writer, b"!")
+        # Not after it was closed: the number of the descriptor may be somebody else's file by then.
+        with self._closing, suppress(BlockingIOError):  # full: it wakes already
+            if not self._closed:
+                os.write(self._writer, b"!")
 
     def close(self) -> None:
-        for descriptor in (self._reader, self._writer):
-            with suppress(OSError):
-                os.close(descriptor)
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                os.close(self._reader)
+                os.close(self._writer)
         self._connection.close()

@@ -29,7 +29,7 @@ _SENSITIVE = (
     r"(?<!last[-_])(?<!first[-_])(?<!next[-_])(?<!final[-_])(?<!one[-_])(?<!two[-_])(?<!multi[-_])pass"
     r"|pwd|secrets?|token|credentials?|auth"
     r"|signature|(?<![a-z])(?:t?otp|sig|cvv|cvc|pin)"
-    r"|(?:api|access|private|secret|client|master|signing|encryption|account)[-_ ]?key)"
+    r"|(?:api|access|private|secret|client|master|signing|encryption|account|fernet)[-_ ]?key(?:_base)?)"
 )
 
 # ---- what people say about passwords ---------------------------------------------------------------------------------
@@ -235,6 +235,12 @@ def _rules() -> tuple[_Rule, ...]:
         _rule(
             "authorization",
             r"""\b(?:proxy-)?authorization\\*+['"]?\s*+[:=]\s*+\\*+['"]?\w{1,32}[ \t]++(?P<secret>[^\s'"\\]++)""",
+        ),
+        # Authorization: hunter2hunter2, without a scheme, as many services have it
+        _rule(
+            "authorization",
+            r"""\bauthorization\\*+['"]?\s*+[:=]\s*+\\*+['"]?(?P<secret>[^\s'"\\,;]{8,8192}+)""",
+            _is_credential,
         ),
         _rule("digest", r"""\bauthorization\\*+['"]?\s*+[:=]\s*+\\*+['"]?digest[ \t]++(?P<secret>[^\r\n]++)"""),
         _rule(

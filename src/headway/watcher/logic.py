@@ -42,6 +42,8 @@ _EXCEPTION_END = 512 * 1024
 _EXCEPTION_LIMIT = 16 * 1024 * 1024
 _PAYLOAD_LIMIT = 1024 * 1024
 _TEXT_LIMIT = 1_000
+#: Two of these and the queue's name are an event's id, and PostgreSQL indexes 2,704 bytes. No less than a text of ASCII.
+_NAME_BYTES = 1_010
 _LAST_SECOND = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 #: Where the traceback of the exception that counts begins: at the start, or after what links it to an earlier one.
 _TRACEBACK = re.compile(
@@ -49,8 +51,10 @@ _TRACEBACK = re.compile(
     r"(?P<margin>[ |]*)(?P<group>\+ Exception Group )?Traceback \(most recent call last\):\n"
 )
 _FRAME = re.compile(r' +File ".*", line \d+')
-_SUBEXCEPTION = re.compile(r"^\s*[|+ -]*\+-+ (?:\d+|\.\.\.) -+\n", re.MULTILINE)
+# Neither this one nor `_MARGIN` looks beyond its line: what a job says may be half a million empty ones.
+_SUBEXCEPTION = re.compile(r"^[|+ -]*\+-+ (?:\d+|\.\.\.) -+\n", re.MULTILINE)
 _GROUP_END = re.compile(r"^[|+ -]*\+-+\s*\Z", re.MULTILINE)
+_MARGIN = re.compile(r"^ *\| ?", re.MULTILINE)
 _ERROR_TYPE = re.compile(r"^([^\W\d][\w.<>]*)(?::|$)")
 
 
@@ -397,7 +401,7 @@ def _first_exception(part: str) -> str:
 
 def _without_margin(text: str) -> str:
     """Without the bars that an exception group draws along its members."""
-    return re.sub(r"^\s*\| ?", "", _GROUP_END.sub("", text), flags=re.MULTILINE)
+    return _MARGIN.sub("", _GROUP_END.sub("", text))
 
 
 def _one_line(text: str) -> str:
@@ -417,13 +421,22 @@ def clean_text(text: str, limit: int = _TEXT_LIMIT) -> str:
     return f"{text[: limit - 17]}\u2026{sha256(raw).hexdigest()[:16]}"
 
 
+def _clean_name(text: str) -> str:
+    """The same for what an event is known by, which the outbox has in an index: that holds so many bytes, not characters."""
+    name = clean_text(text)
+    whole = name.encode()
+    if len(whole) <= _NAME_BYTES:
+        return name
+    return f"{whole[: _NAME_BYTES - 20].decode('utf-8', 'ignore')}\u2026{sha256(whole).hexdigest()[:16]}"
+
+
 def clean(report: Report) -> Report:
     """The same report in texts that can be published, whatever the job contained."""
     return replace(
         report,
-        job_id=clean_text(report.job_id),
+        job_id=_clean_name(report.job_id),
         message=clean_text(report.message),
-        identity=clean_text(report.identity),
+        identity=_clean_name(report.identity),
         error_type=clean_text(report.error_type),
         execution_id=clean_text(report.execution_id),
         worker=clean_text(report.worker),

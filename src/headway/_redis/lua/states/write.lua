@@ -19,10 +19,8 @@ if stored then
   local writers = redis.call('HGET', KEYS[4], ARGV[1]) or '-'
   local last = string.match(writers, '^%S+')
   local earlier = string.sub(writers, #last + 1)
-  local _, ends = string.find(earlier, ':' .. ARGV[2] .. ':', 1, true)
-  if ends then
-    local was, at = string.match(earlier, '^(%d+):(%d+)', ends + 1)
-    return {'REPEATED', was, at}
+  for known, was, at in string.gmatch(earlier, ' [^ :]+:([^ :]+):(%d+):(%d+)') do -- a version may be the same number
+    if known == ARGV[2] then return {'REPEATED', was, at} end
   end
   version = tonumber(number) + 1
   if last ~= ARGV[6] then

@@ -1,0 +1,128 @@
+"""Subscriptions that begin while their store ends, and those that are closed where they are served."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from headway._sql import connect
+from headway.errors import HeadwayError, Unavailable
+from headway.retry import RetryPolicy
+from headway.states import LiveStore, State, Subscription, SubscriptionClosed
+from headway.states.jobs import open_backend
+from headway.states.sql_wakers import NotificationWaker
+from tests.services.redis import RedisServer
+from tests.services.waiting import eventually
+from tests.states.conftest import Place, live, replayed
+
+
+class Interrupting:
+    """A clock. At the ``at``-th time that the thread which armed it asks, ``act`` happens before it is answered."""
+
+    def __init__(self, act: Callable[[], object], at: int) -> None:
+        self._act, self._left, self._thread = act, at, 0
+
+    def arm(self) -> None:
+        self._thread = threading.get_ident()
+
+    def __call__(self) -> float:
+        if threading.get_ident() == self._thread:
+            self._left -= 1
+            if self._left == 0:
+                self._act()
+        return time.monotonic()
+
+
+def opened(url: str, clock: Callable[[], float], retry: RetryPolicy) -> LiveStore:
+    backend = open_backend(url)
+    return LiveStore(backend, backend.register("job", 3, history=False), retry=retry, clock=clock)
+
+
+def end_of(subscription: Subscription) -> HeadwayError:
+    """What it says at last."""
+    try:
+        while True:
+            subscription.get(20)
+    except HeadwayError as error:
+        return error
+
+
+@pytest.mark.req("S1-13")
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_who_subscribes_while_the_store_is_closed_is_refused_or_hears_the_end(at: int):
+    store: LiveStore
+    clock = Interrupting(lambda: store.close(), at)  # noqa: PLW0108 (there is none yet)
+    store = opened("sqlite:///:memory:", clock, RetryPolicy(retries=0))
+    store.list_all_states()  # it listens
+    clock.arm()
+    try:
+        subscription = store.subscribe()
+    except HeadwayError:
+        return
+    finally:
+        store.close()
+    assert isinstance(end_of(subscription), SubscriptionClosed)
+
+
+@pytest.mark.req("S1-47")
+@pytest.mark.parametrize("at", [1, 2])
+def test_who_subscribes_while_the_listener_gives_up_is_told_so(redis_server: RedisServer, at: int):
+    store: LiveStore
+
+    def away() -> None:
+        redis_server.kill9()
+        eventually(lambda: store._gave_up is not None, 60)
+
+    clock = Interrupting(away, at)
+    store = opened(redis_server.url(1), clock, RetryPolicy(retries=0))
+    store.list_all_states()
+    clock.arm()
+    try:
+        subscription = store.subscribe()
+    except Unavailable:
+        return
+    finally:
+        store.close()
+    assert not redis_server.running
+    assert isinstance(end_of(subscription), Unavailable)
+
+
+@pytest.mark.stores(("memory", "redis"))
+@pytest.mark.parametrize("which", [0, 1])
+def test_what_a_subscription_accepts_may_close_it_or_another_and_costs_nobody_else(
+    place: Place, which: int, caplog: pytest.LogCaptureFixture
+):
+    store = place.open()
+    subscriptions: list[Subscription] = []
+
+    def accepts(state: State) -> bool:
+        if state.status == 2:
+            subscriptions[which].close()
+        return True
+
+    subscriptions += [store.subscribe(accepts=accepts), *(store.subscribe() for _ in range(4))]
+    for status in (1, 2, 3):
+        store.set_state(State("job", 0, "a", status))
+    for subscription in subscriptions[2:]:
+        replayed(subscription)
+        assert [state.status for state in live(subscription, 3)] == [1, 2, 3]
+    assert store.subscribers == 4
+    assert "lost its store" not in caplog.text
+
+
+def test_a_waker_that_was_closed_writes_into_nobody_elses_file(postgres_url: str):
+    with connect(postgres_url) as database:
+        waker = NotificationWaker(database, "somewhere")
+        waker.wake()
+        waker.close()
+        pipes = [os.pipe() for _ in range(8)]  # the numbers that it had are theirs now
+        waker.wake()
+        waker.close()
+        assert select.select([reader for reader, _ in pipes], [], [], 0)[0] == []
+        for descriptor in (descriptor for pipe in pipes for descriptor in pipe):
+            os.close(descriptor)  # it did not do that either
