@@ -194,26 +194,11 @@ def test_a_clock_that_was_set_back_delays_the_takeover_of_a_dead_workers_task_by
     assert (queue.get(id).status, queue.get(id).attempts) == ("QUEUED", 1)
 
 
-def test_a_clock_that_was_set_forward_takes_nothing_from_those_who_live(queue: TaskQueue):
-    id = claimed_far_away(queue)
-    forward = 0.0
-    sweeper = Sweeper(queue, clock=lambda: time.monotonic() - forward)
-    sign = workers.Sign("far", far_away(), PRIORITIES, "busy", id, 0, 0, 0)
-    queue.database.run(lambda tx: workers.say_alive(tx, sign))
-    sweeper.tick()
-    forward = 3600.0
-    turn_clock(queue, forward)
-    sweeper.tick()
-    assert queue.get(id).status == "RUNNING"
-    assert queue.database.all("SELECT state FROM task_workers") == [("busy",)]
-    turn_clock(queue, LEASE + 1)  # it said nothing since
-    sweeper.tick()
-    assert queue.get(id).status == "QUEUED"
-
-
-def test_a_clock_that_was_set_forward_takes_nothing_from_those_who_live_by_a_sweeper_that_stood_by(queue: TaskQueue):
-    """It takes the lease of the sweepers from the active one before that one looks: it is on another machine."""
-    queue.database.run(lambda tx: SqlLeases().acquire(tx, "queue.sweeper", far_away(), 8.0))
+@pytest.mark.parametrize("stood_by", [False, True], ids=["active", "stood-by"])
+def test_a_clock_that_was_set_forward_takes_nothing_from_those_who_live(queue: TaskQueue, stood_by: bool):
+    """One that stood by takes the lease of the sweepers from the active one, of another machine, before that one looks."""
+    if stood_by:
+        queue.database.run(lambda tx: SqlLeases().acquire(tx, "queue.sweeper", far_away(), 8.0))
     id = claimed_far_away(queue)
     forward = 0.0
     sweeper = Sweeper(queue, clock=lambda: time.monotonic() - forward)
