@@ -10,6 +10,7 @@ import secrets
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,8 +42,11 @@ def drain(queue: TaskQueue) -> None:
 
 def command(home: Path, url: str, redis_url: str | None = None) -> list[str]:
     """`headway worker` on an application in ``home``."""
-    (home / "shop.py").write_text(f"from tests.queue.app import build\nqueue = build({url!r}, redis={redis_url!r})\n")
-    return [sys.executable, "-m", "headway", "worker", "--app", "shop:queue"]
+    text = f"from tests.queue.app import build\nqueue = build({url!r}, redis={redis_url!r})\n"
+    # Each text in a module of its own: of a file that was written twice within a second Python may take the compiled first.
+    module = f"shop_{zlib.crc32(text.encode())}"
+    (home / f"{module}.py").write_text(text)
+    return [sys.executable, "-m", "headway", "worker", "--app", f"{module}:queue"]
 
 
 def surroundings(home: Path) -> dict[str, Any]:
