@@ -305,6 +305,33 @@ def test_a_server_restored_from_an_older_dump_is_brought_up_to_the_record(
         assert line.items_done("p", range(10)).outcome is Outcome.DUPLICATE
 
 
+@pytest.mark.parametrize("again", ["set_total", "set_status"])
+def test_an_older_redis_is_brought_up_to_the_journal_also_when_total_and_status_were_said_again_since(
+    again: str, open_line: OpenLine, redis_server: RedisServer
+):
+    """Said again they have a later version, and a count that knows it is not taken by the older project."""
+    line, state = open_line("sqlite-journal"), redis_server.client(1)
+    assert line.checkpointer is not None
+    line.create("p", total=10)
+    line.set_status("p", "PROCESSING")
+    line.items_done("p", range(5))
+    raw = Redis.from_url(redis_server.url(1))
+    older: Any = {name: raw.dump(name) for name in raw.keys("smap:proj:p*")}
+    if again == "set_total":
+        line.set_total("p", 10)
+    else:
+        line.set_status("p", "PROCESSING")
+    assert line.items_done("p", range(5, 9)).done == 9
+    line._journal.write("p", {"#9": (False, None)})  # its caller is killed before Redis hears of it
+    for name, content in older.items():
+        raw.restore(name, 0, content, replace=True)
+    raw.close()
+    for _ in range(2):
+        state.delete("smap:checkpointer")
+        line.checkpointer.tick()
+    assert line.progress("p") == Progress(Status.DONE, 10, 10)
+
+
 def test_a_finished_project_that_redis_let_go_is_answered_by_sql_and_not_announced_again(
     open_line: OpenLine, redis_server: RedisServer
 ):
