@@ -81,13 +81,14 @@ class Cache:
         with self.lock:
             self._unheard, self._why = False, None
 
-    def end(self, why: HeadwayError | None) -> None:
+    def end(self, why: HeadwayError | None, told: Callable[[], object] = lambda: None) -> None:
         """Nobody listens any more. What waits in the subscriptions can still be read; then they say why. The caller holds
-        no lock."""
+        no lock. ``told`` comes before that: from there on somebody may `begin` again, whose subscriptions are not ended."""
         with self.lock:
             self._unheard, self._why = True, why
             ending = list(self.subscriptions)
             self.subscriptions.clear()
+        told()
         for subscription in ending:
             subscription.end(why)
 
