@@ -105,6 +105,30 @@ def test_a_project_deleted_while_it_is_rebuilt_does_not_come_back(
     assert number > 50
 
 
+@pytest.mark.parametrize("kind", ["sqlite", "sqlite-journal"])
+def test_a_project_rebuilt_while_it_is_deleted_does_not_stay(kind: str, open_line: OpenLine, redis_server: RedisServer):
+    line, other = open_line(kind), open_line(kind)
+    assert line.checkpointer is not None
+    state = redis_server.client(1)
+    for number in range(0, 400, 3):
+        line.create("p", total=10)
+        line.items_done("p", [1, 2, 3])
+        line.checkpointer.tick()
+        state.flushdb()
+
+        def rebuild() -> None:
+            state.delete("smap:proj:p:rebuild")  # as if whoever deletes had been stopped for a minute
+            other.progress("p")
+
+        with at_line(number, rebuild, "finishline/rebuild.py", "finishline/line.py") as steps:
+            assert line.delete("p")
+        if not steps.reached:
+            break
+        assert state.keys("smap:proj:p*") == [], number
+        assert line.progress("p").status is Status.NOT_FOUND, number
+    assert number > 20
+
+
 @pytest.mark.parametrize(
     ("kind", "call"),
     [
