@@ -99,8 +99,8 @@ def undisturbed(work: Callable[[], T]) -> T:
 
 
 def wait_for_children() -> None:
-    """Undo an inherited *ignore* of SIGCHLD, as some supervisors leave it behind: the kernel then forgets at once how a
-    child ended, and every wait for one fails. For the beginning of a process of ours; a program's own choice stays."""
+    """Undo an *ignore* of SIGCHLD, as some supervisors leave it behind: the kernel then forgets at once how a child ended,
+    and every wait for one fails. Only for processes that are ours: in a program it is the program's choice."""
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
