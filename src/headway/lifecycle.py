@@ -98,6 +98,13 @@ def undisturbed(work: Callable[[], T]) -> T:
     return answers[0]
 
 
+def wait_for_children() -> None:
+    """Undo an *ignore* of SIGCHLD, as some supervisors leave it behind: the kernel then forgets at once how a child ended,
+    and every wait for one fails. Only for processes that are ours: in a program it is the program's choice."""
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def signal_name(number: int) -> str:
     """SIGKILL for 9; the real-time signals but two have no name, and who is killed by one of them is killed all the same."""
     try:

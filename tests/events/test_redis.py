@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from headway.events import CallableSink, Event, RedisOutbox, Relay
 from tests.events.conftest import redis_store
 from tests.events.scene import Ear, event, ids, numbers
 from tests.services.redis import RedisServer
+from tests.services.waiting import eventually
 
 WELL = {"id": "1", "type": "t", "source": "s", "job": "j", "version": "1", "at": "1", "data": "{}"}
 
@@ -213,6 +215,34 @@ def test_an_entry_is_kept_until_every_sink_has_it_and_then_noted_and_removed(red
     relay.tick()
     relay.tick()
     assert (state.xlen("smap:events"), [one.id for one in noted]) == (0, ["e-1"])
+
+
+def test_sinks_are_told_while_what_was_delivered_waits_to_be_noted(redis_server: RedisServer):
+    """It is noted in a database, which may be silent for as long as it likes."""
+    store, state = redis_store(redis_server), redis_server.client(1)
+    silent, asked = threading.Event(), threading.Event()
+    noted: list[str] = []
+
+    def note(found: Sequence[Event]) -> None:
+        asked.set()
+        silent.wait(60)
+        noted.extend(one.id for one in found)
+
+    ears = [Ear("one"), Ear("two")]
+    relay = Relay(RedisOutbox(state, on_delivered=note), ears, rest=0.01)
+    try:
+        with relay.start():
+            store.decide(event(1))
+            assert asked.wait(30)
+            for number in (2, 3):
+                store.decide(event(number))
+                eventually(lambda: [ear.heard for ear in ears] == [ids(range(1, number + 1))] * 2)  # noqa: B023 - at once
+            assert (noted, state.xlen("smap:events")) == ([], 3)
+            silent.set()
+            eventually(lambda: state.xlen("smap:events") == 0)
+            assert noted == ids([1, 2, 3])
+    finally:
+        silent.set()
 
 
 def test_many_waiting_entries_are_counted_without_reading_them_all(redis_server: RedisServer):

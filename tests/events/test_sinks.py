@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -255,6 +256,40 @@ def test_a_program_that_takes_too_long_is_killed_with_its_children(tmp_path: Pat
 def test_a_program_that_cannot_be_started_means_not_now(tmp_path: Path):
     with pytest.raises(Unavailable, match="cannot be started"):
         CommandSink([str(tmp_path / "absent")]).deliver(event())
+
+
+def _in_a_process(setting: str, called: str) -> str:
+    """What a delivery to a program comes to in a process that has set something first."""
+    script = (
+        "import os, signal\n"
+        "from headway.events import CommandSink\n"
+        "from tests.events.scene import event\n"
+        "def reap(*_):\n"
+        "    try:\n"
+        "        while os.waitpid(-1, os.WNOHANG)[0]: pass\n"
+        "    except ChildProcessError: pass\n"
+        f"signal.signal(signal.SIGCHLD, {setting})\n"
+        "try:\n"
+        f"    CommandSink([{called!r}]).deliver(event())\n"
+        "    print('taken')\n"
+        "except Exception as error:\n"
+        "    print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout
+
+
+def test_where_nobody_can_know_how_a_program_ends_it_is_not_told_again_and_again(tmp_path: Path):
+    told = tmp_path / "told"
+    take = program(tmp_path / "take", f"open({str(told)!r}, 'a').write('told ')")
+    assert _in_a_process("signal.SIG_DFL", take) == "taken\n"
+    assert "ignores SIGCHLD" in _in_a_process("signal.SIG_IGN", take)
+    assert told.read_text() == "told "
+
+
+def test_a_program_that_fails_has_not_taken_the_event_also_where_somebody_else_reaps_it(tmp_path: Path):
+    fail = program(tmp_path / "fail", "sys.exit(1)")
+    assert _in_a_process("reap", fail).startswith("Unavailable ")
 
 
 # ---- the log --------------------------------------------------------------------------------------------------------

@@ -105,6 +105,30 @@ def test_a_project_deleted_while_it_is_rebuilt_does_not_come_back(
     assert number > 50
 
 
+@pytest.mark.parametrize("kind", ["sqlite", "sqlite-journal"])
+def test_a_project_rebuilt_while_it_is_deleted_does_not_stay(kind: str, open_line: OpenLine, redis_server: RedisServer):
+    line, other = open_line(kind), open_line(kind)
+    assert line.checkpointer is not None
+    state = redis_server.client(1)
+    for number in range(0, 400, 3):
+        line.create("p", total=10)
+        line.items_done("p", [1, 2, 3])
+        line.checkpointer.tick()
+        state.flushdb()
+
+        def rebuild() -> None:
+            state.delete("smap:proj:p:rebuild")  # as if whoever deletes had been stopped for a minute
+            other.progress("p")
+
+        with at_line(number, rebuild, "finishline/rebuild.py", "finishline/line.py") as steps:
+            assert line.delete("p")
+        if not steps.reached:
+            break
+        assert state.keys("smap:proj:p*") == [], number
+        assert line.progress("p").status is Status.NOT_FOUND, number
+    assert number > 20
+
+
 @pytest.mark.parametrize(
     ("kind", "call"),
     [
@@ -303,6 +327,33 @@ def test_a_server_restored_from_an_older_dump_is_brought_up_to_the_record(
     assert len(set(heard)) == 1
     if kind == "sqlite-journal":
         assert line.items_done("p", range(10)).outcome is Outcome.DUPLICATE
+
+
+@pytest.mark.parametrize("again", ["set_total", "set_status"])
+def test_an_older_redis_is_brought_up_to_the_journal_also_when_total_and_status_were_said_again_since(
+    again: str, open_line: OpenLine, redis_server: RedisServer
+):
+    """Said again they have a later version, and a count that knows it is not taken by the older project."""
+    line, state = open_line("sqlite-journal"), redis_server.client(1)
+    assert line.checkpointer is not None
+    line.create("p", total=10)
+    line.set_status("p", "PROCESSING")
+    line.items_done("p", range(5))
+    raw = Redis.from_url(redis_server.url(1))
+    older: Any = {name: raw.dump(name) for name in raw.keys("smap:proj:p*")}
+    if again == "set_total":
+        line.set_total("p", 10)
+    else:
+        line.set_status("p", "PROCESSING")
+    assert line.items_done("p", range(5, 9)).done == 9
+    line._journal.write("p", {"#9": (False, None)})  # its caller is killed before Redis hears of it
+    for name, content in older.items():
+        raw.restore(name, 0, content, replace=True)
+    raw.close()
+    for _ in range(2):
+        state.delete("smap:checkpointer")
+        line.checkpointer.tick()
+    assert line.progress("p") == Progress(Status.DONE, 10, 10)
 
 
 def test_a_finished_project_that_redis_let_go_is_answered_by_sql_and_not_announced_again(

@@ -125,6 +125,18 @@ def test_a_handler_in_its_workers_process_leaves_that_process_to_the_next_task_a
     assert ran == "ran"
 
 
+def test_an_application_that_ignores_the_ends_of_children_costs_its_worker_no_task(small: TaskQueue, tmp_path: Path):
+    small.handler("apart")(lambda task, payload: "ran")
+
+    def work() -> list[Any]:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as its module does when the worker loads it
+        tasks = [small.submit("apart").id for _ in range(2)]
+        work_off(small)
+        return [small.result(task) for task in tasks]
+
+    assert in_a_process(work, tmp_path / "said") == ["ran", "ran"]
+
+
 def test_a_worker_whose_directory_was_deleted_runs_tasks_in_its_process(small: TaskQueue, tmp_path: Path):
     small.handler("caption", isolation="none")(lambda task, payload: payload)
     release = tmp_path / "release"

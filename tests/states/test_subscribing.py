@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
@@ -16,6 +17,7 @@ from headway.retry import RetryPolicy
 from headway.states import LiveStore, State, Subscription, SubscriptionClosed
 from headway.states.jobs import open_backend
 from headway.states.sql_wakers import NotificationWaker
+from tests.services.proxy import TcpProxy
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
 from tests.states.conftest import Place, live, replayed
@@ -90,6 +92,41 @@ def test_who_subscribes_while_the_listener_gives_up_is_told_so(redis_server: Red
         store.close()
     assert not redis_server.running
     assert isinstance(end_of(subscription), Unavailable)
+
+
+def test_who_subscribes_again_before_the_listener_has_ended_the_others_hears_what_comes(
+    redis_server: RedisServer, tcp_proxy: Callable[[int], TcpProxy]
+):
+    proxy = tcp_proxy(redis_server.port)
+    store = opened(f"redis://127.0.0.1:{proxy.port}/1", time.monotonic, RetryPolicy(retries=0))
+    later: list[Subscription] = []
+
+    class Mender(logging.Handler):
+        """What a program may do when it is told: it mends the way, and subscribes."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if "gave up" in record.getMessage():
+                proxy.pass_through()
+                other = threading.Thread(target=lambda: later.append(store.subscribe()))
+                other.start()
+                other.join(30)
+
+    mender = Mender()
+    logging.getLogger("headway").addHandler(mender)
+    try:
+        first = store.subscribe()
+        proxy.refuse()
+        proxy.cut()
+        assert isinstance(end_of(first), Unavailable)
+        eventually(lambda: later)
+        heard = [*later, store.subscribe()]
+        store.set_state(State("job", 0, "a"))
+        for subscription in heard:
+            replayed(subscription)
+            assert live(subscription)[0].tag == "a"
+    finally:
+        logging.getLogger("headway").removeHandler(mender)
+        store.close()
 
 
 @pytest.mark.stores(("memory", "redis"))

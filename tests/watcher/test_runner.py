@@ -238,6 +238,17 @@ def test_told_to_stop_during_a_long_catch_up_it_ends_and_the_next_one_goes_on(sc
     assert watcher.wait(60) == 0
 
 
+def test_started_where_the_ends_of_children_are_ignored_it_knows_how_the_programs_of_its_sinks_end(tmp_path):
+    """Some supervisors leave SIGCHLD ignored to what they start."""
+    begin = (
+        "import atexit, signal; from headway.watcher.runner import script; "
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
+        "atexit.register(lambda: print(signal.getsignal(signal.SIGCHLD).name)); script()"
+    )
+    watcher = start(sys.executable, "-c", begin, cwd=tmp_path)
+    assert watcher.communicate(timeout=60)[0] == "SIG_DFL\n"
+
+
 def test_what_is_told_is_put_into_the_outbox_when_sinks_are_configured(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     redis, shutdown = FakeRedis(), Shutdown()

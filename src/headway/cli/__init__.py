@@ -6,7 +6,6 @@ import contextlib
 import errno
 import gc
 import os
-import signal
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -291,16 +290,11 @@ def _readable(text: str) -> str:
     return cut("\n".join(printable(line) for line in text.split("\n")), 2000)
 
 
-def _wait_for_children() -> None:
-    """Undo an inherited *ignore* of SIGCHLD, as some supervisors leave it behind: the kernel then forgets at once how a
-    child ended, and every wait for one fails."""
-    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
 def main(arguments: list[str] | None = None) -> NoReturn:
     """The entry point: every outcome becomes one of the documented exit codes."""
-    _wait_for_children()
+    from headway.lifecycle import wait_for_children
+
+    wait_for_children()
     code = invoke(arguments)
     # Whatever was loaded stays until the process ends, which is now: looking through it for garbage on the way out
     # takes a sixth of the time of a short command.

@@ -49,6 +49,10 @@ TRIM = 1_000
 #: have to subscribe again: they look every 30 s, and leave a server that was away alone for up to 72 s.
 HOLD = 120
 
+#: Seconds that a sink waits for the note of what was delivered, so that a relay that ends has noted it. Whatever takes
+#: longer, as a database that is silent, goes on without the sink.
+NOTING = 0.5
+
 #: A name put into the stream again for one sink alone is under this field.
 _TO = b"to"
 
@@ -75,6 +79,7 @@ class RedisOutbox:
         self._on_delivered, self._lease = on_delivered, lease
         self._jobs: dict[str, str | None] = {}
         self._lock = threading.Lock()
+        self._noting: threading.Thread | None = None
         self._key, self._quarantine = EVENTS(), EVENTS_QUARANTINE()
 
     def subscribe(self, sink: str, job: str | None = None) -> None:
@@ -272,33 +277,48 @@ class RedisOutbox:
     def _trim(self) -> None:
         """Remove what every sink has settled: what no group still has pending and all groups have read past."""
         with self._lock:
-            groups = self._client.xinfo_groups(self._key)
-            if not groups or not self._client.xlen(self._key):
-                return
-            missing = self._jobs.keys() - {str(group["name"]) for group in groups}
-            if missing:
-                # The server lost the stream, and these were not served since: what is in it now waits for them too.
-                for sink in missing:
-                    self._subscribe(sink, again=True)
-                return
-            if self._client.exists(EVENTS_HOLD()):
-                return  # sinks of another relay may not be known again yet
-            bounds = []
-            for group in groups:
-                pending = self._client.xpending(self._key, group["name"])
-                bounds.append(pending["min"] if pending["pending"] else _after(group["last-delivered-id"]))
-            settled = self._range("-", f"({min(bounds, key=_place)}", TRIM)
+            if self._noting is not None and self._noting.is_alive():
+                return  # it may wait for a database; no sink does
+            settled = self._settled()
             if not settled:
                 return
-            if self._on_delivered is not None:
-                try:
-                    self._on_delivered(list(_readable(settled)))
-                except Exception as error:  # noqa: BLE001  # its store may be away: the entries wait for it here
-                    log.warning(
-                        "delivered events stay in the stream until that is noted", key=self._key, error=str(error)
-                    )
-                    return
-            self._client.xtrim(self._key, minid=_after(settled[-1][0]), approximate=False)
+            if self._on_delivered is None:
+                self._remove(settled)
+                return
+            noting = threading.Thread(target=self._note, args=(settled,), name="headway-events-note", daemon=True)
+            noting.start()
+            self._noting = noting
+        noting.join(NOTING)
+
+    def _settled(self) -> list[Entry]:
+        groups = self._client.xinfo_groups(self._key)
+        if not groups or not self._client.xlen(self._key):
+            return []
+        missing = self._jobs.keys() - {str(group["name"]) for group in groups}
+        if missing:
+            # The server lost the stream, and these were not served since: what is in it now waits for them too.
+            for sink in missing:
+                self._subscribe(sink, again=True)
+            return []
+        if self._client.exists(EVENTS_HOLD()):
+            return []  # sinks of another relay may not be known again yet
+        bounds = []
+        for group in groups:
+            pending = self._client.xpending(self._key, group["name"])
+            bounds.append(pending["min"] if pending["pending"] else _after(group["last-delivered-id"]))
+        return self._range("-", f"({min(bounds, key=_place)}", TRIM)
+
+    def _note(self, settled: Sequence[Entry]) -> None:
+        """In a thread of its own: what notes it may be a database that does not answer."""
+        assert self._on_delivered is not None
+        try:
+            self._on_delivered(list(_readable(settled)))
+            self._remove(settled)
+        except Exception as error:  # noqa: BLE001  # its store may be away: the entries wait for it here
+            log.warning("delivered events stay in the stream until that is noted", key=self._key, error=str(error))
+
+    def _remove(self, settled: Sequence[Entry]) -> None:
+        self._client.xtrim(self._key, minid=_after(settled[-1][0]), approximate=False)
 
 
 def _readable(entries: Sequence[Entry]) -> Iterator[Event]:

@@ -194,6 +194,12 @@ class CommandSink:
         import tempfile
 
         program = self._arguments[0]
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            # Not started at all: nobody could know whether it took the event, and it would be told it again and again.
+            raise Unavailable(
+                f"The program {program} is not started: this process ignores SIGCHLD, and how a program ends is not known.",
+                hint="Leave SIGCHLD at its default, or let `headway relay` deliver.",
+            )
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as said:
             given.write(event.as_json().encode() + b"\n")
             given.seek(0)
@@ -205,22 +211,37 @@ class CommandSink:
             except OSError as error:
                 raise Unavailable(f"The program {program} cannot be started: {error.strerror}") from error
             with self._watchdog.over(lambda: _kill(process.pid), self._timeout) as late:
+                status: int | None = 0
                 try:
-                    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+                    status = _status(process.pid)
                 finally:
-                    # Ended and not yet reaped, so its number is still its own: whatever it left in its session goes too.
-                    _kill(process.pid)
-                    process.wait()
-            if process.returncode == 0:
+                    if status is not None:
+                        # Ended and not yet reaped, so its number is still its own: what it left in its session goes too.
+                        _kill(process.pid)
+                    process.wait()  # its returncode is 0 also where somebody else was quicker to reap it
+            if status == 0:
                 return
-            how = f"it took longer than {self._timeout:g} s" if late() else f"it ended with {process.returncode}"
+            how = f"it took longer than {self._timeout:g} s" if late() else f"it ended with {status}"
+            if status is None:
+                how = "nobody knows how it ended (this process waits for all its children)"
             said.seek(0)
             why = redact(said.read(2_000).decode("utf-8", "replace").strip())[:300]
             message = f"The program {program} did not take the event: {how}" + (f": {why}" if why else "")
-            raise ServerRefused(message) if process.returncode == NEVER else Unavailable(message)
+            raise ServerRefused(message) if status == NEVER else Unavailable(message)
 
     def close(self) -> None:
         self._watchdog.bite()
+
+
+def _status(pid: int) -> int | None:
+    """How a child ended, once it has; a signal is its negative number. It is left to be reaped. None when somebody else in
+    this process has done that: a handler of SIGCHLD that waits for every child."""
+    try:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    assert ended is not None  # it was waited for
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
 def _kill(group: int) -> None:

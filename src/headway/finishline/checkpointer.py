@@ -111,7 +111,7 @@ class Checkpointer:
 
     def _look_after(self, rows: Sequence[Row], *, returned: bool) -> None:
         ahead: list[tuple[Row, Progress]] = []
-        for row, state, epoch in self._states(rows):
+        for row, state, epoch, version in self._states(rows):
             try:
                 if state is not None and epoch not in (None, row.epoch):
                     # Another project of this name: created since the row was read, or brought back by an older dump.
@@ -124,7 +124,7 @@ class Checkpointer:
                 elif state.status is not Status.DONE:
                     if state.done >= row.done and not row.journaled:
                         ahead.append((row, state))
-                    self._compare(row, state, returned=returned)
+                    self._compare(row, state, version, returned=returned)
                 else:
                     self._records.completed(row.id, row.epoch, state)
             except HeadwayError as error:  # this one project's trouble; the others go on
@@ -135,8 +135,8 @@ class Checkpointer:
         if changed:
             self._records.checkpoint(changed)
 
-    def _compare(self, row: Row, state: Progress, *, returned: bool) -> None:
-        if (state.total, state.status) != (row.total, row.status):
+    def _compare(self, row: Row, state: Progress, version: int, *, returned: bool) -> None:
+        if version < row.version:  # also where all it says was said before: a count that knows it is refused until then
             self._change(row)  # before the count: it must not finish by an older total
         if state.done < row.done:
             self._raise(row, state, returned=returned)
@@ -148,18 +148,20 @@ class Checkpointer:
             self._say_older(row, state)
             self._rebuilder.restore(row.id, wait=False)
 
-    def _states(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Progress | None, str | None]]:
-        """What Redis has of each, and its epoch, in one round trip. A damaged one is left out: the others go on."""
+    def _states(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Progress | None, str | None, int]]:
+        """What Redis has of each, its epoch and its version, in one round trip. A damaged one is left out: the others go
+        on."""
         pipeline = self._server.client.pipeline(transaction=False)
         for row in rows:
             pipeline.hgetall(_redis.PROJECT(project_id=row.id))
-            pipeline.hget(_redis.PROJECT_META(project_id=row.id), "epoch")
+            pipeline.hmget(_redis.PROJECT_META(project_id=row.id), ["epoch", "version"])
         replies = pipeline.execute(raise_on_error=False) if rows else []
-        for row, fields, epoch in zip(rows, replies[::2], replies[1::2], strict=True):
+        for row, fields, notes in zip(rows, replies[::2], replies[1::2], strict=True):
             try:
                 if isinstance(fields, Exception):
                     raise corrupt(row.id) from fields
-                yield row, from_hash(row.id, fields), epoch if isinstance(epoch, str) else None
+                epoch, version = (None, None) if isinstance(notes, Exception) else notes
+                yield row, from_hash(row.id, fields), epoch, int(version) if version and version.isdecimal() else 0
             except StoreCorrupt as error:
                 log.warning("a project cannot be read", operation="checkpoint", project_id=row.id, error=str(error))
 

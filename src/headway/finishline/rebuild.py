@@ -51,6 +51,8 @@ class Deletion:
             row = self._records.find(self._project_id) if self._records is not None else None
             self._found = (row.epoch if row is not None else None, self._live())
         recorded, live = self._found
+        if live is None:
+            live = recorded  # somebody may have rebuilt it since, if we were paused past the end of the lease
         if recorded is not None and self._records is not None:
             self._records.delete(self._project_id, recorded)
         if live is not None:

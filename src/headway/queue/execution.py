@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from headway.errors import HeadwayError
 from headway.failure import Failure, describe
-from headway.lifecycle import STOP_SIGNALS, signal_name
+from headway.lifecycle import STOP_SIGNALS, signal_name, wait_for_children
 from headway.queue.codec import PAYLOAD_LIMIT, holds_zero
 from headway.queue.handlers import Context
 from headway.queue.values import Claim
@@ -190,6 +190,7 @@ class Horse:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError, AttributeError):  # closed, or there was none when the process began
                 stream.flush()  # or the child would print it a second time
+        wait_for_children()  # the application it has loaded may ignore how they end; this process is ours
         worker = os.getpid()
         with ExitStack() as undo:  # what was had before something was refused is given back
             try:

@@ -81,15 +81,18 @@ class Cache:
         with self.lock:
             self._unheard, self._why = False, None
 
-    def end(self, why: HeadwayError | None) -> None:
+    def end(self, why: HeadwayError | None, first: Callable[[], object] = lambda: None) -> None:
         """Nobody listens any more. What waits in the subscriptions can still be read; then they say why. The caller holds
-        no lock."""
+        no lock. ``first`` comes before that: from there on somebody may `begin` again, whose subscriptions are not ended."""
         with self.lock:
             self._unheard, self._why = True, why
             ending = list(self.subscriptions)
             self.subscriptions.clear()
-        for subscription in ending:
-            subscription.end(why)
+        try:
+            first()
+        finally:
+            for subscription in ending:
+                subscription.end(why)
 
     def lose(self, gone: JobGone) -> None:
         """The job is not there any more: say so to everybody who waits for it, and answer nothing from memory."""

@@ -366,9 +366,12 @@ class LiveStore:
             f"🔴 The store of the job {self.job_id!r} cannot be listened to any more: {error}",
             hint="Subscribe again when it can be reached; reads go to it directly until then.",
         )
-        self._gave_up = why
-        log.critical("🔴 the listener gave up", jobID=self.job_id, attempt=failures, error=str(error))
-        self._cache.end(why)
+
+        def say() -> None:
+            self._gave_up = why  # whoever subscribes from here on begins another listener
+            log.critical("🔴 the listener gave up", jobID=self.job_id, attempt=failures, error=str(error))
+
+        self._cache.end(why, say)
 
 
 class Slots:

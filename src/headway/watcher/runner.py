@@ -15,7 +15,7 @@ from headway._sql import Database, connect
 from headway.config import Config
 from headway.errors import ConfigError, HeadwayError
 from headway.events import Json
-from headway.lifecycle import Shutdown, on_signals
+from headway.lifecycle import Shutdown, on_signals, wait_for_children
 from headway.telemetry import redact
 from headway.watcher.notify import NotificationWatcher, OpenStore, WatcherSettings
 from headway.watcher.ports import WatcherPorts
@@ -29,6 +29,7 @@ REQUIRED = ("REDIS_URL", "RQ__QUEUE", "DIGITS_EVENTS_CHANNEL", "RQ_WATCHER_STUCK
 
 def script() -> NoReturn:
     """The command ``rq_keyspace_watcher``."""
+    wait_for_children()  # of its sinks
     sys.exit(main(os.environ))
 
 
