@@ -559,6 +559,17 @@ def test_items_that_change_the_directory_of_this_process_change_no_file_of_resul
     assert [found.result for found in result.results()] == [0, 1, 2]
 
 
+def test_items_run_in_a_directory_whose_name_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    place = os.fsencode(tmp_path) + b"/caf\xe9 #1 100%"  # as an older system wrote it
+    os.mkdir(place)
+    monkeypatch.chdir(os.fsdecode(place))
+    with ThreadPoolExecutor(1) as executor:
+        result = headway.map(abs, [-1, -2], job="odd", executor=executor, progress="none")
+    assert list(headway.track(range(3), job="tracked", progress="none")) == [0, 1, 2]
+    monkeypatch.chdir(tmp_path)
+    assert [found.result for found in result.results()] == [1, 2]
+
+
 @pytest.mark.parametrize("change", ["removed", "emptied", "moved", "edited"])
 def test_a_file_that_was_changed_while_the_run_went_on_is_whole_at_the_end(place: Path, spawn_cli: Spawn, change: str):
     (place / "slow").touch()
