@@ -214,18 +214,24 @@ LOOK_SECONDS = 0.5
 
 class Stopwatch:
     """The time that something takes, without that in which this process, and with it what it waits for, stood still (a
-    container that was paused, Ctrl-Z). It is seen by asking at least every `LOOK_SECONDS`."""
+    container that was paused, Ctrl-Z). It is seen by asking at least every `LOOK_SECONDS`; several threads may ask.
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._began = self._looked_at = clock()
+    Who could not ask because this process was computing did not stand still: of the time between, that is the processor's.
+    """
+
+    def __init__(self) -> None:
+        self._asking = threading.Lock()
+        self._began = self._looked_at = time.monotonic()
+        self._computed = time.process_time()
 
     def elapsed(self) -> float:
-        now = self._clock()
-        if now - self._looked_at > STANDSTILL_SECONDS:
-            self._began += now - self._looked_at
-        self._looked_at = now
-        return now - self._began
+        with self._asking:
+            now, computed = time.monotonic(), time.process_time()
+            still = now - self._looked_at - (computed - self._computed)
+            if still > STANDSTILL_SECONDS:
+                self._began += still
+            self._looked_at, self._computed = now, computed
+            return now - self._began
 
 
 class ForkGuard:

@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
 from headway.errors import HeadwayError, Stopping
-from headway.lifecycle import Budget, ForkGuard, Shutdown, on_signals
+from headway.lifecycle import STANDSTILL_SECONDS, Budget, ForkGuard, Shutdown, Stopwatch, on_signals
 from tests.services.waiting import eventually
 
 
@@ -152,3 +153,10 @@ def test_a_forked_child_is_told_that_the_resource_is_its_parents():
         os._exit(9)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     guard.check()
+
+
+def test_a_process_that_computes_does_not_stand_still_however_long_nobody_asks():
+    watch, began = Stopwatch(), time.process_time()
+    while time.process_time() - began < 1.5 * STANDSTILL_SECONDS:
+        pass
+    assert watch.elapsed() >= 1.5 * STANDSTILL_SECONDS

@@ -84,6 +84,13 @@ async def gentle(n: int) -> int:
     return n
 
 
+async def blocking(n: int) -> int:
+    for _ in range(40):
+        time.sleep(1.2)  # noqa: ASYNC251 - as a client that is not async does
+        await asyncio.sleep(0)
+    return n
+
+
 def forking(n: int) -> int:
     """The child comes back from the function as well."""
     if os.fork():

@@ -67,6 +67,12 @@ def revives(item):
         while item == 1 and not job.retry_dead():
             time.sleep(0.01)
 
+def revives_damaged(item):
+    if item == 1:
+        with Ledger.open("sqlite:///headway.db") as ledger:
+            ledger.database.run(lambda tx: tx.execute("UPDATE input_products SET payload = '7' WHERE idx = 0"))
+    revives(item)
+
 def slow(item):
     note(item)
     time.sleep(0.05)
@@ -275,4 +281,16 @@ def test_a_run_that_finished_left_nothing_that_was_given_another_life_at_its_ver
     with Ledger.open(f"sqlite:///{place}/headway.db") as ledger:
         info = ledger.job("ads").info()
     assert (info.done, info.dead, info.remaining) == (2, 0, 0)
+    assert info.finished_at is not None
+
+
+def test_a_job_is_finished_also_if_what_got_another_life_at_its_very_end_cannot_be_handed_out(
+    place: Path, headway_cli: Cli
+):
+    (place / "items.jsonl").write_text("0\n1\n")
+    ended = headway_cli("run", "jobs:revives_damaged", "-i", "items.jsonl", "-j", "ads", "-w", "1")
+    assert ended.returncode == 3, ended.stderr
+    with Ledger.open(f"sqlite:///{place}/headway.db") as ledger:
+        info = ledger.job("ads").info()
+    assert (info.done, info.dead, info.remaining) == (1, 1, 0)
     assert info.finished_at is not None

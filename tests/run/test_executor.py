@@ -271,6 +271,14 @@ def test_an_async_function_is_awaited_there_and_cancelled_when_it_takes_too_long
     assert [cause.type for cause in result.causes] == ["TimedOut"]
 
 
+def test_an_async_function_that_blocks_its_loop_again_and_again_has_no_more_time_than_others(make: Make, database: str):
+    options: dict[str, Any] = {"timeout": 2.0, "retries": 0, "last_pass": False}
+    result = mapped(functions.blocking, [1], make("thread"), database, **options)
+    assert (result.done, result.dead) == (0, 1)
+    with Ledger.open(database) as ledger:
+        assert [run.outcome for run in ledger.job("ads").history(0)] == ["timeout"]
+
+
 # ---- what is no executor ---------------------------------------------------------------------------------------------
 
 

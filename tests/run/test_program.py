@@ -211,6 +211,18 @@ def test_when_the_time_is_up_the_whole_group_is_ended_also_if_it_ignores_sigterm
     eventually(lambda: not any(lives(pid) for pid in both))
 
 
+def test_a_program_that_makes_a_group_for_itself_is_ended_when_its_time_is_up(tmp_path: Path):
+    pids = tmp_path / "pids"
+    text = f'sleep 600 & echo "$$ $!" > {pids}; wait'
+    began = time.monotonic()
+    failed = failure_of(Program(["timeout", "600", "sh", "-c", text, "{}"]), timeout=0.5)
+    assert failed.failure.type == "TimedOut"
+    assert time.monotonic() - began < 60
+    both = [int(word) for word in pids.read_text().split()]
+    assert len(both) == 2
+    eventually(lambda: not any(lives(pid) for pid in both))
+
+
 def test_a_program_may_clean_up_when_its_time_is_up(tmp_path: Path):
     mark = tmp_path / "cleaned"
     failed = failure_of(shell(f'trap "touch {mark}; exit 0" TERM; sleep 600 & wait'), timeout=0.5)
@@ -250,9 +262,10 @@ def test_items_run_fail_time_out_and_are_retried_as_with_a_function(place: Path,
 
 @pytest.mark.parametrize("workers", ["2", "100"], ids=["processes", "threads"])
 @pytest.mark.parametrize("everybody", [False, True], ids=["the parent", "all of ours"])
-def test_kill_9_leaves_no_program_behind(place: Path, spawn_cli: Spawn, everybody: bool, workers: str):
+@pytest.mark.parametrize("program", ["./work.sh", "timeout 600 ./work.sh"], ids=["in our group", "in its own"])
+def test_kill_9_leaves_no_program_behind(place: Path, spawn_cli: Spawn, program: str, everybody: bool, workers: str):
     script(place, 'sleep 600 & echo "$$ $!" > "pids-$1"; wait')
-    run = spawn_cli("run", "--items", "items.txt", "--workers", workers, "--", "./work.sh", "{}")
+    run = spawn_cli("run", "--items", "items.txt", "--workers", workers, "--", *program.split(), "{}")
     names = ["one", "two"] if workers == "2" else ["one", "two", "three"]
     files = [place / f"pids-{name}" for name in names]
     eventually(lambda: all(file.exists() and file.read_text().endswith("\n") for file in files), timeout=60)

@@ -559,6 +559,28 @@ def test_items_that_change_the_directory_of_this_process_change_no_file_of_resul
     assert [found.result for found in result.results()] == [0, 1, 2]
 
 
+def test_a_result_that_somebody_made_longer_in_the_ledger_has_the_file_written_anew(tmp_path: Path):
+    given: dict[str, Any] = {
+        "job": "one", "database": f"sqlite:///{tmp_path}/headway.db", "output": tmp_path / "out.jsonl", "progress": "none"
+    }  # fmt: skip
+    headway.map(abs, [-1], **given)
+    with Ledger.open(given["database"]) as ledger:
+        ledger.database.run(lambda tx: tx.execute("UPDATE results SET result = ?", (json.dumps("x" * 100),)))
+    headway.map(abs, [-1], **given)
+    assert json.loads(given["output"].read_text())["result"] == "x" * 100
+
+
+def test_items_run_in_a_directory_whose_name_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    place = os.fsencode(tmp_path) + b"/caf\xe9 #1 100%"  # as an older system wrote it
+    os.mkdir(place)
+    monkeypatch.chdir(os.fsdecode(place))
+    with ThreadPoolExecutor(1) as executor:
+        result = headway.map(abs, [-1, -2], job="odd", executor=executor, progress="none")
+    assert list(headway.track(range(3), job="tracked", progress="none")) == [0, 1, 2]
+    monkeypatch.chdir(tmp_path)
+    assert [found.result for found in result.results()] == [1, 2]
+
+
 @pytest.mark.parametrize("change", ["removed", "emptied", "moved", "edited"])
 def test_a_file_that_was_changed_while_the_run_went_on_is_whole_at_the_end(place: Path, spawn_cli: Spawn, change: str):
     (place / "slow").touch()

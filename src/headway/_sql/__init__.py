@@ -87,7 +87,7 @@ def _missing(what: str) -> NotFound:
 def sqlite_path(url: str) -> Path | None:
     """The file an address names, or leads to by a link; None for a database in memory or on a server."""
     parts = _split(url)
-    location = unquote(parts.path[1:])
+    location = unquote(parts.path[1:], errors="surrogateescape")  # a file's name is bytes, of whatever encoding
     if parts.scheme != "sqlite" or location == ":memory:":
         return None
     if not location or "\0" in location:  # an empty name would be a database that is gone with the process
@@ -103,7 +103,7 @@ def absolute(url: str) -> str:
     if path is None or path.is_absolute():
         return url
     _, mark, options = url.partition("?")
-    return f"sqlite:///{quote(os.path.abspath(path))}{mark}{options}"
+    return f"sqlite:///{quote(os.fsencode(os.path.abspath(path)))}{mark}{options}"
 
 
 def _split(url: str) -> SplitResult:

@@ -269,7 +269,8 @@ class Output:
             return True
         last = self._job.results(self._seq - 1, 1)
         line = _line(last[0]) if last and last[0][0] == self._seq else b""
-        return bool(line) and os.pread(self._file, len(line), self._size - len(line)) == line
+        begins = self._size - len(line)  # below 0: the result itself was changed in the ledger
+        return bool(line) and begins >= 0 and os.pread(self._file, len(line), begins) == line
 
     def _begin_anew(self) -> None:
         log.warning("the file of results was removed or changed; it is written anew", path=str(self._path))

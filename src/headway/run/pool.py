@@ -202,8 +202,10 @@ class Pool(ABC):
                 if self._stop_reason is not None:
                     break
                 self._completed = self._job.finish(self._hold)
-                # Asked after that: what gets another life later than this does so in a job that was finished.
-                if not self._backlog.look_again(time.monotonic()):
+                # Asked after that: what gets another life later than this does so in a job that was finished. (What cannot be
+                # handed out is given up by that, and may be the last that was open.)
+                failures = self._failures
+                if not self._backlog.look_again(time.monotonic()) and self._failures == failures:
                     break
                 self._passing = False
         finally:

@@ -7,7 +7,8 @@ done, and what the program printed on stdout is the result. Anything else is a f
 signal with the last line of stderr.
 
 Each program runs in a process group that it shares with no other one. When it ends, and when its time is up, the whole group
-is ended. So that no group outlives the worker that started it, however that ends, a guard (`_Guard`) waits beside each worker.
+is ended, and with it the one that the program made for itself, as timeout(1) and setsid(1) do. So that no group outlives the
+worker that started it, however that ends, a guard (`_Guard`) waits beside each worker.
 """
 
 from __future__ import annotations
@@ -164,8 +165,9 @@ class Program:
 
     def _execute(self, words: list[str], payload: Any, out: Captured, err: Captured, timeout: float | None) -> int:
         """Its exit status; of one that a signal ended, the signal's negative number; -1000 when its time was up."""
+        guard = _Guard.of_this_process()
         with (
-            _Guard.of_this_process().group() as group,
+            guard.group() as group,
             _pipe() as (out_reading, out_writing),
             _pipe() as (err_reading, err_writing),
         ):
@@ -177,7 +179,18 @@ class Program:
                     file_actions=[*actions, action], setpgroup=group,
                     setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # Python ignores them, and a program inherits that
                 )  # fmt: skip
-            return _follow(pid, group, {out_reading: out, err_reading: err}, timeout)
+            streams, overdue = {out_reading: out, err_reading: err}, False
+            try:
+                guard.note(pid)
+                overdue = _follow(pid, group, streams, timeout)
+            finally:
+                # Its number is its own until it is waited for, so a group of that number is its own too.
+                _end_groups(group, pid, signal.SIGKILL)
+                guard.forget(pid)
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            for descriptor, captured in streams.items():
+                _take(descriptor, captured, most=64)
+            return _TIME_IS_UP if overdue else status
 
     @contextmanager
     def _input(self, payload: Any) -> Iterator[tuple[Any, ...]]:
@@ -220,9 +233,9 @@ class Program:
 _TIME_IS_UP = -1000
 
 
-def _follow(pid: int, group: int, streams: dict[int, Captured], timeout: float | None) -> int:
-    """Take what the program prints until it ends. What it left behind in its group is ended with it: it could hold the
-    streams open, or run for ever with nobody to know."""
+def _follow(pid: int, group: int, streams: dict[int, Captured], timeout: float | None) -> bool:
+    """Take what the program prints until it ends; whether its time was up before. What it left behind in its group is to be
+    ended with it: it could hold the streams open, or run for ever with nobody to know."""
     poll = select.poll()
     for descriptor in streams:
         os.set_blocking(descriptor, False)
@@ -237,23 +250,14 @@ def _follow(pid: int, group: int, streams: dict[int, Captured], timeout: float |
             left = limits[0][1] - watch.elapsed() if limits else None
             if left is not None and left <= 0:
                 overdue = True
-                _end_group(group, limits.pop(0)[0])
+                _end_groups(group, pid, limits.pop(0)[0])
                 continue
             patience = 3600.0 if left is None else min(left, LOOK_SECONDS)
             for descriptor, _ in poll.poll(1000 * (patience if ended is not None else min(patience, 0.02)) + 1):
                 if descriptor in streams:
                     _take(descriptor, streams[descriptor], most=1)
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                break
-        _end_group(group, signal.SIGKILL)
-        for descriptor, captured in streams.items():
-            _take(descriptor, captured, most=64)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        return _TIME_IS_UP if overdue else status
-    except BaseException:
-        _end_group(group, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        raise
+                return overdue
     finally:
         if ended is not None:
             os.close(ended)
@@ -266,9 +270,11 @@ def _take(descriptor: int, captured: Captured, *, most: int) -> None:
             captured.add(os.read(descriptor, LIMIT))
 
 
-def _end_group(group: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # nobody is left, or nobody of ours
-        os.killpg(group, number)
+def _end_groups(group: int, pid: int, number: signal.Signals) -> None:
+    """The group that the program was put into, and its own if it made one."""
+    for each in (group, pid):
+        with suppress(ProcessLookupError, PermissionError):  # nobody is left, or nobody of ours
+            os.killpg(each, number)
 
 
 def _pidfd(pid: int) -> int | None:
@@ -297,6 +303,7 @@ class _Guard:
     def __init__(self) -> None:
         self._groups: list[int] = []
         self._free: list[int] = []
+        self._programs: set[int] = set()
         self._changing = threading.Lock()
         # The groups stand in a file that the guard reads once, at the end: a message would have to be read meanwhile.
         self._file = _nameless_file()
@@ -328,9 +335,24 @@ class _Guard:
         group = os.posix_spawn("/bin/sh", ["sh", "-c", ":"], {}, setpgroup=0)
         os.waitid(os.P_PID, group, os.WEXITED | os.WNOWAIT)
         self._groups.append(group)
-        with suppress(OSError):  # no room for a line: the work is worth more than the guard
-            os.pwrite(self._file, f"{' '.join(map(str, self._groups))}\n".encode(), 0)
+        self._tell()
         return group
+
+    def note(self, pid: int) -> None:
+        """A program runs, and may leave its group for one of its own, which then has its number."""
+        with self._changing:
+            self._programs.add(pid)
+            self._tell()
+
+    def forget(self, pid: int) -> None:
+        with self._changing:
+            self._programs.discard(pid)
+            self._tell()
+
+    def _tell(self) -> None:
+        """The guard reads one line; what is left of a longer one stands behind it."""
+        with suppress(OSError):  # no room for a line: the work is worth more than the guard
+            os.pwrite(self._file, f"{' '.join(map(str, (*self._groups, *self._programs)))}\n".encode(), 0)
 
 
 def _nameless_file() -> int:
