@@ -6,17 +6,18 @@ import json
 import os
 import resource
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from headway.errors import InvalidInput, Refused
+from headway.errors import InvalidInput, NotFound, Refused
 from headway.ledger import Job, Ledger
 from headway.run.estimate import Estimator, RunSnapshot
 from tests.services.waiting import eventually
@@ -286,6 +287,33 @@ def test_the_time_that_a_run_stood_still_makes_it_neither_slow_nor_stalled():
     assert after is not None
     assert after.seconds == pytest.approx(before.seconds, rel=0.05)
     assert estimator.stalled is None
+
+
+def test_a_database_that_is_slow_again_and_again_gives_no_item_more_time(place: Path, spawn_cli: Spawn):
+    (place / "jobs.py").write_text("import time\n\ndef work(item):\n    time.sleep(600 if item == '0' else 0.05)\n")
+    (place / "items.txt").write_text("".join(f"{n}\n" for n in range(5000)))
+    run = spawn_cli("run", "jobs:work", "-i", "items.txt", "-j", "ads", "-w", "2", "--timeout", "3", "--retries", "0")
+    path = place / "headway.db"
+    eventually(lambda: path.exists() and job_is_running(path), timeout=60)
+    with Ledger.open(f"sqlite:///{path}", create=False) as ledger, closing(sqlite3.connect(path, timeout=60)) as other:
+        other.isolation_level = None
+        job = ledger.job("ads")
+
+        def held_up() -> bool:
+            other.execute("BEGIN IMMEDIATE")
+            time.sleep(1.3)  # a commit of the run that waits for it takes as long
+            other.execute("ROLLBACK")
+            return job.item(0).status == "dead"
+
+        eventually(held_up, timeout=60)
+    run.send_signal(signal.SIGTERM)
+    run.communicate(timeout=60)
+
+
+def job_is_running(path: Path) -> bool:
+    with suppress(NotFound), Ledger.open(f"sqlite:///{path}", create=False) as ledger:
+        return ledger.job("ads").info().done > 0
+    return False
 
 
 @pytest.mark.parametrize("work", ["slow", "slow_async", "program"])

@@ -280,7 +280,8 @@ class LocalPool(Pool):
     def _slept_since(self, began: float) -> float:
         """For how long this process stood still while an item ran. The item may have stood still with it: that is not the
         time it takes, and nobody is charged for it."""
-        return sum(min(seconds, woke_at - began) for woke_at, seconds in self._standstills if woke_at > began)
+        known = (*self._standstills, self._gap)
+        return sum(min(seconds, woke_at - began) for woke_at, seconds in known if woke_at > began)
 
     def _end_overdue(self, worker: WorkerHandle, running: list[tuple[int, float]], now: float) -> None:
         limit = self._settings.timeout

@@ -122,8 +122,10 @@ class Pool(ABC):
         self._asked = Control()
         self._look_at = 0.0
         self._chores_at = time.monotonic()
-        #: Until when this process stood still, and for how long; the last times.
+        #: Until when this process stood still, and for how long: the last times that it waited for news and woke too late. And
+        #: the last gap between two chores, which may have been a slow database: many of those are no standstill.
         self._standstills: deque[tuple[float, float]] = deque(maxlen=100)
+        self._gap = (0.0, 0.0)
         self._inbox: list[Outcome] = []
         self._unrecorded_failures = 0
         self._noted: set[int] = set()
@@ -286,7 +288,12 @@ class Pool(ABC):
         return max(0.0, until - now)
 
     def _listen(self, wake: socket.socket, patience: float) -> None:
-        for key, events in self._selector.select(patience):
+        began = time.monotonic()
+        news = self._selector.select(patience)
+        now = time.monotonic()
+        if (late := now - began - patience) > STANDSTILL_SECONDS:
+            self._standstills.append((now, late))
+        for key, events in news:
             if key.data is None:
                 wake.recv(4096)
             elif key.data == "feed":
@@ -398,9 +405,10 @@ class Pool(ABC):
     # ---- chores, ten times a second --------------------------------------------------------------------------------
 
     def _chores(self, now: float) -> None:
-        passed, self._chores_at = now - self._chores_at, now
-        if passed > STANDSTILL_SECONDS:
-            self._standstills.append((now, passed))
+        before, self._chores_at = self._chores_at, now
+        passed = now - before
+        if passed > STANDSTILL_SECONDS and not (self._standstills and self._standstills[-1][0] > before):
+            self._gap = (now, passed)
         if now >= self._look_at:
             self._look_at = now + ASKED_SECONDS
             self._obey(self._job.asked(self._hold.run))
