@@ -683,3 +683,36 @@ def test_five_thousand_mutations_never_crash_and_are_noticed_or_harmless(tmp_pat
     assert outcomes["unclear"] == 0
     assert outcomes["vital"] <= 5000 // 50
     assert outcomes["same"] + outcomes["error"] >= 5000 * 3 // 4
+
+
+FEW_FILES = """
+import os, resource, sys, threading
+from headway import _sql
+database = _sql.connect(sys.argv[1])
+taken, done = threading.Event(), threading.Event()
+
+def hold():
+    with database.read() as tx:
+        tx.one("SELECT 1")
+        taken.set()
+        done.wait(30)
+
+holder = threading.Thread(target=hold)
+holder.start()
+taken.wait(30)
+resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
+files = []
+try:
+    while True:
+        files.append(os.dup(0))
+except OSError:
+    pass
+threading.Timer(1.0, done.set).start()
+print(database.run(lambda tx: tx.one("SELECT 7"))[0])
+"""
+
+
+def test_who_may_open_no_more_files_waits_for_a_connection_of_another_thread(tmp_path: Path):
+    command = [sys.executable, "-c", FEW_FILES, f"sqlite:///{tmp_path}/a.db"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "7\n", done.stderr

@@ -194,7 +194,8 @@ def test_a_number_that_the_machine_cannot_start_ends_no_run(place: Path):
             said = lines_until(run, "cannot be started: Too many open files.")
             assert "Going on with 2 items at once, as at the start." in said
             (place / "free").touch()
-            assert run.wait(60) == 0
+            assert run.stderr is not None
+            assert run.wait(60) == 0, run.stderr.read()
             assert (job.info().done, job.info().failures) == (100, 0)
     finally:
         run.kill()

@@ -51,15 +51,14 @@ signal.signal(signal.SIGALRM, ring)
 interrupted = 0
 for number in range(500):
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.00002 + number % 97 * 0.00001)
-        for _ in range(1_000):  # an end: what is raised in a destructor is lost
-            WHAT()
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.00002 + number % 97 * 0.00001)
+            for _ in range(1_000):  # an end: what is raised in a destructor is lost
+                WHAT()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)  # also after a TimeoutError: an alarm then strikes in here, not later
     except (Alarm, TimeoutError):
         interrupted += 1
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    except Alarm:
-        pass
 stop.set()
 writer.join(10)
 last = store.set_state(states.State("job", 2, "last", 7))

@@ -17,7 +17,7 @@ from headway._sql import sqlite_file
 from headway._sql.database import UNACCEPTABLE, Database, Transient, unacceptable
 from headway._sql.schema import migrations, refuse_newer
 from headway._sql.tx import Engine, Row, Tx, Value, check_query
-from headway.errors import HeadwayError, StoreCorrupt
+from headway.errors import HeadwayError, StorageError, StoreCorrupt
 from headway.retry import STORE, pause
 from headway.telemetry import metrics
 
@@ -311,6 +311,9 @@ class SQLite(Database):
     def _translate(self, error: Exception) -> HeadwayError | Transient:
         if not isinstance(error, sqlite3.Error | UnicodeDecodeError):
             return unacceptable(error)
+        if sqlite_file.lacks_descriptors(error):
+            # Another thread gives its connection back, or whatever took the descriptors ends.
+            return Transient(StorageError(f"{self.path} cannot be opened: this process has too many open files."))
         found = sqlite_file.translate(error, self.path)
         return Transient(found) if _is_busy(error) else found
 

@@ -370,6 +370,22 @@ def translate(error: sqlite3.Error | UnicodeDecodeError, path: Path | None) -> H
             return StorageError(f"{where} failed: {error}.")
 
 
+def lacks_descriptors(error: sqlite3.Error | UnicodeDecodeError) -> bool:
+    """Whether SQLite could not open a file because this process may have no more of them; it says only that it could not."""
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_CANTOPEN:
+        return False
+    taken: list[int] = []
+    try:
+        for _ in range(3):  # the database, its log, the index of that
+            taken.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as found:
+        return found.errno in (errno.EMFILE, errno.ENFILE)
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+    return False
+
+
 def _has_log_out_of_reach(path: Path) -> bool:
     """Whether changes of the database lie in a log that SQLite cannot read for want of a place for its index."""
     try:
