@@ -31,6 +31,11 @@ CHUNK = 5000
 #: Gets what was recorded of items that could not be handed out.
 OnDamaged = Callable[[Recorded], object]
 
+#: How many others wait or are dead is not asked for it: that is for whoever holds the job.
+_ONE_DONE = Recorded(
+    done=1, failed=0, dead=0, repeated=0, completed=False, due={}, died=(), waiting=0, given_up=0, stale=()
+)
+
 
 def ignore(_: Recorded) -> None:
     """Nobody counts."""
@@ -336,9 +341,10 @@ class Job(Reports):
         With ``register`` an unknown index is registered on the way. ``policy``: how failed items wait, if not by the
         job's own.
         """
-        alone = len(outcomes) == 1
-        one = alone and (hold or self._hold) is None and self._put_one_done(outcomes[0], register=register)
-        if recorded := one or self._put_new_done(outcomes, hold, settle=settle):
+        if len(outcomes) == 1 and (hold or self._hold) is None and self._put_one_done(outcomes[0], register=register):
+            return _ONE_DONE
+
+        if (recorded := self._put_new_done(outcomes, hold, settle=settle)) is not None:
             return recorded
 
         def work(tx: Tx) -> Recorded:
@@ -366,24 +372,23 @@ class Job(Reports):
         except _NotThatSimple:
             return None
 
-    def _put_one_done(self, outcome: Outcome, *, register: bool) -> Recorded | None:
+    def _put_one_done(self, outcome: Outcome, *, register: bool) -> bool:
         # Only where the transaction has the write lock from its start: on PostgreSQL, writing an item before the job's
         # row is taken would wait for somebody who took them in the other order.
         if self._database.engine != "sqlite":
-            return None
+            return False
         if not isinstance(outcome, Done) or outcome.result is not None or outcome.token is not None:
-            return None
+            return False
 
-        def work(tx: Tx) -> Recorded:
-            recorded = put_one_done(tx, self.no, outcome, register=register)
-            if recorded is None:
+        def work(tx: Tx) -> None:
+            if not put_one_done(tx, self.no, outcome, register=register):
                 raise _NotThatSimple
-            return recorded
 
         try:
-            return self._database.run(work, operation="record")
+            self._database.run(work, operation="record")
         except _NotThatSimple:
-            return None
+            return False
+        return True
 
     def finish(self, hold: Hold | None = None) -> bool:
         """Finish the job if every item is done or dead; True for the one call that did."""

@@ -386,27 +386,28 @@ def plain_successes(outcomes: Sequence[Outcome]) -> list[Done]:
     return successes if len(successes) == len(outcomes) else []
 
 
-def put_one_done(tx: Tx, job: int, outcome: Done, *, register: bool = False) -> Recorded | None:
+def put_one_done(tx: Tx, job: int, outcome: Done, *, register: bool = False) -> bool:
     """The commonest record of all in two statements: an item nobody has tried is done, and that finishes nothing.
 
-    None if it is not that simple; then nothing counts and the transaction must be rolled back.
+    False if it is not that simple; then nothing counts and the transaction must be rolled back.
     """
     now = time.time()
-    values = (outcome.meta, now, outcome.seconds, outcome.worker, job, outcome.idx)
-    fresh, new = tx.execute(_PUT_ONE_DONE, values), 0
+    row = (outcome.meta, now, outcome.seconds, outcome.worker, job, outcome.idx)
+    fresh, new = tx.execute(_PUT_ONE_DONE, row), 0
     if not fresh and register:
         new = tx.execute(_PUT_ITEM, (job, outcome.idx))
-        fresh = tx.execute(_PUT_ONE_DONE, values) if new else 0
-    if fresh != 1:
-        return None
-    row = tx.one(
-        "UPDATE jobs SET version = version + 1, total = total + ?, done = done + 1, minute_done = minute_done + 1, "
-        "minute_seconds = minute_seconds + ?, updated_at = ? WHERE no = ? AND minute = ? AND finished_at IS NULL "
-        "AND archived = 0 "
-        "AND (sealed = 0 OR done + dead + 1 < total + ?) RETURNING failed, dead",
-        (new, outcome.seconds or 0.0, now, job, int(now // 60), new),
+        fresh = tx.execute(_PUT_ONE_DONE, row) if new else 0
+    return (
+        fresh == 1
+        and tx.execute(
+            "UPDATE jobs SET version = version + 1, total = total + ?, done = done + 1, minute_done = minute_done + 1, "
+            "minute_seconds = minute_seconds + ?, updated_at = ? WHERE no = ? AND minute = ? AND finished_at IS NULL "
+            "AND archived = 0 "
+            "AND (sealed = 0 OR done + dead + 1 < total + ?)",
+            (new, outcome.seconds or 0.0, now, job, int(now // 60), new),
+        )
+        == 1
     )
-    return None if row is None else Recorded(1, 0, 0, 0, False, {}, (), row[0], row[1], ())
 
 
 def audit(tx: Tx, now: float, actor: str, action: str, job: str, detail: dict[str, object]) -> None:

@@ -103,9 +103,9 @@ class Recorded:
     #: When each failed item may be tried again, by the database's clock.
     due: Mapping[int, float]
     died: Sequence[int]
-    #: Items of the job that failed and wait for another try, after this.
+    #: Items of the job that failed and wait for another try, after this; for whoever holds the job, else it may be 0.
     waiting: int
-    #: Its dead letters, after this.
+    #: Its dead letters, in the same way.
     given_up: int
     #: Outcomes that were refused because their claim had lapsed and the item was given to somebody else.
     stale: Sequence[int]
