@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -255,10 +256,15 @@ def test_a_connection_that_gets_the_number_of_the_closed_socket_hears_nothing_of
             "run", "jobs:work", "-i", "items.jsonl", "-j", "ads", "-w", "1", "--retries", "0", "--no-last-pass"
         )
         assert done.returncode == 3, done.stderr
-        for _ in range(50):
-            connection, _ = server.accept()
-            with connection:
-                assert connection.recv(1000) == b""
+        server.setblocking(False)  # who noticed the loss may have ended the worker before the last of them
+        heard = []
+        with suppress(BlockingIOError):
+            while True:
+                connection, _ = server.accept()
+                with connection:
+                    heard.append(connection.recv(1000))
+        assert heard
+        assert set(heard) == {b""}
 
 
 @pytest.mark.parametrize("mode", MODES)
