@@ -24,6 +24,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from headway.queue import watch
 from tests.services import firestore, postgres, redis
 from tests.services.firestore import FirestoreEmulator
 from tests.services.janitor import RunDirectory
@@ -123,6 +124,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if RESULTS in session.config.stash and path:
         kept = [{"test": test, **facts} for test, facts in sorted(session.config.stash[RESULTS].items())]
         Path(path).write_text(json.dumps({"exit": int(exitstatus), "tests": kept}, indent=1) + "\n", "utf-8")
+
+
+# The process that runs a thousand tests holds more than a worker may. Workers within it have no such limit but where a test
+# names one; those of the tests' own child processes have the usual one.
+watch.Settings.__init__.__defaults__ = tuple(
+    2**40 if value == watch.MEMORY_LIMIT else value for value in watch.Settings.__init__.__defaults__ or ()
+)
 
 
 @pytest.fixture(scope="session")
