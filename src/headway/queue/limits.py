@@ -6,19 +6,13 @@ otherwise two workers could each see the last free place. Where there are none, 
 
 from __future__ import annotations
 
-import json
-
-from headway._sql import Tx, Value
+from headway._sql import Tx, Value, listed
 from headway.errors import InvalidInput
 from headway.queue.values import PRIORITIES, check_text, is_number
 
 #: Seconds that no claim waits for another: a statement may take 20 s.
 CLOCK_SET_BACK = 30.0
 SCOPES = ("queue", "user", "partition", "kind")
-_LISTED = {
-    "sqlite": "SELECT value FROM json_each(?)",
-    "postgresql": "SELECT json_array_elements_text(CAST(? AS json))",
-}
 _COLUMN = {"user": "user_id", "partition": "party", "kind": "kind"}
 
 
@@ -65,17 +59,18 @@ class Limits:
         # However many there are, they are one parameter: a statement takes 65,535 of them at the most.
         where: list[str] = []
         values: list[Value] = []
-        listed = _LISTED[self._tx.engine]
         for scope, column in _COLUMN.items():
             keys = sorted(key for found, key in self._full if found == scope)
             if keys:
-                where.append(f"coalesce({column}, '') NOT IN ({listed})")
-                values.append(json.dumps(keys))
+                them, texts = listed(self._tx.engine, keys)
+                where.append(f"coalesce({column}, '') NOT IN ({them})")
+                values.append(texts)
             if self._most.get((scope, "*")) == 0:
                 own = sorted(key for found, key in self._most if found == scope and key != "*")
                 nobody = f"{column} IS NULL OR " if scope == "user" else ""
-                where.append(f"({nobody}{column} IN ({listed}))")
-                values.append(json.dumps(own))
+                them, texts = listed(self._tx.engine, own)
+                where.append(f"({nobody}{column} IN ({them}))")
+                values.append(texts)
         return where, values
 
     def admits(self, queue: str, user: str | None, party: str, kind: str) -> bool:
