@@ -1,4 +1,4 @@
-"""How a process ends: signals, drain budgets, and what must not cross a fork."""
+"""How a process ends: signals, drain budgets, what must not cross a fork, and the files it may still open."""
 
 from __future__ import annotations
 
@@ -111,6 +111,17 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def check_descriptors(count: int) -> None:
+    """Raise the OSError of who cannot open ``count`` more files; for a moment they are open."""
+    taken: list[int] = []
+    try:
+        for _ in range(count):
+            taken.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
 
 
 class Shutdown:

@@ -29,7 +29,7 @@ _FEW_FILES = (
     "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)); "
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
-#: A Python that may have as many open files as 30 workers need.
+#: A Python that may have as many open files as a dozen workers need.
 LIMITED = [sys.executable, "-c", _FEW_FILES]
 
 FUNCTIONS = """

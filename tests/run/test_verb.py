@@ -342,18 +342,22 @@ def test_a_run_started_where_the_ends_of_children_are_ignored_knows_how_its_work
     assert "was killed by SIGKILL" in letter.error
 
 
-def test_more_workers_than_the_process_may_have_descriptors_are_one_clear_error(place: Path):
+@pytest.mark.parametrize("workers", [29, 30, 31, 40])
+def test_more_workers_than_the_process_may_have_descriptors_are_one_clear_error(place: Path, workers: int):
+    """Also where all of them could be started: the database is closed for a fork, and must be opened again."""
+    write_items(place, 40)
     limit = (
         "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)); "
         "os.execv(sys.executable, sys.argv[1:])"
     )
-    run = [sys.executable, "-m", "headway", "run", "jobs:slow", "-i", "items.jsonl", "-j", "ads", "-w", "40"]
+    run = [sys.executable, "-m", "headway", "run", "jobs:slow", "-i", "items.jsonl", "-j", "ads", "-w", str(workers)]
     command = [sys.executable, "-c", limit, *run]
     done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "cannot be started: Too many open files." in done.stderr
     assert "Traceback" not in done.stderr
     assert not job_in(place).info().held
+    assert not (place / "executed").exists()
 
 
 def test_more_threads_than_the_machine_has_run_no_item_twice(place: Path):

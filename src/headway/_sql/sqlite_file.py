@@ -21,6 +21,7 @@ from headway.errors import (
     StoreFull,
     StoreReadOnly,
 )
+from headway.lifecycle import check_descriptors
 from headway.telemetry import Log
 
 log = Log("sql")
@@ -374,15 +375,10 @@ def lacks_descriptors(error: sqlite3.Error | UnicodeDecodeError) -> bool:
     """Whether SQLite could not open a file because this process may have no more of them; it says only that it could not."""
     if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_CANTOPEN:
         return False
-    taken: list[int] = []
     try:
-        for _ in range(3):  # the database, its log, the index of that
-            taken.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        check_descriptors(3)  # the database, its log, the index of that
     except OSError as found:
         return found.errno in (errno.EMFILE, errno.ENFILE)
-    finally:
-        for descriptor in taken:
-            os.close(descriptor)
     return False
 
 

@@ -17,7 +17,7 @@ from typing import IO, Any, NoReturn
 
 from headway.errors import HeadwayError
 from headway.ledger import Item
-from headway.lifecycle import Budget, signal_name
+from headway.lifecycle import Budget, check_descriptors, signal_name
 from headway.run import worker as worker_process
 from headway.run.console import Console
 from headway.run.program import Work
@@ -26,6 +26,9 @@ from headway.run.wire import Slots, Wire, work_frame
 
 RECALL = '{"recall":true}'
 STOP = '{"stop":true}'
+#: Files that this process can open besides when a worker was started: the database is closed for a fork and opened again,
+#: and there are the file of results, pages, events.
+SPARE_FILES = 16
 
 
 class CannotStart(HeadwayError):
@@ -222,6 +225,7 @@ class Crew:
 
     def _start(self, *, alone: bool) -> WorkerHandle:
         try:
+            check_descriptors(SPARE_FILES)
             ours, theirs = socket.socketpair()
             count = 1 if alone else self._slots
             if self._package is not None:
