@@ -390,6 +390,16 @@ ODD = (
 )
 
 
+#: The titles of the dialogs of a page that are wider inside than outside, or whose parts do not stand below each other.
+SQUEEZED_DIALOGS = """[...document.querySelectorAll("dialog")].filter(dialog => {
+    dialog.showModal();
+    const parts = [...dialog.querySelectorAll("h2, ul, label, .row")];
+    const squeezed = dialog.scrollWidth > dialog.clientWidth || parts.some(part => part.offsetWidth < dialog.clientWidth - 60);
+    dialog.close();
+    return squeezed;
+}).map(dialog => dialog.querySelector("h2").textContent)"""
+
+
 def test_no_text_makes_a_page_wider_than_its_window(chromium: Browser, tmp_path: Path):
     """Whoever names a key, a worker or a reason must not push what stands beside it out of sight."""
     url = f"sqlite:///{tmp_path}/odd.db"
@@ -405,6 +415,7 @@ def test_no_text_makes_a_page_wider_than_its_window(chromium: Browser, tmp_path:
                 visit.page.set_viewport_size({"width": width, "height": 800})
                 wide = visit.page.evaluate("document.documentElement.scrollWidth")
                 wrong += [f"{path} at {width} px is {wide} px wide"] if wide > width else []
+                wrong += [f"{path} at {width} px: {title}" for title in visit.page.evaluate(SQUEEZED_DIALOGS)]
     assert not wrong
 
 

@@ -163,6 +163,17 @@ def test_every_link_of_every_page_leads_somewhere(client: TestClient):
             "/about"} <= seen  # fmt: skip
 
 
+def test_the_buttons_of_a_dialog_say_different_things(client: TestClient):
+    """Whoever is asked about a cancellation must not choose between Cancel and Cancel."""
+    chosen = [
+        re.findall(r"<button[^>]*>([^<]*)</button>", dialog)
+        for path in PATHS
+        for dialog in re.findall(r"<dialog.*?</dialog>", client.get(path).text, re.DOTALL)
+    ]
+    assert ["Keep it", "Cancel"] in chosen
+    assert all(len({word.partition(" ")[0] for word in words}) == 2 for words in chosen)
+
+
 def test_a_page_with_its_style_sheet_and_scripts_is_small(client: TestClient):
     assets = Assets()
     for path in (*PATHS, "/alerts"):

@@ -72,7 +72,8 @@ def bar(parts: Mapping[str, int], total: int, *, height: int = 10, label: str = 
         width = max(LEAST, min(1000.0, count / total * 1000))
         x = min(x, 1000 - width)
         y, tall = {"retry": (height * 0.4, height * 0.6), "dead": (-2, height + 4)}.get(name, (0, height))
-        drawn += f'<rect class="f-{name}" x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(tall)}"/>'
+        left, top = f' x="{_n(x)}"' if x else "", f' y="{_n(y)}"' if y else ""
+        drawn += f'<rect class="f-{name}"{left}{top} width="{_n(width)}" height="{_n(tall)}"/>'
         x += width
         if name in ("kept", "done") and x < 1000:
             drawn += f'<rect class="f-bg" x="{_n(x)}" width="2" height="{height}"/>'
