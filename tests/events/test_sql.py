@@ -249,9 +249,9 @@ def test_on_complete_is_called_in_the_thread_of_its_program_and_keeps_no_sink_wa
 def test_an_on_complete_that_fails_is_called_again_in_a_moment_and_at_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from headway import run
+    from headway.run import performing
 
-    monkeypatch.setattr(run, "TELL_SECONDS", 0.1)
+    monkeypatch.setattr(performing, "TELL_SECONDS", 0.1)
     calls: list[str] = []
 
     def fail(found: Event) -> None:

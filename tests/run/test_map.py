@@ -25,9 +25,10 @@ import headway
 from headway.errors import InputChanged, InvalidInput, JobHeld, NotFound, StaleClaim
 from headway.events import Event
 from headway.ledger import Job, Ledger
-from headway.run import Settings, take
+from headway.run import Settings
 from headway.run import plan as plans
 from headway.run.items import GivenItems
+from headway.run.performing import take
 from tests.services.waiting import eventually
 
 PRODUCTS = [{"n": n} for n in range(30)]

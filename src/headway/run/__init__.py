@@ -11,7 +11,6 @@ import asyncio
 import atexit
 import signal
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,30 +20,26 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
-from headway import events
 from headway._sql import absolute
 from headway.config import Config
-from headway.errors import HeadwayError, InvalidInput, JobHeld, Stopping
+from headway.errors import HeadwayError, InvalidInput, Stopping
 from headway.events import CallableSink, Event, Sink
 from headway.ids import check_id
-from headway.ledger import Cause, DeadLetter, Hold, Job, Ledger
+from headway.ledger import Cause, DeadLetter, Ledger
 from headway.lifecycle import Shutdown, on_signals
 from headway.retry import RetryPolicy
 from headway.run import function as functions
 from headway.run import plan as plans
 from headway.run.attempt import GiveUp
 from headway.run.display import Display, open_display
-from headway.run.executor import Executor, ExecutorPool, capacity, check_executor
+from headway.run.executor import Executor, capacity, check_executor
 from headway.run.items import GivenItems
-from headway.run.local import LocalPool
 from headway.run.loop import OpenJob
-from headway.run.output import CsvOutput, Output, keeps_results, open_output, refuse_foreign, refuse_incomplete
-from headway.run.pool import Ending, Feed, Pool, Settings
-from headway.run.program import Work
+from headway.run.performing import check_output, check_settings, configured_sinks, perform, take, tell
+from headway.run.pool import Ending, Settings
 from headway.run.results import ItemResult, Keep, as_they_came, in_order
 from headway.run.tracking import Tracker
 from headway.run.tracking import start as start_tracking
-from headway.telemetry import Log
 from headway.wording import with_option
 
 if TYPE_CHECKING:
@@ -60,14 +55,8 @@ __all__ = [
     "amap",
     "map",
     "open_job",
-    "perform",
     "track",
 ]
-
-log = Log("run")
-
-#: How long the end of a run waits for sinks to take its event; what they do not take then waits in the outbox.
-TELL_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,134 +416,3 @@ def track(
         tracker = start_tracking(opened, items, key=key, limit=limit, progress=progress)
     _trackers[place] = tracker
     return tracker
-
-
-def check_output(path: Path, ledger: Ledger | None, plan: plans.Plan) -> None:
-    """Refuse a file of results that is not this job's, or that would lack some; nothing is written."""
-    refuse_foreign(path, ledger, plan.id)
-    if ledger is not None and plan.existing is not None:
-        refuse_incomplete(ledger.job(plan.id))
-
-
-def take(
-    ledger: Ledger,
-    plan: plans.Plan,
-    settings: Settings,
-    *,
-    command: str = "",
-    accept: bool = False,
-) -> tuple[Job, Hold]:
-    """Hold the planned job and carry the plan out: nobody else can change its items meanwhile. A job that somebody else
-    began, replaced or changed since the plan was made is left as it is."""
-    if plan.fresh:
-        ledger.archive(plan.id)
-    job = ledger.create(plan.id, max_retries=settings.policy.retries)
-    hold = ledger.hold(job, describe(settings), policy=settings.policy)
-    job = job.held_by(hold)
-    try:
-        if not plans.is_current(plan, job):
-            raise JobHeld(
-                f"Job {plan.id} was started or changed by another process at the same moment.", hint="Run it again."
-            )
-        plans.carry_out(ledger, job, plan, max_retries=settings.policy.retries, command=command, accept=accept)
-    except BaseException:
-        ledger.release(hold, "failed")
-        raise
-    return job, hold
-
-
-def perform(
-    ledger: Ledger,
-    job: Job,
-    hold: Hold,
-    function: Work,
-    settings: Settings,
-    *,
-    display: Display,
-    shutdown: Shutdown,
-    output: Path | None = None,
-    keep: Keep | None = None,
-    feed: Feed | None = None,
-    sinks: Sequence[Sink] = (),
-    executor: Executor | None = None,
-) -> Ending:
-    """Work the job off under ``hold``, release it, and tell the sinks what was decided, unless it was interrupted."""
-    outcome = "failed"
-    file: Output | CsvOutput | None = None
-    keep = keep or Keep()
-    try:
-        file = None if output is None else open_output(job, output)
-        keep = replace(keep, all_results=keep.results and keeps_results(job))
-        if settings.start.why:
-            display.say(settings.start.why)
-        pool: Pool
-        if executor is None:
-            pool = LocalPool(
-                ledger, job, hold, function, settings,
-                display=display, shutdown=shutdown, output=file, keep=keep, feed=feed,
-            )  # fmt: skip
-        else:
-            assert callable(function)
-            pool = ExecutorPool(
-                ledger, job, hold, function, settings,
-                executor=executor, display=display, shutdown=shutdown, output=file, keep=keep,
-            )  # fmt: skip
-        ending = pool.run()
-        outcome = ending.outcome
-    finally:
-        if file is not None:
-            file.close()
-        _release(ledger, hold, outcome)
-    if outcome != "interrupted":  # a run that is to end has decided nothing, and waits for no sink
-        tell(ledger, sinks, shutdown.abandon)
-    return ending
-
-
-def tell(ledger: Ledger, sinks: Sequence[Sink], stop: threading.Event | None = None) -> None:
-    """Deliver what waits in the outbox, for a moment: whatever a sink does not take then, a later relay delivers. It
-    begins after the last fork of this process, for the relay has threads."""
-    own = [sink for sink in sinks if isinstance(sink, CallableSink)]
-    others = [sink for sink in sinks if sink not in own]
-    if sinks:
-        with events.start(database=ledger.database, sinks=others, stop=stop) as relay:
-            if own:
-                events.Relay(events.SqlOutbox(ledger.database), own).drain_here(TELL_SECONDS, stop)
-            relay.drain(TELL_SECONDS)
-
-
-def _release(ledger: Ledger, hold: Hold, outcome: str) -> None:
-    try:
-        ledger.release(hold, outcome)
-    except HeadwayError as error:
-        if outcome != "failed":
-            raise
-        # What ended the run is the error to tell; the lease ends by itself.
-        log.warning("the job could not be released", error=str(error))
-
-
-def configured_sinks(config: Config) -> list[Sink]:
-    return events.open_sinks(config["sinks"], config["webhook"])
-
-
-def describe(settings: Settings) -> dict[str, Any]:
-    """The settings as a run remembers them."""
-    return {
-        "workers": settings.workers,
-        "mode": settings.mode,
-        "retries": settings.policy.retries,
-        "retry_delay": settings.policy.base,
-        "timeout": settings.timeout,
-        "rate": settings.rate,
-        "max_failures": settings.max_failures,
-    }
-
-
-def check_settings(settings: Settings) -> None:
-    for name, value in (("timeout", settings.timeout), ("rate", settings.rate)):
-        if value is not None and not 0 < value < 10**9:
-            raise InvalidInput(f"{name} = {value!r} is not acceptable.", hint="Use a number above 0.")
-    if settings.max_failures is not None and settings.max_failures < 1:
-        raise InvalidInput(f"max_failures = {settings.max_failures!r} is not acceptable.", hint="Use 1 or more.")
-    policy = settings.policy
-    if policy.retries < 0 or not 0 <= policy.base < 10**9:
-        raise InvalidInput("retries and retry_delay must not be negative.")
