@@ -283,7 +283,7 @@ class RedisOutbox:
             if not settled:
                 return
             if self._on_delivered is None:
-                self._remove(settled)
+                self._remove(settled[-1][0])
                 return
             noting = threading.Thread(target=self._note, args=(settled,), name="headway-events-note", daemon=True)
             noting.start()
@@ -291,8 +291,10 @@ class RedisOutbox:
         noting.join(NOTING)
 
     def _settled(self) -> list[Entry]:
+        if not self._client.xlen(self._key):  # asked first: there may be no stream
+            return []
         groups = self._client.xinfo_groups(self._key)
-        if not groups or not self._client.xlen(self._key):
+        if not groups:
             return []
         missing = self._jobs.keys() - {str(group["name"]) for group in groups}
         if missing:
@@ -313,12 +315,14 @@ class RedisOutbox:
         assert self._on_delivered is not None
         try:
             self._on_delivered(list(_readable(settled)))
-            self._remove(settled)
+            still = self._settled()  # that may have taken long: a sink that came meanwhile waits for what it found
+            if still:
+                self._remove(min(settled[-1][0], still[-1][0], key=_place))
         except Exception as error:  # noqa: BLE001  # its store may be away: the entries wait for it here
             log.warning("delivered events stay in the stream until that is noted", key=self._key, error=str(error))
 
-    def _remove(self, settled: Sequence[Entry]) -> None:
-        self._client.xtrim(self._key, minid=_after(settled[-1][0]), approximate=False)
+    def _remove(self, last: str) -> None:
+        self._client.xtrim(self._key, minid=_after(last), approximate=False)
 
 
 def _readable(entries: Sequence[Entry]) -> Iterator[Event]:
