@@ -278,6 +278,20 @@ def test_a_sink_that_comes_while_what_was_delivered_waits_to_be_noted_loses_noth
     eventually(lambda: state.xlen("smap:events") == 0)
 
 
+def test_what_every_sink_has_leaves_the_stream_also_where_something_always_waits(redis_server: RedisServer):
+    store, state = redis_store(redis_server), redis_server.client(1)
+    noted: list[str] = []
+    ear = Ear()
+    relay = Relay(RedisOutbox(state, on_delivered=lambda found: noted.extend(one.id for one in found)), [ear])
+    for number in range(1, 201):
+        store.decide(event(number))
+        if number % 20 == 0:
+            relay.tick()
+    assert ear.heard == ids(range(1, 201))
+    eventually(lambda: noted[:100] == ids(range(1, 101)))
+    eventually(lambda: state.xlen("smap:events") <= 100)
+
+
 def test_many_waiting_entries_are_counted_without_reading_them_all(redis_server: RedisServer):
     store, state = redis_store(redis_server), redis_server.client(1)
     store.outbox().subscribe("ear")

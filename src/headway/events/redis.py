@@ -193,7 +193,9 @@ class RedisOutbox:
             return bool(self._client.exists(self._key)) and bool(self._client.xgroup_destroy(self._key, sink))
 
     def tidy(self, sink: str) -> None:
-        """Nothing: what is settled leaves the stream as soon as nothing waits."""
+        """What is settled leaves the stream when nothing waits; where something always does, it leaves here."""
+        with self._translate_errors():
+            self._trim()
 
     # ---- within ----------------------------------------------------------------------------------------------------
 
