@@ -193,9 +193,10 @@ class RedisOutbox:
             return bool(self._client.exists(self._key)) and bool(self._client.xgroup_destroy(self._key, sink))
 
     def tidy(self, sink: str) -> None:
-        """What is settled leaves the stream when nothing waits; where something always does, it leaves here."""
+        """What is settled leaves the stream when nothing waits; where something always does, it leaves here, and a sink
+        that has more to take does not wait for the note."""
         with self._translate_errors():
-            self._trim()
+            self._trim(0.0)
 
     # ---- within ----------------------------------------------------------------------------------------------------
 
@@ -276,7 +277,7 @@ class RedisOutbox:
         pipeline.execute_command("XACK", self._key, sink, handle)
         pipeline.execute()
 
-    def _trim(self) -> None:
+    def _trim(self, patience: float = NOTING) -> None:
         """Remove what every sink has settled: what no group still has pending and all groups have read past."""
         with self._lock:
             if self._noting is not None and self._noting.is_alive():
@@ -290,7 +291,7 @@ class RedisOutbox:
             noting = threading.Thread(target=self._note, args=(settled,), name="headway-events-note", daemon=True)
             noting.start()
             self._noting = noting
-        noting.join(NOTING)
+        noting.join(patience)
 
     def _settled(self) -> list[Entry]:
         if not self._client.xlen(self._key):  # asked first: there may be no stream
