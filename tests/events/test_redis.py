@@ -245,6 +245,53 @@ def test_sinks_are_told_while_what_was_delivered_waits_to_be_noted(redis_server:
         silent.set()
 
 
+def test_a_sink_that_comes_while_what_was_delivered_waits_to_be_noted_loses_nothing_of_what_it_found(
+    redis_server: RedisServer,
+):
+    store, state = redis_store(redis_server), redis_server.client(1)
+    silent, asked, noted = threading.Event(), threading.Event(), threading.Event()
+
+    def note(_: Sequence[Event]) -> None:
+        asked.set()
+        silent.wait(60)
+
+    box = RedisOutbox(state, on_delivered=note)
+    relay = Relay(box, [Ear("early")])
+    now = 0.0
+    late = Ear("late", ConnectionError("it is restarted just now"))
+    other = Relay(RedisOutbox(state, on_delivered=lambda _: noted.set()), [late], clock=lambda: now)
+    try:
+        store.decide(event(1))
+        relay.tick()
+        relay.tick()
+        assert asked.is_set()
+        other.tick()
+        assert late.tries == 1
+    finally:
+        silent.set()
+    eventually(lambda: not [one for one in threading.enumerate() if one.name == "headway-events-note"])
+    late.trouble, now = None, 100.0
+    other.tick()
+    assert late.heard == ids([1])
+    other.tick()
+    assert noted.wait(30)
+    eventually(lambda: state.xlen("smap:events") == 0)
+
+
+def test_what_every_sink_has_leaves_the_stream_also_where_something_always_waits(redis_server: RedisServer):
+    store, state = redis_store(redis_server), redis_server.client(1)
+    noted: list[str] = []
+    ear = Ear()
+    relay = Relay(RedisOutbox(state, on_delivered=lambda found: noted.extend(one.id for one in found)), [ear])
+    for number in range(1, 201):
+        store.decide(event(number))
+        if number % 20 == 0:
+            relay.tick()
+    assert ear.heard == ids(range(1, 201))
+    eventually(lambda: noted[:100] == ids(range(1, 101)))
+    eventually(lambda: state.xlen("smap:events") <= 100)
+
+
 def test_many_waiting_entries_are_counted_without_reading_them_all(redis_server: RedisServer):
     store, state = redis_store(redis_server), redis_server.client(1)
     store.outbox().subscribe("ear")

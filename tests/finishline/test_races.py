@@ -7,11 +7,14 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import psycopg
 import pytest
 
+from headway.errors import NotFound
 from headway.finishline import FinishLine, Outcome, Status
 from headway.retry import RetryPolicy
 from tests.finishline.conftest import OpenLine, events
@@ -241,6 +244,42 @@ def test_a_deletion_whose_reply_was_lost_still_says_that_there_was_a_project(
     assert proxy._answers > 100 - number + 1  # it was asked once more
     proxy.pass_through()
     assert not line.delete("p")
+
+
+def test_a_project_deleted_while_its_items_are_journaled_costs_no_other_project_its_counts(
+    open_line: OpenLine, postgres_with_tables: str
+):
+    """They share one transaction."""
+    line = open_line("postgres-journal")
+    for name in ("busy", "gone", "kept"):
+        line.create(name, total=2)
+
+    def waits_for_a_lock(look: psycopg.Connection) -> bool:
+        found = look.execute(
+            "SELECT count(*) FROM pg_locks l JOIN pg_stat_activity a USING (pid) "
+            "WHERE NOT l.granted AND a.datname = current_database()"
+        ).fetchone()
+        return found is not None and found[0] > 0
+
+    with (
+        psycopg.connect(postgres_with_tables, autocommit=True) as look,
+        psycopg.connect(postgres_with_tables) as first,
+        psycopg.connect(postgres_with_tables) as second,
+        ThreadPoolExecutor(3) as threads,
+    ):
+        first.execute("SELECT 1 FROM headway.projects WHERE id = 'busy' FOR UPDATE")
+        second.execute("DELETE FROM headway.projects WHERE id = 'gone'")
+        busy = threads.submit(line.item_done, "busy", 1)
+        eventually(lambda: waits_for_a_lock(look))
+        gone, kept = threads.submit(line.item_done, "gone", 1), threads.submit(line.item_done, "kept", 1)
+        eventually(lambda: len(line._journal._waiting) == 2)
+        first.rollback()
+        assert busy.result(30).counted == 1
+        eventually(lambda: waits_for_a_lock(look))
+        second.commit()
+        assert kept.result(30).counted == 1
+        with pytest.raises(NotFound):
+            gone.result(30)
 
 
 @pytest.mark.faults

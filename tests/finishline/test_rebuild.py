@@ -480,3 +480,22 @@ def test_a_hundred_wipes_under_load(redis_server: RedisServer, open_line: OpenLi
         assert len(events(redis_server)) == 1
         line.delete("p")
         redis_server.client(1).delete("smap:events")
+
+
+def test_creating_a_project_that_is_there_reads_nothing_of_its_journal(open_line: OpenLine, redis_server: RedisServer):
+    """Every worker of a fleet may say so when it starts, and a journal may have millions of items."""
+    line = open_line("sqlite-journal")
+    line.create("p", total=1_000)
+    line.items_done("p", [*range(100), *map("page-{}".format, range(100))])
+    client: Any = redis_server.client(1)
+
+    def remembered() -> list[int]:
+        stats = client.info("commandstats")
+        return [stats[f"cmdstat_{command}"]["calls"] for command in ("setbit", "sadd")]
+
+    before = remembered()
+    assert line.create("p").done == 200
+    assert remembered() == before
+    client.flushall()
+    assert line.create("p").done == 200
+    assert line.items_done("p", [99, 100, "page-99"]).counted == 1

@@ -133,6 +133,26 @@ def test_an_event_is_kept_until_every_sink_has_it(open_line: OpenLine, redis_ser
     assert len(events(redis_server)) == 1
 
 
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+@pytest.mark.parametrize("odd", [{"job": "a\0b"}, {"id": "job.completed:p:\0"}])
+def test_an_event_of_a_project_that_no_database_can_name_keeps_no_other_from_being_noted(
+    odd: dict[str, str], kind: str, open_line: OpenLine, redis_server: RedisServer
+):
+    line = open_line(kind)
+    entry = {"id": "1", "type": "job.completed", "source": "somebody", "job": "j", "version": "1", "at": "1"}
+    data = {"data": '{"total": 1, "succeeded": 1, "failed": 0}'}
+    client: Any = redis_server.client(1)
+    client.xadd("smap:events", entry | data | odd)
+    complete(line, "p")
+    heard: list[str] = []
+    relay = line.relay([CallableSink("listener", lambda event: heard.append(event.job))])
+    relay.tick()
+    assert heard[-1] == "p"
+    eventually(lambda: relay.tick() and events(redis_server) == [])
+    client.flushall()
+    assert line.progress("p").live is False  # SQL knows that it was told
+
+
 def test_after_a_wipe_the_relay_subscribes_again_and_goes_on(open_line: OpenLine, redis_server: RedisServer):
     line = open_line()
     heard: list[str] = []

@@ -12,7 +12,7 @@ from redis import Redis
 
 from headway import _redis
 from headway.events import CallableSink, Event
-from headway.finishline import Outcome, Status
+from headway.finishline import Outcome, Progress, Status
 from tests.finishline.conftest import OpenLine, events
 from tests.finishline.test_rebuild import counts
 from tests.services.proxy import TcpProxy
@@ -143,6 +143,28 @@ def dump(server: RedisServer) -> dict[str, bytes]:
     state: Any = server.client(1)
     with Redis(port=server.port, db=1) as raw:
         return {name: cast("bytes", raw.dump(name)) for name in state.scan_iter("smap:proj:p*")}
+
+
+@pytest.mark.parametrize("how", ["older", "killed"])
+def test_an_item_that_came_after_the_end_is_not_lost_although_nobody_relays(
+    how: str, open_line: OpenLine, redis_server: RedisServer
+):
+    line = open_line("sqlite-journal")
+    assert line.checkpointer is not None
+    line.create("p", total=2)
+    assert line.items_done("p", [1, 2]).completed
+    before = dump(redis_server)
+    if how == "older":
+        assert line.item_failed("p", 3).done == 3
+        older_redis(redis_server, before)
+    else:
+        line._journal.write("p", {"#3": (True, None)})  # its caller is killed before Redis hears of it
+    for _ in range(3):
+        redis_server.client(1).delete("smap:checkpointer")
+        line.checkpointer.tick()
+    assert line.progress("p") == Progress(Status.DONE, 2, 3, 1)
+    assert line.item_done("p", 3).outcome is Outcome.DUPLICATE
+    assert len(events(redis_server)) == (0 if how == "older" else 1)  # it is not announced again for that
 
 
 @pytest.mark.parametrize("how", ["total", "crawl"])

@@ -193,7 +193,10 @@ class RedisOutbox:
             return bool(self._client.exists(self._key)) and bool(self._client.xgroup_destroy(self._key, sink))
 
     def tidy(self, sink: str) -> None:
-        """Nothing: what is settled leaves the stream as soon as nothing waits."""
+        """What is settled leaves the stream when nothing waits; where something always does, it leaves here, and a sink
+        that has more to take does not wait for the note."""
+        with self._translate_errors():
+            self._trim(0.0)
 
     # ---- within ----------------------------------------------------------------------------------------------------
 
@@ -274,7 +277,7 @@ class RedisOutbox:
         pipeline.execute_command("XACK", self._key, sink, handle)
         pipeline.execute()
 
-    def _trim(self) -> None:
+    def _trim(self, patience: float = NOTING) -> None:
         """Remove what every sink has settled: what no group still has pending and all groups have read past."""
         with self._lock:
             if self._noting is not None and self._noting.is_alive():
@@ -283,16 +286,18 @@ class RedisOutbox:
             if not settled:
                 return
             if self._on_delivered is None:
-                self._remove(settled)
+                self._remove(settled[-1][0])
                 return
             noting = threading.Thread(target=self._note, args=(settled,), name="headway-events-note", daemon=True)
             noting.start()
             self._noting = noting
-        noting.join(NOTING)
+        noting.join(patience)
 
     def _settled(self) -> list[Entry]:
+        if not self._client.xlen(self._key):  # asked first: there may be no stream
+            return []
         groups = self._client.xinfo_groups(self._key)
-        if not groups or not self._client.xlen(self._key):
+        if not groups:
             return []
         missing = self._jobs.keys() - {str(group["name"]) for group in groups}
         if missing:
@@ -313,12 +318,14 @@ class RedisOutbox:
         assert self._on_delivered is not None
         try:
             self._on_delivered(list(_readable(settled)))
-            self._remove(settled)
+            still = self._settled()  # that may have taken long: a sink that came meanwhile waits for what it found
+            if still:
+                self._remove(min(settled[-1][0], still[-1][0], key=_place))
         except Exception as error:  # noqa: BLE001  # its store may be away: the entries wait for it here
             log.warning("delivered events stay in the stream until that is noted", key=self._key, error=str(error))
 
-    def _remove(self, settled: Sequence[Entry]) -> None:
-        self._client.xtrim(self._key, minid=_after(settled[-1][0]), approximate=False)
+    def _remove(self, last: str) -> None:
+        self._client.xtrim(self._key, minid=_after(last), approximate=False)
 
 
 def _readable(entries: Sequence[Entry]) -> Iterator[Event]:

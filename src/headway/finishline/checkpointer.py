@@ -120,7 +120,7 @@ class Checkpointer:
                     if row.delivered_at is None:  # SQL answers for one that was told and that Redis let go
                         self._rebuilder.restore(row.id, wait=False)
                 elif row.completed_at is not None:
-                    self._compare_completed(row, state)
+                    self._compare_completed(row, state, returned=returned)
                 elif state.status is not Status.DONE:
                     if state.done >= row.done and not row.journaled:
                         ahead.append((row, state))
@@ -141,12 +141,14 @@ class Checkpointer:
         if state.done < row.done:
             self._raise(row, state, returned=returned)
 
-    def _compare_completed(self, row: Row, state: Progress) -> None:
+    def _compare_completed(self, row: Row, state: Progress, *, returned: bool) -> None:
         """One that SQL knows to be DONE must not say less than SQL. While its event waits, late items may still be between
-        the two; they are no reason."""
+        the two; they are no reason to put it in place anew, and those that stay there are counted by identity."""
         if state.status is not Status.DONE or (row.delivered_at is not None and state.done < row.done):
             self._say_older(row, state)
             self._rebuilder.restore(row.id, wait=False)
+        elif row.journaled and state.done < row.done:
+            self._raise(row, state, returned=returned)
 
     def _states(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Progress | None, str | None, int]]:
         """What Redis has of each, its epoch and its version, in one round trip. A damaged one is left out: the others go

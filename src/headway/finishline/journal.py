@@ -76,10 +76,14 @@ def _write(tx: Tx, group: Sequence[Entry]) -> None:
     """All counts of the group in one transaction. Rows are sorted, so that two processes never lock crosswise."""
     numbers: dict[str, int] = {}
     known: dict[str, tuple[str, int]] = {}
+    # Not deleted before this is committed, or its rows would have no project, and fail those of the others with them.
+    kept = " FOR KEY SHARE" if tx.engine == "postgresql" else ""
     for entry in group:
         entry.trouble = None
         if entry.project_id not in numbers:
-            found = tx.one("SELECT no, journaled, epoch, version FROM projects WHERE id = ?", (entry.project_id,))
+            found = tx.one(
+                f"SELECT no, journaled, epoch, version FROM projects WHERE id = ?{kept}", (entry.project_id,)
+            )
             if found is None or not found[1]:
                 entry.trouble = no_journal(entry.project_id) if found else no_project(entry.project_id)
                 continue

@@ -314,7 +314,8 @@ class FinishLine:
             for event in events:
                 if event.type != "job.completed":
                     continue  # somebody else's
-                self._records.delivered(event.job, event.id.rpartition(":")[2], event.data)
+                with suppress(InvalidInput):  # SQL cannot hold such a name: it is no project, and the others are noted
+                    self._records.delivered(event.job, event.id.rpartition(":")[2], event.data)
 
     def close(self, seconds: float = DRAIN_SECONDS) -> bool:
         """Accept nothing new, wait for what is under way, close the pools; whether all of it ended in time."""

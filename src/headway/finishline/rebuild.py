@@ -104,14 +104,19 @@ class Rebuilder:
         """
         lossy = not first and not row.journaled and row.live_at is not None and row.completed_at is None
         seen = row.checkpoint_at or row.live_at
+        done, errors = row.done, row.errors
+        # The script is asked first without identities: for a project that is there it wants none, and a long journal takes
+        # seconds to read. It puts no count in place without them.
+        staging = row.journaled and row.done == 0
         outcome = "AGAIN"
-        while outcome == "AGAIN":  # what was put aside was lost before it was in place
+        while outcome == "AGAIN":  # it wants them, or what was put aside was lost before it was in place
             token = uuid.uuid4().hex[:12]
             staged = [
                 _redis.STAGED_BITS(project_id=row.id, token=token),
                 _redis.STAGED_SEEN(project_id=row.id, token=token),
             ]
-            done, errors = self._stage(row, staged, lease) if row.journaled else (row.done, row.errors)
+            if staging:
+                done, errors = self._stage(row, staged, lease)
             outcome, _, _ = _redis.script("finishline/install")(
                 self._server.client,
                 [*project_keys(row.id), *staged, str(lease.key)],
@@ -122,6 +127,7 @@ class Rebuilder:
                     held_as(lease), self._records.database(),
                 ],
             )  # fmt: skip
+            staging = row.journaled
         if outcome == "STALE":
             raise StaleClaim("Another process rebuilds the project.")
         if outcome == "UNRECORDED":
