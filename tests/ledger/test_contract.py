@@ -381,6 +381,16 @@ def test_items_given_back_cost_no_attempt(ledger: Ledger, job: Job):
     assert [item.idx for item, _ in job.due(5)] == [3]
 
 
+def test_a_dead_letter_given_back_during_its_last_pass_is_one_as_before_and_not_offered_again(ledger: Ledger, job: Job):
+    fail(job, 3, times=3)
+    hold = ledger.hold(job, {})
+    job.note_running(hold, [(3, f"{hold.mark} worker 1")])
+    job.give_back([3], hold)
+    assert job.due(5) == []
+    assert 3 not in {item.idx for item in job.claim("worker 2", limit=20)}
+    assert [item.idx for item in job.last_pass(5)] == [3]
+
+
 # ---- corrections ----------------------------------------------------------------------------------------------------
 
 
