@@ -584,6 +584,13 @@ def test_retrying_one_item_leaves_the_others_dead(job: Job):
     assert job.retry_dead(indices=[9]) == 0
 
 
+def test_as_many_dead_letters_as_anybody_names_are_tried_again_at_once(job: Job):
+    """A statement of PostgreSQL takes 65,535 parameters."""
+    fail(job, 3, times=3)
+    assert job.retry_dead(indices=range(70_000)) == 1
+    assert job.item(3).status == "pending"
+
+
 def test_a_failure_that_says_trying_again_is_useless_gets_no_last_pass(job: Job):
     job.record([Failed(0, BOOM, retryable=False)])
     fail(job, 1, times=3)

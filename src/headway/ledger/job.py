@@ -8,7 +8,7 @@ from functools import partial
 from itertools import islice
 
 from headway._lease import Owner, renewing, write_owner
-from headway._sql import Database, Row, Tx, marks
+from headway._sql import Database, Row, Tx, Value, listed
 from headway.errors import InvalidInput, NotFound
 from headway.ledger import claims, control
 from headway.ledger.claims import DAMAGED, DUE
@@ -456,11 +456,13 @@ class Job(Reports):
 
         def work(tx: Tx) -> int:
             recorder = self.open(tx)
-            where, parameters = "job = ?", [self.no]
+            where = "job = ?"
+            parameters: list[Value] = [self.no]
             if cause is not None:
                 where, parameters = f"{where} AND cause = ?", [*parameters, cause]
             if indices is not None:
-                where, parameters = f"{where} AND idx IN ({marks(len(indices))})", [*parameters, *indices]
+                them, numbers = listed(tx.engine, list(indices), "bigint")
+                where, parameters = f"{where} AND idx IN ({them})", [*parameters, numbers]
             dead = tx.all(f"SELECT idx FROM dead_letters WHERE {where}", parameters)
             if not dead:
                 return 0
