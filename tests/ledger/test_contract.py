@@ -381,6 +381,16 @@ def test_items_given_back_cost_no_attempt(ledger: Ledger, job: Job):
     assert [item.idx for item, _ in job.due(5)] == [3]
 
 
+def test_a_dead_letter_given_back_during_its_last_pass_is_one_as_before_and_not_offered_again(ledger: Ledger, job: Job):
+    fail(job, 3, times=3)
+    hold = ledger.hold(job, {})
+    job.note_running(hold, [(3, f"{hold.mark} worker 1")])
+    job.give_back([3], hold)
+    assert job.due(5) == []
+    assert 3 not in {item.idx for item in job.claim("worker 2", limit=20)}
+    assert [item.idx for item in job.last_pass(5)] == [3]
+
+
 # ---- corrections ----------------------------------------------------------------------------------------------------
 
 
@@ -572,6 +582,13 @@ def test_retrying_one_item_leaves_the_others_dead(job: Job):
     assert job.retry_dead(indices=[1]) == 1
     assert [letter.idx for letter in job.dead_letters()] == [0]
     assert job.retry_dead(indices=[9]) == 0
+
+
+def test_as_many_dead_letters_as_anybody_names_are_tried_again_at_once(job: Job):
+    """A statement of PostgreSQL takes 65,535 parameters."""
+    fail(job, 3, times=3)
+    assert job.retry_dead(indices=range(70_000)) == 1
+    assert job.item(3).status == "pending"
 
 
 def test_a_failure_that_says_trying_again_is_useless_gets_no_last_pass(job: Job):

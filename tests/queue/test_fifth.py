@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -181,9 +181,9 @@ def far_away() -> Owner:
     return replace(Owner.current(), host="far", machine="far", space="far", claim="far")
 
 
-def claimed_far_away(queue: TaskQueue, lease: float = LEASE) -> str:
+def claimed_far_away(queue: TaskQueue, lease: float = LEASE, owner: Owner | None = None) -> str:
     task = queue.submit("caption")
-    who = Claimant("far", far_away(), ["caption"], lease)
+    who = Claimant("far", owner or far_away(), ["caption"], lease)
     assert queue.database.run(lambda tx: claims.claim(tx, who, queues=PRIORITIES))
     return task.id
 
@@ -248,8 +248,8 @@ def test_a_sweeper_that_stood_by_when_the_clock_was_set_forward_remembers_it_for
 def test_a_database_that_answered_nobody_for_long_takes_nothing_from_those_who_live(
     database_url: str, queue: TaskQueue
 ):
-    """Nobody could renew anything; that the sweeper is answered first says nothing of the others."""
-    id = claimed_far_away(queue, lease=1.0)
+    """Nobody could renew anything; that the sweeper is answered first says nothing of the others, here or elsewhere."""
+    ids = [claimed_far_away(queue, 1.0, owner) for owner in (far_away(), Owner.current())]
     sweeper, busy = Sweeper(queue), threading.Event()
     sweeper.tick()
 
@@ -263,10 +263,62 @@ def test_a_database_that_answered_nobody_for_long_takes_nothing_from_those_who_l
         assert busy.wait(10.0)
         sweeper.tick()
         blocking.result()
-    assert queue.get(id).status == "RUNNING"
-    turn_clock(queue, LEASE + 1)  # it said nothing since
+    assert [queue.get(id).status for id in ids] == ["RUNNING", "RUNNING"]
+    turn_clock(queue, LEASE + 1)  # they said nothing since
     sweeper.tick()
-    assert queue.get(id).status == "QUEUED"
+    assert [queue.get(id).status for id in ids] == ["QUEUED", "QUEUED"]
+
+
+class FallingSilent:
+    """Hints of which nothing is needed but the moment at which a round has looked for dead workers and goes on."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        self._then = then
+
+    def show_ended(self, tasks: object) -> None:
+        self._then()
+
+    def push(self, tasks: object) -> list[str]:
+        return []
+
+    def missing(self, tasks: object) -> None:
+        return None
+
+    def look_at_memory(self) -> bool:
+        return True
+
+    def forget_the_dead(self) -> None:
+        pass
+
+
+def test_a_database_that_falls_silent_in_the_middle_of_a_round_takes_nothing_from_those_who_live(
+    database_url: str, queue: TaskQueue
+):
+    busy = threading.Event()
+
+    def be_busy(tx: Tx) -> None:
+        if tx.engine == "postgresql":
+            tx.execute("LOCK TABLE tasks")
+        busy.set()
+        time.sleep(SILENCE + 0.5)
+
+    with TaskQueue(database_url) as other, ThreadPoolExecutor(1) as pool:
+
+        def fall_silent() -> None:
+            if not busy.is_set():
+                blocking.append(pool.submit(other.database.run, be_busy))
+                assert busy.wait(10.0)
+
+        blocking: list[Future[None]] = []
+        sweeper = Sweeper(queue, hints=FallingSilent(fall_silent))
+        id = claimed_far_away(queue, 1.0)
+        sweeper.tick()
+        blocking[0].result()
+        sweeper.tick()
+        assert queue.get(id).status == "RUNNING"
+        turn_clock(queue, LEASE + 1)  # it said nothing since
+        sweeper.tick()
+        assert queue.get(id).status == "QUEUED"
 
 
 def test_a_sweeper_goes_on_when_the_database_was_put_back_to_before_there_was_one(queue: TaskQueue):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -494,7 +495,7 @@ if __name__ == "__main__":
     list(executor.map(functions.double, range(3)))
     def work():
         return headway.map(functions.noted, items, job="ads", database=f"sqlite:///{place}/headway.db",
-                           executor=executor, workers=2, progress="plain").done
+                           executor=executor, workers=2, progress="plain", timeout=float(sys.argv[2]) or None).done
     try:
         print(work(), flush=True)
     except KeyboardInterrupt:
@@ -503,10 +504,10 @@ if __name__ == "__main__":
 """
 
 
-def start(place: Path) -> subprocess.Popen[str]:
+def start(place: Path, timeout: float = 0.0) -> subprocess.Popen[str]:
     (place / "script.py").write_text(SCRIPT)
     return subprocess.Popen(
-        [sys.executable, place / "script.py", place],
+        [sys.executable, place / "script.py", place, str(timeout)],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -568,6 +569,22 @@ def test_a_killed_parent_goes_on_by_the_same_call(tmp_path: Path):
         assert out.splitlines() == ["6"], err
         assert (job.info().done, job.info().dead) == (6, 0)
     assert executed(tmp_path)[0] == executed(tmp_path)[1] == 1, "what was recorded did not run again"
+
+
+def test_an_item_is_not_charged_for_the_time_in_which_the_whole_run_stood_still(tmp_path: Path):
+    """As when a container is paused: all its processes stand still, and the clock does not."""
+    run = start(tmp_path, timeout=5.0)
+    two_have_begun(tmp_path)
+    try:
+        os.killpg(run.pid, signal.SIGSTOP)
+        time.sleep(5.5)
+    finally:
+        os.killpg(run.pid, signal.SIGCONT)
+    (tmp_path / "free").touch()
+    out, err = run.communicate(timeout=60)
+    assert out.splitlines() == ["6"], err
+    with Ledger.open(f"sqlite:///{tmp_path}/headway.db") as ledger:
+        assert [each.outcome for idx in (0, 1) for each in ledger.job("ads").history(idx)] == ["done", "done"]
 
 
 class Silent:

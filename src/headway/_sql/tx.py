@@ -110,11 +110,12 @@ def marks(count: int) -> str:
     return ",".join("?" * count) or "NULL"
 
 
-def listed(engine: Engine, texts: Sequence[str]) -> tuple[str, str]:
-    """For ``column IN (…)``, a query and its one parameter: of those an engine takes some ten thousand at the most."""
+def listed(engine: Engine, values: Sequence[str] | Sequence[int], kind: str = "text") -> tuple[str, str]:
+    """For ``column IN (…)``, a query and its one parameter: of those an engine takes some ten thousand at the most. ``kind``:
+    the column's, of PostgreSQL."""
     if engine == "sqlite":
-        return "SELECT value FROM json_each(?)", json.dumps(texts)
-    return "SELECT unnest(CAST(? AS text[]))", array(texts)
+        return "SELECT value FROM json_each(?)", json.dumps(values)
+    return f"SELECT unnest(CAST(? AS {kind}[]))", array(values)
 
 
 def array(values: Sequence[str | float | None]) -> str:

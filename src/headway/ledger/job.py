@@ -8,7 +8,7 @@ from functools import partial
 from itertools import islice
 
 from headway._lease import Owner, renewing, write_owner
-from headway._sql import Database, Row, Tx, marks
+from headway._sql import Database, Row, Tx, Value, listed
 from headway.errors import InvalidInput, NotFound
 from headway.ledger import claims, control
 from headway.ledger.claims import DAMAGED, DUE
@@ -27,6 +27,13 @@ log = Log("ledger")
 
 #: Rows written by one transaction when there are many: bounds the size of SQLite's write-ahead log.
 CHUNK = 5000
+
+#: An item that was not tried to the end waits for nothing but to be handed out. A dead letter whose last pass was not taken is
+#: one as before: it is not handed out.
+GIVE_BACK = (
+    "UPDATE progress SET lease_until = NULL, holder = NULL, next_attempt_at = CASE WHEN EXISTS (SELECT 1 FROM dead_letters d "
+    "WHERE d.job = progress.job AND d.idx = progress.idx) THEN NULL ELSE CAST(? AS DOUBLE PRECISION) END"
+)
 
 #: Gets what was recorded of items that could not be handed out.
 OnDamaged = Callable[[Recorded], object]
@@ -315,8 +322,7 @@ class Job(Reports):
         def work(tx: Tx) -> None:
             recorder = self.open(tx, hold)
             tx.executemany(
-                "UPDATE progress SET lease_until = NULL, holder = NULL, next_attempt_at = ? "
-                "WHERE job = ? AND idx = ? AND status <> 'done' AND lease_until IS NOT NULL",
+                f"{GIVE_BACK} WHERE job = ? AND idx = ? AND status <> 'done' AND lease_until IS NOT NULL",
                 [(recorder.now, self.no, idx) for idx in indices],
             )
 
@@ -450,11 +456,13 @@ class Job(Reports):
 
         def work(tx: Tx) -> int:
             recorder = self.open(tx)
-            where, parameters = "job = ?", [self.no]
+            where = "job = ?"
+            parameters: list[Value] = [self.no]
             if cause is not None:
                 where, parameters = f"{where} AND cause = ?", [*parameters, cause]
             if indices is not None:
-                where, parameters = f"{where} AND idx IN ({marks(len(indices))})", [*parameters, *indices]
+                them, numbers = listed(tx.engine, list(indices), "bigint")
+                where, parameters = f"{where} AND idx IN ({them})", [*parameters, numbers]
             dead = tx.all(f"SELECT idx FROM dead_letters WHERE {where}", parameters)
             if not dead:
                 return 0

@@ -17,7 +17,7 @@ from headway.ledger.columns import put_new_done
 from headway.ledger.content import is_intact
 from headway.ledger.control import Control
 from headway.ledger.fleet import SELECT_FLEET, Fleet, fleet_of, is_busy, settle
-from headway.ledger.job import Job, OnDamaged, ignore
+from headway.ledger.job import GIVE_BACK, Job, OnDamaged, ignore
 from headway.ledger.job_lease import Hold
 from headway.ledger.recorder import Recorder
 from headway.ledger.stretches import untried
@@ -401,13 +401,7 @@ class Share(Job):
 
         def work(tx: Tx) -> None:
             now = tx.now()
-            # A dead letter whose last pass was not taken is one as before: it waits for nothing.
-            tx.executemany(
-                "UPDATE progress SET lease_until = NULL, holder = NULL, next_attempt_at = CASE WHEN EXISTS (SELECT 1 "
-                "FROM dead_letters d WHERE d.job = progress.job AND d.idx = progress.idx) THEN NULL ELSE "
-                f"CAST(? AS DOUBLE PRECISION) END {_CLAIM}",
-                [(now, self.no, idx, token) for idx, token in claims],
-            )
+            tx.executemany(f"{GIVE_BACK} {_CLAIM}", [(now, self.no, idx, token) for idx, token in claims])
 
         if claims:
             self._database.run(work, operation="give_back")

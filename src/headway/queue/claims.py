@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from headway._lease import Owner, stride, write_owner
+from headway._lease import Owner, read_owner, stride, write_owner
 from headway._sql import Database, Row, Tx, Value, marks
 from headway.events.sql import SHARE_APPENDING
 from headway.queue.changing import AMONG, SKIP_LOCKED, STATEMENT_TIME, change, telling
@@ -264,12 +264,20 @@ def first_turn(place: str) -> str:
 
 
 def begin_leases_anew(tx: Tx) -> None:
-    """The database's clock was set, and what it says of leases is wrong by as much. Each is given its time from now on: whoever
-    lives renews it, and that of a dead worker ends."""
-    tx.execute(  # what is locked is being renewed, or ends
-        f"UPDATE tasks SET lease_until = {STATEMENT_TIME[tx.engine]} + {LEASE} "
-        f"WHERE no IN (SELECT no FROM tasks WHERE status = 'RUNNING'{SKIP_LOCKED[tx.engine]})"
+    """What is known of leases is not to be believed. Each is given its time from now on: whoever lives renews it, and that of a
+    dead worker ends. Also its owner's text says no more when it ends by the machine's own clock, until it is renewed: a sweeper
+    of the same machine would believe that."""
+    # What is locked is being renewed, or ends.
+    rows = tx.all(f"SELECT no, holder FROM tasks WHERE status = 'RUNNING'{SKIP_LOCKED[tx.engine]}")
+    tx.executemany(
+        f"UPDATE tasks SET lease_until = {STATEMENT_TIME[tx.engine]} + {LEASE}, holder = ? WHERE no = ?",
+        [(_uncounted(holder), no) for no, holder in rows],
     )
+
+
+def _uncounted(holder: str | None) -> str | None:
+    found = read_owner(holder)
+    return holder if found is None else write_owner(found.owner, LEASE, is_counted=False)
 
 
 def paused(tx: Tx, now: float) -> set[Priority]:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from headway import events
 from headway._lease import Lease, Owner, SqlLeases, shorten
@@ -26,6 +26,8 @@ from headway.retry import RetryPolicy
 from headway.telemetry import Log, metrics
 
 log = Log("queue")
+
+T = TypeVar("T")
 
 #: Seconds between two rounds.
 INTERVAL = 2.0
@@ -92,7 +94,7 @@ class Sweeper:
         self._events_after = 0
         self._ahead: float | None = None  # the database's clock before ours, which nobody can set
         self._asked_at: float | None = None  # when the first round began that the database has not answered yet
-        self._doubted_at: float | None = None  # when leases were not to be believed, and another sweeper was active
+        self._doubted_at: float | None = None  # when leases were not to be believed, and could not begin anew
 
     def run(self, stop: threading.Event) -> None:
         failures, delay = 0, 0.0
@@ -117,9 +119,10 @@ class Sweeper:
         ended, begun_anew = self._end_lapsed()
         if self._hints is not None:
             self._hints.show_ended(ended)
-        promoted = self._queue.database.run(lambda tx: claims.promote(tx, tx.now()), operation="queue.promote")
+        promoted = self._ask(lambda tx: claims.promote(tx, tx.now()), "queue.promote")
         hinted = self._hint()
-        self._queue.database.run(lambda tx: workers.mark_lost(tx, begun_anew=begun_anew), operation="queue.workers")
+        begun_anew = begun_anew or self._doubted_at is not None
+        self._ask(lambda tx: workers.mark_lost(tx, begun_anew=begun_anew), "queue.workers")
         for chore in self._chores:
             chore()
         if self._clock() - self._purged_at > 60.0:
@@ -135,6 +138,16 @@ class Sweeper:
         more = len(ended) == _BATCH or hinted == _BATCH or promoted >= claims.PROMOTED
         return 0.0 if more else INTERVAL
 
+    def _ask(self, work: Callable[[Tx], T], operation: str) -> T:
+        """Also a database that falls silent in the middle of a round is one by which nobody could renew a lease: the next round
+        is to know it."""
+        began = self._clock()
+        try:
+            return self._queue.database.run(work, operation=operation)
+        finally:
+            if self._clock() - began > SILENCE:
+                self._doubted_at = self._clock()
+
     def _end_lapsed(self) -> tuple[list[Task], bool]:
         """End the runs whose worker is gone; (those tasks, whether leases had to begin anew).
 
@@ -145,7 +158,7 @@ class Sweeper:
         def work(tx: Tx) -> tuple[float, str, list[Task]]:
             ahead, doubt = self._look(tx)
             if not doubt and self._doubted_at is not None and self._clock() - self._doubted_at < claims.LEASE:
-                doubt = "another sweeper was active when they were not to be believed"
+                doubt = "a moment ago they were not to be believed"
             if doubt:
                 claims.begin_leases_anew(tx)
             shorten(tx, "tasks", "status = 'RUNNING'", least=claims.LEASE)
@@ -254,26 +267,24 @@ class Sweeper:
         """Tell RQ of tasks it does not know: those never told of, and those whose hint was lost on the way."""
         if self._hints is None:
             return 0
-        hints, database = self._hints, self._queue.database
+        hints = self._hints
         full = hints.look_at_memory()
         # Also while it is full: one that throws keys away when it is has lost hints, and workers find the rows without one.
-        old = database.run(
-            lambda tx: hinting.doubtful(tx, older_than=HINT_SECONDS, limit=_BATCH), operation="queue.doubtful"
-        )
+        old = self._ask(lambda tx: hinting.doubtful(tx, older_than=HINT_SECONDS, limit=_BATCH), "queue.doubtful")
         missing = hints.missing(old) if old else []
         if missing is None:
             return 0
         if old:
             lost = {task_id for task_id, _ in missing}
             present = [task_id for task_id, _ in old if task_id not in lost]
-            database.run(lambda tx: hinting.hinted(tx, present), operation="queue.hinted")  # looked at again later
-            database.run(lambda tx: hinting.unhint(tx, lost), operation="queue.unhint")
+            self._ask(lambda tx: hinting.hinted(tx, present), "queue.hinted")  # looked at again later
+            self._ask(lambda tx: hinting.unhint(tx, lost), "queue.unhint")
         if full:
             return 0
-        waiting = database.run(lambda tx: hinting.unhinted(tx, limit=_BATCH), operation="queue.unhinted")
+        waiting = self._ask(lambda tx: hinting.unhinted(tx, limit=_BATCH), "queue.unhinted")
         done = hints.push(waiting)
         if done:
-            database.run(lambda tx: hinting.hinted(tx, done), operation="queue.hinted")
+            self._ask(lambda tx: hinting.hinted(tx, done), "queue.hinted")
         return len(done)
 
     def _measure(self) -> None:

@@ -63,7 +63,7 @@ class TimeLimit:
 
     async def __aenter__(self) -> None:
         await self._timeout.__aenter__()
-        self._watch = _watch()
+        self._watch = watch()
         self._began = self._watch.elapsed()
         self._look_again_within(self._seconds)
 
@@ -90,22 +90,22 @@ class TimeLimit:
 _watched: tuple[int, Stopwatch] | None = None
 
 
-def _watch() -> Stopwatch:
-    """This process's, which a thread asks as well: a loop that is blocked by an item asks nothing, and that time is no
-    standstill."""
+def watch() -> Stopwatch:
+    """This process's, which a thread asks as well: a loop that is blocked by an item, or who waits for an alarm, asks nothing,
+    and that time is no standstill."""
     global _watched
     if _watched is None or _watched[0] != os.getpid():  # two at once make two of them, and each does
-        watch = Stopwatch()
-        with suppress(RuntimeError):  # there may be no more threads: then the loop alone asks
-            threading.Thread(target=_ask_for_ever, args=(watch,), name="headway-watch", daemon=True).start()
-        _watched = os.getpid(), watch
+        made = Stopwatch()
+        with suppress(RuntimeError):  # there may be no more threads: then who waits asks alone
+            threading.Thread(target=_ask_for_ever, args=(made,), name="headway-watch", daemon=True).start()
+        _watched = os.getpid(), made
     return _watched[1]
 
 
-def _ask_for_ever(watch: Stopwatch) -> None:
+def _ask_for_ever(made: Stopwatch) -> None:
     while True:
         time.sleep(LOOK_SECONDS)
-        watch.elapsed()
+        made.elapsed()
 
 
 #: Trying again cannot help.

@@ -31,7 +31,7 @@ from typing import Any
 
 from headway._version import __version__
 from headway.lifecycle import LOOK_SECONDS, Stopwatch
-from headway.run.attempt import TimeIsUp, TimeLimit, decoded, failed_row, kept_result
+from headway.run.attempt import TimeIsUp, TimeLimit, decoded, failed_row, kept_result, watch
 from headway.run.captured import Printing
 from headway.run.results import Keep
 
@@ -236,13 +236,21 @@ async def _awaited(function: Callable[[Any], Any], payload: Any, timeout: float 
 
 
 def _call_with_alarm(function: Callable[[Any], Any], payload: Any, timeout: float) -> Any:
-    """The alarm interrupts Python code; what C code does ends when that returns."""
-    armed = [True]
+    """The alarm interrupts Python code; what C code does ends when that returns. It counts also the time in which this process
+    stood still: then it is set for what is left."""
+    armed, clock = [True], watch()
+    began = clock.elapsed()
 
     def interrupt(_: int, __: FrameType | None) -> None:
-        if armed:
-            armed.clear()
-            raise TimeIsUp(timeout)
+        if not armed:
+            return
+        left = timeout - (clock.elapsed() - began)
+        if left > 0:
+            # Soon again: where no thread could be had that asks the watch, nobody else does. 0 would be no alarm at all.
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, min(left, LOOK_SECONDS)))
+            return
+        armed.clear()
+        raise TimeIsUp(timeout)
 
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, timeout)
@@ -268,8 +276,8 @@ def _call_in_thread(function: Callable[[Any], Any], payload: Any, timeout: float
     context = contextvars.copy_context()  # what it prints belongs to the item
     thread = threading.Thread(target=context.run, args=(work,), name="headway-item", daemon=True)
     thread.start()
-    watch = Stopwatch()
-    while thread.is_alive() and (left := timeout - watch.elapsed()) > 0:
+    clock = Stopwatch()
+    while thread.is_alive() and (left := timeout - clock.elapsed()) > 0:
         thread.join(min(left, LOOK_SECONDS))
     if errors:
         raise errors[0]
