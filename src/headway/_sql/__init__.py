@@ -98,9 +98,9 @@ def sqlite_path(url: str) -> Path | None:
 
 
 def absolute(url: str) -> str:
-    """The address as it means the same database also after this process changed its directory."""
+    """The address as it means the same database also after this process changed its directory, or somebody a link to it."""
     path = sqlite_path(url)
-    if path is None or path.is_absolute():
+    if path is None:
         return url
     _, mark, options = url.partition("?")
     return f"sqlite:///{quote(os.fsencode(os.path.abspath(path)))}{mark}{options}"
