@@ -316,6 +316,18 @@ def test_a_file_that_was_removed_while_the_listener_was_away_is_told_to_those_wh
     ended(subscription, JobGone)
 
 
+def test_a_program_that_changes_its_directory_keeps_its_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with closing(states.open_store("sqlite:///here.db", "job", 1, retry=QUICK)[0]) as store:
+        subscription = store.subscribe()
+        replayed(subscription)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert store.set_state(State("job", 0, "a", 1)).version == 1
+        assert store.get_state(0, "a").status == 1
+        assert [state.status for state in live(subscription)] == [1]
+
+
 # ---- put back -------------------------------------------------------------------------------------------------------
 
 
