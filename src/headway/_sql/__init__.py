@@ -92,8 +92,8 @@ def sqlite_path(url: str) -> Path | None:
         return None
     if not location or "\0" in location:  # an empty name would be a database that is gone with the process
         raise _no_address(url)
-    if os.path.islink(location) and os.path.exists(location):
-        return Path(os.path.realpath(location))  # beside which SQLite has its log, so that is where we look for it
+    if os.path.islink(location):
+        return Path(os.path.realpath(location))  # beside which SQLite has its log, and where it would make the file
     return Path(location)
 
 
