@@ -55,7 +55,12 @@ _KNOW_SESSION = (
     f"INSERT INTO headway.transactions VALUES (%s, 0, {NOW['postgresql']}) "
     "ON CONFLICT (session) DO UPDATE SET at = excluded.at RETURNING no"
 )
-_FORGET = f"DELETE FROM headway.transactions WHERE at < {NOW['postgresql']} - {FORGET_SECONDS}"
+# By the server's clock, which wrote the times: ours may be wrong. Not what somebody is just using, and not so many that it
+# takes long: whoever comes next forgets the others.
+_FORGET = (
+    "DELETE FROM headway.transactions WHERE session = ANY (ARRAY(SELECT session FROM headway.transactions "
+    f"WHERE at < {NOW['postgresql']} - {FORGET_SECONDS} LIMIT 1000 FOR UPDATE SKIP LOCKED))"
+)
 _REMEMBER = f"UPDATE headway.transactions SET no = %d, at = {NOW['postgresql']} WHERE session = '%s'"
 
 
@@ -185,6 +190,7 @@ class PostgreSQL(Database):
             return
         if not connection.begun:
             connection.execute(_KNOW_SESSION, (connection.session,), prepare=False)
+            connection.execute(_FORGET, prepare=False)  # each adds a row, so each removes some
         connection.begun += 1
         remember = _REMEMBER % (connection.begun, connection.session)
         cursor = connection.execute(f"BEGIN; {remember}", prepare=False)
@@ -210,7 +216,6 @@ class PostgreSQL(Database):
             connection.execute("BEGIN; SET LOCAL lock_timeout = 1000")
             # This waits for a transaction that is under way: it has locked the row.
             row = connection.execute(_KNOW_SESSION, (session,)).fetchone()
-            connection.execute(_FORGET)  # by the server's clock, which wrote the times: ours may be wrong
             connection.execute("COMMIT")
             return bool(row[0] >= no)
         except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
