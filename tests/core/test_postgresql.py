@@ -77,6 +77,18 @@ def test_options_in_the_address_are_given_to_the_server_beside_ours(postgres_url
         assert database.one("SHOW search_path") == ("headway,public",)
 
 
+def test_options_in_the_environment_are_given_to_the_server_unless_the_address_has_some(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PGOPTIONS", "-c work_mem=6MB")
+    with connect(postgres_url) as database:
+        assert database.one("SHOW work_mem") == ("6MB",)
+        assert database.one("SHOW search_path") == ("headway,public",)
+    with connect(f"{postgres_url}?options={quote('-c temp_buffers=9MB')}") as database:
+        assert database.one("SHOW temp_buffers") == ("9MB",)
+        assert database.one("SHOW work_mem") != ("6MB",)
+
+
 def test_a_value_that_no_index_holds_is_refused_as_such_and_not_taken_for_a_server_that_is_away(postgres_url: str):
     letters = random.Random(4)  # not one after another: PostgreSQL would make that small enough
     name = "".join(chr(letters.randrange(0x10000, 0x20000)) for _ in range(3_000))

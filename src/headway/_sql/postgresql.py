@@ -12,6 +12,7 @@ give the same one to somebody else.)
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import uuid
@@ -130,7 +131,8 @@ class PostgreSQL(Database):
     def _open(self) -> Connection[Row]:
         psycopg = _psycopg()
         try:
-            given = psycopg.conninfo.conninfo_to_dict(self._url).get("options") or ""
+            in_address = psycopg.conninfo.conninfo_to_dict(self._url).get("options")
+            given = in_address or os.environ.get("PGOPTIONS", "")  # as libpq has it; ours would take their place
             connection: Connection[Row] = _bounded_connection().connect(
                 self._url,
                 autocommit=True,
