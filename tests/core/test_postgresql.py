@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import quote
 
 import psycopg
@@ -69,6 +70,29 @@ def test_what_was_acknowledged_survives_a_crash_although_the_database_commits_as
             assert database.all("SELECT n FROM kept") == [(1,)]
     finally:
         store.close()
+
+
+@pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
+def test_a_transaction_decides_by_what_is_there_when_it_has_its_lock_however_the_database_isolates(
+    made: Callable[..., str], isolation: str
+):
+    url = made(default_transaction_isolation=isolation)
+    waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND database = %s"
+    with psycopg.connect(url, autocommit=True) as somebody, ThreadPoolExecutor(2) as threads:
+        number = somebody.execute("SELECT oid FROM pg_database WHERE datname = current_database()").fetchone()
+        somebody.execute("SELECT pg_advisory_lock(hashtext('headway.migrate'))")
+        opening = [threads.submit(connect, url) for _ in range(2)]
+        eventually(lambda: somebody.execute(waiting, number).fetchone() == (2,), 30)
+        somebody.execute("SELECT pg_advisory_unlock(hashtext('headway.migrate'))")
+        first, second = (one.result(60) for one in opening)  # one of them made the tables, the other has to see them
+
+    def work(tx: Tx) -> object:
+        tx.one("SELECT value FROM meta WHERE name = 'later'")
+        second.write("INSERT INTO meta VALUES ('later', 'seen')")
+        return tx.one("SELECT value FROM meta WHERE name = 'later'")
+
+    with first, second:
+        assert first.run(work) == ("seen",)
 
 
 def test_options_in_the_address_are_given_to_the_server_beside_ours(postgres_url: str):

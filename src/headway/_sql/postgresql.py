@@ -143,8 +143,10 @@ class PostgreSQL(Database):
                 keepalives_interval=5,
                 keepalives_count=2,
                 tcp_user_timeout=15_000,  # keepalives do not run while something sent is unacknowledged
-                # The last one of a name is in force.
-                options=f"{given} -c search_path=headway,public -c idle_in_transaction_session_timeout=60000 "
+                # The last one of a name is in force. By a snapshot of its beginning, which the database or the role may be
+                # set to, a transaction that waited for a lock would decide by what was before whoever had it.
+                options=f"{given} -c search_path=headway,public -c default_transaction_isolation=read\\ committed "
+                "-c idle_in_transaction_session_timeout=60000 "
                 f"-c statement_timeout={int(STATEMENT_SECONDS * 1000)}",
             )
             try:
