@@ -30,7 +30,7 @@ from headway.retry import LISTENER, RetryPolicy, call
 from headway.states.cache import Cache
 from headway.states.state import Key, State, checked, checked_id, checked_task
 from headway.states.store import Backend, JobGone, JobRecord, Listener, Mark, Relist, Snapshot, job_gone
-from headway.states.subscription import DEPTH, Overflow, Subscription
+from headway.states.subscription import DEPTH, Overflow, Subscription, called_from_within
 from headway.telemetry import Field, Log, metrics
 
 log = Log("states")
@@ -239,10 +239,14 @@ class LiveStore:
         self._lose(job_gone(self.job_id))
 
     def close(self) -> None:
-        """Called again after it was interrupted it goes on."""
+        """Called again after it was interrupted it goes on. Called by a signal handler or by what a subscription accepts, it
+        does not wait: nothing is taken any more, and the rest follows when the call that was interrupted has ended."""
         if self._guard.crossed or self._closed:
             return
         self._stop.set()
+        if called_from_within():  # it ends as soon as the call that was interrupted does, which waits for us
+            threading.Thread(target=self._close, name=f"headway-states-close-{self.job_id}", daemon=True).start()
+            return
         undisturbed(self._close)
 
     def _close(self) -> None:
