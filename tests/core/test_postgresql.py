@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import quote
 
 import psycopg
@@ -71,10 +72,45 @@ def test_what_was_acknowledged_survives_a_crash_although_the_database_commits_as
         store.close()
 
 
+@pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
+def test_a_transaction_decides_by_what_is_there_when_it_has_its_lock_however_the_database_isolates(
+    made: Callable[..., str], isolation: str
+):
+    url = made(default_transaction_isolation=isolation)
+    waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND database = %s"
+    with psycopg.connect(url, autocommit=True) as somebody, ThreadPoolExecutor(2) as threads:
+        number = somebody.execute("SELECT oid FROM pg_database WHERE datname = current_database()").fetchone()
+        somebody.execute("SELECT pg_advisory_lock(hashtext('headway.migrate'))")
+        opening = [threads.submit(connect, url) for _ in range(2)]
+        eventually(lambda: somebody.execute(waiting, number).fetchone() == (2,), 30)
+        somebody.execute("SELECT pg_advisory_unlock(hashtext('headway.migrate'))")
+        first, second = (one.result(60) for one in opening)  # one of them made the tables, the other has to see them
+
+    def work(tx: Tx) -> object:
+        tx.one("SELECT value FROM meta WHERE name = 'later'")
+        second.write("INSERT INTO meta VALUES ('later', 'seen')")
+        return tx.one("SELECT value FROM meta WHERE name = 'later'")
+
+    with first, second:
+        assert first.run(work) == ("seen",)
+
+
 def test_options_in_the_address_are_given_to_the_server_beside_ours(postgres_url: str):
     with connect(f"{postgres_url}?options={quote('-c work_mem=5MB -c search_path=elsewhere')}") as database:
         assert database.one("SHOW work_mem") == ("5MB",)
         assert database.one("SHOW search_path") == ("headway,public",)
+
+
+def test_options_in_the_environment_are_given_to_the_server_unless_the_address_has_some(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PGOPTIONS", "-c work_mem=6MB")
+    with connect(postgres_url) as database:
+        assert database.one("SHOW work_mem") == ("6MB",)
+        assert database.one("SHOW search_path") == ("headway,public",)
+    with connect(f"{postgres_url}?options={quote('-c temp_buffers=9MB')}") as database:
+        assert database.one("SHOW temp_buffers") == ("9MB",)
+        assert database.one("SHOW work_mem") != ("6MB",)
 
 
 def test_a_value_that_no_index_holds_is_refused_as_such_and_not_taken_for_a_server_that_is_away(postgres_url: str):
@@ -84,22 +120,20 @@ def test_a_value_that_no_index_holds_is_refused_as_such_and_not_taken_for_a_serv
         database.write("INSERT INTO meta VALUES (?, '')", (name,))
 
 
-def test_a_process_whose_clock_is_wrong_forgets_no_transaction_of_another(
-    postgres_url: str, postgres_server: PostgresServer, tcp_proxy: Callable[[int], TcpProxy], monkeypatch
-):
-    """What another process committed must still be known when the answer to its COMMIT was lost."""
-    proxy = tcp_proxy(postgres_server.port)
-    with connect(postgres_url) as other, connect(through(proxy, postgres_url)) as database:
+def test_rows_of_connections_that_are_long_gone_are_removed_by_the_next_one_that_writes(postgres_url: str, monkeypatch):
+    """There is one for each connection that ever wrote. By the server's clock: what another process committed must still be
+    known when the answer to its COMMIT was lost."""
+    with connect(postgres_url) as other, connect(postgres_url) as database:
         other.run(lambda tx: tx.execute("INSERT INTO meta VALUES ('a', '')"))
-        other.run(lambda tx: tx.execute("INSERT INTO transactions VALUES ('old', 1, 1)"))
+        other.run(lambda tx: tx.execute("INSERT INTO transactions VALUES ('old', 1, 1), ('in use', 1, 1)"))
         known = {session for (session,) in other.all("SELECT session FROM transactions")}
         wrong = time.time() + 30 * 86400
         monkeypatch.setattr("time.time", lambda: wrong)
-        proxy.lose_commits("reply")
-        database.run(lambda tx: tx.execute("INSERT INTO meta VALUES ('b', '')"))
-        assert proxy.commits_to_lose == 0, "the fault did not happen"
+        with psycopg.connect(postgres_url) as somebody:
+            somebody.execute("SELECT FROM headway.transactions WHERE session = 'in use' FOR UPDATE")
+            database.run(lambda tx: tx.execute("INSERT INTO meta VALUES ('b', '')"))
         left = {session for (session,) in other.all("SELECT session FROM transactions")}
-    assert known - left == {"old"}, "and what is old goes"
+    assert known - left == {"old"}
 
 
 def test_a_server_that_lets_nobody_end_a_transaction_leaves_the_outcome_unknown_and_that_is_said(

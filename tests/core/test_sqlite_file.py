@@ -392,6 +392,17 @@ def test_by_a_link_from_where_nothing_may_be_written_a_database_is_read_and_writ
     as_nobody(work)
 
 
+def test_by_a_link_that_was_made_before_the_database_the_first_run_makes_it_where_the_link_leads(tmp_path: Path):
+    (tmp_path / "volume").mkdir()
+    link = tmp_path / "headway.db"
+    link.symlink_to(tmp_path / "volume" / "headway.db")
+    with pytest.raises(NotFound, match="There is no database"):
+        Ledger.open(sqlite_url(link), create=False)
+    Ledger.open(sqlite_url(link)).close()
+    assert link.is_symlink()
+    assert (tmp_path / "volume" / "headway.db").is_file()
+
+
 def test_by_a_link_a_log_that_was_removed_under_a_writer_is_noticed_too(tmp_path: Path):
     make(tmp_path / "a.db")
     (tmp_path / "elsewhere").mkdir()

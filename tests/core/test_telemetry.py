@@ -185,3 +185,22 @@ def test_a_child_forked_while_a_thread_was_counting_can_count():
             telemetry.metrics.count("in_the_child")
             os._exit(int(telemetry.metrics.value("in_the_child")) + 4)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+
+
+def test_whoever_is_called_in_the_midst_of_counting_may_count_too():
+    """A signal handler is: it runs between any two steps of the main thread."""
+    counted = Metrics()
+
+    class Interrupting(str):
+        __slots__ = ()
+
+        def __hash__(self) -> int:  # asked for while the counter is looked up
+            counted.count("within")
+            counted.observe("within_seconds", 1.0)
+            return str.__hash__(self)
+
+    counting = threading.Thread(target=lambda: counted.count("outside", store=Interrupting("a")), daemon=True)
+    counting.start()
+    counting.join(30)
+    assert not counting.is_alive()
+    assert counted.value("within") > 0

@@ -559,6 +559,25 @@ def test_items_that_change_the_directory_of_this_process_change_no_file_of_resul
     assert [found.result for found in result.results()] == [0, 1, 2]
 
 
+def test_items_that_change_the_directory_of_this_process_change_no_database_that_a_link_leads_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    Ledger.open("sqlite:///real.db").close()
+    (tmp_path / "link.db").symlink_to("real.db")
+
+    def moves(item: int) -> int:
+        os.chdir(tmp_path / "elsewhere")
+        return item
+
+    with ThreadPoolExecutor(1) as executor:
+        result = headway.map(
+            moves, range(3), job="moves", database="sqlite:///link.db", executor=executor, progress="none"
+        )
+    assert [found.result for found in result.results()] == [0, 1, 2]
+
+
 def test_a_result_that_somebody_made_longer_in_the_ledger_has_the_file_written_anew(tmp_path: Path):
     given: dict[str, Any] = {
         "job": "one", "database": f"sqlite:///{tmp_path}/headway.db", "output": tmp_path / "out.jsonl", "progress": "none"

@@ -316,6 +316,35 @@ def test_a_file_that_was_removed_while_the_listener_was_away_is_told_to_those_wh
     ended(subscription, JobGone)
 
 
+@pytest.mark.stores(("sqlite",))
+def test_what_a_subscription_accepts_may_read_the_store_also_while_the_listener_comes_back(place: Place):
+    store, other = place.open(retry=PERSISTENT), place.open()
+    store.set_state(State("job", 1, "a", 1))
+    subscription = store.subscribe(accepts=lambda _: store.get_state(1, "a").status == 2)
+    assert replayed(subscription) == []
+    with store._listing:  # the listener comes back, and cannot list before both are written
+        listener = store._listener
+        assert listener is not None
+        listener._waker._watch._connection.close()  # type: ignore[attr-defined]  # as if it had been lost
+        eventually(lambda: not store.fresh, 30)
+        other.set_state(State("job", 0, "a", 9))
+        other.set_state(State("job", 1, "a", 2))
+    assert [state.key for state in live(subscription, 2)] == [(0, "a"), (1, "a")]
+    assert store.get_state(0, "a").status == 9
+
+
+def test_a_program_that_changes_its_directory_keeps_its_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with closing(states.open_store("sqlite:///here.db", "job", 1, retry=QUICK)[0]) as store:
+        subscription = store.subscribe()
+        replayed(subscription)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert store.set_state(State("job", 0, "a", 1)).version == 1
+        assert store.get_state(0, "a").status == 1
+        assert [state.status for state in live(subscription)] == [1]
+
+
 # ---- put back -------------------------------------------------------------------------------------------------------
 
 

@@ -80,3 +80,61 @@ def test_a_reader_and_a_writer_that_are_interrupted_anywhere_leave_the_store_and
     command = [sys.executable, "-X", "faulthandler", "-c", SCENE.replace("WHAT", what), f"sqlite:///{tmp_path}/s.db"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=untraced_environment())
     assert done.stdout == "True False False False\n", done.stderr
+
+
+CLOSING = """
+import signal, sys
+from headway import states
+from headway.errors import HeadwayError
+
+def end(*_):
+    manager.close()
+
+signal.signal(signal.SIGALRM, end)
+for number in range(100):
+    store, tasks = states.open_store(sys.argv[1], "job", 3)
+    manager = states.Manager("job", 0, tasks, store)
+    subscription = manager.subscribe()
+    signal.setitimer(signal.ITIMER_REAL, 0.0005 + number % 10 * 0.0005)
+    try:
+        while True:
+            manager.set_state("a", status=number + 1)
+            while subscription.waiting:
+                subscription.get(0)
+            manager.get_state()
+    except HeadwayError as closed:
+        assert "closed" in str(closed), closed
+print("all closed")
+"""
+
+ACCEPTING = """
+import sys
+from headway import states
+from headway.errors import HeadwayError
+
+for status in (1, 2):  # of what is current, and of what happens
+    store, _ = states.open_store(sys.argv[1], f"job-{status}", 3)
+    store.set_state(states.State(store.job_id, 0, "a", 1))
+    other = store.subscribe()
+
+    def accepts(state):
+        if state.status == status:
+            store.close()
+        return True
+
+    subscription = store.subscribe(accepts=accepts)
+    try:
+        store.set_state(states.State(store.job_id, 0, "a", 2))
+    except HeadwayError as closed:
+        assert "closed" in str(closed), closed
+    list(subscription), list(other)
+print("all closed")
+"""
+
+
+@pytest.mark.parametrize("scene", [CLOSING, ACCEPTING], ids=["signal_handler", "accepts"])
+def test_a_store_may_be_closed_by_a_signal_handler_and_by_what_a_subscription_accepts(scene: str, tmp_path: Path):
+    """Neither may wait for what the call it interrupts has locked."""
+    command = [sys.executable, "-X", "faulthandler", "-c", scene, f"sqlite:///{tmp_path}/s.db"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=untraced_environment())
+    assert done.stdout == "all closed\n", done.stderr

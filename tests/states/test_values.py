@@ -235,11 +235,30 @@ def test_text_is_accepted_or_refused_by_one_rule_wherever_it_stands(text: str):
     assert checked(State("job", 0, "a", message=storable(text)), 1).message == storable(text)
 
 
+def test_of_an_error_of_megabytes_only_both_ends_are_read_and_kept():
+    with Manager("job", 0, 1, open_store("sqlite:///:memory:", "job", 1)[0]) as manager:
+        text = "begun with this; " + "x " * 1_000_000 + "; ended with this"
+        for stored in (manager.set_error(ValueError(text), "a"), manager.set_warning(text, "a")):
+            assert len(stored.message) <= MESSAGE_LIMIT
+            assert stored.message[2:].startswith("begun with this")
+            assert f"({len(text)} characters)" in stored.message
+            assert stored.message.endswith("ended with this")
+
+
+@pytest.mark.parametrize("payload", ["text", 5, [1]])
+def test_a_payload_that_is_no_object_is_refused_in_the_same_words_by_an_error_after_some_progress(payload: Any):
+    with Manager("job", 0, 1, open_store("sqlite:///:memory:", "job", 1)[0]) as manager:
+        manager.set_started("a")
+        for report in (manager.set_error, manager.set_warning):
+            with pytest.raises(InvalidInput, match="A payload is a JSON object"):
+                report("broken", "a", payload=payload)
+
+
 def test_an_error_whose_text_no_store_could_keep_is_still_reported(place: Place):
     manager = Manager("job", 0, 3, place.open())
     stored = manager.set_error(OSError("cannot open '\udcff\0': " + "x" * 10_000), "a")
     assert stored.message.startswith("\U0001f534 cannot open '?�'")
-    assert len(stored.message) == MESSAGE_LIMIT
+    assert len(stored.message) <= MESSAGE_LIMIT
 
 
 def test_a_secret_in_an_error_is_not_stored(place: Place):

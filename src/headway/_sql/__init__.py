@@ -92,15 +92,15 @@ def sqlite_path(url: str) -> Path | None:
         return None
     if not location or "\0" in location:  # an empty name would be a database that is gone with the process
         raise _no_address(url)
-    if os.path.islink(location) and os.path.exists(location):
-        return Path(os.path.realpath(location))  # beside which SQLite has its log, so that is where we look for it
+    if os.path.islink(location):
+        return Path(os.path.realpath(location))  # beside which SQLite has its log, and where it would make the file
     return Path(location)
 
 
 def absolute(url: str) -> str:
-    """The address as it means the same database also after this process changed its directory."""
+    """The address as it means the same database also after this process changed its directory, or somebody a link to it."""
     path = sqlite_path(url)
-    if path is None or path.is_absolute():
+    if path is None:
         return url
     _, mark, options = url.partition("?")
     return f"sqlite:///{quote(os.fsencode(os.path.abspath(path)))}{mark}{options}"

@@ -12,6 +12,7 @@ give the same one to somebody else.)
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import uuid
@@ -55,7 +56,12 @@ _KNOW_SESSION = (
     f"INSERT INTO headway.transactions VALUES (%s, 0, {NOW['postgresql']}) "
     "ON CONFLICT (session) DO UPDATE SET at = excluded.at RETURNING no"
 )
-_FORGET = f"DELETE FROM headway.transactions WHERE at < {NOW['postgresql']} - {FORGET_SECONDS}"
+# By the server's clock, which wrote the times: ours may be wrong. Not what somebody is just using, and not so many that it
+# takes long: whoever comes next forgets the others.
+_FORGET = (
+    "DELETE FROM headway.transactions WHERE session = ANY (ARRAY(SELECT session FROM headway.transactions "
+    f"WHERE at < {NOW['postgresql']} - {FORGET_SECONDS} LIMIT 1000 FOR UPDATE SKIP LOCKED))"
+)
 _REMEMBER = f"UPDATE headway.transactions SET no = %d, at = {NOW['postgresql']} WHERE session = '%s'"
 
 
@@ -125,7 +131,8 @@ class PostgreSQL(Database):
     def _open(self) -> Connection[Row]:
         psycopg = _psycopg()
         try:
-            given = psycopg.conninfo.conninfo_to_dict(self._url).get("options") or ""
+            in_address = psycopg.conninfo.conninfo_to_dict(self._url).get("options")
+            given = in_address or os.environ.get("PGOPTIONS", "")  # as libpq has it; ours would take their place
             connection: Connection[Row] = _bounded_connection().connect(
                 self._url,
                 autocommit=True,
@@ -136,8 +143,10 @@ class PostgreSQL(Database):
                 keepalives_interval=5,
                 keepalives_count=2,
                 tcp_user_timeout=15_000,  # keepalives do not run while something sent is unacknowledged
-                # The last one of a name is in force.
-                options=f"{given} -c search_path=headway,public -c idle_in_transaction_session_timeout=60000 "
+                # The last one of a name is in force. By a snapshot of its beginning, which the database or the role may be
+                # set to, a transaction that waited for a lock would decide by what was before whoever had it.
+                options=f"{given} -c search_path=headway,public -c default_transaction_isolation=read\\ committed "
+                "-c idle_in_transaction_session_timeout=60000 "
                 f"-c statement_timeout={int(STATEMENT_SECONDS * 1000)}",
             )
             try:
@@ -185,6 +194,7 @@ class PostgreSQL(Database):
             return
         if not connection.begun:
             connection.execute(_KNOW_SESSION, (connection.session,), prepare=False)
+            connection.execute(_FORGET, prepare=False)  # each adds a row, so each removes some
         connection.begun += 1
         remember = _REMEMBER % (connection.begun, connection.session)
         cursor = connection.execute(f"BEGIN; {remember}", prepare=False)
@@ -210,7 +220,6 @@ class PostgreSQL(Database):
             connection.execute("BEGIN; SET LOCAL lock_timeout = 1000")
             # This waits for a transaction that is under way: it has locked the row.
             row = connection.execute(_KNOW_SESSION, (session,)).fetchone()
-            connection.execute(_FORGET)  # by the server's clock, which wrote the times: ours may be wrong
             connection.execute("COMMIT")
             return bool(row[0] >= no)
         except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:

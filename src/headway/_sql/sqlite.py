@@ -38,8 +38,8 @@ class SQLite(Database):
 
     def __init__(self, path: Path | None, *, synchronous: str, stop: threading.Event | None) -> None:
         super().__init__(f"sqlite:///{path}" if path else "sqlite:///:memory:", stop=stop)
-        self.path = path
-        self._target = os.path.abspath(path) if path else ":memory:"  # a program may change its directory
+        self.path = Path(os.path.abspath(path)) if path else None  # a program may change its directory
+        self._target = str(self.path or ":memory:")
         self._synchronous = synchronous
         self._writing = threading.Lock()
         self._writer: sqlite3.Connection | None = None  # whose transaction is under way
@@ -105,7 +105,7 @@ class SQLite(Database):
             row = self.one("SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()")
             size = int(row[0]) if row else 0
         else:
-            size = sqlite_file.size(Path(self._target))
+            size = sqlite_file.size(self.path)
         metrics.gauge("headway_sql_bytes", size, engine=self.engine)
         return size
 

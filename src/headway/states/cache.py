@@ -196,9 +196,13 @@ class Cache:
             current = {state.key for state in snapshot.states} | self._touched
             for key in [key for key in self.states if key not in current]:
                 self._forget(key)
-            for state in sorted(snapshot.states, key=replay_order):
-                if state.key in self.states or state.key not in self._touched:
-                    self._hear(state)
+            told = (state for state in snapshot.states if state.key in self.states or state.key not in self._touched)
+            listed = sorted(told, key=replay_order)
+            for state in listed:  # all before the first is told: whoever is told may look at the others
+                if state.version > self._version(state.key):
+                    self.states[state.key] = state
+            for state in listed:
+                self._hear(state)
             self.mark = snapshot.mark
         if isinstance(why, WentBack):
             log.critical("🔴 the store went back in time; its subscriptions end", jobID=self._job_id)

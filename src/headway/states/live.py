@@ -30,7 +30,7 @@ from headway.retry import LISTENER, RetryPolicy, call
 from headway.states.cache import Cache
 from headway.states.state import Key, State, checked, checked_id, checked_task
 from headway.states.store import Backend, JobGone, JobRecord, Listener, Mark, Relist, Snapshot, job_gone
-from headway.states.subscription import DEPTH, Overflow, Subscription
+from headway.states.subscription import DEPTH, Overflow, Subscription, called_from_within
 from headway.telemetry import Field, Log, metrics
 
 log = Log("states")
@@ -65,6 +65,7 @@ class LiveStore:
         self._starting = threading.Lock()
         # One listing at a time: an older one must not be applied after a newer one.
         self._listing = threading.Lock()
+        self._lister = 0  # the thread that lists
         self._key_locks: dict[Key, threading.Lock] = {}
         self._cache = Cache(record.job_id, backend.kind, tombstone=record.deleted, clock=clock)
         self._listener: Listener | None = None
@@ -182,7 +183,8 @@ class LiveStore:
         self._usable()
         if self._thread is None:
             self._ensure_listening()
-        if self.fresh:
+        # What a subscription accepts may read while a listing is told to it, in the thread that has just listed.
+        if self.fresh or self._lister == threading.get_ident():
             metrics.count("headway_states_reads", result="hit")
             return
         metrics.count("headway_states_reads", result="miss")
@@ -239,10 +241,14 @@ class LiveStore:
         self._lose(job_gone(self.job_id))
 
     def close(self) -> None:
-        """Called again after it was interrupted it goes on."""
+        """Called again after it was interrupted it goes on. Called by a signal handler or by what a subscription accepts, it
+        does not wait: nothing is taken any more, and the rest follows when the call that was interrupted has ended."""
         if self._guard.crossed or self._closed:
             return
         self._stop.set()
+        if called_from_within():  # it ends as soon as the call that was interrupted does, which waits for us
+            threading.Thread(target=self._close, name=f"headway-states-close-{self.job_id}", daemon=True).start()
+            return
         undisturbed(self._close)
 
     def _close(self) -> None:
@@ -349,7 +355,11 @@ class LiveStore:
         except JobGone as gone:
             self._lose(gone)
             raise
-        self._cache.reconcile(snapshot)
+        self._lister = threading.get_ident()
+        try:
+            self._cache.reconcile(snapshot)
+        finally:
+            self._lister = 0
 
     def _lose(self, gone: JobGone) -> None:
         self._fresh_until = 0.0

@@ -22,6 +22,7 @@ from headway.states.state import (
     ERROR,
     FINISHED,
     GREEN,
+    MESSAGE_LIMIT,
     NOT_STARTED,
     RED,
     STARTED,
@@ -31,6 +32,7 @@ from headway.states.state import (
     StatusClass,
     checked_id,
     checked_num_tasks,
+    checked_payload,
     checked_seconds,
     checked_status,
     checked_task,
@@ -45,6 +47,10 @@ log = Log("states")
 
 #: Where an error or a warning keeps the progress it replaced, in its payload.
 LAST_STATUS = "last_status"
+
+#: What a message holds of an error or a warning, after its coloured dot. Of a longer one the beginning and the end are
+#: kept: to look for secrets in megabytes of it would take seconds.
+_SAID_LIMIT = MESSAGE_LIMIT - 2
 
 
 class TaskFailed(HeadwayError):
@@ -157,7 +163,7 @@ class Manager:
     ) -> State:
         """Status -1, or the exception's own negative ``status_code``; the message is ``🔴`` and the error, without
         secrets. The progress it replaces is kept in the payload as ``last_status``."""
-        text = storable(f"{RED} {redact(_said(error) or type(error).__name__)}")
+        text = storable(f"{RED} {redact(_said(error) or type(error).__name__, _SAID_LIMIT)}")
         return self._write(self._setback(self._own(state, _error_status(error), text, payload, event_id)))
 
     def set_warning(
@@ -169,7 +175,7 @@ class Manager:
         event_id: str | None = None,
     ) -> State:
         """Status -2; the message is ``🟡`` and the warning. The progress it replaces is kept as ``last_status``."""
-        text = storable(f"{YELLOW} {redact(warning)}")
+        text = storable(f"{YELLOW} {redact(warning, _SAID_LIMIT)}")
         return self._write(self._setback(self._own(state, WARNING, text, payload, event_id)))
 
     def _write(self, state: State) -> State:
@@ -209,9 +215,10 @@ class Manager:
             before = effective_status(self._store.get_state(self._task_index, tag))
         except Unavailable:  # then what this manager wrote last must do: nobody else writes its task
             before = self._progress[tag] if tag in self._progress else self._progress_at_last(tag)
-        if before <= 0 or LAST_STATUS in (state.payload or {}):
+        payload = checked_payload(state.payload) or {}
+        if before <= 0 or LAST_STATUS in payload:
             return state
-        return replace(state, payload={**(state.payload or {}), LAST_STATUS: before})
+        return replace(state, payload={**payload, LAST_STATUS: before})
 
     def _progress_at_last(self, tag: str) -> int:
         """The stored progress, asked for as patiently as a write is tried. If it stays away the write says so."""

@@ -12,11 +12,13 @@ replaced or put back to an earlier moment) the subscription ends too, with the r
 from __future__ import annotations
 
 import _thread
+import inspect
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from types import FrameType
 from typing import Literal, Self
 
 from headway.errors import HeadwayError, InvalidInput, Unavailable
@@ -33,6 +35,22 @@ Overflow = Literal["latest", "close"]
 DEPTH = 1_024
 #: The least depth there is: a burst of four must fit.
 LEAST_DEPTH = 4
+
+
+def called_from_within() -> bool:
+    """Whether our caller was called in the midst of a call of ours, in this thread: by a signal handler, or by what a
+    subscription accepts. That call goes on when the caller is done, so nobody may wait for the locks it has meanwhile."""
+    frame = inspect.currentframe()
+    while frame is not None and _is_ours(frame):  # this call, and that of whoever asks
+        frame = frame.f_back
+    while frame is not None and not _is_ours(frame):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Of the store, or of what it calls and has locks too."""
+    return str(frame.f_globals.get("__name__")).startswith(("headway.states.", "headway._sql.", "headway.telemetry."))
 
 
 class SubscriptionClosed(HeadwayError):
@@ -277,7 +295,8 @@ class Subscription:
             self._wake()  # closed twice because it was interrupted: somebody may wait still
         if dropped:
             metrics.count("headway_states_dropped", dropped)
-        if self._on_close is not None:
+        # Else it stays in the store's set for as long as somebody holds it, and is passed over.
+        if self._on_close is not None and not called_from_within():
             self._on_close(self)
 
     def _drop(self) -> int:

@@ -47,7 +47,8 @@ class Metrics:
     """Counters, gauges and histograms of this process. Cheap enough to keep always; exported on demand."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # May be taken again within: a signal handler that does anything with us counts as well.
+        self._lock = threading.RLock()
         self._counters: dict[tuple[str, Labels], float] = {}
         self._gauges: dict[tuple[str, Labels], float] = {}
         self._histograms: dict[tuple[str, Labels], Histogram] = {}
@@ -100,16 +101,16 @@ class Metrics:
         """Everything as (name, kind, labels, value), a consistent copy."""
         with self._lock:
             rows: list[tuple[str, str, Labels, float | Histogram]] = []
-            rows += [(name, "counter", labels, value) for (name, labels), value in self._counters.items()]
-            rows += [(name, "gauge", labels, value) for (name, labels), value in self._gauges.items()]
+            rows += [(name, "counter", labels, value) for (name, labels), value in list(self._counters.items())]
+            rows += [(name, "gauge", labels, value) for (name, labels), value in list(self._gauges.items())]
             rows += [
                 (name, "histogram", labels, Histogram(list(kept.counts), kept.total))
-                for (name, labels), kept in self._histograms.items()
+                for (name, labels), kept in list(self._histograms.items())
             ]
         return rows
 
     def renew_lock(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def _tell(self, name: str, kind: str, value: float, labels: Mapping[str, str]) -> None:
         for sink in self._sinks:
