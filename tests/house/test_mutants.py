@@ -41,8 +41,8 @@ def write(toy: Path, *changes: tuple[str, str, str], file: str = "src/toy.py", t
 
 def run(toy: Path, *options: str) -> tuple[int, str]:
     command = [sys.executable, str(ROOT / "tools" / "mutants.py"), "--root", str(toy), *options]
-    # The toy needs no plugin but the one of its time limit, and loading ours takes most of the time.
-    plugins = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_timeout"}
+    # The toy needs no plugins but those of the tool's own options, and loading ours takes most of the time.
+    plugins = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_timeout,xdist.plugin"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | plugins)
     return done.returncode, done.stdout + done.stderr
 
