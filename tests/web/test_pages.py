@@ -15,6 +15,7 @@ from urllib.parse import quote, urljoin, urlsplit
 import pytest
 from starlette.testclient import TestClient
 
+from headway._sql import connect
 from headway.failure import Failure
 from headway.ledger import Failed, Ledger, NewItem
 from headway.views.overview import read_task_causes
@@ -191,6 +192,25 @@ def test_a_page_with_its_style_sheet_and_scripts_is_small(client: TestClient):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What they say
+
+
+def test_idle_workers_hide_none_that_works(tmp_path: Path):
+    url = f"sqlite:///{tmp_path}/headway.db"
+    scene.lively(url, items=100)
+    same = "owner, host, pid, queues, version, state, task, completed, failed, rss, started_at, seen_at, ended_at"
+    with connect(url) as database:
+        for number in range(8):
+            copy = f"SELECT ?, {same} FROM task_workers WHERE name = 'worker-b'"
+            scene.change(database, f"INSERT INTO task_workers (name, {same}) {copy}", f"an-idle-one-{number}")
+    stage = Stage(url)
+    with TestClient(stage.app()) as client:
+        for path in ("/", "/queues"):
+            chips = client.get(path).text.partition('<ul class="chips">')[2].partition("</section>")[0]
+            shown = re.findall(r'/workers#([^"]+)"', chips)
+            assert shown[:2] == ["worker-a", "an-idle-one-0"]
+            assert len(shown) == 6
+            assert "All 12 workers" in chips
+    stage.site.close()
 
 
 def test_the_overview_says_first_what_needs_somebody(client: TestClient):
