@@ -718,7 +718,7 @@ try:
         files.append(os.dup(0))
 except OSError:
     pass
-threading.Timer(1.0, done.set).start()
+threading.Timer(3.0, done.set).start()
 print(database.run(lambda tx: tx.one("SELECT 7"))[0])
 """
 

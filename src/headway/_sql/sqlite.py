@@ -184,6 +184,17 @@ class SQLite(Database):
                 self._one_at_a_time.release()
             raise
 
+    def _idle_or_new(self) -> Any:
+        """Where no more files can be opened, one that another thread has is waited for as a lock is: see `_begin`."""
+        deadline = time.monotonic() + LOCK_SECONDS / (STORE.retries + 1)
+        while True:
+            try:
+                return super()._idle_or_new()
+            except Transient as trouble:
+                if time.monotonic() > deadline or not sqlite_file.lacks_descriptors(trouble.__cause__):
+                    raise
+            pause(0.01, self.stop)
+
     def _see_whether_it_rests(self, file: sqlite_file.OpenFile) -> None:
         """Somebody may write to the file by another way to it: then what is open does not know the new content."""
         found = file.version_at_rest()

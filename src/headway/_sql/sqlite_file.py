@@ -371,7 +371,7 @@ def translate(error: sqlite3.Error | UnicodeDecodeError, path: Path | None) -> H
             return StorageError(f"{where} failed: {error}.")
 
 
-def lacks_descriptors(error: sqlite3.Error | UnicodeDecodeError) -> bool:
+def lacks_descriptors(error: BaseException | None) -> bool:
     """Whether SQLite could not open a file because this process may have no more of them; it says only that it could not."""
     if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_CANTOPEN:
         return False
