@@ -292,6 +292,26 @@ def test_what_every_sink_has_leaves_the_stream_also_where_something_always_waits
     eventually(lambda: state.xlen("smap:events") <= 100)
 
 
+def test_a_round_that_finds_nothing_waits_also_for_a_note_that_the_round_before_began(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+):
+    """So that a relay that ends after a whole batch has noted it."""
+    monkeypatch.setattr("headway.events.redis.NOTING", 60.0)
+    store, state = redis_store(redis_server), redis_server.client(1)
+    noted: list[str] = []
+
+    def note(found: Sequence[Event]) -> None:
+        threading.Event().wait(0.3)  # a database takes its time for a hundred
+        noted.extend(one.id for one in found)
+
+    relay = Relay(RedisOutbox(state, on_delivered=note), [Ear()])
+    store.decide(*numbers(*range(1, 101)))
+    relay.tick()
+    relay.tick()
+    assert noted == ids(range(1, 101))
+    assert state.xlen("smap:events") == 0
+
+
 def test_many_waiting_entries_are_counted_without_reading_them_all(redis_server: RedisServer):
     store, state = redis_store(redis_server), redis_server.client(1)
     store.outbox().subscribe("ear")

@@ -321,6 +321,40 @@ def test_a_database_that_falls_silent_in_the_middle_of_a_round_takes_nothing_fro
         assert queue.get(id).status == "QUEUED"
 
 
+@pytest.mark.parametrize("doing", ["deletes", "counts"])  # SQLite goes on counting while somebody writes
+def test_a_database_that_falls_silent_while_the_sweeper_deletes_or_counts_takes_nothing_from_those_who_live(
+    doing: str, database_url: str, queue: TaskQueue, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headway.queue.sweeper.SILENCE", 0.2)
+    busy, ahead = threading.Event(), 0.0
+
+    def be_busy(tx: Tx) -> None:
+        if tx.engine == "postgresql":
+            tx.execute("LOCK TABLE tasks")
+        tx.execute("UPDATE tasks SET lease_until = lease_until - 60")  # nobody renewed it for so long
+        busy.set()
+        time.sleep(2.0)
+
+    with TaskQueue(database_url) as other, ThreadPoolExecutor(1) as pool:
+
+        def fall_silent() -> None:
+            if not busy.is_set():
+                blocking.append(pool.submit(other.database.run, be_busy))
+                assert busy.wait(10.0)
+
+        blocking: list[Future[None]] = []
+        sweeper = Sweeper(queue, chores=[fall_silent], clock=lambda: time.monotonic() + ahead)
+        if doing == "deletes":
+            ahead = 61.0  # it does once a minute
+        id = claimed_far_away(queue)
+        sweeper.tick()
+        if doing == "deletes" or queue.database.engine == "postgresql":
+            blocking[0].result()
+        sweeper.tick()
+        blocking[0].result()
+        assert queue.get(id).status == "RUNNING"
+
+
 def test_a_sweeper_goes_on_when_the_database_was_put_back_to_before_there_was_one(queue: TaskQueue):
     sweeper = Sweeper(queue)
     sweeper.tick()

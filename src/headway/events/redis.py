@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -80,6 +81,7 @@ class RedisOutbox:
         self._jobs: dict[str, str | None] = {}
         self._lock = threading.Lock()
         self._noting: threading.Thread | None = None
+        self._noting_since = 0.0
         self._key, self._quarantine = EVENTS(), EVENTS_QUARANTINE()
 
     def subscribe(self, sink: str, job: str | None = None) -> None:
@@ -229,7 +231,7 @@ class RedisOutbox:
             if found:
                 return found
             if not entries and not self._adopt(sink, limit):
-                self._trim()
+                self._trim(NOTING)
                 return []
 
     def _wanted(self, sink: str, handle: str, fields: Mapping[bytes, bytes]) -> Event | None:
@@ -277,21 +279,23 @@ class RedisOutbox:
         pipeline.execute_command("XACK", self._key, sink, handle)
         pipeline.execute()
 
-    def _trim(self, patience: float = NOTING) -> None:
+    def _trim(self, patience: float) -> None:
         """Remove what every sink has settled: what no group still has pending and all groups have read past."""
         with self._lock:
-            if self._noting is not None and self._noting.is_alive():
-                return  # it may wait for a database; no sink does
-            settled = self._settled()
-            if not settled:
-                return
-            if self._on_delivered is None:
-                self._remove(settled[-1][0])
-                return
-            noting = threading.Thread(target=self._note, args=(settled,), name="headway-events-note", daemon=True)
-            noting.start()
-            self._noting = noting
-        noting.join(patience)
+            noting = self._noting
+            if noting is None or not noting.is_alive():
+                settled = self._settled()
+                if not settled:
+                    return
+                if self._on_delivered is None:
+                    self._remove(settled[-1][0])
+                    return
+                noting = threading.Thread(target=self._note, args=(settled,), name="headway-events-note", daemon=True)
+                noting.start()
+                self._noting, self._noting_since = noting, time.monotonic()
+            # It may wait for a database, and no sink does: a note is waited for once, whoever began it.
+            left = self._noting_since + patience - time.monotonic()
+        noting.join(max(0.0, left))
 
     def _settled(self) -> list[Entry]:
         if not self._client.xlen(self._key):  # asked first: there may be no stream

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Protocol, TypeVar
 
@@ -139,11 +140,16 @@ class Sweeper:
         return 0.0 if more else INTERVAL
 
     def _ask(self, work: Callable[[Tx], T], operation: str) -> T:
+        with self._heed_silence():
+            return self._queue.database.run(work, operation=operation)
+
+    @contextmanager
+    def _heed_silence(self) -> Iterator[None]:
         """Also a database that falls silent in the middle of a round is one by which nobody could renew a lease: the next round
-        is to know it."""
+        is to know it. Around one question at a time: many that take long together are no silence."""
         began = self._clock()
         try:
-            return self._queue.database.run(work, operation=operation)
+            yield
         finally:
             if self._clock() - began > SILENCE:
                 self._doubted_at = self._clock()
@@ -210,7 +216,7 @@ class Sweeper:
         tasks. At most so many ``pages`` of each."""
         gone = 0
         for _ in count() if pages is None else range(pages):
-            found = self._queue.database.run(
+            found = self._ask(
                 # The limit is not told to PostgreSQL's planner: it would take it for more tasks than ever ended, while it has
                 # no statistics, and read the whole table instead of its index.
                 # What somebody tries again at this moment is locked and passed over. PostgreSQL would wait for it, and then
@@ -221,24 +227,24 @@ class Sweeper:
                     f"LIMIT (SELECT ?){SKIP_LOCKED[tx.engine]})",
                     (tx.now() - self.retention, _BATCH),
                 ),
-                operation="queue.purge",
+                "queue.purge",
             )
             gone += found
             if found < _BATCH:
                 break
         self._purge_events(pages)
         kept = max(self.retention, COUNTS_KEPT)
-        self._queue.database.run(lambda tx: _forget_counts(tx, tx.now() - kept), operation="queue.purge")
+        self._ask(lambda tx: _forget_counts(tx, tx.now() - kept), "queue.purge")
         return gone
 
     def _purge_events(self, pages: int | None) -> None:
         """On from where it stopped; at the end it begins anew, because a sink may have taken more meanwhile."""
         for _ in count() if pages is None else range(pages):
-            reached = self._queue.database.run(
+            reached = self._ask(
                 lambda tx: events.purge_page(
                     tx, "headway.queue", tx.now() - self.retention, after=self._events_after, limit=_BATCH
                 ),
-                operation="queue.purge",
+                "queue.purge",
             )
             self._events_after = reached or 0
             if reached is None:
@@ -288,7 +294,9 @@ class Sweeper:
         return len(done)
 
     def _measure(self) -> None:
-        for info in self._queue.stats():
+        with self._heed_silence():
+            found = self._queue.stats()
+        for info in found:
             metrics.gauge("headway_tasks_waiting", info.waiting, queue=info.priority.value)
             metrics.gauge("headway_tasks_running", info.running, queue=info.priority.value)
             metrics.gauge("headway_tasks_oldest_seconds", info.oldest_wait or 0.0, queue=info.priority.value)
