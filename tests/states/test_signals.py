@@ -138,3 +138,27 @@ def test_a_store_may_be_closed_by_a_signal_handler_and_by_what_a_subscription_ac
     command = [sys.executable, "-X", "faulthandler", "-c", scene, f"sqlite:///{tmp_path}/s.db"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=untraced_environment())
     assert done.stdout == "all closed\n", done.stderr
+
+
+STALE = """
+import sys
+from headway import states
+from headway.retry import RetryPolicy
+from tests.services.waiting import eventually
+
+store, _ = states.open_store(sys.argv[1], "job", 3, retry=RetryPolicy(retries=5, base=3600, cap=3600))
+store.set_state(states.State("job", 1, "a", 1))
+with store.subscribe():
+    store._listener._waker._watch._connection.close()  # as if it had been lost
+    eventually(lambda: not store.fresh, 30)
+subscription = store.subscribe(accepts=lambda _: store.get_state(1, "a").status == 1)
+print(subscription.get().state.status, subscription.get().state)
+store.close()
+"""
+
+
+def test_what_a_subscription_accepts_may_read_the_store_also_of_who_subscribes_while_the_listener_is_away(tmp_path: Path):
+    """In the main thread, where a listing is done by another one: that may not wait for what the first one has locked."""
+    command = [sys.executable, "-X", "faulthandler", "-c", STALE, f"sqlite:///{tmp_path}/s.db"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=untraced_environment())
+    assert done.stdout == "1 None\n", done.stderr

@@ -54,6 +54,11 @@ class Cache:
         """Why nothing is answered any more."""
         return self._gone
 
+    @property
+    def told_here(self) -> bool:
+        """Whether this thread is in the midst of telling subscriptions: that is done with the lock in hand."""
+        return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # as threading.Condition asks it
+
     def current(self) -> list[State]:
         with self.lock:
             return list(self.states.values())

@@ -65,7 +65,6 @@ class LiveStore:
         self._starting = threading.Lock()
         # One listing at a time: an older one must not be applied after a newer one.
         self._listing = threading.Lock()
-        self._lister = 0  # the thread that lists
         self._key_locks: dict[Key, threading.Lock] = {}
         self._cache = Cache(record.job_id, backend.kind, tombstone=record.deleted, clock=clock)
         self._listener: Listener | None = None
@@ -183,8 +182,9 @@ class LiveStore:
         self._usable()
         if self._thread is None:
             self._ensure_listening()
-        # What a subscription accepts may read while a listing is told to it, in the thread that has just listed.
-        if self.fresh or self._lister == threading.get_ident():
+        # What a subscription accepts may read while it is told what was just listed or heard: that is what there is to read,
+        # and whoever lists now would wait for the lock that this thread has.
+        if self.fresh or self._cache.told_here:
             metrics.count("headway_states_reads", result="hit")
             return
         metrics.count("headway_states_reads", result="miss")
@@ -355,11 +355,7 @@ class LiveStore:
         except JobGone as gone:
             self._lose(gone)
             raise
-        self._lister = threading.get_ident()
-        try:
-            self._cache.reconcile(snapshot)
-        finally:
-            self._lister = 0
+        self._cache.reconcile(snapshot)
 
     def _lose(self, gone: JobGone) -> None:
         self._fresh_until = 0.0
