@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from weakref import WeakSet
 
 from headway.errors import HeadwayError
+from headway.lifecycle import held_here
 from headway.states.state import Key, State, replay_order
 from headway.states.store import Change, JobGone, Mark, Snapshot, WentBack, job_gone
 from headway.states.subscription import Subscription
@@ -57,7 +58,7 @@ class Cache:
     @property
     def told_here(self) -> bool:
         """Whether this thread is in the midst of telling subscriptions: that is done with the lock in hand."""
-        return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # as threading.Condition asks it
+        return held_here(self.lock)
 
     def current(self) -> list[State]:
         with self.lock:

@@ -25,7 +25,7 @@ from itertools import count
 from uuid import uuid4
 
 from headway.errors import HeadwayError, InvalidInput, StorageError, Unavailable
-from headway.lifecycle import Flag, ForkGuard, undisturbed
+from headway.lifecycle import Flag, ForkGuard, refuse_within, undisturbed
 from headway.retry import LISTENER, RetryPolicy, call
 from headway.states.cache import Cache
 from headway.states.state import Key, State, checked, checked_id, checked_task
@@ -65,7 +65,7 @@ class LiveStore:
         self._starting = threading.Lock()
         # One listing at a time: an older one must not be applied after a newer one.
         self._listing = threading.Lock()
-        self._key_locks: dict[Key, threading.Lock] = {}
+        self._key_locks: dict[Key, threading.RLock] = {}
         self._cache = Cache(record.job_id, backend.kind, tombstone=record.deleted, clock=clock)
         self._listener: Listener | None = None
         self._fresh_until = 0.0
@@ -147,8 +147,10 @@ class LiveStore:
         log.debug("state written", version=stored.version, **facts)
         return stored
 
-    def _lock_of(self, key: Key) -> threading.Lock:
-        return self._key_locks.setdefault(key, threading.Lock())  # one step: all get the same
+    def _lock_of(self, key: Key) -> threading.RLock:
+        lock = self._key_locks.setdefault(key, threading.RLock())  # one step: all get the same
+        refuse_within(lock, f"The state {key[1]!r} of task {key[0]}")
+        return lock
 
     # ---- reading ---------------------------------------------------------------------
 
