@@ -98,6 +98,21 @@ def undisturbed(work: Callable[[], T]) -> T:
     return answers[0]
 
 
+def held_here(lock: threading.RLock) -> bool:
+    """Whether this very thread holds ``lock``, as `threading.Condition` asks it."""
+    return bool(lock._is_owned())  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def refuse_within(lock: threading.RLock, what: str) -> None:
+    """Before ``with lock``: raise where it is held by the call that our caller interrupted, as a signal handler does. That
+    call goes on when the caller is done, so it would wait for itself, and to go in would split what the other one does."""
+    if held_here(lock):
+        raise HeadwayError(
+            f"{what} is being written by the call that this one interrupts.",
+            hint="A signal handler that is to write sets a flag, or raises; what it interrupted then writes.",
+        )
+
+
 def wait_for_children() -> None:
     """Undo an *ignore* of SIGCHLD, as some supervisors leave it behind: the kernel then forgets at once how a child ended,
     and every wait for one fails. Only for processes that are ours: in a program it is the program's choice."""

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -636,3 +637,18 @@ def test_a_redis_that_begins_to_evict_while_it_is_used_is_said_once(
     store.close()
     said = [record for record in caplog.records if record.levelno == logging.CRITICAL]
     assert ["allkeys-lfu" in record.getMessage() for record in said] == [True]
+
+
+@pytest.mark.stores(("postgresql", "redis"))
+def test_a_write_that_is_under_way_when_its_store_is_closed_is_answered(line: Line):
+    """Cut off, it would have been written, and its writer would not know."""
+    store, other = line.open(), line.place.open()
+    store.set_state(State("job", 0, "a", 1))
+    with ThreadPoolExecutor(1) as pool:
+        line.proxy.delay(0.5)
+        written = pool.submit(store.set_state, State("job", 0, "a", 2))
+        sees(other, 0, "a", 2)  # and the answer is on its way
+        store.close()
+        assert written.result(60).version == 2
+    line.proxy.pass_through()
+    eventually(lambda: line.proxy.open_connections == 0, 60)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.services.tracing import untraced_environment
+from tests.states.conftest import Place
 
 SCENE = """
 import signal, sys, threading
@@ -138,3 +139,67 @@ def test_a_store_may_be_closed_by_a_signal_handler_and_by_what_a_subscription_ac
     command = [sys.executable, "-X", "faulthandler", "-c", scene, f"sqlite:///{tmp_path}/s.db"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=untraced_environment())
     assert done.stdout == "all closed\n", done.stderr
+
+
+STALE = """
+import sys
+from headway import states
+from headway.retry import RetryPolicy
+from tests.services.waiting import eventually
+
+store, _ = states.open_store(sys.argv[1], "job", 3, retry=RetryPolicy(retries=5, base=3600, cap=3600))
+store.set_state(states.State("job", 1, "a", 1))
+with store.subscribe():
+    store._listener._waker._watch._connection.close()  # as if it had been lost
+    eventually(lambda: not store.fresh, 30)
+subscription = store.subscribe(accepts=lambda _: store.get_state(1, "a").status == 1)
+print(subscription.get().state.status, subscription.get().state)
+store.close()
+"""
+
+
+def test_what_a_subscription_accepts_may_read_the_store_also_of_who_subscribes_while_the_listener_is_away(
+    tmp_path: Path,
+):
+    """In the main thread, where a listing is done by another one: that may not wait for what the first one has locked."""
+    command = [sys.executable, "-X", "faulthandler", "-c", STALE, f"sqlite:///{tmp_path}/s.db"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=untraced_environment())
+    assert done.stdout == "1 None\n", done.stderr
+
+
+WRITING = """
+import signal, sys
+from headway import states
+from headway.errors import HeadwayError
+
+def warn(*_):
+    manager.set_warning("ends soon", sys.argv[2])
+
+store, tasks = states.open_store(sys.argv[1], "job", 3)
+manager = states.Manager("job", 0, tasks, store)
+signal.signal(signal.SIGALRM, warn)
+refused = 0
+for number in range(1000):
+    signal.setitimer(signal.ITIMER_REAL, 0.0001 + number % 20 * 0.0001)
+    try:
+        while signal.getitimer(signal.ITIMER_REAL)[0]:
+            manager.set_state("a", status=number + 1)
+    except HeadwayError as error:
+        assert "being written by the call that this one interrupts" in str(error), error
+        refused += 1
+    if refused == 3:
+        break
+assert manager.set_state("a", status=7).status == manager.set_state(sys.argv[2], status=7).status == 7
+print("refused" if refused else "never within a write")
+"""
+
+
+@pytest.mark.stores(("sqlite", "postgresql", "redis"))
+def test_a_signal_handler_that_writes_the_state_that_is_being_written_is_refused(place: Place):
+    """The write that it interrupts waits for it, so it must not wait for that write."""
+    for tag in ("a", "b") if place.kind == "sqlite" else ("a",):  # a file of SQLite has one writer
+        command = [sys.executable, "-X", "faulthandler", "-c", WRITING, place.url, tag]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=False, env=untraced_environment()
+        )
+        assert done.stdout == "refused\n", done.stderr

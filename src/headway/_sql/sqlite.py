@@ -18,6 +18,7 @@ from headway._sql.database import UNACCEPTABLE, Database, Transient, unacceptabl
 from headway._sql.schema import migrations, refuse_newer
 from headway._sql.tx import Engine, Row, Tx, Value, check_query
 from headway.errors import HeadwayError, StorageError, StoreCorrupt
+from headway.lifecycle import refuse_within
 from headway.retry import STORE, pause
 from headway.telemetry import metrics
 
@@ -41,7 +42,7 @@ class SQLite(Database):
         self.path = Path(os.path.abspath(path)) if path else None  # a program may change its directory
         self._target = str(self.path or ":memory:")
         self._synchronous = synchronous
-        self._writing = threading.Lock()
+        self._writing = threading.RLock()
         self._writer: sqlite3.Connection | None = None  # whose transaction is under way
         self.forking = False
         self._file: sqlite_file.OpenFile | None = None
@@ -229,6 +230,7 @@ class SQLite(Database):
 
     def _once(self, work: Callable[[Tx], T], operation: str, *, slow: bool = False) -> T:
         self._leave_inheritance()
+        refuse_within(self._writing, self.name)
         with self._writing:
             try:
                 return super()._once(work, operation, slow=slow)
@@ -249,7 +251,7 @@ class SQLite(Database):
                 if self._file is not None:
                     self._file.mark_inherited()
                 self._guard.check()  # its one connection, or one that was in use, belongs to the parent: see below
-            self._writing = threading.Lock()  # a thread of the parent may hold the other one
+            self._writing = threading.RLock()  # a thread of the parent may hold the other one
             self.forking = False
         super()._leave_inheritance()
 

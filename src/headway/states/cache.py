@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from weakref import WeakSet
 
 from headway.errors import HeadwayError
+from headway.lifecycle import held_here
 from headway.states.state import Key, State, replay_order
 from headway.states.store import Change, JobGone, Mark, Snapshot, WentBack, job_gone
 from headway.states.subscription import Subscription
@@ -53,6 +54,11 @@ class Cache:
     def gone(self) -> JobGone | None:
         """Why nothing is answered any more."""
         return self._gone
+
+    @property
+    def told_here(self) -> bool:
+        """Whether this thread is in the midst of telling subscriptions: that is done with the lock in hand."""
+        return held_here(self.lock)
 
     def current(self) -> list[State]:
         with self.lock:

@@ -25,7 +25,7 @@ from itertools import count
 from uuid import uuid4
 
 from headway.errors import HeadwayError, InvalidInput, StorageError, Unavailable
-from headway.lifecycle import Flag, ForkGuard, undisturbed
+from headway.lifecycle import Flag, ForkGuard, refuse_within, undisturbed
 from headway.retry import LISTENER, RetryPolicy, call
 from headway.states.cache import Cache
 from headway.states.state import Key, State, checked, checked_id, checked_task
@@ -65,8 +65,7 @@ class LiveStore:
         self._starting = threading.Lock()
         # One listing at a time: an older one must not be applied after a newer one.
         self._listing = threading.Lock()
-        self._lister = 0  # the thread that lists
-        self._key_locks: dict[Key, threading.Lock] = {}
+        self._key_locks: dict[Key, threading.RLock] = {}
         self._cache = Cache(record.job_id, backend.kind, tombstone=record.deleted, clock=clock)
         self._listener: Listener | None = None
         self._fresh_until = 0.0
@@ -148,8 +147,10 @@ class LiveStore:
         log.debug("state written", version=stored.version, **facts)
         return stored
 
-    def _lock_of(self, key: Key) -> threading.Lock:
-        return self._key_locks.setdefault(key, threading.Lock())  # one step: all get the same
+    def _lock_of(self, key: Key) -> threading.RLock:
+        lock = self._key_locks.setdefault(key, threading.RLock())  # one step: all get the same
+        refuse_within(lock, f"The state {key[1]!r} of task {key[0]}")
+        return lock
 
     # ---- reading ---------------------------------------------------------------------
 
@@ -183,8 +184,9 @@ class LiveStore:
         self._usable()
         if self._thread is None:
             self._ensure_listening()
-        # What a subscription accepts may read while a listing is told to it, in the thread that has just listed.
-        if self.fresh or self._lister == threading.get_ident():
+        # What a subscription accepts may read while it is told what was just listed or heard: that is what there is to read,
+        # and whoever lists now would wait for the lock that this thread has.
+        if self.fresh or self._cache.told_here:
             metrics.count("headway_states_reads", result="hit")
             return
         metrics.count("headway_states_reads", result="miss")
@@ -355,11 +357,7 @@ class LiveStore:
         except JobGone as gone:
             self._lose(gone)
             raise
-        self._lister = threading.get_ident()
-        try:
-            self._cache.reconcile(snapshot)
-        finally:
-            self._lister = 0
+        self._cache.reconcile(snapshot)
 
     def _lose(self, gone: JobGone) -> None:
         self._fresh_until = 0.0

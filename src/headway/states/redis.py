@@ -69,6 +69,7 @@ class RedisStates:
         self._url = url
         self._client: Redis = _redis.connect(url, role="state", name="states")
         self._warm: list[tuple[Any, float]] = []  # connections that were answered, and when
+        self._closed = False
         self._eviction = _redis.EvictionWatch(
             url, lambda what: log.critical(f"🔴 {what}", reason="CONFIG SET maxmemory-policy")
         )
@@ -101,6 +102,9 @@ class RedisStates:
             # the pool open, and speaks to database 0 from then on, where there is no job.
             self._client.connection_pool.disconnect(inuse_connections=False)
             raise
+        finally:
+            if self._closed:  # meanwhile; looked at after the connection was put back, so one of us sees it
+                self._end_idle()
 
     def _run(self, name: str, keys: Sequence[str], *arguments: str | int) -> Any:
         """One script, once. A connection that was in use a moment ago is taken past the client's pool, whose care for it
@@ -219,9 +223,16 @@ class RedisStates:
             self._client.client_unblock(client_id)
 
     def close(self) -> None:
-        while self._warm:
-            self._client.connection_pool.release(self._warm.pop()[0])
-        self._client.close()
+        """Calls that are under way end as if it were open, and close their connections: cut off, nobody would know whether
+        their states were written."""
+        self._closed = True
+        self._end_idle()
+
+    def _end_idle(self) -> None:
+        with suppress(IndexError):  # none is left
+            while True:
+                self._client.connection_pool.release(self._warm.pop()[0])
+        self._client.connection_pool.disconnect(inuse_connections=False)
 
 
 class _Away(Exception):
