@@ -202,8 +202,8 @@ class Cache:
             current = {state.key for state in snapshot.states} | self._touched
             for key in [key for key in self.states if key not in current]:
                 self._forget(key)
-            told = (state for state in snapshot.states if state.key in self.states or state.key not in self._touched)
-            listed = sorted(told, key=replay_order)
+            known = (state for state in snapshot.states if state.key in self.states or state.key not in self._touched)
+            listed = sorted(known, key=replay_order)
             for state in listed:  # all before the first is told: whoever is told may look at the others
                 if state.version > self._version(state.key):
                     self.states[state.key] = state
