@@ -178,12 +178,25 @@ def test_a_sink_hears_every_measurement():
 
 
 def test_a_child_forked_while_a_thread_was_counting_can_count():
-    with telemetry.metrics._lock:
+    counting, forked = threading.Event(), threading.Event()
+
+    def count() -> None:
+        with telemetry.metrics._lock:
+            counting.set()
+            forked.wait(60)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        assert counting.wait(60)
         pid = os.fork()
         if pid == 0:
             signal.alarm(20)  # a child that hangs ends itself
             telemetry.metrics.count("in_the_child")
             os._exit(int(telemetry.metrics.value("in_the_child")) + 4)
+    finally:
+        forked.set()
+        thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
 
 

@@ -172,9 +172,9 @@ def test_a_reply_that_a_timeout_left_behind_is_never_the_next_calls(
     answer = line.item_done("q", 1)
     assert (answer.outcome, answer.done) == (Outcome.COUNTED, 2)
     alarm(0)
-    # Once more, exactly between the request and the wait for its reply, which comes a second later.
+    # Once more, exactly between the request and the wait for its reply, which comes long after the next request.
     line.create("r", total=1)
-    proxy.delay(1.2)
+    proxy.delay(8)
     with pytest.raises(Late), at_functions("_redis/connections.py", read_response=interrupt):
         line.item_done("r", 1)
     proxy.delay(0)

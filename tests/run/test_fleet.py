@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
 
+import psycopg
 import pytest
 
 import headway
@@ -214,15 +214,21 @@ def test_whoever_submits_slots_at_the_same_time_submits_none_too_many(
     job = ledger.job("ads")
     known = fleet.read(ledger.database, job.no)
     assert known is not None
-    ready = Barrier(4)
 
-    def submit(_: int) -> int:
+    def submit() -> int:
         with open_queue(Config(), ledger.database) as queue:
-            ready.wait(30)
             return submit_missing(queue, job, known)
 
-    with ThreadPoolExecutor(4) as pool:
-        assert sorted(pool.map(submit, range(4))) == [0, 0, 0, 3]
+    waiting = (
+        "SELECT count(DISTINCT pid) FROM pg_locks JOIN pg_stat_activity USING (pid) "
+        "WHERE NOT granted AND datname = current_database()"
+    )
+    with psycopg.connect(database) as somebody, ThreadPoolExecutor(4) as pool:
+        somebody.execute("LOCK TABLE headway.outbox IN SHARE MODE")  # each has counted before anybody has submitted
+        submitted = [pool.submit(submit) for _ in range(4)]
+        eventually(lambda: ledger.database.one(waiting) == (4,), timeout=60)
+        somebody.rollback()
+        assert sorted(each.result(60) for each in submitted) == [0, 0, 0, 3]
     assert ledger.database.one("SELECT count(*) FROM tasks") == (3,)
 
 
