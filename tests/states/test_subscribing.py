@@ -152,6 +152,31 @@ def test_what_a_subscription_accepts_may_close_it_or_another_and_costs_nobody_el
     assert "lost its store" not in caplog.text
 
 
+@pytest.mark.stores(("memory", "redis"))
+def test_what_a_subscription_accepts_may_subscribe_too_and_costs_nobody_else(
+    place: Place, caplog: pytest.LogCaptureFixture
+):
+    store = place.open()
+    later: list[Subscription] = []
+
+    def accepts(state: State) -> bool:
+        if state.status == 2:
+            later.extend(store.subscribe() for _ in range(20))
+        return True
+
+    subscriptions = [store.subscribe(accepts=accepts), *(store.subscribe() for _ in range(4))]
+    for status in (1, 2, 3):
+        store.set_state(State("job", 0, "a", status))
+    for subscription in subscriptions:
+        replayed(subscription)
+        assert [state.status for state in live(subscription, 3)] == [1, 2, 3]
+    assert len(later) == 20
+    for subscription in later:  # what was written meanwhile stands already, or is told
+        (first,) = replayed(subscription)
+        assert first.status == 3 or live(subscription)[0].status == 3
+    assert "lost its store" not in caplog.text
+
+
 def test_a_waker_that_was_closed_writes_into_nobody_elses_file(postgres_url: str):
     with connect(postgres_url) as database:
         waker = NotificationWaker(database, "somewhere")

@@ -163,7 +163,7 @@ class Cache:
             del self._under_way[state.key]
             if state.version == written:
                 metrics.observe("headway_states_live_seconds", self._clock() - when, store=self._kind)
-        for subscription in list(self.subscriptions):  # what one accepts may close it, or another
+        for subscription in list(self.subscriptions):  # what one accepts may subscribe too
             subscription.offer(state)
 
     def _forget(self, key: Key) -> None:
