@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 #: Seconds for the tests of one mutant, and for all tests on the unchanged copy.
-LIMIT, BASELINE_LIMIT = 600, 3600
+LIMIT, BASELINE_LIMIT = 300, 3600
 #: A change that makes a test hang is noticed after so long. The unchanged copy keeps within it too.
 LIMITED = ("--timeout", "100")
 REQUIRED = {"file": str, "old": str, "new": str, "tests": list, "why": str}
