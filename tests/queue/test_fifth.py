@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -291,29 +291,44 @@ class FallingSilent:
         pass
 
 
+class Silence:
+    """A database that answers nobody for some seconds from the moment on at which this is called first."""
+
+    def __init__(self, database_url: str, seconds: float) -> None:
+        self._other, self._seconds = TaskQueue(database_url), seconds
+        self._pool, self._fell, self._over = ThreadPoolExecutor(1), threading.Event(), Future[None]()
+
+    def __call__(self) -> None:
+        if not self._fell.is_set():
+            self._over = self._pool.submit(self._other.database.run, self._last)
+            assert self._fell.wait(10.0)
+
+    def _last(self, tx: Tx) -> None:
+        if tx.engine == "postgresql":
+            tx.execute("LOCK TABLE tasks")
+        tx.execute("UPDATE tasks SET lease_until = lease_until - 60")  # nobody renewed it for so long
+        self._fell.set()
+        time.sleep(self._seconds)
+
+    def wait(self) -> None:
+        self._over.result(60)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+        self._other.close()
+
+
 def test_a_database_that_falls_silent_in_the_middle_of_a_round_takes_nothing_from_those_who_live(
     database_url: str, queue: TaskQueue
 ):
-    busy = threading.Event()
-
-    def be_busy(tx: Tx) -> None:
-        if tx.engine == "postgresql":
-            tx.execute("LOCK TABLE tasks")
-        busy.set()
-        time.sleep(SILENCE + 0.5)
-
-    with TaskQueue(database_url) as other, ThreadPoolExecutor(1) as pool:
-
-        def fall_silent() -> None:
-            if not busy.is_set():
-                blocking.append(pool.submit(other.database.run, be_busy))
-                assert busy.wait(10.0)
-
-        blocking: list[Future[None]] = []
-        sweeper = Sweeper(queue, hints=FallingSilent(fall_silent))
-        id = claimed_far_away(queue, 1.0)
+    with Silence(database_url, SILENCE + 0.5) as silence:
+        sweeper = Sweeper(queue, hints=FallingSilent(silence))
+        id = claimed_far_away(queue)
         sweeper.tick()
-        blocking[0].result()
+        silence.wait()
         sweeper.tick()
         assert queue.get(id).status == "RUNNING"
         turn_clock(queue, LEASE + 1)  # it said nothing since
@@ -326,32 +341,17 @@ def test_a_database_that_falls_silent_while_the_sweeper_deletes_or_counts_takes_
     doing: str, database_url: str, queue: TaskQueue, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("headway.queue.sweeper.SILENCE", 0.2)
-    busy, ahead = threading.Event(), 0.0
-
-    def be_busy(tx: Tx) -> None:
-        if tx.engine == "postgresql":
-            tx.execute("LOCK TABLE tasks")
-        tx.execute("UPDATE tasks SET lease_until = lease_until - 60")  # nobody renewed it for so long
-        busy.set()
-        time.sleep(2.0)
-
-    with TaskQueue(database_url) as other, ThreadPoolExecutor(1) as pool:
-
-        def fall_silent() -> None:
-            if not busy.is_set():
-                blocking.append(pool.submit(other.database.run, be_busy))
-                assert busy.wait(10.0)
-
-        blocking: list[Future[None]] = []
-        sweeper = Sweeper(queue, chores=[fall_silent], clock=lambda: time.monotonic() + ahead)
+    ahead = 0.0
+    with Silence(database_url, 2.0) as silence:
+        sweeper = Sweeper(queue, chores=[silence], clock=lambda: time.monotonic() + ahead)
         if doing == "deletes":
             ahead = 61.0  # it does once a minute
         id = claimed_far_away(queue)
         sweeper.tick()
         if doing == "deletes" or queue.database.engine == "postgresql":
-            blocking[0].result()
+            silence.wait()
         sweeper.tick()
-        blocking[0].result()
+        silence.wait()
         assert queue.get(id).status == "RUNNING"
 
 
