@@ -239,7 +239,7 @@ def test_of_an_error_of_megabytes_only_both_ends_are_read_and_kept():
     with Manager("job", 0, 1, open_store("sqlite:///:memory:", "job", 1)[0]) as manager:
         text = "begun with this; " + "x " * 1_000_000 + "; ended with this"
         for stored in (manager.set_error(ValueError(text), "a"), manager.set_warning(text, "a")):
-            assert len(stored.message) <= MESSAGE_LIMIT
+            assert MESSAGE_LIMIT // 2 < len(stored.message) <= MESSAGE_LIMIT
             assert stored.message[2:].startswith("begun with this")
             assert f"({len(text)} characters)" in stored.message
             assert stored.message.endswith("ended with this")
@@ -258,7 +258,7 @@ def test_an_error_whose_text_no_store_could_keep_is_still_reported(place: Place)
     manager = Manager("job", 0, 3, place.open())
     stored = manager.set_error(OSError("cannot open '\udcff\0': " + "x" * 10_000), "a")
     assert stored.message.startswith("\U0001f534 cannot open '?�'")
-    assert len(stored.message) <= MESSAGE_LIMIT
+    assert MESSAGE_LIMIT // 2 < len(stored.message) <= MESSAGE_LIMIT
 
 
 def test_a_secret_in_an_error_is_not_stored(place: Place):
