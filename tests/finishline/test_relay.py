@@ -136,7 +136,7 @@ def test_an_event_is_kept_until_every_sink_has_it(open_line: OpenLine, redis_ser
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 @pytest.mark.parametrize("odd", [{"job": "a\0b"}, {"id": "job.completed:p:\0"}])
 def test_an_event_of_a_project_that_no_database_can_name_keeps_no_other_from_being_noted(
-    odd: dict[str, str], kind: str, open_line: OpenLine, redis_server: RedisServer
+    odd: dict[str, str], kind: str, open_line: OpenLine, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ):
     line = open_line(kind)
     entry = {"id": "1", "type": "job.completed", "source": "somebody", "job": "j", "version": "1", "at": "1"}
@@ -151,6 +151,7 @@ def test_an_event_of_a_project_that_no_database_can_name_keeps_no_other_from_bei
     eventually(lambda: relay.tick() and events(redis_server) == [])
     client.flushall()
     assert line.progress("p").live is False  # SQL knows that it was told
+    assert ("of no project that SQL could know" in caplog.text) == (kind == "postgres")  # SQLite holds any text
 
 
 def test_after_a_wipe_the_relay_subscribes_again_and_goes_on(open_line: OpenLine, redis_server: RedisServer):

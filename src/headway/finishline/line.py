@@ -314,8 +314,10 @@ class FinishLine:
             for event in events:
                 if event.type != "job.completed":
                     continue  # somebody else's
-                with suppress(InvalidInput):  # SQL cannot hold such a name: it is no project, and the others are noted
+                try:
                     self._records.delivered(event.job, event.id.rpartition(":")[2], event.data)
+                except InvalidInput as error:  # SQL cannot hold such a name: it is no project, and the others are noted
+                    log.warning("a delivered event is of no project that SQL could know", error=str(error))
 
     def close(self, seconds: float = DRAIN_SECONDS) -> bool:
         """Accept nothing new, wait for what is under way, close the pools; whether all of it ended in time."""
