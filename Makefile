@@ -35,6 +35,7 @@ demo: $(SETUP)  ## a lively installation in a temporary directory, with its dash
 test: $(SETUP)  ## obtain the servers the tests need and run them
 	-@$(BIN)/python -m tests.services.firestore
 	-@$(BIN)/python -m tests.services.chromium
+	-@$(BIN)/python -m tests.services.nginx
 	$(BIN)/pytest -n 4 --dist worksteal --results=$(RESULTS)
 
 # Apart from test, because a tracer doubles its time and stands in the way of tests about signals and start-up.

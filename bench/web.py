@@ -33,6 +33,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from websockets.asyncio.client import connect
 from websockets.sync.client import connect as sync_connect
@@ -284,13 +285,18 @@ def page(place: Path, items: int, rounds: int) -> dict[str, Any]:
 def look_at(address: str) -> None:
     """What a browser does with the page of a job: it is sent the changes, and asks for the page again every few seconds."""
     base = "/".join(address.split("/")[:3])
-    with contextlib.suppress(Exception), sync_connect(base.replace("http", "ws") + "/api/v1/live") as live:
+    page = base + parse_qs(urlsplit(address).query)["next"][0]
+    with urllib.request.urlopen(address, timeout=30) as entered:  # the link that opens a session
+        cookies = [value.partition(";")[0] for value in entered.headers.get_all("set-cookie")]
+    session = {"Cookie": "; ".join(cookies)}
+    live_address = base.replace("http", "ws") + "/api/v1/live"
+    with contextlib.suppress(Exception), sync_connect(live_address, additional_headers=session) as live:
         asked = 0.0
         while True:
             live.recv(10)
             if time.monotonic() - asked > 3:
                 asked = time.monotonic()
-                urllib.request.urlopen(address, timeout=10).read()
+                urllib.request.urlopen(urllib.request.Request(page, headers=session), timeout=10).read()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -303,7 +309,7 @@ def environment() -> dict[str, str]:
 @contextlib.contextmanager
 def served(place: Path, *arguments: str) -> Iterator[tuple[str, int]]:
     """The address and the process of a `headway serve`."""
-    command = [sys.executable, "-m", "headway", "serve", "--port", "0", *arguments]
+    command = [sys.executable, "-m", "headway", "serve", "--no-auth", "--port", "0", *arguments]
     process = subprocess.Popen(command, cwd=place, env=environment(), text=True, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None

@@ -25,9 +25,10 @@ import hypothesis
 import pytest
 
 from headway.queue import watch
-from tests.services import firestore, postgres, redis
+from tests.services import firestore, nginx, postgres, redis
 from tests.services.firestore import FirestoreEmulator
 from tests.services.janitor import RunDirectory
+from tests.services.nginx import NginxServer
 from tests.services.postgres import PostgresServer
 from tests.services.proxy import TcpProxy
 from tests.services.redis import RedisServer
@@ -140,6 +141,16 @@ def service_directory(request: pytest.FixtureRequest) -> Callable[[str], Path]:
     run = Path(worker["run_directory"]) if worker else request.config.stash[RUN].path
     numbers = itertools.count(1)
     return lambda kind: run / f"{kind}-{worker.get('workerid', 'main')}-{next(numbers)}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _runtime_directory(service_directory: Callable[[str], Path]) -> Iterator[None]:
+    """Servers of the tests write their token files into a directory of the run."""
+    directory = service_directory("runtime")
+    directory.mkdir(mode=0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(directory))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -258,6 +269,24 @@ def firestore_emulator(_shared_firestore: FirestoreEmulator, monkeypatch: pytest
         _shared_firestore.start()
     monkeypatch.setenv("FIRESTORE_EMULATOR_HOST", _shared_firestore.host)
     return _shared_firestore
+
+
+@pytest.fixture
+def nginx_factory(service_directory: Callable[[str], Path]) -> Iterator[Callable[..., NginxServer]]:
+    """`nginx_factory("http://127.0.0.1:8700", directives=FORWARDING)`: a reverse proxy in front of it, for this test."""
+    program = nginx.find()
+    if program is None:
+        pytest.skip("nginx is missing; install it: apt-get install nginx-light")
+    servers: list[NginxServer] = []
+
+    def start(upstream: str, **options: str) -> NginxServer:
+        servers.append(NginxServer(service_directory("nginx"), program, upstream, **options))
+        servers[-1].start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.discard()
 
 
 @pytest.fixture

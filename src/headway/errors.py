@@ -11,6 +11,8 @@
     │   │   └── JobHeld         another process is running this job
     │   ├── InputChanged        the items are not those of the earlier run
     │   └── StaleClaim          the lease lapsed and somebody else has the work
+    │       └── LedgerRestored  the database was restored to a moment before this run began (exit 1)
+    ├── ItemsFailed             items of a job failed for good, and raise_on_dead was set (exit 3)
     ├── Unavailable             a server cannot be reached (exit 6)
     ├── ServerRefused           a server answered, and said no (exit 1)
     ├── Stopping                a shutdown interrupted a wait (exit 143)
@@ -21,11 +23,13 @@
         ├── StoreReadOnly       no right to write
         └── StoreFull           no space left
 
-An error says *what* happened and *why* (its message) and what to do next (its ``hint``).
+An error says *what* happened and *why* (its message) and what to do next (its ``hint``, shown in tracebacks as a note).
 ``exit_code`` is what the command line ends with.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class HeadwayError(Exception):
@@ -36,8 +40,14 @@ class HeadwayError(Exception):
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
-        if hint is not None:
-            self.hint = hint
+        self.hint = self.hint if hint is None else hint
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Keep the hint as a note too: tracebacks show notes."""
+        if name == "hint":
+            notes = [note for note in getattr(self, "__notes__", ()) if note != f"Hint: {self.hint}"]
+            self.__notes__ = [*notes, f"Hint: {value}"] if value else notes
+        super().__setattr__(name, value)
 
 
 class UsageError(HeadwayError):
@@ -100,6 +110,20 @@ class InputChanged(Refused):
 
 class StaleClaim(Refused):
     """The claim's lease lapsed and the work was given to somebody else; nothing was recorded."""
+
+
+class LedgerRestored(StaleClaim):
+    """The database was restored to a moment before this run began."""
+
+    hint = "Nothing was recorded since. Run the same command again: it continues from what the database has."
+    exit_code = 1
+
+
+class ItemsFailed(HeadwayError):
+    """Items of a job failed for good. ``result`` is what the run would have returned."""
+
+    exit_code = 3
+    result: Any = None
 
 
 class Unavailable(HeadwayError):

@@ -65,6 +65,11 @@ _PHRASES = (
     r"|request\ entity|uri\ too|unsupported|unprocessable|locked|too\ (?:early|many)|internal|not\ impl|bad\ gateway"
     r"|service\ un|gateway|http\ ver|insufficient"
 )
+# A status that begins the message: "422 schema v1". Followed by a verb or a unit it is the item's own number.
+_STATUS = r"4(?:0\d|1[0-8]|2[1-689]|31|51)|50[0-8]|51[01]"
+_OF_AN_ITEM = (
+    rf"(?:{_COUNTED}|is|isn't|was|are|were|has|have|had|does|did|not|cannot|can't|and|or|in|at|columns?|pages?)"
+)
 _VARIABLE_PARTS = re.compile(
     rf"""
     (?P<keep>
@@ -73,6 +78,8 @@ _VARIABLE_PARTS = re.compile(
       | sqlstate [\s:=\[('"]{{0,3}} [0-9a-z]{{5}} \b
       | (?<![\w-]) {_ANSWERS} \s [1-5]\d\d (?![\w.,:-]*\d) (?!\s+{_COUNTED}\b)
       | (?:^|(?<=[:,;>=-]\ )|(?<=[(\[<"'])) [1-5]\d\d (?=[:,]?\ (?:{_PHRASES})\b)
+      | ^(?:{_STATUS}) (?=[:,]?\ [a-z]) (?![:,]?\ {_OF_AN_ITEM}\b)
+      | \bv\d{{1,3}}(?:\.\d+){{0,3}}\b(?![-_])      # a version: schema v1, API v2.1
       | <signals\.\w+:\ \d+>
       | ^\(-?\d{{1,5}} (?=,\ ['"])                   # (1205, 'Lock wait timeout exceeded')
       | \b(?:ora-\d{{5}}|e\d{{4,5}}|sqlite_\w+) \b
@@ -92,7 +99,8 @@ _REPLACED = {"id": "{id}", "time": "{time}", "address": "{address}", "word": "{i
 def normalise(message: str, name: str | None = None) -> str:
     """``message`` without what differs between items; ``name`` is the item's own key."""
     line = " ".join(message[:2000].split())
-    if name and len(name) >= 3:
+    # A key of digits is found as a number: replaced here, key 123 would be another cause than key 7.
+    if name and len(name) >= 3 and not name.isdecimal():
         line = line.replace(name, "{id}")
     return _VARIABLE_PARTS.sub(_replacement, line)[:200]
 

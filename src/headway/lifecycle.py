@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from headway.errors import HeadwayError, Stopping
 
@@ -184,6 +184,45 @@ class Shutdown:
             raise Stopping("The process is shutting down and accepts no new work.")
 
 
+#: Signal -> (handler of this process, handler that a process it forks gets instead).
+_own_handlers: dict[int, tuple[Any, Any]] = {}
+_forking = threading.local()
+
+
+def own_handler(number: int, handler: Callable[[int, FrameType | None], object]) -> Any:
+    """Install a signal handler that forked children do not keep, and return the one before it.
+
+    A child of `multiprocessing` waits for nobody who would read our flags, and its parent ends it by SIGTERM. Resetting the
+    handler in the child alone is not enough: Python forgets a signal that a Python handler received before the child has
+    started. So these signals are blocked during a fork (`_before_fork`) and delivered when the child has its own handlers.
+    """
+    before = signal.signal(number, handler)
+    before = signal.SIG_DFL if before is None else before  # None: not installed by Python, which cannot restore it
+    _own_handlers[number] = (handler, before)
+    return before
+
+
+def _before_fork() -> None:
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _own_handlers) if _own_handlers else None
+
+
+def _after_fork_in_parent() -> None:
+    if _forking.mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _after_fork_in_child() -> None:
+    if _forking.mask is not None:
+        for number, (own, before) in _own_handlers.items():
+            if signal.getsignal(number) is own:  # not one that the application has installed since
+                signal.signal(number, before)
+        _own_handlers.clear()
+        signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+
+
 @contextmanager
 def on_signals(shutdown: Shutdown) -> Iterator[Shutdown]:
     """Route `STOP_SIGNALS` to ``shutdown``. Outside the main thread Python allows no handlers: then nothing is
@@ -199,22 +238,25 @@ def on_signals(shutdown: Shutdown) -> Iterator[Shutdown]:
         if os.getpid() == owner:
             shutdown.request_from_handler(signum)
             return
-        # A process that somebody forked meanwhile (a worker of multiprocessing) has our handlers. Nobody there looks at
-        # the shutdown, and its parent waits for it to end: it obeys as if we had not been there.
-        found = before[signal.Signals(signum)]
-        signal.signal(signum, signal.SIG_DFL if found is None else found)
+        # A process that was forked without Python's hooks (by C code) still has our handler: it acts on the signal as if
+        # we had not been there.
+        signal.signal(signum, before[signal.Signals(signum)])
         signal.raise_signal(signum)
 
     wanted = [
         number for number in STOP_SIGNALS if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)
     ]
-    before = {number: signal.signal(number, handle) for number in wanted}
+    outer = {number: _own_handlers.get(number) for number in wanted}
+    before = {number: own_handler(number, handle) for number in wanted}
     try:
         yield shutdown
     finally:
         for number, handler in before.items():
-            # None: it was not Python that had installed it, so Python cannot put it back.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.signal(number, handler)
+            if (entry := outer[number]) is None:
+                _own_handlers.pop(number, None)
+            else:
+                _own_handlers[number] = entry
 
 
 class Budget:

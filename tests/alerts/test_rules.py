@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -236,6 +237,13 @@ def start(scene: Scene, spawn: Callable[[str], Forked], name: str) -> Forked:
     return child
 
 
+def start_another(scene: Scene, spawn: Callable[[str], Forked], name: str) -> Forked:
+    """Start a worker while others end, and wait for its first heartbeat."""
+    child = spawn(name)
+    eventually(lambda: scene.store.all("SELECT 1 FROM task_workers WHERE pid = ?", (child.pid,)))
+    return child
+
+
 @pytest.mark.req("S2-40")
 def test_a_killed_worker_is_lost_until_another_takes_its_place(scene: Scene, spawn: Callable[[str], Forked]):
     evaluator = scene.evaluator(rules=rules(open_after=0, close_after=0, worker_lost=30))
@@ -264,11 +272,46 @@ def test_a_worker_that_says_nothing_is_lost_after_its_time_wherever_it_runs(
 
 def test_one_new_worker_takes_the_place_of_one_lost_worker_only(scene: Scene, spawn: Callable[[str], Forked]):
     evaluator = scene.evaluator(rules=rules(open_after=0, close_after=0, worker_lost=30))
-    for child in (start(scene, spawn, "first"), start(scene, spawn, "second")):
+    children = [start(scene, spawn, "first"), start(scene, spawn, "second")]
+    # Both are known to have lived at the same time.
+    eventually(lambda: scene.store.all("SELECT min(seen_at) > max(started_at) FROM task_workers")[0][0])
+    for child in children:
         child.kill()
     eventually(lambda: evaluator.tick() and len(scene.open()) == 2)
     start(scene, spawn, "third")
     evaluator.tick()
+    assert [rule for rule, _ in scene.open()] == ["worker_lost"]
+
+
+@pytest.mark.parametrize("how", ["terminate", "kill"])
+@pytest.mark.parametrize("evaluated", ["before the new worker starts", "after the new worker started"])
+def test_a_replaced_worker_stays_replaced_after_its_replacement_ended(
+    scene: Scene, spawn: Callable[[str], Forked], evaluated: str, how: str
+):
+    start(scene, spawn, "first").kill()
+    second = start_another(scene, spawn, "second")
+    before = scene.evaluator(rules=rules(open_after=0, close_after=0, worker_lost=30))
+    before.tick()
+    assert scene.open() == []
+    before.close()
+    getattr(second, how)()
+    second.wait()
+    evaluator = scene.evaluator(rules=rules(open_after=0, close_after=0, worker_lost=30))
+    if evaluated == "before the new worker starts":
+        evaluator.tick()
+        assert [name.split(".")[0] for _, name in scene.open()] == (["second"] if how == "kill" else [])
+    start_another(scene, spawn, "third")
+    evaluator.tick()
+    assert scene.open() == []
+    assert not any(alert.subject.startswith("first") for alert in scene.alerts())
+
+
+def test_a_worker_that_was_lost_after_its_first_heartbeat_does_not_replace_itself(
+    scene: Scene, spawn: Callable[[str], Forked]
+):
+    start(scene, spawn, "first").kill()
+    scene.store.run(lambda tx: tx.execute("UPDATE task_workers SET seen_at = started_at"))
+    scene.evaluator(rules=rules(open_after=0, worker_lost=30)).tick()
     assert [rule for rule, _ in scene.open()] == ["worker_lost"]
 
 
@@ -402,7 +445,7 @@ def test_redis_that_fills_up_or_goes_away_is_an_alert_and_what_is_unknown_stays_
 ):
     given = Rules(limits={"redis_memory": 0.85, "store_away": 30.0}, open_after=60, close_after=0, redis_bytes=1000)
     clock = Ticking(0.0)
-    evaluator = scene.evaluator(rules=given, redis=redis_server.url(0), clock=clock)
+    evaluator = scene.evaluator(rules=replace(given, redis=redis_server.url(0)), clock=clock)
     scene.pass_time(evaluator, 80)
     assert scene.open() == [("redis_memory", "redis")]
     redis_server.kill9()
@@ -415,8 +458,25 @@ def test_redis_that_fills_up_or_goes_away_is_an_alert_and_what_is_unknown_stays_
     assert scene.open() == [("redis_memory", "redis")]
 
 
+def test_the_alert_about_redis_closes_when_the_settings_name_one_that_answers(
+    scene: Scene, redis_server: RedisServer, redis_factory: Callable[..., RedisServer]
+):
+    clock = Ticking(0.0)
+    current = Rules(limits={"store_away": 30.0}, open_after=0, close_after=0, redis=redis_server.url(0))
+    evaluator = scene.evaluator(rules=lambda: current, clock=clock)
+    redis_server.kill9()
+    scene.pass_time(evaluator, 10)
+    clock.now += 30
+    scene.pass_time(evaluator, 10)
+    assert scene.open() == [("store_away", "redis")]
+    current = replace(current, redis=redis_factory().url(0))
+    scene.pass_time(evaluator, 10)
+    assert scene.open() == []
+
+
 def test_redis_that_nobody_limits_is_never_full(scene: Scene, redis_server: RedisServer):
-    evaluator = scene.evaluator(rules=rules(open_after=0, redis_memory=0.001), redis=redis_server.url(0))
+    given = replace(rules(open_after=0, redis_memory=0.001), redis=redis_server.url(0))
+    evaluator = scene.evaluator(rules=given)
     scene.pass_time(evaluator, 20)
     assert scene.alerts() == []
 

@@ -14,6 +14,7 @@ import pytest
 
 from headway.ledger import Done, Ledger
 from tests.cli.conftest import COMMAND, Answer
+from tests.services.redis import RedisServer
 
 Cli = Callable[..., Answer]
 
@@ -223,12 +224,51 @@ def test_doctor_finds_a_healthy_store_healthy(cli: Cli, ads: Path):
     assert cli("audit", "--json").json["audit"] == []  # its test of writing left nothing
 
 
+def test_doctor_asks_the_redis_of_the_queue(
+    cli: Cli, ads: Path, redis_factory: Callable[..., RedisServer], monkeypatch: pytest.MonkeyPatch
+):
+    def redis_line() -> tuple[int, str]:
+        answer = cli("doctor")
+        return answer.code, "".join(line for line in answer.out.splitlines() if line.split()[1] == "redis")
+
+    server = redis_factory(maxmemory="50mb")
+    monkeypatch.setenv("HEADWAY_QUEUE_REDIS", server.url())
+    code, line = redis_line()
+    assert (code, line[:4]) == (0, "ok  ")
+    assert "version" in line
+    with server.client() as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+    code, line = redis_line()
+    assert (code, line[:4]) == (0, "warn")
+    assert "maxmemory-policy allkeys-lru" in line
+    server.kill9()
+    code, line = redis_line()
+    assert (code, line[:4]) == (1, "fail")
+    assert "cannot be reached" in line
+    monkeypatch.setenv("HEADWAY_QUEUE_MODE", "database")
+    assert redis_line() == (0, ""), "the queue does not use it"
+
+
 @pytest.mark.req("S3-39")
 def test_doctor_warns_of_a_database_that_others_can_read(cli: Cli, ads: Path):
     ads.chmod(0o644)
     answer = cli("doctor")
     assert answer.code == 0
     assert "warn  mode      others can read headway.db" in answer.out
+
+
+def test_doctor_warns_of_a_write_ahead_log_that_a_reader_keeps_from_being_checkpointed(cli: Cli, ads: Path):
+    with closing(sqlite3.connect(ads)) as reader, closing(sqlite3.connect(ads)) as writer:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM jobs").fetchone()
+        writer.execute("CREATE TABLE ballast (content BLOB)")
+        for megabytes, verdict in ((60, "ok  "), (10, "warn")):  # the limit is 64 MiB, which is 67 MB
+            for _ in range(megabytes):
+                writer.execute("INSERT INTO ballast VALUES (zeroblob(1000000))")
+            writer.commit()
+            answer = cli("doctor")
+            assert f"{verdict}  wal       write-ahead log of " in answer.out
+            assert ("end it" in answer.out) == (verdict == "warn")
 
 
 HOLD = """

@@ -80,3 +80,15 @@ def test_one_option_means_the_same_on_every_verb():
             if isinstance(parameter, click.Option) and name in parameter.opts
         }
         assert len(found) == 1, name
+
+
+def test_a_misspelt_option_is_answered_with_the_nearest_one_alone(cli: Cli):
+    said = cli("run", "--worker", "3", "--items", "x").err
+    assert "'--workers'" in said
+    assert "--key" not in said
+
+
+def test_every_verb_that_uses_a_database_takes_it_by_its_short_name(cli: Cli):
+    assert "-d, --database" in cli("worker", "--help").out
+    refused = cli("worker", "-d", "sqlite:///a.db", "--app", "shop:queue")
+    assert (refused.code, "shop:queue names the database" in refused.err) == (2, True)

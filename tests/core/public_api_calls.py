@@ -85,3 +85,7 @@ def catch_errors() -> tuple[str, int]:
     except HeadwayError as error:
         return error.hint, error.exit_code
     return headway.__version__, 0
+
+
+def use_a_name_that_does_not_exist() -> None:
+    headway.nothing()  # type: ignore[attr-defined]

@@ -1,12 +1,14 @@
 """Settings: which one wins, where it came from, and one clear error for each bad one."""
 
+import warnings
 from pathlib import Path
 
 import pytest
 
-from headway.config import OPTIONS, Config
+from headway.config import OPTIONS, Config, MisspeltVariable
 from headway.errors import ConfigError
 from headway.ledger import ProgressManager
+from headway.telemetry import forget_secrets, redact
 
 
 def config(directory: Path, toml: str = "", environment: dict[str, str] | None = None, **cli) -> Config:
@@ -77,7 +79,7 @@ def test_a_profile_is_chosen_by_the_environment_first(tmp_path: Path):
         ("timeout = 0", {}, "above 0", ""),
         ("timeout = nan", {}, "above 0", ""),
         ("timeout = inf", {}, "above 0", ""),
-        ("retry_delay = 'off'", {}, "above 0", ""),
+        ("retry_delay = 'off'", {}, "from 0", ""),
         ("retention_days = ''", {}, "above 0", ""),
         ("mode = 'fibre'", {}, "process, thread, async", ""),
         ("", {"HEADWAY_RETRIES": ""}, "HEADWAY_RETRIES", ""),
@@ -169,6 +171,38 @@ def test_reloading_tells_what_changed(tmp_path: Path):
     assert found.reload() == {}
 
 
+def test_a_secret_that_came_with_a_reload_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RELAY_PASSWORD", "correct-horse-1")
+    forget_secrets()
+    found = config(tmp_path, "retries = 2")
+    assert redact("said correct-horse-1") == "said ***"
+    monkeypatch.setenv("RELAY_PASSWORD", "battery-staple-2")
+    (tmp_path / "headway.toml").write_text("retries = 6\n")
+    assert found.reload() == {"retries": 6}
+    assert redact("said battery-staple-2") == "said ***"
+
+
+def test_a_misspelt_variable_is_warned_of_once_with_the_name_that_was_meant(tmp_path: Path):
+    environment = {"HEADWAY_WOKERS": "4", "HEADWAY_PORT": "tcp://10.0.0.1:80", "HEADWAY_MAX_RETRIES": "5"}
+    with pytest.warns(MisspeltVariable) as caught:
+        assert config(tmp_path, "", environment)["workers"] is None
+    assert sorted(str(each.message) for each in caught) == [
+        "HEADWAY_MAX_RETRIES is not a setting and is ignored. Did you mean HEADWAY_RETRIES?",
+        "HEADWAY_WOKERS is not a setting and is ignored. Did you mean HEADWAY_WORKERS?",
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config(tmp_path, "", environment)
+
+
+def test_no_setting_and_no_variable_of_kubernetes_is_taken_for_a_misspelt_one(tmp_path: Path):
+    services = [f"HEADWAY{name}{end}" for name in ("", "_REDIS", "_WEB", "_DATABASE") for end in
+                ("_PORT", "_SERVICE_HOST", "_SERVICE_PORT", "_PORT_6379_TCP", "_PORT_6379_TCP_ADDR")]  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config(tmp_path, "", dict.fromkeys(services, "x") | {"HEADWAY_PROFILE": "production", "HEADWAY_RATE": "5"})
+
+
 def test_reloading_a_bad_file_changes_nothing_and_raises(tmp_path: Path):
     found = config(tmp_path, "retries = 4")
     (tmp_path / "headway.toml").write_text('profile = "production"\nretries = -4\n')
@@ -249,7 +283,7 @@ def test_what_is_no_redis_address_is_refused_wherever_it_comes_from(tmp_path: Pa
         {"environment": {f"HEADWAY_{name.upper()}": address}},
         {name: address},
     ):
-        with pytest.raises(ConfigError, match="an address is needed"):
+        with pytest.raises(ConfigError, match="must be an address"):
             config(tmp_path, **arguments)
         (tmp_path / "headway.toml").unlink(missing_ok=True)
 

@@ -4,6 +4,7 @@ import copy
 import inspect
 import pickle
 import re
+import traceback
 
 import pytest
 
@@ -76,3 +77,16 @@ def test_a_missing_extra_names_the_command_that_installs_it():
 def test_an_error_survives_the_way_between_processes(error: HeadwayError, again):
     other = again(error)
     assert (type(other), str(other), other.hint) == (type(error), str(error), error.hint)
+
+
+def test_a_traceback_shows_the_hint_and_keeps_it_when_the_hint_changes():
+    error = errors.InputChanged("The items changed.")
+    error.add_note("seen in cell 3")
+    assert error.__notes__ == [f"Hint: {errors.InputChanged.hint}", "seen in cell 3"]
+    error.hint = "Call it with fresh=True."
+    shown = "".join(traceback.format_exception(error))
+    assert shown.count("Hint:") == 1
+    assert "Hint: Call it with fresh=True." in shown
+    assert "seen in cell 3" in shown
+    error.hint = ""
+    assert "Hint" not in "".join(traceback.format_exception(error))

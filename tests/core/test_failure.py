@@ -60,6 +60,8 @@ def test_what_differs_between_items_is_replaced(message: str, cause: str):
         "({n}, 'Lock wait timeout exceeded')",
         "rc={n}",
         "returncode -{n}",
+        "{n} schema v1",
+        "{n}: quota exceeded",
     ],
 )
 def test_a_number_that_says_which_error_it_is_makes_a_cause_of_its_own(message: str):
@@ -87,6 +89,9 @@ def test_a_number_that_says_which_error_it_is_makes_a_cause_of_its_own(message: 
         "error 1{n}000{n}",
         "inv-{n}.pdf",
         "expected {n} columns",
+        "{n} is not a price",
+        "{n} rows are missing",
+        "{n}",
     ],
 )
 def test_a_number_that_differs_from_item_to_item_makes_no_cause_of_its_own(message: str):
@@ -95,6 +100,18 @@ def test_a_number_that_differs_from_item_to_item_makes_no_cause_of_its_own(messa
 
 def test_the_items_own_key_is_replaced_whatever_it_looks_like():
     assert normalise("no stock for garden chair", "garden chair") == "no stock for {id}"
+
+
+def test_versions_make_causes_of_their_own():
+    assert normalise("422 schema v1") == "422 schema v1"
+    assert normalise("schema v2 is not known") == "schema v2 is not known"
+    assert normalise("API v2.1 has ended") == "API v2.1 has ended"
+
+
+def test_keys_of_digits_are_one_cause_whatever_their_length():
+    assert {normalise(f"no price for row {key}", key) for key in ("7", "42", "123", "45678")} == {
+        "no price for row {n}"
+    }
 
 
 def test_messages_of_like_failures_are_the_same_cause():

@@ -14,7 +14,8 @@ import psycopg
 import pytest
 
 import headway
-from headway._sql import Tx, connect
+from headway._sql import Tx, connect, migrations
+from headway._sql.database import Transient
 from headway._sql.postgresql import PostgreSQL
 from headway.errors import InvalidInput, Unavailable
 from headway.ledger import Ledger, NewItem
@@ -176,3 +177,110 @@ def test_a_server_that_lets_nobody_end_a_transaction_leaves_the_outcome_unknown_
             database.run(work)
         locking.join(30)
         somebody.rollback()
+
+
+@pytest.mark.parametrize(
+    ("application", "writes", "ends"), [("headway", True, True), ("headway", False, False), ("psql", True, False)]
+)
+def test_only_a_writing_backend_of_headway_is_ended_to_learn_whether_a_transaction_was_committed(
+    application: str, writes: bool, ends: bool, postgres_with_tables: str
+):
+    """The process id of a backend that is gone may belong to another one by now."""
+    with (
+        connect(postgres_with_tables) as database,
+        psycopg.connect(postgres_with_tables, application_name="holder") as holder,
+        psycopg.connect(postgres_with_tables, application_name=application) as suspect,
+    ):
+        holder.execute("INSERT INTO headway.transactions VALUES ('lost', 0, 0)")
+        holder.commit()
+        holder.execute("SELECT 1 FROM headway.transactions WHERE session = 'lost' FOR UPDATE")
+        suspect.execute("INSERT INTO headway.meta VALUES ('suspect', '1')" if writes else "SELECT 1")
+        with pytest.raises(Transient):
+            database._was_committed(("lost", 1, suspect.info.backend_pid))
+
+        def ended() -> bool:
+            try:
+                suspect.execute("SELECT 1")
+            except psycopg.OperationalError:
+                return True
+            return False
+
+        if ends:
+            eventually(ended)
+        else:
+            assert not ended()
+            suspect.rollback()
+        holder.rollback()
+
+
+def at_schema(url: str, version: int) -> None:
+    """Make the tables of an older version."""
+    with psycopg.connect(url, options="-c search_path=headway,public") as connection:
+        connection.execute("CREATE SCHEMA headway")
+        for number, statements in migrations("postgresql")[:version]:
+            for statement in statements:
+                connection.execute(statement.encode())
+            connection.execute("UPDATE meta SET value = %s WHERE name = 'schema'", (str(number),))
+
+
+def indexes(url: str) -> dict[str, str]:
+    with psycopg.connect(url) as connection:
+        rows = connection.execute(
+            "SELECT c.relname, pg_get_indexdef(c.oid) FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid "
+            "WHERE i.indisvalid AND c.relnamespace = 'headway'::regnamespace"
+        )
+        return {str(name): str(definition) for name, definition in rows}
+
+
+@pytest.mark.parametrize("version", [9, 13, 17, 18])
+def test_an_upgraded_database_has_the_same_indexes_as_a_new_one(
+    version: int, postgres_url: str, postgres_with_tables: str
+):
+    at_schema(postgres_url, version)
+    connect(postgres_url).close()
+    assert indexes(postgres_url) == indexes(postgres_with_tables)
+
+
+def test_a_migration_that_waits_for_a_long_transaction_does_not_block_writers(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    """A waiting ALTER TABLE makes every writer wait behind it."""
+    monkeypatch.setattr("headway._sql.postgresql.MIGRATION_LOCK_SECONDS", 0.2)
+    at_schema(postgres_url, 18)
+    options = "-c search_path=headway,public -c lock_timeout=20s"
+    with (
+        psycopg.connect(postgres_url, options=options) as reader,
+        psycopg.connect(postgres_url, options=options, autocommit=True) as writer,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        reader.execute("SELECT count(*) FROM progress")
+        migrating = pool.submit(lambda: connect(postgres_url).close())
+        eventually(
+            lambda: writer.execute(
+                "SELECT 1 FROM pg_locks WHERE NOT granted AND relation = 'progress'::regclass"
+            ).fetchone()
+        )
+        writer.execute("DELETE FROM progress")  # within lock_timeout, although the transaction that is read in goes on
+        reader.rollback()
+        migrating.result(60)
+    with connect(postgres_url) as database:
+        assert database.one("SELECT value FROM meta WHERE name = 'schema'") == (str(len(migrations("postgresql"))),)
+
+
+def test_an_index_that_cannot_be_built_now_is_built_later_and_nobody_waits_for_it(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("headway._sql.postgresql.MIGRATION_LOCK_SECONDS", 0.2)
+    connect(postgres_url).close()
+    options = "-c search_path=headway,public -c lock_timeout=20s"
+    with psycopg.connect(postgres_url, options=options, autocommit=True) as writer:
+        writer.execute("INSERT INTO meta VALUES ('indexes', '[\"CREATE INDEX idx_late ON progress (idx)\"]')")
+        with psycopg.connect(postgres_url, options=options) as other:
+            other.execute("DELETE FROM progress")  # a transaction that writes, and goes on
+            connect(postgres_url).close()
+            writer.execute("DELETE FROM progress")
+            assert "idx_late" not in indexes(postgres_url)
+            assert any("not built yet" in record.getMessage() for record in caplog.records)
+        connect(postgres_url).close()
+        assert "idx_late" in indexes(postgres_url)
+        assert writer.execute("SELECT 1 FROM meta WHERE name = 'indexes'").fetchone() is None

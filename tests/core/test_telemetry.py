@@ -1,5 +1,6 @@
 """What is logged, what is measured."""
 
+import ast
 import io
 import json
 import logging
@@ -7,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -68,7 +70,7 @@ def test_a_json_line_has_the_fixed_fields_and_the_facts():
     line = json.loads(lines(as_json=True, job="ads", idx=17, seconds=0.5, error="multi\nline", done=None))
     assert line.pop("t").endswith("Z")
     assert line == {
-        "level": "WARNING", "logger": "ledger", "message": "item failed", "job": "ads", "idx": 17, "seconds": 0.5,
+        "level": "WARNING", "logger": "ledger", "message": "🟡 item failed", "job": "ads", "idx": 17, "seconds": 0.5,
         "error": "multi\nline", "done": None,
     }  # fmt: skip
     assert not FIELDS & {"t", "level", "logger", "message"}
@@ -78,7 +80,7 @@ def test_a_json_line_has_the_fixed_fields_and_the_facts():
 def test_a_plain_line_reads_when_how_bad_where_what_facts():
     line = lines(as_json=False, job="ads", idx=17)
     when, level, where, rest = line.split(" ", 3)
-    assert (level, where, rest) == ("WARNING", "ledger:", 'item failed job="ads" idx=17\n')
+    assert (level, where, rest) == ("WARNING", "ledger:", '🟡 item failed job="ads" idx=17\n')
     assert when.endswith("Z")
 
 
@@ -217,3 +219,43 @@ def test_whoever_is_called_in_the_midst_of_counting_may_count_too():
     counting.join(30)
     assert not counting.is_alive()
     assert counted.value("within") > 0
+
+
+@pytest.mark.req("S1-66")
+@pytest.mark.usefixtures("_restored_logging")
+@pytest.mark.parametrize("as_json", [True, False])
+def test_every_error_begins_with_the_red_mark_and_every_warning_with_the_yellow_one(as_json: bool):
+    lines = io.StringIO()
+    telemetry.configure(level="DEBUG", as_json=as_json, stream=lines)
+    for level in ("debug", "info", "warning", "error", "critical"):
+        getattr(telemetry.Log("states"), level)(f"a {level}", jobID="nightly")
+    found = lines.getvalue().splitlines()
+    messages = (
+        [json.loads(line)["message"] for line in found] if as_json else [line.split(": ", 1)[1] for line in found]
+    )
+    begins = [message.partition(" a ")[0] for message in messages[2:]]
+    assert begins == ["🟡", "🔴", "🔴"]
+    assert [message[:2] for message in messages[:2]] == ["a ", "a "]
+
+
+@pytest.mark.req("S1-66")
+def test_every_log_call_of_the_package_goes_through_log_and_leaves_the_mark_to_it():
+    """A call of `logging` itself would have no mark, and a message with its own mark would have two."""
+    source = Path(telemetry.__file__).parents[1]
+    calls = 0
+    for path in sorted(source.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            owner = node.func.value
+            if path.name != "log.py":
+                assert not (isinstance(owner, ast.Name) and owner.id == "logging"), f"{path}:{node.lineno}"
+            if node.func.attr in ("warning", "error", "critical") and isinstance(owner, ast.Name) and owner.id == "log":
+                calls += 1
+                text = "".join(
+                    part.value
+                    for part in ast.walk(node.args[0])
+                    if isinstance(part, ast.Constant) and isinstance(part.value, str)
+                )
+                assert not {"🔴", "🟡"} & set(text), f"{path}:{node.lineno}"
+    assert calls > 100

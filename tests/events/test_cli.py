@@ -195,6 +195,17 @@ def test_what_was_refused_can_be_forgotten(cli: Any, database: str, receiver: An
     assert "Nothing is put aside" in cli("--poison", "list", "--database", database, sinks=receiver.url)[2]
 
 
+def test_a_sink_that_nobody_serves_at_this_moment_is_said_to_be_between_tries(cli: Any, database: str, receiver: Any):
+    receiver.answers = [503]
+    assert cli("--once", "--seconds", "0.5", "--database", database, sinks=receiver.url)[0] == 6
+    [row] = [
+        line
+        for line in cli("--status", "--database", database, sinks=receiver.url)[1].splitlines()
+        if "webhook" in line
+    ]
+    assert row.endswith("between tries, or no relay")
+
+
 def test_a_sink_that_was_removed_can_be_forgotten(cli: Any, database: str, receiver: Any, refused: str):
     assert cli("--forget", refused, "--yes", "--database", database, sinks="log:")[0] == 0
     assert refused not in cli("--status", "--database", database, sinks="log:")[1]

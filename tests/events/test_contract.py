@@ -12,7 +12,7 @@ import pytest
 
 from headway import _lease, events
 from headway.errors import Held, ServerRefused
-from headway.events import CallableSink, Event, Relay, SqlOutbox, outbox, relay
+from headway.events import CallableSink, Event, EventRefused, Relay, SqlOutbox, outbox, relay
 from headway.telemetry import metrics
 from tests.core.databases import exit_code, forked
 from tests.events.conftest import Store
@@ -269,6 +269,46 @@ def test_an_event_that_its_sink_refuses_for_good_is_put_aside_after_some_tries_a
     assert (behind.waiting, behind.refused) == (0, 1)
     Relay(store.outbox(), [other]).tick()
     assert other.heard == ids([1, 2])  # it is put aside for one sink
+
+
+def test_events_whose_content_is_refused_are_put_aside_at_once_and_the_sink_does_not_fall_behind(store: Store):
+    heard: list[str] = []
+
+    def receive(found: Event) -> None:
+        if int(found.id[2:]) % 3 == 0:
+            raise EventRefused("400")
+        heard.append(found.id)
+
+    store.decide(*numbers(*range(30)))
+    Relay(store.outbox(), [CallableSink("picky", receive)], clock=lambda: 0.0).tick()  # one round, and no back-off
+    assert heard == [f"e-{number}" for number in range(30) if number % 3]
+    assert [one.id for one in store.outbox().refused("picky")] == ids(range(0, 30, 3))
+
+
+def test_a_sink_that_refuses_everything_is_left_alone_after_some_events(store: Store):
+    def receive(_: Event) -> None:
+        raise EventRefused("400")
+
+    store.decide(*numbers(*range(30)))
+    runner = Relay(store.outbox(), [CallableSink("broken", receive)], clock=lambda: 0.0)
+    for _ in range(3):
+        runner.tick()
+    assert len(store.outbox().refused("broken")) == relay.ASIDE_IN_A_ROW
+
+
+def test_a_sink_for_some_types_of_event_hears_no_other_and_keeps_none_waiting(store: Store):
+    ear = Ear()
+    ear.types = ("task.*", "alert.opened")  # type: ignore[attr-defined]
+    kinds = ["task.failed", "job.completed", "alert.opened", "alert.closed", "task.queued"]
+    store.decide(
+        *(
+            replace(event(number), type=kind, data={"total": 1, "succeeded": 1, "failed": 0})
+            for number, kind in enumerate(kinds)
+        )
+    )
+    Relay(store.outbox(), [ear]).tick()
+    assert ear.heard == ids([0, 2, 4])
+    assert store.outbox().backlog("ear") == [] or store.outbox().backlog("ear")[0].waiting == 0
 
 
 def test_what_was_put_aside_can_be_delivered_after_all_to_that_sink_alone(store: Store):

@@ -19,12 +19,14 @@ from headway.errors import ConfigError, HeadwayError, InvalidInput, ServerRefuse
 from headway.events import (
     CommandSink,
     Event,
+    EventRefused,
     LogSink,
     RedisChannelSink,
     RedisStreamSink,
     WebhookSink,
     open_sink,
     open_sinks,
+    verify,
 )
 from tests.events.scene import event
 from tests.services.proxy import TcpProxy
@@ -361,3 +363,57 @@ def test_sinks_are_a_list_in_the_file_and_a_text_in_the_environment(tmp_path: Pa
         (tmp_path / "headway.toml").write_text(bad)
         with pytest.raises(ConfigError, match="sinks"):
             Config(environment={}, directory=tmp_path)
+
+
+def test_a_signed_webhook_is_verified_by_its_receiver(receiver: Any):
+    receiver.answers = [204, 204]
+    address = receiver.url
+    open_sink(address, secret="s3cret").deliver(event(7))
+    open_sink(address).deliver(event(7))
+    (_, headers, body), (_, unsigned, _) = receiver.requests
+    header = headers["Headway-Signature"]
+    assert verify("s3cret", header, body)
+    assert "Headway-Signature" not in unsigned
+    at = int(header.partition(",")[0].removeprefix("t="))
+    assert not verify("other", header, body)
+    assert not verify("s3cret", header, body + b" ")
+    assert not verify("s3cret", header.replace(str(at), str(at + 1)), body)
+    assert verify("s3cret", header, body, now=at + 299)
+    assert not verify("s3cret", header, body, now=at + 301)
+    assert not verify("s3cret", header, body, now=at - 301)
+
+
+@pytest.mark.parametrize(
+    "header", ["", "t=,v1=", "t=x,v1=y", "v1=abc", "t=1", "t=-1,v1=aa", "=,=", "t=1,v1=é", "t=٣,v1=a"]
+)
+def test_a_damaged_signature_is_refused(header: str):
+    assert not verify("s3cret", header, b"{}", now=1)
+
+
+def test_a_sink_is_named_and_limited_to_types_by_options_of_its_address():
+    plain = "https://example.org/hook?team=ads"
+    [first, second, third, fourth] = open_sinks(
+        f"{plain}#name=billing&types=job.completed,task.*, {plain}#name=ops {plain}#types=alert.* log:#types=alert.opened"
+    )
+    assert (first.name, getattr(first, "types", None)) == ("webhook billing", ("job.completed", "task.*"))
+    assert (second.name, getattr(second, "types", None)) == ("webhook ops", None)
+    assert third.name == open_sink(plain).name  # it keeps its place when types are added
+    assert (fourth.name, getattr(fourth, "types", None)) == ("log", ("alert.opened",))
+    assert open_sink("command:/bin/true --x #name=pager").name == "command pager"
+
+
+@pytest.mark.parametrize(
+    "options", ["types=task.faild", "types=", "types=job.completed,", "name=", "name=a/b", "name=a&x=1"]
+)
+def test_a_sink_with_wrong_options_is_refused(options: str):
+    with pytest.raises(InvalidInput, match=r"sink|type of event"):
+        open_sink(f"https://example.org/hook#{options}")
+
+
+def test_an_answer_about_the_content_of_an_event_refuses_that_event(receiver: Any):
+    receiver.answers = [400, 422, 404]
+    sink = hook(receiver)
+    for refusal in (EventRefused, EventRefused, ServerRefused):
+        with pytest.raises(ServerRefused) as caught:
+            sink.deliver(event())
+        assert type(caught.value) is refusal

@@ -35,7 +35,15 @@ def postgres_url(postgres_server: PostgresServer, _database_of_projects: list[st
     if _database_of_projects:
         with psycopg.connect(postgres_server.url(_database_of_projects[0]), autocommit=True) as connection:
             connection.execute("SET lock_timeout = '20s'")
-            for table in ("project_counts", "projects", "deliveries", "outbox", "sinks", "leases"):
+            for table in (
+                "project_deliveries",
+                "project_counts",
+                "projects",
+                "deliveries",
+                "outbox",
+                "sinks",
+                "leases",
+            ):
                 connection.execute(f"DELETE FROM headway.{table}".encode())
     else:
         _database_of_projects.append(postgres_server.create_database())

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headway import _sql
 from headway.errors import InvalidInput, StoreCorrupt, Unavailable
 from headway.events import CallableSink, Event
-from headway.finishline import AsyncProgress, Progress, Status
+from headway.finishline import AsyncProgress, FinishLine, Progress, Status
 from headway.finishline.async_progress import PIPELINE
 from tests.finishline.conftest import OpenLine
 from tests.services.proxy import TcpProxy
@@ -105,7 +107,7 @@ def test_more_done_than_the_total_is_said_once(open_line: OpenLine, caplog: pyte
 # The reader for servers
 
 
-@pytest.mark.req("S0-25")
+@pytest.mark.req("S0-24", "S0-25")
 def test_a_thousand_tasks_that_ask_at_once_are_answered_by_few_round_trips(
     open_line: OpenLine, redis_server: RedisServer
 ):
@@ -125,6 +127,8 @@ def test_a_thousand_tasks_that_ask_at_once_are_answered_by_few_round_trips(
     ]
     assert {answer.status for answer in answers[200:250]} == {Status.NOT_FOUND}
     assert calls(redis_server)["hgetall"] == 250  # each project once
+    # The server reads from a socket once per round trip, and once more for every 16 KB of a pipeline.
+    assert redis_server.client().info("stats")["total_reads_processed"] < 25
 
 
 @pytest.mark.req("S0-24", "S0-25")
@@ -161,14 +165,22 @@ def test_the_reader_answers_from_the_record_what_redis_does_not_have(
     line.item_done("p", 1)
     redis_server.client(1).flushdb()
 
-    async def ask() -> tuple[Progress, Progress]:
-        with _sql.connect(database_url) as database:
-            async with AsyncProgress(redis_server.url(1), database) as reader:
-                return await reader.progress("p"), await reader.progress("nobody")
+    async def ask(database: str | _sql.Database) -> tuple[Progress, Progress]:
+        async with AsyncProgress(redis_server.url(1), database) as reader:
+            return await reader.progress("p"), await reader.progress("nobody")
 
-    known, unknown = asyncio.run(ask())
-    assert known == Progress(Status.INITIALIZING, 2, 1, 0, live=False)
-    assert unknown.status is Status.NOT_FOUND
+    with _sql.connect(database_url) as database:
+        for given in (database, database_url):
+            known, unknown = asyncio.run(ask(given))
+            assert known == Progress(Status.INITIALIZING, 2, 1, 0, live=False)
+            assert unknown.status is Status.NOT_FOUND
+
+
+@pytest.mark.parametrize("database", [17, Path("projects.db"), object(), "projects.db", ""])
+def test_a_reader_and_a_line_refuse_what_is_not_a_database_when_they_are_made(database: Any, redis_server: RedisServer):
+    for make in (AsyncProgress, FinishLine):
+        with pytest.raises(InvalidInput, match="database"):
+            make(redis_server.url(1), database)
 
 
 @pytest.mark.req("S0-29", "S0-32")

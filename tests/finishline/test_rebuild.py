@@ -499,3 +499,38 @@ def test_creating_a_project_that_is_there_reads_nothing_of_its_journal(open_line
     client.flushall()
     assert line.create("p").done == 200
     assert line.items_done("p", [99, 100, "page-99"]).counted == 1
+
+
+@journals
+def test_creating_a_project_succeeds_while_redis_is_wiped(kind: str, open_line: OpenLine, redis_server: RedisServer):
+    line = open_line(kind)
+    wipe = redis_server.client().flushall
+    with at_functions("finishline/rebuild.py", install=wipe):  # between the lease and the script that needs it
+        assert line.create("once", total=3).status is Status.INITIALIZING
+    assert counts(redis_server, "once")["total"] == "3"
+
+    for number in range(0, 150, 5):
+        with at_line(number, wipe, "finishline"):
+            assert line.create(f"p{number}", total=3).total == 3
+        assert line.item_done(f"p{number}", 1).done == 1
+
+
+def test_creating_a_project_succeeds_although_every_lease_is_lost(open_line: OpenLine, redis_server: RedisServer):
+    """Redis is wiped each time before the script runs: the project is recorded, and the next count puts it in place."""
+    line = open_line("sqlite-journal")
+    over = threading.Event()
+
+    def wipe() -> None:
+        client = redis_server.client()
+        while not over.is_set():
+            client.flushall()
+
+    wiping = threading.Thread(target=wipe)
+    wiping.start()
+    try:
+        for number in range(30):
+            assert line.create(f"p{number}", total=2).total == 2
+    finally:
+        over.set()
+        wiping.join()
+    assert [line.item_done(f"p{number}", 1).done for number in range(30)] == [1] * 30

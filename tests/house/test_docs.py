@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
+import psycopg
 import pytest
 
+from headway import _sql
 from tools import docs
 
 HOUSE = docs.house_pages()
@@ -90,3 +94,35 @@ def test_hooks_before_a_commit_are_local_and_need_no_network():
     text = (docs.ROOT / ".pre-commit-config.yaml").read_text("utf-8")
     assert re.findall(r"repo: (.+)", text) == ["local"]
     assert "://" not in text
+
+
+def documented_columns() -> set[tuple[str, str]]:
+    found, table = set(), ""
+    for line in (docs.ROOT / "docs" / "schema.md").read_text("utf-8").splitlines():
+        if line.startswith("## "):
+            table = line.removeprefix("## ")
+        elif column := re.match(r"\| `(\w+)` \|", line):
+            found.add((table, column[1]))
+    return found
+
+
+@pytest.mark.req("S3-55")
+def test_the_schema_page_lists_every_column_of_a_sqlite_database(tmp_path: Path):
+    path = tmp_path / "new.db"
+    _sql.connect(f"sqlite:///{path}").close()
+    with closing(sqlite3.connect(path)) as connection:
+        columns = connection.execute(
+            "SELECT t.name, c.name FROM sqlite_schema t, pragma_table_info(t.name) c "
+            "WHERE t.type = 'table' AND t.name NOT LIKE 'sqlite_%'"
+        ).fetchall()
+    assert documented_columns() == set(columns)
+
+
+@pytest.mark.req("S3-55")
+def test_the_schema_page_lists_every_column_of_a_postgresql_database(postgres_with_tables: str):
+    with psycopg.connect(postgres_with_tables) as connection:
+        columns = connection.execute(
+            "SELECT table_name, column_name FROM information_schema.columns WHERE table_schema = 'headway'"
+        ).fetchall()
+    only_here = {("transactions", column) for table, column in columns if table == "transactions"}
+    assert documented_columns() == set(columns) - only_here

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
+from itertools import chain
 from pathlib import Path
 
 import click
@@ -113,6 +116,51 @@ def test_a_verb_whose_part_is_missing_ends_with_2_and_one_message(tmp_path: Path
     assert done.returncode == 2, done.stderr
     assert f"pip install 'headway[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_demo_names_itself_when_its_part_is_missing(tmp_path: Path):
+    done = bare("import sys\nsys.argv = ['headway', 'demo']\nfrom headway.cli import main\nmain()\n", tmp_path)
+    assert "The demo needs the optional part 'web'" in done.stderr
+
+
+#: Of an import the distribution it comes from, where their names differ.
+DISTRIBUTIONS = {
+    "google.api_core": "google-api-core",
+    "google.auth": "google-auth",
+    "google.cloud": "google-cloud-firestore",
+    "grpc": "grpcio",
+    "prometheus_client": "prometheus-client",
+}
+
+
+def imported_distributions() -> set[str]:
+    """The distributions that the source imports by name, without Python's own and those of type checking alone."""
+    found = set[str]()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            for name in names:
+                top = name.partition(".")[0]
+                two = ".".join(name.split(".")[:2])
+                found.add(DISTRIBUTIONS.get(two) or DISTRIBUTIONS.get(top) or top)
+    return found - set(sys.stdlib_module_names) - {"headway", "__future__"}
+
+
+def test_every_package_that_is_imported_is_declared_and_every_declared_one_is_used():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    wanted = [*project["dependencies"], *chain(*(
+        names for extra, names in project["optional-dependencies"].items() if extra not in ("dev", "all")
+    ))]  # fmt: skip
+    declared = {re.split(r"[\[<>=]", word)[0] for word in wanted}
+    # Loaded by name: uvicorn's protocols, and what redis[hiredis], psycopg[binary] and Flask's users bring.
+    by_name = {"uvloop", "httptools", "websockets", "gunicorn"}
+    imported = imported_distributions()
+    # hiredis comes with redis[hiredis]; pytest is loaded by whoever tests with headway.testing.
+    assert imported - declared <= {"hiredis", "pytest"}, "imported and not declared"
+    assert declared - imported <= by_name, "declared and not used"
+    assert not any("pool" in word for word in wanted)
 
 
 # ---- an odd place, an odd environment --------------------------------------------------------------------------------

@@ -156,7 +156,13 @@ def found(tmp_path: Path, results: list[dict[str, Any]]) -> list[str]:
 def test_a_requirement_is_proved_by_one_test_that_passed(tmp_path: Path):
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench" / "ledger.py").touch()
-    assert found(tmp_path, [result("a", "passed", "S3-01", "S3-02"), result("b", "failed", "S3-01")]) == []
+    results = [result("a", "passed", "S3-01", "S3-02"), result("b", "failed", "S3-01")]
+    assert found(tmp_path, results) == [
+        "no mutant: S3-01 the first",
+        "no mutant: S3-02 the second, measured by bench/ledger.py",
+    ]
+    listed = with_mutants(tmp_path, 'req = "S3-01"\ntests = ["a"]', 'req = "S9-99"\ntests = ["a"]')
+    assert list(trace.problems(listed, results, tmp_path)) == []
 
 
 @pytest.mark.parametrize("outcome", ["skipped", "failed", "xfailed"])
@@ -183,3 +189,36 @@ def test_a_test_too_by_another_of_its_name_is_told(tmp_path: Path):
         "tests/test_x.py: test_a is there twice; the first is never run",
         "tests/test_x.py: test_c is there twice; the first is never run",
     ]
+
+
+def with_mutants(tmp_path: Path, *entries: str) -> dict[str, trace.Requirement]:
+    """Read the page and one list of mutants, as `make trace` does."""
+    (tmp_path / "tests" / "mutants").mkdir(parents=True)
+    (tmp_path / "tests" / "mutants" / "room.toml").write_text("".join(f"[[mutant]]\n{entry}\n" for entry in entries))
+    listed = trace.requirements(PAGE + "## Without a mutant\n| S3-02 | measured by a benchmark |\n")
+    told = list(trace.add_mutants(listed, tmp_path))
+    assert told == [f"not in docs/requirements.md: S9-99, named by mutant room {len(entries)}"]
+    return listed
+
+
+@pytest.mark.parametrize(
+    ("named", "proof", "counts"),
+    [
+        ("t.py::test_a", "t.py::test_a", True),
+        ("t.py::test_a", "t.py::test_a[file]", True),
+        ("t.py", "t.py::test_a", True),
+        ("t.py::test_a", "t.py::test_ab", False),
+        ("t.py::test_a[file]", "t.py::test_a[server]", False),
+    ],
+)
+def test_a_mutant_counts_only_if_its_test_proved_the_requirement(tmp_path: Path, named: str, proof: str, counts: bool):
+    listed = with_mutants(tmp_path, f'req = "S3-01"\ntests = ["{named}"]', 'req = "S9-99"\ntests = ["t.py"]')
+    list(trace.problems(listed, [result(proof, "passed", "S3-01"), result("other", "passed", "S3-02")], tmp_path))
+    assert listed["S3-01"].has_mutant is counts
+    assert (listed["S3-02"].has_mutant, listed["S3-02"].excuse) == (False, "measured by a benchmark")
+
+
+def test_a_mutant_whose_test_carries_another_mark_does_not_count(tmp_path: Path):
+    listed = with_mutants(tmp_path, 'req = "S3-01"\ntests = ["t.py::test_a"]', 'req = "S9-99"\ntests = ["t.py"]')
+    list(trace.problems(listed, [result("t.py::test_a", "passed", "S3-02")], tmp_path))
+    assert not listed["S3-01"].has_mutant

@@ -118,6 +118,7 @@ def test_every_outcome_is_counted_once_however_often_it_is_reported(job: Job):
     assert job.info().done == 3
 
 
+@pytest.mark.req("S3-23")
 def test_a_failure_that_names_its_run_counts_once_when_it_is_reported_again(job: Job):
     first = job.record([Failed(4, BOOM, seen=0)], policy=NOW)
     second = job.record([Failed(4, BOOM, seen=0)], policy=NOW)

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 
+import psycopg
 import pytest
 
 from headway._lease import Owner, read_owner, write_owner
@@ -310,7 +311,7 @@ def test_a_renewed_hold_is_kept_past_the_end_it_first_had(ledger: Ledger, job: J
     eventually(lambda: time.monotonic() > began + 0.002)  # the end is kept in milliseconds
     ledger.database.write("UPDATE jobs SET lease_until = lease_until - 900")
     ledger.database.write("UPDATE progress SET lease_until = lease_until - 900")
-    ledger.renew(hold)
+    ledger.renew(hold, [3])
     after = ledger.database.one("SELECT lease_until, holder FROM jobs")
     assert after is not None
     assert after[0] >= before[0]
@@ -611,3 +612,37 @@ def test_renewing_claims_that_are_not_ours_renews_nothing(job: Job):
     (item,) = job.claim("w", lease=1000)
     assert job.renew([Item(item.idx, None, None, 0, token=99)], lease=5000) == 0
     assert job.renew([], lease=5000) == 0
+
+
+@pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
+def test_a_job_that_another_process_is_taking_is_not_deleted(url: str, ledger: Ledger, job: Job):
+    def forget() -> int:
+        with Ledger.open(url) as another:
+            return another.forget(job.id)
+
+    waiting = (
+        "SELECT count(DISTINCT pid) FROM pg_locks JOIN pg_stat_activity USING (pid) "
+        "WHERE NOT granted AND datname = current_database()"
+    )
+    with psycopg.connect(url) as somebody, ThreadPoolExecutor(2) as pool:
+        somebody.execute("LOCK TABLE headway.runs IN SHARE MODE")  # the taker has written its hold and cannot commit
+        taken = pool.submit(ledger.hold, job, {})
+        eventually(lambda: ledger.database.one(waiting) == (1,), timeout=60)
+        forgotten = pool.submit(forget)
+        eventually(lambda: ledger.database.one(waiting) == (2,), timeout=60)
+        somebody.rollback()
+        hold = taken.result(60)
+        with pytest.raises(JobHeld):
+            forgotten.result(60)
+    ledger.renew(hold)
+    assert job.info().total == 10
+
+
+def test_a_renewal_prolongs_the_notes_of_items_that_run_and_no_others(ledger: Ledger, job: Job):
+    """A database restored under its run has notes on items that ended since. Prolonged, they would never run again."""
+    hold = ledger.hold(job, {})
+    job.note_running(hold, [(0, f"{hold.mark} worker 1"), (1, f"{hold.mark} worker 2")])
+    ledger.database.run(lambda tx: tx.execute("UPDATE progress SET lease_until = 5, next_attempt_at = 5"))
+    ledger.renew(hold, [1])
+    assert [item.idx for item, _ in job.due(10)] == [0]
+    ledger.release(hold, "interrupted")

@@ -203,9 +203,9 @@ def _ended(state: State, status: str) -> State:
 
 
 def _failed(state: State) -> State:
-    state = replace(state, attempts=state.attempts + 1)
     if state.cancel:
         return _ended(state, "CANCELLED")
+    state = replace(state, attempts=state.attempts + 1)
     if state.attempts > RETRIES:
         return _ended(state, "FAILED")
     return replace(state, status="QUEUED", ready=False, hinted=False)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headway._lease import Owner
 from headway.lifecycle import Shutdown, on_signals
+from headway.queue.claims import Claimant
 from headway.queue.execution import GiveUp
 from headway.queue.rqsource import RqSource
 from headway.queue.taskqueue import TaskQueue
@@ -36,6 +41,8 @@ def build(url: str, *, isolations: Sequence[str] = ISOLATIONS, **options) -> Tas
         register("raise", odd)
         register("progress", told)
         register("twice", twice)
+        register("children", children, timeout=60.0)
+        register("pools", pools, timeout=60.0)
         register(
             "close", lambda task, payload: os.closerange(3, 256), retries=int(isolation == "none"), retry_delay=0.01
         )
@@ -48,6 +55,10 @@ def build(url: str, *, isolations: Sequence[str] = ISOLATIONS, **options) -> Tas
     queue.handler("leak.fork", retries=0)(leak)
     queue.handler("orphan.fork", retries=0)(orphan)
     return queue
+
+
+def claimant(queue: TaskQueue, name: str = "w") -> Claimant:
+    return Claimant(name, Owner.current(), sorted(queue.handlers))
 
 
 def log(task, payload) -> None:
@@ -125,6 +136,38 @@ def twice(task, payload) -> None:
     if pid:
         _, status = os.waitpid(pid, 0)
         Path(payload).write_text(str(os.waitstatus_to_exitcode(status)))
+
+
+def children(task, payload) -> dict[str, int]:
+    """Fork and end children the moment they start, and return how many ended in which way."""
+    ends: Counter[str] = Counter()
+    for _ in range(payload):
+        if (child := os.fork()) == 0:
+            time.sleep(60)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        while not (found := os.waitpid(child, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+            time.sleep(0.001)
+        ends[str(os.waitstatus_to_exitcode(found[1]))] += 1
+    return dict(ends)
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+def pools(task, payload) -> list[Any]:
+    """Use pools of processes, each of which ends its children by SIGTERM, and end a program in the same way."""
+    squares: list[int] = []
+    for _ in range(payload):
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            squares = pool.map(square, range(3))
+    with subprocess.Popen(["sleep", "60"]) as program:
+        program.terminate()
+    return [squares, str(program.returncode)]
 
 
 def hog(task, payload) -> None:

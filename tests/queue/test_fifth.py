@@ -430,7 +430,7 @@ def test_a_hint_that_a_full_redis_threw_away_is_missed_although_it_is_full(
     with TaskQueue(database_url, redis_server.url()) as queue, redis_server.client() as client:
         queue.handler("caption")(lambda task, payload: payload)
         task = queue.submit("caption")
-        client.delete("rq:queue:normal")  # evicted, or popped by a worker that was killed
+        client.delete("rq:queue:headway:normal")  # evicted, or popped by a worker that was killed
         queue.database.run(lambda tx: tx.execute("UPDATE tasks SET hinted_at = hinted_at - 60"))
         client.config_set("maxmemory", client.info("memory")["used_memory"] * 10 // 9)
         try:
@@ -466,7 +466,7 @@ def test_a_task_that_failed_because_its_worker_died_is_in_rqs_registry_of_failed
         turn_clock(queue, LEASE + 1)
         Sweeper(queue, hints=CurrentHints(queue)).tick()
         assert queue.get(failed.id).status == "FAILED"
-        assert client.zrange("rq:failed:normal", 0, -1) == [failed.id]
+        assert client.zrange("rq:failed:headway:normal", 0, -1) == [failed.id]
         assert client.hget(f"rq:job:{failed.id}", "status") == "failed"
         assert not client.exists(f"rq:job:{cancelled.id}")
 
@@ -545,8 +545,9 @@ def test_the_supervisor_beside_gunicorn_does_not_keep_its_port(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.set_inheritable(True)  # as Gunicorn's are: it hands them down to its successor
         mine = os.readlink(f"/proc/self/fd/{listening.fileno()}")
-        guard = Guard(["/bin/sh", "-c", f"ls -l /proc/self/fd > {seen}.new; mv {seen}.new {seen}; sleep 60"], drain=0.0)
-        guard.start()
+        guard = Guard()
+        command = ["/bin/sh", "-c", f"ls -l /proc/self/fd > {seen}.new; mv {seen}.new {seen}; sleep 60"]
+        guard.deploy(command, drain=0.0)
         eventually(seen.exists)
         guard.stop()
     assert mine not in seen.read_text()

@@ -215,7 +215,7 @@ def test_an_urgent_task_that_rq_cannot_know_is_not_left_behind_the_low_ones(
 
 def test_a_delayed_task_is_no_hint(hinted: TaskQueue, redis_server: RedisServer):
     hinted.submit("caption", delay=60.0)
-    assert redis_server.client().llen("rq:queue:normal") == 0
+    assert redis_server.client().llen("rq:queue:headway:normal") == 0
 
 
 def test_a_worker_that_rests_outlives_a_database_that_is_away(

@@ -71,7 +71,7 @@ def test_kill_9_of_workers_loses_no_task_and_records_none_twice(
             victim = alive.pop(chance.randrange(WORKERS))
             victim.kill()
             if server:
-                server.client().lpop("rq:queue:normal")  # and one that dies right after the pop
+                server.client().lpop("rq:queue:headway:normal")  # and one that dies right after the pop
         while len(alive) < WORKERS:
             alive.append(start(f"last-{len(alive)}", url=url, redis=redis_url, isolations=[isolation]))
         eventually(lambda: sweeper.tick() >= 0 and not _active(queue), 120)

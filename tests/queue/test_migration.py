@@ -37,8 +37,8 @@ def test_waiting_tasks_move_to_rq_with_their_ids_and_in_order(
     assert migration.to_rq(queue, hints).moved == 3
     assert migration.to_rq(queue, hints).moved == 0, "asked again: nothing is left"
     client = redis_server.client(0)
-    assert client.lrange("rq:queue:urgent", 0, -1) == [ids[1]]
-    assert client.lrange("rq:queue:low", 0, -1) == [ids[0], ids[2]]
+    assert client.lrange("rq:queue:headway:urgent", 0, -1) == [ids[1]]
+    assert client.lrange("rq:queue:headway:low", 0, -1) == [ids[0], ids[2]]
     hints.close()
 
 
@@ -50,12 +50,12 @@ def test_a_rollback_to_the_database_leaves_nothing_in_redis_and_every_task_runs(
 ):
     with app.build(database_url, redis=redis_url) as queue:
         ids = [queue.submit("echo.none", n).id for n in range(5)]
-        assert redis_server.client(0).llen("rq:queue:normal") == 5
+        assert redis_server.client(0).llen("rq:queue:headway:normal") == 5
         assert migration.to_database(queue, dry_run=True).moved == 5
         assert migration.to_database(queue).moved == 5
         assert migration.to_database(queue).moved == 0
         assert not redis_server.client(0).keys("rq:job:*")
-        assert redis_server.client(0).llen("rq:queue:normal") == 0
+        assert redis_server.client(0).llen("rq:queue:headway:normal") == 0
     with app.build(database_url) as queue:
         Worker(queue).run(burst=True)
         assert all(queue.get(id).status is Status.COMPLETED for id in ids)
@@ -100,8 +100,38 @@ def test_a_row_that_cannot_be_taken_over_is_named_and_the_others_are(database_ur
             {"id": "d", "who": "dora", "p": "no json"},
             {"id": "e", "who": None, "p": "5"},
         ]
-        moved = migration.take_over(queue, rows, {"id": "id", "user_id": "who", "payload": "p"}, kind="echo.none")
-        assert (moved.moved, moved.refused) == (2, ("b", "../c", "d"))
+        mapping = {"id": "id", "user_id": "who", "payload": "p"}
+        said = migration.take_over(queue, rows, mapping, kind="echo.none", dry_run=True)
+        assert not queue.list()
+        moved = migration.take_over(queue, rows, mapping, kind="echo.none")
+        assert moved == said == migration.Moved(2, refused=("b", "../c", "d"))
+
+
+def test_a_row_whose_id_another_user_has_is_refused(queue: TaskQueue):
+    mapping = {"id": "id", "user_id": "who"}
+    queue.submit("echo.none", user_id="anna", id="inv-1")
+    rows: list[dict[str, object]] = [{"id": "inv-1", "who": "zed"}, {"id": "inv-2", "who": "zed"}]
+    assert migration.take_over(queue, rows, mapping, kind="echo.none") == migration.Moved(1, refused=("inv-1",))
+    assert {task.id: task.user_id for task in queue.list()} == {"inv-1": "anna", "inv-2": "zed"}
+
+
+@pytest.mark.req("S2-19")
+def test_rows_keep_their_priority_whatever_the_role_of_their_user(queue: TaskQueue):
+    rows = [{"id": word, "prio": word} for word in ("urgent", "high", "normal", "low")]
+    migration.take_over(queue, rows, {"id": "id", "priority": "prio"}, kind="echo.none")
+    assert {task.id: task.priority.value for task in queue.list()} == {row["id"]: row["prio"] for row in rows}
+
+
+def test_a_table_is_named_with_its_schema_and_columns_by_any_name(queue: TaskQueue):
+    schema = "public" if queue.database.engine == "postgresql" else "main"
+    queue.database.run(
+        lambda tx: tx.execute(f'CREATE TABLE {schema}.captions (id INTEGER, "order" TEXT, "Owner" TEXT)')
+    )
+    queue.database.run(lambda tx: tx.execute("INSERT INTO captions VALUES (1, 'a', 'anna'), (2, 'b', 'bert')"))
+    found = migration.rows_of(queue.database, f"{schema}.captions", key="id", where={"Owner": "bert"})
+    assert list(found) == [{"id": 2, "order": "b", "Owner": "bert"}]
+    with pytest.raises(InvalidInput, match="colour"):
+        list(migration.rows_of(queue.database, "captions", key="colour"))
 
 
 @pytest.mark.parametrize("mapping", [{}, {"id": "id"}, {"id": "id", "kind": "k", "colour": "c"}])

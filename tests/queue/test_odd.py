@@ -132,7 +132,9 @@ def test_the_sweeper_goes_on_while_redis_is_away_and_hints_when_it_is_back(
         sweeper = Sweeper(queue, hints=queue.hints)
         sweeper.tick()
         server.start()
-        eventually(lambda: sweeper.tick() >= 0 and server.client().lrange("rq:queue:normal", 0, -1) == [task.id])
+        eventually(
+            lambda: sweeper.tick() >= 0 and server.client().lrange("rq:queue:headway:normal", 0, -1) == [task.id]
+        )
 
 
 @pytest.mark.parametrize("raw", [b"a\0b", b"x" * 1_000_000, b"", "ü".encode()], ids=["nul", "long", "empty", "letter"])
@@ -140,7 +142,7 @@ def test_a_forged_id_that_no_database_takes_is_refused_and_the_next_task_runs(
     database_url: str, redis_server: RedisServer, raw: bytes
 ):
     with app.build(database_url, redis=redis_server.url()) as queue:
-        redis_server.client().rpush("rq:queue:urgent", raw)
+        redis_server.client().rpush("rq:queue:headway:urgent", raw)
         fine = queue.submit("echo.none", 1)
         drain(queue)
         assert queue.get(fine.id).status is Status.COMPLETED

@@ -80,7 +80,9 @@ def test_what_was_accepted_while_redis_was_frozen_goes_to_rq_and_runs_in_order(
         finally:
             server.sigcont()
         sweeper, client = Sweeper(queue, hints=queue.hints), server.client()
-        eventually(lambda: sweeper.tick() >= 0 and sum(client.llen(f"rq:queue:{name}") for name in PRIORITIES) == 8)
+        eventually(
+            lambda: sweeper.tick() >= 0 and sum(client.llen(f"rq:queue:headway:{name}") for name in PRIORITIES) == 8
+        )
         drain(queue)
         pairs = [ids[n : n + 2] for n in (6, 4, 2, 0)]
         assert ran(truth) == [id for pair in pairs for id in pair]
@@ -125,7 +127,7 @@ def test_a_redis_that_lost_or_repeats_what_it_knew_costs_no_task_at_any_moment_o
         settled.append(queue.database.run(lambda tx: settling.fail(tx, taken[task["cancelled"]], settling.LOST)))
         settled.append(queue.database.run(lambda tx: settling.fail(tx, taken[task["retrying"]], settling.LOST)))
         source.settled(settled)
-        assert server.client().lpop("rq:queue:normal") == task["popped"]
+        assert server.client().lpop("rq:queue:headway:normal") == task["popped"]
         fault(server)
         done = queue.database.run(lambda tx: settling.complete(tx, taken[task["running"]], None, 0.0))
         source.settled([done])
@@ -227,7 +229,7 @@ def test_nothing_of_a_payload_a_secret_or_a_traceback_is_in_redis_its_file_the_r
         worker = nursery.start("w", url=database_url, redis=server.url(), log=str(log), options={"keys": [key]})
         try:
             eventually(lambda: queue.get(failing.id).is_final and queue.get(waiting.id).is_final, 60)
-            eventually(lambda: client.zcard("rq:failed:high"))
+            eventually(lambda: client.zcard("rq:failed:headway:high"))
         finally:
             worker.kill()
         client.save()

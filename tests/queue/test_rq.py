@@ -69,9 +69,9 @@ def test_a_task_is_hinted_in_the_queue_of_its_priority_without_its_payload(queue
         for priority in ("urgent", "high", "normal", "low")
     }
     client = redis_server.client(0)
-    assert client.smembers("rq:queues") == {f"rq:queue:{priority}" for priority in tasks}
+    assert client.smembers("rq:queues") == {f"rq:queue:headway:{priority}" for priority in tasks}
     for priority, task in tasks.items():
-        assert client.lrange(f"rq:queue:{priority}", 0, -1) == [task.id]
+        assert client.lrange(f"rq:queue:headway:{priority}", 0, -1) == [task.id]
         assert client.hget(f"rq:job:{task.id}", "description") == "headway task"
     raw = raw_client(redis_server)
     dump = b"".join(raw.dump(key) or b"" for key in raw.scan_iter())
@@ -93,7 +93,10 @@ def test_a_worker_serves_the_queues_in_order_and_rqs_tools_see_it(
     assert [line.split()[0] for line in truth.read_text().splitlines()] == ids[::-1]
     client = raw_client(redis_server)
     [seen] = RqWorker.all(connection=client)
-    assert (seen.name, seen.queue_names()) == ("w-1", ["urgent", "high", "normal", "low"])
+    assert (seen.name, seen.queue_names()) == (
+        "w-1",
+        [f"headway:{name}" for name in ("urgent", "high", "normal", "low")],
+    )
     eventually(lambda: not client.keys("rq:job:*"))  # what is over leaves nothing; Redis hears of it after the rows
     assert not client.keys("rq:execution*")
 
@@ -101,7 +104,7 @@ def test_a_worker_serves_the_queues_in_order_and_rqs_tools_see_it(
 def test_rq_reads_a_hint_as_a_job_of_its_own(queue: TaskQueue, redis_server: RedisServer):
     tasks = queue.submit_many({"kind": "echo.none", "id": f"t-{n}_{n}"} for n in range(3))
     client = raw_client(redis_server)
-    jobs = RqQueue("normal", connection=client, serializer=JSONSerializer).jobs
+    jobs = RqQueue("headway:normal", connection=client, serializer=JSONSerializer).jobs
     assert [(job.id, job.args, job.get_status().value) for job in jobs] == [
         (task.id, [task.id], "queued") for task in tasks
     ]
@@ -128,7 +131,7 @@ def test_a_running_task_is_in_rqs_registry_of_started_jobs(
     spawn("w-1")
     task = queue.submit(kind, str(tmp_path / "began"))
     eventually((tmp_path / "began").exists, 30)
-    registry = StartedJobRegistry("normal", connection=raw_client(redis_server))
+    registry = StartedJobRegistry("headway:normal", connection=raw_client(redis_server))
     assert eventually(lambda: registry.get_job_ids(cleanup=False)) == [task.id]
     queue.cancel(task.id, by="anna")
     eventually(lambda: ended(queue, task.id), 30)
@@ -141,7 +144,7 @@ def test_a_task_that_failed_for_good_is_in_rqs_registry_of_failed_jobs_sanitised
     task = queue.submit("raise.none", "password=canary")
     drain(queue)
     client = raw_client(redis_server)
-    registry = FailedJobRegistry("normal", connection=client)
+    registry = FailedJobRegistry("headway:normal", connection=client)
     assert registry.get_job_ids(cleanup=False) == [task.id]
     [result] = Result.all(RqJob.fetch(task.id, connection=client, serializer=JSONSerializer))
     assert result.exc_string == f"ValueError (see: headway task show {task.id})"
@@ -154,7 +157,7 @@ def test_a_forged_job_is_never_executed(
 ):
     canary = tmp_path / "canary"
     client = raw_client(redis_server)
-    rq_queue = RqQueue("normal", connection=client)
+    rq_queue = RqQueue("headway:normal", connection=client)
 
     class Bomb:
         def __reduce__(self):
@@ -163,9 +166,9 @@ def test_a_forged_job_is_never_executed(
     mine = queue.submit("echo.none", 1)
     match forgery:
         case "pickle":
-            job = RqJob.create("os.getpid", connection=client, id="forged", origin="normal")
+            job = RqJob.create("os.getpid", connection=client, id="forged", origin="headway:normal")
             client.hset(job.key, mapping={**job.to_dict(), "data": zlib.compress(pickle.dumps(Bomb()))})
-            client.rpush("rq:queue:normal", "forged")
+            client.rpush("rq:queue:headway:normal", "forged")
         case "shell":
             rq_queue.enqueue("os.system", f"touch {canary}", job_id="forged")
         case "swapped":
@@ -174,9 +177,9 @@ def test_a_forged_job_is_never_executed(
             client.hset(f"rq:job:{mine.id}", "success_callback_name", "os.system")
         case "replay":
             drain(queue)
-            client.rpush("rq:queue:normal", mine.id)
+            client.rpush("rq:queue:headway:normal", mine.id)
         case "garbage":
-            client.rpush("rq:queue:normal", b"\xff\xfe" * 1000)
+            client.rpush("rq:queue:headway:normal", b"\xff\xfe" * 1000)
     fine = queue.submit("echo.none", 2)
     with caplog.at_level(logging.CRITICAL, "headway"):
         eventually(lambda: drained(queue, fine.id))
@@ -197,10 +200,10 @@ def test_a_wiped_redis_costs_no_task(queue: TaskQueue, redis_server: RedisServer
     sweeper = Sweeper(queue, hints=queue.hints)
     queue.database.run(lambda tx: tx.execute("UPDATE tasks SET hinted_at = hinted_at - 60"))
     sweeper.tick()
-    assert redis_server.client(0).lrange("rq:queue:normal", 0, -1) == ids, "told again, in order"
+    assert redis_server.client(0).lrange("rq:queue:headway:normal", 0, -1) == ids, "told again, in order"
     queue.database.run(lambda tx: tx.execute("UPDATE tasks SET hinted_at = hinted_at - 60"))
     sweeper.tick()
-    assert redis_server.client(0).llen("rq:queue:normal") == 5, "a hint that stands is not doubled"
+    assert redis_server.client(0).llen("rq:queue:headway:normal") == 5, "a hint that stands is not doubled"
     drain(queue)
     assert all(queue.get(id).status is Status.COMPLETED for id in ids)
 
@@ -237,7 +240,7 @@ def test_near_the_memory_limit_tasks_wait_in_the_database_and_somebody_is_told(
         failed = queue.submit("raise.none", "boom")
         drain(queue)
         client = server.client(0)
-        assert client.zcard("rq:failed:normal") == 1
+        assert client.zcard("rq:failed:headway:normal") == 1
         hints = RqHints(url, alert=alerts.append)
         sweeper = Sweeper(queue, hints=hints)
         for n in range(200):  # in small steps: what is on its way counts too
@@ -245,16 +248,16 @@ def test_near_the_memory_limit_tasks_wait_in_the_database_and_somebody_is_told(
                 client.set(f"ballast:{n}", "x" * 2**18)
         waiting = queue.submit("echo.none", 1)
         queue.database.run(lambda tx: tx.execute("UPDATE tasks SET hinted_at = NULL"))
-        client.delete("rq:queue:normal")
+        client.delete("rq:queue:headway:normal")
         sweeper.tick()
         sweeper.tick()
         assert hints.overflowing
         assert len(alerts) == 1
-        assert client.llen("rq:queue:normal") == 0
-        assert client.zcard("rq:failed:normal") == 0, "cleaned up"
+        assert client.llen("rq:queue:headway:normal") == 0
+        assert client.zcard("rq:failed:headway:normal") == 0, "cleaned up"
         assert not client.exists(f"rq:job:{failed.id}")
         client.delete(*client.keys("ballast:*"))
-        eventually(lambda: sweeper.tick() >= 0 and client.llen("rq:queue:normal") == 1)
+        eventually(lambda: sweeper.tick() >= 0 and client.llen("rq:queue:headway:normal") == 1)
         assert len(alerts) == 2
         drain(queue)
         assert queue.get(waiting.id).status is Status.COMPLETED
@@ -268,19 +271,19 @@ def test_what_a_killed_worker_left_in_rq_is_cleaned_up(
     client: Any = redis_server.client(0)
     task = queue.submit("sleep.fork", 50)
     worker = spawn("w-1")
-    eventually(lambda: queue.get(task.id).status is Status.RUNNING and client.zcard("rq:wip:normal"))
+    eventually(lambda: queue.get(task.id).status is Status.RUNNING and client.zcard("rq:wip:headway:normal"))
     worker.kill()
     assert client.smembers("rq:workers") == {"rq:worker:w-1"}
     client.delete("rq:worker:w-1")  # as it does by itself, two minutes later
-    [[entry, at]] = client.zrange("rq:wip:normal", 0, -1, withscores=True)
-    client.zadd("rq:wip:normal", {entry: at - 600})
+    [[entry, at]] = client.zrange("rq:wip:headway:normal", 0, -1, withscores=True)
+    client.zadd("rq:wip:headway:normal", {entry: at - 600})
     now = [0.0]
     sweeper = Sweeper(queue, hints=queue.hints, clock=lambda: now[0])
     now[0] += 61
     sweeper.tick()
-    assert not client.exists("rq:workers", "rq:workers:normal", "rq:wip:normal")
+    assert not client.exists("rq:workers", "rq:workers:headway:normal", "rq:wip:headway:normal")
     assert queue.get(task.id).status is Status.QUEUED
-    assert not client.exists("rq:failed:normal")
+    assert not client.exists("rq:failed:headway:normal")
 
 
 def test_users_take_turns_also_where_workers_hear_of_tasks_through_rq(queue: TaskQueue, tmp_path: Path):

@@ -197,6 +197,10 @@ class Clock:
         return self.now
 
 
+def _trail(queue: TaskQueue) -> list[str]:
+    return [action for (action,) in queue.database.all("SELECT action FROM audit ORDER BY seq")]
+
+
 @pytest.mark.req("S2-43")
 def test_a_setting_in_sql_goes_before_the_file_and_a_bad_one_leaves_the_one_before(
     home: Path, database_url: str, caplog: pytest.LogCaptureFixture
@@ -223,7 +227,10 @@ def test_a_setting_in_sql_goes_before_the_file_and_a_bad_one_leaves_the_one_befo
         assert (live.in_force.batch, live.in_force.cancel_grace) == (30, 1.5)
         assert [("refused" in record.message, record.levelname) for record in caplog.records] == [(True, "WARNING")] * 2
 
+        assert not queue.unset("drain", by="root"), "it was not set"
+        assert _trail(queue) == ["queue.set", "queue.set"]
         assert queue.unset("batch", by="root")
+        assert _trail(queue) == ["queue.set", "queue.set", "queue.unset"]
         (home / "headway.toml").unlink()
         assert live.refresh()
         assert (live.in_force.batch, live.in_force.cancel_grace) == (20, 5.0)
@@ -286,7 +293,7 @@ def shop(home: Path, postgres_url: str) -> Iterator[tuple[TaskQueue, dict[str, s
     """An application in a directory, and the environment in which its workers are started."""
     (home / "shop.py").write_text(f"from tests.queue.app import build\nqueue = build({postgres_url!r})\n")
     with app.build(postgres_url) as queue:
-        yield queue, {"PYTHONPATH": str(ROOT)}
+        yield queue, {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
 
 
 def living(queue: TaskQueue) -> dict[str, int]:
@@ -360,9 +367,8 @@ def test_another_redis_in_the_file_is_used_without_a_restart(
 
 
 def test_a_file_that_names_another_database_or_a_bad_redis_changes_nothing(
-    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    home: Path, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr("headway.queue.settings.LOOK_SECONDS", 0.0)
     settings = home / "headway.toml"
     settings.write_text('database = "sqlite:///a.db"\nredis = "redis://127.0.0.1:1/0"\n')
     with handle(TaskQueue.from_settings()) as queue:

@@ -201,7 +201,7 @@ def test_a_submitter_too_leaves_a_redis_alone_that_is_nearly_full(
     with TaskQueue(f"sqlite:///{tmp_path}/tasks.db", f"redis://127.0.0.1:{server.port}/0", per_user=None) as queue:
         queue.handler("caption")(lambda task, payload: payload)
         queue.submit("caption")
-        assert client.llen("rq:queue:normal") == 0
+        assert client.llen("rq:queue:headway:normal") == 0
         assert queue.database.one("SELECT count(*) FROM tasks WHERE hinted_at IS NULL") == (1,)
 
 

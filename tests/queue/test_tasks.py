@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
@@ -80,6 +81,10 @@ def test_tasks_are_handed_out_in_the_order_of_their_queues_however_they_came(cro
         ({"role": "user", "priority": "urgent"}, "normal"),
         ({"role": "user", "priority": "high"}, "normal"),
         ({"role": "user", "maintenance": True}, "normal"),
+        ({"maintenance": True}, "urgent"),
+        ({"maintenance": True, "user_id": "anna"}, "urgent"),
+        ({"maintenance": False}, "normal"),
+        ({"priority": "urgent"}, "normal"),
         ({"role": "admin", "maintenance": True}, "urgent"),
         ({"role": "admin", "priority": "zzz"}, "normal"),
         ({"role": "user", "priority": "zzz"}, "normal"),
@@ -87,6 +92,15 @@ def test_tasks_are_handed_out_in_the_order_of_their_queues_however_they_came(cro
 )
 def test_a_role_decides_the_priority(crowd: TaskQueue, options, priority: str):
     assert crowd.submit("caption", **options).priority == priority
+
+
+def test_a_delayed_task_is_an_active_task_of_its_user_until_it_is_cancelled(queue: TaskQueue):
+    delayed = queue.submit("caption", user_id="anna", delay=3600)
+    with pytest.raises(UserBusy, match=delayed.id):
+        queue.submit("caption", user_id="anna")
+    assert queue.submit("caption", partition="anna", delay=3600).status is Status.QUEUED
+    queue.cancel(delayed.id)
+    assert queue.submit("caption", user_id="anna").status is Status.QUEUED
 
 
 @pytest.mark.req("S2-20", "S2-23")
@@ -153,6 +167,23 @@ def test_the_same_id_is_the_same_task_or_refused(queue: TaskQueue):
     assert events(queue, "t-1") == [("task.queued", 1)]
 
 
+def test_an_id_of_another_user_is_refused_and_the_error_tells_nothing_about_the_task(queue: TaskQueue):
+    first = queue.submit("caption", {"a": 1}, id="inv-1", user_id="anna@example.org")
+    several: list[dict[str, object]] = [
+        {"kind": "caption", "id": "new"},
+        {"kind": "caption", "payload": {"a": 1}, "id": "inv-1", "user_id": "zed"},
+    ]
+    with pytest.raises(TaskConflict, match="The id inv-1 belongs to another task") as refused:
+        queue.submit("caption", {"a": 1}, id="inv-1", user_id="zed")
+    assert "anna" not in f"{refused.value} {refused.value.hint}"
+    with pytest.raises(TaskConflict):
+        queue.submit("caption", {"a": 1}, id="inv-1")
+    with pytest.raises(TaskConflict):
+        queue.submit_many(several)
+    assert list(queue.list()) == [first], "nothing was accepted"
+    assert queue.submit("caption", {"a": 2}, id="inv-2", user_id="zed").user_id == "zed"
+
+
 def test_users_take_turns_within_a_queue(crowd: TaskQueue):
     crowd.submit_many([{"kind": "caption", "user_id": "anna", "id": f"a{n}"} for n in range(5)])
     crowd.submit("caption", user_id="bert", id="b0")
@@ -172,7 +203,7 @@ def test_users_take_turns_within_a_queue(crowd: TaskQueue):
         ({"kind": "caption", "payload": "a\0b"}, "U\\+0000"),
         ({"kind": "caption", "payload": "x" * 300_000}, "300,002 bytes"),
         ({"kind": "caption", "id": "../x"}, "cannot be a task id"),
-        ({"kind": "caption", "user_id": "a b"}, "cannot be a user id"),
+        ({"kind": "caption", "user_id": "a\nb"}, "cannot be a user id"),
         ({"kind": "caption", "role": "root"}, "no role 'root'"),
         ({"kind": "caption", "delay": float("nan")}, "no number of seconds"),
     ],
@@ -475,3 +506,20 @@ def test_the_newest_tasks_are_listed_page_by_page(crowd: TaskQueue):
     assert [task.id for task in crowd.list(queue=Priority.HIGH)] == []
     with pytest.raises(InvalidInput):
         crowd.list(limit=0)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"concurrency": -1}, {"concurrency": 1_000_001}, {"concurrency": True}, {"concurrency": 1.0},
+     {"rate": 0}, {"rate": -1.0}, {"rate": 10**6}, {"rate": float("nan")}, {"rate": "5"}],
+)  # fmt: skip
+def test_a_limit_outside_its_bounds_is_refused_and_one_at_its_bound_is_kept(queue: TaskQueue, bad: dict[str, Any]):
+    with pytest.raises(InvalidInput):
+        queue.limit("kind", "caption", **bad)
+    assert not queue.database.all("SELECT * FROM task_limits")
+    queue.limit("kind", "caption", concurrency=1_000_000, rate=999_999)
+    queue.limit("kind", "resize", concurrency=0, rate=0.0001)
+    assert queue.database.all("SELECT key, concurrency, rate FROM task_limits ORDER BY key") == [
+        ("caption", 1_000_000, 999_999),
+        ("resize", 0, 0.0001),
+    ]

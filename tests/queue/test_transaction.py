@@ -107,9 +107,10 @@ def test_a_task_exists_exactly_if_the_caller_commits(queue: TaskQueue, begin: Op
 def test_the_rules_hold_and_a_refusal_leaves_the_callers_transaction_usable(queue: TaskQueue, begin: Open):
     queue.submit("caption", {"n": 1}, user_id="anna", id="first")
     with begin() as connection:
-        assert queue.submit("caption", {"n": 1}, id="first", connection=connection).id == "first"
-        with pytest.raises(TaskConflict):
-            queue.submit("caption", {"n": 2}, id="first", connection=connection)
+        assert queue.submit("caption", {"n": 1}, user_id="anna", id="first", connection=connection).id == "first"
+        for content, user in (({"n": 2}, "anna"), ({"n": 1}, "zed"), ({"n": 1}, None)):
+            with pytest.raises(TaskConflict):
+                queue.submit("caption", content, user_id=user, id="first", connection=connection)
         with pytest.raises(UserBusy):
             queue.submit("caption", user_id="anna", connection=connection)
         both = queue.submit_many([{"kind": "caption"}, {"kind": "caption", "user_id": "cora"}], connection=connection)
@@ -165,10 +166,10 @@ def test_rq_is_told_by_the_sweeper_once_it_is_committed(url: str, begin: Open, r
         with begin() as connection:
             task = queue.submit("caption", {"n": 1}, connection=connection)
             sweeper.tick()
-            assert redis_server.client().lrange("rq:queue:normal", 0, -1) == []
+            assert redis_server.client().lrange("rq:queue:headway:normal", 0, -1) == []
             connection.commit()
         sweeper.tick()
-        [found] = redis_server.client().lrange("rq:queue:normal", 0, -1)
+        [found] = redis_server.client().lrange("rq:queue:headway:normal", 0, -1)
         assert (found.decode() if isinstance(found, bytes) else found) == task.id
 
 

@@ -50,7 +50,10 @@ def command(home: Path, url: str, redis_url: str | None = None) -> list[str]:
 
 
 def surroundings(home: Path) -> dict[str, Any]:
-    return {"cwd": home, "env": {**os.environ, "PYTHONPATH": str(ROOT), "HEADWAY_LOG_LEVEL": "info"}}
+    return {
+        "cwd": home,
+        "env": {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "HEADWAY_LOG_LEVEL": "info"},
+    }
 
 
 def burst(home: Path, url: str) -> subprocess.CompletedProcess[str]:
@@ -62,7 +65,7 @@ def burst(home: Path, url: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.req("S2-03", "S2-04")
 @pytest.mark.parametrize(
     ("redis_is", "said"),
-    [("up", "INFO queue: Redis is connected"), ("down", "WARNING queue: Redis is away at the start")],
+    [("up", "INFO queue: Redis is connected"), ("down", "WARNING queue: 🟡 Redis is away at the start")],
 )
 def test_a_worker_says_at_its_start_whether_redis_can_be_reached(
     tmp_path: Path, redis_factory: Callable[..., RedisServer], redis_is: str, said: str
@@ -194,7 +197,9 @@ def test_a_submission_takes_less_than_ten_milliseconds_on_average(postgres_url: 
             return (time.perf_counter() - began) / 30
 
         eventually(lambda: mean() < 0.010, 150)
-        assert (redis_server.client().llen("rq:queue:normal"),) == queue.database.one("SELECT count(*) FROM tasks")
+        assert (redis_server.client().llen("rq:queue:headway:normal"),) == queue.database.one(
+            "SELECT count(*) FROM tasks"
+        )
 
 
 @pytest.mark.req("S2-21", "S2-57")
@@ -253,7 +258,7 @@ def test_a_payload_that_was_moved_to_another_task_is_refused_and_said(
         assert queue.get("one").error == "PayloadRefused: The payload of task one belongs to another task."
         assert (queue.get("one").attempts, queue.get("one").status) == (1, Status.FAILED)
         assert queue.get("two").status is queue.get("fine").status is Status.COMPLETED
-        assert [record.message for record in caplog.records] == ["security: a payload was refused"]
+        assert [record.message for record in caplog.records] == ["🔴 security: a payload was refused"]
 
 
 @pytest.mark.req("S2-52", "S2-54")

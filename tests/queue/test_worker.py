@@ -6,11 +6,16 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from headway.queue import TaskCancelled, TaskTimeout
+from headway.queue.handlers import Isolation
 from headway.queue.sweeper import Sweeper
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import Status, Task
@@ -78,6 +83,10 @@ def test_whatever_a_handler_raises_costs_its_own_task_only(queue: TaskQueue, iso
     assert failed.status is Status.FAILED
     assert (failed.error or "").startswith(error)
     assert "canary" not in (failed.error or "")
+    stored = queue.database.all(
+        "SELECT a.error FROM task_attempts a JOIN tasks t ON t.no = a.task WHERE t.id = ?", (odd.id,)
+    )
+    assert stored[-1] == (failed.error,), "each run keeps its own error"
     assert queue.get(fine.id).status is Status.COMPLETED
 
 
@@ -139,6 +148,116 @@ def test_a_task_that_takes_too_long_is_ended(queue: TaskQueue, isolation: str):
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_a_timeout_is_raised_in_the_handler_whose_finally_blocks_run(
+    queue: TaskQueue, isolation: Isolation, tmp_path: Path
+):
+    def handle(task, payload) -> None:
+        try:
+            time.sleep(60)
+        except TaskTimeout as error:
+            (tmp_path / "raised").write_text(str(error))
+            raise
+        finally:
+            time.sleep(1.2)  # longer than the worker takes to look again
+            (tmp_path / "cleaned up").touch()
+
+    queue.handler("cleanup", timeout=0.2, retries=0, isolation=isolation)(handle)
+    task = queue.submit("cleanup")
+    drain(queue)
+    assert queue.get(task.id).error == "TimedOut: no result within 0.2 s"
+    assert (tmp_path / "raised").read_text() == "no result within 0.2 s"
+    assert (tmp_path / "cleaned up").exists()
+    assert queue.database.all("SELECT outcome FROM task_attempts") == [("timeout",)]
+
+
+def test_a_timeout_is_recorded_whatever_the_handler_raises_then(queue: TaskQueue):
+    @queue.handler("cleanup", timeout=0.2, retries=0)
+    def handle(task, payload) -> None:
+        try:
+            time.sleep(60)
+        finally:
+            raise ValueError("while cleaning up")
+
+    task = queue.submit("cleanup")
+    drain(queue)
+    assert queue.get(task.id).error == "TimedOut: no result within 0.2 s"
+
+
+@pytest.mark.parametrize("kind", ["deaf.fork", "stubborn"])
+def test_a_process_that_goes_on_after_its_timeout_is_killed_after_the_grace(queue: TaskQueue, kind: str):
+    @queue.handler("stubborn", timeout=0.2, retries=0)
+    def stubborn(task, payload) -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with suppress(BaseException):
+                time.sleep(60)
+
+    task = queue.submit(kind)
+    fine = queue.submit("echo.fork", 1)
+    drain(queue, cancel_grace=0.5)
+    assert (queue.get(task.id).error or "").startswith("TimedOut: ")
+    assert queue.get(fine.id).status is Status.COMPLETED
+
+
+def test_a_cancelled_handler_in_a_process_of_its_own_that_goes_on_gets_task_cancelled(queue: TaskQueue, tmp_path: Path):
+    @queue.handler("stubborn", retries=0)
+    def goes_on(task, payload) -> None:
+        (tmp_path / "began").touch()
+        try:
+            time.sleep(60)
+        except TaskCancelled:
+            (tmp_path / "raised").touch()
+            raise
+
+    task = queue.submit("stubborn")
+    with ThreadPoolExecutor(1) as beside:
+        cancelled = beside.submit(
+            lambda: eventually((tmp_path / "began").exists, 30) and queue.cancel(task.id, by="anna")
+        )
+        drain(queue, cancel_grace=0.5)
+        cancelled.result()
+    assert (tmp_path / "raised").exists()
+    assert queue.get(task.id).status is Status.CANCELLED
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_progress_that_rounding_errors_put_beyond_its_bounds_is_accepted(queue: TaskQueue, isolation: Isolation):
+    @queue.handler("sum", retries=0, isolation=isolation)
+    def sum_up(task, payload) -> None:
+        task.progress(100.00000000000006, "done")
+        task.progress(-1e-12)
+        with pytest.raises(ValueError, match=r"progress must be 0 to 100 \(got 100.1\)"):
+            task.progress(100.1)
+        with pytest.raises(ValueError, match="progress must be"):
+            task.progress(float("nan"))
+
+    task = queue.submit("sum")
+    drain(queue)
+    assert queue.get(task.id).status is Status.COMPLETED
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_children_of_a_handler_have_default_signal_handling(
+    queue: TaskQueue, isolation: str, spawn: Callable[..., Forked]
+):
+    spawn("w1")
+    task = queue.submit(f"children.{isolation}", 100)
+    assert eventually(lambda: ended(queue, task.id), 60).status is Status.COMPLETED
+    # Python forgets a signal that its own handler receives while a forked child starts.
+    assert queue.result(task.id) == {"-15": 100}
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_a_handler_may_use_a_pool_of_processes_and_a_program(
+    queue: TaskQueue, isolation: str, spawn: Callable[..., Forked]
+):
+    spawn("w1")
+    task = queue.submit(f"pools.{isolation}", 10)
+    assert eventually(lambda: ended(queue, task.id), 60).status is Status.COMPLETED
+    assert queue.result(task.id) == [[0, 1, 4], "-15"]
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_a_cancelled_task_is_told_and_one_that_goes_on_is_ended(
     queue: TaskQueue, isolation: str, tmp_path: Path, spawn: Callable[..., Forked]
 ):
@@ -146,7 +265,8 @@ def test_a_cancelled_task_is_told_and_one_that_goes_on_is_ended(
     polite = queue.submit(f"patient.{isolation}", str(tmp_path / "began"))
     eventually((tmp_path / "began").exists)
     queue.cancel(polite.id, by="anna")
-    assert eventually(lambda: ended(queue, polite.id), 30).status is Status.COMPLETED, "it ended itself"
+    returned = eventually(lambda: ended(queue, polite.id), 30)
+    assert (returned.status, returned.percent) == (Status.CANCELLED, 0.0), "it returned early"
     deaf = queue.submit(f"sleep.{isolation}", 50)
     eventually(lambda: queue.get(deaf.id).status is Status.RUNNING)
     queue.cancel(deaf.id, by="anna")

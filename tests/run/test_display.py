@@ -129,7 +129,7 @@ def test_the_bar_shows_a_run_as_promised():
     first, second = drawn(stream)
     assert re.fullmatch(r" 62\.1% ─+━+╸? +   74,513/120,000   41\.\d/s   ~18 min left", first)
     assert second == (
-        " kept 41,200 · done 33,313 · running 8 · retrying 212 · dead 64         last error: UpstreamTimeout x41"
+        " done 74,513 (41,200 kept) · running 8 · retrying 212 · dead 64         last error: UpstreamTimeout x41"
     )
 
 
@@ -183,6 +183,13 @@ def test_an_unknown_total_shows_count_and_rate_and_no_percent():
     assert "left" not in first
 
 
+def test_it_waits_to_retry_only_when_no_other_item_is_left():
+    for dead, waits in ((64, False), (120_000 - 74_513 - 212, True)):
+        stream = Terminal()
+        opened("bar", stream).show(replace(NOW, running=0, dead=dead))
+        assert ("waiting to retry" in drawn(stream)[0]) is waits
+
+
 def test_a_hundred_percent_is_only_what_is_complete():
     stream = Terminal()
     opened("bar", stream).show(replace(NOW, kept=0, done=119_999))
@@ -195,7 +202,7 @@ def test_it_is_drawn_ten_times_a_second_at_most():
     for _ in range(1000):
         clock.now += 0.001
         display.show(NOW)
-    assert stream.getvalue().count("kept 41,200") <= 11
+    assert stream.getvalue().count("41,200 kept") <= 11
 
 
 def test_talk_goes_above_the_live_lines_which_come_back_below_it():
@@ -358,7 +365,7 @@ def test_a_plain_line_says_everything():
     opened("plain", stream).end(NOW)
     (line,) = plain_lines(stream)
     assert line == (
-        "62.1%  74,513/120,000  kept 41,200  done 33,313  running 8  retrying 212  dead 64  "
+        "62.1%  74,513/120,000  done 74,513 (41,200 kept)  running 8  retrying 212  dead 64  "
         "last error: UpstreamTimeout x41"
     )
 
@@ -381,7 +388,7 @@ def test_json_lines_have_the_documented_keys_and_come_once_a_second_at_most():
     assert [line["event"] for line in lines if line["event"] != "progress"] == ["begin", "message", "end"]
     assert list(progress[0]) == ["t", "event", *PROGRESS_KEYS]
     assert list(lines[-1]) == ["t", "event", *PROGRESS_KEYS]
-    assert (progress[0]["done"], progress[0]["kept"], progress[0]["percent"]) == (33_313, 41_200, 62.09)
+    assert (progress[0]["done"], progress[0]["kept"], progress[0]["percent"]) == (74_513, 41_200, 62.09)
     datetime.fromisoformat(progress[0]["t"])
 
 

@@ -289,7 +289,7 @@ def test_an_async_function_that_blocks_its_loop_again_and_again_has_no_more_time
         (object(), {}, "is a object, which has no submit"),
         (ThreadPoolExecutor, {}, "is the class ThreadPoolExecutor"),
         (ThreadPoolExecutor(1), {"mode": "thread"}, "says how workers of our own run items"),
-        (ThreadPoolExecutor(1), {"workers": 0}, "0 workers cannot do anything"),
+        (ThreadPoolExecutor(1), {"workers": -1}, "workers must be a whole number"),
     ],
 )
 def test_what_cannot_be_used_is_refused_before_anything_is_written(

@@ -19,7 +19,7 @@ from headway.config import Config
 from headway.errors import InvalidInput
 from headway.ledger import Ledger, fleet
 from headway.queue import TaskQueue
-from headway.run.fleet import open_queue, submit_missing
+from headway.run.fleet import Fleets, open_queue, submit_missing
 from tests.services.postgres import PostgresServer
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
@@ -102,6 +102,31 @@ def test_a_detached_job_is_done_by_workers_as_a_local_run_would(
     again = quick_cli("run", "work:double", "--items", "items.jsonl", "--job", "ads", "--fleet", "--detach")
     assert again.returncode == 0
     assert completions(ledger) == 1
+
+
+def test_dead_letters_of_a_finished_job_that_are_retried_are_run_by_the_fleet(
+    place: Path, database: str, ledger: Ledger, quick_cli: Cli
+) -> None:
+    (place / "headway.toml").write_text("retry_delay = 0.001\n")
+    (place / "work.py").write_text(
+        "import os\ndef double(item):\n    if item == 7 and not os.path.exists('repaired'):\n"
+        "        raise ValueError('no sevens')\n    return 2 * item\n"
+    )
+    assert quick_cli("run", "work:double", "-i", "items.jsonl", "-j", "ads", "--fleet", "--detach").returncode == 0
+    assert quick_cli("worker", "--burst").returncode == 0
+    job = ledger.job("ads")
+    assert (job.info().status, job.info().dead) == ("completed", 1)
+    (place / "repaired").touch()
+    retried = quick_cli("dead", "retry", "ads", "--yes")
+    assert "The workers of the fleet try them." in retried.stderr
+    assert (job.info().status, job.runs()[-1].outcome) == ("processing", None)
+    assert "order" not in job.runs()[-1].settings
+    with open_queue(Config(cli={"database": database}), ledger.database) as queue:
+        Fleets(queue)()  # what the sweeper of a worker does
+    assert quick_cli("worker", "--burst").returncode == 0
+    info = job.info()
+    assert (info.status, info.done, info.dead, completions(ledger)) == ("completed", 30, 0, 2)
+    assert [run.outcome for run in job.runs()] == ["finished"]
 
 
 def test_short_items_of_a_slot_are_recorded_together(
@@ -344,6 +369,21 @@ def test_a_slot_that_died_often_comes_back_within_seconds(
     assert row is not None
     assert row[0] == 2
     assert row[1] < now + 60.0
+
+
+def test_a_start_brings_forward_the_delayed_slots_of_its_own_fleet_only(
+    place: Path, database: str, ledger: Ledger, quick_cli: Cli
+) -> None:
+    words = ("run", "work:double", "-i", "items.jsonl", "--fleet", "--detach", "--slots", "2")
+    for job in ("ads", "books"):
+        assert quick_cli(*words, "-j", job).returncode == 0
+    later = ledger.database.now() + 250.0
+    ledger.database.write("UPDATE tasks SET attempts = 9, ready = 0, run_at = ?", (later,))
+    assert quick_cli(*words, "-j", "ads").returncode == 0
+    rows = ledger.database.all("SELECT party, run_at < ? FROM tasks", (later,))
+    assert sorted((str(party), bool(moved)) for party, moved in rows) == sorted(
+        (f"fleet.{ledger.job(job).no}", job == "ads") for job in ("ads", "books") for _ in range(2)
+    )
 
 
 #: `headway`, killed when it has sent as many COMMITs as the first argument says: with the last answered, or not yet sent.

@@ -5,6 +5,7 @@ All other blocks are run by tools/docs.py.
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import re
 import shlex
@@ -30,11 +31,11 @@ from tools import docs
 Sh = Callable[[str], "subprocess.CompletedProcess[str]"]
 
 PAGES = {
-    "howto/server-and-laptop.md": ["tmux new", "--watch", "headway serve", "ssh -N", "--database http"],
+    "howto/server-and-laptop.md": ["tmux new", "--watch", "headway serve", "ssh -N", "token create laptop", "--database http"],
     "howto/notify-me.md": ['tell-me "ads', "sinks ="],
     "howto/from-celery.md": ["apply_async"],
     "howto/own-executor.md": ["MPIPoolExecutor"],
-    "run.md": ["headway run module:function", "./convert.sh"],
+    "run.md": ["headway run module:function", "./convert.sh", "job.remaining()"],
 }  # fmt: skip
 
 #: The server is this machine. With -t there is a terminal; a tunnel leads to where it begins.
@@ -167,7 +168,8 @@ def test_the_page_of_a_server_is_asked_from_a_laptop_through_a_tunnel(place: Pat
     show, dead = block(LAPTOP, "--database http").splitlines()
     with serving(place, block(LAPTOP, "headway serve")) as port:
         assert sh(block(LAPTOP, "ssh -N").replace("8700", port)).returncode == 0
-        shown = sh(show.replace("8700", port))
+        token = sh(block(LAPTOP, "headway token create laptop")).stdout.split()[-1]
+        shown = sh(show.replace("8700", port).replace("...", token, 1))
         assert (shown.returncode, "5/6" in shown.stdout) == (0, True), shown.stderr
         secret = sh("headway token create anna --role operator").stdout.split()[-1]
         open_to_all = dead.replace("https://progress.example.org", f"http://127.0.0.1:{port}")
@@ -282,3 +284,11 @@ def test_programs_are_run_for_each_item(place: Path, sh: Sh):
         assert done.returncode == 0, done.stderr
     assert ((place / "0.png").read_text(), (place / "1.png").read_text()) == ("a\n", "b\n")
     assert (place / "x.html").read_text() == "<p>"
+
+
+def test_threads_share_an_open_job(place: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(place)
+    made: list[str] = []
+    names = {"headway": headway, "concurrent": concurrent, "paths": ["a", "b", "c"], "make_thumbnail": made.append}
+    exec(block("run.md", "job.remaining()"), names)
+    assert sorted(made) == ["a", "b", "c"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -60,6 +61,63 @@ def outcome(place: Path) -> list[object]:
 def executed(place: Path) -> Counter[str]:
     file = place / "executed"
     return Counter(file.read_text().split()) if file.exists() else Counter()
+
+
+# ---- tables and compressed files ------------------------------------------------------------------------------------
+
+
+def test_a_tsv_file_has_a_header_and_is_divided_by_tabs_alone(place: Path, run_cli: Cli):
+    (place / "items.tsv").write_text('id\tname, first\nx\tAnna\ny\t"Bert, C"\n')
+    done = run_cli(*RUN, "--items", "items.tsv", "--key", "id", "-o", "out.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert outcome(place) == [{"id": "x", "name, first": "Anna"}, {"id": "y", "name, first": "Bert, C"}]
+
+
+CONTENTS = {
+    "items.csv": "id,n\nx,1\ny,2\n",
+    "items.tsv": "id\tn\nx\t1\ny\t2\n",
+    "items.jsonl": '{"id": "x"}\n{"id": "y"}\n',
+    "items.json": '[{"id": "x"}, {"id": "y"}]',
+    "items.txt": "x\ny\n",
+}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_a_file_compressed_by_gzip_is_the_same_items(place: Path, run_cli: Cli, name: str):
+    (place / name).write_text(CONTENTS[name])
+    (place / f"{name}.gz").write_bytes(gzip.compress(CONTENTS[name].encode()))
+    plain, packed = FileItems(place / name), FileItems(place / f"{name}.gz")
+    assert list(packed) == list(plain)
+    assert packed.digest() == plain.digest() == packed.digest_read
+    done = run_cli(*RUN, "--items", f"{name}.gz")
+    assert done.returncode == 0, done.stderr
+    assert executed(place) == Counter("xy")
+
+
+def test_a_gzip_file_that_was_cut_is_refused_and_nothing_is_run(place: Path, run_cli: Cli):
+    whole = gzip.compress("".join(f"{os.urandom(20).hex()}\n" for _ in range(20_000)).encode())
+    (place / "items.txt.gz").write_bytes(whole[: len(whole) // 2])
+    done = run_cli(*RUN, "--items", "items.txt.gz")
+    assert (done.returncode, "damaged gzip file" in done.stderr) == (2, True)
+    assert not executed(place)
+
+
+@pytest.mark.parametrize(
+    ("head", "hint"), [(b"PK\x03\x04\xff", "save it as CSV"), (b"BZh9\xff", "bzip2"), (b"\xe4\n", "iconv")]
+)
+def test_a_file_that_is_no_text_is_refused_with_what_to_do(place: Path, run_cli: Cli, head: bytes, hint: str):
+    (place / "items.txt").write_bytes(head)
+    done = run_cli(*RUN, "--items", "items.txt")
+    assert (done.returncode, hint in done.stderr) == (2, True), done.stderr
+
+
+def test_a_gzip_file_on_a_pipe_is_refused_with_what_to_do(place: Path, spawn_cli: Spawn):
+    with open(place / "items.gz", "wb") as file:
+        file.write(gzip.compress(b"x\ny\n"))
+    with subprocess.Popen(["cat", place / "items.gz"], stdout=subprocess.PIPE) as cat:
+        process = spawn_cli(*RUN, "--items", "-", stdin=cat.stdout)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, "zcat" in errors) == (2, True), errors
 
 
 # ---- arrays ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import os
@@ -22,11 +23,12 @@ from typing import Any
 import pytest
 
 import headway
-from headway.errors import InputChanged, InvalidInput, JobHeld, NotFound, StaleClaim
+from headway.errors import InputChanged, InvalidInput, ItemsFailed, JobHeld, NotFound, StaleClaim
 from headway.events import Event
 from headway.ledger import Job, Ledger
 from headway.run import Settings
 from headway.run import plan as plans
+from headway.run.function import default_job, earlier_default_job, source_form
 from headway.run.items import GivenItems
 from headway.run.performing import take
 from tests.services.waiting import eventually
@@ -51,6 +53,13 @@ def note(log: Path, n: int) -> None:
 
 def executed(log: Path) -> Counter[int]:
     return Counter(map(int, log.read_text().split())) if log.exists() else Counter()
+
+
+def jobs_of(database: str) -> list[str]:
+    if not Path(database.removeprefix("sqlite:///")).exists():
+        return []
+    with Ledger.open(database) as ledger:
+        return [info.id for info in ledger.jobs()]
 
 
 # ---- map ------------------------------------------------------------------------------------------------------------
@@ -168,10 +177,29 @@ def test_models_of_pydantic_and_arrays_of_numpy_are_refused_with_what_to_give_in
         (abs, "items.txt", {}, "an item for each of its characters"),
         ("no function", [1], {}, "is not a function"),
         (lambda: None, [1], {}, "cannot be called with one item"),
-        (abs, [1], {"workers": 0}, "workers"),
-        (abs, [1], {"timeout": 0}, "timeout"),
+        (abs, {"a": 1}, {}, "items is a dict: it could mean its keys, its values or both"),
+        (abs, None, {}, "items must be a list or another iterable"),
+        (abs, [1], {"workers": -1}, r"workers must be a whole number of at least 0 \(got -1\)"),
+        (abs, [1], {"workers": "four"}, "workers must be"),
+        (abs, [1], {"mode": "banana"}, r"mode must be one of process, thread, async \(got 'banana'\)"),
+        (abs, [1], {"start": "later"}, "start must be one of auto, fork, spawn"),
+        (abs, [1], {"timeout": 0}, "timeout must be a number above 0"),
+        (abs, [1], {"rate": "fast"}, r"rate must be a number above 0 \(got 'fast'\)"),
+        (abs, [1], {"rate": [5]}, "rate must be a single value"),
         (abs, [1], {"job": "a/b"}, "cannot be a job id"),
-        (abs, [1], {"retries": -1}, "negative"),
+        (abs, [1], {"retries": -1}, "retries must be a whole number of at least 0"),
+        (abs, [1], {"retries": True}, "retries must be a whole number"),
+        (abs, [1], {"retry_delay": -1}, "retry_delay must be a number from 0"),
+        (abs, [1], {"max_failures": 0}, "max_failures must be"),
+        (abs, [1], {"payload_limit": 0}, "payload_limit must be"),
+        (abs, [1], {"progress": "loud"}, "progress must be one of"),
+        (abs, [1], {"keep_output": "some"}, "keep_output must be failed, all or none"),
+        (abs, [1], {"key": 5}, "key must be the name of a field"),
+        (abs, [1], {"fresh": "no"}, r"fresh must be True or False \(got 'no'\)"),
+        (abs, [1], {"results": None}, "results must be True or False"),
+        (abs, [1], {"output": 5}, "output must be the path of a file"),
+        (abs, [1], {"on_complete": "print"}, "on_complete must be a function or None"),
+        (abs, [1], {"encode": "json"}, "encode must be a function or None"),
         (abs, [{"a": 1}], {"key": "b"}, "no usable key"),
         (abs, ["x" * 300_000], {}, "at most 262,144"),
     ],
@@ -181,6 +209,95 @@ def test_bad_arguments_are_one_clear_error(
 ):
     with pytest.raises(InvalidInput, match=said):
         headway.map(function, items, **{"job": "ads", "database": database, "progress": "none"} | options)  # type: ignore[arg-type]
+    assert not jobs_of(database), "something was written"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"items": {"a": 1}}, "items is a dict"),
+        ({"items": [1], "retries": "many"}, "retries must be"),
+        ({"items": [1], "retry_delay": -1}, "retry_delay must be"),
+        ({"items": [1], "fresh": 1}, "fresh must be True or False"),
+        ({"items": [1], "key": ""}, "key must be the name"),
+        ({"job": 5}, "cannot be a job id"),
+    ],
+)
+def test_bad_arguments_of_open_job_are_one_clear_error(database: str, options: dict[str, Any], said: str):
+    with pytest.raises(InvalidInput, match=said):
+        headway.open_job(**{"job": "ads", "database": database} | options)
+    assert not jobs_of(database), "something was written"
+
+
+@pytest.mark.parametrize(
+    ("items", "options", "said"),
+    [
+        ([1], {"progress": "loud"}, "progress must be one of"),
+        ([1], {"accept_changes": "yes"}, "accept_changes must be True or False"),
+        ([1], {"key": 5}, "key must be the name"),
+        (5, {}, "items must be a list or another iterable"),
+        ([1], {"job": "a/b"}, "cannot be a job id"),
+    ],
+)
+def test_bad_arguments_of_track_are_one_clear_error(database: str, items: Any, options: dict[str, Any], said: str):
+    with pytest.raises(InvalidInput, match=said):
+        headway.track(items, **{"job": "ads", "database": database} | options)
+    assert not jobs_of(database), "something was written"
+
+
+def test_a_loop_over_a_dict_is_tracked_by_its_keys(database: str):
+    assert list(headway.track({"a": 1, "b": 2}, job="ads", database=database, progress="none")) == ["a", "b"]
+
+
+def test_an_item_that_is_no_json_is_one_error_with_its_hint(tmp_path: Path):
+    """What a person reads who gives paths: one traceback, and what to do below it."""
+    code = "import headway, pathlib; headway.map(len, [pathlib.Path('a')], job='x', progress='none')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stderr.count("Traceback") == 1
+    *_, error, hint = done.stderr.strip().splitlines()
+    assert error == "headway.errors.InvalidInput: item 0: An item cannot be kept as JSON: there is a PosixPath in it."
+    assert hint == "Hint: Give str(item), and let the function make it again: Path(item)"
+
+
+def test_a_hint_names_arguments_not_options(database: str):
+    headway.map(abs, [1, 2], job="ads", database=database, progress="none", workers=1)
+    with pytest.raises(InputChanged) as refused:
+        headway.map(abs, [1, 3], job="ads", database=database, progress="none", workers=1)
+    assert refused.value.hint == (
+        "If that is intended, run again with accept_changes=True, or start over with fresh=True."
+    )
+
+
+def test_dead_items_raise_if_asked_for_and_the_error_has_the_result(database: str):
+    def fails(n: int) -> int:
+        if n > 1:
+            raise ValueError("too large")
+        return n
+
+    options: dict[str, Any] = {"database": database, "progress": "none", "retries": 0, "last_pass": False, "workers": 1}
+    with pytest.raises(ItemsFailed) as failed:
+        headway.map(fails, [1, 2, 3], job="ads", raise_on_dead=True, **options)
+    assert str(failed.value) == "2 of 3 items of job ads failed for good: 2 x ValueError: too large."
+    assert failed.value.hint.startswith("See them: headway dead show ads --database ")
+    assert (failed.value.exit_code, failed.value.result.done) == (3, 1)
+    assert headway.map(fails, [1], job="fine", raise_on_dead=True, **options).dead == 0
+
+
+def test_the_text_of_a_result_says_what_failed(database: str):
+    def fails(n: int) -> None:
+        raise [ValueError, LookupError, OSError, TypeError][n % 4]("no")
+
+    options: dict[str, Any] = {"database": database, "progress": "none", "retries": 0, "last_pass": False, "workers": 1}
+    result = headway.map(fails, range(5), job="ads", **options)
+    assert repr(result) == (
+        "<Result of job ads: finished, 0 of 5 done, 5 dead (2 x ValueError: no; 1 x LookupError: no; 1 x OSError: no; "
+        "1 more cause)>"
+    )
+    assert (
+        repr(headway.map(abs, [1], job="fine", **options)) == "<Result of job fine: finished, 1 of 1 done, none dead>"
+    )
 
 
 def test_an_empty_list_is_finished_at_once(database: str):
@@ -330,6 +447,90 @@ def test_a_job_without_a_name_is_found_by_the_same_code_and_never_by_other_code(
     assert other[0] != first[0]
     if kind != "a built-in":
         assert unnamed(tmp_path, database, code, function, "another.py")[1:] == ["0", "3"], "of another file"
+
+
+def ran(tmp_path: Path, *words: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_the_job_of_a_function_without_a_name_does_not_depend_on_its_bytecode(tmp_path: Path, database: str):
+    """Python makes other bytecode with -O, as another version of Python does."""
+    code = (
+        "class Part:\n    def __init__(self, n):\n        assert n\n        self.n = n\n"
+        "def part(n):\n    assert n, 'none'\n    return f'{n:>{3}}'\n"
+        "def work(n, *, k: int = 1):\n    assert n\n    return [part(each) for each in range(n) if each]\n"
+    )
+    for function in ("work", "functools.partial(work, k=2)", "lambda n: work(n) or (lambda: n)()", "Part"):
+        (tmp_path / "program.py").write_text(SCRIPT.format(code=code, function=function))
+        job, *counts = ran(tmp_path, "program.py", database)
+        assert counts == ["0", "3"] or function == "Part"
+        assert ran(tmp_path, "-O", "program.py", database)[0] == job, function
+
+
+def test_the_form_of_a_source_is_the_same_in_every_version_of_python():
+    """The text is written here, and the tests run under every version: `make compat`."""
+    code = "async def f(a, /, b: int = 1, *c, d=None, **e):\n  'doc'\n  return f'{a!r:>{b}}' 'x' + \"\u00e9\" # no\n"
+    assert source_form(ast.parse(code)) == (
+        "Module(body=[AsyncFunctionDef(args=arguments(args=[arg(annotation=Name(id='int'), arg='b')], "
+        "defaults=[Constant(value=1)], kw_defaults=[Constant()], kwarg=arg(arg='e'), kwonlyargs=[arg(arg='d')], "
+        "posonlyargs=[arg(arg='a')], vararg=arg(arg='c')), body=[Expr(value=Constant(value='doc')), "
+        "Return(value=BinOp(left=JoinedStr(FormattedValue(conversion=114, "
+        "format_spec=JoinedStr(Constant(value='>'), FormattedValue(conversion=-1, value=Name(id='b'))), "
+        "value=Name(id='a')), Constant(value='x')), op=Add(), right=Constant(value='\\xe9')))], name='f')])"
+    )
+
+
+def test_of_two_lambdas_in_one_line_each_is_a_job_of_its_own(tmp_path: Path, database: str):
+    code = "both = [lambda n: n + 1, lambda n: n + 2, lambda n: (lambda: n + 1)()]\n"
+    jobs = [unnamed(tmp_path, database, code, f"both[{number}]") for number in range(3)]
+    assert [counts for _, *counts in jobs] == [["0", "3"]] * 3
+    assert len({job for job, *_ in jobs}) == 3
+
+
+def test_formatting_and_comments_do_not_make_another_job(tmp_path: Path, database: str):
+    first = unnamed(tmp_path, database, "def work(n):\n    return {'a': n, 'b': 1}\n", "work")
+    again = unnamed(
+        tmp_path, database, 'def work(n):  # the work\n    return {\n        "a": n,\n        "b": 1,\n    }\n', "work"
+    )
+    assert again == [first[0], "3", "3"]
+
+
+def test_a_file_that_was_edited_after_its_import_does_not_name_the_job_of_its_old_code(tmp_path: Path, database: str):
+    (tmp_path / "work.py").write_text("def work(n):\n    return n + 1\n")
+    code = "import headway, pathlib, sys, work\n{edit}\nresult = headway.map(work.work, [1], database=sys.argv[1], workers=1)\n"
+    code += "print(result.job, result.kept)\n"
+    edit = "pathlib.Path('work.py').write_text('def work(n):\\n    return n + 2\\n')"
+    (tmp_path / "program.py").write_text(code.format(edit=edit))
+    old = ran(tmp_path, "-B", "program.py", database)
+    (tmp_path / "program.py").write_text(code.format(edit=""))
+    new = ran(tmp_path, "-B", "program.py", database)
+    assert new[1] == "0", "the results of other code were taken for done"
+    assert old[0] != new[0]
+
+
+def test_a_job_that_an_earlier_version_of_headway_named_goes_on(database: str):
+    def work(n: int) -> int:
+        return n
+
+    before = earlier_default_job(work)
+    assert before != default_job(work)
+    headway.map(work, [1, 2], job=before, database=database, progress="none", workers=1)
+    result = headway.map(work, [1, 2], database=database, progress="none", workers=1)
+    assert (result.job, result.kept) == (before, 2)
+
+
+def test_changed_code_is_a_new_job_and_the_earlier_one_is_named(tmp_path: Path, database: str):
+    first = unnamed(tmp_path, database, ONE, "work")[0]
+    text = SCRIPT.format(code=ONE.replace("+ 1", "+ 2"), function="work").replace('progress="none", ', "")
+    (tmp_path / "program.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "program.py", database], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert f'To go on with the earlier one: job="{first}"' in done.stderr
 
 
 def test_a_function_defined_again_in_a_shell_is_another_job(database: str):
@@ -516,6 +717,62 @@ def test_an_item_that_the_loop_skips_is_not_offered_again_and_again(database: st
                 break
         offered = Counter(item.index for item in job.remaining())
     assert offered == Counter([0, 1, 2])
+
+
+def test_loops_of_several_threads_share_the_items(database: str):
+    executed: list[int] = []
+    together = threading.Barrier(4)
+
+    with headway.open_job("ads", range(1200), database=database, retries=2, retry_delay=0.01) as job:
+
+        def work() -> None:
+            together.wait(30)
+            for item in job.remaining():
+                with item:
+                    executed.append(item.index)
+                    if item.index % 50 == 0 and item.attempts == 0:
+                        raise ValueError("each of these fails once")
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        progress = job.progress()
+    assert Counter(executed) == Counter([*range(1200), *range(0, 1200, 50)])
+    assert (progress.done, progress.errors) == (1200, 24)
+
+
+def test_a_loop_gets_no_item_that_another_thread_still_works_on(database: str):
+    with headway.open_job("ads", range(5), database=database) as job:
+        entered, leave = threading.Event(), threading.Event()
+        first, *_ = job.remaining()
+
+        def work() -> None:
+            with first:
+                entered.set()
+                leave.wait(30)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        assert entered.wait(30)
+        assert [item.index for item in job.remaining(wait=False)] == [1, 2, 3, 4]
+        leave.set()
+        thread.join(30)
+        assert job.progress().done == 1
+
+
+def test_a_process_of_multiprocessing_cannot_share_the_items_and_is_told_so(database: str):
+    with headway.open_job("ads", range(5), database=database) as job:
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                next(job.remaining())
+            except headway.HeadwayError:
+                code = 0
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_an_unknown_job_without_items_is_not_found_and_no_file_is_made(tmp_path: Path):

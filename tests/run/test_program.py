@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,8 @@ import pytest
 
 from headway.errors import InvalidInput
 from headway.ledger import Job, Ledger
-from headway.run.program import Program, ProgramFailed
+from headway.run import local
+from headway.run.program import CannotStartNow, Program, ProgramFailed
 from tests.services.waiting import eventually
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -353,3 +357,95 @@ def test_whoever_means_workers_by_j_is_told_that_it_names_the_job(place: Path, h
     assert "-j names the job, which is called 8 now. For that many items at once: --workers 8" in done.stderr
     named = headway_cli("run", "--items", "items.txt", "-j", "8", "-w", "2", "--", "true", "{}", cwd=place)
     assert "-j names the job" not in named.stderr
+
+
+# ---- limits of the machine ------------------------------------------------------------------------------------------
+
+#: Runs the command with a limit of its own: descriptors of a process, or processes of a user.
+LIMITED = (
+    "import os, resource, sys; number, limit = int(sys.argv[1]), int(sys.argv[2]); "
+    "resource.setrlimit(number, (limit, limit)); "
+    "os.execv(sys.executable, [sys.executable, '-m', 'headway', *sys.argv[3:]])"
+)
+
+
+def run_limited(place: Path, number: int, limit: int, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", LIMITED, str(number), str(limit), *words],
+        cwd=place, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("stdin", [False, True])
+def test_more_programs_than_descriptors_allow_run_in_turns_and_no_attempt_is_counted(place: Path, stdin: bool):
+    (place / "items.txt").write_text("".join(f"{n}\n" for n in range(120)))
+    ended = run_limited(
+        place, resource.RLIMIT_NOFILE, 90, "run", "-i", "items.txt", "-w", "60", "--retries", "0", "--no-last-pass",
+        *(["--stdin"] if stdin else []), "--", "sh", "-c", "sleep 0.1; echo $1", "sh", "{}",
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert "No more programs can be started at once: Too many open files" in ended.stderr, "the limit was not reached"
+    info = job_in(place).info()
+    assert (info.done, info.dead, info.failures) == (120, 0, 0)
+
+
+#: Takes all free descriptors from the worker that starts it, for the first item.
+TAKES_DESCRIPTORS = """
+import os, resource, sys
+limit = resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE)
+if sys.argv[1] == "0":
+    open("worker", "w").write(f"{os.getppid()} {limit[0]}")
+    resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (3, limit[1]))
+"""
+
+
+def test_programs_wait_for_a_limit_of_the_machine_that_passes(place: Path, spawn_cli: Spawn):
+    (place / "items.txt").write_text("0\n1\n2\n")
+    (place / "takes.py").write_text(TAKES_DESCRIPTORS)
+    run = spawn_cli(
+        "run", "-i", "items.txt", "-w", "1", "--timeout", "2", "--", sys.executable, "takes.py", "{}", stderr=None
+    )
+    eventually((place / "worker").exists)
+    eventually(lambda: job_in(place).info().done == 1)
+    pid, before = map(int, (place / "worker").read_text().split())
+    # Longer than the timeout: an item that waits to be started uses none of its time.
+    with pytest.raises(subprocess.TimeoutExpired):
+        run.wait(4)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (before, before))
+    assert run.wait(60) == 0
+    info = job_in(place).info()
+    assert (info.done, info.failures) == (3, 0)
+
+
+def test_a_run_ends_with_an_error_when_no_program_can_be_started_for_long(
+    place: Path, quick_cli: Cli, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(local, "START_SECONDS_MOST", 1.5)
+    (place / "items.txt").write_text("0\n1\n2\n")
+    (place / "takes.py").write_text(TAKES_DESCRIPTORS)
+    ended = quick_cli("run", "-i", "items.txt", "-w", "1", "--", sys.executable, "takes.py", "{}")
+    assert ended.returncode == 1, ended.stderr
+    assert "No program could be started for 1.5 s: Too many open files" in ended.stderr
+    info = job_in(place).info()
+    assert (info.done, info.failures) == (1, 0)
+
+
+def limit_for(free: int) -> int:
+    """The limit of descriptors at which ``free`` more can be opened."""
+    used = {int(name) for name in os.listdir("/proc/self/fd")}
+    return [number for number in range(1000) if number not in used][free]
+
+
+def test_a_program_that_cannot_be_started_now_is_no_failure_and_leaves_no_descriptor_open():
+    program = shell("echo $1")
+    program.run(0, "x", None)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = set(os.listdir("/proc/self/fd"))
+    for free in range(1, 6):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit_for(free), before[1]))
+        try:
+            with suppress(CannotStartNow):
+                program.run(0, "x", None)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert set(os.listdir("/proc/self/fd")) == used

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy
 
 import headway
 from headway.errors import HeadwayError, InvalidInput, JobHeld
@@ -57,6 +58,21 @@ def test_without_other_threads_workers_are_forked_and_nothing_is_said(
     monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread()])  # a test runner has its own
     assert returned(mapped(functions.sees_change, [1], database)) == [True]
     assert "Workers are" not in capsys.readouterr().err
+
+
+def test_forked_workers_do_not_share_a_pooled_connection_of_the_program(database: str, postgres_url: str):
+    engine = sqlalchemy.create_engine(postgres_url.replace("postgresql://", "postgresql+psycopg://", 1))
+
+    def backend(_item: object = None) -> Any:
+        with engine.connect() as connection:
+            return connection.execute(sqlalchemy.text("SELECT pg_backend_pid()")).scalar()
+
+    mine = backend()
+    theirs = returned(mapped(backend, range(8), database, workers=2, start="fork"))
+    assert len(theirs) == 8
+    assert mine not in theirs
+    assert backend() == mine
+    engine.dispose()
 
 
 @pytest.mark.usefixtures("another_thread")

@@ -257,6 +257,43 @@ def test_rows_of_a_dataframe_are_items_and_its_index_is_their_key(options: dict[
         headway.map(returned, pandas.concat([frame, frame]), workers=1, **options)
 
 
+def square(row: dict[str, Any]) -> dict[str, Any]:
+    if row["n"] == 2:
+        raise ValueError("two")
+    return {"square": row["n"] ** 2, "odd": bool(row["n"] % 2)}
+
+
+def test_results_are_joined_with_the_frame_they_came_from_whatever_its_index_is(options: dict[str, Any]):
+    pandas = pytest.importorskip("pandas")
+    days = pandas.date_range("2026-01-01", periods=3)
+    pairs = pandas.MultiIndex.from_tuples([("a", 1), ("a", 2), ("b", 1)])
+    for number, index in enumerate(([10, 20, 30], days, pairs, ["x", "y", "z"])):
+        frame = pandas.DataFrame({"n": [1, 2, 3]}, index=index)
+        result = headway.map(square, frame, **options | {"job": f"j{number}", "retries": 0, "last_pass": False})
+        labels = list(frame.index)
+        assert [found.key for found in result.results()] == [labels[0], labels[2]]
+        assert [letter.key for letter in result.dead_letters()] == [labels[1]]
+        joined = frame.join(result.to_frame())
+        assert joined["square"].fillna(-1).tolist() == [1, -1, 9], f"index {index}"
+        assert joined["odd"].tolist()[0] is True
+
+
+def test_an_integer_key_stays_an_integer(options: dict[str, Any]):
+    items = [{"id": 7, "n": 1}, {"id": 8, "n": 3}, {"id": "nine", "n": 5}]
+    result = headway.map(square, items, key="id", **options)
+    assert [found.key for found in result.results()] == [7, 8, "nine"]
+    assert list(result.to_frame().index) == [7, 8, "nine"]
+
+
+def test_results_are_a_series_by_position_without_keys(options: dict[str, Any]):
+    pytest.importorskip("pandas")
+    series = headway.map(abs, [-4, 5], **options).to_series()
+    assert (series.to_dict(), series.name) == ({0: 4, 1: 5}, "result")
+    assert headway.map(abs, [-4, 5], **options).to_frame().to_dict("list") == {"result": [4, 5]}
+    assert headway.map(square, [{"n": 1}], **options | {"job": "d"}).to_series()[0] == {"square": 1, "odd": True}
+    assert len(headway.map(abs, [], **options | {"job": "empty"}).to_frame()) == 0
+
+
 def test_rows_of_a_polars_dataframe_are_items_with_everything_json_has_a_form_for(options: dict[str, Any]):
     polars = pytest.importorskip("polars")
     day, moment = date(2026, 1, 2), datetime(2026, 1, 2, 3, 4)  # noqa: DTZ001 - polars' moments have no zone by default

@@ -6,11 +6,13 @@ import json
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -587,6 +589,36 @@ def test_an_edited_file_is_noticed_explained_and_accepted_on_request(
     results = [json.loads(line)["result"]["square"] for line in (place / "out.jsonl").read_text().splitlines()]
     assert sorted(results) == sorted(n * n for n in numbers), "every result belongs to an item of the file"
     assert headway_cli(*arguments).returncode == 0, "and now the file is what is known"
+
+
+@pytest.mark.parametrize("key", [(), ("--key", "id")], ids=["by content", "by key"])
+def test_items_removed_by_accept_changes_are_not_counted_as_kept(place: Path, headway_cli: Cli, key: tuple[str, ...]):
+    arguments = ("run", "jobs:square", "-i", "items.jsonl", "-j", "ads", *key)
+    assert headway_cli(*arguments).returncode == 0
+    lines = (place / "items.jsonl").read_text().splitlines()[:30]
+    (place / "items.jsonl").write_text("\n".join([*lines, '{"n": 900, "id": "new"}']) + "\n")
+    accepted = headway_cli(*arguments, "--accept-changes", "--json")
+    assert accepted.returncode == 0, accepted.stderr
+    summary = json.loads(accepted.stdout)
+    assert (summary["done"], summary["kept"]) == (31, 30)
+    sheet = json.loads(headway_cli("show", "ads", "--json").stdout)
+    assert (sheet["job"]["done"], [run["kept"] for run in sheet["runs"]]) == (31, [0, 30])
+    assert "done 31 (30 kept), pending 0" in headway_cli("show", "ads").stdout
+
+
+def test_a_run_of_an_earlier_version_that_kept_more_than_is_done_shows_no_negative_number(
+    place: Path, headway_cli: Cli
+):
+    assert headway_cli("run", "jobs:square", "-i", "items.jsonl", "-j", "ads").returncode == 0
+    with closing(sqlite3.connect(place / "headway.db")) as database, database:
+        database.execute("UPDATE runs SET kept = 100")
+    assert "done 40 (40 kept), pending 0" in headway_cli("show", "ads").stdout
+
+
+def test_a_completed_job_with_dead_letters_says_so_in_its_first_line(place: Path, headway_cli: Cli):
+    assert headway_cli("run", "jobs:flaky", "-i", "items.jsonl", "-j", "ads", "--retries", "0").returncode == 3
+    first = headway_cli("show", "ads").stdout.splitlines()[0]
+    assert first.startswith("Job ads: completed with 10 dead letters "), first
 
 
 def test_spaces_and_the_order_of_fields_are_no_change(place: Path, headway_cli: Cli):

@@ -115,6 +115,11 @@ class TcpProxy:
         """How many are still to be lost."""
         return self._commits_to_lose
 
+    def aim(self, target_port: int) -> None:
+        """Connect to another server from now on, and reset every open connection."""
+        self._target_port = target_port
+        self.cut()
+
     def cut(self) -> None:
         """Reset every open connection."""
         self._do(self._reset(set(self._links)))
@@ -203,7 +208,9 @@ class TcpProxy:
                 await asyncio.sleep(len(data) / weather.rate)
             sink.write(data)
             await sink.drain()
-        if not self._weather.swallow:
+        if self._weather.swallow:
+            link.lost_bytes = True  # the other side has not seen the end of the connection
+        else:
             sink.write_eof()
 
     def _lose_answer(self, link: Link, weather: Weather) -> None:

@@ -15,6 +15,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 import headway
 from tests.services import firestore, postgres, redis
 from tests.services.firestore import FirestoreEmulator
+from tests.services.nginx import FORWARDING
 from tests.services.postgres import PostgresServer
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
@@ -265,6 +266,19 @@ def test_a_proxy_without_a_server_resets_its_clients(proxy, tcp_proxy):
     # The reset may be there before the dialling is over.
     with pytest.raises(ConnectionResetError), dial(tcp_proxy(proxy.port)) as connection:
         connection.recv(1)
+
+
+def test_nginx_passes_requests_on_by_http_1_1_and_adds_only_what_it_is_told(nginx_factory, echo):
+    port, received = echo
+    for directives, expected in (("", False), (FORWARDING, True)):
+        nginx = nginx_factory(f"http://127.0.0.1:{port}", directives=directives)
+        received.clear()
+        with socket.create_connection(("127.0.0.1", nginx.port), PATIENCE) as connection:
+            connection.sendall(b"GET /jobs HTTP/1.1\r\nHost: headway.example\r\nConnection: close\r\n\r\n")
+            eventually(lambda: b"\r\n\r\n" in received, PATIENCE)
+        assert received.startswith(b"GET /jobs HTTP/1.1\r\n")
+        assert (b"X-Forwarded-For: 127.0.0.1\r\n" in received) == expected
+        assert (b"Host: headway.example\r\n" in received) == expected
 
 
 def test_the_command_runs_in_a_process_of_its_own(headway_cli):

@@ -9,14 +9,17 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
-from headway import states
-from headway.errors import HeadwayError, InvalidInput, NotFound, Refused
+from headway import _redis, states
+from headway.errors import HeadwayError, InvalidInput, NotFound, Refused, StoreReadOnly, Unavailable
 from headway.events import Json
-from headway.states import ERROR, FINISHED, STARTED, WARNING, LiveStore, Manager, State, Store
+from headway.states import ERROR, FINISHED, STARTED, LiveStore, Manager, State, Store
+from headway.states.subscription import DEPTH
 from headway.telemetry import metrics
 from tests.services.waiting import eventually
 from tests.states.conftest import ISOLATING, LOGGED, SHARED, Place, live, replayed, sees, take
@@ -46,7 +49,8 @@ def test_a_state_comes_back_as_it_was_written(store: LiveStore):
 @pytest.mark.req("S1-08", "S1-42")
 @pytest.mark.stores(SHARED)
 def test_a_state_comes_back_the_same_in_another_store(place: Place):
-    written = place.open().set_state(State("job", 0, "a", 5, "m", payload={"n": 2**60, "f": 1e-7, "t": "é\n"}))
+    payload: dict[str, Json] = {"n": 2**60, "f": 1e-7, "t": "é\n"}
+    written = place.open().set_state(State("job", 0, "a", 5, "m", payload=payload, schema_version=3))
     assert place.open().get_state(0, "a") == written
 
 
@@ -111,11 +115,11 @@ def test_lists_hold_what_exists(store: LiveStore):
 def test_the_convenience_calls_store_exactly_these_statuses_and_code_points(managers: list[Manager], store: LiveStore):
     manager = managers[0]
     error = manager.set_error(RuntimeError("connection timeout"), "a")
-    assert (error.status, error.message) == (ERROR, "\U0001f534 connection timeout")
+    assert (error.status, error.message) == (-1, "\U0001f534 connection timeout")
     started = manager.set_started("a")
-    assert (started.status, started.message) == (STARTED, "\U0001f7e2 Started")
+    assert (started.status, started.message) == (1, "\U0001f7e2 Started")
     warning = manager.set_warning("retrying", "a")
-    assert (warning.status, warning.message) == (WARNING, "\U0001f7e1 retrying")
+    assert (warning.status, warning.message) == (-2, "\U0001f7e1 retrying")
     finished = manager.set_finished("a")
     assert (finished.status, finished.message) == (2147483647, "⚫ Finished")
     assert store.get_state(0, "a") == finished
@@ -251,6 +255,73 @@ def test_finished_jobs_go_when_they_are_old_enough_and_others_stay(place: Place)
     assert sorted(record.job_id for record in states.list_jobs(place.url)) == ["failed", "half", "running"]
 
 
+@pytest.mark.req("S1-67")
+@pytest.mark.stores(SHARED)
+def test_jobs_marked_as_deleted_are_collected_and_no_others(place: Place):
+    for job_id in ("finished", "running", "first", "second"):
+        store = place.open(job_id, 2, history=True)
+        for task in range(2):
+            store.set_state(State(job_id, task, "a", FINISHED if job_id == "finished" else 5))
+    for job_id in ("first", "second"):
+        states.mark_job_deleted(place.url, job_id)
+    assert states.purge(place.url) == ["first", "second"]
+    assert states.purge(place.url) == []
+    assert sorted(record.job_id for record in states.list_jobs(place.url)) == ["finished", "running"]
+    again = place.open("first", 2, history=True)
+    assert (again.list_all_states(), again.history(0, "a")) == ([], [])
+    assert again.set_state(State("first", 0, "a", 1)).version == 1
+
+
+def documented(start: str) -> str:
+    page = (Path(__file__).parents[2] / "docs" / "states.md").read_text("utf-8")
+    return page[page.index(start) :].partition("```")[0]
+
+
+@pytest.mark.req("S1-67")
+@pytest.mark.stores(("postgresql",))
+def test_on_postgresql_the_documented_grants_suffice_to_clean_up_and_less_deletes_nothing(place: Place):
+    for job_id in ("marked", "running"):
+        place.open(job_id, 2).set_state(State(job_id, 0, "a", 5))
+    states.mark_job_deleted(place.url, "marked")
+    janitor = f"{place.url}{'&' if '?' in place.url else '?'}options=-c%20role%3Djanitor"
+    with psycopg.connect(place.url, autocommit=True) as admin:
+        admin.execute("CREATE ROLE janitor")
+        try:
+            admin.execute(documented("GRANT USAGE").encode())
+            admin.execute("REVOKE DELETE ON headway.state_jobs FROM janitor")
+            with pytest.raises(StoreReadOnly, match="permission denied"):
+                states.purge(janitor, older_than=0)
+            assert len(states.list_jobs(place.url)) == 2
+            admin.execute(documented("GRANT USAGE").encode())
+            assert states.purge(janitor, older_than=0) == ["marked"]
+            with pytest.raises(StoreReadOnly):
+                states.open_store(janitor, "running")[0].set_state(State("running", 0, "a", 6))
+        finally:
+            admin.execute("DROP OWNED BY janitor")
+            admin.execute("DROP ROLE janitor")
+
+
+@pytest.mark.req("S1-67")
+@pytest.mark.stores(("redis",))
+def test_on_redis_the_documented_rights_suffice_to_clean_up_and_less_deletes_nothing(place: Place):
+    for job_id in ("marked", "running"):
+        place.open(job_id, 2).set_state(State(job_id, 0, "a", 5))
+    states.mark_job_deleted(place.url, "marked")
+    admin: Any = _redis.connect(place.url, role="state", name="admin")
+    rights = documented("ACL SETUSER janitor").replace("PASSWORD", "s3cret").split()[2:]
+    janitor = place.url.replace("redis://", "redis://janitor:s3cret@")
+    try:
+        admin.execute_command("ACL", "SETUSER", *[right for right in rights if right != "+del"])
+        with pytest.raises(Unavailable, match="refused us"):
+            states.purge(janitor, older_than=0)
+        assert len(states.list_jobs(place.url)) == 2
+        admin.execute_command("ACL", "SETUSER", *rights)
+        assert states.purge(janitor, older_than=0) == ["marked"]
+    finally:
+        admin.execute_command("ACL", "DELUSER", "janitor")
+        admin.close()
+
+
 class LookedAt(datetime):
     """A moment that does something at the first comparison of a state's time with it."""
 
@@ -295,6 +366,41 @@ def test_history_keeps_every_version_when_the_job_was_made_with_it(place: Place)
         manager.set_state("b", status=number)
     kept = manager.history(task_id=1, tag="a")
     assert [(state.version, state.status) for state in kept] == [(number, number) for number in range(1, 8)]
+
+
+@pytest.mark.parametrize("tag", [None, 17, b"a", ["a"], "", "two words", "a/b", "é", "x" * 129])
+def test_the_state_of_an_invalid_tag_is_an_error_and_not_an_empty_state(tag: Any, store: LiveStore):
+    with pytest.raises(InvalidInput, match="tag"):
+        store.get_state(0, tag)
+
+
+def test_history_is_read_in_pages(place: Place):
+    store = place.open(history=True)
+    for number in range(7):
+        for key in ((1, "a"), (1, "ab"), (11, "a"), (2, "a")):
+            store.set_state(State("job", key[0] % 3, f"{key[1]}-{key[0]}", number))
+    versions: list[int] = []
+    while page := store.history(1, "a-1", after=versions[-1] if versions else 0, limit=3):
+        assert [state.key for state in page] == [(1, "a-1")] * len(page)
+        versions += [state.version for state in page]
+        assert len(page) == min(3, 7 - len(versions) + len(page))
+    assert versions == [1, 2, 3, 4, 5, 6, 7]
+    with pytest.raises(InvalidInput, match="limit must be at least 1"):
+        store.history(1, "a-1", limit=0)
+
+
+@pytest.mark.stores(("redis",))
+def test_a_long_history_on_redis_is_read_in_pages_that_let_others_in(place: Place, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headway.states.redis.HISTORY_PAGE", 100)
+    store = place.open(history=True)
+    for number in range(450):
+        store.set_state(State("job", number % 3, "a", number))
+    client = _redis.connect(place.url, role="state", name="look")
+    client.config_resetstat()
+    assert [state.version for state in store.history(1, "a")] == list(range(1, 151))
+    stats: Any = client.info("commandstats")
+    assert stats["cmdstat_xrange"]["calls"] == 6
+    client.close()
 
 
 def test_without_history_asking_for_it_is_refused(managers: list[Manager]):
@@ -471,6 +577,48 @@ def hold_up(store: LiveStore, writer: LiveStore) -> None:
     before = position()
     writer.set_state(State("job", 0, "held"))
     eventually(lambda: position() > before, 60)
+
+
+@pytest.mark.req("S1-69")
+@pytest.mark.stores(LOGGED)
+def test_a_burst_of_ten_thousand_changes_reaches_a_slow_reader_whole_and_in_order(place: Place):
+    store, writer = place.open(), place.open()
+    with store.subscribe() as subscription:
+        replayed(subscription)
+
+        def write(task: int) -> None:
+            for number in range(2_500):
+                writer.set_state(State("job", task, "a", number))
+
+        writers = [threading.Thread(target=write, args=(task % 3,)) for task in range(4)]
+        for each in writers:
+            each.start()
+        heard: dict[int, int] = {0: 0, 1: 0, 2: 0}
+        for count in range(10_000):
+            if count == 100:  # it reads the rest when the burst is over
+                for each in writers:
+                    each.join()
+            event = subscription.get(60)
+            assert event.state is not None
+            assert event.skipped == 0
+            assert event.state.version == heard[event.state.task_id] + 1
+            heard[event.state.task_id] += 1
+            assert len(subscription._live) <= DEPTH
+        assert sorted(heard.values()) == [2_500, 2_500, 5_000]
+
+
+@pytest.mark.req("S1-69")
+@pytest.mark.stores(LOGGED)
+def test_a_listener_held_up_by_thousands_of_changes_reads_on_from_the_log(place: Place):
+    store, writer = place.open(), place.open()
+    with store.subscribe() as subscription:
+        replayed(subscription)
+        with store._cache.lock:
+            hold_up(store, writer)
+            for number in range(3_000):
+                writer.set_state(State("job", 2, "a", number))
+        versions = [state.version for state in live(subscription, 3_001) if state.key == (2, "a")]
+        assert versions == list(range(1, 3_001))
 
 
 @pytest.mark.req("S1-46")

@@ -168,7 +168,7 @@ def test_an_error_in_the_log_begins_with_the_red_sign_and_says_what_failed(store
 @pytest.mark.req("S1-57", "S1-28")
 def test_dropped_and_skipped_events_are_counted_apart():
     before = {name: metrics.value(f"headway_states_{name}") for name in ("dropped", "skipped")}
-    subscription = Subscription(depth=4)
+    subscription = Subscription(depth=4, overflow="latest")
     subscription.start([])
     for version in range(1, 11):
         subscription.offer(State("job", 0, "a", version=version))

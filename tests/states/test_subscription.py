@@ -7,6 +7,7 @@ import math
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -126,13 +127,13 @@ def test_four_events_wait_for_a_reader_who_is_not_there_and_less_cannot_be_asked
     assert [found.version for found in live(subscription, 4)] == [1, 2, 3, 4]
     with pytest.raises(InvalidInput, match="at least 4"):
         Subscription(depth=3)
-    with pytest.raises(InvalidInput, match="not known"):
+    with pytest.raises(InvalidInput, match="must be 'all'"):
         Subscription(overflow="drop")  # type: ignore[arg-type]
 
 
 def test_a_reader_too_far_behind_gets_the_newest_of_each_key_and_the_rest_is_counted():
     skipped = metrics.value("headway_states_skipped")
-    subscription = started(depth=4)
+    subscription = started(depth=4, overflow="latest")
     for version in range(1, 101):
         subscription.offer(state(version))
         subscription.offer(state(version, "b"))
@@ -143,6 +144,61 @@ def test_a_reader_too_far_behind_gets_the_newest_of_each_key_and_the_rest_is_cou
     assert metrics.value("headway_states_skipped") - skipped == 2 * 97
     subscription.offer(state(101))
     assert live(subscription) == [state(101)]
+
+
+@pytest.mark.req("S1-69")
+def test_by_default_a_slow_reader_gets_every_change_in_order_and_memory_stays_bounded():
+    subscription = started(depth=4)
+    told: list[State] = []
+    replayed(subscription)
+    for version in range(1, 5_001):
+        subscription.offer(replace(state(version, "ab"[version % 2]), payload={"text": "😀\n" * 20, "n": [1, None]}))
+        if version % 3 == 0:
+            told += live(subscription)
+        assert len(subscription._live) <= 4
+        assert not subscription._late
+    told += live(subscription, 5_000 - len(told))
+    assert [found.version for found in told] == list(range(1, 5_001))
+    assert told[-1] == replace(state(5_000, "a"), payload={"text": "😀\n" * 20, "n": [1, None]})
+    subscription.offer(state(5_001))
+    assert len(subscription._live) == 1  # it has caught up, and the file is not used any more
+    assert live(subscription) == [state(5_001)]
+
+
+def test_a_state_longer_than_a_page_waits_on_disk_like_any_other():
+    subscription = started(depth=4)
+    replayed(subscription)
+    large = replace(state(5), payload={"text": "x" * 200_000})
+    for found in (state(1), state(2), state(3), state(4), large, state(6)):
+        subscription.offer(found)
+    assert live(subscription, 6)[4:] == [large, state(6)]
+
+
+def test_beyond_the_space_on_disk_the_newest_of_each_key_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("headway.states.spool.LIMIT", 1_000)
+    subscription = started(depth=4)
+    for version in range(1, 101):
+        subscription.offer(state(version))
+    replayed(subscription)
+    told = take(subscription, subscription.waiting)
+    versions = [event.state.version for event in told if event.state is not None]
+    assert versions[:-1] == list(range(1, len(versions)))
+    assert (versions[-1], told[-1].skipped) == (100, 100 - len(versions))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_reader_whose_disk_is_missing_gets_the_newest_of_each_key(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere/at/all")
+    subscription = started(depth=4)
+    for version in range(1, 11):
+        subscription.offer(state(version))
+    replayed(subscription)
+    assert [event.skipped for event in take(subscription, 5)] == [0, 0, 0, 0, 5]
+    assert "cannot be written" in caplog.records[0].getMessage()
 
 
 def test_a_reader_may_ask_to_be_closed_with_an_error_instead():
@@ -167,7 +223,7 @@ def test_closing_drops_what_waits_and_counts_it():
     subscription.close()
     assert list(subscription) == []
     assert subscription.waiting == 0
-    assert metrics.value("headway_states_dropped") - dropped == 1 + 4 + 1
+    assert metrics.value("headway_states_dropped") - dropped == 1 + 10
     with pytest.raises(SubscriptionClosed):
         subscription.get(1)
     subscription.offer(state(99))
@@ -231,7 +287,7 @@ def test_offers_from_many_threads_reach_a_reader_once_each_and_in_order():
 def test_the_newest_of_a_key_says_how_many_it_stands_for_and_the_log_says_that_a_reader_is_slow(
     caplog: pytest.LogCaptureFixture,
 ):
-    subscription = started(depth=4)
+    subscription = started(depth=4, overflow="latest")
     for version in range(1, 11):
         subscription.offer(state(version))
     replayed(subscription)

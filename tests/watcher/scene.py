@@ -86,7 +86,7 @@ class Watching:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        assert self._ready.wait(20)
+        assert self._ready.wait(120)
 
     def _run(self) -> None:
         opening = self.watcher.open

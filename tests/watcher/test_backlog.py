@@ -49,6 +49,8 @@ def test_a_thousand_failures_at_once_are_each_told_once_in_windows_of_bounded_si
             assert words[words.index("LIMIT") + 2] == "50"
         else:
             assert int(words[3]) - int(words[2]) == 49
+    offsets = [int(words[words.index("LIMIT") + 1]) for words in registry if "LIMIT" in words]
+    assert max(offsets) >= 100, "it goes down window by window until one holds nothing new"
     assert all(words[3:] == ["COUNT", "50"] for words in monitor.of("ZSCAN"))
     assert not monitor.of("KEYS", "SCAN", "SMEMBERS", "HGETALL", "ZRANGEBYSCORE")
     assert len(monitor.of("PUBLISH")) == 1_000
@@ -197,7 +199,7 @@ def test_a_restart_does_not_give_a_running_job_more_time(scene: Scene):
         assert running.created_at == execution.created_at.timestamp()
 
 
-@pytest.mark.req("S4-21", "S4-22", "S4-24")
+@pytest.mark.req("S4-21", "S4-22", "S4-24", "S4-31")
 @pytest.mark.parametrize("queues", [("digits",), ("digits", "a", "b", "c", "d", "e", "f", "g")], ids=len)
 def test_an_idle_watcher_costs_at_most_three_commands_a_minute(scene: Scene, monkeypatch, queues):
     """Half an hour of it, with time made by hand; the server counts (commandstats, every command on its own)."""
@@ -261,3 +263,20 @@ def test_a_failure_costs_four_commands_and_a_cancellation_five(scene: Scene):
         read = monitor.of("ZRANGE", "HMGET", "XREVRANGE", "PUBLISH", "ZCARD", "TIME")
         mine = [words for words in read if words[-1] != "status"]  # RQ asks for that itself
         assert len(mine) == 5
+
+
+@pytest.mark.req("S4-37")
+def test_a_thousand_failures_in_a_registry_of_ten_thousand_cost_a_bounded_number_of_commands(scene: Scene):
+    """Looking through the whole registry after each notification would take thousands of reads."""
+    scene.burst(10_000, prefix="old")
+    with scene.watching():
+        scene.events.expect_number(10_000, timeout=120)
+        monitor = Monitor(scene)
+        ids = [job_id for part in range(50) for job_id in scene.burst(20, prefix=f"new{part}")]
+        scene.events.expect_number(11_000, timeout=60)
+    assert len(ids) == 1_000
+    theirs = ("EXPIRE", "HSET", "ZADD", "XADD", "MULTI", "EXEC")  # of RQ, which writes the failures
+    ours = [words for words in monitor.commands if words[0].upper() not in theirs]
+    registry = [words for words in ours if words[1:2] == ["rq:failed:digits"]]
+    assert len(registry) <= 250  # fifty groups came, each worth a few reads
+    assert len(ours) <= 4 * len(ids)

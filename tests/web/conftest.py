@@ -252,7 +252,7 @@ def _module_server(directory: Path, seeded: Path, *, with_tokens: bool) -> Itera
     seed_states(url)
     made = make_tokens(url) if with_tokens else {}
     servers = Servers(directory)
-    web = servers("--database", url)
+    web = servers("--database", url, *(() if with_tokens else ("--no-auth",)))
     web.tokens = made
     yield web
     servers.close()
@@ -266,5 +266,5 @@ def closed(tmp_path_factory: pytest.TempPathFactory, _seeded: Path) -> Iterator[
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory, _seeded: Path) -> Iterator[Web]:
-    """A server that is open to this machine, for the same."""
+    """A server that lets everybody in (``--no-auth``), for the same."""
     yield from _module_server(tmp_path_factory.mktemp("opened"), _seeded, with_tokens=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import time
 from pathlib import Path
@@ -12,11 +13,12 @@ import pytest
 from headway._sql import connect
 from headway.config import Config
 from headway.errors import InvalidInput, NotFound, Refused
-from headway.ledger import Hold
+from headway.ledger import Done, Failed, Failure, Hold, NewItem
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.worker import Worker
+from headway.views.overview import read_job_page
 from headway.views.reading import Reader
-from headway.web import actions
+from headway.web import actions, bulk
 from headway.web.auth import Access
 from headway.web.problems import Forbidden
 from headway.web.site import Flash, Site, User
@@ -43,10 +45,71 @@ def last(reader: Reader) -> tuple[str, str, dict[str, Any]]:
 
 def test_one_cause_is_retried_and_nothing_else(reader: Reader):
     acted = actions.retry_dead(reader, OPERATOR, "ads", cause=2, reason="the parser is repaired")
-    assert (acted.text, acted.touched) == ("2 dead letters of job ads pending again.", 2)
+    assert (acted.text.partition(". ")[0], acted.touched) == ("2 dead letters of job ads pending again", 2)
     assert [cause.dead for cause in reader.dead("ads").causes] == [4]
     actor, action, detail = last(reader)
     assert (actor, action, detail["cause"], detail["reason"]) == ("olga", "retry", 2, "the parser is repaired")
+
+
+def finished(reader: Reader, id: str, command: str = "headway run ads:make --items items.jsonl") -> None:
+    """A job whose only run has finished, with one dead letter."""
+    job = reader.ledger.create(id, max_retries=0)
+    reader.ledger.describe(job, function="ads:make", source="", command=command, keyed_by=None, max_retries=0)
+    job.register([NewItem(idx, "1") for idx in range(3)])
+    job.seal("digest", settle=False)
+    hold = reader.ledger.hold(job, {})
+    job.record([Done(0), Done(1), Failed(2, Failure("ValueError", "bad", "ads.py:make"))], hold=hold)
+    job.finish(hold)
+    reader.ledger.release(hold, "finished")
+    assert reader.job(id).job.status == "completed"
+
+
+def test_a_finished_job_that_is_retried_needs_a_run_and_the_answer_has_its_command(reader: Reader):
+    finished(reader, "one")
+    acted = actions.retry_dead(reader, OPERATOR, "one", items=[2])
+    command = "headway run ads:make --items items.jsonl"
+    assert acted.text == f"1 dead letter of job one pending again. Job one needs a run:  {command}"
+    assert acted.command == command
+    assert reader.job("one").job.status == "needs a run"
+    assert [job.status for job in reader.jobs().jobs if job.id == "one"] == ["needs a run"]
+    assert [line.job.id for line in read_job_page(reader.database, status="needs a run").lines] == ["one"]
+    assert actions.retry_dead(reader, OPERATOR, "one").text == "0 dead letters of job one pending again."
+    job = reader.ledger.job("one")
+    hold = reader.ledger.hold(job, {})
+    assert reader.job("one").job.status == "processing"
+    reader.ledger.release(hold, "interrupted")
+    assert reader.job("one").job.status == "interrupted"
+
+
+def test_the_page_of_a_job_that_needs_a_run_says_so_and_shows_the_command(fresh: Web, reader: Reader):
+    finished(reader, "one", command="headway run ads:make --items 'one.jsonl'")
+    answer = fresh.post("/api/v1/jobs/one/retry", {}, token="operator").json
+    assert answer["command"] == "headway run ads:make --items 'one.jsonl'"
+    page = html.unescape(fresh.ask("/jobs/one", token="viewer").text)
+    head = page.partition("Timeline")[0]
+    assert "needs a run" in head
+    assert "1 item waits for another try" in head
+    assert answer["command"] in head
+    assert "goes on where it stood" not in page
+    assert "needs a run" in fresh.ask("/jobs?state=needs+a+run", token="viewer").text
+
+
+def test_retrying_everything_names_the_jobs_that_need_a_run(reader: Reader):
+    for number in range(7):
+        finished(reader, f"job-{number}")
+    acted = bulk.retry_jobs(reader, OPERATOR)
+    assert "8 jobs need a run: " in acted.text
+    assert "and 3 more" in acted.text
+    finished(reader, "alone")
+    acted = bulk.retry_jobs(reader, OPERATOR)
+    assert acted.text.endswith("Job alone needs a run:  headway run ads:make --items items.jsonl")
+
+
+def test_a_retried_task_that_no_worker_takes_says_how_to_start_one(reader: Reader):
+    actions.cancel_task(reader, OPERATOR, "t-anna")
+    acted = actions.retry_task(reader, OPERATOR, "t-failed")
+    assert acted.text == "Task t-failed waits in normal. No worker is online. Start one:  headway worker"
+    assert acted.command == "headway worker"
 
 
 def test_items_are_retried_by_key_or_index_and_one_that_is_not_dead_stops_all(reader: Reader):
@@ -72,7 +135,7 @@ def test_a_queue_is_paused_with_a_reason_and_for_a_time_and_resumed(reader: Read
 def test_a_failed_task_gets_another_life_and_a_waiting_one_is_cancelled(reader: Reader):
     assert actions.cancel_task(reader, OPERATOR, "t-anna", reason="not needed").text == "Task t-anna is CANCELLED."
     assert actions.cancel_task(reader, OPERATOR, "t-anna").text.endswith("nothing was changed.")
-    assert actions.retry_task(reader, OPERATOR, "t-failed").text == "Task t-failed waits in normal."
+    assert actions.retry_task(reader, OPERATOR, "t-failed").text.startswith("Task t-failed waits in normal.")
     assert last(reader) == ("olga", "task.retry", {"task": "t-failed", "kind": "caption", "reason": ""})
 
 
@@ -312,8 +375,30 @@ def test_pages_of_jobs_give_every_job_once(engine: str, tmp_path: Path, postgres
                 break
             page = reader.jobs(before=page.next, limit=2)
         assert seen == names[::-1]
-        with pytest.raises(NotFound):
+        assert [job.id for job in reader.jobs(before="job-2", limit=5).jobs] == ["job-1", "job-0"]
+        with pytest.raises(NotFound, match="continue the list"):
             reader.jobs(before="nobody", limit=2)
+        with pytest.raises(NotFound, match="continue the list"):
+            reader.jobs(before="~1e3", limit=2)
+
+
+@pytest.mark.parametrize("engine", ["sqlite", "postgresql"])
+def test_a_job_that_changes_between_two_pages_is_neither_skipped_nor_repeated(
+    engine: str, tmp_path: Path, postgres_url: str
+):
+    with Reader(
+        Config(cli={"database": f"sqlite:///{tmp_path}/x.db" if engine == "sqlite" else postgres_url}), create=True
+    ) as reader:
+        for number in range(6):
+            reader.ledger.create(f"job-{number}")
+        first = reader.jobs(limit=2)
+        last = first.jobs[-1].id
+        reader.ledger.job("job-0").register([NewItem(0, "1")])  # from the last page to the top
+        reader.ledger.forget(last, actor="test")  # the job that the first page ended with
+        reader.ledger.create(last)  # and another one of its name
+        assert isinstance(first.next, str)
+        rest = reader.jobs(before=first.next, limit=10)
+        assert [job.id for job in (*first.jobs, *rest.jobs)] == [f"job-{number}" for number in range(5, -1, -1)]
 
 
 def test_pages_by_key_give_every_item_once(closed: Web):

@@ -34,7 +34,8 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def started(spawn_cli: Spawn, *options: str, **environment: str) -> tuple[subprocess.Popen[str], Web]:
+def started(spawn_cli: Spawn, *options: str, **environment: str) -> tuple[subprocess.Popen[str], Web, dict[str, str]]:
+    """The run, its server, and the cookies of a browser that opened the link."""
     words = (
         "run",
         "jobs:slow",
@@ -53,9 +54,10 @@ def started(spawn_cli: Spawn, *options: str, **environment: str) -> tuple[subpro
     assert run.stderr is not None
     for line in run.stderr:
         if "Page: " in line:
-            address, _, path = line.split("Page: ")[1].strip().rpartition("/jobs/")
-            assert path == "ads"
-            return run, Web(address, run)
+            address, _, query = line.split("Page: ")[1].strip().partition("/enter?")
+            assert query.startswith("next=/jobs/ads&ticket=")
+            web = Web(address, run)
+            return run, web, web.ask(f"/enter?{query}").cookies
     raise AssertionError("no address was printed")
 
 
@@ -74,12 +76,13 @@ def children(pid: int) -> list[int]:
 
 
 def test_a_run_has_a_page_that_is_told_the_last_state_and_ends_with_it(spawn_cli: Spawn, place: Path):
-    run, web = started(spawn_cli)
-    assert "ads" in web.ask("/jobs/ads").text
+    run, web, cookies = started(spawn_cli)
+    assert web.ask("/jobs/ads").status == 303
+    assert "ads" in web.ask("/jobs/ads", cookies=cookies).text
     [server] = children(run.pid)
     mine = os.getpriority(os.PRIO_PROCESS, run.pid)
     assert os.getpriority(os.PRIO_PROCESS, server) == min(19, mine + 10)
-    with web.live() as live:
+    with web.live(Cookie="; ".join(f"{name}={value}" for name, value in cookies.items())) as live:
         known = news(live)["full"]["jobs"]["ads"]
         assert (known["done"], known["status"]) == (0, "processing")
         (place / "free").touch()
@@ -92,7 +95,7 @@ def test_a_run_has_a_page_that_is_told_the_last_state_and_ends_with_it(spawn_cli
 
 
 def test_a_server_that_dies_ends_no_run_and_is_spoken_of_at_its_end(spawn_cli: Spawn, place: Path):
-    run, web = started(spawn_cli)
+    run, web, _ = started(spawn_cli)
     assert web.ask("/healthz").status == 200
     [server] = children(run.pid)
     os.kill(server, signal.SIGKILL)
@@ -107,7 +110,7 @@ def test_a_server_that_dies_ends_no_run_and_is_spoken_of_at_its_end(spawn_cli: S
 
 
 def test_a_run_that_is_killed_takes_its_page_along(spawn_cli: Spawn, place: Path):
-    run, web = started(spawn_cli)
+    run, web, _ = started(spawn_cli)
     assert web.ask("/healthz").status == 200
     [server] = children(run.pid)
     run.kill()

@@ -13,9 +13,10 @@ import uvicorn
 from axe_playwright_python.base import AXE_FILE_PATH  # type: ignore[import-untyped]  # it has no types
 from playwright.sync_api import Browser, Page, Response, expect, sync_playwright
 
+from headway import local_servers
 from headway._sql import connect
 from headway.ledger import Done, Ledger
-from headway.web import tokens
+from headway.web import ticket, tokens
 from headway.web.site import Flash
 from tests.services.chromium import find
 from tests.services.waiting import eventually
@@ -177,7 +178,7 @@ def test_a_first_load_is_few_requests_and_bytes_and_nothing_jumps(
         expect(visit.page.locator(".live")).to_have_text("Live")
         first = list(sent)
         assert len(first) <= 8
-        assert sum(len(answer.body()) for answer in first) <= 60_000
+        assert sum(len(answer.body()) for answer in first) <= 64_000
         visit.page.reload()
         expect(visit.page.locator(".live")).to_have_text("Live")
         visit.page.wait_for_timeout(500)  # what it draws once it hears something is drawn
@@ -340,7 +341,7 @@ def test_the_login_and_the_errors_are_pages_like_the_others(chromium: Browser, c
 def test_a_page_that_was_loaded_while_the_store_was_away_says_so_once_and_becomes_whole_by_itself(
     chromium: Browser, serve: Servers, database: str
 ):
-    web = serve("--database", database)
+    web = serve("--no-auth", "--database", database)
     path = Path(database.removeprefix("sqlite:///"))
     files = [path, Path(f"{path}-wal"), Path(f"{path}-shm")]
     with Visit(chromium, web.address) as visit:
@@ -380,6 +381,33 @@ def test_a_page_of_somebody_who_is_not_known_any_more_leads_to_the_login(
             serve("--database", database, "--port", web.address.rpartition(":")[2])
         page.wait_for_url("**/login?next=/jobs", timeout=30_000)
         assert page.get_by_label("Token").is_visible()
+
+
+def test_the_printed_link_opens_a_session_once_and_another_site_cannot_replace_it(
+    chromium: Browser, serve: Servers, database: str, tmp_path: Path
+):
+    """127.0.0.1 and localhost are two sites to a browser: it withholds strict cookies on the way from one to the other."""
+    web = serve("--database", database, env={"HEADWAY_WEB_KEYS": "k" * 32})
+    host, _, port = web.host.rpartition(":")
+    server = local_servers.find(host, int(port))
+    assert server is not None
+    evil = f"{web.address}/enter?next=/jobs&ticket={ticket('mallory', 'viewer', key='k' * 32)}"
+    with Visit(chromium, web.address) as visit:
+        page = visit.page
+        page.goto(server.link("/jobs"))
+        page.wait_for_url("**/jobs")
+        page.get_by_role("link", name="ads", exact=True).wait_for()
+        page.goto(f"http://localhost:{port}/login")
+        page.evaluate("address => { location.href = address; }", evil)
+        page.get_by_role("heading", name="Continue as mallory?").wait_for()
+        page.get_by_role("link", name="Stay logged in").click()
+        page.wait_for_url(f"{web.address}/")
+        assert "local" in page.content()
+        page.goto(f"http://localhost:{port}/login")
+        page.evaluate("address => { location.href = address; }", evil)
+        page.get_by_role("button", name="Continue as mallory").click()
+        page.wait_for_url(f"{web.address}/jobs")
+        assert "mallory" in page.content()
 
 
 #: Right to left against the rest, letters of two directions, a family of emoji, and no place to break a line.

@@ -96,7 +96,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     (place / "holding.py").write_text(APP)
     servers = Servers(place)
     with Reader(Config(cli={"database": url})) as reader:
-        made = House(place, servers("--database", url), reader)
+        made = House(place, servers("--no-auth", "--database", url), reader)
         yield made
         servers.close()
         for process in made.processes:
@@ -410,7 +410,7 @@ def test_a_worker_is_drained_by_two_clicks_finishes_its_task_and_leaves(
 def test_a_page_says_that_its_server_was_killed_and_goes_on_with_the_next_one(
     chromium: Browser, tmp_path: Path, serve: Servers
 ):
-    web = serve()
+    web = serve("--no-auth")
     port = web.host.split(":")[1]
     with Task(chromium, web.address) as task, Ledger.open(f"sqlite:///{tmp_path}/headway.db") as ledger:
         expect(task.page.locator(".live")).to_have_text("Live")
@@ -418,7 +418,7 @@ def test_a_page_says_that_its_server_was_killed_and_goes_on_with_the_next_one(
         expect(task.page.locator(".live")).not_to_have_text("Live", timeout=20_000)
         job = ledger.create("meanwhile")
         job.register([NewItem(0, "{}", "a", 0)])
-        serve("--port", port)
+        serve("--no-auth", "--port", port)
         expect(task.page.locator(".live")).to_have_text("Live", timeout=30_000)
         expect(task.page.get_by_text("meanwhile").first).to_be_visible(timeout=30_000)
 
@@ -461,7 +461,7 @@ def test_a_run_that_was_killed_and_goes_on_shows_what_it_kept_and_does_none_of_i
     with Ledger.open(url) as ledger:
         kept = ledger.job("counted").info().done
     before = len(calls.read_text().split())
-    web = serve("--database", url)
+    web = serve("--no-auth", "--database", url)
     with looks_at(chromium, web.address) as tasks:
         rows = [task.page.locator("tr", has_text="counted").first for task in tasks]
         for row in rows:
@@ -488,7 +488,7 @@ def test_a_store_that_goes_away_turns_the_page_red_and_it_recovers_by_itself(
     with Ledger.open(postgres_url) as ledger:
         scene.thumbnails(ledger)
     proxy = tcp_proxy(postgres_server.port)
-    web = serve("--database", postgres_url.replace(str(postgres_server.port), str(proxy.port)))
+    web = serve("--no-auth", "--database", postgres_url.replace(str(postgres_server.port), str(proxy.port)))
     with Task(chromium, web.address) as task:
         live, banner = task.page.locator(".live"), task.page.locator("#stale")
         expect(live).to_have_text("Live")
@@ -515,7 +515,7 @@ def test_another_person_sees_nothing_of_the_first_ones_by_page_address_or_live(
         for user in ("anna", "ben"):
             queue.submit("caption", {}, id=f"t-{user}", user_id=user)
     made = make_tokens(url)
-    web = serve("--database", url)
+    web = serve("--no-auth", "--database", url)
     with Visit(chromium, web.address) as visit:
         visit.page.goto("/login")
         visit.page.locator("input[type=password], input[name=token]").first.fill(made["other"])

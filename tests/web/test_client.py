@@ -31,7 +31,7 @@ from headway.web.site import NAME
 from tests.cli.test_json import CALLS
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
-from tests.web.conftest import Servers, Web
+from tests.web.conftest import Servers, Web, make_tokens
 from tests.web.test_pages_of_the_dead import fail, failed
 
 Run = Callable[..., CompletedProcess[str]]
@@ -57,7 +57,7 @@ def questions(kind: type) -> dict[str, inspect.Signature]:
 
 def test_the_client_has_every_question_of_the_reader_with_the_same_arguments():
     here, there = questions(Reader), questions(Client)
-    of_this_machine = {"recorded_project", "ping_database", "ping_redis"}
+    of_this_machine = {"recorded_project", "ping_database", "ping_redis", "has_backlog"}
     assert set(here) - set(there) == of_this_machine
     for name in set(here) - of_this_machine - {"task"}:
         assert list(there[name].parameters) == list(here[name].parameters), name
@@ -71,12 +71,18 @@ ASKED: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 
 
+def settled(document: Document) -> dict[str, Any]:
+    """Return the document without the size of the database, which grows whenever somebody writes."""
+    found: dict[str, Any] = document.as_json()
+    return found | ({"database": found["database"]["name"]} if "database" in found else {})
+
+
 @pytest.mark.parametrize("name", ASKED)
 def test_an_answer_from_a_server_is_that_of_its_database(client: Client, reader: Reader, name: str):
     here: Document = getattr(reader, name)(*ASKED[name])
     there: Document = getattr(client, name)(*ASKED[name])
     assert type(there) is type(here)
-    assert there.as_json() == here.as_json()  # which has milliseconds; beyond them a server says nothing
+    assert settled(there) == settled(here)  # which has milliseconds; beyond them a server says nothing
 
 
 def test_what_is_long_is_read_to_its_end_over_pages(client: Client, reader: Reader):
@@ -97,6 +103,29 @@ def test_a_page_of_more_than_a_server_gives_at_once_is_put_together(closed: Web,
         assert client.items("many", after=2199, limit=5000).next_after is None
 
 
+def test_the_list_of_all_jobs_has_a_job_that_changes_while_its_pages_are_read(
+    serve: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    url = f"sqlite:///{tmp_path}/jobs.db"
+    with Ledger.open(url) as ledger:
+        for number in range(5):
+            ledger.create(f"job-{number}")
+        token = make_tokens(url)["viewer"]
+        web = serve("--database", url)
+        monkeypatch.setattr("headway.client.client.PAGE", 2)
+        with Client(web.address, token) as client:
+            ask = client._connection.get
+
+            def change_after(path: str, **asked: Any) -> Any:
+                found = ask(path, **asked)
+                if "before" not in asked or asked["before"] is None:
+                    ledger.job("job-0").register([NewItem(0, "1")])
+                return found
+
+            monkeypatch.setattr(client._connection, "get", change_after)
+            assert [job.id for job in client.jobs().jobs] == ["job-0", "job-4", "job-3", "job-2", "job-1"]
+
+
 def test_an_error_comes_back_as_it_was_raised(closed: Web, client: Client):
     with pytest.raises(NotFound, match="no job 'asd'") as raised:
         client.job("asd")
@@ -105,7 +134,7 @@ def test_an_error_comes_back_as_it_was_raised(closed: Web, client: Client):
         client.items("ads", status="nonsense")
     with Client(closed.address, closed.tokens["viewer"]) as viewer, pytest.raises(Refused, match="no right"):
         viewer.forget("ads")
-    with Client(closed.address) as nobody, pytest.raises(UsageError, match="who you are"):
+    with Client(closed.address, "hw_none") as nobody, pytest.raises(UsageError, match="no valid token"):
         nobody.jobs()
 
 
@@ -152,13 +181,13 @@ def test_everything_that_failed_is_seen_and_retried_through_the_client(serve: Se
         client.cancel_task("t-anna")  # a user has one active task
         with pytest.raises(NotFound, match="this cause"):
             client.retry_tasks(cause=cause.no + 1)
-        assert client.retry_tasks(cause=cause.no, reason="repaired").text == "1 task waits again."
+        assert client.retry_tasks(cause=cause.no, reason="repaired").text.startswith("1 task waits again.")
         assert client.retry_tasks().touched == 0
         picture = client.item_map("ads").map
         assert picture is not None
         assert sum(cell.dead for cell in picture.marks.values()) == 6
         assert picture.marks[44].dead == 1
-        assert client.retry_all_dead(reason="new model").text == "6 dead letters of 1 job pending again."
+        assert client.retry_all_dead(reason="new model").text.startswith("6 dead letters of 1 job pending again.")
         assert client.retry_all_dead().touched == 0
         told = [(one.action, one.detail.get("reason")) for one in client.activity(limit=2).activity]
         assert told == [("retry", "new model"), ("task.retry", "repaired")]
@@ -197,7 +226,7 @@ def test_a_time_that_is_none_requeues_nothing(closed: Web, until: object):
 
 def test_the_reason_of_every_change_is_in_the_activity(serve: Servers, database: str):
     """An action that is added to the API is tried here without being named."""
-    web = serve("--database", database)
+    web = serve("--no-auth", "--database", database)
     with Ledger.open(database) as ledger:
         ledger.database.write(
             "INSERT INTO alerts (rule, subject, severity, text, value, peak, threshold, opened_at) "
@@ -373,7 +402,7 @@ def test_a_verb_that_changes_says_that_it_needs_the_database(closed: Web, capsys
 def test_the_command_line_says_what_is_missing_without_a_token_or_a_server(
     closed: Web, headway_cli: Run, tmp_path: Path
 ):
-    answer = headway_cli("jobs", "--database", closed.address)
+    answer = headway_cli("jobs", "--database", closed.address, env={"XDG_RUNTIME_DIR": "", "XDG_STATE_HOME": "none"})
     assert (answer.returncode, "headway token create" in answer.stderr) == (2, True)
     answer = headway_cli("jobs", "--database", "http://127.0.0.1:1")
     assert (answer.returncode, "cannot be reached" in answer.stderr) == (6, True)

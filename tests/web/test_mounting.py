@@ -23,7 +23,9 @@ from websockets.sync.client import connect
 
 from headway.errors import UsageError
 from headway.web import User, ticket
+from headway.web.throttle import GUESSES
 from headway.web.tickets import Ticket, read
+from tests.services.nginx import FORWARDING, NginxServer
 from tests.services.waiting import eventually
 from tests.web.conftest import Web, news, until_closed
 
@@ -54,15 +56,18 @@ flask_app = Flask("shop")
 def home():
     return "home"
 
-app = headway.web.with_flask(flask_app, database=DATABASE)
+def users(connection):
+    return headway.web.User("vera", "viewer") if connection.cookies.get("who") else None
+
+app = headway.web.with_flask(flask_app, database=DATABASE, users=users)
 """
 SERVE = """
-import sys, uvicorn
+import os, uvicorn
 from headway.web.server import listen
 from hosting import app
 listener = listen("127.0.0.1", 0)
 print("http://127.0.0.1:%d" % listener.getsockname()[1], flush=True)
-uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
+uvicorn.Server(uvicorn.Config(app, log_level="warning", root_path=os.environ.get("ROOT_PATH", ""))).run(sockets=[listener])
 """
 
 Host = Callable[..., Web]
@@ -164,9 +169,77 @@ def test_an_application_lets_its_own_users_in_by_tickets(host: Host):
             until_closed(live)
     assert web.ask("/headway/api/v1/tasks", cookies=entered.cookies).status == 401
     assert web.ask(there).status == 401  # nor after the session ended
-    bearer = ticket("ben", key=KEYS[1])
-    assert web.ask("/headway/api/v1/tasks/t-ben", token=bearer).status == 200
-    assert web.ask("/headway/api/v1/jobs", token=bearer).status == 403
+    assert web.ask("/headway/api/v1/jobs", token=ticket("ben", key=KEYS[1])).status == 403
+
+
+def test_a_ticket_opens_once_whether_by_enter_or_as_bearer(host: Host):
+    """In every process of the installation, and for every kind of use after the first."""
+    one, other = (host(BRIDGE, env={"HEADWAY_WEB_KEYS": KEYS[1]}) for _ in range(2))
+    path = "/headway/api/v1/tasks/t-ben"
+    sent = ticket("ben", key=KEYS[1])
+    assert one.ask(path, token=sent).status == 200
+    assert [web.ask(path, token=sent).status for web in (one, other)] == [401, 401]
+    assert one.ask(f"/headway/enter?ticket={sent}").status == 401
+    entered = ticket("ben", key=KEYS[1])
+    assert one.ask(f"/headway/enter?ticket={entered}", method="HEAD").status == 405
+    assert one.ask(f"/headway/enter?ticket={entered}").status == 200
+    assert [web.ask(path, token=entered).status for web in (one, other)] == [401, 401]
+    answers = [one.ask(path, token=sent).status for _ in range(GUESSES + 2)]
+    assert set(answers) == {401}  # a ticket that was used is not a guess
+    assert one.ask(path, token=ticket("ben", key=KEYS[1])).status == 200
+
+
+def test_an_expired_ticket_is_refused_and_is_not_a_guess(host: Host):
+    web = host(BRIDGE, env={"HEADWAY_WEB_KEYS": KEYS[1]})
+    expired = forged(good(-1), KEYS[1])
+    assert {web.ask("/headway/api/v1/tasks", token=expired).status for _ in range(GUESSES + 2)} == {401}
+    assert {web.ask(f"/headway/enter?ticket={expired}").status for _ in range(GUESSES + 2)} == {401}
+    wrong = [web.ask("/headway/api/v1/tasks", token=forged(good(), KEYS[0])).status for _ in range(GUESSES + 1)]
+    assert wrong == [401] * GUESSES + [429]
+
+
+def test_another_site_cannot_exchange_a_session_by_a_link_to_enter(host: Host):
+    """A browser withholds the strict session cookie when another site leads here; by the other cookie we notice."""
+    web = host(BRIDGE, env={"HEADWAY_WEB_KEYS": KEYS[1]})
+    anna = web.ask(f"/headway/enter?ticket={ticket('anna', key=KEYS[1])}").cookies
+    [strict] = [name for name in anna if "session" in name]
+    for sent in (anna, {name: value for name, value in anna.items() if name != strict}):
+        mallory = ticket("mallory", key=KEYS[1])
+        asked = web.ask(f"/headway/enter?next=/me&ticket={mallory}", cookies=sent)
+        assert asked.status == 200
+        assert "Continue as mallory" in asked.text
+        assert strict not in asked.cookies
+        form = {"ticket": mallory, "next": "/me"}
+        assert web.post("/headway/enter", form=form, cookies=anna, Origin="https://evil.example").status == 403
+        chosen = web.post("/headway/enter", form=form, cookies=anna, Origin=web.address)
+        assert (chosen.status, strict in chosen.cookies) == (200, True)
+        again = web.ask(f"/headway/enter?ticket={ticket('anna', key=KEYS[1])}", cookies=sent)
+        assert strict in again.cookies  # the same user comes again, and is not asked
+    assert web.ask("/headway/api/v1/tasks/t-anna", cookies=anna).status == 200
+
+
+JWT = "Bearer eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJhbm5hIn0.c2lnbmF0dXJl"
+
+
+@pytest.mark.parametrize("header", [JWT, "Basic YW5uYTpwdw==", "Bearer", "Digest x", "Bearer é"])
+def test_credentials_that_are_not_ours_fall_through_and_are_not_counted(host: Host, header: str):
+    """The application's own JWT and a proxy's Basic are sent with every request, also with those to us."""
+    web = host(STARLETTE)
+    path, sent = "/ops/headway/api/v1/tasks", header.encode()
+    for _ in range(GUESSES + 2):
+        assert web.ask(path, Authorization=sent).status == 401
+    assert web.ask(path, cookies={"who": "anna"}, Authorization=sent).status == 200
+
+
+def test_a_session_is_known_beside_credentials_that_are_not_ours(host: Host):
+    web = host(BRIDGE, env={"HEADWAY_WEB_KEYS": KEYS[1]})
+    cookies = web.ask(f"/headway/enter?ticket={ticket('anna', key=KEYS[1])}").cookies
+    assert web.ask("/headway/api/v1/tasks/t-anna", cookies=cookies, Authorization=JWT).status == 200
+    answer = web.post("/headway/api/v1/tasks/t-anna/cancel", cookies=cookies, Authorization=JWT)
+    assert (answer.status, answer.error) == (
+        403,
+        "Forbidden",
+    )  # the cookie vouches for it, so the form's token is needed
 
 
 KEYS = ("a" * 40, "b" * 40)
@@ -256,7 +329,7 @@ def test_a_name_that_is_none_is_refused_and_costs_nobody_else_anything(host: Hos
     web = host(ODD_USERS)
     with web.live(Cookie="who=anna") as anna:
         assert "t-anna" in news(anna)["full"]["tasks"]
-        for kind in ("number", "none", "role", "nul", "long", "text"):
+        for kind in ("none", "role", "nul", "long", "text"):
             answer = web.ask("/api/v1/tasks", cookies={"who": kind})
             assert (answer.status, answer.error) == (500, "ConfigError"), kind
             assert "users function" in answer.json["error"]["message"]
@@ -274,9 +347,25 @@ def test_a_live_connection_works_below_a_path(host: Host):
 def test_flask_and_headway_in_one_application(host: Host):
     web = host(FLASK)
     assert web.ask("/").text == "home"
-    assert web.ask("/headway/api/v1/jobs").json["jobs"][0]["id"] == "ads"
+    assert web.ask("/headway/api/v1/jobs").status == 401
+    assert web.ask("/headway/api/v1/jobs", cookies={"who": "vera"}).json["jobs"][0]["id"] == "ads"
     assert web.ask("/headwayx").status == 404
     assert web.ask("/headway/healthz").text == "ok\n"
+
+
+@pytest.mark.parametrize("root", ["/shop", "/headway"])
+def test_flask_and_headway_below_a_path_of_a_proxy(host: Host, nginx_factory: Callable[..., NginxServer], root: str):
+    """nginx strips the path, and uvicorn's --root-path says what it was."""
+    inner = host(FLASK, env={"ROOT_PATH": root})
+    web = Web(nginx_factory(f"{inner.address}/", location=f"{root}/", directives=FORWARDING).address, inner.process)
+    vera = {"who": "vera"}
+    assert web.ask(f"{root}/").text == "home"
+    assert web.ask(f"{root}/headway/api/v1/jobs", cookies=vera).json["jobs"][0]["id"] == "ads"
+    assert f'href="{root}/headway/jobs"' in web.ask(f"{root}/headway/", cookies=vera).text
+    assert web.ask(f"{root}/headway", cookies=vera).status == 200
+    assert web.ask(f"{root}/headwayx").status == 404
+    with connect(f"ws://{web.host}{root}/headway/api/v1/live", additional_headers={"Cookie": "who=vera"}) as socket:
+        assert "ads" in news(socket)["full"]["jobs"]
 
 
 @pytest.mark.req("S2-24")
@@ -298,5 +387,5 @@ def test_flask_and_headway_in_one_gunicorn(host: Host, database: str, tmp_path: 
             return False
 
     eventually(up, 60)
-    with connect(f"ws://{bind}/headway/api/v1/live") as live:
+    with connect(f"ws://{bind}/headway/api/v1/live", additional_headers={"Cookie": "who=vera"}) as live:
         assert news(live)["full"]["jobs"]["ads"]["done"] == 40

@@ -199,7 +199,7 @@ def test_failed_tasks_of_one_cause_wait_again_and_one_whose_user_is_busy_stays(s
     reader = stage.site.reader
     numbers = {cause.type: cause.no for cause in read_task_causes(reader.database)}
     said = form(reader, "retry", tasks=str(numbers["ZeroDivisionError"]), reason="new data")
-    assert said == "2 tasks wait again. 1 task of users who have an active task already stay failed."
+    assert said.startswith("2 tasks wait again. 1 task of users who have an active task already stay failed.")
     assert {task.id: task.status for task in reader.tasks().tasks} == {
         "active": "QUEUED", "div-0": "FAILED", "div-1": "QUEUED", "div-2": "QUEUED", "look-0": "FAILED", "look-1": "FAILED",
     }  # fmt: skip
@@ -214,7 +214,7 @@ def test_no_more_tasks_are_retried_at_once_than_is_said_and_the_rest_is_said(
     stage: Stage, tasks: TaskQueue, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(bulk, "MOST", 2)
-    assert form(stage.site.reader, "retry", tasks="all").endswith("There are more: do it once again.")
+    assert form(stage.site.reader, "retry", tasks="all").count("There are more: do it once again.") == 1
 
 
 def test_a_selection_of_nothing_retries_nothing(stage: Stage):

@@ -57,10 +57,10 @@ def test_a_queue_looks_the_same_whether_workers_hear_of_tasks_through_rq_or_not(
 
     normal = row(pages.get("/queues").text, "normal")
     counts = ("Waiting", "Done, failed, 1 h", "Who waits")
-    assert [normal[label] for label in counts] == ["2", "3, 1 all that failed", "no user 2"]
+    assert [normal[label] for label in counts] == ["2", "3, 1 all that failed 3, 1 in all", "no user 2"]
     assert normal["Run p50 · p95"] != "\N{EN DASH}"
     high = row(pages.get("/queues").text, "high")
-    assert [high[label] for label in counts] == ["0", "0, 0", "\N{EN DASH}"]
+    assert [high[label] for label in counts] == ["0", "0, 0 0, 0 in all", "\N{EN DASH}"]
 
     listed = pages.get("/tasks").text
     assert all(task.id in listed for task in (*done, failed, *waiting, gone))
@@ -68,6 +68,9 @@ def test_a_queue_looks_the_same_whether_workers_hear_of_tasks_through_rq_or_not(
         listed = pages.get("/tasks", params={"status": status}).text
         everyone = (*done, failed, *waiting, gone)
         assert [task.id for task in everyone if f"/tasks/{task.id}" in listed] == [task.id for task in expected]
+
+    told = "was given its id" if queue.redis_url else "does not know it"
+    assert f"<dt>RQ</dt><dd>{told}" in pages.get(f"/tasks/{waiting[0].id}").text
 
     worker = row(pages.get("/workers").text, "w1")
     assert (worker["Completed"], worker["Failed"], worker["State"]) == ("3", "1", "ended")

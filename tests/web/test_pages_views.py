@@ -176,21 +176,27 @@ def test_pending_items_are_all_found_wherever_they_lie(database: Database):
     assert [item.idx for item in job.items(status="pending", limit=5000)] == [7, *expected]
 
 
-def test_jobs_are_paged_by_when_they_changed_and_none_is_shown_twice_or_left_out(database: Database):
+def test_jobs_are_paged_by_creation_and_none_is_shown_twice_or_left_out(database: Database):
     ledger = Ledger(database)
     for no in range(7):
         ledger.create(f"job-{no}", function="a:b" if no % 2 else "a%:c")
     seen: list[str] = []
     after = None
     while True:
-        page = read_job_page(database, after=after, limit=3)
+        page = read_job_page(database, by_creation=True, after=after, limit=3)
         seen += [line.job.id for line in page.lines]
         after = page.next
+        # A job of a later page changes now.
+        scene.change(
+            database, "UPDATE jobs SET updated_at = updated_at + ? WHERE id = ?", len(seen), f"job-{len(seen) % 7}"
+        )
         if after is None:
             break
     assert seen == [f"job-{no}" for no in reversed(range(7))]
-    assert [line.job.id for line in read_job_page(database, text="A%").lines] == ["job-6", "job-4", "job-2", "job-0"]
+    assert [line.job.id for line in read_job_page(database, text="A%").lines] == ["job-0", "job-6", "job-4", "job-2"]
     assert read_job_page(database, status="completed").lines == ()
+    recent = read_job_page(database, limit=3)
+    assert (recent.lines[0].job.id, recent.more, recent.next) == ("job-0", True, None)
 
 
 def test_activity_and_projects_are_paged_from_the_newest(database: Database):

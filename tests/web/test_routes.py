@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from headway.views.schemas import documents, json_schema
+from headway.views.shape import SCHEMAS
 from headway.web.site import RIGHTS
 from tests.views.schema_check import problems
 from tests.web.conftest import Web
@@ -123,7 +124,8 @@ def test_every_answer_has_its_published_shape(fresh: Web):
         document = answer.json
         schema = json_schema(documents()[document["schema"]], document["schema"])
         assert problems(document, schema) == []
-        assert operation["responses"]["200"]["content"]["application/json"]["schema"]["title"] == document["schema"]
+        reference = operation["responses"]["200"]["content"]["application/json"]["schema"]["$ref"]
+        assert SCHEMAS[reference.rpartition("/")[2]] == document["schema"]
 
 
 ODD = ["..%2f..", "%00", "a%20b", "%F0%9F%92%A9", "x" * 129, "x" * 5000, "'--", "%ff", "-1", "9" * 40, "a%0d%0ab"]

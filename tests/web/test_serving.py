@@ -25,7 +25,7 @@ Run = Callable[..., CompletedProcess[str]]
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_server_that_is_told_to_end_closes_its_connections_and_ends_well(serve: Servers, number: signal.Signals):
-    web = serve()
+    web = serve("--no-auth")
     with web.live() as live:
         news(live)
         web.process.send_signal(number)
@@ -36,7 +36,7 @@ def test_a_server_that_is_told_to_end_closes_its_connections_and_ends_well(serve
 
 
 def test_the_database_is_made_private_and_a_job_that_starts_later_is_seen(serve: Servers, tmp_path: Path):
-    web = serve()
+    web = serve("--no-auth")
     assert (tmp_path / "headway.db").stat().st_mode & 0o777 == 0o600
     with Ledger.open(f"sqlite:///{tmp_path}/headway.db") as ledger:
         ledger.create("later")
@@ -100,7 +100,9 @@ def test_a_client_that_goes_in_the_middle_leaves_nothing_behind(opened: Web):
 
 def test_a_connection_that_never_finishes_the_head_of_a_request_is_closed(serve: Servers, tmp_path: Path):
     """One that says nothing, one that stops in the middle, one that goes on for ever; before any request and after one."""
-    web = serve("--database", f"sqlite:///{tmp_path}/h.db", server={"HEAD_SECONDS": 0.3, "HEAD_BYTES": 20_000})
+    web = serve(
+        "--no-auth", "--database", f"sqlite:///{tmp_path}/h.db", server={"HEAD_SECONDS": 0.3, "HEAD_BYTES": 20_000}
+    )
     host, port = web.host.split(":")
     whole = f"GET /healthz HTTP/1.1\r\nHost: {web.host}\r\n\r\n".encode()
 
@@ -122,7 +124,7 @@ def test_a_connection_that_never_finishes_the_head_of_a_request_is_closed(serve:
 
 def test_a_connection_that_never_takes_what_it_asked_for_is_closed(serve: Servers, tmp_path: Path):
     """More of it than the buffers between the two can keep; nobody has to be known for that."""
-    web = serve("--database", f"sqlite:///{tmp_path}/h.db", server={"UNREAD_SECONDS": 1})
+    web = serve("--no-auth", "--database", f"sqlite:///{tmp_path}/h.db", server={"UNREAD_SECONDS": 1})
     host, port = web.host.split(":")
     found = re.search(r"/static/app[.]\w+[.]js", web.ask("/").text)
     assert found is not None
@@ -163,7 +165,7 @@ def test_a_server_takes_the_descriptors_that_it_may_have(serve: Servers, tmp_pat
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, hard), hard))
     try:
-        web = serve("--database", f"sqlite:///{tmp_path}/h.db")
+        web = serve("--no-auth", "--database", f"sqlite:///{tmp_path}/h.db")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert resource.prlimit(web.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
@@ -171,7 +173,7 @@ def test_a_server_takes_the_descriptors_that_it_may_have(serve: Servers, tmp_pat
 
 def test_a_file_that_was_moved_away_is_never_shown_as_fine_and_is_when_it_is_back(serve: Servers, database: str):
     """What is open lives on for this process and for nobody else: each look at it says so, not one in ten."""
-    web = serve("--database", database)
+    web = serve("--no-auth", "--database", database)
     path = Path(database.removeprefix("sqlite:///"))
     files = [path, Path(f"{path}-wal"), Path(f"{path}-shm")]
 

@@ -16,6 +16,7 @@ from headway import web
 from headway.config import Config
 from headway.errors import Unavailable
 from headway.finishline import FinishLine
+from headway.views.queue import read_queues
 from headway.views.reading import Reader
 from headway.web.site import CHANGES, THREADS, WAITING, Site
 from tests.services.redis import RedisServer
@@ -91,6 +92,44 @@ def test_those_who_ask_for_more_than_there_is_room_for_are_told_at_once(site: Si
     asyncio.run(play())
 
 
+@pytest.mark.req("S2-51")
+def test_above_the_backlog_many_readers_cost_the_database_one_read_until_something_changes(tmp_path: Path):
+    url = f"sqlite:///{tmp_path}/headway.db"
+    config = Config(cli={"database": url, "web_backlog": 5})
+    site = Site(url, None, config, Reader(config, create=True))
+    counter = Question()
+    counter.let.set()
+
+    async def page(queue: str) -> None:
+        def look() -> int:  # another function object for every request, as pages have it
+            read_queues(site.reader.queue)
+            return counter(queue)
+
+        await site.view(look)
+
+    async def read_often() -> int:
+        before = counter.asked
+        for _ in range(20):
+            await page("normal")
+        return counter.asked - before
+
+    async def play() -> tuple[int, int, int]:
+        quiet = await read_often()
+        queue = site.reader.queue
+        queue.handler("resize")(print)
+        for number in range(6):
+            queue.submit("resize", number, user_id=f"user {number}")
+        site._load.clear()  # the backlog is counted again, without the wait for it
+        loaded = await read_often()
+        await site.change(int, "1")
+        return quiet, loaded, await read_often()
+
+    try:
+        assert asyncio.run(play()) == (20, 1, 1)
+    finally:
+        site.close()
+
+
 def test_who_only_looks_does_not_wait_for_those_who_wait_to_change_something(site: Site):
     """While somebody else keeps the store locked, every change waits for it, for half a minute."""
     stuck = Question()
@@ -145,7 +184,11 @@ def test_an_error_reaches_everybody_who_asked_and_is_forgotten(site: Site):
 def test_asking_how_far_a_project_is_takes_no_thread_however_many_ask(redis_server: RedisServer, tmp_path: Path):
     with FinishLine(redis_server.url(1), checkpointer=False) as line:
         line.create("crawl", 2)
-    application = web.app(database=f"sqlite:///{tmp_path}/headway.db", redis=redis_server.url(0))
+    application = web.app(
+        database=f"sqlite:///{tmp_path}/headway.db",
+        redis=redis_server.url(0),
+        users=lambda _: web.User("root", "admin"),
+    )
 
     async def ask() -> int:
         scope = {

@@ -24,7 +24,7 @@ from headway.telemetry import Log, redact
 
 __all__ = [
     "NOW", "Database", "Engine", "Row", "Tx", "Value", "absolute", "array", "connect", "is_two_phase", "join", "listed",
-    "marks", "migrations", "sqlite_path",
+    "marks", "migrations", "require_open", "sqlite_path",
 ]  # fmt: skip
 
 log = Log("sql")
@@ -45,6 +45,16 @@ def connect(url: str, *, create: bool = True, stop: threading.Event | None = Non
         database.close()
         raise
     return database
+
+
+def require_open(database: object) -> Database:
+    """Return ``database`` if it is a `Database`; otherwise raise `InvalidInput`."""
+    if isinstance(database, Database):
+        return database
+    raise InvalidInput(
+        f"database must be an address or an open database, not {type(database).__name__}.",
+        hint="Use sqlite:///file.db or postgresql://user@host/name",
+    )
 
 
 def _postgresql(url: str, stop: threading.Event | None) -> Database:

@@ -12,6 +12,7 @@ give the same one to somebody else.)
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -22,7 +23,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from headway._sql.database import UNACCEPTABLE, Database, Transient, unacceptable
-from headway._sql.schema import migrations, refuse_newer
+from headway._sql.schema import index_name, migrations, refuse_newer, without_index_builds
 from headway._sql.tx import NOW, Cursor, Engine, Row, Tx, Value
 from headway.errors import (
     HeadwayError,
@@ -35,7 +36,9 @@ from headway.errors import (
     Unavailable,
 )
 from headway.retry import RetryPolicy
-from headway.telemetry import metrics, redact
+from headway.telemetry import Log, metrics, redact
+
+log = Log("sql")
 
 if TYPE_CHECKING:
     from psycopg import Connection
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 5
 STATEMENT_SECONDS = 20.0
 SLOW_SECONDS = 3600.0
+#: Seconds a statement of a migration waits for a lock, and writers behind it for the statement.
+MIGRATION_LOCK_SECONDS = 2.0
 #: So much longer we wait for the server to say that a statement took too long.
 GRACE_SECONDS = 5.0
 #: Rows of connections that have not written for so long are removed.
@@ -84,22 +89,72 @@ class PostgreSQL(Database):
         """The server checks its own pages."""
 
     def migrate(self) -> None:
+        """Bring the schema to this version.
+
+        A statement that waits for a lock makes writers queue behind it. So it gives up after `MIGRATION_LOCK_SECONDS`, and
+        the whole transaction is tried again. Indexes on existing tables are built afterwards, CONCURRENTLY.
+
+        Locks that the transaction has acquired are held until it commits. Writers of these tables wait that long, which
+        includes the build of a unique index.
+        """
         steps = migrations("postgresql")
-        # First without a transaction that writes: a reader of a standby, or one who may not write, needs none.
-        if self._ask(self._found_version) == len(steps):
-            return
 
         def work(tx: Tx) -> None:
             tx.execute("SELECT pg_advisory_xact_lock(hashtext('headway.migrate'))")
+            tx.execute(f"SET LOCAL lock_timeout = {int(MIGRATION_LOCK_SECONDS * 1000)}")
             found = self._found_version(tx)
             if found == 0:
                 tx.execute("CREATE SCHEMA IF NOT EXISTS headway")
-            for version, statements in steps[found:]:
+            now, later = (steps[found:], []) if found == 0 else without_index_builds(steps[found:])
+            for version, statements in now:
                 for statement in statements:
                     tx.execute(statement)
                 tx.execute("UPDATE meta SET value = ? WHERE name = 'schema'", (str(version),))
+            if later:
+                tx.execute(
+                    "INSERT INTO meta (name, value) VALUES ('indexes', ?) "
+                    "ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+                    (json.dumps([*self._missing_indexes(tx), *later]),),
+                )
 
-        self._transact(work, "migrate", slow=True)
+        # First without a transaction that writes: a reader of a standby, or one who may not write, needs none.
+        if self._ask(self._found_version) != len(steps):
+            self._transact(work, "migrate", slow=True)
+        if missing := self._ask(self._missing_indexes):
+            self._build_indexes(missing)
+
+    def _missing_indexes(self, tx: Tx) -> list[str]:
+        row = tx.one("SELECT value FROM headway.meta WHERE name = 'indexes'")
+        return [str(statement) for statement in json.loads(row[0])] if row else []
+
+    def _build_indexes(self, statements: Sequence[str]) -> None:
+        """Build indexes while others write. What fails is tried again when the database is opened next."""
+        psycopg = _psycopg()
+        connection = self.own_connection()  # its settings end with it
+        connection.seconds = SLOW_SECONDS
+        try:
+            connection.execute(f"SET statement_timeout = {int(SLOW_SECONDS * 1000)}")
+            connection.execute(f"SET lock_timeout = {int(MIGRATION_LOCK_SECONDS * 1000)}")
+            alone = connection.execute("SELECT pg_try_advisory_lock(hashtext('headway.indexes'))").fetchone()
+            if not alone[0]:
+                return  # another process builds them
+            for statement in statements:
+                name = index_name(statement)
+                found = connection.execute(
+                    "SELECT indisvalid FROM pg_index WHERE indexrelid = to_regclass(%s)", (f"headway.{name}",)
+                ).fetchone()
+                if found is not None and not found[0]:  # an attempt that failed left it behind
+                    connection.execute(f"DROP INDEX CONCURRENTLY {name}")
+                if found is None or not found[0]:
+                    connection.execute(statement.replace("CREATE INDEX", "CREATE INDEX CONCURRENTLY", 1))
+            connection.execute("DELETE FROM headway.meta WHERE name = 'indexes'")
+        except psycopg.Error as error:
+            log.warning(
+                "an index is not built yet; it is tried again when the database is opened next",
+                operation="migrate", error=redact(str(error)).strip(),
+            )  # fmt: skip
+        finally:
+            connection.close()
 
     def _found_version(self, tx: Tx) -> int:
         """The schema's version, 0 where there is none; refuses a newer one and tables that are not ours."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from functools import lru_cache
 from pathlib import Path
@@ -9,9 +10,12 @@ from pathlib import Path
 from headway._sql.tx import Engine
 from headway.errors import StoreNewer
 
+#: (version, statements)
+Steps = list[tuple[int, list[str]]]
+
 
 @lru_cache(maxsize=2)
-def migrations(engine: Engine) -> list[tuple[int, list[str]]]:
+def migrations(engine: Engine) -> Steps:
     """(version, statements) of every ``migrations/NNNN_name.sql``, in order, for one engine.
 
     A line that ends in ``-- sqlite`` or ``-- postgresql`` is for that engine alone; no other difference exists.
@@ -36,6 +40,40 @@ def migrations(engine: Engine) -> list[tuple[int, list[str]]]:
     return steps
 
 
-def refuse_newer(name: str, found: int, steps: list[tuple[int, list[str]]]) -> None:
+_INDEX = re.compile(r"CREATE INDEX (\w+) ON (\w+)")
+
+
+def index_name(statement: str) -> str:
+    """Return the name of the index that a CREATE INDEX statement builds."""
+    found = _INDEX.match(statement)
+    assert found is not None
+    return found[1]
+
+
+def without_index_builds(steps: Steps) -> tuple[Steps, list[str]]:
+    """Separate the index builds on existing tables from ``steps``: they would block writers for as long as they take.
+
+    Unique indexes stay: what follows may rely on them. An index that a later step drops is not built at all.
+    """
+    made = {
+        found[1] for _, statements in steps for text in statements if (found := re.match(r"CREATE TABLE (\w+)", text))
+    }
+    later: dict[str, str] = {}
+    kept: Steps = []
+    for version, statements in steps:
+        here = []
+        for text in statements:
+            found = _INDEX.match(text)
+            if found and found[2] not in made:
+                later[found[1]] = text
+            elif (dropped := re.match(r"DROP INDEX (\w+)", text)) and dropped[1] in later:
+                del later[dropped[1]]
+            else:
+                here.append(text)
+        kept.append((version, here))
+    return kept, list(later.values())
+
+
+def refuse_newer(name: str, found: int, steps: Steps) -> None:
     if found > len(steps):
         raise StoreNewer(f"{name} has schema {found}; this headway knows up to {len(steps)}.")

@@ -55,17 +55,17 @@ class Evaluator:
         database: Database,
         rules: Rules | Callable[[], Rules] = Rules,
         *,
-        redis: str | None = None,
         on_change: Callable[[Change], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._database, self._redis_url, self._on_change, self._clock = database, redis, on_change, clock
+        self._database, self._on_change, self._clock = database, on_change, clock
         self._rules: Callable[[], Rules] = (lambda: rules) if isinstance(rules, Rules) else rules
         self._leases = SqlLeases()
         self._lease: Lease | None = None
         self._took: float | None = None  # seconds of the last round's transaction
         self._away_since: float | None = None  # when the first of the rounds began that did not reach the database
         self._redis: Redis | None = None
+        self._redis_url: str | None = None  # of the last round
         self._redis_away_since: float | None = None
         self._purged_at: float | None = None
         self._pid = os.getpid()
@@ -94,7 +94,10 @@ class Evaluator:
         the database's."""
         self._mind_fork()
         rules, began = self._rules(), self._clock()
-        if self._redis_url is None:  # nothing to judge, which is neither well nor unknown
+        if rules.redis != self._redis_url:
+            self._leave_redis()
+            self._redis_url, self._redis_away_since = rules.redis, None
+        if rules.redis is None:  # nothing to judge, which is neither well nor unknown
             rules = replace(rules, limits={**rules.limits, "redis_memory": None})
         try:
             changes = self._round(rules, at)
@@ -118,6 +121,9 @@ class Evaluator:
                 self._database.run(lambda tx: self._leases.release(tx, lease), operation="alerts.release")
             except HeadwayError as error:  # it lapses by itself
                 log.warning("the lease of the alerts could not be given back", error=str(error))
+        self._leave_redis()
+
+    def _leave_redis(self) -> None:
         if self._redis is not None:
             self._redis.close()
             self._redis = None

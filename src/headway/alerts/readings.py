@@ -14,6 +14,7 @@ from math import ceil
 from headway._lease import has_ended, read_owner
 from headway._sql import Database, Row
 from headway.alerts.rules import Reading, Rules
+from headway.queue.workers import WaitingKind, online_of, unserved_by, waiting_kinds
 from headway.telemetry import Log, redact
 from headway.wording import cut, duration, plural, printable
 
@@ -32,6 +33,7 @@ class Rows:
     now: float
     workers: list[Row]
     waiting: list[Row]
+    kinds: list[WaitingKind]
     paused: list[Row]
     task_runs: list[Row]
     jobs: list[Row]
@@ -52,7 +54,7 @@ def fetch(database: Database, rules: Rules, at: float | None) -> Rows:
         return Rows(
             now=now,
             workers=tx.all(
-                "SELECT name, owner, queues, state, wanted, task, started_at, seen_at, ended_at FROM task_workers"
+                "SELECT name, owner, queues, state, wanted, task, started_at, seen_at, ended_at, kinds FROM task_workers"
             ),
             # In the order of service and no further than the limit: a queue of millions costs no more than one of that size.
             waiting=tx.all(
@@ -62,6 +64,7 @@ def fetch(database: Database, rules: Rules, at: float | None) -> Rows:
                     for place, queue in enumerate(QUEUES)
                 )
             ),
+            kinds=waiting_kinds(tx),
             paused=tx.all("SELECT name FROM task_queues WHERE paused = 1 AND (paused_until IS NULL OR paused_until > ?)",
                           (now,)),
             task_runs=tx.all(
@@ -121,30 +124,33 @@ def said(text: str) -> str:
 
 
 def _workers(rows: Rows, rules: Rules) -> Iterator[Reading]:
-    """Lost ones that nobody asked to end. One that started later and serves the same queues takes the place of one."""
+    """Judge lost workers that no operator asked to end.
+
+    A worker of the same queues that started after the last heartbeat of a lost one replaces it. It still does after it ended:
+    at a restart the rules are judged before the new workers start. One worker replaces one.
+    """
     limit = rules.limits["worker_lost"] or 0.0
-    fresh: dict[str, list[float]] = {}
+    starts: dict[str, list[tuple[float, str]]] = {}
     lost = []
-    for name, owner, queues, state, wanted, task, started_at, seen_at, ended_at in rows.workers:
+    for name, owner, queues, state, wanted, task, started_at, seen_at, ended_at, _ in rows.workers:
+        starts.setdefault(queues, []).append((started_at, name))
         known = read_owner(owner)
         dead = known is not None and known.owner.is_dead
         silent = rows.now - seen_at
-        if state == "lost" or (ended_at is None and (dead or silent >= limit)):
-            if wanted is None and state != "draining":
-                lost.append((seen_at, name, queues, task, silent))
-        elif ended_at is None:
-            fresh.setdefault(queues, []).append(started_at)
+        is_lost = state == "lost" or (ended_at is None and (dead or silent >= limit))
+        if is_lost and wanted is None and state != "draining":
+            lost.append((seen_at, name, queues, task, silent))
     # The latest loss chooses first: it has the fewest to choose from.
     for seen_at, name, queues, task, silent in sorted(lost, reverse=True):
-        places = fresh.get(queues, [])
-        place = next((started for started in places if started >= seen_at), None)
-        if place is not None:
-            places.remove(place)
+        others = starts[queues]
+        replacement = next((each for each in others if each[0] >= seen_at and each[1] != name), None)
+        if replacement is not None:
+            others.remove(replacement)
         text = f"Worker {name} gave its last sign of life {duration(max(0.0, silent))} ago"
         text += f", while it ran task {task}" if task else ""
-        text += "; another worker took its place." if place is not None else "; none came in its place."
+        text += "; another worker took its place." if replacement is not None else "; none came in its place."
         # Replaced within the time a supervisor takes, it is not worth waking anybody; lost all the same.
-        yield Reading("worker_lost", name, max(0.0, silent), said(text), above=place is None,
+        yield Reading("worker_lost", name, max(0.0, silent), said(text), above=replacement is None,
                       at_once=silent >= limit)  # fmt: skip
 
 
@@ -163,6 +169,19 @@ def _delay(rows: Rows, rules: Rules) -> Iterator[Reading]:
         yield reading(
             rules, "delay", queue, wait, f"The oldest task of the queue {queue} has waited for {duration(wait)}."
         )
+
+
+def _unserved(rows: Rows, rules: Rules) -> Iterator[Reading]:
+    """Kinds that the online workers do not run. While no worker is online, `worker_lost` and `delay` report it."""
+    running = [
+        (owner, queues, kinds, seen_at)
+        for _, owner, queues, *_, seen_at, ended_at, kinds in rows.workers
+        if ended_at is None
+    ]
+    online = online_of(running, rows.now)
+    for queue, kind, count, since in unserved_by(online, rows.kinds) if online else ():
+        text = f"{plural(count, 'task')} of kind {kind} in the queue {queue}: no online worker runs them."
+        yield reading(rules, "no_handler", f"{queue} {kind}", max(0.0, rows.now - since), text, at_once=True)
 
 
 def _failures(rows: Rows, rules: Rules) -> Iterator[Reading]:
@@ -217,6 +236,7 @@ _LOOKS: dict[str, Callable[[Rows, Rules], Iterator[Reading]]] = {
     "worker_lost": _workers,
     "backlog": _backlog,
     "delay": _delay,
+    "no_handler": _unserved,
     "failure_spike": _failures,
     "stalled_job": _stalled,
     "new_cause": _causes,

@@ -39,6 +39,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("failure_spike", "critical", "share", "so large a share of the runs of a job or a kind of task failed"),
     Rule("worker_lost", "warning", "s", "a worker ended without a word, and no other came in its place"),
+    Rule("no_handler", "warning", "s", "tasks of a kind wait that no online worker runs"),
     Rule("delay", "warning", "s", "the oldest task of a queue waits too long"),
     Rule("backlog", "warning", "tasks", "too many tasks of a queue wait"),
     Rule("new_cause", "warning", "s", "something fails for a reason that was never seen before"),
@@ -56,8 +57,9 @@ class Rules:
     #: name -> its limit; None or missing: the rule is off.
     limits: Mapping[str, float | None] = field(
         default_factory=lambda: {
-            "store_away": 30.0, "stalled_job": 900.0, "failure_spike": 0.2, "worker_lost": 30.0, "delay": 300.0,
-            "backlog": 10_000.0, "new_cause": 3600.0, "store_slow": 1.0, "redis_memory": 0.85, "event_lag": 300.0,
+            "store_away": 30.0, "stalled_job": 900.0, "failure_spike": 0.2, "worker_lost": 30.0,
+            "no_handler": 10.0, "delay": 300.0, "backlog": 10_000.0, "new_cause": 3600.0,
+            "store_slow": 1.0, "redis_memory": 0.85, "event_lag": 300.0,
         }
     )  # fmt: skip
     open_after: float = 60.0
@@ -66,6 +68,7 @@ class Rules:
     failure_runs: int = 20  # fewer runs in the window are no spike
     failure_window: float = 300.0
     kept: float = 30 * 86_400.0  # how long closed alerts are kept
+    redis: str | None = None  # its address; None: there is none to judge
     redis_bytes: int | None = None  # what Redis may use, where it has no maxmemory
 
     @classmethod
@@ -80,6 +83,7 @@ class Rules:
             failure_runs=int(_known(config["alert_failure_runs"])),
             failure_window=_known(config["alert_failure_window"]),
             kept=_known(days) * 86_400.0,
+            redis=config.text("queue_redis") if config.is_set("queue_redis") else None,
             redis_bytes=None if megabytes is None else int(_known(megabytes)) * 2**20,
         )
 

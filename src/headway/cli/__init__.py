@@ -7,6 +7,7 @@ import errno
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from importlib import import_module
@@ -49,6 +50,7 @@ COMMANDS: dict[str, str] = {
     "watch": "headway.cli.watch:watch",
     "relay": "headway.cli.relay:relay",
     "serve": "headway.cli.serve:serve",
+    "open": "headway.cli.serve:open_",
     "token": "headway.cli.serve:token",
     "alerts": "headway.cli.alerts:alerts",
     "demo": "headway.cli.demo:demo",
@@ -68,7 +70,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Projects": ("progress", "project"),
     "States": ("states",),
     "Queue": ("worker", "queues", "tasks", "task", "queue", "workers"),
-    "Watch and serve": ("serve", "token", "watch", "relay", "alerts", "demo"),
+    "Watch and serve": ("serve", "open", "token", "watch", "relay", "alerts", "demo"),
     "Maintenance": ("doctor", "config", "audit", "forget", "purge", "completion"),
 }
 
@@ -128,6 +130,7 @@ EXAMPLES: dict[str, str] = {
     "watch": "headway watch --queue digits --channel digits:events --stuck-timeout 3600",
     "relay": "headway relay --status",
     "serve": "headway serve --open",
+    "open": "headway open --link",
     "token": "headway token create anna --role operator",
     "token create": "headway token create anna --role operator --days 90",
     "token list": "headway token list",
@@ -306,6 +309,7 @@ def invoke(arguments: list[str] | None = None) -> int:
     if os.environ.get("_HEADWAY_COMPLETE") == "powershell_complete":
         import_module("headway.cli.completion")  # click knows the other shells by itself
     _named.set(None)
+    _show_warnings_plainly()
     try:
         result = headway.main(args=arguments, prog_name="headway", standalone_mode=False)
         return result if isinstance(result, int) else 0
@@ -317,6 +321,11 @@ def invoke(arguments: list[str] | None = None) -> int:
         say("Aborted.")
         return 130
     except click.ClickException as error:
+        if isinstance(error, click.NoSuchOption) and error.possibilities:
+            from difflib import get_close_matches
+
+            # click names up to three, by the alphabet: for --worker also --key
+            vars(error)["possibilities"] = get_close_matches(error.option_name, error.possibilities, 1)
         vars(error)["message"] = _readable(error.message)  # final for whoever reads it
         error.show()
         return error.exit_code
@@ -328,6 +337,22 @@ def invoke(arguments: list[str] | None = None) -> int:
         if not type(sys.stdout).__name__.endswith("PacifyFlushWrapper"):
             raise
         return _output_lost(BrokenPipeError(errno.EPIPE, ""))  # that is how click ends when the reader left
+
+
+def _show_warnings_plainly() -> None:
+    """Print Headway's own warnings as one line, without the file and the line of the source."""
+    show = warnings.showwarning
+    if getattr(show, "plain", False):
+        return
+
+    def shown(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if category.__module__.partition(".")[0] == "headway":
+            say(f"Warning: {message}")
+        else:
+            show(message, category, *place, **more)
+
+    vars(shown)["plain"] = True
+    warnings.showwarning = shown
 
 
 def _output_lost(error: OSError) -> int:

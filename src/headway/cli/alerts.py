@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 #: The names of `headway.alerts.RULES`, which a test compares: to say them in a help text takes no import.
 RULE_NAMES = (
-    "store_away", "stalled_job", "failure_spike", "worker_lost", "delay", "backlog", "new_cause", "store_slow",
-    "redis_memory", "event_lag",
+    "store_away", "stalled_job", "failure_spike", "worker_lost", "no_handler", "delay", "backlog", "new_cause",
+    "store_slow", "redis_memory", "event_lag",
 )  # fmt: skip
 _RULE = click.Choice(RULE_NAMES)
 _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}

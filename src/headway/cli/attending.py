@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @contextmanager
 def relaying(config: Config, store: Database, stop: threading.Event) -> Iterator[None]:
     """Deliver the store's events to the configured sinks, if there are any, until the block ends or ``stop``."""
-    sinks = events.open_sinks(config["sinks"], config["webhook"])
+    sinks = events.open_sinks(config["sinks"], config["webhook"], secret=config["webhook_secret"])
     with events.Relay([events.SqlOutbox(store)], sinks).start(stop) if sinks else nullcontext():
         yield
 
@@ -33,8 +33,7 @@ def evaluator(config: Config, store: Database, on_change: Callable[[Change], Non
         own.reload_if_changed()
         return Rules.of(own)
 
-    redis = own.text("queue_redis") if own.is_set("queue_redis") else None
-    return Evaluator(store, current, redis=redis, on_change=on_change)
+    return Evaluator(store, current, on_change=on_change)
 
 
 @contextmanager

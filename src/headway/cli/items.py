@@ -12,6 +12,7 @@ from headway.cli.toolkit import (
     Whole,
     cause_option,
     clock,
+    item_name,
     job_argument,
     limit_option,
     open_reader,
@@ -59,7 +60,7 @@ def items(
     """List items by index, page by page."""
     start = -1 if after is None else after
     with open_reader(database) as reader:
-        found = reader.items(job, status=status, cause=cause, after=start, limit=limit)
+        found = reader.items(job, status=status, cause=cause, after=start, limit=limit, payload=not as_json)
     if as_json:
         put_json(found)
         return
@@ -69,7 +70,7 @@ def items(
     rows = [
         [
             str(item.idx),
-            item.key or "",
+            item_name(item.key, item.payload),
             item.status,
             str(item.failures),
             clock(item.updated_at),
@@ -78,7 +79,7 @@ def items(
         ]
         for item in found.items
     ]
-    heads = ["IDX", "KEY", "STATUS", "FAILURES", "CHANGED", "SECONDS", "ERROR"]
+    heads = ["IDX", "ITEM", "STATUS", "FAILURES", "CHANGED", "SECONDS", "ERROR"]
     put_table(
         heads, rows, right=("IDX", "FAILURES", "SECONDS"), whole=("STATUS",), drop=("SECONDS", "CHANGED", "FAILURES")
     )

@@ -14,6 +14,7 @@ from headway.cli import database_option, json_option, say, typed
 from headway.cli.toolkit import (
     clock,
     job_argument,
+    limit_option,
     open_reader,
     optional_job_argument,
     put,
@@ -25,7 +26,7 @@ from headway.cli.toolkit import (
     wrapped,
 )
 from headway.errors import UsageError
-from headway.wording import cut, duration, pace, printable, roughly, took
+from headway.wording import cut, duration, pace, plural, printable, roughly, took
 
 if TYPE_CHECKING:
     from headway.views import jobs as views
@@ -44,21 +45,25 @@ watch_option = click.option("--watch", "-w", is_flag=True, help="Look again ever
 
 @click.command()
 @click.option("--all", "everything", is_flag=True, help="Also those a fresh start has put aside.")
+@limit_option(200, "How many; --json has all.")
 @watch_option
 @json_option
 @database_option
-def jobs(database: str | None, *, as_json: bool, everything: bool, watch: bool) -> None:
+def jobs(database: str | None, *, as_json: bool, everything: bool, watch: bool, limit: int = 200) -> None:
     """List the jobs, the one that changed last first."""
     with open_reader(database) as reader:
         if watch:
-            _watch(lambda: (_job_table(reader.jobs(archived=everything).jobs), False), as_json=as_json)
+            _watch(lambda: (_job_table(reader.jobs(archived=everything).jobs[:limit]), False), as_json=as_json)
             return
         found = reader.jobs(archived=everything)
         if as_json:
             put_json(found)
         elif found.jobs:
-            for line in _job_table(found.jobs):
+            for line in _job_table(found.jobs[:limit]):
                 put(line)
+            if len(found.jobs) > limit:
+                more = with_database(f"headway jobs --limit {len(found.jobs)}", database)
+                say(f"{plural(len(found.jobs) - limit, 'more job')}:  {more}")
         else:
             say(typed("There are no jobs yet. Start one:  headway run module:function --items items.jsonl"))
 
@@ -94,16 +99,20 @@ def _ago(at: datetime) -> str:
 
 @click.command()
 @job_argument
+@limit_option(50, "How many, the last ones; --json has all.")
 @json_option
 @database_option
-def runs(job: str, database: str | None, *, as_json: bool) -> None:
+def runs(job: str, database: str | None, *, as_json: bool, limit: int) -> None:
     """List the runs of a job: every start and resume, and how each ended."""
     with open_reader(database) as reader:
         found = reader.runs(job)
     if as_json:
         put_json(found)
     elif found.runs:
-        heads, rows = _run_rows(found.runs)
+        if len(found.runs) > limit:
+            more = with_database(f"headway runs {job} --limit {len(found.runs)}", database)
+            say(f"{plural(len(found.runs) - limit, 'earlier run')}:  {more}")
+        heads, rows = _run_rows(found.runs[-limit:])
         put_table(heads, rows, right=_RUN_NUMBERS, whole=_RUN_WHOLE, drop=_RUN_DROP)
     else:
         say(f"Job {job} has not been run by headway run or headway.map.")
@@ -151,12 +160,16 @@ def show(job: str, database: str | None, *, as_json: bool, watch: bool) -> None:
 def _lines(sheet: JobSheet, database: str | None) -> list[str]:
     """Everything about a job on one page."""
     job, columns = sheet.job, terminal_columns() or 120
-    kept = sheet.runs[-1].kept if sheet.runs else 0
-    counts = {"kept": kept, "done": job.done - kept, "pending": job.pending, "retrying": job.retrying, "dead": job.dead}
-    words = [f"{name} {count:,}{';' if name == 'dead' else ','}" for name, count in counts.items()]
+    kept = f" ({sheet.kept:,} kept)" if sheet.kept else ""
+    words = [
+        f"done {job.done:,}{kept},",
+        f"pending {job.pending:,},",
+        f"retrying {job.retrying:,},",
+        f"dead {job.dead:,};",
+    ]
     words += f"{job.failures:,} failed runs of items".split()
     origin = f"{printable(job.function) or 'a program'} over {printable(job.source) or 'its own items'}"
-    lines = [f"Job {job.id}: {_state(sheet)}", cut(f"  {origin}", columns), *_bar_lines(sheet, kept, columns)]
+    lines = [f"Job {job.id}: {_state(sheet)}", cut(f"  {origin}", columns), *_bar_lines(sheet, columns)]
     lines += wrapped(words, columns=columns)
     if sheet.durations is not None:
         lines += wrapped(_durations(sheet.durations, job.done), columns=columns)
@@ -198,7 +211,7 @@ def _indented(lines: list[str]) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
-def _bar_lines(sheet: JobSheet, kept: int, columns: int) -> list[str]:
+def _bar_lines(sheet: JobSheet, columns: int) -> list[str]:
     """The bar with the counts, and the speed beside it, or below where there is no room."""
     from headway.run.display import bar
 
@@ -206,7 +219,8 @@ def _bar_lines(sheet: JobSheet, kept: int, columns: int) -> list[str]:
     ends = f"  {job.percent:.1f}% ", f" {job.done:,}/{job.total:,}"
     room = min(40, columns - len(ends[0]) - len(ends[1]))
     ascii_only = (getattr(sys.stdout, "encoding", None) or "").lower() not in ("utf-8", "utf8")
-    strokes = bar(kept / total, (job.done - kept) / total, room, ascii_only=ascii_only) if room >= SHORTEST_BAR else ""
+    shares = sheet.kept / total, (job.done - sheet.kept) / total
+    strokes = bar(*shares, room, ascii_only=ascii_only) if room >= SHORTEST_BAR else ""
     line = f"{ends[0]}{strokes}{ends[1]}"
     left = _left(sheet)
     speed = "   ".join(part for part in (pace(sheet.rate), left) if part)
@@ -236,7 +250,8 @@ def _state(sheet: JobSheet) -> str:
             return f"{job.status} by a fleet, started by process {job.holder.pid} on {job.holder.host}"
         return f"{job.status} by process {job.holder.pid} on {job.holder.host}"
     if job.finished_at is not None:
-        return f"{job.status} {clock(job.finished_at)}"
+        dead = f" with {plural(job.dead, 'dead letter')}" if job.dead else ""
+        return f"{job.status}{dead} {clock(job.finished_at)}"
     if sheet.runs and sheet.runs[-1].ended_at is None:
         last = sheet.runs[-1]
         return f"{job.status}; the process {last.pid} on {last.host} that ran it is gone, or stands still"

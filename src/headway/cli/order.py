@@ -233,7 +233,8 @@ def _page(order: Order, job: Job, display: Display) -> Iterator[None]:
         display.say(f"There is no page: {redact(str(error))}")
         yield
         return
-    display.say(f"Page: {beside.address}/jobs/{quote(job.id, safe='')}")
+    path = f"/jobs/{quote(job.id, safe='')}"
+    display.say(f"Page: {beside.server.link(path)}")
     try:
         yield
     finally:

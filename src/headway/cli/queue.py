@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import click
@@ -20,7 +21,7 @@ from headway.cli.toolkit import (
     put_table,
     yes_option,
 )
-from headway.errors import InvalidInput
+from headway.errors import InvalidInput, UsageError
 from headway.wording import duration, plural
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ def who() -> str:
 @click.command()
 @click.option(
     "--app",
-    metavar="MODULE:QUEUE",
-    help="The application's queue, or a function that makes it.  [default: only slots of fleets]",
+    metavar="MODULE:NAME",
+    help="The application's queue, its Flask application, or a factory of either.  [default: only slots of fleets]",
 )
 @click.option("--queues", metavar="NAME[,NAME]", help="Serve only these, in this order.  [default: all four]")
 @click.option("--workers", type=Whole(1, 1000), help="Worker processes at least.  [default: queue_workers, 1]")
@@ -66,8 +67,10 @@ def who() -> str:
     "[default: queue_drain, 30]",
 )
 @click.option("--parent", type=Whole(1), hidden=True, help="End when this process is not our parent any more.")
+@database_option
 def worker(
     *,
+    database: str | None,
     app: str | None,
     queues: str | None,
     workers: int | None,
@@ -84,11 +87,25 @@ def worker(
     """
     from headway.cli.attending import attending
     from headway.lifecycle import Shutdown, on_signals
-    from headway.queue.supervisor import Plan, Supervisor, live_settings, log_as_configured, work_off
+    from headway.queue.supervisor import (
+        Plan,
+        Supervisor,
+        WorkerShutdown,
+        live_settings,
+        log_as_configured,
+        work_off,
+    )
     from headway.queue.values import PRIORITIES, Priority
     from headway.run.fleet import Fleets
     from headway.run.slot import load
 
+    if database is not None:
+        if app is not None:
+            raise UsageError(
+                f"--database is for a worker without --app: {app} names the database of its queue.",
+                hint="Leave one of them out.",
+            )
+        os.environ["HEADWAY_DATABASE"] = database  # the worker processes inherit it
     chosen = PRIORITIES
     if queues is not None:
         names = [name.strip() for name in queues.split(",") if name.strip()]
@@ -96,7 +113,8 @@ def worker(
         if unknown or not names:
             raise InvalidInput(f"{queues!r} does not name queues.", hint=f"Use some of {', '.join(QUEUES)}.")
         chosen = tuple(Priority(name) for name in names)
-    shutdown = Shutdown()
+    # systemd may send SIGTERM to every process: with Gunicorn's own that makes two, and both mean "finish your tasks".
+    shutdown = Shutdown() if parent is None else WorkerShutdown()
     with on_signals(shutdown), load(app or "") as queue:
         given = {"queue_workers": workers, "queue_max_workers": max_workers, "queue_drain": drain}
         given = {name: value for name, value in given.items() if value is not None}
@@ -124,16 +142,21 @@ def queues(database: str | None, *, as_json: bool) -> None:
     if as_json:
         put_json(found)
         return
+    nobody = "no worker is online:" if found.workers_online == 0 else "no worker runs"
     rows = [
         [
             view.queue, f"{view.waiting:,}", f"{view.delayed:,}", f"{view.running:,}",
             "" if view.oldest_wait is None else duration(view.oldest_wait), f"{view.completed:,}", f"{view.failed:,}",
-            f"paused by {view.paused_by}: {view.reason}" if view.paused else "",
+            f"{view.completed_total:,}", f"{view.failed_total:,}",
+            "; ".join(
+                [f"paused by {view.paused_by}: {view.reason}"] * view.paused
+                + [f"{nobody} {', '.join(view.unserved)}"] * bool(view.unserved)
+            ),
         ]
         for view in found.queues
     ]  # fmt: skip
-    heads = ["QUEUE", "WAITING", "DELAYED", "RUNNING", "OLDEST", "DONE 1H", "FAILED 1H", "STATE"]
-    put_table(heads, rows, right=("WAITING", "DELAYED", "RUNNING", "OLDEST", "DONE 1H", "FAILED 1H"), drop=("DELAYED",))
+    numbers = ("WAITING", "DELAYED", "RUNNING", "OLDEST", "DONE 1H", "FAILED 1H", "DONE", "FAILED")
+    put_table(["QUEUE", *numbers, "STATE"], rows, right=numbers, drop=("DELAYED", "DONE", "FAILED"))
 
 
 @click.command()
@@ -205,6 +228,11 @@ def show(id: str, database: str | None, *, as_json: bool) -> None:
     put(
         f"  submitted {clock(one.created_at)}, started {clock(one.started_at) or '-'}, ended {clock(one.ended_at) or '-'}"
     )
+    put(f"  RQ {f'was given its id {clock(sheet.hinted_at)}' if sheet.hinted_at else 'does not know it'}")
+    if sheet.unserved and sheet.workers_online == 0:
+        put("  waits: no worker is online")
+    elif sheet.unserved:
+        put(f"  waits: no online worker runs tasks of kind {one.kind} from the queue {one.queue}")
     for run in sheet.runs:
         put(f"  {clock(run.at)}  {run.outcome:<8} {run.error}")
 
@@ -329,7 +357,7 @@ def settings(database: str | None, *, as_json: bool) -> None:
 
 @queue.command("migrate")
 @click.option("--to", "target", required=True, type=click.Choice(["rq", "database"]))
-@click.option("--app", required=True, metavar="MODULE:QUEUE", help="The application's queue, which knows its Redis.")
+@click.option("--app", required=True, metavar="MODULE:NAME", help="The application, as for 'headway worker'.")
 @click.option("--dry-run", is_flag=True, help="Only say how many tasks it is about.")
 def migrate(*, target: str, app: str, dry_run: bool) -> None:
     """Tell RQ of every waiting task, or take every hint back. Asked again, it goes on where it stopped."""

@@ -78,7 +78,7 @@ def relay(
     telemetry.configure(level=config.text("log_level").upper(), as_json=config["log_format"] == "json")
     if status:
         return _show(config, as_json=as_json)
-    sinks = open_sinks(config["sinks"], config["webhook"])
+    sinks = open_sinks(config["sinks"], config["webhook"], secret=config["webhook_secret"])
     if poison or forget:
         with _outboxes(config, create=False) as places:
             if forget:
@@ -181,7 +181,9 @@ def _put_status(found: RelayStatus) -> None:
             continue
         for row in outbox.sinks:
             age = "" if row.oldest_seconds is None else f"{row.oldest_seconds:,.0f} s"
-            by = row.holder or ("" if row.configured else "not configured")
+            # A relay gives the sink back between two tries, so that nobody holds it although it is served.
+            idle = "between tries, or no relay" if row.waiting else ""
+            by = row.holder or (idle if row.configured else "not configured")
             cells.append([outbox.outbox, row.sink, f"{row.waiting:,}", age, f"{row.refused:,}", by])
         cells += [[outbox.outbox, name, "?", "", "0", "never served"] for name in outbox.never_served]
     if cells:

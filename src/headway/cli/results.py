@@ -30,14 +30,19 @@ FOLLOW_SECONDS = 0.3
     "--format", "format_", type=click.Choice(["jsonl", "csv", "json"]), help="[default: by the file's name, else jsonl]"
 )
 @click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write a file instead of stdout.")
+@click.option("--with-input", is_flag=True, help="With the item beside its result, unmasked.")
 @click.option("--follow", "-f", is_flag=True, help="Print results as they come, until the run ends.")
 @database_option
-def results(job: str, database: str | None, *, format_: str | None, output: Path | None, follow: bool) -> None:
+def results(
+    job: str, database: str | None, *, format_: str | None, output: Path | None, with_input: bool, follow: bool
+) -> None:
     """Print what the items returned, by index."""
     from headway.run import results as kept
 
-    if follow and (output is not None or format_ not in (None, "jsonl")):
-        raise UsageError("--follow prints JSON lines as they come.", hint="Leave out --format and --output.")
+    if follow and (output is not None or with_input or format_ not in (None, "jsonl")):
+        raise UsageError(
+            "--follow prints JSON lines as they come.", hint="Leave out --format, --output and --with-input."
+        )
     format = format_ or ("jsonl" if output is None else output.suffix.lower().removeprefix("."))
     if format not in kept.FORMATS:
         raise UsageError(f"{output} does not say in which format.", hint="Add --format jsonl, csv or json.")
@@ -50,14 +55,14 @@ def results(job: str, database: str | None, *, format_: str | None, output: Path
             _say_what_is_left(found)
             return
         if output is None:
-            for text in kept.lines(found, format, say):
+            for text in kept.lines(found, format, say, with_input=with_input):
                 put(text, end="")
         else:
             if output.exists():
                 raise InvalidInput(f"{output} is there already.", hint="Move it away or name another --output.")
             if not output.absolute().parent.is_dir():
                 raise InvalidInput(f"The directory of {output} does not exist.", hint="Make it first.")
-            kept.write_whole(output, kept.lines(found, format, say))
+            kept.write_whole(output, kept.lines(found, format, say, with_input=with_input))
         missing = found.unkept_results()
         if missing:
             what = f"{plural(missing, 'result')} {'was' if missing == 1 else 'were'} not kept"

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -20,7 +21,6 @@ from headway.errors import HeadwayError, InvalidInput, UsageError
 
 if TYPE_CHECKING:
     from headway.config import Config
-    from headway.run import Settings
     from headway.run.fleet import FleetOptions
     from headway.run.program import Work
 
@@ -49,12 +49,12 @@ PROGRAM = "headway.program"
     required=True,
     type=click.Path(allow_dash=True),
     metavar="FILE",
-    help="Items: JSON lines, a JSON array, CSV or plain lines; - for a pipe.",
+    help="Items: JSON lines, a JSON array, CSV, TSV or plain lines, or one of them as .gz; - for a pipe.",
 )
 @click.option(
     "--format",
     "format_",
-    type=click.Choice(["jsonl", "json", "csv", "lines"]),
+    type=click.Choice(["jsonl", "json", "csv", "tsv", "lines"]),
     help="If the file's name does not tell; json is an array.",
 )
 @click.option("--job", "-j", metavar="ID", help="What to call the job.  [default: made of function and file]")
@@ -62,6 +62,12 @@ PROGRAM = "headway.program"
 @click.option("--workers", "-w", type=click.IntRange(0), help="Items that run at once; 0, the default: one per core.")
 @click.option("--mode", type=click.Choice(["process", "thread", "async"]), help="How items run.  [default: process]")
 @click.option("--retries", type=click.IntRange(0), help="Further tries of an item that failed.  [default: 2]")
+@click.option(
+    "--retry-delay",
+    type=float,
+    metavar="SECONDS",
+    help="Wait before the first retry; doubled for each one after it.  [default: 1]",
+)
 @click.option("--timeout", type=float, metavar="SECONDS", help="How long one item may take.")
 @click.option("--rate", type=float, metavar="N", help="Start at most N items per second.")
 @click.option("--key", metavar="FIELD", help="The field that names an item; then lines may be added and moved.")
@@ -102,6 +108,7 @@ def run(
     workers: int | None,
     mode: str | None,
     retries: int | None,
+    retry_delay: float | None,
     timeout: float | None,
     rate: float | None,
     key: str | None,
@@ -137,20 +144,27 @@ def run(
     from headway.config import Config
     from headway.ids import check_id
     from headway.lifecycle import Shutdown, on_signals
-    from headway.run.items import FileItems
-    from headway.run.performing import configured_sinks
+    from headway.run.display import open_display
+    from headway.run.items import FileItems, WatchedItems
+    from headway.run.performing import configured_sinks, settings_of
     from headway.run.program import Program
     from headway.run.results import Keep
 
-    config = Config(
-        cli={
-            "database": database, "workers": workers, "mode": mode, "retries": retries, "timeout": timeout,
-            "rate": rate, "max_failures": max_failures, "progress": progress, "color": color,
-        }
-    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as caught:
+        config = Config(
+            cli={
+                "database": database, "workers": workers, "mode": mode, "retries": retries, "retry_delay": retry_delay,
+                "timeout": timeout, "rate": rate, "max_failures": max_failures, "progress": progress, "color": color,
+            }
+        )  # fmt: skip
     # Where progress is read by a program, everything on stderr is.
     as_lines = config["log_format"] == "json" or config["progress"] == "json"
     telemetry.configure(level=config.text("log_level").upper(), as_json=as_lines)
+    for warning in caught:
+        if config["progress"] == "json":
+            say(json.dumps({"t": _now(), "event": "warning", "message": str(warning.message)}))
+        else:
+            warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
     with _errors_as_progress(config):
         _check_words()
         if output is not None and not results:
@@ -179,7 +193,7 @@ def run(
             config=config,
             call=call,
             function=name,
-            settings=_settings(config, call, name, last_pass=last_pass, fleet=fleet),
+            settings=settings_of(config, call, name, last_pass=last_pass, fleet=fleet),
             job=None if job is None else check_id(job, "a job id"),
             output=output,
             keep=Keep(results=results, printed=keep_output),
@@ -201,7 +215,9 @@ def run(
                     )
                 return orders.run_pipe(order, pipe, format_, key, limit)
             path = Path("/dev/stdin" if items == "-" else items)
-            source = FileItems(path, format=format_, key=key, limit=limit, name=items, accept=order.accepts)
+            file = FileItems(path, format=format_, key=key, limit=limit, name=items, accept=order.accepts)
+            display = open_display(config.text("progress"), stream=sys.stderr, color=config.text("color"))
+            source = WatchedItems(file, order.shutdown, display.say)
             return orders.dry_run(order, source) if dry_run else orders.run_file(order, source)
 
 
@@ -214,8 +230,12 @@ def _errors_as_progress(config: Config) -> Iterator[None]:
         if config["progress"] != "json":
             raise
         facts = {"message": str(error), "hint": typed(error.hint), "exit_code": error.exit_code}
-        say(json.dumps({"t": datetime.now(UTC).isoformat(timespec="seconds"), "event": "error", **facts}))
+        say(json.dumps({"t": _now(), "event": "error", **facts}))
         raise click.exceptions.Exit(error.exit_code) from error
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _work(
@@ -267,32 +287,6 @@ def _fleet(
     options = FleetOptions(slots, priority or "normal", any_version, program)
     check(config, call, options)
     return options
-
-
-def _settings(config: Config, call: Work, name: str, *, last_pass: bool, fleet: bool = False) -> Settings:
-    from headway.retry import RetryPolicy
-    from headway.run import Settings
-    from headway.run import function as functions
-    from headway.run.performing import check_settings
-
-    asked = None if config.origin("mode") == "default" else config.text("mode")
-    mode = functions.choose_mode(call, asked, name, config["workers"] or None)
-    workers, timeout, rate, most = (config[key] for key in ("workers", "timeout", "rate", "max_failures"))
-    if fleet and workers is None and mode == "process":
-        workers = 1  # of each slot: how many slots there are, the machines say
-    settings = Settings(
-        workers=functions.choose_workers(int(workers) if workers else None, mode),
-        mode=mode,
-        policy=RetryPolicy(int(config["retries"] or 0), float(config["retry_delay"] or 0), jitter=0.5, cap=300.0),
-        timeout=None if timeout is None else float(timeout),
-        rate=None if rate is None else float(rate),
-        max_failures=None if most is None else int(most),
-        last_pass=last_pass,
-        start=functions.choose_start(call, None, config.text("start")),
-        database_option=config.database_option,
-    )
-    check_settings(settings)
-    return settings
 
 
 def _check_words() -> None:

@@ -182,14 +182,13 @@ def delete(job: str, mark: bool, yes: bool, store: str | None) -> None:
 @click.option(
     "--older-than",
     type=Number(0, MOST_DAYS),
-    required=True,
     metavar="DAYS",
-    help="Days since the last state was written.",
+    help="Also finished jobs in which nothing was written for this many days.",
 )
 @store_option
-def purge(older_than: float, store: str | None) -> None:
-    """Remove jobs that finished long ago, and those marked as deleted."""
-    removed = states.purge(_url(store), older_than=older_than * 86_400)
+def purge(older_than: float | None, store: str | None) -> None:
+    """Remove jobs marked as deleted, and with --older-than those that finished long ago."""
+    removed = states.purge(_url(store), older_than=None if older_than is None else older_than * 86_400)
     for job in removed:
         put(job)
     say(f"{plural(len(removed), 'job')} removed.")

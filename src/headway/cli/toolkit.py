@@ -316,6 +316,19 @@ def wrapped(parts: Sequence[str], *, columns: int, indent: str = "  ") -> list[s
     return lines
 
 
+def item_name(key: str | None, payload: object, most: int = 60) -> str:
+    """Return what a person calls an item: its key, or a short form of its payload. Empty if neither is known."""
+    from headway.views.shape import ABSENT
+
+    if key is not None:
+        return printable(key)
+    if payload is ABSENT or payload is None:
+        return ""
+    import json
+
+    return cut(printable(payload if isinstance(payload, str) else json.dumps(payload, ensure_ascii=False)), most)
+
+
 def terminal_columns() -> int | None:
     """How wide the terminal is; None where stdout is none, so that nothing is cut that a program will read."""
     if sys.stdout is None or not sys.stdout.isatty():

@@ -15,6 +15,7 @@ from headway.views.parsing import parse
 if TYPE_CHECKING:
     from datetime import datetime
 
+    from headway.ids import UserId
     from headway.views.access import Acted, Activity
     from headway.views.alerts import Alerts
     from headway.views.dead import Dead, DeadItems, DeadLetters
@@ -57,17 +58,17 @@ class Client:
     # ---- jobs --------------------------------------------------------------------------------------------------------
 
     def jobs(self, *, archived: bool = False, before: str | None = None, limit: int | None = None) -> Jobs:
-        """All of them, or with ``limit`` a page."""
+        """All jobs, the one that changed last first; with ``limit`` a page, the newest job first."""
         from headway.views.jobs import Jobs
 
         if limit is not None:
             return parse(Jobs, self._connection.get("/jobs", archived=archived, before=before, limit=limit))
-        found: dict[str, Job] = {}  # one that changes meanwhile is listed again
+        found: list[Job] = []
         while True:
             page = self.jobs(archived=archived, before=before, limit=PAGE)
-            found |= {job.id: job for job in page.jobs}
+            found += page.jobs
             if not isinstance(page.next, str):
-                return Jobs(tuple(found.values()))
+                return Jobs(tuple(sorted(found, key=lambda job: job.updated_at, reverse=True)))
             before = page.next
 
     def job(self, id: str) -> JobSheet:
@@ -81,9 +82,16 @@ class Client:
         return parse(Runs, self._connection.get(f"/jobs/{part(id)}/runs"))
 
     def items(
-        self, id: str, *, status: str | None = None, cause: int | None = None, after: int = -1, limit: int = 50
+        self,
+        id: str,
+        *,
+        status: str | None = None,
+        cause: int | None = None,
+        after: int = -1,
+        limit: int = 50,
+        payload: bool = False,
     ) -> Items:
-        """A page. The server gives 1,000 rows at most; for more than that several are asked for."""
+        """Read a page. The server gives at most 1,000 rows per request, and no payloads in lists."""
         from headway.views.items import Item, Items
 
         path, rows = f"/jobs/{part(id)}/items", list[Item]()
@@ -122,7 +130,8 @@ class Client:
 
         return parse(Dead, self._connection.get("/dead", job=id))
 
-    def dead_items(self, id: str, *, cause: int | None = None, limit: int = 10) -> DeadItems:
+    def dead_items(self, id: str, *, cause: int | None = None, limit: int = 10, payload: bool = False) -> DeadItems:
+        """Read the causes with some items each. The server gives no payloads in lists."""
         from headway.views.dead import DeadItems
 
         return parse(DeadItems, self._connection.get(f"/jobs/{part(id)}/dead", cause=cause, limit=min(limit, PAGE)))
@@ -166,7 +175,7 @@ class Client:
         status: str | None = None,
         queue: str | None = None,
         kind: str | None = None,
-        user_id: str | None = None,
+        user_id: UserId | None = None,
         before: str | None = None,
         limit: int = 50,
     ) -> Tasks:
@@ -222,10 +231,31 @@ class Client:
 
         return parse(StatesJobs, self._connection.get("/states"))
 
-    def states(self, job: str, *, task: int | None = None, tag: str | None = None) -> States:
-        from headway.views.states import States
+    def states(
+        self,
+        job: str,
+        *,
+        task: int | None = None,
+        tag: str | None = None,
+        after: str | None = None,
+        limit: int | None = None,
+    ) -> States:
+        """All current states of a job; with ``limit`` a page."""
+        from headway.views.shape import ABSENT
+        from headway.views.states import State, States
 
-        return parse(States, self._connection.get(f"/states/{part(job)}", task=task, tag=tag))
+        path, rows = f"/states/{part(job)}", list[State]()
+        while True:
+            page = parse(
+                States,
+                self._connection.get(path, task=task, tag=tag, after=after, limit=PAGE if limit is None else limit),
+            )
+            if limit is not None:
+                return page
+            rows += page.states
+            if not isinstance(page.next_after, str):
+                return page._replace(states=tuple(rows), next_after=ABSENT)
+            after = page.next_after
 
     def relay(self) -> RelayStatus:
         from headway.views.relay import RelayStatus

@@ -1,6 +1,7 @@
 """One connection to a server: JSON there and back, errors as they were raised there.
 
-It follows no redirection, because the token would go with it, and takes no password in the address.
+It follows no redirection, because the token would go with it, and takes no password in the address. Without a token it
+looks for the token file of a server on this machine (`headway.local_servers`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from urllib.parse import quote, urlencode, urlsplit
 from headway import __version__, errors
 from headway.config import is_loopback, is_server
 from headway.errors import HeadwayError, InvalidInput, Refused, ServerRefused, StorageError, Unavailable, UsageError
+from headway.local_servers import LocalServer, find
 from headway.telemetry import Log, redact
 
 log = Log("client")
@@ -64,6 +66,7 @@ class Connection:
         self._token, self._timeout = token, timeout
         self._lock = threading.Lock()
         self._open: http.client.HTTPConnection | None = None
+        self._local: LocalServer | None = None
         _ALL.add(self)
 
     def get(self, path: str, **parameters: Any) -> Any:
@@ -100,8 +103,9 @@ class Connection:
     def _once(self, method: str, path: str, body: Any) -> Any:
         connection, end = self._connection(), time.monotonic() + self._timeout
         headers = {"Accept": "application/json", "User-Agent": f"headway/{__version__}"}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
+        token = self._token or (None if self._local is None else self._local.token)
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
         content = None
         if body is not None:
             content, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
@@ -141,7 +145,10 @@ class Connection:
             else:
                 if self._token and not _is_near(self._host):
                     log.warning("the token is sent without encryption", host=self._host)
-                self._open = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
+                # Read anew for every connection: a server that started again has another token.
+                self._local = None if self._token else find(self._host, self._port or http.client.HTTP_PORT)
+                host = self._host if self._local is None else self._local.connect_host
+                self._open = http.client.HTTPConnection(host, self._port, timeout=self._timeout)
         return self._open
 
     def leave_to_parent(self) -> None:

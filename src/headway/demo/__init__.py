@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
 from headway.demo import work
 from headway.errors import HeadwayError, StorageError
@@ -81,7 +82,7 @@ class Demo:
         return f"reindex-invoices-{self._number}"
 
     def start(self) -> str:
-        """Start everything; the address of the dashboard."""
+        """Start everything and return the address of the dashboard."""
         from headway.ledger import Ledger
 
         (self.directory / "docjobs.py").write_text(inspect.getsource(work))
@@ -155,6 +156,14 @@ class Demo:
         if not address:
             raise StorageError(f"The dashboard did not start: {self.said('serve')}")
         return address
+
+    def link(self, address: str) -> str:
+        """Return a link that opens one session in a browser."""
+        from headway.local_servers import find
+
+        parts = urlsplit(address)
+        server = find(parts.hostname or "", parts.port or 0)
+        return address if server is None else server.link()
 
     def said(self, name: str) -> str:
         """The last of what a process said."""

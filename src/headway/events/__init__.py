@@ -24,6 +24,7 @@ from headway.events.sql import purge_page as purge_page
 
 if TYPE_CHECKING:
     from headway.events.outbox import Backlog as Backlog
+    from headway.events.outbox import EventRefused as EventRefused
     from headway.events.outbox import Outbox as Outbox
     from headway.events.outbox import Refused as Refused
     from headway.events.redis import RedisOutbox as RedisOutbox
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from headway.events.relay import start as start
     from headway.events.schema import TYPES as TYPES
     from headway.events.schema import schema as schema
+    from headway.events.signature import verify as verify
     from headway.events.sinks import CallableSink as CallableSink
     from headway.events.sinks import CommandSink as CommandSink
     from headway.events.sinks import LogSink as LogSink
@@ -46,6 +48,7 @@ _PLACES = {
     "Backlog": "outbox",
     "CallableSink": "sinks",
     "CommandSink": "sinks",
+    "EventRefused": "outbox",
     "LogSink": "sinks",
     "Outbox": "outbox",
     "RedisChannelSink": "sinks",
@@ -60,6 +63,7 @@ _PLACES = {
     "open_sinks": "sinks",
     "schema": "schema",
     "start": "relay",
+    "verify": "signature",
 }
 
 __all__ = [  # noqa: PLE0604 - exactly the names above

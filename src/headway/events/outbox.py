@@ -18,6 +18,7 @@ from datetime import datetime
 from typing import Protocol
 
 from headway._lease import Lease
+from headway.errors import ServerRefused
 from headway.events.envelope import Event
 
 #: Seconds a relay may serve a sink without a sign of life.
@@ -28,6 +29,10 @@ HISTORY = 30 * 86_400.0
 
 #: More waiting events than this are said as an error. Nothing is dropped for it.
 MANY = 100_000
+
+
+class EventRefused(ServerRefused):
+    """The sink works and refuses the content of this event (HTTP 400 or 422, exit code 65): it is put aside at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,10 @@
 
 Each sink is a consumer group with one consumer, ``relay``: the lease of the sink says which process that is just now.
 What a relay had read and not acknowledged when it died is what its successor reads first. An entry leaves the stream
-when every group has settled it; ``on_delivered`` hears of it just before. What a sink refused, and entries that are no
-events, go to ``smap:events:quarantine`` in the step that acknowledges them.
+when every group has settled it; ``on_delivered`` hears of it just before. While some sinks have an event and others do
+not, ``notes`` keeps which: an event that is announced again after a loss of Redis has the field ``again``, and sinks that
+took it before are skipped. What a sink refused, and entries that are no events, go to ``smap:events:quarantine`` in the
+step that acknowledges them.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headway._lease import Lease, Owner, RedisLeases, read_owner
 from headway._redis import (
@@ -28,7 +30,7 @@ from headway._redis import (
     script,
     translate,
 )
-from headway.errors import InvalidInput
+from headway.errors import HeadwayError, InvalidInput
 from headway.events.envelope import Event, from_fields, whole
 from headway.events.outbox import LEASE, Backlog, Refused
 from headway.telemetry import Log, metrics, redact
@@ -57,10 +59,25 @@ NOTING = 0.5
 #: A name put into the stream again for one sink alone is under this field.
 _TO = b"to"
 
+#: This field marks an event that may have been in the stream before Redis lost it.
+_AGAIN = b"again"
+
 #: What reading an entry that is no event may raise.
 _DAMAGE = (KeyError, ValueError, TypeError, OverflowError, OSError, RecursionError, InvalidInput)
 
 Entry = tuple[str, Mapping[bytes, bytes]]
+
+
+class SinkNotes(Protocol):
+    """Which sink took which event, recorded outside Redis."""
+
+    def note(self, sink: str, events: Sequence[Event]) -> None:
+        """Record that the sink took these events."""
+        ...
+
+    def taken(self, sink: str, events: Sequence[Event]) -> set[str]:
+        """Return the ids of those events that the sink took before."""
+        ...
 
 
 class RedisOutbox:
@@ -73,11 +90,13 @@ class RedisOutbox:
         client: Redis,
         *,
         on_delivered: Callable[[Sequence[Event]], None] | None = None,
+        notes: SinkNotes | None = None,
         lease: float = LEASE,
     ) -> None:
         self._client: Any = client  # redis-py types every reply as possibly awaitable
         self._leases = RedisLeases(client)
-        self._on_delivered, self._lease = on_delivered, lease
+        self._on_delivered, self._notes, self._lease = on_delivered, notes, lease
+        self._noted: dict[str, str] = {}  # sink -> the last entry that `notes` has of it
         self._jobs: dict[str, str | None] = {}
         self._lock = threading.Lock()
         self._noting: threading.Thread | None = None
@@ -211,6 +230,7 @@ class RedisOutbox:
             raise translate(error, f"{place.get('host', place.get('path'))}:{place.get('port', '')}") from error
 
     def _subscribe(self, sink: str, *, again: bool) -> None:
+        self._noted.pop(sink, None)
         script("events/subscribe")(self._client, [self._key, EVENTS_HOLD()], [sink, HOLD if again else 0])
 
     def _raw(self, *words: object) -> Any:
@@ -228,6 +248,9 @@ class RedisOutbox:
             if len(entries) < limit:
                 entries += self._read(sink, ">", limit - len(entries))
             found = [(handle, event) for handle, fields in entries if (event := self._wanted(sink, handle, fields))]
+            again = {handle for handle, fields in entries if _AGAIN in fields}
+            if again:
+                found = self._skip_taken(sink, found, again)
             if found:
                 return found
             if not entries and not self._adopt(sink, limit):
@@ -248,6 +271,24 @@ class RedisOutbox:
             self._client.xack(self._key, sink, handle)
             return None
         return event
+
+    def _skip_taken(self, sink: str, found: list[tuple[str, Event]], again: set[str]) -> list[tuple[str, Event]]:
+        """Leave out the events in ``again`` that the sink took before Redis lost the stream.
+
+        While the database does not answer, the sink gets them once more: events behind them must not wait for it.
+        """
+        asked = [event for handle, event in found if handle in again]
+        if self._notes is None or not asked:
+            return found
+        try:
+            taken = self._notes.taken(sink, asked)
+        except HeadwayError as error:
+            log.warning("delivering without knowing earlier deliveries", sink=sink, error=str(error))
+            return found
+        settled = [handle for handle, event in found if handle in again and event.id in taken]
+        if settled:
+            self._client.xack(self._key, sink, *settled)
+        return [(handle, event) for handle, event in found if handle not in settled]
 
     def _say_damaged(self, sink: str, handle: str, fields: Mapping[bytes, bytes], error: Exception) -> None:
         why = f"{type(error).__name__}: {error}"
@@ -271,7 +312,7 @@ class RedisOutbox:
     def _put_aside(self, sink: str, handle: str, fields: Mapping[bytes, bytes], reason: str) -> None:
         words: list[object] = ["sink", sink, "reason", whole(redact(reason))[:500]]
         for name, value in fields.items():
-            if name != _TO:
+            if name not in (_TO, _AGAIN):  # a retry is delivered whatever `notes` says
                 words += [b"event." + name, value]
         pipeline = self._client.pipeline(transaction=True)
         if fields:  # none: the entry itself is gone
@@ -285,12 +326,16 @@ class RedisOutbox:
             noting = self._noting
             if noting is None or not noting.is_alive():
                 settled = self._settled()
-                if not settled:
-                    return
                 if self._on_delivered is None:
-                    self._remove(settled[-1][0])
+                    if settled:
+                        self._remove(settled[-1][0])
                     return
-                noting = threading.Thread(target=self._note, args=(settled,), name="headway-events-note", daemon=True)
+                taken = self._taken(settled[-1][0] if settled else "0-0")
+                if not settled and not taken:
+                    return
+                noting = threading.Thread(
+                    target=self._note, args=(settled, taken), name="headway-events-note", daemon=True
+                )
                 noting.start()
                 self._noting, self._noting_since = noting, time.monotonic()
             # It may wait for a database, and no sink does: a note is waited for once, whoever began it.
@@ -311,16 +356,36 @@ class RedisOutbox:
             return []
         if self._client.exists(EVENTS_HOLD()):
             return []  # sinks of another relay may not be known again yet
-        bounds = []
-        for group in groups:
-            pending = self._client.xpending(self._key, group["name"])
-            bounds.append(pending["min"] if pending["pending"] else _after(group["last-delivered-id"]))
+        bounds = [self._unsettled(group) for group in groups]
         return self._range("-", f"({min(bounds, key=_place)}", TRIM)
 
-    def _note(self, settled: Sequence[Entry]) -> None:
+    def _unsettled(self, group: Mapping[str, Any]) -> str:
+        """Return the first id that the group may not have settled."""
+        pending = self._client.xpending(self._key, group["name"])
+        return str(pending["min"] if pending["pending"] else _after(group["last-delivered-id"]))
+
+    def _taken(self, after: str) -> dict[str, list[Entry]]:
+        """Return the entries behind ``after`` that single sinks have settled and `notes` does not have yet."""
+        if self._notes is None or not self._client.xlen(self._key):
+            return {}
+        found = {}
+        for group in self._client.xinfo_groups(self._key):
+            sink = str(group["name"])
+            if sink in self._jobs:
+                first = max(after, self._noted.get(sink, after), key=_place)
+                found[sink] = self._range(f"({first}", f"({self._unsettled(group)}", TRIM)
+        return {sink: entries for sink, entries in found.items() if entries}
+
+    def _note(self, settled: Sequence[Entry], taken: Mapping[str, Sequence[Entry]]) -> None:
         """In a thread of its own: what notes it may be a database that does not answer."""
         assert self._on_delivered is not None
         try:
+            for sink, entries in taken.items():
+                assert self._notes is not None
+                self._notes.note(sink, list(_readable(entries)))
+                self._noted[sink] = entries[-1][0]
+            if not settled:
+                return
             self._on_delivered(list(_readable(settled)))
             still = self._settled()  # that may have taken long: a sink that came meanwhile waits for what it found
             if still:

@@ -19,8 +19,8 @@ from headway._lease import Lease, renewing
 from headway._sql import Database
 from headway.errors import HeadwayError, Held, InvalidInput, NotFound, ServerRefused, StaleClaim
 from headway.events.envelope import Event
-from headway.events.outbox import MANY, Outbox
-from headway.events.sinks import Sink
+from headway.events.outbox import MANY, EventRefused, Outbox
+from headway.events.sinks import Sink, wants
 from headway.events.sql import SqlOutbox
 from headway.lifecycle import ForkGuard
 from headway.retry import RetryPolicy
@@ -33,6 +33,10 @@ BACKOFF = RetryPolicy(retries=0, base=1.0, cap=60.0, jitter=0.2)
 
 #: Tries of an event that its sink refuses for good before it is put aside: a receiver may be deployed wrongly for a moment.
 REFUSALS = 5
+
+#: Events that a sink may refuse in a row and have put aside at once. One that refuses more is deployed wrongly, it seems, and
+#: each of the following gets its `REFUSALS` tries.
+ASIDE_IN_A_ROW = 10
 
 #: Seconds after which a refusal counts that another relay met: many relays refused at one moment are one try.
 APART = 5.0
@@ -67,6 +71,7 @@ class Route:
         self._failures = 0
         self._refusals: tuple[str, int] = ("", 0)
         self._not_before = 0.0
+        self._aside_in_a_row = 0
         self._unnoted: list[str] = []  # delivered, and the outbox could not be told so yet
         self._untidy = 0
         self._measured = -MEASURE
@@ -153,6 +158,9 @@ class Route:
 
     def _deliver(self, handle: str, event: Event) -> float:
         """How long to leave the sink alone; 0 when this event is settled."""
+        if not wants(self.sink, event):
+            self._unnoted.append(handle)
+            return 0.0
         began = self._clock()
         try:
             self.sink.deliver(event)
@@ -160,7 +168,7 @@ class Route:
             if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
                 raise  # Ctrl-C is meant for us; in a thread of ours it can only be the sink's own
             return self._not_taken(handle, event, error)
-        self._failures = 0
+        self._failures = self._aside_in_a_row = 0
         self._unnoted.append(handle)
         metrics.count("headway_events", sink=self.sink.name)
         metrics.observe("headway_event_seconds", self._clock() - began, sink=self.sink.name)
@@ -170,10 +178,12 @@ class Route:
         name = self.sink.name
         metrics.count("headway_event_failures", sink=name)
         if isinstance(error, ServerRefused):
-            times = self._count_refusal(handle)
-            if times >= REFUSALS:
+            at_once = isinstance(error, EventRefused) and self._aside_in_a_row < ASIDE_IN_A_ROW
+            times = 1 if at_once else self._count_refusal(handle)
+            if at_once or times >= REFUSALS:
                 self.outbox.put_aside(name, handle, describe(error))
                 self._failures = 0
+                self._aside_in_a_row += 1
                 metrics.count("headway_events_refused", sink=name)
                 log.error(
                     "a sink refuses an event for good; it is put aside (see headway relay --poison list)",

@@ -6,28 +6,36 @@
     redis://host/0?stream=NAME&maxlen=N   XADD of the envelope under the field ``event``, trimmed to about N
     command:/path/to/program argument     the envelope on its stdin; exit 0 means taken, 65 means never
 
-`ServerRefused` says that the sink will never take this event: after some tries it is put aside. Whatever else a sink
-raises means *not now*. The name of a sink is what its deliveries are noted under, so it must not change: it is made of
-a digest of the whole address, and shows no more of it than may be shown.
+Options follow a ``#`` at the end of any address: ``#types=task.failed,alert.*`` delivers these types of event only, and
+``#name=billing`` names the sink. ``#name=billing&types=job.completed`` does both.
+
+`EventRefused` says that the sink refuses the content of this event: it is put aside at once. `ServerRefused` says that the
+sink will never take it: after some tries it is put aside. Whatever else a sink raises means *not now*. Deliveries are noted
+under the name of a sink, so it must not change: unless it is given, it is made of a digest of the whole address, and shows
+no more of it than may be shown.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import os
 import re
 import shlex
 import signal
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
 from headway import _redis
-from headway.errors import InvalidInput, ServerRefused, Unavailable
+from headway.errors import InvalidInput, Unavailable
+from headway.events import signature
 from headway.events.deadline import Watchdog
 from headway.events.envelope import Event, whole
+from headway.events.outbox import EventRefused
 from headway.telemetry import Log, redact
 
 if TYPE_CHECKING:
@@ -45,11 +53,15 @@ COMMAND_DEADLINE = 10.0
 NEVER = 65
 
 _SCHEMES = "log:, http://, https://, redis://, rediss://, unix:// or command:"
+_OPTIONS = re.compile(r"#((?:types|name)=[^#\s]*)$")
 _NEXT = re.compile(r"[\s,]+(?=(?:log|command):|(?:https?|rediss?|unix)://)")
 
 
 class Sink(Protocol):
-    """Somebody who wants to be told. ``deliver`` returns when the event was taken and raises when it was not."""
+    """Somebody who wants to be told. ``deliver`` returns when the event was taken and raises when it was not.
+
+    It may have an attribute ``types``: patterns of the types of event it takes, as ``task.*``. Without one it takes all.
+    """
 
     @property
     def name(self) -> str:
@@ -75,6 +87,7 @@ class CallableSink:
     name: str
     call: Callable[[Event], None]
     job: str | None = None
+    types: Sequence[str] | None = None
 
     def deliver(self, event: Event) -> None:
         self.call(event)
@@ -89,6 +102,7 @@ class LogSink:
 
     name: str = "log"
     job: str | None = None
+    types: Sequence[str] | None = None
 
     def deliver(self, event: Event) -> None:
         log.info("event", event=event.type, eventID=event.id, job=event.job, version=event.version)
@@ -98,16 +112,21 @@ class LogSink:
 
 
 class WebhookSink:
-    """POST of the envelope as JSON; any 2xx answer means taken. The event id is also in ``Headway-Event-Id``."""
+    """POST of the envelope as JSON; any 2xx answer means taken. The event id is also in ``Headway-Event-Id``.
+
+    With a ``secret`` the request is signed: see `headway.events.signature`.
+    """
 
     job: str | None = None
+    types: Sequence[str] | None = None
 
-    def __init__(self, url: str, timeout: float = DEADLINE) -> None:
+    def __init__(self, url: str, timeout: float = DEADLINE, *, secret: str | None = None) -> None:
         from headway.events import webhook
 
         self._post = webhook.post
         self._address = webhook.Address(url)
         self._timeout = timeout
+        self._secret = secret
         self._watchdog = Watchdog()
         self.name = f"webhook {self._address.host} {_digest(url)}"
 
@@ -119,6 +138,8 @@ class WebhookSink:
             "User-Agent": "headway",
         }  # fmt: skip
         body = event.as_json().encode()
+        if self._secret:
+            headers[signature.HEADER] = signature.sign(self._secret, body, int(time.time()))
         self._post(self._address, body, headers, seconds=self._timeout, watchdog=self._watchdog)
 
     def close(self) -> None:
@@ -129,6 +150,7 @@ class _RedisSink:
     """One command to another Redis, within the deadline."""
 
     job: str | None = None
+    types: Sequence[str] | None = None
 
     def __init__(self, client: Redis, name: str, timeout: float = DEADLINE) -> None:
         self._client: Any = client
@@ -179,6 +201,7 @@ class CommandSink:
     """A program that reads the envelope from its stdin. It is called with an argument list, never through a shell."""
 
     job: str | None = None
+    types: Sequence[str] | None = None
 
     def __init__(self, arguments: Iterable[str], timeout: float = COMMAND_DEADLINE, *, name: str = "") -> None:
         self._arguments = list(arguments)
@@ -227,10 +250,29 @@ class CommandSink:
             said.seek(0)
             why = redact(said.read(2_000).decode("utf-8", "replace").strip())[:300]
             message = f"The program {program} did not take the event: {how}" + (f": {why}" if why else "")
-            raise ServerRefused(message) if status == NEVER else Unavailable(message)
+            raise EventRefused(message) if status == NEVER else Unavailable(message)
 
     def close(self) -> None:
         self._watchdog.bite()
+
+
+@dataclass(frozen=True, slots=True)
+class ConfiguredSink:
+    """A sink under a name of its own, or for some types of event."""
+
+    sink: Sink
+    name: str
+    types: Sequence[str] | None = None
+
+    @property
+    def job(self) -> str | None:
+        return self.sink.job
+
+    def deliver(self, event: Event) -> None:
+        self.sink.deliver(event)
+
+    def close(self) -> None:
+        self.sink.close()
 
 
 def _status(pid: int) -> int | None:
@@ -253,25 +295,64 @@ def _kill(group: int) -> None:
 # From settings
 
 
-def open_sinks(addresses: object, *more: object) -> list[Sink]:
-    """The sinks of a setting: addresses separated by commas, spaces or lines. An address given twice is one sink."""
+def open_sinks(addresses: object, *more: object, secret: object = None) -> list[Sink]:
+    """Open the sinks of a setting: addresses separated by commas, spaces or lines.
+
+    An address given twice is one sink. Webhooks are signed with ``secret``.
+    """
     found: dict[str, Sink] = {}
     for text in (addresses, *more):
         for line in str(text or "").splitlines():
             for address in _NEXT.split(line.strip(" \t,")):
                 if address:
-                    sink = open_sink(address)
+                    sink = open_sink(address, secret=str(secret) if secret else None)
                     found.setdefault(sink.name, sink)
     return list(found.values())
 
 
-def open_sink(address: str) -> Sink:
-    """The sink of one address; nothing is sent yet."""
+def open_sink(address: str, *, secret: str | None = None) -> Sink:
+    """The sink of one address, with its options; nothing is sent yet."""
+    options = _OPTIONS.search(address)
+    if options is None:
+        return _open(address, secret)
+    sink = _open(address[: options.start()].rstrip(), secret)
+    name, types = _read_options(options[1])
+    return ConfiguredSink(sink, f"{sink.name.partition(' ')[0]} {name}" if name else sink.name, types)
+
+
+def _read_options(text: str) -> tuple[str | None, tuple[str, ...] | None]:
+    from headway.events.schema import TYPES
+
+    hint = "Use #types=job.completed,task.* and #name=billing, or both with & between them."
+    given = dict(pair.partition("=")[::2] for pair in text.split("&"))
+    if given.keys() - {"name", "types"}:
+        raise InvalidInput(f"A sink has an unknown option: {min(given.keys() - {'name', 'types'})[:40]!r}.", hint=hint)
+    name, types = given.get("name"), given.get("types")
+    if name is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
+        raise InvalidInput(
+            f"The name of a sink must have 1 to 64 letters, digits, '.', '-' or '_' (got {name[:64]!r}).", hint=hint
+        )
+    if types is None:
+        return name, None
+    for pattern in types.split(","):
+        ours = not pattern or pattern.startswith(("job.", "task.", "alert."))  # the watcher's may have other names
+        if ours and not fnmatch.filter(TYPES, pattern):
+            raise InvalidInput(f"No type of event matches {pattern[:40]!r}.", hint=f"There are: {', '.join(TYPES)}")
+    return name, tuple(types.split(","))
+
+
+def wants(sink: Sink, event: Event) -> bool:
+    """Return whether the sink takes events of this type. A sink written by a program may have no ``types``."""
+    types = getattr(sink, "types", None)
+    return types is None or any(fnmatch.fnmatchcase(event.type, pattern) for pattern in types)
+
+
+def _open(address: str, secret: str | None) -> Sink:
     scheme = address.partition(":")[0]
     if address == "log:":
         return LogSink()
     if scheme in ("http", "https"):
-        return WebhookSink(address)
+        return WebhookSink(address, secret=secret)
     if scheme in ("redis", "rediss", "unix"):
         return _open_redis(address)
     if scheme == "command":

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from headway._lease import Lease, Owner, SqlLeases, has_ended, read_owner
-from headway._sql import NOW, Database, Row, Tx, Value, marks
+from headway._sql import NOW, Database, Row, Tx, Value, marks, require_open
 from headway.errors import Held, InvalidInput
 from headway.events.envelope import Event, completion, from_fields, plain, whole
 from headway.events.outbox import HISTORY, LEASE, Backlog, Refused
@@ -119,7 +119,7 @@ class SqlOutbox:
     name = "database"
 
     def __init__(self, database: Database, *, lease: float = LEASE) -> None:
-        self._database, self._lease = database, lease
+        self._database, self._lease = require_open(database), lease
 
     def subscribe(self, sink: str, job: str | None = None) -> None:
         if self._database.one("SELECT 1 FROM sinks WHERE name = ?", (sink,)) is not None:

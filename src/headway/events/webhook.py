@@ -15,10 +15,14 @@ from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
 from headway.errors import HeadwayError, InvalidInput, ServerRefused, Unavailable
 from headway.events.deadline import Watchdog
+from headway.events.outbox import EventRefused
 from headway.telemetry import redact
 
 #: Answers that mean *not now*, although they are among those that mean *never*.
 TEMPORARY = frozenset({408, 409, 425, 429})
+
+#: Answers about the content of one event. The other 4xx may come from a receiver that is deployed wrongly for a moment.
+CONTENT = frozenset({400, 406, 413, 415, 422})
 
 
 class Address:
@@ -56,8 +60,8 @@ def _split(url: str) -> SplitResult:
 
 
 def post(address: Address, body: bytes, headers: Mapping[str, str], *, seconds: float, watchdog: Watchdog) -> None:
-    """Send ``body``; any 2xx answer means taken. `ServerRefused` for an answer that will not change (4xx), and
-    `Unavailable` for everything else that is not a 2xx."""
+    """Send ``body``; any 2xx answer means taken. `EventRefused` for an answer about its content (`CONTENT`),
+    `ServerRefused` for any other answer that will not change (4xx), and `Unavailable` for the rest."""
     deadline = time.monotonic() + seconds
     connections: list[http.client.HTTPConnection] = []
 
@@ -86,6 +90,8 @@ def post(address: Address, body: bytes, headers: Mapping[str, str], *, seconds: 
 
 def _refusal(address: Address, code: int, said: str) -> HeadwayError:
     message = f"The webhook {address.shown} did not take the event: {said}"
+    if code in CONTENT:
+        return EventRefused(message)
     if 400 <= code < 500 and code not in TEMPORARY:
         return ServerRefused(message)
     return Unavailable(message)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Self
 
-from headway import _redis
+from headway import _redis, _sql
 from headway._sql import Database
 from headway.errors import HeadwayError, InvalidInput, Unavailable
 from headway.finishline.progress import NOT_FOUND, Progress, checked_project, corrupt, from_hash
@@ -28,12 +28,19 @@ class AsyncProgress:
     same project is asked about once. While Redis is away they fail at once, but for one probe a second.
     """
 
-    def __init__(self, state_url: str, database: Database | None = None, *, timeout: float = _redis.TIMEOUT) -> None:
+    def __init__(
+        self, state_url: str, database: str | Database | None = None, *, timeout: float = _redis.TIMEOUT
+    ) -> None:
+        """``database`` answers for projects that Redis no longer has. An address is opened here, which may block, and
+        closed by `close`."""
+        self._owned: Database | None = None
+        if isinstance(database, str):
+            database = self._owned = _sql.connect(database, create=False)
+        self._records = Records(database) if database is not None else None
         self._url = state_url
         self._client: Any = _redis.connect_async(
             state_url, role="state", name="progress", timeout=timeout, connect_timeout=timeout
         )
-        self._records = Records(database) if database is not None else None
         self._breaker = CircuitBreaker(threshold=1, cooldown=1.0, clock=time.monotonic)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._asked: dict[str, asyncio.Future[Progress | None]] = {}
@@ -76,6 +83,8 @@ class AsyncProgress:
         if self._worker is not None:
             await self._worker
         await self._client.aclose()
+        if self._owned is not None:
+            await asyncio.to_thread(self._owned.close)
 
     async def __aenter__(self) -> Self:
         return self

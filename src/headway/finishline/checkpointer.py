@@ -7,7 +7,6 @@ by counting the journal again, which counts by identity and so adds only what is
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import uuid
@@ -31,14 +30,13 @@ INTERVAL = 5.0
 #: Seconds between two looks at projects whose event was delivered: they change only if Redis comes back older.
 THOROUGH = 60.0
 
-#: Held during a round. A fork waits for it: a child must not inherit locks its parent's checkpointer holds just then.
-#: It may be taken again by its own thread, because an alert given during a round may fork.
-_at_work = threading.RLock()
-os.register_at_fork(before=_at_work.acquire, after_in_parent=_at_work.release, after_in_child=_at_work.release)
-
 
 class Checkpointer:
-    """One round is `tick`. Every process of a fleet may run it: a lease in Redis lets one of them do it."""
+    """One round is `tick`. Every process of a fleet may run it: a lease in Redis lets one of them do it.
+
+    A fork does not wait for a round: `FinishLine` gives a child new locks, sockets and a new checkpointer, and the
+    pools of the SQL databases do the same.
+    """
 
     def __init__(
         self, server: StateServer, records: Records, rebuilder: Rebuilder, *, interval: float = INTERVAL
@@ -72,8 +70,7 @@ class Checkpointer:
         delay = 0.0
         while not stop.wait(delay):
             try:
-                with _at_work:
-                    delay = self.tick()
+                delay = self.tick()
             except Exception as error:  # noqa: BLE001  # whatever stopped this round must not stop the rounds to come
                 log.warning("a round of the checkpointer failed", operation="checkpoint", error=redact(str(error)))
                 delay = self._interval

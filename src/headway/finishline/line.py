@@ -14,9 +14,10 @@ from weakref import WeakSet
 
 from headway import _redis, _sql
 from headway.errors import InvalidInput, Refused, Unavailable
-from headway.events import Event, RedisOutbox, Relay, Sink
+from headway.events import RedisOutbox, Relay, Sink
 from headway.finishline.callers import Callers
 from headway.finishline.checkpointer import INTERVAL, Checkpointer
+from headway.finishline.deliveries import Deliveries
 from headway.finishline.journal import Journal, cut
 from headway.finishline.progress import (
     NOT_FOUND,
@@ -136,15 +137,17 @@ class FinishLine:
                 made.append(records.create(project_id, total=total, journaled=self._journaled, live=live))
             return made[0]
 
-        def work() -> None:
+        def install() -> Outcome:
             with rebuilder.lease(project_id) as lease:
                 assert lease is not None  # it was waited for
                 if not made and records.find(project_id) is None:
                     self._refuse_others(records, project_id)
                 row, new = record(live=True)
                 sent.append(row)
-                outcome = rebuilder.install(row, lease, first=new)
-            if outcome is Outcome.COMPLETED:
+                return rebuilder.install(row, lease, first=new)
+
+        def work() -> None:
+            if rebuilder.under_a_lease(project_id, install) is Outcome.COMPLETED:
                 self._completed(project_id)
 
         try:
@@ -306,18 +309,10 @@ class FinishLine:
 
     def outbox(self) -> RedisOutbox:
         """Where ``job.completed`` waits, for a relay that serves other outboxes too."""
-        return RedisOutbox(self._server.client, on_delivered=self._delivered)
-
-    def _delivered(self, events: Sequence[Event]) -> None:
-        """Every sink took these: should Redis lose its projects, they are not announced again."""
-        if self._records is not None:
-            for event in events:
-                if event.type != "job.completed":
-                    continue  # somebody else's
-                try:
-                    self._records.delivered(event.job, event.id.rpartition(":")[2], event.data)
-                except InvalidInput as error:  # SQL cannot hold such a name: it is no project, and the others are noted
-                    log.warning("a delivered event is of no project that SQL could know", error=str(error))
+        if self._database is None or self._records is None:
+            return RedisOutbox(self._server.client)
+        deliveries = Deliveries(self._database, self._records)
+        return RedisOutbox(self._server.client, on_delivered=deliveries.settled, notes=deliveries)
 
     def close(self, seconds: float = DRAIN_SECONDS) -> bool:
         """Accept nothing new, wait for what is under way, close the pools; whether all of it ended in time."""

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 from headway import _redis
 from headway._lease import Lease, Owner, RedisLeases, held_as
@@ -28,6 +29,10 @@ log = Log("finishline")
 LEASE_SECONDS = 30.0
 #: Seconds that staged identities live. Each page that is staged begins them anew.
 STAGE_SECONDS = 600
+#: Attempts to put a project in place whose lease was lost before `install` could use it.
+LOST_LEASES = 50
+
+T = TypeVar("T")
 
 
 def project_keys(project_id: str) -> list[str]:
@@ -86,15 +91,26 @@ class Rebuilder:
         have it either. Without ``wait`` it is EXISTS when somebody else is at it."""
         if self._records.find(project_id) is None:
             return None
-        while True:
-            try:
-                with self.lease(project_id, wait=wait, enough=lambda: self._is_there(project_id)) as lease:
-                    if lease is None:
-                        return Outcome.EXISTS
-                    row = self._records.find(project_id)  # again: a deletion may have come before us
-                    return None if row is None else self.install(row, lease)
-            except StaleClaim:  # we were paused past its end
-                pause(0.02, self._server.halt)
+
+        def install() -> Outcome | None:
+            with self.lease(project_id, wait=wait, enough=lambda: self._is_there(project_id)) as lease:
+                if lease is None:
+                    return Outcome.EXISTS
+                row = self._records.find(project_id)  # again: a deletion may have come before us
+                return None if row is None else self.install(row, lease)
+
+        return self.under_a_lease(project_id, install)
+
+    def under_a_lease(self, project_id: str, work: Callable[[], T]) -> T:
+        """Run ``work`` again while it finds its lease gone: Redis was wiped, or this process paused past its end.
+
+        `Unavailable` when Redis loses the lease every time.
+        """
+        for _ in range(LOST_LEASES):
+            with suppress(StaleClaim):
+                return work()
+            pause(0.02, self._server.halt)
+        raise Unavailable(f"Redis lost the lease of project {project_id!r} {LOST_LEASES} times in a row.")
 
     def install(self, row: Row, lease: Lease, *, first: bool = False) -> Outcome:
         """Put a project in place as SQL knows it, unless it EXISTS. ``first``: it never was there.

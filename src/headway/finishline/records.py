@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from headway._sql import NOW, Database, Tx
+from headway._sql import NOW, Database, Tx, require_open
 from headway._sql import Row as SqlRow
 from headway.errors import NotFound
 from headway.finishline.progress import Progress, Status
@@ -68,7 +68,7 @@ class Records:
     """The table ``projects``."""
 
     def __init__(self, database: Database) -> None:
-        self._database = database
+        self._database = require_open(database)
         self._id: str | None = None
 
     def create(self, project_id: str, *, total: int, journaled: bool, live: bool) -> tuple[Row, bool]:
@@ -163,8 +163,8 @@ class Records:
         self._close(project_id, epoch, Progress(Status.DONE, total, succeeded + failed, failed), delivered=True)
 
     def _close(self, project_id: str, epoch: str, state: Progress, *, delivered: bool) -> None:
-        self._database.run(
-            lambda tx: tx.execute(
+        def work(tx: Tx) -> None:
+            tx.execute(
                 "UPDATE projects SET status = 'DONE', total = CASE WHEN completed_at IS NULL THEN ? ELSE total END, "
                 "done = CASE WHEN done > ? THEN done ELSE ? END, "
                 "errors = CASE WHEN errors > ? THEN errors ELSE ? END, "
@@ -173,9 +173,14 @@ class Records:
                 "WHERE id = ? AND epoch = ?",
                 (state.total, state.done, state.done, state.errors, state.errors, now := tx.now(),
                  int(delivered), now, project_id, epoch),
-            ),
-            operation="project.completed",
-        )  # fmt: skip
+            )  # fmt: skip
+            if delivered:
+                tx.execute(
+                    "DELETE FROM project_deliveries WHERE project IN (SELECT no FROM projects WHERE id = ? AND epoch = ?)",
+                    (project_id, epoch),
+                )
+
+        self._database.run(work, operation="project.completed")
 
     def checkpoint(self, states: Sequence[tuple[Row, Progress]]) -> None:
         """Note how far Redis is, for projects without a journal. A checkpoint never goes back, and one of a project that

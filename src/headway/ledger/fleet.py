@@ -86,7 +86,8 @@ def hand_over(
         holder = json.dumps({"host": hold.owner.host, "pid": hold.owner.pid, "fleet": hold.run})
         tx.execute("UPDATE jobs SET holder = ?, lease_until = ? WHERE no = ?", (holder, FOR_EVER, hold.job))
         (settings,) = tx.one("SELECT settings FROM runs WHERE job = ? AND no = ?", (hold.job, hold.run)) or ("{}",)
-        known = {**json.loads(settings), "fleet": True, "slots": slots, "queue": queue}
+        order = {"work": work, "most": most, "pass": has_pass}
+        known = {**json.loads(settings), "fleet": True, "slots": slots, "queue": queue, "order": order}
         tx.execute("UPDATE runs SET settings = ? WHERE job = ? AND no = ?", (json.dumps(known), hold.job, hold.run))
         for table in ("blocks", "fleets"):
             tx.execute(f"DELETE FROM {table} WHERE job = ?", (hold.job,))
@@ -96,6 +97,41 @@ def hand_over(
         )
 
     database.run(change, operation="fleet.start")
+
+
+def reopen(recorder: Recorder) -> bool:
+    """Continue the finished run of a fleet, because items of the job are to be tried again; return whether it was one.
+
+    The run keeps its number, to which its order is bound when it is encrypted. A new token fences slots of before. The
+    sweeper of any worker submits slots.
+    """
+    tx, no = recorder.tx, recorder.no
+    row = tx.one(
+        "SELECT r.no, r.host, r.pid, r.settings, r.outcome, j.holder, j.token FROM runs r JOIN jobs j ON j.no = r.job "
+        "WHERE r.job = ? ORDER BY r.no DESC LIMIT 1",
+        (no,),
+    )
+    if row is None:
+        return False
+    run, host, pid, settings, outcome, holder, token = row
+    known = json.loads(settings)
+    order = known.get("order")
+    if holder is not None or outcome != "finished" or order is None:
+        return False
+    tx.execute(
+        "UPDATE jobs SET token = ?, holder = ?, lease_until = ? WHERE no = ?",
+        (token + 1, json.dumps({"host": host, "pid": pid, "fleet": run}), FOR_EVER, no),
+    )
+    tx.execute(
+        "UPDATE runs SET token = ?, outcome = NULL, ended_at = NULL WHERE job = ? AND no = ?", (token + 1, no, run)
+    )
+    tx.execute("DELETE FROM controls WHERE job = ? AND run = ?", (no, run))
+    tx.execute(
+        "INSERT INTO fleets (job, run, token, work, queue, slots, most, pass) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (no, run, token + 1, order["work"], known["queue"], known["slots"], order["most"], int(order["pass"])),
+    )
+    log.info("the fleet's run goes on", job=recorder.id)
+    return True
 
 
 def note(database: Database, job: int, run: int, text: str) -> None:

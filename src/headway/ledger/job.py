@@ -151,6 +151,7 @@ class Job(Reports):
                 )
             recorder.frontier = min(recorder.frontier, *(item.idx for item in items))
             recorder.recount()
+            self._lower_kept(tx, recorder.done)
             recorder.close(settle=False)
 
         if items:
@@ -164,10 +165,15 @@ class Job(Reports):
             for table in OF_ITEMS:
                 tx.executemany(f"DELETE FROM {table} WHERE job = ? AND idx = ?", [(self.no, idx) for idx in indices])
             recorder.recount()
+            self._lower_kept(tx, recorder.done)
             recorder.close(settle=False)
 
         if indices:
             self._database.run(work, operation="drop")
+
+    def _lower_kept(self, tx: Tx, done: int) -> None:
+        """Count items that the open run has removed or replaced no longer as kept by it."""
+        tx.execute("UPDATE runs SET kept = ? WHERE job = ? AND outcome IS NULL AND kept > ?", (done, self.no, done))
 
     def put_empty_results(self) -> None:
         """Give every done item that returned nothing a result of its own, ``null``: a file of results names it too."""
@@ -452,7 +458,11 @@ class Job(Reports):
         actor: str = "headway",
         reason: str = "",
     ) -> int:
-        """Give dead letters (all, of one cause, or these) a new life: pending, with no attempt counted. How many."""
+        """Give dead letters (all, of one cause, or these) a new life: pending, with no attempt counted. How many.
+
+        A run in progress tries them, and so does the fleet of a run that has finished. Else they wait for the next run.
+        """
+        from headway.ledger import fleet
 
         def work(tx: Tx) -> int:
             recorder = self.open(tx)
@@ -475,6 +485,7 @@ class Job(Reports):
             recorder.dead -= len(dead)
             audit(tx, recorder.now, actor, "retry", self.id, {"count": len(dead), "cause": cause, "reason": reason})
             recorder.close(settle=False)
+            fleet.reopen(recorder)
             return len(dead)
 
         count = self._database.run(work, operation="retry_dead")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from headway._lease import Lease, Owner, SqlLeases, has_ended
-from headway._sql import Database, Tx
+from headway._sql import Database, Tx, listed
 from headway.errors import Held, JobHeld, NotFound
 from headway.failure import Failure
 from headway.ledger.recorder import Recorder, audit
@@ -110,18 +111,23 @@ def end_lost_runs(tx: Tx, job: int, now: float) -> None:
     )
 
 
-def renew(database: Database, hold: Hold) -> None:
-    """Prolong the lease and the notes on long-running items; raises `StaleClaim` if the job was taken over."""
+def renew(database: Database, hold: Hold, running: Collection[int] = ()) -> None:
+    """Prolong the lease and the notes on the items that run; raises `StaleClaim` if the job was taken over.
+
+    Notes on other items lapse. A database that was restored has notes on items that ended since: those run again.
+    """
 
     def work(tx: Tx) -> None:
         recorder = Recorder(tx, hold.job, token=hold.token, owner=hold.owner)
         _LEASES.renew(tx, Lease(hold.job, hold.token, hold.owner, hold.lease))
-        until = recorder.now + hold.lease
-        tx.execute(
-            "UPDATE progress SET lease_until = ?, next_attempt_at = ? "
-            f"WHERE job = ? AND {OPEN} AND lease_until IS NOT NULL AND worker LIKE ?",
-            (until, until, hold.job, f"{hold.mark} %"),
-        )
+        if running:
+            until = recorder.now + hold.lease
+            among, numbers = listed(tx.engine, sorted(running), "bigint")
+            tx.execute(
+                "UPDATE progress SET lease_until = ?, next_attempt_at = ? "
+                f"WHERE job = ? AND {OPEN} AND lease_until IS NOT NULL AND worker LIKE ? AND idx IN ({among})",
+                (until, until, hold.job, f"{hold.mark} %", numbers),
+            )
 
     database.run(work, operation="renew")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import UTC, datetime
 from typing import Any, Self
 
@@ -134,8 +134,9 @@ class Ledger:
         with the job, for whoever takes over."""
         return job_lease.acquire(self.database, job.no, settings, policy=policy, lease=lease)
 
-    def renew(self, hold: Hold) -> None:
-        job_lease.renew(self.database, hold)
+    def renew(self, hold: Hold, running: Collection[int] = ()) -> None:
+        """Prolong a hold, and the notes on the items that run."""
+        job_lease.renew(self.database, hold, running)
 
     def release(self, hold: Hold, outcome: str) -> None:
         job_lease.release(self.database, hold, outcome)

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 from headway._lease import Owner, is_anothers
 from headway._sql import NOW, Tx, array, marks
-from headway.errors import NotFound, StaleClaim
+from headway.errors import LedgerRestored, NotFound, StaleClaim
 from headway.events import Event, append
 from headway.failure import Failure, normalise
 from headway.ledger.columns import put_new_done
@@ -110,6 +110,8 @@ class Recorder:
                 f"Job {self.id} was put aside by a fresh start; nothing was recorded.",
                 hint="Stop this process: another one began the job anew.",
             )
+        if token is not None and held < token:  # tokens only grow
+            raise LedgerRestored(f"The database was restored to a moment before this run of job {self.id} began.")
         if (token is not None and token != held) or (owner is not None and holder and is_anothers(holder, owner)):
             raise StaleClaim(
                 f"Job {self.id} was taken over by another process while this one was not responding.",
@@ -164,7 +166,10 @@ class Recorder:
             try:
                 name, status, attempts, token, lease_until, dead = prior[outcome.idx]
             except KeyError:
-                raise NotFound(f"Item {outcome.idx} is not registered in job {self.id}.") from None
+                raise NotFound(
+                    f"Item {outcome.idx} is not registered in job {self.id}.",
+                    hint="If the database was restored during a run, run the same command again.",
+                ) from None
             if status == "done":
                 # Done is final: a late failure or a second success of the same item changes nothing.
                 repeated += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from headway._lease import has_ended
 from headway._sql import Database, Engine, Row, Tx, Value, listed
@@ -53,7 +54,9 @@ _JOB = (
     "SELECT no, id, function, source, command, keyed_by, digest, sealed, archived, generation, version, max_retries, total, "
     # What slots of a fleet have recorded and not yet counted in the job's row.
     "done + (SELECT CAST(coalesce(sum(b.done), 0) AS BIGINT) FROM blocks b WHERE b.job = jobs.no), "
-    "failed, dead, failures, created_at, updated_at, finished_at, holder, lease_until FROM jobs"
+    "failed, dead, failures, created_at, updated_at, finished_at, holder, lease_until, "
+    "CASE WHEN finished_at IS NULL AND holder IS NULL THEN "
+    "(SELECT r.outcome FROM runs r WHERE r.job = jobs.no ORDER BY r.no DESC LIMIT 1) END FROM jobs"
 )
 #: The row of a table that belongs to an item, if there is one, looked up by its key. PostgreSQL is left no other way: a join,
 #: while it has no statistics, may read the whole job, or compare each row of a stretch with each.
@@ -74,7 +77,7 @@ _ITEM = {
 
 def job_info(row: Row, now: float) -> JobInfo:
     (no, id, function, source, command, keyed_by, digest, sealed, archived, generation, version, max_retries, total, done,
-     failed, dead, failures, created_at, updated_at, finished_at, holder, lease_until) = row  # fmt: skip
+     failed, dead, failures, created_at, updated_at, finished_at, holder, lease_until, last_outcome) = row  # fmt: skip
     return JobInfo(
         no, id, function, source, command, keyed_by, digest, bool(sealed), bool(archived), generation, version, max_retries,
         total, done, failed, dead, failures,
@@ -82,8 +85,15 @@ def job_info(row: Row, now: float) -> JobInfo:
         utc(created_at), utc(max(created_at, updated_at)),
         None if finished_at is None else utc(max(created_at, finished_at)),
         json.loads(holder) if holder else None, maybe_utc(lease_until),
-        held=holder is not None and not has_ended(holder, lease_until, now),
+        held=holder is not None and not has_ended(holder, lease_until, now), last_outcome=last_outcome,
     )  # fmt: skip
+
+
+def shown_settings(text: str) -> dict[str, Any]:
+    """Return a run's settings without the order that its fleet was given."""
+    settings: dict[str, Any] = json.loads(text)
+    settings.pop("order", None)
+    return settings
 
 
 def find_jobs(database: Database, where: str = "", parameters: Sequence[Value] = ()) -> list[JobInfo]:
@@ -128,7 +138,7 @@ class Live:
 
 def all_jobs(database: Database, *, archived: bool = False) -> list[JobInfo]:
     """All jobs, the one that changed last first."""
-    return find_jobs(database, f"{'' if archived else 'WHERE archived = 0 '}ORDER BY updated_at DESC")
+    return find_jobs(database, f"{'' if archived else 'WHERE archived = 0 '}ORDER BY updated_at DESC, no DESC")
 
 
 def _untouched_from(tx: Tx, job: int) -> int:
@@ -377,7 +387,7 @@ class Reports:
             )
         return [
             Run(
-                no, host, pid, json.loads(settings), kept, utc(started),
+                no, host, pid, shown_settings(settings), kept, utc(started),
                 None if ended is None else utc(max(started, ended)),
                 "lost" if outcome is None and not held else outcome,
             )

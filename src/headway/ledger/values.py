@@ -151,6 +151,8 @@ class JobInfo(NamedTuple):
     lease_until: datetime | None
     #: Whether the holder had its lease when this was read. One that was killed on this machine has none.
     held: bool
+    #: How the last run ended; None while a run holds the job, and once the job has finished.
+    last_outcome: str | None = None
 
     @property
     def lost(self) -> bool:
@@ -163,11 +165,16 @@ class JobInfo(NamedTuple):
 
     @property
     def status(self) -> str:
-        """One of the words people see everywhere: pending, processing, completed, interrupted."""
+        """One of: pending, processing, interrupted, needs a run, completed.
+
+        A job needs a run when its last run finished and items were given another try since.
+        """
         if self.held:
             return "processing"
         if self.finished_at is not None:
             return "completed"
+        if self.last_outcome == "finished":
+            return "needs a run"
         return "pending" if self.done == self.dead == self.failed == 0 else "interrupted"
 
     @property

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headway.queue.execution import GiveUp as GiveUp
+    from headway.queue.execution import TaskCancelled as TaskCancelled
+    from headway.queue.execution import TaskTimeout as TaskTimeout
     from headway.queue.submission import Role as Role
     from headway.queue.taskqueue import TaskQueue as TaskQueue
     from headway.queue.values import Priority as Priority
@@ -30,8 +32,10 @@ _PLACES = {
     "Role": "submission",
     "Status": "values",
     "Task": "values",
+    "TaskCancelled": "execution",
     "TaskConflict": "values",
     "TaskQueue": "taskqueue",
+    "TaskTimeout": "execution",
     "UserBusy": "values",
 }
 

@@ -27,14 +27,14 @@ def submit(
     tx: Tx, tasks: Sequence[NewTask], *, per_user: int | None, hinting: bool = False, share: int | None = None,
     waking: bool = True,
 ) -> list[Task]:  # fmt: skip
-    """Put tasks in, all of them or none. A task that is there already with the same content is returned as it is.
+    """Put tasks in, all of them or none. A task that exists with the same user, kind and payload is returned as it is.
 
     ``hinting``: the caller is about to tell RQ of them. It is written down beforehand, because a second commit would
     double the cost of a submission; should the caller die in between, the sweeper looks for the hint and gives it.
     ``share``: see `count_minutes`. ``waking``: workers that listen to the database are told; the others look every second.
 
-    Raises `UserBusy` when a user would have more than ``per_user`` active ones, `TaskConflict` when an id is taken by
-    another content.
+    Raises `UserBusy` when a user would have more than ``per_user`` active ones, `TaskConflict` when a task with
+    the same id has another user, kind or payload.
     """
     now = tx.now()
     placed = _Placing(tx, tasks)
@@ -143,8 +143,9 @@ def _insert(
 
 
 def _same(task: NewTask, known: Task, fingerprint: str) -> Task:
-    if fingerprint not in task.fingerprints:
-        raise TaskConflict(f"Task {task.id} exists already and is another one.")
+    """Return the task that has this id, unless its user, kind or payload differ. The error tells nothing about it."""
+    if known.user_id != task.user_id or fingerprint not in task.fingerprints:
+        raise TaskConflict(f"The id {task.id} belongs to another task: its user, kind or payload differ.")
     return known
 
 
@@ -158,8 +159,30 @@ def _user_busy(tx: Tx, task: NewTask, per_user: int | None) -> UserBusy:
 
 
 def busy(user_id: str | None, per_user: int | None, id: str, status: str) -> UserBusy:
-    many = "an active task" if per_user == 1 else f"{per_user} active tasks"
-    return UserBusy(f"User {user_id} has {many} already: {id} is {status}.", task_id=id)
+    return UserBusy(f"User {user_id} has {_allowed(per_user)} already: {id} is {status}.", task_id=id)
+
+
+#: What the triggers of `headway.queue.legacy` raise, followed by the name of the table.
+LEGACY_BUSY, LEGACY_TAKEN = "headway legacy busy", "headway legacy taken"
+
+
+def legacy_refusal(error: Exception, what: str, per_user: int | None) -> UserBusy | TaskConflict | None:
+    """Return the refusal that a trigger of a followed table raised; None for any other error."""
+    text = str(error)
+    if LEGACY_BUSY in text:
+        table = text.partition(f"{LEGACY_BUSY}: ")[2].split()[0].rstrip(".")
+        return UserBusy(f"{what}: the user has {_allowed(per_user)} already, counting the rows of {table}.")
+    if LEGACY_TAKEN in text:
+        table = text.partition(f"{LEGACY_TAKEN}: ")[2].split()[0].rstrip(".")
+        return TaskConflict(
+            f"{what}: the row of {table} with this id no longer waits; an old worker has it.",
+            hint="Leave it to the old worker, or use another id.",
+        )
+    return None
+
+
+def _allowed(per_user: int | None) -> str:
+    return "an active task" if per_user == 1 else f"{per_user} active tasks"
 
 
 def _by_ids(tx: Tx, ids: Sequence[str]) -> dict[str, tuple[Task, str]]:

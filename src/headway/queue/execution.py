@@ -26,9 +26,10 @@ from typing import Any, NoReturn
 
 from headway.errors import HeadwayError
 from headway.failure import Failure, describe
-from headway.lifecycle import STOP_SIGNALS, signal_name, wait_for_children
+from headway.lifecycle import STOP_SIGNALS, own_handler, signal_name, wait_for_children
 from headway.queue.codec import PAYLOAD_LIMIT, holds_zero
 from headway.queue.handlers import Context
+from headway.queue.inprocess import Interrupts
 from headway.queue.values import Claim
 from headway.wording import printable
 
@@ -43,23 +44,29 @@ _PARTS = 32
 EXIT_SECONDS = 2.0
 
 _PR_SET_PDEATHSIG = 1
-#: Bits of the byte that worker and task share.
-_CANCEL, _STOPPING = 1, 2
+#: Bits of the byte that worker and task share. The last two say what SIGUSR1 raises in the handler.
+_CANCEL, _STOPPING, _TIMED_OUT, _MUST_END = 1, 2, 4, 8
+#: Signals that the process of a task handles itself.
+_HANDLED = (*STOP_SIGNALS, signal.SIGUSR1)
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # looked up before any fork
 
 Report = Callable[[float, str], None]
 
 
 class TaskCancelled(BaseException):
-    """Raised in a handler that was asked to stop and went on. Not an Exception: ``except Exception`` lets it through."""
+    """The task was cancelled.
+
+    Raised in a handler that goes on after its task was cancelled. A handler may also raise it itself when `cancelled` is
+    true. Not an Exception, so ``except Exception`` lets it through.
+    """
 
 
 class TaskTimeout(BaseException):
-    """Raised in a handler that ran longer than its timeout."""
+    """Raised in a handler that runs longer than its timeout. ``finally`` blocks get `queue_cancel_grace` seconds."""
 
 
 class TaskTooLarge(BaseException):
-    """Raised in a handler whose process uses more memory than it may."""
+    """Raised in a handler with ``isolation="none"`` that uses too much memory. A process of its own is killed."""
 
 
 class TaskStopped(BaseException):
@@ -88,7 +95,7 @@ class Ended:
 class RunningTask:
     """What a handler gets: who asked for what, a way to say how far it is, and whether it should stop."""
 
-    __slots__ = ("_cancelled", "_report", "_stopping", "attempts", "id", "kind", "role", "user_id")
+    __slots__ = ("_cancelled", "_report", "_stopping", "attempts", "id", "kind", "role", "saw_cancelled", "user_id")
 
     def __init__(
         self,
@@ -101,18 +108,24 @@ class RunningTask:
         self.id, self.kind, self.user_id, self.role = claim.id, claim.kind, claim.user_id, claim.role
         self.attempts = claim.attempts
         self._report, self._cancelled = report, cancelled
+        self.saw_cancelled = False  # `cancelled` was true when the handler asked
 
     def progress(self, percent: float, message: str = "") -> None:
         """Say how far it is, 0 to 100, and what it does. Cheap: only the newest is written, a few times a second."""
-        number = float(percent)
+        number = round(float(percent), 6)  # a sum of shares may be 100.00000000000006
         if not 0.0 <= number <= 100.0:
-            raise ValueError(f"progress goes from 0 to 100, not {number}")
+            raise ValueError(f"progress must be 0 to 100 (got {percent})")
         self._report(number, printable(str(message)[:_MESSAGE_LIMIT]))  # no database takes U+0000 or half a pair
 
     @property
     def cancelled(self) -> bool:
-        """Whether somebody asked for this task to be cancelled: return or raise soon, or be ended."""
-        return self._cancelled()
+        """Whether the task was cancelled. Return or raise soon: the task ends CANCELLED either way.
+
+        A handler that goes on gets `TaskCancelled` raised in it, and is then killed.
+        """
+        if self._cancelled():
+            self.saw_cancelled = True
+        return self.saw_cancelled
 
     @property
     def stopping(self) -> bool:
@@ -126,6 +139,8 @@ def perform(task: RunningTask, function: Callable[..., Any], text: str, context:
     try:
         with (context or nullcontext)():
             value = function(task, json.loads(text))
+        if task.saw_cancelled:
+            return Ended(failure=Failure("TaskCancelled", "the handler returned because the task was cancelled"))
         return Ended(result=_result(value))
     except GiveUp as error:
         return Ended(failure=describe(error), retryable=False)
@@ -146,6 +161,10 @@ def ended_by(error: TaskTimeout | TaskTooLarge | TaskCancelled) -> Ended:
     if isinstance(error, TaskTooLarge):
         return Ended(failure=Failure("MemoryLimit", str(error)), outcome="memory")
     return Ended(failure=Failure("TaskCancelled", "the handler was ended because the task was cancelled"))
+
+
+def no_result_within(seconds: float | None) -> str:
+    return "no result in time" if seconds is None else f"no result within {seconds:g} s"
 
 
 class _ResultRefused(Exception):
@@ -198,12 +217,16 @@ class Horse:
                 self._reading, writing = os.pipe()
                 undo.callback(os.close, self._reading)
                 undo.callback(os.close, writing)
+                # Blocked until the child has installed its handlers: such a signal is neither lost nor kills the child.
+                mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+                undo.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
                 self.pid = os.fork()
             except OSError as error:
                 raise CannotBegin(f"No process can be started for a task: {error}") from error
             undo.pop_all()
         if self.pid == 0:
-            _be_the_horse(claim, function, text, context, writing, self._reading, self._flag, worker)
+            _be_the_horse(claim, function, text, context, writing, self._reading, self._flag, worker, mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(writing)
         os.set_blocking(self._reading, False)
         with suppress(OSError):  # the child does the same; whoever comes first
@@ -218,6 +241,11 @@ class Horse:
 
     def say_stopping(self) -> None:
         self._flag[0] |= _STOPPING
+
+    def raise_in_handler(self, *, timed_out: bool) -> None:
+        """Raise `TaskTimeout` or `TaskCancelled` in the handler."""
+        self._flag[0] |= _TIMED_OUT if timed_out else _MUST_END
+        os.kill(self.pid, signal.SIGUSR1)  # not collected yet, so the pid is its own
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -319,8 +347,9 @@ def _be_the_horse(
     reading: int,
     flag: mmap.mmap,
     parent: int,
+    mask: set[int],
 ) -> NoReturn:
-    """The child. It never returns into the worker's code, whatever the handler does."""
+    """The child. It never returns into the worker's code, whatever the handler does. ``mask``: signals blocked before."""
     status = 1
     try:
         with suppress(OSError):
@@ -328,9 +357,17 @@ def _be_the_horse(
         os.close(reading)
         _end_with(parent)
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1):
+        for number in (signal.SIGALRM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         _leave_the_end_to(os.getpid())
+
+        def asked() -> BaseException | None:
+            if flag[0] & _TIMED_OUT:
+                return TaskTimeout(no_result_within(claim.timeout))
+            return TaskCancelled("the task was cancelled") if flag[0] & _MUST_END else None
+
+        interrupts = Interrupts(asked)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         lock, me, pipe = threading.Lock(), os.getpid(), os.fstat(writing).st_ino
 
         def send(message: dict[str, Any]) -> None:
@@ -339,7 +376,7 @@ def _be_the_horse(
             if os.fstat(writing).st_ino != pipe:
                 raise OSError("the handler closed the pipe to its worker, and opened a file in its place")
             raw = json.dumps(message).encode()
-            with lock:
+            with interrupts.deferred(), lock:  # half a message would hide the ones after it
                 _write_all(writing, struct.pack(">I", len(raw)) + raw)
 
         last = [0.0]
@@ -352,7 +389,11 @@ def _be_the_horse(
                 send({"progress": [percent, said]})
 
         task = RunningTask(claim, report, lambda: bool(flag[0] & _CANCEL), lambda: bool(flag[0] & _STOPPING))
-        ended = perform(task, function, text, context)
+        try:
+            with interrupts.armed():
+                ended = perform(task, function, text, context)
+        except (TaskTimeout, TaskCancelled) as late:  # raised after the handler had returned
+            ended = ended_by(late)
         failure = ended.failure
         send(
             {
@@ -373,17 +414,19 @@ def _be_the_horse(
 
 
 def _leave_the_end_to(horse: int) -> None:
-    """Whoever tells all processes to end (systemd by default, an init of a container) tells this one too; but the worker ends
-    it, when its time to finish is over. It does not *ignore* the signal, as programs that a handler starts would do too; and
-    processes that it forks obey."""
+    """Let the worker alone end this process.
+
+    systemd and the init of a container may send SIGTERM to every process. The worker ends this one when its drain is over.
+    A handler instead of SIG_IGN: programs inherit an ignored signal. Forked children have the default handlers.
+    """
 
     def pass_over(number: int, _: FrameType | None) -> None:
-        if os.getpid() != horse:
+        if os.getpid() != horse:  # forked by C code, without Python's hooks
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
     for number in STOP_SIGNALS:
-        signal.signal(number, pass_over)
+        own_handler(number, pass_over)
 
 
 def _end_with(parent: int) -> None:

@@ -13,6 +13,7 @@
 
 Settings are read from ``app.config``, else from the environment and headway.toml, under the same names: ``HEADWAY_DATABASE``,
 ``HEADWAY_REDIS``, ``HEADWAY_QUEUE_MODE``, ``HEADWAY_QUEUE_PER_USER``, ``HEADWAY_QUEUE_KEYS`` and all the others of the queue.
+Before `init_app` the queue has no database and refuses to be used; handlers can be registered.
 Nothing is connected before the first use, so an application may be loaded before Gunicorn forks.
 """
 
@@ -32,6 +33,8 @@ class Headway(TaskQueue):
 
     def __init__(self, app: Flask | None = None, **options: Any) -> None:
         super().__init__(**options)
+        if "database" not in options:
+            self._url = None  # the application's settings name it: a default here would be an empty database of its own
         if app is not None:
             self.init_app(app)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from headway.errors import InvalidInput
@@ -56,9 +58,26 @@ def registering(
             raise InvalidInput(
                 f"A {type(function).__name__} cannot handle tasks of kind {kind!r}.", hint="Use a function."
             )
+        if what := _not_supported(function):
+            raise InvalidInput(
+                f"The handler of {kind!r} is {what}, which workers do not run.",
+                hint="Use a plain function: def, with asyncio.run(...) inside for async code, and return the result.",
+            )
         if kind in handlers and handlers[kind].function is not function:
             raise InvalidInput(f"There are two handlers for tasks of kind {kind!r}.", hint="Give each its own kind.")
         handlers[kind] = Handler(kind, function, timeout, retries, retry_delay, isolation)
         return function
 
     return register
+
+
+def _not_supported(function: Any) -> str:
+    """Name the kind of function whose call would return before its work is done; empty for a plain one."""
+    while isinstance(function, partial):
+        function = function.func
+    for called in (function, getattr(function, "__call__", None)):  # noqa: B004 - an object's own async __call__
+        if inspect.iscoroutinefunction(called):
+            return "an async function"
+        if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
+            return "a generator function"
+    return ""

@@ -67,9 +67,10 @@ def unhint(tx: Tx, ids: Iterable[str]) -> None:
         tx.execute(f"UPDATE tasks SET hinted_at = NULL WHERE id IN ({marks(len(page))}) AND status = 'QUEUED'", page)
 
 
-def known(tx: Tx, ids: Sequence[str]) -> tuple[set[str], set[str]]:
-    """(those of ``ids`` that are tasks, those of them that wait)."""
-    found: dict[str, str] = {}
+def statuses(tx: Tx, ids: Sequence[str]) -> dict[str, Status]:
+    """The status of each of ``ids`` that is a task."""
+    found: dict[str, Status] = {}
     for page in pages(ids):
-        found |= dict(tx.all(f"SELECT id, status FROM tasks WHERE id IN ({marks(len(page))})", page))
-    return set(found), {id for id, status in found.items() if status == Status.QUEUED}
+        rows = tx.all(f"SELECT id, status FROM tasks WHERE id IN ({marks(len(page))})", page)
+        found |= {id: Status(status) for id, status in rows}
+    return found

@@ -6,11 +6,13 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import FrameType
 from typing import Any
+
+from headway.lifecycle import own_handler
 
 #: Signals by which a worker is told something, or that tell it something.
 _SIGNALS = (
@@ -22,24 +24,42 @@ _SET, _ALARM = int(signal.SIG_SETMASK), int(signal.ITIMER_REAL)
 
 
 class Interrupts:
-    """Lets another thread end what the main thread runs: by a signal whose handler raises there.
+    """Raise an exception in a handler that runs in the main thread, by SIGUSR1.
 
-    Only between `armed` and its end does the handler raise; a signal that comes too late does nothing.
+    ``asked`` returns the exception to raise, or None; the signal handler calls it. It raises only between `armed` and its
+    end, so a signal that comes too late does nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, asked: Callable[[], BaseException | None] | None = None) -> None:
+        self._asked = asked or self._take_wanted
         self._wanted: BaseException | None = None
-        self._armed = False
+        self._armed = self._deferring = False
+        self._deferred: BaseException | None = None
         self._thread = threading.main_thread().ident
-        signal.signal(signal.SIGUSR1, self._handle)
+        own_handler(signal.SIGUSR1, self._handle)
 
     @contextmanager
     def armed(self) -> Iterator[None]:
-        self._wanted, self._armed = None, True
+        self._wanted, self._deferred, self._armed = None, None, True
         try:
             yield
         finally:
             self._armed = False
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Raise after this block instead of inside it. For the main thread; in others it does nothing."""
+        if threading.get_ident() != self._thread:
+            yield
+            return
+        self._deferring = True
+        try:
+            yield
+        finally:
+            self._deferring = False
+        if self._armed and self._deferred is not None:
+            error, self._deferred = self._deferred, None
+            raise error
 
     def raise_in_handler(self, error: BaseException) -> None:
         self._wanted = error
@@ -47,10 +67,17 @@ class Interrupts:
         if self._armed:
             signal.pthread_kill(self._thread, signal.SIGUSR1)
 
+    def _take_wanted(self) -> BaseException | None:
+        wanted, self._wanted = self._wanted, None
+        return wanted
+
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        if self._armed and self._wanted is not None:
-            wanted, self._wanted = self._wanted, None
-            raise wanted
+        if not self._armed or (error := self._asked()) is None:
+            return
+        if self._deferring:
+            self._deferred = error
+            return
+        raise error
 
 
 class Descriptors:

@@ -1,33 +1,69 @@
-"""Moving between RQ and the database, and taking over tasks from a table somebody already has.
+"""Move tasks between RQ and the database, and between an application's own table and the queue.
 
-Both directions only change who is told: the rows are the truth before and after, so a move that is interrupted is
-finished by asking again, and tasks may be submitted and run meanwhile.
+`to_rq` and `to_database` only change who is told: the rows are the truth before and after. An interrupted move is finished
+by calling it again, and tasks may be submitted and run meanwhile.
+
+A table of the queue's own database is migrated with a `LegacyTable`:
+
+    legacy = LegacyTable("captions", id="task_id", status="state", user_id="owner", payload="settings", kind="caption")
+    follow(queue, legacy)                 # from now on its rows follow their tasks
+    adopt(queue, legacy, dry_run=True)
+    adopt(queue, legacy)                  # submit every row that waits
+    release(queue, legacy)                # roll back: tasks that did not start become rows again
+    unfollow(queue, legacy)               # before the table is dropped
+
+Rows from anywhere else are submitted by `take_over`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, TypeVar
 
-from headway._sql import Database
+from headway._sql import Database, Tx, Value
 from headway.errors import InvalidInput
-from headway.queue import hinting
+from headway.queue import admission, hinting, records
+from headway.queue.changing import SKIP_LOCKED
+from headway.queue.legacy import LegacyTable, Table, check_table, find_table, follow, is_followed, quoted, unfollow
 from headway.queue.records import pages
 from headway.queue.sweeper import Hints
 from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import TaskConflict, UserBusy
+from headway.queue.values import Priority, TaskConflict, UserBusy
 from headway.telemetry import Log
 
 log = Log("queue")
 
+__all__ = [
+    "LegacyTable",
+    "Moved",
+    "adopt",
+    "follow",
+    "release",
+    "rows_of",
+    "take_over",
+    "to_database",
+    "to_rq",
+    "unfollow",
+]
+
+T = TypeVar("T")
+
 _PAGE = 500
+#: Rows moved by one transaction.
+_TOGETHER = 100
+#: Recorded as the canceller of a task that `release` returned to its table; `adopt` revives such a task.
+_RELEASE = "headway.release"
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a move did, or would do; ``left``: tasks that are still told of where they were."""
+    """The outcome of a move or of its dry run.
+
+    ``left``: tasks that stay where they were. ``refused``: ids of rows or tasks that cannot be moved; the log says why.
+    """
 
     moved: int
     left: int = 0
@@ -74,6 +110,7 @@ def _count(queue: TaskQueue, condition: str) -> int:
 
 #: What can be taken over from a row of another table.
 IMPORTED = ("id", "kind", "payload", "user_id", "role", "priority")
+_REFUSALS = (UserBusy, TaskConflict, InvalidInput)
 
 
 def take_over(
@@ -84,62 +121,263 @@ def take_over(
     kind: str | None = None,
     dry_run: bool = False,
 ) -> Moved:
-    """Submit what another system had waiting: ``mapping`` says which column holds the id, payload, user_id and so on.
+    """Submit the waiting tasks of another system. ``mapping`` names the column for id, payload, user_id and so on.
 
-    The id is kept, so that taking a row over twice gives one task. A row that cannot be taken (its user has an active task
-    already) stays where it is and is named.
+    Ids are kept, so taking a row over twice gives one task. Priorities are kept, whatever the role of the user. A row that
+    cannot be taken over stays where it is and is named in ``refused``. The rows themselves are not changed: stop the other
+    system's workers first, or use `adopt`.
     """
     unknown = mapping.keys() - set(IMPORTED)
     if unknown or "id" not in mapping or ("kind" not in mapping and kind is None):
         raise InvalidInput(
-            f"The mapping does not say what is what: {', '.join(sorted(unknown)) or 'id or kind is missing'}.",
-            hint=f"It maps {', '.join(IMPORTED)} to columns; id is needed, and a column or one word for kind.",
+            f"The mapping is incomplete: {', '.join(sorted(unknown)) or 'id or kind is missing'}.",
+            hint=f"It maps {', '.join(IMPORTED)} to columns. id is required, and kind as a column or an argument.",
         )
-    moved, refused = 0, []
-    for row in rows:
+
+    def take(tx: Tx, row: Mapping[str, object]) -> bool:
         given = {name: row.get(column) for name, column in mapping.items()}
-        task_id, payload = str(given.pop("id")), given.pop("payload", None)
         task_kind = str(given.pop("kind", None) or kind)
+        _submit_row(tx, queue, str(given.pop("id")), task_kind, given.pop("payload", None), given, {})
+        return True
+
+    return _move(queue, rows, take, lambda row: str(row.get(mapping["id"])), dry_run=dry_run)
+
+
+def adopt(queue: TaskQueue, legacy: LegacyTable, *, dry_run: bool = False) -> Moved:
+    """Submit every waiting row of a followed table. The row is claimed in the transaction that submits its task.
+
+    A row that an old worker has locked or claimed is left to that worker. A dry run makes the same decisions in one
+    transaction and rolls it back.
+    """
+    database = queue.database
+    table = _followed(queue, legacy)
+    id, status = table.column(legacy.id), table.column(legacy.status)
+    names = list(dict.fromkeys(legacy.columns.values()))
+    locked = (
+        f"SELECT {', '.join(map(quoted, names))} FROM {table.sql} WHERE {id} = ? AND CAST({status} AS TEXT) = ?"
+        f"{SKIP_LOCKED[database.engine]}"
+    )
+
+    def take(tx: Tx, key: Value) -> bool:
+        found = tx.one(locked, (key, legacy.queued))
+        if found is None:
+            return False
+        row = dict(zip(names, found, strict=True))
+        given = {name: row[getattr(legacy, name)] for name in ("user_id", "role", "priority") if getattr(legacy, name)}
+        kind = legacy.kind if legacy.kind_column is None else str(row[legacy.kind_column])
+        columns = legacy.payload_columns
+        payload = (
+            row[legacy.payload] if isinstance(legacy.payload, str) else {name: row[name] for name in columns} or None
+        )
+        _submit_row(tx, queue, str(key), str(kind), payload, given, legacy.priorities)
+        return True
+
+    def keys() -> Iterator[Value]:
+        for page in _pages_by(database, table, [id], id, f"CAST({status} AS TEXT) = ?", [legacy.queued]):
+            yield from (row[0] for row in page)
+
+    moved = _move(queue, keys(), take, str, dry_run=dry_run)
+    if not dry_run and queue.hints is not None:
+        to_rq(queue, queue.hints)
+    return moved
+
+
+def release(queue: TaskQueue, legacy: LegacyTable, *, dry_run: bool = False) -> Moved:
+    """Roll back: return every task that is not running to the followed table, where old workers take it.
+
+    A task that was submitted without a row gets one. Running tasks end here (``left``), and their rows follow them. The
+    task itself is recorded as CANCELLED; `adopt` revives it under the same id.
+    """
+    table = _followed(queue, legacy)
+    id, status = table.column(legacy.id), table.column(legacy.status)
+    database, hints = queue.database, queue.hints
+    tasks: list[tuple[str, Value]] = [
+        (task, key)
+        for task, key in database.all(
+            f"SELECT t.id, l.{id} FROM tasks t LEFT JOIN {table.sql} l ON CAST(l.{id} AS TEXT) = t.id "
+            "WHERE t.status = 'QUEUED' ORDER BY t.no"
+        )
+    ]
+
+    def give(tx: Tx, pair: tuple[str, Value]) -> bool:
+        task_id, key = pair
+        found = tx.one(
+            "SELECT kind, queue, user_id, role, payload FROM tasks WHERE id = ? AND status = 'QUEUED'"
+            f"{SKIP_LOCKED[tx.engine]}",
+            (task_id,),
+        )
+        if found is None:
+            return False  # a worker took it: it ends here
+        records.cancel(tx, task_id, by=_RELEASE)
+        if key is not None:
+            tx.execute(f"UPDATE {table.sql} SET {status} = ? WHERE {id} = ?", (legacy.queued, key))
+        else:
+            _insert_row(tx, legacy, table, task_id, queue.payload(task_id, found[4]), found)
+        return True
+
+    moved = _move(queue, tasks, give, lambda pair: pair[0], dry_run=dry_run)
+    if hints is not None and not dry_run:
+        gone = [(task.id, task.priority) for page in pages([id for id, _ in tasks]) for task in _final(database, page)]
+        hints.withdraw(gone)
+    active = database.one("SELECT count(*) FROM tasks WHERE status IN ('QUEUED', 'RUNNING')")
+    left = int(active[0]) if active else 0
+    return replace(moved, left=left - (moved.moved if dry_run else 0))
+
+
+def _final(database: Database, ids: Sequence[str]) -> Sequence[Any]:
+    with database.read() as tx:
+        return [task for task in records.read(tx, ids) if task.is_final]
+
+
+def _followed(queue: TaskQueue, legacy: LegacyTable) -> Table:
+    table = check_table(queue.database, legacy)
+    if not is_followed(queue.database, legacy):
+        raise InvalidInput(
+            f"The rows of {legacy.table} do not follow their tasks yet.", hint="Call follow(queue, legacy) first."
+        )
+    return table
+
+
+class _Undo(Exception):
+    """Rolls a dry run back, with what it found."""
+
+
+def _move(
+    queue: TaskQueue, items: Iterable[T], move: Callable[[Tx, T], bool], name: Callable[[T], str], *, dry_run: bool
+) -> Moved:
+    """Move items one by one, each under a savepoint, in transactions of `_TOGETHER`.
+
+    ``move`` returns False for an item that is no longer there to move, and raises a refusal for one that cannot be moved.
+    """
+    moved = 0
+    refused: dict[str, str] = {}
+
+    def work(tx: Tx, page: Iterable[T]) -> tuple[int, dict[str, str]]:
+        count, why = 0, {}
+        for item in page:
+            tx.execute("SAVEPOINT headway_move")
+            try:
+                count += move(tx, item)
+            except Exception as error:
+                tx.execute("ROLLBACK TO SAVEPOINT headway_move")
+                refusal = (
+                    error
+                    if isinstance(error, _REFUSALS)
+                    else admission.legacy_refusal(error, name(item), queue.per_user)
+                )
+                if refusal is None:
+                    raise
+                why[name(item)] = str(refusal)
+            tx.execute("RELEASE SAVEPOINT headway_move")
         if dry_run:
-            moved += 1
-            continue
+            raise _Undo(count, why)
+        return count, why
+
+    left = iter(items)
+    if dry_run:
+        everything = list(left)  # a repetition of the transaction begins with the first again
         try:
-            content = json.loads(payload) if isinstance(payload, str) else payload
-            queue.submit(task_kind, content, id=task_id, **{k: str(v) for k, v in given.items() if v is not None})  # type: ignore[arg-type]  # texts, by the names above
-            moved += 1
-        except (UserBusy, TaskConflict, InvalidInput, ValueError) as error:
-            refused.append(task_id)
-            log.warning("a task was not taken over", taskID=task_id, error=str(error))
+            queue.database.run(lambda tx: work(tx, everything), operation="queue.migrate")
+        except _Undo as undone:
+            moved, refused = undone.args
+        return Moved(moved, refused=tuple(refused))
+    while page := list(islice(left, _TOGETHER)):
+        done, why = queue.database.run(lambda tx: work(tx, page), operation="queue.migrate")
+        moved += done
+        refused |= why
+        for task_id, reason in why.items():
+            log.warning("a task was not moved", taskID=task_id, error=reason)
     return Moved(moved, refused=tuple(refused))
+
+
+def _submit_row(
+    tx: Tx, queue: TaskQueue, id: str, kind: str, payload: object, given: Mapping[str, object],
+    priorities: Mapping[str, Priority | str],
+) -> None:  # fmt: skip
+    """Submit a row as a task; revive a task that was returned to its table before."""
+    try:
+        content = json.loads(payload) if isinstance(payload, str) else payload
+    except ValueError as error:
+        raise InvalidInput(f"The payload of {id} is not JSON: {error}.") from None
+    user_id, role, priority = (given.get(name) for name in ("user_id", "role", "priority"))
+    options: dict[str, Any] = {"id": id}
+    if user_id is not None:
+        options["user_id"] = str(user_id)
+    if role is not None:
+        options["role"] = str(role)
+    task = queue.new_task(kind, content, **options)
+    if priority is not None:
+        task = replace(task, priority=_priority(id, str(priority), priorities))
+    before = tx.one("SELECT user_id FROM tasks WHERE id = ? AND status = 'CANCELLED' AND cancel_by = ?", (id, _RELEASE))
+    # A table without a column for the user tells nothing about it. `submit` refuses a row of another user.
+    if before is not None and task.user_id in (None, before[0]):
+        admission.retry(tx, id, per_user=queue.per_user)
+    else:
+        admission.submit(tx, [task], per_user=queue.per_user)
+
+
+def _priority(id: str, word: str, priorities: Mapping[str, Priority | str]) -> Priority:
+    """The priority that a row names. It was granted by the other system, so no role lowers it."""
+    try:
+        return Priority(priorities.get(word, word.strip().lower()))
+    except ValueError:
+        log.warning("an unknown priority is taken as normal", taskID=id, reason=word[:40])
+        return Priority.NORMAL
+
+
+def _insert_row(tx: Tx, legacy: LegacyTable, table: Table, task_id: str, payload: str, found: Sequence[Any]) -> None:
+    """Write a row for a task that never had one."""
+    kind, priority, user_id, role, _ = found
+    if legacy.kind_column is None and kind != legacy.kind:
+        raise InvalidInput(f"Task {task_id} is of kind {kind}, which {legacy.table} does not hold.")
+    words = {str(Priority(value)): word for word, value in legacy.priorities.items()}
+    values: dict[str | None, Value] = {
+        legacy.id: task_id, legacy.status: legacy.queued, legacy.user_id: user_id, legacy.role: role,
+        legacy.kind_column: kind, legacy.priority: words.get(priority, priority),
+    }  # fmt: skip
+    if isinstance(legacy.payload, str):
+        values[legacy.payload] = payload
+    elif legacy.payload:
+        content = json.loads(payload)
+        if not isinstance(content, dict) or content.keys() - set(legacy.payload):
+            raise InvalidInput(f"The payload of {task_id} does not fit the columns {', '.join(legacy.payload)}.")
+        values |= {name: content.get(name) for name in legacy.payload}
+    columns = [name for name in values if name is not None]
+    try:
+        tx.execute(
+            f"INSERT INTO {table.sql} ({', '.join(map(table.column, columns))}) "
+            f"VALUES ({', '.join('?' for _ in columns)})",
+            [values[name] for name in columns],
+        )
+    except Exception as error:
+        # The table's own rules. Should the connection be lost, rolling back fails, and the transaction is tried again.
+        raise InvalidInput(f"{legacy.table} does not take a row for task {task_id}: {error}") from error
 
 
 def rows_of(
     database: Database, table: str, *, key: str, where: Mapping[str, str] | None = None
 ) -> Iterator[dict[str, object]]:
-    """The rows of a table beside ours, page by page in the order of ``key``, as `take_over` wants them."""
+    """Read the rows of a table page by page in the order of ``key``, for `take_over`. The table may have a schema."""
+    found = find_table(database, table)
     conditions = where or {}
-    for name in (table, key, *conditions):
-        if not name.isidentifier():
-            raise InvalidInput(f"{name!r} is not a name of a table or column.")
-    names = [name for (name,) in database.all(_COLUMNS_OF[database.engine], (table,))]
-    if not names:
-        raise InvalidInput(f"There is no table {table!r} in {database.name}.")
-    condition = "".join(f" AND {column} = ?" for column in conditions)
-    last: list[Any] = []
+    condition = " AND ".join(f"{found.column(column)} = ?" for column in conditions) or "true"
+    columns = list(map(quoted, found.types))
+    for page in _pages_by(database, found, columns, found.column(key), condition, list(conditions.values())):
+        yield from (dict(zip(found.types, row, strict=True)) for row in page)
+
+
+def _pages_by(
+    database: Database, table: Table, columns: Sequence[str], key: str, condition: str, values: Sequence[Value]
+) -> Iterator[Sequence[Any]]:
+    """Pages of a table along ``key``."""
+    last: list[Value] = []
     while True:
         after = f" AND {key} > ?" if last else ""
         rows = database.all(
-            f"SELECT {', '.join(names)} FROM {table} WHERE true{condition}{after} ORDER BY {key} LIMIT ?",
-            (*conditions.values(), *last, _PAGE),
+            f"SELECT {', '.join(columns)}, {key} FROM {table.sql} WHERE {condition}{after} ORDER BY {key} LIMIT ?",
+            (*values, *last, _PAGE),
         )
-        yield from (dict(zip(names, row, strict=True)) for row in rows)
+        yield [row[:-1] for row in rows]
         if len(rows) < _PAGE:
             return
-        last = [rows[-1][names.index(key)]]
-
-
-_COLUMNS_OF = {
-    "sqlite": "SELECT name FROM pragma_table_info(?)",
-    "postgresql": "SELECT attname FROM pg_attribute WHERE attrelid = to_regclass(?) AND attnum > 0 AND NOT attisdropped "
-    "ORDER BY attnum",
-}
+        last = [rows[-1][-1]]

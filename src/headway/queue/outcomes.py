@@ -109,12 +109,12 @@ class Outcomes:
     def _note_recorded(self, batch: Sequence[tuple[Claim, Ended, float]], found: Sequence[Status | None]) -> None:
         """These are written down, or somebody else's by now."""
         del self._ended[: len(batch)]
-        for status, (claim, ended, seconds) in zip(found, batch, strict=True):
+        for status, (claim, _, seconds) in zip(found, batch, strict=True):
             if status is None:
                 log.warning("a result came too late and is dropped", taskID=claim.id, worker=self._worker)
             else:
-                self.completed += ended.failure is None
-                self.failed += ended.failure is not None
+                self.completed += status is Status.COMPLETED
+                self.failed += status not in (Status.COMPLETED, Status.CANCELLED)
                 metrics.observe("headway_task_seconds", seconds, kind=claim.kind, status=status.value)
 
 

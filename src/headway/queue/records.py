@@ -143,8 +143,11 @@ def astir(tx: Tx, *, since: float, limit: int = 100) -> list[Task]:
     return [task_of(row) for row in rows]
 
 
-def queue_infos(tx: Tx, *, minutes: int = 60) -> list[QueueInfo]:
-    """The four queues in the order of service; what ended is counted over the last ``minutes``."""
+def queue_infos(tx: Tx, *, unserved: Mapping[str, Sequence[str]]) -> list[QueueInfo]:
+    """Return the four queues in the order of service. Ended tasks are counted over the last hour and in all.
+
+    ``unserved``: queue -> kinds of its waiting tasks that no online worker runs (`workers.unserved`).
+    """
     now = tx.now()
     waiting = {
         (queue, ready): (count, oldest)
@@ -153,13 +156,7 @@ def queue_infos(tx: Tx, *, minutes: int = 60) -> list[QueueInfo]:
         )
     }
     running: dict[str, int] = dict(tx.all("SELECT queue, count(*) FROM tasks WHERE status = 'RUNNING' GROUP BY queue"))
-    ended = {
-        queue: counts
-        for queue, *counts in tx.all(
-            "SELECT queue, sum(completed), sum(failed), sum(cancelled) FROM task_minutes WHERE minute > ? GROUP BY queue",
-            (int(now // 60) - minutes,),
-        )
-    }
+    ended = {queue: counts for queue, *counts in tx.all(_ENDED, (int(now // 60) - 60,) * 3)}
     paused = {
         name: facts for name, *facts in tx.all("SELECT name, paused, paused_by, paused_until, reason FROM task_queues")
     }
@@ -168,7 +165,7 @@ def queue_infos(tx: Tx, *, minutes: int = 60) -> list[QueueInfo]:
         count, oldest = waiting.get((priority.value, 1), (0, None))
         is_paused, by, until, reason = paused.get(priority.value, (0, None, None, ""))
         stands = bool(is_paused) and (until is None or until > now)
-        completed, failed, cancelled = (int(n or 0) for n in ended.get(priority.value, (0, 0, 0)))
+        completed, failed, cancelled, *totals = (int(n or 0) for n in ended.get(priority.value, (0,) * 5))
         infos.append(
             QueueInfo(
                 priority=priority, waiting=int(count), delayed=int(waiting.get((priority.value, 0), (0, None))[0]),
@@ -177,18 +174,51 @@ def queue_infos(tx: Tx, *, minutes: int = 60) -> list[QueueInfo]:
                 paused=stands, paused_by=by if stands else None, reason=reason if stands else "",
                 paused_until=moment(until) if stands and until is not None else None,
                 completed=completed, failed=failed, cancelled=cancelled,
+                unserved=tuple(unserved.get(priority.value, ())), completed_total=totals[0], failed_total=totals[1],
             )
         )  # fmt: skip
     return infos
 
 
-def count_waiting(tx: Tx, queues: Sequence[Priority], *, most: int) -> int:
-    """How many tasks of these queues may run now, as far as ``most``: a million of them are not read for it."""
+#: Ended tasks of each queue since a minute (given three times), then the totals. It is one statement because another
+#: transaction may add minutes to the totals at any time.
+_ENDED = (
+    "SELECT q.name, m.completed, m.failed, m.cancelled, q.completed + coalesce(m.all_completed, 0), "
+    "q.failed + coalesce(m.all_failed, 0) FROM task_queues q LEFT JOIN (SELECT t.queue, "
+    "sum(CASE WHEN t.minute > ? THEN t.completed ELSE 0 END) AS completed, "
+    "sum(CASE WHEN t.minute > ? THEN t.failed ELSE 0 END) AS failed, "
+    "sum(CASE WHEN t.minute > ? THEN t.cancelled ELSE 0 END) AS cancelled, "
+    "sum(CASE WHEN t.minute > u.counted_until THEN t.completed ELSE 0 END) AS all_completed, "
+    "sum(CASE WHEN t.minute > u.counted_until THEN t.failed ELSE 0 END) AS all_failed "
+    "FROM task_minutes t JOIN task_queues u ON u.name = t.queue "
+    "WHERE t.minute > (SELECT min(counted_until) FROM task_queues) GROUP BY t.queue) m ON m.queue = q.name"
+)
+
+#: Minutes after which a minute is added to the totals. No transaction lasts that long, and the last hour is read from the rows.
+MINUTES_OPEN = 120
+
+
+def add_up_minutes(tx: Tx) -> None:
+    """Add the minutes that are over to the totals of their queues, so that readers need not sum the whole history."""
+    until = int(tx.now() // 60) - MINUTES_OPEN
+    over = "FROM task_minutes m WHERE m.queue = task_queues.name AND m.minute > task_queues.counted_until AND m.minute <= ?"
+    tx.execute(
+        f"UPDATE task_queues SET completed = completed + coalesce((SELECT sum(m.completed) {over}), 0), "
+        f"failed = failed + coalesce((SELECT sum(m.failed) {over}), 0), counted_until = ? WHERE counted_until < ?",
+        (until, until, until, until),
+    )
+
+
+def count_waiting(tx: Tx, queues: Sequence[Priority], kinds: Sequence[str], *, most: int) -> int:
+    """Count tasks of these queues and kinds that may run now, up to ``most``."""
+    if not kinds:
+        return 0
     row = tx.one(
         "SELECT count(*) FROM (SELECT 1 FROM tasks WHERE status = 'QUEUED' AND ready = 1 "
-        f"AND place IN ({marks(len(queues))}) AND queue NOT IN (SELECT name FROM task_queues WHERE paused = 1 "
-        f"AND (paused_until IS NULL OR paused_until > ?)) LIMIT {int(most)}) AS found",
-        (*(queue.place for queue in queues), tx.now()),
+        f"AND place IN ({marks(len(queues))}) AND kind IN ({marks(len(kinds))}) AND queue NOT IN "
+        "(SELECT name FROM task_queues WHERE paused = 1 AND (paused_until IS NULL OR paused_until > ?)) "
+        f"LIMIT {int(most)}) AS found",
+        (*(queue.place for queue in queues), *kinds, tx.now()),
     )
     return int(row[0]) if row else 0
 

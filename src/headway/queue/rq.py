@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from headway import _redis
 from headway.errors import HeadwayError, MissingExtra
 from headway.queue.places import KEPT
+from headway.queue.settings import RqOptions
 from headway.queue.values import PRIORITIES, Priority, Status, Task
 from headway.retry import CircuitBreaker
 from headway.telemetry import Log, metrics, redact
@@ -47,8 +48,6 @@ FUNCTION = "headway.queue.rq.not_by_this_worker"
 SUBMIT_TIMEOUT = 0.25
 #: Hints that wait in one queue at the most; more tasks wait in SQL alone.
 WINDOW = 10_000
-#: Shares of Redis's memory at which hints stop, and at which they begin again.
-OVERFLOW_FROM, OVERFLOW_UNTIL = 0.85, 0.75
 #: Hints given by one script: Redis does nothing else meanwhile.
 _TOGETHER = 1000
 _FAILED_SECONDS = 7 * 86_400
@@ -71,13 +70,12 @@ class RqHints:
         *,
         timeout: float = SUBMIT_TIMEOUT,
         window: int = WINDOW,
-        memory_limit: int | None = None,
+        options: RqOptions | None = None,
         alert: Callable[[str], None] | None = None,
     ) -> None:
-        """``memory_limit``: bytes Redis may use, for a server that has no maxmemory of its own."""
-        self._window = window
-        self._memory_limit, self._alert = memory_limit, alert
-        self.overflowing = False
+        self._window, self._alert = window, alert
+        self._options = options or RqOptions()
+        self.overflowing = self._warned = False
         self._looked_at = -math.inf
         self._client = _redis.connect(
             url, role="queue", name="hints", timeout=timeout, connect_timeout=timeout, decode=False
@@ -119,7 +117,7 @@ class RqHints:
         redis-py longer than PostgreSQL takes for the rows."""
         keys = [
             RqQueue.redis_queues_keys,
-            _list_key(priority.value),
+            _list_key(self._name(priority)),
             *map(RqJob.key_for, ids),
             *(key for key, _ in places),
         ]
@@ -142,7 +140,7 @@ class RqHints:
         while Redis is away."""
         present: set[str] = set()
         try:
-            for name in sorted({priority.value for _, priority in tasks}):
+            for name in sorted({self._name(priority) for _, priority in tasks}):
                 found: Any = self._client.lrange(_list_key(name), 0, -1)
                 present.update(raw.decode("utf-8", "replace") for raw in found)
         except _redis.failures():
@@ -157,6 +155,11 @@ class RqHints:
             self._say(f"Redis uses {share:.0%} of its memory: new tasks wait in the database alone")
         elif before and not self.overflowing:
             self._say(f"Redis uses {share:.0%} of its memory again: tasks go to RQ")
+        warned, self._warned = self._warned, share > self._options.warn
+        if self._warned and not warned and not self.overflowing:
+            log.warning(
+                f"Redis uses {share:.0%} of its memory: above {self._options.critical:.0%} tasks wait in the database alone"
+            )
         if self.overflowing:
             with suppress(*_redis.failures()):
                 self._clean_up()
@@ -169,16 +172,16 @@ class RqHints:
             info: Any = self._client.info("memory")
         except _redis.failures():
             return 0.0  # not known: as before
-        limit = self._memory_limit or int(info.get("maxmemory", 0))
+        limit = self._options.memory or int(info.get("maxmemory", 0))
         share = int(info["used_memory"]) / limit if limit else 0.0
         metrics.gauge("headway_queue_redis_memory", share)
-        self.overflowing = share > (OVERFLOW_UNTIL if self.overflowing else OVERFLOW_FROM)
+        self.overflowing = share > (self._options.warn if self.overflowing else self._options.critical)
         return share
 
     def _clean_up(self) -> None:
         """RQ's copies of what failed are for its tools; the rows have it all."""
         for priority in PRIORITIES:
-            registry = FailedJobRegistry(priority.value, connection=self._client, serializer=JSONSerializer)
+            registry = FailedJobRegistry(self._name(priority), connection=self._client, serializer=JSONSerializer)
             ids: Any = self._client.zrange(registry.key, 0, 999)
             if ids:
                 names = [raw.decode("utf-8", "replace") for raw in ids]
@@ -192,8 +195,9 @@ class RqHints:
         put its task into the registry of failed jobs."""
         with suppress(*_redis.failures()):
             for priority in PRIORITIES:
-                clean_worker_registry(RqQueue(priority.value, connection=self._client))
-                started = StartedJobRegistry(priority.value, connection=self._client, serializer=JSONSerializer)
+                name = self._name(priority)
+                clean_worker_registry(RqQueue(name, connection=self._client))
+                started = StartedJobRegistry(name, connection=self._client, serializer=JSONSerializer)
                 self._client.zremrangebyscore(started.key, 0, time.time() - 60)
 
     def show_ended(self, tasks: Sequence[Task]) -> None:
@@ -225,7 +229,7 @@ class RqHints:
         try:
             pipeline = self._client.pipeline(transaction=True)
             for task_id, priority in tasks:
-                pipeline.lrem(_list_key(priority.value), 0, task_id)
+                pipeline.lrem(_list_key(self._name(priority)), 0, task_id)
                 pipeline.delete(RqJob.key_for(task_id))
             pipeline.execute()
         except _redis.failures():
@@ -233,19 +237,23 @@ class RqHints:
         return True
 
     def job(self, task_id: str, priority: Priority) -> RqJob:
-        return _job(self._client, task_id, priority)
+        return _job(self._client, task_id, self._name(priority))
+
+    def _name(self, priority: Priority) -> str:
+        return self._options.prefix + priority.value
 
     def close(self) -> None:
         self._client.close()
 
 
-def _job(client: Redis, task_id: str, priority: Priority) -> RqJob:
+def _job(client: Redis, task_id: str, name: str) -> RqJob:
+    """``name``: the queue's in RQ."""
     return RqJob.create(
         FUNCTION,
         args=(task_id,),
         id=task_id,
         connection=client,
-        origin=priority.value,
+        origin=name,
         description=DESCRIPTION,
         serializer=JSONSerializer,
         result_ttl=0,
@@ -259,7 +267,7 @@ def show_failed(task: Task, job: RqJob, pipeline: Pipeline, *, worker: str) -> N
     may quote the payload, and Redis is not given that."""
     shown = f"{(task.error or '').partition(':')[0][:80]} (see: headway task show {task.id})"
     job.set_status(JobStatus.FAILED, pipeline=pipeline)
-    registry = FailedJobRegistry(task.priority.value, connection=job.connection, serializer=JSONSerializer)
+    registry = FailedJobRegistry(str(job.origin), connection=job.connection, serializer=JSONSerializer)
     registry.add(job, ttl=_FAILED_SECONDS, exc_string=shown, pipeline=pipeline)
     Result.create_failure(job, _FAILED_SECONDS, shown, worker_name=worker, pipeline=pipeline)
 

@@ -1,16 +1,22 @@
 """How a worker hears of tasks through RQ, and what RQ's tools see of the worker.
 
-A worker that pops an id claims the *row* of that id: an id that has no row is nobody's task, is put into RQ's registry of
-failed jobs and said in the log as a security event; an id whose row does not wait any more (a second hint, a replay) is
-dropped.
+A worker that pops an id claims the *row* of that id. Nothing that stands in RQ is executed or deserialised. An id without a
+row is logged as a security event:
+
+- A job of another RQ application is put back into its queue, for that application's workers.
+- A hint of another Headway deployment, or of a deleted task, is dropped; that deployment's sweeper gives it again.
+- An id without a job is dropped, as RQ itself does.
+
+An id whose row no longer waits (a second hint, a replay) is dropped.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +26,7 @@ from headway.errors import HeadwayError, InvalidInput, MissingExtra
 from headway.ids import check_id
 from headway.queue import claims, hinting
 from headway.queue.claims import Claimant
-from headway.queue.rq import _FAILED_SECONDS, _job, _list_key, _rq_takes, show_failed
+from headway.queue.rq import _FAILED_SECONDS, DESCRIPTION, _job, _list_key, _rq_takes, show_failed
 from headway.queue.settling import Success
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import PRIORITIES, Claim, Priority, Status, Task
@@ -32,8 +38,6 @@ try:
     from rq import SimpleWorker
     from rq.executions import Execution
     from rq.job import Job as RqJob
-    from rq.job import JobStatus
-    from rq.registry import FailedJobRegistry
     from rq.serializers import JSONSerializer
 except ImportError as error:
     raise MissingExtra("redis", "A queue with a Redis") from error
@@ -44,6 +48,10 @@ if TYPE_CHECKING:
 log = Log("queue")
 
 _IDLE_LOOK = 1.0
+#: Seconds without a pop after one that gave only jobs of others, so that nobody pops and returns them without end.
+_FOREIGN_REST = 1.0
+#: Ids of others' jobs that were logged and are not logged again.
+_REMEMBERED = 1000
 
 
 class RqSource:
@@ -58,7 +66,11 @@ class RqSource:
         self._client = _redis.connect(url, role="queue", name="worker", timeout=5.0, decode=False)
         self._breaker = CircuitBreaker(threshold=1, cooldown=1.0)
         self._name, self._queues, self._clock = name, queues, clock
+        self._prefix = queue.rq.prefix
         self._popped: list[tuple[str, Priority]] = []
+        self._foreign: list[tuple[str, Priority]] = []  # to be put back
+        self._logged: set[str] = set()
+        self._rests_until = -math.inf
         self._looked_at = 0.0
         self._paused: tuple[float, frozenset[Priority]] = (0.0, frozenset())
         self._seen: SimpleWorker | None = None
@@ -105,9 +117,12 @@ class RqSource:
         if stop.is_set() or not self._breaker.allow():
             stop.wait(min(seconds, 0.5))
             return
-        names = [_list_key(queue.value) for queue in self._queues if queue not in self._paused_now()]
+        names = [self._list(queue) for queue in self._queues if queue not in self._paused_now()]
         if not names:
             stop.wait(seconds)
+            return
+        if self._clock() < self._rests_until:
+            stop.wait(min(seconds, 0.2))
             return
         try:
             self._show_alive()
@@ -118,7 +133,7 @@ class RqSource:
             return
         self._breaker.succeeded()
         if found:
-            self._popped.append(_hint(found))
+            self._popped.append(self._hint(found))
 
     def settled(self, tasks: Iterable[Task]) -> None:
         """Show RQ's tools how tasks ended. What is not shown because Redis is away, its own cleanup removes."""
@@ -155,6 +170,8 @@ class RqSource:
         pipeline.execute()
 
     def close(self) -> None:
+        with suppress(*_redis.failures()):
+            self._put_back()
         if self._seen is not None:
             with suppress(*_redis.failures()):
                 self._seen.register_death()  # type: ignore[no-untyped-call]  # RQ leaves it untyped
@@ -167,13 +184,16 @@ class RqSource:
         hinted, self._popped = self._popped, []
         if hinted or not self._breaker.allow():
             return hinted or None  # what woke us is served at once; whether there is more, the next claim asks
+        if self._clock() < self._rests_until:
+            return None
         paused = self._paused_now()
         try:
+            self._put_back()
             for queue in queues:
                 if queue in paused:
                     continue
-                found: Any = self._client.lpop(_list_key(queue.value), limit - len(hinted))
-                hinted += [(raw.decode("utf-8", "replace"), queue) for raw in found or ()]
+                found: Any = self._client.lpop(self._list(queue), limit - len(hinted))
+                hinted += [(_text(raw), queue) for raw in found or ()]
                 if len(hinted) >= limit:
                     break
         except _redis.failures() as error:
@@ -190,8 +210,9 @@ class RqSource:
         hints = {queue for _, queue in hinted}
         claimed: list[Claim] = []
 
-        def look(tx: Tx, rest: Sequence[str]) -> tuple[set[str], set[str]]:
-            known, waiting = hinting.known(tx, rest)
+        def look(tx: Tx, rest: Sequence[str]) -> dict[str, Status]:
+            known = hinting.statuses(tx, rest)
+            waiting = {task_id for task_id, status in known.items() if status is Status.QUEUED}
             again: set[str] = set()
             # Where a hint led to another row, that row's own hint is left for this one. Where it led to none (paused, over a
             # limit), or to one that has no hint, RQ has to be told again, by the sweeper or when a worker looks for such rows.
@@ -202,7 +223,7 @@ class RqSource:
                 elif task_id in waiting:
                     again.add(task_id)
             hinting.unhint(tx, again)
-            return known, waiting
+            return known
 
         try:
             # Queues that go before the hinted ones are looked at too: RQ may not know what waits there (an overflow, an id
@@ -214,9 +235,7 @@ class RqSource:
                 claimed = claims.claim_next(self._queue.database, who, queues=queues, limit=len(hinted))
             taken = {claim.id for claim in claimed}
             rest = [task_id for task_id in ids if task_id not in taken]
-            known, waiting = (
-                self._queue.database.run(lambda tx: look(tx, rest), operation="queue.claim") if rest else (set(), set())
-            )
+            known = self._queue.database.run(lambda tx: look(tx, rest), operation="queue.claim") if rest else {}
         except HeadwayError:
             taken = {claim.id for claim in claimed}
             # The others are asked for again when the database is back.
@@ -224,21 +243,33 @@ class RqSource:
             if not claimed:
                 raise
             return claimed
-        for task_id, queue in hinted:
-            if task_id not in taken and task_id not in known:
-                self._refuse(task_id, queue)
-        over = known - waiting - taken
-        if over:
-            self._let_expire(over)
+        strangers = [(task_id, queue) for task_id, queue in hinted if task_id not in taken and task_id not in known]
+        self._refuse(strangers)
+        if len(strangers) == len(hinted):
+            self._rests_until = self._clock() + _FOREIGN_REST
+        self._forget({task_id: status for task_id, status in known.items() if task_id not in taken})
         return claimed
 
-    def _let_expire(self, ids: Iterable[str]) -> None:
-        """A hint of a task that does not wait any more (Redis went back in time): what RQ knows of it is not kept for ever."""
+    def _forget(self, known: Mapping[str, Status]) -> None:
+        """Delete what RQ keeps of tasks that are over: a second hint wrote it again after their end."""
+        over = [RqJob.key_for(id) for id, status in known.items() if status in (Status.COMPLETED, Status.CANCELLED)]
+        failed = [RqJob.key_for(id) for id, status in known.items() if status is Status.FAILED]
+        if not over and not failed:
+            return
         with suppress(*_redis.failures()):
             pipeline = self._client.pipeline(transaction=False)
-            for task_id in ids:
-                pipeline.expire(RqJob.key_for(task_id), _FAILED_SECONDS)
+            if over:
+                pipeline.delete(*over)
+            for key in failed:  # shown in RQ's registry of failed jobs for as long
+                pipeline.expire(key, _FAILED_SECONDS)
             pipeline.execute()
+
+    def _list(self, queue: Priority) -> str:
+        return _list_key(self._prefix + queue.value)
+
+    def _hint(self, found: Sequence[bytes]) -> tuple[str, Priority]:
+        key, raw = found
+        return _text(raw), Priority(key.decode().removeprefix(_list_key(self._prefix)))
 
     def _claim_rows(
         self, who: Claimant, queues: Sequence[Priority], limit: int, *, unhinted: bool = False
@@ -254,21 +285,40 @@ class RqSource:
             self._paused = (self._clock(), known)
         return known
 
-    def _refuse(self, task_id: str, queue: Priority) -> None:
-        """An id that is no task's: somebody else put it there. It is not looked into, let alone run."""
-        shown = task_id if len(task_id) <= 60 else task_id[:57] + "..."
-        log.critical("security: a job in RQ is no task of ours; it was not run", key=shown, queue=queue.value)
-        metrics.count("headway_queue_refused")
-        if not _may_be_ours(task_id):
-            return  # nor an id of RQ: there is no job to show, and what somebody wrote there may be megabytes
+    def _refuse(self, strangers: Sequence[tuple[str, Priority]]) -> None:
+        """Log ids that are not tasks of this database, and put the jobs of other applications back."""
+        for task_id, queue in strangers:
+            metrics.count("headway_queue_refused")
+            try:
+                description: Any = self._client.hget(_job_key(task_id), "description")
+                job = description is not None or self._client.exists(_job_key(task_id))
+            except _redis.failures():
+                description, job = None, True  # not known: the next try puts it back
+            if description == DESCRIPTION.encode():
+                with suppress(*_redis.failures()):
+                    self._client.expire(_job_key(task_id), _FAILED_SECONDS)
+                said = "a hint in RQ is not a task of this database: give each deployment its own queue_prefix"
+            elif job:
+                self._foreign.append((task_id, queue))
+                said = "a job of another RQ application was put back: it uses a queue of ours, see queue_prefix"
+            else:
+                said = "an id in RQ is neither a task nor a job: it was dropped"
+            if task_id not in self._logged:
+                if len(self._logged) >= _REMEMBERED:
+                    self._logged.clear()
+                self._logged.add(task_id)
+                shown = ascii(task_id)[1:-1]
+                shown = shown if len(shown) <= 60 else shown[:57] + "..."
+                log.critical(f"security: {said}", key=shown, queue=self._prefix + queue.value)
         with suppress(*_redis.failures()):
-            pipeline = self._client.pipeline(transaction=True)
-            pipeline.hset(RqJob.key_for(task_id), mapping={"status": JobStatus.FAILED.value})
-            pipeline.expire(RqJob.key_for(task_id), _FAILED_SECONDS)
-            pipeline.zadd(
-                FailedJobRegistry(queue.value, connection=self._client).key, {task_id: time.time() + _FAILED_SECONDS}
-            )
-            pipeline.execute()
+            self._put_back()
+
+    def _put_back(self) -> None:
+        """Return jobs of other applications to the end of their queues. Should Redis be away, the next claim does it."""
+        while self._foreign:
+            task_id, queue = self._foreign[0]
+            self._client.rpush(self._list(queue), _raw(task_id))
+            del self._foreign[0]
 
     def _failed(self, error: BaseException) -> None:
         if self._breaker.failed():
@@ -278,7 +328,7 @@ class RqSource:
 
     def _show_alive(self) -> None:
         if self._seen is None:
-            queues = [RqQueue(queue.value, connection=self._client) for queue in self._queues]
+            queues = [RqQueue(self._prefix + queue.value, connection=self._client) for queue in self._queues]
             self._seen = SimpleWorker(
                 queues, name=self._name, connection=self._client, serializer=JSONSerializer, worker_ttl=60
             )
@@ -307,7 +357,7 @@ class RqSource:
 
     def _started(self, task_id: str, priority: Priority, pipeline: Pipeline) -> RqJob:
         """The job as a worker of RQ leaves it when it begins."""
-        job = _job(self._client, task_id, priority)
+        job = _job(self._client, task_id, self._prefix + priority.value)
         job.prepare_for_execution(self._name, pipeline=pipeline)
         pipeline.hset(RqJob.key_for(task_id), mapping=job.to_dict(include_meta=False, include_result=False))
         return job
@@ -322,6 +372,15 @@ def _may_be_ours(task_id: str) -> bool:
     return True
 
 
-def _hint(found: Sequence[bytes]) -> tuple[str, Priority]:
-    key, raw = found
-    return raw.decode("utf-8", "replace"), Priority(key.decode().removeprefix(RqQueue.redis_queue_namespace_prefix))
+def _text(raw: bytes) -> str:
+    """An id as it stands in RQ; any bytes can be written back as they were."""
+    return raw.decode("utf-8", "surrogateescape")
+
+
+def _raw(task_id: str) -> bytes:
+    return task_id.encode("utf-8", "surrogateescape")
+
+
+def _job_key(task_id: str) -> bytes:
+    """The key of a job whose id may be any bytes."""
+    return RqJob.redis_job_namespace_prefix.encode() + _raw(task_id)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,35 @@ LIVE: Mapping[str, str] = {
     )
 }  # fmt: skip
 _NAMES = {PREFIX + option.name.upper(): option for option in OPTIONS}
+
+
+#: The names of our queues in RQ begin with it, so that they are not those of another RQ application on the same Redis.
+PREFIX_IN_RQ = "headway:"
+
+
+@dataclass(frozen=True, slots=True)
+class RqOptions:
+    """How the queue uses its Redis. Memory is in bytes, thresholds are shares of it."""
+
+    prefix: str = PREFIX_IN_RQ
+    memory: int | None = None  # what Redis may use; None: its own maxmemory
+    warn: float = 0.75  # logged above it; hints are given again below it
+    critical: float = 0.85  # above it hints stop, an alert is raised and RQ's copies of failed tasks are deleted
+
+    def __post_init__(self) -> None:
+        if not _PREFIX.fullmatch(self.prefix):
+            raise InvalidInput(
+                f"queue_prefix must have up to 40 letters, digits, or : _ - (got {self.prefix[:60]!r}).",
+                hint="For example shop: or none.",
+            )
+        if not 0 < self.warn < self.critical <= 1:
+            raise InvalidInput(
+                f"queue_redis_warn must be below queue_redis_critical (got {self.warn:.0%} and {self.critical:.0%}).",
+                hint="For example 75 and 85.",
+            )
+
+
+_PREFIX = re.compile(r"[A-Za-z0-9:_-]{0,40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +123,19 @@ def connection_settings(config: Config) -> dict[str, Any]:
         "mode": config.text("queue_mode"),
         "per_user": config["queue_per_user"],
         "keys": config.texts("queue_keys"),
+        "rq": _rq_options(config),
     }
+
+
+def _rq_options(config: Config) -> RqOptions:
+    memory: Any = config["queue_redis_memory"]
+    warn, critical, prefix = (config[f"queue_{name}"] for name in ("redis_warn", "redis_critical", "prefix"))
+    return RqOptions(
+        prefix=str(prefix or ""),
+        memory=None if memory is None else int(memory) * 2**20,
+        warn=float(warn) / 100,  # type: ignore[arg-type]  # numbers, by their readers
+        critical=float(critical) / 100,  # type: ignore[arg-type]  # the same
+    )
 
 
 class LiveSettings:

@@ -1,8 +1,8 @@
 """Writing down what became of claimed tasks.
 
 Every record names the token of its claim, so a worker that was paused past its lease records nothing. A run that did not
-succeed costs an attempt: then the task waits for its next try, or it has FAILED. Who ran it and died without a word is found
-by `lapsed`.
+succeed costs an attempt: then the task waits for its next try, or it has FAILED. A run of a task that was cancelled costs
+nothing. `lapsed` ends the runs of workers that died.
 """
 
 from __future__ import annotations
@@ -185,7 +185,10 @@ def fail(
     seconds: float | None = None,
     spare: bool = False,
 ) -> Task:
-    """The run did not succeed. The task waits for its next try, has FAILED, or is CANCELLED if that was asked for.
+    """Record a run that did not succeed: the task is retried, FAILED or CANCELLED.
+
+    A task that was asked to cancel is CANCELLED however its run ended. That run counts neither as an attempt nor as a failure
+    and has no cause.
 
     ``spare``: it is tried once more even if no try is left, because it may not have been run at all.
     """
@@ -197,11 +200,16 @@ def fail(
     if row is None:
         raise _stale(claim)
     attempts, retries, retry_delay, cancel_by, worker = row
+    if cancel_by is not None:
+        cancelled = give_back(tx, claim)
+        assert cancelled is not None  # this transaction holds the row
+        log.info("a cancelled task has ended", taskID=claim.id, error=failure.text, reason=outcome)
+        return cancelled
     now = tx.now()
     attempts += 1
-    final = cancel_by is not None or not retryable or (attempts > retries and not spare)
+    final = not retryable or (attempts > retries and not spare)
     policy = RetryPolicy(retries, retry_delay, cap=RETRY_CAP, jitter=0.2)
-    status = Status.CANCELLED if cancel_by is not None else Status.FAILED if final else Status.QUEUED
+    status = Status.FAILED if final else Status.QUEUED
     cause = _cause(tx, claim.kind, failure, now)
     tx.execute(
         "INSERT INTO task_attempts (task, no, outcome, error, detail, cause, worker, at, seconds) "
@@ -220,8 +228,7 @@ def fail(
     tell(tx, task, now)
     count_minutes(
         tx, now,
-        failures=[task], failed=[task] if status is Status.FAILED else (),
-        cancelled=[task] if status is Status.CANCELLED else (), run_seconds=seconds or 0.0,
+        failures=[task], failed=[task] if status is Status.FAILED else (), run_seconds=seconds or 0.0,
     )  # fmt: skip
     log.info("a run of a task did not succeed", taskID=task.id, attempt=attempts, error=failure.text, reason=outcome)
     return task
@@ -276,7 +283,7 @@ def progress(tx: Tx, claim: Claim, percent: float, message: str) -> bool:
 
 
 def lapsed(tx: Tx, *, limit: int = 100) -> list[Task]:
-    """End the runs whose worker is dead or did not renew its lease: each costs an attempt, with its cause.
+    """End the runs whose worker is dead or did not renew its lease, as `fail` does.
 
     A worker that held several had begun one of them, and nobody knows which. So none of these has failed for good the first
     time; a worker runs what was tried before with nothing else in its hands (`Worker._run_here`), and then it is known.

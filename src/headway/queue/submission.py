@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
 from headway.errors import InvalidInput
-from headway.ids import check_id
+from headway.ids import UserId, check_id, check_user_id
 from headway.queue.codec import PAYLOAD_LIMIT, Codec, write_payload
 from headway.queue.handlers import Handler
 from headway.queue.values import NewTask, Priority, is_number, is_text
@@ -35,13 +35,13 @@ ROLES: Mapping[str, Role] = {
 class Options(TypedDict, total=False):
     """What a submission may say besides kind and payload."""
 
-    user_id: str | None  # who asks; none: nobody's place is taken
-    role: str  # "user" unless said otherwise; decides which priorities may be asked for
+    user_id: UserId | None  # who asks; none: no user's limit counts the task
+    role: str  # "user" by default; decides which priorities may be asked for
     priority: Priority | str | None
-    maintenance: bool  # urgent
-    id: str | None  # one that exists gives the existing task, if kind and payload are the same
-    partition: str | None  # who takes turns with whom, and what limits count; the user unless said otherwise
-    delay: float  # seconds before it may run
+    maintenance: bool  # urgent; a role that is given must allow it
+    id: str | None  # one that exists gives the existing task, if user, kind and payload are the same
+    partition: UserId | None  # who takes turns with whom, and what limits count; the user unless said otherwise
+    delay: float  # seconds before it may run; until then it counts as an active task of its user
 
 
 class Submissions:
@@ -70,6 +70,8 @@ class Submissions:
             raise InvalidInput(f"There is no handler for tasks of kind {kind!r} (there are: {known}).")
         id, user_id, partition = options.get("id"), options.get("user_id"), options.get("partition")
         role, delay = options.get("role", "user"), options.get("delay", 0.0)
+        # Without a role it is the application itself that asks, and no user's rule applies.
+        own_maintenance = "role" not in options and options.get("maintenance", False)
         if not is_number(delay) or not 0 <= delay <= 10**9:
             raise InvalidInput(f"delay={delay!r} is no number of seconds.", hint="Use seconds from 0.")
         task_id = check_id(self._new_id() if id is None else id, "a task id")
@@ -77,12 +79,14 @@ class Submissions:
         return NewTask(
             id=task_id,
             kind=kind,
-            priority=self._priority(options.get("priority"), role, maintenance=options.get("maintenance", False)),
+            priority=Priority.URGENT
+            if own_maintenance
+            else self._priority(options.get("priority"), role, maintenance=options.get("maintenance", False)),
             payload=codec.encode(task_id, text),
             fingerprints=codec.fingerprints(task_id, kind, text),
-            user_id=None if user_id is None else check_id(user_id, "a user id"),
+            user_id=None if user_id is None else check_user_id(user_id),
             role=role,
-            partition=None if partition is None else check_id(partition, "a partition key"),
+            partition=None if partition is None else check_user_id(partition, "a partition key"),
             retries=handler.retries,
             retry_delay=handler.retry_delay,
             timeout=handler.timeout,

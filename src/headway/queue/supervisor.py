@@ -45,6 +45,8 @@ GROW_LOOKS = 2
 SHRINK_SECONDS = 20.0
 #: A worker that is taken for lost is looked for so often; it is given so long to say something after all.
 SILENCE_LOOK, SILENT_SECONDS = 5.0, 20.0
+#: Seconds between two searches for waiting tasks that no worker runs.
+UNSERVED_INTERVAL = 2.0
 #: A worker that lived this long did not crash at its start.
 HEALTHY_SECONDS = 10.0
 #: Beyond the drain time, what a worker gets to record and end before it is killed.
@@ -110,6 +112,8 @@ class Supervisor:
         self._load = _Load()
         self._sweeper: Sweeper | None = None
         self._silence_at = 0.0
+        self._unserved_at = 0.0
+        self._unserved: set[tuple[str, str]] = set()  # (queue, kind) that was logged
 
     @property
     def workers(self) -> list[str]:
@@ -138,6 +142,7 @@ class Supervisor:
         self._look_for_silent()
         self._weigh()
         self._match()
+        self._report_unserved()
         metrics.gauge("headway_workers", len(self.workers))
         return TICK
 
@@ -258,9 +263,29 @@ class Supervisor:
     # ---- how many ----------------------------------------------------------------------------------------------------
 
     def waiting(self) -> int:
-        """How many tasks wait that its workers may take; no more of them are counted than it may have workers."""
+        """Count the waiting tasks that its workers can run, up to the largest number of workers."""
+        kinds = sorted(self._queue.handlers)
         with self._queue.database.read() as tx:
-            return records.count_waiting(tx, self.plan.queues, most=self.plan.most)
+            return records.count_waiting(tx, self.plan.queues, kinds, most=self.plan.most)
+
+    def _report_unserved(self) -> None:
+        """Log each kind of waiting task that no online worker runs, once until it is served or gone."""
+        now = self._clock()
+        if now < self._unserved_at:
+            return
+        self._unserved_at = now + UNSERVED_INTERVAL
+        try:
+            with self._queue.database.read() as tx:
+                found = [each for each in workers.unserved(tx) if each.kind not in self._queue.handlers]
+        except HeadwayError:  # the database is away, which `_weigh` and the workers report
+            return
+        for each in found:
+            if (each.queue, each.kind) not in self._unserved:
+                log.warning(
+                    "tasks wait that no online worker runs: register a handler for their kind, or cancel them",
+                    kind=each.kind, queue=each.queue, count=each.tasks,
+                )  # fmt: skip
+        self._unserved = {(each.queue, each.kind) for each in found}
 
     def _weigh(self) -> None:
         """More workers while tasks wait although all are busy; fewer when nothing has waited for a while."""
@@ -300,6 +325,10 @@ def work_off(queue: TaskQueue, plan: Plan, *, shutdown: Shutdown) -> None:
     settings = Settings(queues=plan.queues, drain=plan.drain)
     worker = _worker(queue, name, settings, shutdown, live=live_settings(queue, plan.given))
     worker.run(burst=True)
+    with queue.database.read() as tx:
+        left = sorted({each.kind for each in workers.waiting_kinds(tx) if each.kind not in queue.handlers})
+    if left:
+        log.warning("tasks still wait that this application has no handler for", kind=", ".join(left))
     if worker.outgrown:
         raise HeadwayError(
             "The worker used more memory than it may, and ended before all was done.",

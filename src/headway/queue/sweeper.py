@@ -21,6 +21,7 @@ from headway.errors import HeadwayError, Held, NotFound, StaleClaim
 from headway.failure import describe
 from headway.queue import claims, hinting, settling, workers
 from headway.queue.changing import SKIP_LOCKED
+from headway.queue.records import add_up_minutes
 from headway.queue.taskqueue import TaskQueue
 from headway.queue.values import Priority, Task
 from headway.retry import RetryPolicy
@@ -234,6 +235,7 @@ class Sweeper:
                 break
         self._purge_events(pages)
         kept = max(self.retention, COUNTS_KEPT)
+        self._ask(add_up_minutes, "queue.totals")
         self._ask(lambda tx: _forget_counts(tx, tx.now() - kept), "queue.purge")
         return gone
 
@@ -305,7 +307,8 @@ class Sweeper:
 def _forget_counts(tx: Tx, before: float) -> None:
     # A day of minutes at a time, so that the first purge of a year is no long statement.
     tx.execute(
-        "DELETE FROM task_minutes WHERE minute < ? AND minute <= (SELECT min(minute) + 1440 FROM task_minutes)",
+        "DELETE FROM task_minutes WHERE minute < ? AND minute <= (SELECT min(minute) + 1440 FROM task_minutes) "
+        "AND minute <= (SELECT min(counted_until) FROM task_queues)",
         (int(before // 60),),
     )
     tx.execute("DELETE FROM task_causes WHERE last_seen < ?", (before,))

@@ -13,23 +13,33 @@ task = queue.submit("caption", {"image": 7}, user_id="anna")
 from __future__ import annotations
 
 import json
-import math
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 from headway._sql import Database, Tx, connect, is_two_phase, join
 from headway.config import Config
+from headway.connection_pools import discard_inherited
 from headway.errors import HeadwayError, InvalidInput, StorageError
-from headway.ids import check_id
+from headway.ids import UserId, check_id, user_text
 from headway.queue import admission, hinting, intake, limits, records, settings, workers
 from headway.queue.codec import PAYLOAD_LIMIT, Codec, FernetCodec, PlainCodec
 from headway.queue.handlers import Context, F, Handler, Isolation, registering
 from headway.queue.submission import ROLES, Options, Role, Submissions
-from headway.queue.values import NewTask, Priority, QueueInfo, Status, Task, UserBusy, check_asked, member_of
+from headway.queue.values import (
+    NewTask,
+    Priority,
+    QueueInfo,
+    Status,
+    Task,
+    UserBusy,
+    asked_user,
+    check_asked,
+    check_text,
+    member_of,
+)
 from headway.retry import TASK
 from headway.telemetry import Log, redact
 
@@ -42,6 +52,7 @@ log = Log("queue")
 #: rq and hybrid: workers hear of tasks through RQ, and from the rows where RQ does not know them. database: no Redis at
 #: all. auto: rq where a Redis is named.
 Mode = Literal["auto", "rq", "database", "hybrid"]
+_RQ = settings.RqOptions()
 
 
 class TaskQueue:
@@ -60,6 +71,7 @@ class TaskQueue:
         roles: Mapping[str, Role] = ROLES,
         payload_limit: int = PAYLOAD_LIMIT,
         context: Context | None = None,
+        rq: settings.RqOptions = _RQ,
     ) -> None:
         """``context`` makes a context manager that is entered around every handler, in the process that runs it: an
         application context, a database session."""
@@ -72,12 +84,12 @@ class TaskQueue:
         self._hints: RqHints | None = None
         self._places: Places | None = None
         self._config: Config | None = None
-        self._looked_at = -math.inf
         self._declared = False
         self.handlers: dict[str, Handler] = {}
+        self._after_fork: list[Callable[[], object]] = []
         self._submissions = Submissions(roles=roles, new_id=new_id, payload_limit=payload_limit)
         self.context = context
-        self.configure(database=database, redis=redis, mode=mode, per_user=per_user, keys=keys, codec=codec)
+        self.configure(database=database, redis=redis, mode=mode, per_user=per_user, keys=keys, codec=codec, rq=rq)
 
     @classmethod
     def from_settings(cls, config: Config | None = None, **options: Any) -> Self:
@@ -95,8 +107,9 @@ class TaskQueue:
 
     def configure_from(self, config: Config) -> None:
         """`configure` by the settings, and by what they say later."""
-        self.configure(**settings.connection_settings(config), codec=self._own_codec)
-        self._config = None if self._moved else config
+        own = config.with_cli({})  # another reader of `config` must not consume the notice of a change
+        self.configure(**settings.connection_settings(own), codec=self._own_codec)
+        self._config = None if self._moved else own
 
     def configure(
         self,
@@ -107,6 +120,7 @@ class TaskQueue:
         per_user: int | None = 1,
         keys: Sequence[str | bytes] = (),
         codec: Codec | None = None,
+        rq: settings.RqOptions = _RQ,
     ) -> None:
         """Say where the queue lives, for one that was made before that was known (an application factory)."""
         in_use = self._hints is not None or (self._opened is not None and self._url is not None)
@@ -117,7 +131,7 @@ class TaskQueue:
             )
         if not isinstance(database, str | Database):
             raise InvalidInput(f"A {type(database).__name__} is no database.", hint="Give its address, or an open one.")
-        self._adopt(redis=redis, mode=mode, per_user=per_user, keys=keys, codec=codec)
+        self._adopt(redis=redis, mode=mode, per_user=per_user, keys=keys, codec=codec, rq=rq)
         if self._moved:  # a test made the application inside `moved`: it stays there
             self.redis_url = None
             return
@@ -134,6 +148,7 @@ class TaskQueue:
         per_user: int | None,
         keys: Sequence[str | bytes],
         codec: Codec | None = None,
+        rq: settings.RqOptions = _RQ,
     ) -> None:
         """All of it, or an error and none of it."""
         if per_user is not None and (type(per_user) is not int or not 1 <= per_user <= 10_000):
@@ -144,9 +159,10 @@ class TaskQueue:
             raise InvalidInput(
                 f"The mode {mode} needs a Redis.", hint="Give one: TaskQueue(redis='redis://localhost:6379/0')"
             )
-        self._codec = codec or (FernetCodec(keys) if keys else PlainCodec())
+        self._current_codec: Codec = codec or (FernetCodec(keys) if keys else PlainCodec())
         self._own_codec = codec
         self.redis_url = None if mode == "database" else redis
+        self.rq = rq
         self._per_user = per_user
         self._declared = False
 
@@ -155,19 +171,29 @@ class TaskQueue:
         return Config(cli=cli) if self._config is None else self._config.with_cli(cli)
 
     def refresh(self) -> None:
-        """Follow headway.toml, if this queue was made from the settings. A bad one changes nothing and is said."""
-        if self._config is None or time.monotonic() - self._looked_at < settings.LOOK_SECONDS:
+        """Adopt a changed headway.toml, if this queue was made from the settings.
+
+        An unchanged file costs one `stat`. An invalid file is logged and ignored.
+        """
+        if self._config is None or not self._config.is_outdated:
             return
         with self._opening:
-            self._looked_at = time.monotonic()
             if not settings.reload_file(self._config):
                 return
-            said = settings.connection_settings(self._config)
+            try:
+                said = settings.connection_settings(self._config)
+            except HeadwayError as error:
+                log.warning("headway.toml is refused; the settings before it stay in force", error=str(error))
+                return
             if said.pop("database") != self._url:
                 log.warning(
                     "headway.toml names another database: it is used after a restart, the tasks are in this one"
                 )
-            before = self.redis_url
+            if isinstance(self._current_codec, FernetCodec) and self._own_codec is None and not said["keys"]:
+                # Also the state of a file that is being rewritten in place. Adopting it would store payloads in the clear.
+                log.warning("headway.toml no longer has queue_keys: the settings before it stay until a restart")
+                return
+            before, options = self.redis_url, self.rq
             try:
                 self._adopt(**said, codec=self._own_codec)
             except HeadwayError as error:
@@ -175,7 +201,14 @@ class TaskQueue:
                 return
             if self.redis_url != before:
                 log.warning("another Redis is named: it is used from now on", new=redact(self.redis_url or "none"))
+            if (self.redis_url, self.rq) != (before, options):
                 self._let_redis_go()
+
+    @property
+    def _codec(self) -> Codec:
+        """The codec of the settings as they are now: the only way to encode or decode."""
+        self.refresh()
+        return self._current_codec
 
     @contextmanager
     def moved(self, *, database: str, on_submit: Callable[[Sequence[Task]], object] | None = None) -> Iterator[None]:
@@ -206,13 +239,35 @@ class TaskQueue:
             self.handlers, kind, timeout=timeout, retries=retries, retry_delay=retry_delay, isolation=isolation
         )
 
+    def after_fork(self, function: _Hook) -> _Hook:
+        """Register a function that every forked task process calls before ``context`` and the handler.
+
+        It is the place to reconnect what was opened at import. An error in it fails the run. SQLAlchemy engines and
+        Django connections are renewed without it.
+        """
+        self._after_fork.append(function)
+        return function
+
+    def in_child(self, context: Context | None) -> Context:
+        """Return ``context`` as a forked task process enters it: after the connections it inherited are discarded."""
+
+        @contextmanager
+        def entered() -> Iterator[None]:
+            discard_inherited()
+            for function in self._after_fork:
+                function()
+            with nullcontext() if context is None else context():
+                yield
+
+        return entered
+
     # ---- submitting --------------------------------------------------------------------------------------------------
 
     def submit(self, kind: str, payload: Any = None, *, connection: object = None, **options: Unpack[Options]) -> Task:
         """Accept a task. When this returns, the task is committed and is not lost whatever happens next.
 
-        An ``id`` that exists gives the existing task if kind and payload are the same. Raises `UserBusy` when the user
-        has an active task already.
+        An ``id`` that exists gives the existing task if user, kind and payload are the same, else raises `TaskConflict`.
+        Raises `UserBusy` when the user has an active task already.
 
         With ``connection``, the caller's own (see `headway._sql.joined`), it is part of the transaction that the caller
         has begun there: the task exists exactly if the caller commits, and workers hear of it then.
@@ -237,6 +292,15 @@ class TaskQueue:
     def _submit(self, tasks: Sequence[NewTask], connection: object, *, quick: bool = False) -> Sequence[Task]:
         if not tasks:
             return []
+        try:
+            return self._accept(tasks, connection, quick=quick)
+        except StorageError as error:
+            what = f"Task {tasks[0].id} was not accepted" if len(tasks) == 1 else "The tasks were not accepted"
+            if refused := admission.legacy_refusal(error, what, self._per_user):
+                raise refused from None
+            raise
+
+    def _accept(self, tasks: Sequence[NewTask], connection: object, *, quick: bool) -> Sequence[Task]:
         if connection is not None and not self._moved:
             return self._submit_joined(tasks, connection)
         hints = self.hints
@@ -268,6 +332,15 @@ class TaskQueue:
             self._on_submit(accepted)
         return accepted
 
+    @property
+    def per_user(self) -> int | None:
+        """How many active tasks a user may have; None: any number."""
+        return self._per_user
+
+    def new_task(self, kind: str, payload: Any = None, **options: Unpack[Options]) -> NewTask:
+        """Check and encode a task without submitting it."""
+        return self._submissions.new(self.handlers, self._codec, kind, payload, **options)
+
     def _declare(self) -> None:
         """Once per process: those who steer the queue without the application need to know its rule."""
         if not self._declared:
@@ -287,17 +360,17 @@ class TaskQueue:
 
     # ---- looking -----------------------------------------------------------------------------------------------------
 
-    def get(self, id: str, *, user_id: str | None = None) -> Task:
+    def get(self, id: str, *, user_id: UserId | None = None) -> Task:
         """One task, or `NotFound`; with ``user_id`` another user's task is as missing as one that never was."""
-        check_asked(user_id=user_id)
+        user = asked_user(user_id)
         with self.database.read() as tx:
-            return records.get(tx, check_id(id, "a task id"), user_id=user_id)
+            return records.get(tx, check_id(id, "a task id"), user_id=user)
 
-    def result(self, id: str, *, user_id: str | None = None) -> Any:
+    def result(self, id: str, *, user_id: UserId | None = None) -> Any:
         """What the handler of a COMPLETED task returned; another user's task is as missing as for `get`."""
-        check_asked(user_id=user_id)
+        user = asked_user(user_id)
         with self.database.read() as tx:
-            task, stored = records.get_with(tx, check_id(id, "a task id"), "result", user_id=user_id)
+            task, stored = records.get_with(tx, check_id(id, "a task id"), "result", user_id=user)
         if task.status is not Status.COMPLETED:
             raise InvalidInput(
                 f"Task {id} is {task.status.value}: it has no result.", hint="See why: headway task show"
@@ -316,21 +389,22 @@ class TaskQueue:
         status: Status | str | None = None,
         queue: Priority | str | None = None,
         kind: str | None = None,
-        user_id: str | None = None,
+        user_id: UserId | None = None,
         before: str | None = None,
         limit: int = 50,
     ) -> Sequence[Task]:
         """The newest tasks that match; the next page with ``before`` set to the id of the last one."""
         if type(limit) is not int or not 1 <= limit <= 1000:
             raise InvalidInput(f"limit={limit!r} is no size of a page.", hint="Use 1 to 1,000.")
-        check_asked(kind=kind, user_id=user_id, before=before)
+        check_asked(kind=kind, before=before)
+        user = asked_user(user_id)
         with self.database.read() as tx:
             return records.listing(
                 tx,
                 status=None if status is None else member_of(Status, status, "a status"),
                 queue=None if queue is None else member_of(Priority, queue, "a queue"),
                 kind=kind,
-                user_id=user_id,
+                user_id=user,
                 before=before,
                 limit=limit,
             )
@@ -338,15 +412,18 @@ class TaskQueue:
     def stats(self) -> Sequence[QueueInfo]:
         """The four queues, in the order of service."""
         with self.database.read() as tx:
-            return records.queue_infos(tx)
+            unserved: dict[str, list[str]] = {}
+            for each in workers.unserved(tx):
+                unserved.setdefault(each.queue, []).append(each.kind)
+            return records.queue_infos(tx, unserved=unserved)
 
     # ---- changing ----------------------------------------------------------------------------------------------------
 
-    def cancel(self, id: str, *, by: str = "", user_id: str | None = None) -> Task:
+    def cancel(self, id: str, *, by: str = "", user_id: UserId | None = None) -> Task:
         """Cancel a waiting task at once; a running one is told, and ended by its worker if it does not end itself."""
         check_id(id, "a task id")
-        check_asked(user_id=user_id)
-        task = self._run(lambda tx: records.cancel(tx, id, by=by or user_id or "headway", user_id=user_id), "cancel")
+        user = asked_user(user_id)
+        task = self._run(lambda tx: records.cancel(tx, id, by=by or user or "headway", user_id=user), "cancel")
         if task.is_final:
             if self.hints is not None:
                 self.hints.withdraw([(task.id, task.priority)])
@@ -365,10 +442,13 @@ class TaskQueue:
     def retry(self, id: str) -> Task:
         """Give a failed or cancelled task another life."""
         check_id(id, "a task id")
+        self.refresh()
         while True:
             try:
                 return self._run(lambda tx: admission.retry(tx, id, per_user=self._per_user), "retry")
             except StorageError as error:
+                if refused := admission.legacy_refusal(error, f"Task {id} was not tried again", self._per_user):
+                    raise refused from None
                 # Somebody took the user's place at this very moment. Nothing was changed, and the next look sees who has it.
                 if type(error.__cause__).__name__ != "UniqueViolation":
                     raise
@@ -386,17 +466,20 @@ class TaskQueue:
     def limit(
         self,
         scope: str,
-        key: str = "*",
+        key: UserId = "*",
         *,
         concurrency: int | None = None,
         rate: float | None = None,
         by: str = "headway",
     ) -> None:
         """Bound how many run at once, or start per second; see `headway.queue.limits`. With neither: no bound."""
+        limited = check_text(user_text(key), "whom a limit is for")
 
         def work(tx: Tx) -> None:
-            limits.set_limit(tx, scope, key, concurrency=concurrency, rate=rate)
-            records.audit(tx, by, "queue.limit", {"scope": scope, "key": key, "concurrency": concurrency, "rate": rate})
+            limits.set_limit(tx, scope, limited, concurrency=concurrency, rate=rate)
+            records.audit(
+                tx, by, "queue.limit", {"scope": scope, "key": limited, "concurrency": concurrency, "rate": rate}
+            )
 
         self._run(work, "limit")
 
@@ -441,8 +524,7 @@ class TaskQueue:
         from headway.queue.places import Places
         from headway.queue.rq import SUBMIT_TIMEOUT, RqHints
 
-        most = None if self._config is None else self._config["queue_redis_memory"]
-        hints = RqHints(url, memory_limit=None if most is None else int(most) * 2**20)
+        hints = RqHints(url, options=self.rq)
         self._places = Places(url, timeout=SUBMIT_TIMEOUT)
         self._hints = hints
 
@@ -455,25 +537,28 @@ class TaskQueue:
         if self._opened is None:
             with self._opening:
                 if self._opened is None:
-                    assert self._url is not None
+                    if self._url is None:
+                        raise InvalidInput(
+                            "The queue has no database yet.",
+                            hint="Call init_app(app), or configure(database=...), first.",
+                        )
                     self._opened = connect(self._url)
         return self._opened
+
+    @property
+    def is_configured(self) -> bool:
+        """Whether the queue knows its database. A Flask extension does after `init_app`."""
+        return self._opened is not None or self._url is not None
 
     def payload(self, id: str, stored: str) -> str:
         """A stored payload as JSON text, or an error if it was altered or is another task's."""
         return self._decoded(id, stored)
 
     def _decoded(self, id: str, stored: str) -> str:
-        codec = self._codec
         try:
-            return codec.decode(id, stored)
-        except StorageError:
-            # Whoever submitted it may have read a new key from the file a moment before we do: look now, not in two seconds.
-            self._looked_at = -math.inf
-            self.refresh()
-            if self._codec is codec:
-                raise
             return self._codec.decode(id, stored)
+        except StorageError:
+            raise
         except Exception as error:  # the application's own codec may raise anything: it costs this task alone
             raise StorageError(f"What is stored of task {id} cannot be read: {type(error).__name__}.") from error
 
@@ -514,10 +599,11 @@ class TaskQueue:
         return self.database.run(work, operation=f"queue.{operation}")
 
 
-_SETTINGS = {"database", "redis", "mode", "per_user", "keys"}
+_SETTINGS = {"database", "redis", "mode", "per_user", "keys", "rq"}
 #: Where a queue lives, and whom it tells.
 _PLACE = ("_opened", "_url", "_hints", "_places", "redis_url", "_config", "_on_submit", "_moved", "_declared")
 _T = TypeVar("_T")
+_Hook = TypeVar("_Hook", bound=Callable[[], object])
 
 
 def _result_of(id: str) -> str:

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from headway.errors import InvalidInput, Refused
+from headway.ids import UserId, user_text
 
 #: Characters of a text that somebody gives: a name, a reason.
 TEXT_LIMIT = 1000
@@ -60,9 +61,9 @@ class UserBusy(Refused):
 
 
 class TaskConflict(Refused):
-    """There is another task with this id."""
+    """A task with this id exists, and its user, kind or payload differ."""
 
-    hint = "An id names one task for ever: use another id, or the same kind and payload."
+    hint = "An id names one task for ever: use another id, or the same user, kind and payload."
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,8 @@ JSON_NAMES = {"priority": "queue"}
 def _plain(value: Any) -> Any:
     if isinstance(value, datetime):
         return value.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    if isinstance(value, tuple):
+        return list(value)
     return value.value if isinstance(value, StrEnum) else value
 
 
@@ -133,6 +136,11 @@ def check_asked(**texts: str | None) -> None:
     for name, text in texts.items():
         if text is not None:
             check_text(text, name)
+
+
+def asked_user(user_id: UserId | None) -> str | None:
+    """Return the text by which tasks of a user are looked up."""
+    return None if user_id is None else check_text(user_text(user_id), "a user id")
 
 
 def member_of(kind: type[_E], value: _E | str, what: str) -> _E:
@@ -216,6 +224,9 @@ class QueueInfo:
     completed: int
     failed: int
     cancelled: int
+    unserved: tuple[str, ...] = ()  # kinds of waiting tasks that no online worker runs
+    completed_total: int = 0
+    failed_total: int = 0
 
     def as_json(self) -> dict[str, Any]:
         return as_json(self)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 from headway.failure import Failure
 from headway.queue.claims import LEASE
@@ -19,6 +19,7 @@ from headway.queue.execution import (
     TaskStopped,
     TaskTimeout,
     TaskTooLarge,
+    no_result_within,
     rss,
 )
 from headway.queue.inprocess import Interrupts
@@ -98,12 +99,35 @@ class Renewal:
 _RAISED: Mapping[str, type[BaseException]] = {"timeout": TaskTimeout, "memory": TaskTooLarge}
 
 
+Step = Literal["raise", "wait", "kill"]
+
+
+class Ending:
+    """The steps that end a handler: raise an exception in it, once more after half of the grace, then kill.
+
+    Once more, because Python drops an exception that is raised in a destructor or in a callback of C code. Not more often:
+    it would interrupt the handler's ``finally`` blocks.
+    """
+
+    def __init__(self, grace: float) -> None:
+        self._grace, self._since, self._raised = grace, time.monotonic(), 0
+
+    def next_step(self) -> Step:
+        passed = time.monotonic() - self._since
+        if self._raised == 0 or (self._raised == 1 and self._grace / 2 < passed <= self._grace):
+            self._raised += 1
+            return "raise"
+        return "kill" if passed > self._grace else "wait"
+
+
 class Watch:
     """When a run must end."""
 
     def __init__(self, claim: Claim, settings: Settings) -> None:
         self._claim, self._settings = claim, settings
         self._cancelling_since: float | None = None
+        self._ending: Ending | None = None
+        self.reason: Ended | None = None  # why the worker ends the run, from the first step on
 
     @property
     def cancelling(self) -> bool:
@@ -117,15 +141,27 @@ class Watch:
     def verdict(self, seconds: float, rss: int) -> Ended | None:
         """Why the run must end now; None while it may go on."""
         limit, settings = self._claim.timeout, self._settings
-        if limit is not None and seconds > limit:
-            return Ended(failure=Failure("TimedOut", f"no result within {limit:g} s"), outcome="timeout")
         if rss > settings.memory_limit:
             most = settings.memory_limit // 2**20
             failure = Failure("MemoryLimit", f"the task's process used more than {most} MB")
             return Ended(failure=failure, outcome="memory")
+        if limit is not None and seconds > limit:
+            return Ended(failure=Failure("TimedOut", no_result_within(limit)), outcome="timeout")
         if self._cancelling_since is not None and time.monotonic() - self._cancelling_since > settings.cancel_grace:
             return Ended(failure=Failure("TaskCancelled", "the task was cancelled and its handler did not end"))
         return None
+
+    def next_step(self, seconds: float, rss: int) -> Step:
+        """What to do now to a run in a process of its own. One that uses too much memory is killed without a grace."""
+        found = self.verdict(seconds, rss)
+        if found is None:
+            return "wait"
+        if found.outcome == "memory":
+            self.reason = found
+            return "kill"
+        if self._ending is None:
+            self.reason, self._ending = found, Ending(self._settings.cancel_grace)
+        return self._ending.next_step()
 
 
 class Pulse:
@@ -152,7 +188,7 @@ class Pulse:
         self._noted: tuple[int, float, str] | None = None
         self.cancelling = False
         self.lost: set[int] = set()
-        self._ending: tuple[int, float] | None = None  # (the claim's number, since when it is to end)
+        self._ending: tuple[int, Ending] | None = None  # (the claim's number, how it is ended)
 
     def __enter__(self) -> Self:
         with self._looking:
@@ -246,10 +282,12 @@ class Pulse:
             if not self._is_current(claim):
                 return
             if self._ending is None or self._ending[0] != claim.no:
-                self._ending = (claim.no, time.monotonic())
-            if time.monotonic() - self._ending[1] > self._worker.settings.cancel_grace:
-                # It swallows what is raised in it, or hangs where no signal reaches it. Its lease would be renewed for ever:
-                # the process ends, the supervisor replaces it, the sweeper charges the task.
+                self._ending = (claim.no, Ending(self._worker.settings.cancel_grace))
+            step = self._ending[1].next_step()
+            if step == "kill":
+                # The handler swallows the exception, or hangs where no signal reaches it. Its lease would be renewed for
+                # ever. The process ends, the supervisor replaces it, and the sweeper charges the task.
                 log.critical("a handler cannot be ended: its worker is", taskID=claim.id, reason=type(error).__name__)
                 os.kill(os.getpid(), signal.SIGKILL)
-            self.interrupts.raise_in_handler(error)
+            if step == "raise":
+                self.interrupts.raise_in_handler(error)

@@ -263,11 +263,10 @@ class Worker:
         horse = self._start(claim, handler, text)
         watch, renewal = Watch(claim, self.settings), Renewal(self.settings)
         said: tuple[float, str] | None = None
-        verdict: Ended | None = None
         while not horse.wait(PULSE):
             if self._is_to_end(horse):
                 horse.abandon()
-                if horse.ended is None or horse.ended.failure is not None:
+                if watch.reason is None and (horse.ended is None or horse.ended.failure is not None):
                     self._give_back([claim])
                     return
                 break
@@ -281,24 +280,20 @@ class Worker:
                     return
                 watch.cancelling |= cancelling
             self._source.show()
-            verdict = watch.verdict(horse.seconds, horse.rss())
             if watch.cancelling:
                 horse.ask_to_stop()
-            if verdict is not None:
+            step = watch.next_step(horse.seconds, horse.rss())
+            if step == "kill":
                 horse.abandon()
                 break
-        ended = horse.ended
-        assert ended is not None
-        if verdict is not None and ended.failure is not None:
-            ended = verdict  # we ended it: that is the reason, not the signal it died of
-        if horse.progress is not None:
-            ended = replace(ended, message=horse.progress[1])
-        self._outcomes.add(claim, ended, horse.seconds)
+            if step == "raise" and watch.reason is not None:
+                horse.raise_in_handler(timed_out=watch.reason.outcome == "timeout")
+        self._outcomes.add(claim, _outcome(horse, watch), horse.seconds)
         self._record()
 
     def _start(self, claim: Claim, handler: Handler, text: str) -> Horse:
         try:
-            return Horse(claim, handler.function, text, self._context)
+            return Horse(claim, handler.function, text, self._queue.in_child(self._context))
         except CannotBegin:
             self._held.appendleft(claim)  # it is given back with the others
             raise
@@ -479,7 +474,7 @@ class Worker:
 
         sign = Sign(
             self.name, self._owner, self.settings.queues, state, task, self._outcomes.completed, self._outcomes.failed,
-            rss(os.getpid()),
+            rss(os.getpid()), sorted(self._queue.handlers),
         )  # fmt: skip
         try:
             said = self._queue.database.run(lambda tx: workers.say_alive(tx, sign), operation="queue.alive")
@@ -500,3 +495,11 @@ class Worker:
             )
         except HeadwayError as error:  # the sweeper finds what is left: our owner is dead
             log.warning("the worker could not say that it ended", worker=self.name, error=str(error))
+
+
+def _outcome(horse: Horse, watch: Watch) -> Ended:
+    ended = horse.ended
+    assert ended is not None
+    if watch.reason is not None and ended.failure is not None:
+        ended = watch.reason  # the worker ended it: record why, not the signal it died of
+    return ended if horse.progress is None else replace(ended, message=horse.progress[1])

@@ -1,4 +1,4 @@
-"""The list of workers: each says that it is alive, and hears there what an operator wants of it.
+"""The list of workers: their heartbeats, the kinds of task they run, and requests of an operator to end.
 
 Every function works inside the caller's transaction.
 """
@@ -7,20 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from headway._lease import Owner, read_owner, write_owner
-from headway._sql import Tx, marks
+from headway._sql import Row, Tx, marks
 from headway._version import __version__
 from headway.errors import InvalidInput, NotFound
 from headway.queue.records import LOCKED, audit, check_actor
-from headway.queue.values import Priority, check_text
+from headway.queue.values import PRIORITIES, Priority, check_text
 from headway.telemetry import Log
 
 log = Log("queue")
 
 #: Seconds after which a worker that said nothing is taken for lost.
 WORKER_SECONDS = 20.0
+#: Tasks at the head of each queue that are examined for kinds that no worker runs.
+HEAD = 1000
 #: Workers that ended are shown for a day.
 WORKER_KEPT = 86_400.0
 
@@ -37,6 +39,7 @@ class Sign:
     completed: int
     failed: int
     rss: int
+    kinds: Sequence[str] | None = None  # the kinds of task it has handlers for
 
 
 def say_alive(tx: Tx, sign: Sign) -> str | None:
@@ -44,13 +47,14 @@ def say_alive(tx: Tx, sign: Sign) -> str | None:
     now = tx.now()
     row = tx.one(
         "INSERT INTO task_workers (name, owner, host, pid, queues, version, state, task, completed, failed, rss, "
-        "started_at, seen_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
+        "kinds, started_at, seen_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
         "state = excluded.state, task = excluded.task, completed = excluded.completed, failed = excluded.failed, "
-        "rss = excluded.rss, seen_at = excluded.seen_at, queues = excluded.queues, ended_at = NULL "
+        "rss = excluded.rss, seen_at = excluded.seen_at, queues = excluded.queues, kinds = excluded.kinds, "
+        "ended_at = NULL "
         "RETURNING wanted",
         (sign.name, write_owner(sign.owner), sign.owner.host, sign.owner.pid,
          ",".join(queue.value for queue in sign.queues), __version__, sign.state, sign.task, sign.completed, sign.failed,
-         sign.rss or None, now, now),
+         sign.rss or None, None if sign.kinds is None else ",".join(sign.kinds), now, now),
     )  # fmt: skip
     return row[0] if row else None
 
@@ -118,6 +122,64 @@ def lost(tx: Tx, names: Sequence[str]) -> set[str]:
         return set()
     rows = tx.all(f"SELECT name FROM task_workers WHERE state = 'lost' AND name IN ({marks(len(names))})", names)
     return {name for (name,) in rows}
+
+
+class WaitingKind(NamedTuple):
+    """Waiting tasks of one kind in one queue."""
+
+    queue: str
+    kind: str
+    tasks: int  # of the first `HEAD` tasks of the queue
+    since: float  # when the first of them could have run
+
+
+def waiting_kinds(tx: Tx) -> list[WaitingKind]:
+    """Count waiting tasks by queue and kind, among the first `HEAD` tasks of each queue.
+
+    Tasks that no worker runs stay at the head of their queue, so they are found there however long the queue is.
+    """
+    head = " UNION ALL ".join(
+        f"SELECT * FROM (SELECT queue, kind, run_at FROM tasks WHERE status = 'QUEUED' AND ready = 1 "
+        f"AND place = {queue.place} ORDER BY place, turn, no LIMIT {HEAD}) AS q{queue.place}"
+        for queue in PRIORITIES
+    )
+    rows = tx.all(f"SELECT queue, kind, count(*), min(run_at) FROM ({head}) AS head GROUP BY queue, kind ORDER BY 1, 2")
+    return [WaitingKind(queue, kind, int(count), float(since)) for queue, kind, count, since in rows]
+
+
+class Online(NamedTuple):
+    """What an online worker runs."""
+
+    queues: set[str]
+    kinds: set[str] | None  # None: a worker of an older version, which does not report its kinds
+
+
+def online_workers(tx: Tx) -> list[Online]:
+    rows = tx.all("SELECT owner, queues, kinds, seen_at FROM task_workers WHERE ended_at IS NULL")
+    return online_of(rows, tx.now())
+
+
+def online_of(rows: Sequence[Row], now: float) -> list[Online]:
+    """Return the online workers. ``rows``: (owner, queues, kinds, seen_at) of the workers that have not ended."""
+    return [
+        Online(set(queues.split(",")), None if kinds is None else set(kinds.split(",")))
+        for owner, queues, kinds, seen_at in rows
+        if not is_gone(owner, seen_at, now)
+    ]
+
+
+def unserved(tx: Tx) -> list[WaitingKind]:
+    """Return waiting tasks that no online worker runs: all of them while no worker is online."""
+    return unserved_by(online_workers(tx), waiting_kinds(tx))
+
+
+def unserved_by(online: Sequence[Online], waiting: Sequence[WaitingKind]) -> list[WaitingKind]:
+    """Return those of the waiting tasks that none of the online workers runs."""
+    return [
+        each
+        for each in waiting
+        if not any(each.queue in queues and (kinds is None or each.kind in kinds) for queues, kinds in online)
+    ]
 
 
 def mark_lost(tx: Tx, *, begun_anew: bool = False) -> None:

@@ -9,38 +9,39 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import importlib
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from headway._sql import absolute
 from headway.config import Config
-from headway.errors import HeadwayError, InvalidInput, Stopping
+from headway.errors import HeadwayError, InvalidInput, ItemsFailed, Stopping, UsageError
 from headway.events import CallableSink, Event, Sink
 from headway.ids import check_id
 from headway.ledger import Cause, DeadLetter, Ledger
 from headway.lifecycle import Shutdown, on_signals
-from headway.retry import RetryPolicy
+from headway.run import arguments
 from headway.run import function as functions
 from headway.run import plan as plans
 from headway.run.attempt import GiveUp
 from headway.run.display import Display, open_display
-from headway.run.executor import Executor, capacity, check_executor
-from headway.run.items import GivenItems
+from headway.run.executor import Executor
+from headway.run.items import GivenItems, WatchedItems
 from headway.run.loop import OpenJob
-from headway.run.performing import check_output, check_settings, configured_sinks, perform, take, tell
+from headway.run.performing import check_output, configured_sinks, perform, policy_of, settings_of, take, tell
 from headway.run.pool import Ending, Settings
 from headway.run.results import ItemResult, Keep, as_they_came, in_order
 from headway.run.tracking import Tracker
 from headway.run.tracking import start as start_tracking
-from headway.wording import with_option
+from headway.wording import cut, plural, with_option
 
 if TYPE_CHECKING:
     from headway.run.fleet import FleetOptions
@@ -59,6 +60,10 @@ __all__ = [
 ]
 
 
+#: Causes that the text of a result or of an error names.
+_CAUSES_SHOWN = 3
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """What a run leaves behind. Counts are of the whole job."""
@@ -74,25 +79,84 @@ class Result:
     seconds: float
     causes: Sequence[Cause]
     decode: Callable[[Any], Any] | None = None
+    #: The keys that are not texts, by the text that the ledger has.
+    typed_keys: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        dead = f", {self.dead:,} dead ({self._causes()})" if self.dead else ", none dead"
+        left = self.total - self.done - self.dead
+        waiting = f", {left:,} left" if left else ""
+        return f"<Result of job {self.job}: {self.outcome}, {self.done:,} of {self.total:,} done{dead}{waiting}>"
+
+    def _causes(self) -> str:
+        """The causes with most dead letters, in a few words."""
+        deadly = sorted((cause for cause in self.causes if cause.dead), key=lambda cause: -cause.dead)
+        named = [f"{cause.dead:,} x {cut(f'{cause.type}: {cause.message}', 80)}" for cause in deadly[:_CAUSES_SHOWN]]
+        return "; ".join(named + ([plural(len(deadly) - len(named), "more cause")] if len(deadly) > len(named) else []))
+
+    def raise_on_dead(self) -> None:
+        """Raise `headway.errors.ItemsFailed` if items of the job are dead."""
+        if not self.dead:
+            return
+        error = ItemsFailed(
+            f"{self.dead:,} of {self.total:,} items of job {self.job} failed for good: {self._causes()}.",
+            hint=f"See them: headway dead show {self.job}",
+        )
+        error.result = self
+        raise error
 
     def results(self, *, ordered: bool = True) -> Iterator[ItemResult]:
-        """What the items returned, in the order of the items, or with ``ordered=False`` in that in which they were done,
-        without those that returned None. What was not kept (no JSON, more than a megabyte) is left out."""
+        """Yield what the items returned, by index, or with ``ordered=False`` in the order in which they were done.
+
+        Left out are items that returned None, and results that were not kept: not JSON, or more than a megabyte.
+        """
         with Ledger.open(self.database, create=False) as ledger:
             job = ledger.job(self.job)
             for found in in_order(job) if ordered else (each for _, each in as_they_came(job)):
-                if self.decode is None or found.result is None:
-                    yield found
-                else:
-                    yield replace(found, result=self.decode(found.result))
+                result = found.result if self.decode is None or found.result is None else self.decode(found.result)
+                yield ItemResult(found.index, self._typed(found.key), result)
+
+    def to_frame(self) -> Any:
+        """Return the results as a pandas DataFrame: the fields of a dict are columns, other values the column "result".
+
+        The index has the items' keys, with their types, or else their positions. So ``frame.join(result.to_frame())``
+        adds the results to the DataFrame whose rows were the items. Dead items have no row.
+        """
+        pandas = _pandas()
+        found = list(self.results())
+        rows = [each.result if isinstance(each.result, dict) else {"result": each.result} for each in found]
+        return pandas.DataFrame(rows, index=_labels(pandas, found))
+
+    def to_series(self) -> Any:
+        """Return the results as a pandas Series, by key or position as in `to_frame`."""
+        pandas = _pandas()
+        found = list(self.results())
+        values = [each.result for each in found]
+        objects = any(isinstance(value, dict | list) for value in values) or not values
+        return pandas.Series(values, index=_labels(pandas, found), name="result", dtype=object if objects else None)
 
     def dead_letters(self) -> Iterator[DeadLetter]:
         """The items that failed for good, each with its error."""
         with Ledger.open(self.database, create=False) as ledger:
             job, after = ledger.job(self.job), -1
             while page := job.dead_letters(after=after):
-                yield from page
+                for letter in page:
+                    yield letter._replace(key=self._typed(letter.key))
                 after = page[-1].idx
+
+    def _typed(self, key: str | None) -> Any:
+        return key if key is None else self.typed_keys.get(key, key)
+
+
+def _labels(pandas: Any, found: Sequence[ItemResult]) -> Any:
+    return pandas.Index([each.index if each.key is None else each.key for each in found])
+
+
+def _pandas() -> Any:
+    try:
+        return importlib.import_module("pandas")
+    except ImportError as error:
+        raise UsageError("A DataFrame needs pandas, which is not installed.", hint="pip install pandas") from error
 
 
 def map(
@@ -105,8 +169,8 @@ def map(
     mode: str | None = None,
     start: Literal["auto", "fork", "spawn"] | None = None,
     executor: Executor | None = None,
-    retries: int = 2,
-    retry_delay: float = 1.0,
+    retries: int | None = None,
+    retry_delay: float | None = None,
     timeout: float | None = None,
     rate: float | None = None,
     key: str | None = None,
@@ -120,8 +184,9 @@ def map(
     encode: Callable[[Any], Any] | None = None,
     decode: Callable[[Any], Any] | None = None,
     payload_limit: int | None = None,
-    progress: str = "auto",
+    progress: str | None = None,
     on_complete: Callable[[Event], None] | None = None,
+    raise_on_dead: bool = False,
     fleet: bool = False,
     slots: int | None = None,
     any_version: bool = False,
@@ -130,10 +195,13 @@ def map(
     on its event loop, and remember what became of each.
 
     Called again with the same ``job`` it goes on where it was, whatever ended it. Without ``job`` the id is made of the
-    function: its name, file and code; changed code is another job. Items are JSON values (or NumPy's numbers); an item that
-    fails is tried ``retries`` more times, then it is a dead letter. ``on_complete`` is told when the job finished: once per
-    completion, at least once if this process dies in between, always with the same event id. Ctrl-C lets running items
-    finish, then raises KeyboardInterrupt.
+    function: its name, file and code; changed code is another job. Items are JSON values (or NumPy's numbers). An item that
+    fails is tried ``retries`` more times, then it is a dead letter. With ``raise_on_dead`` dead letters raise
+    `headway.errors.ItemsFailed` at the end, whose ``result`` is the `Result`. ``on_complete`` is told when the job finished:
+    once per completion, at least once if this process dies in between, always with the same event id. Ctrl-C lets running
+    items finish, then raises KeyboardInterrupt.
+
+    Arguments that are None come from the settings: ``HEADWAY_*``, then ``headway.toml``, then the default.
 
     Workers are forked, or started anew (``start="spawn"``) where a fork is unsafe: other threads run here, or this is
     macOS. Then they import the function's module; what is in no module is forked all the same. It is said which.
@@ -151,34 +219,27 @@ def map(
     The job goes on if this process ends; called again, it waits for the same run.
     """
     name = functions.name_of(functions.check(function, "The function"))
+    arguments.refuse_mapping(items)
+    arguments.check_key(key)
+    arguments.check_flags(
+        fresh=fresh, accept_changes=accept_changes, last_pass=last_pass, results=results, fleet=fleet,
+        any_version=any_version, raise_on_dead=raise_on_dead,
+    )  # fmt: skip
+    arguments.check_callables(encode=encode, decode=decode, on_complete=on_complete)
+    arguments.check_path("output", output)
+    arguments.check_choice("keep_output", keep_output, ("failed", "all", "none"))
     if output is not None and not results:
         raise InvalidInput("A file of results needs results.", hint="Leave out results=False or output=.")
-    if keep_output not in ("failed", "all", "none"):
-        raise InvalidInput(f"keep_output = {keep_output!r} is not acceptable.", hint="Use failed, all or none.")
-    config = Config(cli={"database": database, "payload_limit": payload_limit, "start": start})
-    started = functions.FORK
-    if executor is None:
-        mode = functions.choose_mode(function, mode, name)
-        workers = functions.choose_workers(workers or (1 if fleet and mode == "process" else workers), mode)
-        started = functions.choose_start(function, encode, config.text("start"))
-    else:
-        check_executor(executor, mode)
-        mode = "executor"
-        workers = functions.choose_workers(capacity(executor) if workers is None else workers, "process")
+    config = Config(
+        cli={
+            "database": database, "workers": workers, "mode": mode, "start": start, "retries": retries,
+            "retry_delay": retry_delay, "timeout": timeout, "rate": rate, "max_failures": max_failures,
+            "payload_limit": payload_limit, "progress": progress,
+        }
+    )  # fmt: skip
+    settings = settings_of(config, function, name, last_pass=last_pass, fleet=fleet, executor=executor, encode=encode)
     id = check_id(job, "a job id") if job is not None else functions.default_job(function)
-    settings = Settings(
-        workers=workers,
-        mode=mode,
-        policy=RetryPolicy(retries, retry_delay, jitter=0.5, cap=300.0),
-        timeout=timeout,
-        rate=rate,
-        max_failures=max_failures,
-        last_pass=last_pass,
-        start=started,
-        database_option=config.database_option,
-    )
-    check_settings(settings)
-    source = GivenItems(items, key=key, limit=int(config["payload_limit"] or 0))
+    given = GivenItems(items, key=key, limit=int(config["payload_limit"] or 0))
     if fleet and executor is not None:
         raise InvalidInput(
             "A fleet has its own workers, and takes no executor.", hint="Leave out fleet=True or executor=."
@@ -187,7 +248,16 @@ def map(
     sinks: list[Sink] = configured_sinks(config)
     shutdown = _given_shutdown.get() or Shutdown()
     place = absolute(config.text("database"))  # items that run in this process may change its directory
-    with _hinting(config), Ledger.open(config.text("database"), stop=shutdown.abandon) as ledger, on_signals(shutdown):
+    display = open_display(config.text("progress"), stream=sys.stderr, color=config.text("color"))
+    source = WatchedItems(given, shutdown, display.say)
+    with (
+        _hinting(config),
+        _interrupting(shutdown),
+        Ledger.open(config.text("database"), stop=shutdown.abandon) as ledger,
+        on_signals(shutdown),
+    ):
+        if job is None and plans.find(ledger, id) is None:
+            id = _recorded_id(ledger, function) or id
         if on_complete is not None:
             sinks.append(CallableSink(f"on_complete {id}", on_complete, job=id))
         plan = plans.look(ledger, id, name, source, fresh=fresh)
@@ -195,7 +265,8 @@ def map(
             plans.refuse_doubt(plan)
         if output is not None:
             check_output(Path(output), ledger, plan)
-        display = open_display(progress, stream=sys.stderr)
+        if job is None and plan.existing is None and (other := _other_version(ledger, id, name)) is not None:
+            display.say(f'Job {id} is new: the code of {name} changed. To go on with the earlier one: job="{other}"')
         keep = Keep(results=results, encode=encode, printed=keep_output)
         if options is not None:
             ending = _perform_by_fleet(
@@ -212,14 +283,28 @@ def map(
                 keep=keep, executor=executor,
             )  # fmt: skip
         if ending.outcome == "interrupted":
-            if shutdown.signum == signal.SIGINT:
-                raise KeyboardInterrupt
             raise Stopping(f"Job {id} was interrupted; call it again to go on.")
         info = held.info()
-        return Result(
+        result = Result(
             id, place, ending.outcome, info.total, info.done, ending.kept, info.dead,
-            ending.failures, ending.seconds, held.causes(), decode,
+            ending.failures, ending.seconds, held.causes(), decode, given.typed_keys(),
         )  # fmt: skip
+        if raise_on_dead:
+            result.raise_on_dead()
+        return result
+
+
+def _recorded_id(ledger: Ledger, function: Callable[[Any], Any]) -> str | None:
+    """Return the id that an earlier version of Headway gave to the job of this function, if the ledger has that job."""
+    id = functions.earlier_default_job(function)
+    return None if plans.find(ledger, id) is None else id
+
+
+def _other_version(ledger: Ledger, id: str, name: str) -> str | None:
+    """Return the latest job without a name of a function of the same name."""
+    stem = id.rpartition("-")[0]
+    others = [info for info in ledger.jobs() if info.function == name and info.id.rpartition("-")[0] == stem]
+    return max(others, key=lambda info: info.updated_at).id if others else None
 
 
 def _fleet_options(
@@ -240,6 +325,8 @@ def _fleet_options(
 
     if encode is not None:
         raise InvalidInput("encode cannot be sent to the workers of a fleet.", hint="Return what is JSON.")
+    if slots is not None and type(slots) is not int:
+        raise InvalidInput(f"slots must be a whole number (got {slots!r:.60}).")
     options = FleetOptions(slots, any_version=any_version)
     check(config, function, options)
     return options
@@ -275,13 +362,36 @@ def _perform_by_fleet(
 _ASKING = frozenset({"dead", "items", "jobs", "results", "resume", "retry", "show", "stop"})
 
 
+#: Options that hints name, as a program gives them.
+_ARGUMENTS = {
+    "--accept-changes": "accept_changes=True",
+    "--fresh": "fresh=True",
+    "--key": "key=",
+    "another --output": "another output=",
+}
+
+
 @contextmanager
 def _hinting(config: Config) -> Iterator[None]:
     """What an error says to type finds the job also where the program named the database by hand."""
     try:
         yield
     except HeadwayError as error:
-        error.hint = with_option(error.hint, config.database_option, lambda command: command.split()[1] in _ASKING)
+        hint = error.hint
+        for option, argument in _ARGUMENTS.items():
+            hint = hint.replace(option, argument)
+        error.hint = with_option(hint, config.database_option, lambda command: command.split()[1] in _ASKING)
+        raise
+
+
+@contextmanager
+def _interrupting(shutdown: Shutdown) -> Iterator[None]:
+    """Raise KeyboardInterrupt if it was Ctrl-C that stopped the block."""
+    try:
+        yield
+    except Stopping:
+        if shutdown.signum == signal.SIGINT:
+            raise KeyboardInterrupt from None
         raise
 
 
@@ -293,7 +403,7 @@ _given_shutdown: ContextVar[Shutdown | None] = ContextVar("given_shutdown", defa
 
 
 def _awaitable(call: Callable[P, Result]) -> Callable[P, Coroutine[Any, Any, Result]]:
-    async def amap(*arguments: P.args, **options: P.kwargs) -> Result:
+    async def amap(*given: P.args, **options: P.kwargs) -> Result:
         """`map` inside a running event loop, which goes on meanwhile: ``await headway.amap(fetch, urls, job="x")``.
 
         Items run in workers as ever, an async function on a loop of its own there. When the task that awaits it is
@@ -302,7 +412,7 @@ def _awaitable(call: Callable[P, Result]) -> Callable[P, Coroutine[Any, Any, Res
         shutdown = Shutdown()
         context = copy_context()
         context.run(_given_shutdown.set, shutdown)
-        work = asyncio.get_running_loop().run_in_executor(None, partial(context.run, call, *arguments, **options))
+        work = asyncio.get_running_loop().run_in_executor(None, partial(context.run, call, *given, **options))
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -322,8 +432,8 @@ def open_job(
     items: Iterable[object] | None = None,
     *,
     database: str | None = None,
-    retries: int = 2,
-    retry_delay: float = 1.0,
+    retries: int | None = None,
+    retry_delay: float | None = None,
     key: str | None = None,
     fresh: bool = False,
     accept_changes: bool = False,
@@ -334,13 +444,16 @@ def open_job(
     ``items`` makes the job at first and is compared with it later, as in `map`; leave it out to go on with what is
     known.
     """
-    config = Config(cli={"database": database, "payload_limit": payload_limit})
-    limit = int(config["payload_limit"] or 0)
-    source = None if items is None else GivenItems(items, key=key, limit=limit)
+    config = Config(
+        cli={"database": database, "retries": retries, "retry_delay": retry_delay, "payload_limit": payload_limit}
+    )
+    check_id(job, "a job id")
+    arguments.check_key(key)
+    arguments.check_flags(fresh=fresh, accept_changes=accept_changes)
+    arguments.refuse_mapping(items)
+    source = None if items is None else GivenItems(items, key=key, limit=int(config["payload_limit"] or 0))
     with _hinting(config):
-        return _open_job(
-            job, source, config, retries=retries, retry_delay=retry_delay, fresh=fresh, accept_changes=accept_changes
-        )
+        return _open_job(job, source, config, fresh=fresh, accept_changes=accept_changes)
 
 
 def _open_job(
@@ -348,22 +461,20 @@ def _open_job(
     source: GivenItems | None,
     config: Config,
     *,
-    retries: int = 2,
-    retry_delay: float = 1.0,
-    fresh: bool = False,
-    accept_changes: bool = False,
+    fresh: bool,
+    accept_changes: bool,
 ) -> OpenJob:
     sinks = configured_sinks(config)
     ledger = Ledger.open(config.text("database"), create=source is not None)
     try:
-        policy = RetryPolicy(retries, retry_delay, jitter=0.5, cap=300.0)
+        policy = policy_of(config)
         settings = Settings(workers=1, mode="loop", policy=policy)
         if source is None:
-            held = ledger.job(check_id(job, "a job id"))
+            held = ledger.job(job)
             hold = ledger.hold(held, {"mode": "loop"})
             held = held.held_by(hold)
         else:
-            plan = plans.look(ledger, check_id(job, "a job id"), "", source, fresh=fresh)
+            plan = plans.look(ledger, job, "", source, fresh=fresh)
             if not accept_changes:
                 plans.refuse_doubt(plan)
             held, hold = take(ledger, plan, settings, accept=accept_changes)
@@ -392,7 +503,7 @@ def track(
     key: str | None = None,
     fresh: bool = False,
     accept_changes: bool = False,
-    progress: str = "auto",
+    progress: str | None = None,
     payload_limit: int | None = None,
 ) -> Tracker[T]:
     """The items that are not done yet, for a loop of your own: ``for page in headway.track(pages, job="pages"):``.
@@ -403,7 +514,10 @@ def track(
     loops over one job cannot run at once, except that a second one in the same process ends the first: at a prompt or in a
     notebook an exception would keep that alive.
     """
-    config = Config(cli={"database": database, "payload_limit": payload_limit})
+    config = Config(cli={"database": database, "payload_limit": payload_limit, "progress": progress})
+    check_id(job, "a job id")
+    arguments.check_key(key)
+    arguments.check_flags(fresh=fresh, accept_changes=accept_changes)
     place = absolute(config.text("database")), job
     if (earlier := _trackers.pop(place, None)) is not None:
         earlier.close()
@@ -412,7 +526,8 @@ def track(
         return _open_job(job, source, config, fresh=fresh, accept_changes=accept_changes)
 
     limit = int(config["payload_limit"] or 0)
+    display = open_display(config.text("progress"), stream=sys.stderr, color=config.text("color"), shared=True)
     with _hinting(config):
-        tracker = start_tracking(opened, items, key=key, limit=limit, progress=progress)
+        tracker = start_tracking(opened, items, key=key, limit=limit, display=display)
     _trackers[place] = tracker
     return tracker

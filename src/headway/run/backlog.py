@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from headway.ledger import Item, Job, Recorded
+from headway.errors import HeadwayError
+from headway.ledger import Item, Job, JobInfo, Recorded
 
 #: Read ahead at most so many items, and at most about so many bytes of payload.
 MOST = 4000
@@ -51,9 +52,28 @@ class Backlog:
                 size = sum(len(item.payload or "") for item in page) / len(page)
                 self._page = max(10, min(MOST, int(BYTES / max(size, 1))))
 
+    def info(self) -> JobInfo | None:
+        """Read the counts of the job; None if other processes work on it too."""
+        return self._job.info()
+
     def look_again(self, now: float) -> bool:
-        """Whether the ledger has more by now: what nobody here knows of was given another life from elsewhere."""
+        """Return whether the ledger has items to run although this run is through.
+
+        Dead letters may have been retried meanwhile. A database that was restored, or failed over to a replica that
+        lagged, no longer has the last records. So the search starts at the first item, and the ledger decides.
+        """
+        before = self._job.info().remaining
+        if not before:
+            return False
+        self._cursor, self._untouched_left = -1, True
         self._take_due(now)
+        self.refill(now)
+        if self.empty and self._job.info().remaining >= before:
+            raise HeadwayError(
+                f"{before:,} items of job {self._job.id} are neither done nor dead, and the ledger has none to run: its "
+                "counters do not match its items.",
+                hint="Was the database changed by hand? Run the same command again: it counts the items anew.",
+            )
         return not self.empty
 
     def take_last_pass(self) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import IO, Any, NoReturn
 
+from headway.connection_pools import discard_inherited
 from headway.errors import HeadwayError
 from headway.ledger import Item
 from headway.lifecycle import Budget, check_descriptors, signal_name
@@ -272,6 +273,7 @@ class Crew:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             if self._console is not None:
                 self._console.enter_worker()
+            discard_inherited()
             wire = Wire(theirs, blocking=True)
             worker_process.main(wire, slots, self._function, mode=self._mode, timeout=self._timeout, keep=self._keep)
         finally:

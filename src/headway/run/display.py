@@ -42,8 +42,8 @@ JSON_SECONDS = 1.0
 #: What a progress line of NDJSON says. These keys stay; more may come.
 PROGRESS_KEYS = {
     "total": "items of the job; null while a stream of them is still open",
-    "kept": "items done before this run",
-    "done": "items done by this run",
+    "kept": "done items that an earlier run did",
+    "done": "items of the job that are done, the kept ones included",
     "running": "items being worked on",
     "retrying": "items that failed and wait for another try",
     "dead": "items of the job that failed for good",
@@ -177,7 +177,7 @@ def _state(snapshot: RunSnapshot, estimator: Estimator) -> str:
     silence, forecast = estimator.stalled, estimator.forecast
     if silence is not None:
         return f"stalled {duration(int(silence))}"
-    if snapshot.running == 0 and snapshot.retrying > 0:
+    if snapshot.only_retries:
         return "waiting to retry"
     return f"~{roughly(forecast.seconds)} left" if forecast else ""
 
@@ -192,9 +192,9 @@ def _position(snapshot: RunSnapshot) -> str:
 
 
 def _counts(snapshot: RunSnapshot) -> list[str]:
+    kept = f" ({snapshot.kept:,} kept)" if snapshot.kept else ""
     return [
-        f"kept {snapshot.kept:,}",
-        f"done {snapshot.done:,}",
+        f"done {snapshot.position:,}{kept}",
         f"running {snapshot.running:,}",
         f"retrying {snapshot.retrying:,}",
         f"dead {snapshot.dead:,}",
@@ -336,7 +336,7 @@ class _Bar:
         fields = _counts(snapshot)
         # Where there is no room for all, what is zero goes first, then what matters least.
         droppable = [field for field in fields if field.endswith(" 0")]
-        droppable += [field for field in (fields[2], fields[0], fields[3], fields[1]) if field not in droppable]
+        droppable += [field for field in (fields[1], fields[2], fields[0]) if field not in droppable]
         while len(fields) > 1 and cells(between.join(fields)) + 1 > room:
             fields.remove(droppable.pop(0))
         line = _clip(" " + between.join(fields), room)
@@ -496,7 +496,7 @@ class _Json(_Unmoved):
             event,
             total=snapshot.total,
             kept=snapshot.kept,
-            done=snapshot.done,
+            done=snapshot.position,
             running=snapshot.running,
             retrying=snapshot.retrying,
             dead=snapshot.dead,

@@ -52,6 +52,13 @@ class RunSnapshot:
         return self.kept + self.done
 
     @property
+    def only_retries(self) -> bool:
+        """Whether nothing runs and every item that is left waits for another try."""
+        if self.running or not self.retrying:
+            return False
+        return self.total is None or self.position + self.dead + self.retrying >= self.total
+
+    @property
     def percent(self) -> float | None:
         if self.total is None:
             return None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import inspect
+import linecache
 import os
 import pickle
 import re
@@ -98,66 +100,83 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def default_job(function: Callable[..., Any]) -> str:
-    """The id of a job that nobody named: the function's name, and a hash of where it is defined and of its code. Other
-    code under the same name (another lambda, a function defined again, a function of another file) is another job."""
+    """Return the id of a job without a name: the function's name, and a hash of its file and its code.
+
+    Other code under the same name (another lambda, a function defined again, a function of another file) is another job.
+    The hash is of the source, so that the id does not depend on the version of Python.
+    """
+    return _job_id(function, _of_source)
+
+
+def earlier_default_job(function: Callable[..., Any]) -> str:
+    """Return the id that earlier versions of Headway made: of the bytecode, which each version of Python has its own of."""
+    return _job_id(function, _of_bytecode)
+
+
+#: Yields what tells the code of a function or class from others.
+_Describe = Callable[[Any], Iterator[str]]
+
+
+def _job_id(function: Callable[..., Any], describe: _Describe) -> str:
     short = re.sub(r"[^A-Za-z0-9._-]", "", getattr(function, "__name__", type(function).__name__)) or "function"
     digest = blake2b(digest_size=6)
-    for part in _identity(function, set()):
+    for part in _identity(function, set(), describe):
         digest.update(f"{len(part)}:{part}".encode(errors="backslashreplace"))
     return f"{short[:60].strip('.') or 'function'}-{digest.hexdigest()}"
 
 
-def _identity(function: object, seen: set[int]) -> Iterator[str]:
-    """What tells this function from others, the same in every process: names, file, code and what it has closed over."""
+def _identity(function: object, seen: set[int], describe: _Describe) -> Iterator[str]:
+    """Yield what tells this function from others, the same in every process: names, file, code and closed-over values."""
     if id(function) in seen:
         return
     seen.add(id(function))
     if isinstance(function, functools.partial):
         yield "partial"
         for each in (function.func, *function.args, *chain.from_iterable(sorted(function.keywords.items()))):
-            yield from _value(each, seen)
+            yield from _value(each, seen, describe)
     elif isinstance(function, types.MethodType):
-        yield from _identity(function.__func__, seen)
-        yield from _value(function.__self__, seen)
+        yield from _identity(function.__func__, seen, describe)
+        yield from _value(function.__self__, seen, describe)
     elif isinstance(function, types.FunctionType):
-        yield from _of_function(function, seen)
+        yield from _of_function(function, seen, describe)
     elif isinstance(function, type):
         yield name_of(function)
-        for each in [each for _, each in sorted(vars(function).items()) if isinstance(each, types.FunctionType)]:
-            yield from _identity(each, seen)
+        yield from describe(function)
+        for method in [each for _, each in sorted(vars(function).items()) if isinstance(each, types.FunctionType)]:
+            if describe is _of_bytecode or _source_node(method.__code__) is not None:  # not those that dataclass made
+                yield from _identity(method, seen, describe)
     elif isinstance(function, types.BuiltinFunctionType) and isinstance(function.__self__, types.ModuleType | None):
         yield name_of(function)
     elif hasattr(function, "__wrapped__"):  # functools.lru_cache and its like
         yield name_of(type(function))
-        yield from _identity(function.__wrapped__, seen)
+        yield from _identity(function.__wrapped__, seen, describe)
     else:
         raise InvalidInput(
-            f"Nobody can tell this {type(function).__name__} from another one when it is called again.",
+            f"A {type(function).__name__} cannot be recognised when it is called again.",
             hint='Name the job: headway.map(function, items, job="...")',
         )
 
 
-def _of_function(function: types.FunctionType, seen: set[int]) -> Iterator[str]:
+def _of_function(function: types.FunctionType, seen: set[int], describe: _Describe) -> Iterator[str]:
     code = function.__code__
     yield name_of(function)
     yield os.path.realpath(code.co_filename)
-    yield from _code(code)
+    yield from describe(function)
     for each in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        yield from _value(each, seen)
+        yield from _value(each, seen, describe)
     for cell in function.__closure__ or ():
-        yield from _value(_content(cell), seen)
+        yield from _value(_content(cell), seen, describe)
     # Functions of the same file that it calls are its code as well.
     called = (function.__globals__.get(name) for name in sorted(_names(code)))
     for each in called:
         if isinstance(each, types.FunctionType) and each.__code__.co_filename == code.co_filename:
-            yield from _identity(each, seen)
+            yield from _identity(each, seen, describe)
 
 
-def _value(value: object, seen: set[int]) -> Iterator[str]:
-    """A value that a function carries with it. One that has no form of its own that is the same next time cannot name a
-    job."""
+def _value(value: object, seen: set[int], describe: _Describe) -> Iterator[str]:
+    """Yield a value that a function carries with it. One without a form that is the same next time cannot name a job."""
     if callable(value):
-        yield from _identity(value, seen)
+        yield from _identity(value, seen, describe)
     elif isinstance(value, types.ModuleType):
         yield value.__name__
     elif isinstance(value, Path):
@@ -167,8 +186,8 @@ def _value(value: object, seen: set[int]) -> Iterator[str]:
             yield canonical(value)
         except InvalidInput as error:
             raise InvalidInput(
-                f"The function carries a {type(value).__name__} with it, so nobody can tell whether it is the same "
-                "function when it is called again.",
+                f"The function carries a {type(value).__name__} with it, so it cannot be recognised when it is called "
+                "again.",
                 hint='Name the job: headway.map(function, items, job="...")',
             ) from error
 
@@ -180,8 +199,14 @@ def _content(cell: types.CellType) -> object:
         return None
 
 
+def _of_bytecode(function: Any) -> Iterator[str]:
+    """Yield the bytecode of a function; a class has that of its methods."""
+    if not isinstance(function, type):
+        yield from _code(function.__code__)
+
+
 def _code(code: types.CodeType) -> Iterator[str]:
-    """The code without its line numbers: a function that only moved is the same."""
+    """Yield the code without its line numbers: a function that only moved is the same."""
     yield code.co_code.hex()
     yield repr((code.co_names, code.co_varnames, code.co_freevars))
     for constant in code.co_consts:
@@ -196,6 +221,104 @@ def _code(code: types.CodeType) -> Iterator[str]:
 def _names(code: types.CodeType) -> set[str]:
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return set(code.co_names).union(*inner)
+
+
+# ---- the source of a function ----------------------------------------------------------------------------------------
+
+
+def _of_source(function: Any) -> Iterator[str]:
+    """Yield the source of a function or class; the bytecode of a function whose source is not known (a prompt, exec)."""
+    if isinstance(function, type):
+        node = _class_node(function)
+        if node is not None:
+            yield source_form(node)
+        return
+    node = _source_node(function.__code__)
+    if node is None:
+        yield from _code(function.__code__)
+    else:
+        yield source_form(node)
+
+
+def source_form(part: object) -> str:
+    """Return a syntax tree as text: without places, formatting and comments, and the same in every version of Python.
+
+    `ast.dump` is not: fields were added, and later versions leave out empty ones.
+    """
+    if isinstance(part, ast.JoinedStr):  # Python 3.12 puts empty texts between the parts of an f-string
+        return (
+            f"JoinedStr({', '.join(source_form(each) for each in part.values if getattr(each, 'value', None) != '')})"
+        )
+    if isinstance(part, ast.AST):
+        fields = [
+            f"{name}={source_form(value)}"
+            for name, value in sorted(ast.iter_fields(part))
+            if name not in ("ctx", "kind", "type_comment") and value is not None and value != []
+        ]
+        return f"{type(part).__name__}({', '.join(fields)})"
+    if isinstance(part, list):
+        return f"[{', '.join(map(source_form, part))}]"
+    return ascii(part)
+
+
+def _source_node(code: types.CodeType) -> ast.AST | None:
+    """Return the definition of ``code`` in its file; None if the file does not have it, or not in the version that runs."""
+    tree, codes = _parsed(code.co_filename)
+    if tree is None or code not in codes:
+        return None
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        and getattr(node, "name", "<lambda>") == code.co_name
+        and min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))]) == code.co_firstlineno
+        and _holds(node, code)
+    ]
+    # Of lambdas in one line the one that holds all of the code and the least besides.
+    found.sort(key=lambda node: (node.end_lineno or 0, node.end_col_offset or 0, -node.lineno, -node.col_offset))
+    return found[0] if found else None
+
+
+def _holds(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, code: types.CodeType) -> bool:
+    """Return whether every instruction of ``code`` comes from inside ``node``."""
+    if not isinstance(node, ast.Lambda):
+        return True
+    first, last = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
+    places = [each for each in code.co_positions() if None not in each and each[2] != each[3]]
+    return all(first <= (line, column) and (end, end_column) <= last for line, end, column, end_column in places)
+
+
+def _class_node(kind: type) -> ast.AST | None:
+    module = sys.modules.get(kind.__module__)
+    tree, _ = _parsed(getattr(module, "__file__", None) or "")
+    found: list[ast.AST] = [] if tree is None else [tree]
+    for name in kind.__qualname__.split("."):
+        found = [
+            each for node in found for each in ast.walk(node) if isinstance(each, ast.ClassDef) and each.name == name
+        ]
+    return found[0] if len(found) == 1 else None
+
+
+def _parsed(filename: str) -> tuple[ast.AST | None, frozenset[types.CodeType]]:
+    """Return the syntax tree of a file and every code object in it. The file may have been edited since it was imported."""
+    linecache.checkcache(filename)
+    return _parse("".join(linecache.getlines(filename)), filename)
+
+
+@functools.lru_cache(maxsize=16)
+def _parse(text: str, filename: str) -> tuple[ast.AST | None, frozenset[types.CodeType]]:
+    try:
+        tree = ast.parse(text, filename)
+        return tree, frozenset(_codes(compile(text, filename, "exec", dont_inherit=True)))
+    except (SyntaxError, ValueError, RecursionError):
+        return None, frozenset()
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _codes(constant)
 
 
 def choose_mode(function: Work, mode: str | None, name: str, workers: object = None) -> str:
@@ -271,14 +394,9 @@ def _why_not_sent(function: Work, encode: object) -> str:
     return "the function is defined in the main program" if b"__main__" in data else ""
 
 
-def choose_workers(workers: int | None, mode: str) -> int:
-    if workers is not None:
-        if workers < 1:
-            raise InvalidInput(f"{workers} workers cannot do anything.", hint="Use 1 or more.")
-        return workers
-    if mode == "process":
-        return _cores()
-    return _THREADS if mode == "thread" else _COROUTINES
+def default_workers(mode: str) -> int:
+    """Return how many items run at once unless the settings say otherwise."""
+    return {"thread": _THREADS, "async": _COROUTINES}.get(mode) or _cores()
 
 
 def _cores() -> int:

@@ -11,21 +11,35 @@ import csv
 import dataclasses
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from hashlib import blake2b
 from itertools import chain
 from math import isnan
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 
-from headway.errors import InputChanged, InvalidInput
+from headway.errors import InputChanged, InvalidInput, Stopping
 from headway.ledger import Job, NewItem, canonical, fingerprint
+from headway.lifecycle import Shutdown
 from headway.run.results import as_plain
 
-FORMATS = ("jsonl", "json", "csv", "lines")
-_BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv"}
+FORMATS = ("jsonl", "json", "csv", "tsv", "lines")
+_BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".tab": "tsv"}
+
+#: How a gzip file begins.
+_GZIP = b"\x1f\x8b"
+#: How files begin that are not text, and what to do with one.
+_NOT_TEXT = {
+    _GZIP: "It is a gzip file: give its path after --items, or pipe it through zcat.",
+    b"PK\x03\x04": "It is a zip archive or a spreadsheet: unpack it, or save it as CSV.",
+    b"\x28\xb5\x2f\xfd": "It is compressed by zstd: unpack it, or compress it by gzip.",
+    b"\xfd7zXZ": "It is compressed by xz: unpack it, or compress it by gzip.",
+    b"BZh": "It is compressed by bzip2: unpack it, or compress it by gzip.",
+    b"PAR1": "It is a Parquet file: write it as CSV or JSON lines.",
+}
 
 #: What may divide the columns of a CSV file, and what that is called; the comma where several would do.
 _DIVIDERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
@@ -35,6 +49,8 @@ INDEX = "(index)"
 
 #: Bytes one item's payload may have, unless the settings say otherwise.
 PAYLOAD_LIMIT = 262_144
+#: Seconds between two lines of progress while items are read and registered.
+REPORT_SECONDS = 3.0
 #: A line of a pipe that is so many times as long as an item may be is not waited for: escapes and spaces are less.
 LINE_MOST = 16
 
@@ -82,7 +98,10 @@ class Source(Protocol):
 
 
 class FileItems:
-    """A file of items. Blank lines do not count. In the format ``json`` the file is one array, or JSON lines."""
+    """A file of items, as it is or compressed by gzip.
+
+    Blank lines do not count. In the format ``json`` the file is one array, or JSON lines.
+    """
 
     def __init__(
         self,
@@ -109,7 +128,8 @@ class FileItems:
             raise InvalidInput(f"The items file {path} cannot be read: {error.strerror}.") from error
         # Standard input has no name that could tell: a file is read there as the same file would be from a pipe.
         unnamed = "jsonl" if self.name == "-" and first in (b"{", b"[") else "lines"
-        self.format = format or _BY_SUFFIX.get(path.suffix.lower(), unnamed)
+        named = path.with_suffix("") if path.suffix.lower() == ".gz" else path
+        self.format = format or _BY_SUFFIX.get(named.suffix.lower(), unnamed)
         if key is not None and self.format == "lines":
             raise InvalidInput(
                 f"--key {key} needs items with fields, but {path} is read as plain lines.",
@@ -120,7 +140,7 @@ class FileItems:
         return f"element {number:,}" if self._is_array else f"line {number:,}"
 
     def digest(self) -> str:
-        with self.path.open("rb") as file:
+        with self._content() as file:
             digest = self._new_digest()
             while block := file.read(1 << 20):
                 digest.update(block)
@@ -135,14 +155,34 @@ class FileItems:
     def _begins_array(self) -> bool:
         return self._first() == b"["
 
+    @contextmanager
+    def _content(self) -> Iterator[BinaryIO]:
+        """Open the file; one that is compressed by gzip is unpacked while it is read."""
+        with self.path.open("rb") as raw:
+            if raw.read(len(_GZIP)) != _GZIP:
+                raw.seek(0)
+                yield raw
+                return
+            raw.seek(0)
+            import gzip
+            import zlib
+
+            try:
+                with gzip.open(raw) as file:
+                    yield cast("BinaryIO", file)
+            except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+                raise InvalidInput(
+                    f"The items file {self.path} is a damaged gzip file: {error}.", hint="Copy or compress it again."
+                ) from error
+
     def _first(self) -> bytes:
         """The first byte that is no space, or nothing."""
-        with self.path.open("rb") as file:
+        with self._content() as file:
             return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
 
     def __iter__(self) -> Iterator[Read]:
         digest = self._new_digest()
-        if self.format == "csv":
+        if self.format in ("csv", "tsv"):
             yield from self._checked(self._csv(digest))
         elif self.format == "json":
             yield from self._checked(self._json(digest))
@@ -151,7 +191,7 @@ class FileItems:
         self.digest_read = digest.hexdigest()
 
     def _raw_lines(self, digest: blake2b) -> Generator[bytes, None, None]:
-        with self.path.open("rb") as file:
+        with self._content() as file:
             for line in file:
                 digest.update(line)
                 yield line
@@ -170,7 +210,8 @@ class FileItems:
         if not self._is_array:
             yield from self._lines(digest)
             return
-        content = self.path.read_bytes()
+        with self._content() as file:
+            content = file.read()
         digest.update(content)
         yield from enumerate(_array(content, self.name), 1)
 
@@ -180,7 +221,7 @@ class FileItems:
         with closing(self._raw_lines(digest)) as raw:
             texts = (decode(line, number, self.name) for number, line in enumerate(raw, 1))
             header = next(texts, "")
-            divider = _divider(header)
+            divider = "\t" if self.format == "tsv" else _divider(header)
             rows = csv.DictReader(chain([header], texts), strict=True, delimiter=divider)
             try:
                 self._refuse_repeated(rows.fieldnames or ())
@@ -280,6 +321,8 @@ class GivenItems:
                 hint="Give a list. The lines of a file: open(path).read().splitlines()",
             )
         rows, self._names = frame_rows(items)
+        if not isinstance(rows, Iterable):
+            raise InvalidInput(f"items must be a list or another iterable (got {rows!r:.60}).")
         # An iterator can be read once only, and we read it again to find out what changed.
         self.items = rows if isinstance(rows, list | tuple | range) else list(rows)
         if key is not None:
@@ -287,6 +330,16 @@ class GivenItems:
         self.key = key if self._names is None else INDEX
         self._limit, self._plain = limit, plain
         self.digest_read = ""
+
+    def typed_keys(self) -> dict[str, Any]:
+        """Return the keys that are not texts, by the text that the ledger has: ``{"17": 17}``."""
+        if self._names is not None:
+            keys: Iterable[Any] = self._names
+        elif self.key is not None:
+            keys = (item[self.key] for item in self.items if isinstance(item, dict) and self.key in item)
+        else:
+            return {}
+        return {str(key): key for key in keys if not isinstance(key, str)}
 
     @property
     def name(self) -> str:
@@ -304,11 +357,49 @@ class GivenItems:
         seen: set[int] = set()
         digest = blake2b(f"given\0{self.key}\0".encode(), digest_size=16)
         for number, value in enumerate(self.items, 1):
-            name = None if self._names is None else self._names[number - 1]
+            name = None if self._names is None else str(self._names[number - 1])
             read = check(value, number, self.key, self._limit, seen, self.place(number), name=name, plain=self._plain)
             digest.update(read.payload.encode() + b"\n")
             yield read
         self.digest_read = digest.hexdigest()
+
+
+class WatchedItems:
+    """A source whose reading can be interrupted and shows how far it is.
+
+    Reading and registering 500,000 items takes longer than a person waits for Ctrl-C.
+    """
+
+    def __init__(self, source: Source, shutdown: Shutdown, report: Callable[[str], object]) -> None:
+        """``report`` receives a line of progress every few seconds."""
+        self._source, self._shutdown, self._report = source, shutdown, report
+        self.name, self.key, self.place = source.name, source.key, source.place
+
+    @property
+    def digest_read(self) -> str:
+        return self._source.digest_read
+
+    def digest(self) -> str:
+        if not isinstance(self._source, GivenItems):
+            return self._source.digest()
+        for _ in self:
+            pass
+        return self.digest_read
+
+    def __iter__(self) -> Iterator[Read]:
+        report_at = time.monotonic() + REPORT_SECONDS
+        for count, read in enumerate(self._source):  # ``count`` were read before
+            if self._shutdown.stop.is_set():
+                error = Stopping(
+                    f"Interrupted after {count:,} items were read; none was started.",
+                    hint="The same command continues.",
+                )
+                error.exit_code = self._shutdown.exit_code
+                raise error
+            if count and not count % 1000 and time.monotonic() >= report_at:
+                report_at = time.monotonic() + REPORT_SECONDS
+                self._report(f"Reading items: {count:,} so far ...")
+            yield read
 
 
 class PipedItems:
@@ -328,7 +419,7 @@ class PipedItems:
         accept: Accept | None = None,
     ) -> None:
         self._job, self._descriptor, self._key, self._limit, self._accept = job, descriptor, key, limit, accept
-        if format in ("json", "csv"):
+        if format in ("json", "csv", "tsv"):
             raise InvalidInput(f"A pipe cannot be read as {format}.", hint="Use a file, or pipe JSON lines.")
         self._format = format
         self._rest = b""
@@ -401,7 +492,8 @@ def decode(line: bytes, number: int, name: str) -> str:
 def _not_utf8(where: str, error: UnicodeDecodeError) -> InvalidInput:
     return InvalidInput(
         f"{where}: not UTF-8 (byte {error.object[error.start]:#04x}).",
-        hint="Convert the file, for example: iconv -f latin1 -t utf-8 FILE > NEW",
+        hint=next((hint for head, hint in _NOT_TEXT.items() if error.object.startswith(head)), None)
+        or "Convert the file, for example: iconv -f latin1 -t utf-8 FILE > NEW",
     )
 
 
@@ -458,7 +550,7 @@ def _refuse_constant(word: str) -> None:
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
-def frame_rows(items: Iterable[object]) -> tuple[Iterable[object], Sequence[str] | None]:
+def frame_rows(items: Iterable[object]) -> tuple[Iterable[object], Sequence[Any] | None]:
     """The rows of a DataFrame and what its index calls them; anything else is what it is."""
     library = type(items).__module__.partition(".")[0]
     frame: Any = items
@@ -467,7 +559,7 @@ def frame_rows(items: Iterable[object]) -> tuple[Iterable[object], Sequence[str]
         if len(set(columns)) < len(columns):
             raise InvalidInput("The DataFrame has two columns of one name.", hint="Give every column its own.")
         rows = frame.itertuples(index=False, name=None)
-        return [_row(columns, row) for row in rows], [str(label) for label in frame.index]
+        return [_row(columns, row) for row in rows], list(frame.index)
     if library == "polars" and hasattr(frame, "iter_rows"):
         return [_row(frame.columns, row) for row in frame.iter_rows()], None
     if library == "polars" and hasattr(frame, "collect"):
@@ -520,7 +612,7 @@ def check(
         if accept is not None:
             accept(value)
     except InvalidInput as error:
-        raise InvalidInput(f"{where}: {error}", hint=error.hint) from error
+        raise InvalidInput(f"{where}: {error}", hint=error.hint) from None  # one error, not a chain of four
     if len(payload) > limit // 4 and len(payload.encode()) > limit:
         raise InvalidInput(
             f"{where}: the item has {len(payload.encode()):,} bytes; at most {limit:,} are allowed.",

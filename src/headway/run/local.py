@@ -66,6 +66,9 @@ class LocalPool(Pool):
         #: No worker is started before, and since when none could be.
         self._start_at = 0.0
         self._short_since: float | None = None
+        #: Since when programs could not be started while none ran, and whether that was said.
+        self._programs_short_since: float | None = None
+        self._said_short = False
         #: The slot suspect that began last, and when.
         self._examined: tuple[int, float] = (-1, 0.0)
 
@@ -217,15 +220,31 @@ class LocalPool(Pool):
             if self._stop_reason is not None:
                 self._backlog.release()
             return
+        if "short" in frame:
+            self._programs_are_short(frame["short"])
+            return
         if "alone" in frame:
             self._backlog.suspects.extend(worker.out.pop(idx) for idx in frame["alone"] if idx in worker.out)
             if self._stop_reason is not None:
                 self._backlog.release()
             return
-        worker.reported, self._stillborn = True, 0
+        worker.reported, self._stillborn, self._programs_short_since = True, 0, None
         worker.failures += len(frame["failed"])
         worker.printed.update(frame["printed"])
         self._take_outcomes(worker.out, frame, worker.name, worker.printed)
+
+    def _programs_are_short(self, reason: str) -> None:
+        """A worker could not start a program. Its items wait for those that run; without any, for a while."""
+        now = time.monotonic()
+        if not self._said_short:
+            self._said_short = True
+            self._display.say(
+                f"No more programs can be started at once: {reason}. The others wait; no attempt is counted."
+            )
+        if self._busy or self._programs_short_since is None:
+            self._programs_short_since = now
+        elif now - self._programs_short_since > START_SECONDS_MOST:
+            raise CannotStart(f"No program could be started for {START_SECONDS_MOST:g} s: {reason}.")
 
     def _worker_ended(self, worker: WorkerHandle) -> None:
         """A worker has ended: find out why, charge the item that killed it and nobody else."""

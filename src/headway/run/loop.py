@@ -12,7 +12,7 @@ import json
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -60,14 +60,20 @@ class OpenItem:
         return self._item.attempts
 
     def __enter__(self) -> Self:
-        self._job.check()
+        self._job.enter(self._item)
         self._began = time.monotonic()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        seconds = time.monotonic() - self._began
+        try:
+            return self._record(error, time.monotonic() - self._began)
+        finally:
+            self._job.leave(self._item)
+
+    def _record(self, error: BaseException | None, seconds: float) -> bool:
+        """Record how the block ended; return whether its exception is dealt with."""
         if error is None:
             self._job.record(Done(self._item.idx, bounded_meta(self.meta), None, seconds))
             return False
@@ -85,6 +91,55 @@ class OpenItem:
         return True
 
 
+class _Share:
+    """The items that concurrent loops over one job share. Its owner holds a lock around `next`."""
+
+    def __init__(self, job: Job, entered: Mapping[int, int]) -> None:
+        self._job = job
+        self._cursor = -1
+        self._untried = True
+        self._ready = deque[Item]()
+        #: Items that were yielded and not recorded since: index -> failures at that time.
+        self._yielded = dict(entered)
+
+    def next(self) -> tuple[Item | None, float | None]:
+        """Return the next item; or None and the seconds until one is due, None if none will be."""
+        delay = None if self._ready else self._refill()
+        if not self._ready:
+            return None, delay
+        item = self._ready.popleft()
+        self._yielded[item.idx] = item.attempts
+        return item, None
+
+    def recorded(self, outcome: Done | Failed) -> None:
+        """Forget that an item was yielded. A failed one may have been yielded anew before this is called."""
+        if isinstance(outcome, Done) or self._yielded.get(outcome.idx) == outcome.seen:
+            self._yielded.pop(outcome.idx, None)
+
+    def _refill(self) -> float | None:
+        """Find items that may run now; return the seconds until the next one is due, None if none is."""
+        delay = self._find()
+        if not self._ready and delay is None and self._job.info().remaining > len(self._yielded):
+            # The ledger no longer has records that it had: the database was restored. They are made again.
+            self._cursor, self._untried = -1, True
+            delay = self._find()
+        return delay
+
+    def _find(self) -> float | None:
+        while self._untried and not self._ready:
+            page = self._job.untouched(self._cursor, PAGE)
+            self._untried = bool(page)
+            if page:
+                self._cursor = page[-1].idx
+                self._ready.extend(item for item in page if item.idx not in self._yielded)
+        if self._ready:
+            return None
+        due = self._job.due(PAGE + len(self._yielded), within=10**8)
+        due = [(item, left) for item, left in due if self._yielded.get(item.idx) != item.attempts]
+        self._ready.extend(item for item, left in due if left <= 0)
+        return due[0][1] if due else None
+
+
 class OpenJob:
     """The right to work on a job until it is closed. A thread prolongs the lease while the program works."""
 
@@ -97,6 +152,11 @@ class OpenJob:
         self._stop = threading.Event()
         self._lost: StaleClaim | None = None
         self._closed = False
+        #: Loops over `remaining` that run now, what they share, and the items inside ``with item:``.
+        self._sharing = threading.Lock()
+        self._loops = 0
+        self._entered: dict[int, int] = {}
+        self._share = _Share(job, self._entered)
         self._renewing = threading.Thread(target=self._renew, name="headway-renew", daemon=True)
         self._renewing.start()
 
@@ -117,29 +177,42 @@ class OpenJob:
         return self._job.progress()
 
     def remaining(self, *, wait: bool = True) -> Iterator[OpenItem]:
-        """Items that are neither done nor dead: first those never tried, then those that failed, each when its wait is
-        over. With ``wait=False`` the iteration ends instead of waiting."""
-        cursor, ready = -1, deque[Item]()
-        while True:
-            page = self._job.untouched(cursor, PAGE)
-            if not page:
-                break
-            cursor = page[-1].idx
-            yield from (OpenItem(self, item) for item in page)
-        offered: dict[int, int] = {}  # with how many failures: an item that was skipped is not offered again and again
-        while True:
-            due = self._job.due(PAGE + len(offered), within=10**8)
-            due = [(item, left) for item, left in due if offered.get(item.idx) != item.attempts]
-            ready.extend(item for item, left in due if left <= 0)
-            if not ready:
-                if not due or not wait:
+        """Yield the items that are neither done nor dead.
+
+        First come those never tried, then those that failed, each when its delay is over. With ``wait=False`` the
+        iteration ends instead of waiting. Loops that run at the same time, in several threads, share the items: each is
+        yielded to one of them. An item that a loop skips is yielded again by the first loop that starts after all of
+        them ended.
+        """
+        with self._sharing:
+            self._loops += 1
+            if self._loops == 1:
+                self._share = _Share(self._job, self._entered)
+            share = self._share
+        try:
+            while True:
+                self.check()  # in a forked child the lock may be held by a thread that it does not have
+                with self._sharing:
+                    item, delay = share.next()
+                if item is not None:
+                    yield OpenItem(self, item)
+                elif delay is None or not wait:
                     return
-                self._stop.wait(min(due[0][1], 1.0))
-                continue
-            while ready:
-                item = ready.popleft()
-                offered[item.idx] = item.attempts
-                yield OpenItem(self, item)
+                else:
+                    self._stop.wait(min(delay, 1.0))
+        finally:
+            if not self._guard.crossed:
+                with self._sharing:
+                    self._loops -= 1
+
+    def enter(self, item: Item) -> None:
+        """Note that ``with item:`` began: no later loop gets the item before it is left."""
+        self.check()
+        self._entered[item.idx] = item.attempts
+
+    def leave(self, item: Item) -> None:
+        """Note that ``with item:`` was left."""
+        self._entered.pop(item.idx, None)
 
     def numbers_among_equals(self, marks: Container[object]) -> dict[int, int]:
         """index -> how many items before it have the same payload; of the payloads that have one of these fingerprints."""
@@ -159,6 +232,9 @@ class OpenJob:
         if self._lost is not None:
             raise self._lost
         self._job.record(outcomes, hold=self._hold, policy=self._policy)
+        with self._sharing:
+            for outcome in outcomes:
+                self._share.recorded(outcome)
 
     def close(self, outcome: str = "interrupted") -> None:
         """Release the job. In a forked child this does nothing: the job is its parent's."""

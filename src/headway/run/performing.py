@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from headway import events
 from headway.config import Config
-from headway.errors import HeadwayError, InvalidInput, JobHeld
+from headway.errors import HeadwayError, JobHeld, Stopping
 from headway.events import CallableSink, Sink
 from headway.ledger import Hold, Job, Ledger
 from headway.lifecycle import Shutdown
+from headway.retry import RetryPolicy
+from headway.run import function as functions
 from headway.run import plan as plans
 from headway.run.display import Display
-from headway.run.executor import Executor, ExecutorPool
+from headway.run.executor import Executor, ExecutorPool, capacity, check_executor
 from headway.run.local import LocalPool
 from headway.run.output import CsvOutput, Output, keeps_results, open_output, refuse_foreign, refuse_incomplete
 from headway.run.pool import Ending, Feed, Pool, Settings
@@ -58,8 +60,8 @@ def take(
                 f"Job {plan.id} was started or changed by another process at the same moment.", hint="Run it again."
             )
         plans.carry_out(ledger, job, plan, max_retries=settings.policy.retries, command=command, accept=accept)
-    except BaseException:
-        ledger.release(hold, "failed")
+    except BaseException as error:
+        ledger.release(hold, "interrupted" if isinstance(error, Stopping) else "failed")
         raise
     return job, hold
 
@@ -134,7 +136,7 @@ def _release(ledger: Ledger, hold: Hold, outcome: str) -> None:
 
 
 def configured_sinks(config: Config) -> list[Sink]:
-    return events.open_sinks(config["sinks"], config["webhook"])
+    return events.open_sinks(config["sinks"], config["webhook"], secret=config["webhook_secret"])
 
 
 def describe(settings: Settings) -> dict[str, Any]:
@@ -150,12 +152,42 @@ def describe(settings: Settings) -> dict[str, Any]:
     }
 
 
-def check_settings(settings: Settings) -> None:
-    for name, value in (("timeout", settings.timeout), ("rate", settings.rate)):
-        if value is not None and not 0 < value < 10**9:
-            raise InvalidInput(f"{name} = {value!r} is not acceptable.", hint="Use a number above 0.")
-    if settings.max_failures is not None and settings.max_failures < 1:
-        raise InvalidInput(f"max_failures = {settings.max_failures!r} is not acceptable.", hint="Use 1 or more.")
-    policy = settings.policy
-    if policy.retries < 0 or not 0 <= policy.base < 10**9:
-        raise InvalidInput("retries and retry_delay must not be negative.")
+def settings_of(
+    config: Config,
+    function: Work,
+    name: str,
+    *,
+    last_pass: bool,
+    fleet: bool = False,
+    executor: Executor | None = None,
+    encode: Callable[[Any], Any] | None = None,
+) -> Settings:
+    """Return the settings of a run: one way for `headway run` and `headway.map`. `Config` has validated the values."""
+    mode = None if config.origin("mode") == "default" else config.text("mode")
+    workers, timeout, rate, most = (config[key] for key in ("workers", "timeout", "rate", "max_failures"))
+    start = functions.FORK
+    if executor is not None:
+        check_executor(executor, mode if config.origin("mode") == "command line" else None)
+        mode = "executor"
+        workers = workers or capacity(executor)
+    else:
+        mode = functions.choose_mode(function, mode, name, workers or None)
+        start = functions.choose_start(function, encode, config.text("start"))
+        if fleet and not workers and mode == "process":
+            workers = 1  # of each slot: the machines decide how many slots there are
+    return Settings(
+        workers=int(workers or functions.default_workers(mode)),
+        mode=mode,
+        policy=policy_of(config),
+        timeout=None if timeout is None else float(timeout),
+        rate=None if rate is None else float(rate),
+        max_failures=None if most is None else int(most),
+        last_pass=last_pass,
+        start=start,
+        database_option=config.database_option,
+    )
+
+
+def policy_of(config: Config) -> RetryPolicy:
+    """Return how failed items are retried."""
+    return RetryPolicy(int(config["retries"] or 0), float(config["retry_delay"] or 0), jitter=0.5, cap=300.0)

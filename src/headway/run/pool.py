@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from headway.errors import HeadwayError
 from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, Outcome, Recorded
 from headway.ledger.claims import DAMAGED
 from headway.ledger.control import Control
@@ -202,12 +203,15 @@ class Pool(ABC):
                     self._output.write()
                 self._job.give_back(sorted(self._noted), self._hold)
                 if self._stop_reason is not None:
+                    self._reconcile()
                     break
                 self._completed = self._job.finish(self._hold)
-                # Asked after that: what gets another life later than this does so in a job that was finished. (What cannot be
-                # handed out is given up by that, and may be the last that was open.)
+                # Dead letters that are retried after `finish` belong to the next run. A damaged item that `look_again` gives
+                # up may have been the last open one: then `finish` is called once more.
                 failures = self._failures
-                if not self._backlog.look_again(time.monotonic()) and self._failures == failures:
+                more = self._backlog.look_again(time.monotonic())
+                self._reconcile()
+                if not more and self._failures == failures:
                     break
                 self._passing = False
         finally:
@@ -263,7 +267,7 @@ class Pool(ABC):
                 self._chores(now)
             if now >= renew_at:
                 renew_at = now + self._hold.lease / 3
-                self._ledger.renew(self._hold)
+                self._ledger.renew(self._hold, self._noted)
             self._listen(wake, self._patience(now, commit_at if self._inbox else None))
 
     def _is_urgent(self) -> bool:
@@ -481,6 +485,28 @@ class Pool(ABC):
         if most is not None and self._died >= most and self._stop_reason is None:
             self._stop_reason = "stopped"
             self._recall_all()
+
+    def _reconcile(self) -> None:
+        """Replace the counts in memory by those of the ledger.
+
+        They differ if the database went back in time during the run: it was restored, or failed over to a replica.
+        """
+        info = self._backlog.info()
+        if info is None:
+            return
+        if lost := max(0, self._kept + self._done - info.done):
+            self._display.say(
+                f"The ledger no longer has the records of {items_of(lost)}: the database was restored to an earlier moment."
+                + (" Running them again." if self._stop_reason is None else "")
+            )
+        self._kept = min(self._kept, info.done)
+        self._done, self._failed, self._dead = info.done - self._kept, info.failed, info.dead
+        if self._stop_reason is None and (info.total < self._total or not info.sealed):
+            raise HeadwayError(
+                f"The database was restored to a moment at which only {items_of(info.total)} of job {self._job.id} were "
+                "registered.",
+                hint="Run the same command again: it registers the missing items and runs them.",
+            )
 
     def _snapshot(self) -> RunSnapshot:
         return RunSnapshot(

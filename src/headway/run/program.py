@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +48,8 @@ _PLACEHOLDER = re.compile(r"\{\{(?P<literal>[A-Za-z_][\w.-]*)?\}\}|\{(?P<name>[A
 #: ``${#}`` is a shell's, ``{{.}}`` a template's.
 _PARALLEL = re.compile(r"(?<![$\{])\{(?:\.|//?|/\.|#|%)\}(?!\})")
 _BROKEN = (errno.E2BIG, errno.ENOEXEC)
+#: Limits of this process or machine. The item is not to blame, and the program can start once others have ended.
+_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 # Waits until nobody is left who could write, then reads the worker's groups, and ends them.
 _GUARD = 'trap "" INT TERM HUP; read -r end; read -r now <&3; for group in $now; do kill -s KILL -- "-$group"; done'
@@ -59,6 +61,10 @@ class ProgramFailed(Exception):
     def __init__(self, failure: Failure, printed: str = "", *, retryable: bool = True) -> None:
         super().__init__(failure.text)
         self.failure, self.printed, self.retryable = failure, printed, retryable
+
+
+class CannotStartNow(Exception):
+    """No descriptor, process or memory is left to start a program. No attempt was made."""
 
 
 class Program:
@@ -102,7 +108,10 @@ class Program:
         self._arguments(0, payload)
 
     def run(self, idx: int, payload: Any, timeout: float | None) -> tuple[Any, str]:
-        """Run it for one item: its result, and what it printed. Raises `ProgramFailed`."""
+        """Run it for one item: its result, and what it printed.
+
+        Raises `ProgramFailed`, or `CannotStartNow` if a limit of the machine kept it from starting.
+        """
         try:
             words = self._arguments(idx, payload)
         except InvalidInput as error:  # the item was registered for another command
@@ -112,6 +121,8 @@ class Program:
         try:
             status = self._execute(words, payload, out, err, timeout)
         except OSError as error:
+            if error.errno in _LIMITS:
+                raise CannotStartNow(error.strerror) from None
             hint = {
                 errno.E2BIG: "; an item that long fits on standard input only: --stdin",
                 errno.ENOEXEC: "; has the script a first line such as #!/bin/sh?",
@@ -306,16 +317,22 @@ class _Guard:
         self._programs: set[int] = set()
         self._changing = threading.Lock()
         # The groups stand in a file that the guard reads once, at the end: a message would have to be read meanwhile.
-        self._file = _nameless_file()
-        reading, self._alive = os.pipe()  # its other end closes with this process, whatever ends it
-        actions: list[Any] = [
-            (os.POSIX_SPAWN_DUP2, reading, 0),
-            (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
-            (os.POSIX_SPAWN_DUP2, 1, 2),
-            (os.POSIX_SPAWN_DUP2, self._file, 3),
-        ]
-        os.posix_spawn("/bin/sh", ["sh", "-c", _GUARD], {}, file_actions=actions, setpgroup=0)
-        os.close(reading)
+        with ExitStack() as opened:  # closes what was opened if the guard cannot be started
+            self._file = _nameless_file()
+            opened.callback(os.close, self._file)
+            reading, self._alive = os.pipe()  # its other end closes with this process, whatever ends it
+            opened.callback(os.close, self._alive)
+            actions: list[Any] = [
+                (os.POSIX_SPAWN_DUP2, reading, 0),
+                (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+                (os.POSIX_SPAWN_DUP2, self._file, 3),
+            ]
+            try:
+                os.posix_spawn("/bin/sh", ["sh", "-c", _GUARD], {}, file_actions=actions, setpgroup=0)
+            finally:
+                os.close(reading)
+            opened.pop_all()
 
     @contextmanager
     def group(self) -> Iterator[int]:

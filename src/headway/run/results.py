@@ -51,11 +51,13 @@ class Keep:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ItemResult:
-    """What one item returned."""
+    """What one item returned. ``key`` has the type that it has in the items; the ledger and files have its text."""
 
     index: int
-    key: str | None
+    key: Any
     result: Any
+    #: The item itself, where it was asked for.
+    input: Any = None
 
 
 def as_plain(value: Any) -> Any:
@@ -82,14 +84,23 @@ def as_plain(value: Any) -> Any:
 # Reading
 
 
-def in_order(job: Job) -> Iterator[ItemResult]:
-    """Every kept result by the items' index; None of those that returned nothing."""
+def in_order(job: Job, *, with_input: bool = False) -> Iterator[ItemResult]:
+    """Yield every kept result by the items' index; None of those that returned nothing."""
     after = -1
     while page := job.results_by_index(after):
+        inputs = _inputs(job, after, page[-1][0]) if with_input else {}
         for idx, key, text in page:
             if text is not None:
-                yield ItemResult(idx, key, json.loads(text))
+                yield ItemResult(idx, key, json.loads(text), inputs.get(idx))
         after = page[-1][0]
+
+
+def _inputs(job: Job, after: int, last: int) -> dict[int, Any]:
+    """Return the payloads of the items with an index above ``after``, up to ``last``."""
+    rows = job.database.all(
+        "SELECT idx, payload FROM input_products WHERE job = ? AND idx > ? AND idx <= ?", (job.no, after, last)
+    )
+    return {idx: None if text is None else json.loads(text) for idx, text in rows}
 
 
 def as_they_came(job: Job, after: int = 0) -> Iterator[tuple[int, ItemResult]]:
@@ -104,49 +115,65 @@ def as_they_came(job: Job, after: int = 0) -> Iterator[tuple[int, ItemResult]]:
 # Writing
 
 
-def line(found: ItemResult) -> str:
-    return json.dumps({"index": found.index, "key": found.key, "result": found.result}, ensure_ascii=False) + "\n"
+def line(found: ItemResult, *, with_input: bool = False) -> str:
+    facts = {"index": found.index, "key": found.key, **({"input": found.input} if with_input else {})}
+    return json.dumps(facts | {"result": found.result}, ensure_ascii=False) + "\n"
 
 
-def lines(job: Job, format: str, tell: Callable[[str], None] = lambda _: None) -> Iterator[str]:
-    """All results as text of that format, piece by piece. ``tell`` hears what the format could not hold."""
+def lines(
+    job: Job, format: str, tell: Callable[[str], None] = lambda _: None, *, with_input: bool = False
+) -> Iterator[str]:
+    """Yield all results as text of that format, piece by piece. ``tell`` gets what the format could not hold."""
     if format == "jsonl":
-        yield from map(line, in_order(job))
+        yield from (line(found, with_input=with_input) for found in in_order(job, with_input=with_input))
     elif format == "json":
         before = "[\n"
-        for found in in_order(job):
-            yield before + line(found).rstrip("\n")
+        for found in in_order(job, with_input=with_input):
+            yield before + line(found, with_input=with_input).rstrip("\n")
             before = ",\n"
         yield "[]\n" if before == "[\n" else "\n]\n"
     else:
-        yield from _csv(job, tell)
+        yield from _csv(job, tell, with_input=with_input)
 
 
-def _csv(job: Job, tell: Callable[[str], None]) -> Iterator[str]:
+def _fields(found: ItemResult, *, with_input: bool) -> dict[str, Any]:
+    """Return the cells of a row: the fields of the item, if asked for, and those of its result."""
+    fields: dict[str, Any] = {}
+    if with_input:
+        given = found.input
+        fields = (
+            {f"input.{name}": part for name, part in given.items()} if isinstance(given, dict) else {"input": given}
+        )
+    return fields | (found.result if isinstance(found.result, dict) else {})
+
+
+def _csv(job: Job, tell: Callable[[str], None], *, with_input: bool) -> Iterator[str]:
     """A row for each item; the fields of a result that is an object are columns. The results are read twice, first for
     the columns: the rows need not have the same. Where there are too many, a result is one cell."""
     columns: dict[str, None] = {}
     nested: dict[str, int] = {}
     alone = wide = False
     widest = 0
-    for found in in_order(job):
-        fields = found.result if isinstance(found.result, dict) else {}
+    for found in in_order(job, with_input=with_input):
+        fields = _fields(found, with_input=with_input)
         alone = alone or not (isinstance(found.result, dict) or found.result is None)
         columns |= dict.fromkeys(fields)
-        for name, value in fields.items() if isinstance(found.result, dict) else [(_ALONE, found.result)]:
+        for name, value in [*fields.items(), *([] if isinstance(found.result, dict) else [(_ALONE, found.result)])]:
             if isinstance(value, dict | list):
                 nested[name] = nested.get(name, 0) + 1
         widest = max(widest, len(fields))
         if len(columns) > max(COLUMNS_MOST, 4 * widest):
-            wide, columns, nested = True, {}, {}
+            wide, columns, nested = True, {"input": None} if with_input else {}, {}
             break
     named, late = _columns(columns), 0
-    alone = alone or not columns
+    alone = alone or wide or not columns
     buffer = io.StringIO(newline="")
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([*_OWN, *named.values(), *([_ALONE] if alone else [])])
-    for found in in_order(job):
-        fields = found.result if isinstance(found.result, dict) and not wide else {}
+    for found in in_order(job, with_input=with_input):
+        fields = (
+            {"input": found.input} if wide and with_input else {} if wide else _fields(found, with_input=with_input)
+        )
         if not fields.keys() <= columns.keys() or not (alone or isinstance(found.result, dict) or found.result is None):
             late += 1  # it came after the columns were looked at, and part of it would be missing
             continue

@@ -13,11 +13,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from headway.errors import HeadwayError, InvalidInput, NotFound, StaleClaim
-from headway.ledger import Hold, Item, Job, Ledger, Recorded, fleet
+from headway.ledger import Hold, Item, Job, JobInfo, Ledger, Recorded, fleet
 from headway.ledger.control import Control
 from headway.ledger.fleet import Fleet
 from headway.ledger.share import BLOCK_MOST, Share
@@ -236,7 +236,7 @@ class SlotLedger(Ledger):
         super().__init__(ledger.database)
         self._share = share
 
-    def renew(self, hold: Hold) -> None:
+    def renew(self, hold: Hold, running: Collection[int] = ()) -> None:
         self._share.renew_share()
 
 
@@ -307,8 +307,11 @@ class SharedBacklog(Backlog):
     def take_last_pass(self) -> bool:
         return False  # it is claimed like everything else
 
+    def info(self) -> JobInfo | None:
+        return None  # a slot reports what it did itself
+
     def look_again(self, now: float) -> bool:
-        return False  # nor is this slot the one that says whether anything is left
+        return False  # the fleet decides whether anything is left
 
     def due_at(self, moment: float) -> None:
         """Whoever asks when its wait is over gets it."""

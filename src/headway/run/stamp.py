@@ -15,28 +15,31 @@ from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from headway._version import __version__
 
 Stamp = Mapping[str, str]
 #: Of a program only so many bytes are read; beyond that its size speaks for it.
 _MOST = 64 * 2**20
-#: Modules that were loaded when their process began to work, with the hash their files had then.
-_loaded: WeakKeyDictionary[types.ModuleType, str] = WeakKeyDictionary()
+#: Name of a loaded module -> hash of its file when the worker started. Keyed by name: `sys.modules` also holds objects
+#: that allow no weak reference and have no hash, such as the ``lib`` of a cffi binding.
+_loaded: dict[str, str] = {}
 
 
 def remember_loaded() -> None:
-    """Called by a worker when it has loaded its application: what it runs is what it has in memory, whatever is put in the
-    place of those files while it lives."""
+    """Record the hash of every loaded module's file.
+
+    A worker calls this after it has loaded its application. It keeps running that code even when a deployment replaces the
+    files.
+    """
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] not in sys.stdlib_module_names and isinstance(module, types.ModuleType):
-            _loaded.setdefault(module, _hash(getattr(module, "__file__", None)))
+        if _is_module(module) and name.partition(".")[0] not in sys.stdlib_module_names:
+            _loaded.setdefault(name, _hash_of_file(module))
 
 
 def of_function(function: Callable[..., Any]) -> Stamp:
     module = sys.modules.get(getattr(function, "__module__", ""))
-    found = {**_of_python(), "code": _hash_of(module)}
+    found = {**_of_python(), "code": _hash_of(getattr(function, "__module__", ""))}
     for name in sorted(_used(module)):
         found[f"package {name}"] = _version(name)
     return found
@@ -61,35 +64,52 @@ def _of_python() -> dict[str, str]:
     return {"headway": __version__, "python": ".".join(map(str, sys.version_info[:2]))}
 
 
-def _hash_of(module: types.ModuleType | None) -> str:
-    known = None if module is None else _loaded.get(module)
-    return _hash(getattr(module, "__file__", None)) if known is None else known
+def _hash_of(name: str) -> str:
+    known = _loaded.get(name)
+    return _hash_of_file(sys.modules.get(name)) if known is None else known
 
 
-def _hash(path: str | None) -> str:
-    if path is None:
+def _is_module(value: object) -> bool:
+    """Whether ``value`` really is a module. `isinstance` believes `__class__`, which proxies answer with another class."""
+    return issubclass(type(value), types.ModuleType)
+
+
+def _hash_of_file(module: object) -> str:
+    """Hash the file of a module; empty for other objects. Reads no attribute that a lazy module would have to import."""
+    return _hash(vars(module).get("__file__")) if _is_module(module) else ""
+
+
+def _hash(path: object) -> str:
+    if not isinstance(path, str):
         return ""
     try:
         with Path(path).open("rb") as file:
             content = file.read(_MOST)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a null character in the path
         return ""
     return blake2b(content, digest_size=6).hexdigest()
 
 
-def _used(module: types.ModuleType | None) -> set[str]:
-    """Top-level names of the packages that the module has names from, without Python's own and ours."""
-    names = set()
-    for value in list(vars(module).values()) if module is not None else ():
-        home = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-        if isinstance(home, str):
-            names.add(home.partition(".")[0])
-    own = (module.__name__ if module is not None else "").partition(".")[0]
+def _used(module: object) -> set[str]:
+    """Return the top-level packages the module's names come from, without the standard library and Headway."""
+    if not _is_module(module):
+        return set()
+    found = vars(module)
+    names = {home.partition(".")[0] for value in list(found.values()) if isinstance(home := _home(value), str)}
+    own = str(found.get("__name__")).partition(".")[0]
     return {name for name in names if name not in sys.stdlib_module_names and name not in ("", own, "headway")}
+
+
+def _home(value: object) -> object:
+    """Return the module name a value comes from. A lazy object may raise anything when it is asked for an attribute."""
+    try:
+        return getattr(value, "__name__" if _is_module(value) else "__module__", None)
+    except Exception:  # noqa: BLE001 - a proxy of the application, for example settings that are not configured yet
+        return type(value).__module__
 
 
 def _version(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:  # a module of the project, or one whose package has another name
-        return _hash_of(sys.modules.get(package))
+        return _hash_of(package)

@@ -7,7 +7,10 @@ from textwrap import wrap
 from typing import Protocol
 
 from headway.run.estimate import RunSnapshot
-from headway.wording import cut, duration, pace, printable
+from headway.wording import cut, duration, pace, plural, printable
+
+#: Causes that a summary names.
+MOST_CAUSES = 10
 
 
 class CauseLike(Protocol):
@@ -48,7 +51,11 @@ def summary(
     lines = [f"Run {job} finished in {duration(seconds)}: " + ", ".join([*facts, *([rate] if rate else [])])]
     deadly = sorted((cause for cause in causes if cause.dead), key=lambda cause: -cause.dead)
     if deadly:
-        lines += _with_commands(deadly, _commands(job, deadly[0].no, options), columns)
+        shown = deadly[:MOST_CAUSES]
+        lines += _with_commands(shown, _commands(job, deadly[0].no, options), columns)
+        if len(deadly) > len(shown):
+            more = plural(len(deadly) - len(shown), "more cause")
+            lines.append(f"  ... and {more}:  headway dead list {job} {options}".rstrip())
     return [part for line in lines for part in _wrapped(line, columns)]
 
 

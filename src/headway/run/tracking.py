@@ -18,7 +18,7 @@ from typing import Any, TextIO, TypeVar
 
 from headway.errors import InvalidInput
 from headway.ledger import Done
-from headway.run.display import Display, RunSnapshot, open_display
+from headway.run.display import Display, RunSnapshot
 from headway.run.items import GivenItems
 from headway.run.loop import OpenItem, OpenJob
 from headway.run.results import as_plain
@@ -83,6 +83,9 @@ class _Walk:
     def _end(self) -> None:
         try:
             self._commit(time.monotonic())
+            done = self._opened.progress().done  # the ledger decides: the database may have been restored
+            self._kept = min(self._kept, done)
+            self._done = done - self._kept
         finally:
             self._display.end(self._snapshot())
             self._opened.close()
@@ -111,10 +114,9 @@ class _Walk:
 
 
 def start(
-    opened: Callable[[GivenItems], OpenJob], items: Iterable[T], *, key: str | None, limit: int, progress: str
+    opened: Callable[[GivenItems], OpenJob], items: Iterable[T], *, key: str | None, limit: int, display: Display
 ) -> Tracker[T]:
     source = GivenItems(items, key=key, limit=limit, plain=_plain)
-    display = open_display(progress, stream=sys.stderr, shared=True)
     originals = _Originals(source)  # before anything is written: it may refuse them
     items_left = _Walk(opened(source), display).items(originals)
     next(items_left)  # from here on closing it gives the job back

@@ -32,7 +32,7 @@ from headway.failure import kept_text
 from headway.lifecycle import STOP_SIGNALS
 from headway.run.attempt import TimeLimit, decoded, failed_row, kept_result
 from headway.run.captured import Printing
-from headway.run.program import Program, ProgramFailed, Work
+from headway.run.program import CannotStartNow, Program, ProgramFailed, Work
 from headway.run.results import Keep
 from headway.run.wire import Slots, Wire, unpack_work
 from headway.telemetry import Log
@@ -44,6 +44,10 @@ FLUSH_SECONDS = 0.02
 FLUSH_COUNT = 500
 #: Characters of results that wait at the most: a worker needs no memory for results that are long.
 FLUSH_SIZE = 1_000_000
+
+#: A program that cannot be started for lack of descriptors, processes or memory is tried again when another one has ended,
+#: and at the latest after this long.
+ROOM_SECONDS = 1.0
 
 #: How the process ends when it cannot reach its parent; only to be told apart in a log.
 CUT_OFF = 71
@@ -131,6 +135,7 @@ class Worker:
         self._keep = keep
         self._todo: deque[tuple[int, int, str]] = deque()
         self._wake = threading.Semaphore(0)
+        self._room = threading.Condition()
         self._stopping = False
         self._sending = threading.Lock()
         self._done: deque[tuple[int, float, str | Literal[False] | None]] = deque()
@@ -257,6 +262,11 @@ class Worker:
                 result = self._function(decoded(text))
             else:
                 result, printed = self._program.run(idx, decoded(text), self._timeout)
+        except CannotStartNow as error:
+            self._slots.end(slot)
+            self._todo.appendleft((idx, attempts, text))
+            self._await_room(str(error))
+            return
         except BaseException as error:  # noqa: BLE001 - whatever the user's function raises is the item's outcome
             if self._is_child:
                 self._end_child()
@@ -270,6 +280,17 @@ class Worker:
                     self._printed.append((idx, printed))
             self._report(idx, attempts, began, result)
         self._slots.end(slot)
+        if self._program is not None:
+            with self._room:
+                self._room.notify()
+
+    def _await_room(self, reason: str) -> None:
+        """Wait until another program has ended. Meanwhile the item is as if it had not begun, and can be recalled."""
+        self.flush()
+        with self._sending:
+            self._send({"short": reason})
+        with self._room:
+            self._room.wait(ROOM_SECONDS)
 
     def _end_printing(self, by_program: str | None) -> str | None:
         """What the item that has just ended printed, to be kept."""

@@ -107,7 +107,7 @@ class Cache:
             self._clear()
             self._touched.clear()
         if first:
-            log.critical("🔴 the job is gone; its subscriptions end", jobID=self._job_id, error=str(gone))
+            log.critical("the job is gone; its subscriptions end", jobID=self._job_id, error=str(gone))
             self.end(gone)
 
     def count_abandoned(self) -> None:
@@ -131,7 +131,7 @@ class Cache:
                 metrics.observe("headway_states_live_seconds", 0.0, store=self._kind)
         if before is not None and stored.version > before + 1:
             log.warning(
-                "🟡 somebody else writes the states of this task too",
+                "somebody else writes the states of this task too",
                 jobID=stored.job_id, taskID=stored.task_id, tag=stored.tag, version=stored.version,
             )  # fmt: skip
 
@@ -207,11 +207,12 @@ class Cache:
             for state in listed:  # all before the first is told: whoever is told may look at the others
                 if state.version > self._version(state.key):
                     self.states[state.key] = state
-            for state in listed:
-                self._hear(state)
-            self.mark = snapshot.mark
+            if not snapshot.resumes:  # else the listener reads the changes since the mark from the log, in their order
+                for state in listed:
+                    self._hear(state)
+                self.mark = snapshot.mark
         if isinstance(why, WentBack):
-            log.critical("🔴 the store went back in time; its subscriptions end", jobID=self._job_id)
+            log.critical("the store went back in time; its subscriptions end", jobID=self._job_id)
         for subscription in ending:
             subscription.end(why)
 

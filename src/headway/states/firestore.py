@@ -289,9 +289,10 @@ class FirestoreStates:
         mark = values.mark(documents.values())
         return Snapshot(now.incarnation, tuple(states), mark, now.deleted, recreated=frozenset(recreated))
 
-    def read_history(self, job_id: str, task_id: int, tag: str) -> list[State]:
+    def read_history(self, job_id: str, task_id: int, tag: str, *, after: int, limit: int) -> list[State]:
         kept = readable(self._documents(self._job(job_id), "history"), lambda doc: values.state(job_id, doc), job_id)
-        return sorted((state for state in kept if state.key == (task_id, tag)), key=lambda state: state.version)
+        wanted = (state for state in kept if state.key == (task_id, tag) and state.version > after)
+        return sorted(wanted, key=lambda state: state.version)[:limit]
 
     def listen(self, job: JobRecord) -> FirestoreListener:
         return FirestoreListener(self, job, self._created.setdefault(job.job_id, {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from urllib.parse import urlsplit
@@ -96,20 +97,27 @@ def delete_job(url: str, job_id: str) -> None:
     log.info("job deleted", jobID=job_id)
 
 
-def purge(url: str, *, older_than: float, now: datetime | None = None) -> list[str]:
-    """Remove the jobs that are marked as deleted, and those in which every task has finished everything it reported
-    and nothing was written for ``older_than`` seconds. Gives the ids of those removed."""
-    if not older_than >= 0:  # NaN is neither
+def purge(url: str, *, older_than: float | None = None, now: datetime | None = None) -> list[str]:
+    """Remove the jobs that are marked as deleted, and return the ids of all removed jobs.
+
+    With ``older_than`` also those in which every task has finished everything it reported and nothing was written for
+    that many seconds. An interrupted purge is finished by the next one.
+    """
+    if older_than is None:
+        older_than = math.inf
+    elif not older_than >= 0:  # NaN is neither
         raise InvalidInput(f"older_than={older_than:g} is no time that has passed.", hint="Use a number from 0.")
     try:
-        before = (now or datetime.now(UTC)) - timedelta(seconds=older_than)
+        before = None if older_than == math.inf else (now or datetime.now(UTC)) - timedelta(seconds=older_than)
     except OverflowError as error:
         raise InvalidInput(f"older_than={older_than:g} is before any time there is.") from error
     removed = []
     with closing(open_backend(url, create=False)) as backend:
         for record in list(backend.jobs()):
+            if not record.deleted and before is None:
+                continue
             seen = Snapshot(record.incarnation) if record.deleted else backend.read_all(record, None)
-            old = record.deleted or _finished_before(seen.states, record.num_tasks, before)
+            old = record.deleted or (before is not None and _finished_before(seen.states, record.num_tasks, before))
             # Not one that was made again meanwhile, nor one that goes on after all: the step that deletes decides.
             if old and backend.delete(record.job_id, record.incarnation, unless_after=seen.mark):
                 log.info("job purged", jobID=record.job_id, reason="marked" if record.deleted else "finished")

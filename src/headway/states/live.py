@@ -35,6 +35,8 @@ from headway.telemetry import Field, Log, metrics
 
 log = Log("states")
 
+#: The number of versions `history` returns without a limit: all that a key can have.
+HISTORY_LIMIT = 2**31 - 1
 #: A listener that has said nothing for so long is taken for dead, whatever its socket says.
 SILENCE_SECONDS = 10.0
 
@@ -125,7 +127,7 @@ class LiveStore:
                     retry_on=Unavailable,
                     stop=self._stop,
                     on_retry=lambda attempt, wait, error: log.warning(
-                        "🟡 the state is written again",
+                        "the state is written again",
                         attempt=attempt,
                         seconds=wait,
                         error=str(error),
@@ -134,13 +136,13 @@ class LiveStore:
                 )
         except (Unavailable, StorageError) as error:
             metrics.count("headway_states_writes", store=self._backend.kind, result="error")
-            log.error("🔴 failed to write state", error=str(error), **facts)  # noqa: TRY400  (it is raised, whole)
+            log.error("failed to write state", error=str(error), **facts)  # noqa: TRY400  (it is raised, whole)
             raise type(error)(f"🔴 The state could not be written: {error}", hint=error.hint) from error
         except JobGone as gone:
             self._lose(gone)
             raise
         if (stored.status, stored.message, stored.payload) != (state.status, state.message, state.payload):
-            log.warning("🟡 nothing was written: another state was stored under this event id", **facts)
+            log.warning("nothing was written: another state was stored under this event id", **facts)
         self._cache.remember(stored)
         metrics.observe("headway_states_write_seconds", self._clock() - began, store=self._backend.kind)
         metrics.count("headway_states_writes", store=self._backend.kind, result="ok")
@@ -160,7 +162,7 @@ class LiveStore:
             tag = checked_id(tag, "a tag")
         self._refresh_if_stale()
         state = self._cache.states.get((task_id, tag))
-        return State(self.job_id, task_id, tag) if state is None else state
+        return State(self.job_id, task_id, checked_id(tag, "a tag")) if state is None else state
 
     def list_states_for_tag(self, tag: str) -> list[State]:
         return [state for state in self.list_all_states() if state.tag == tag]
@@ -169,16 +171,23 @@ class LiveStore:
         self._refresh_if_stale()
         return self._cache.current()
 
-    def history(self, task_id: int, tag: str) -> list[State]:
-        """Every version of one key, oldest first. Only for a job made with ``history=True``."""
+    def history(self, task_id: int, tag: str, *, after: int = 0, limit: int | None = None) -> list[State]:
+        """Every version of one key, oldest first. Only for a job made with ``history=True``.
+
+        ``after`` and ``limit`` give one page: up to ``limit`` versions above ``after``.
+        """
         self._usable()
+        if limit is not None and limit < 1:
+            raise InvalidInput(f"limit must be at least 1 (got {limit}).")
         task_id, tag = checked_task(task_id, self.num_tasks), checked_id(tag, "a tag")
         if not self._record.history:
             raise InvalidInput(
                 f"The job {self.job_id!r} keeps no history.",
                 hint="It is decided when the job is made: history=True.",
             )
-        return self._backend.read_history(self.job_id, task_id, tag)
+        return self._backend.read_history(
+            self.job_id, task_id, tag, after=after, limit=HISTORY_LIMIT if limit is None else limit
+        )
 
     def _refresh_if_stale(self) -> None:
         self._usable()
@@ -211,7 +220,7 @@ class LiveStore:
         *,
         accepts: Callable[[State], bool] | None = None,
         depth: int = DEPTH,
-        overflow: Overflow = "latest",
+        overflow: Overflow = "all",
         timeout: float | None = None,
     ) -> Subscription:
         self._usable()
@@ -312,7 +321,7 @@ class LiveStore:
                     return  # whoever subscribes next may have a listener already, which is not ours to close
                 wait = self._retry.delay(failures)
                 log.warning(
-                    "🟡 the listener lost its store and will connect again",
+                    "the listener lost its store and will connect again",
                     jobID=self.job_id, attempt=failures, seconds=round(wait, 3), error=str(error),
                 )  # fmt: skip
                 self._stop.wait(wait)
@@ -377,7 +386,7 @@ class LiveStore:
 
         def say() -> None:
             self._gave_up = why  # whoever subscribes from here on begins another listener
-            log.critical("🔴 the listener gave up", jobID=self.job_id, attempt=failures, error=str(error))
+            log.critical("the listener gave up", jobID=self.job_id, attempt=failures, error=str(error))
 
         self._cache.end(why, say)
 

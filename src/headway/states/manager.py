@@ -274,9 +274,12 @@ class Manager:
             None if tag is None else checked_id(tag, "a tag"),
         )
 
-    def history(self, *, task_id: int, tag: str) -> list[State]:
-        """Every version of one key, oldest first, if the job was made with ``history=True``."""
-        return self._live_store("history").history(task_id, tag)
+    def history(self, *, task_id: int, tag: str, after: int = 0, limit: int | None = None) -> list[State]:
+        """Every version of one key, oldest first, if the job was made with ``history=True``.
+
+        ``after`` and ``limit`` give one page: up to ``limit`` versions above ``after``.
+        """
+        return self._live_store("history").history(task_id, tag, after=after, limit=limit)
 
     # ---- following ---------------------------------------------------------------------
 
@@ -287,13 +290,14 @@ class Manager:
         tag: str | None = None,
         timeout: float | None = None,
         depth: int = DEPTH,
-        overflow: Overflow = "latest",
+        overflow: Overflow = "all",
     ) -> Subscription:
         """Follow what is asked for: the states that exist, oldest first, then one sentinel, then every change.
 
-        ``timeout`` is how long iteration waits for an event before it raises TimeoutError. ``depth`` events wait for a
-        reader that is busy; what happens beyond is ``overflow``: ``latest`` keeps the newest of each key, each saying
-        how many it stands for (``event.skipped``); ``close`` ends the subscription with an error.
+        ``timeout`` is how long iteration waits for an event before it raises TimeoutError. ``depth`` events wait in
+        memory for a reader that is busy. ``overflow`` decides about those beyond: ``all`` keeps them in a temporary file,
+        so that a slow reader gets every change; ``latest`` keeps the newest of each key, with the number of changes it
+        stands for (``event.skipped``); ``close`` ends the subscription with an error.
         """
         only_task, only_tag = self._checked_scope(task_id, tag)
 
@@ -327,7 +331,7 @@ class Manager:
         while True:
             behind = set(range(self._num_tasks))
             try:
-                with self.subscribe(tag=tag, depth=self._num_tasks + DEPTH) as subscription:
+                with self.subscribe(tag=tag, depth=self._num_tasks + DEPTH, overflow="latest") as subscription:
                     while behind:
                         left = None if deadline is None else max(0.0, deadline - clock())
                         event = subscription.get(left)

@@ -42,10 +42,12 @@ if TYPE_CHECKING:
 
 log = Log("states")
 
-#: Entries of the stream kept for readers that are a little behind.
-LOG_KEPT = 1_024
+#: Entries of the stream kept for listeners that are behind or lost their connection.
+LOG_KEPT = 16_384
 #: Entries read at once.
 BATCH = 512
+#: Entries of the log read at once for a history.
+HISTORY_PAGE = 1_000
 #: A blocking read answers at least this often; a server that does not is taken for dead after `SILENCE`.
 HEARTBEAT_MS = 2_000
 SILENCE = 6.0
@@ -71,7 +73,7 @@ class RedisStates:
         self._warm: list[tuple[Any, float]] = []  # connections that were answered, and when
         self._closed = False
         self._eviction = _redis.EvictionWatch(
-            url, lambda what: log.critical(f"🔴 {what}", reason="CONFIG SET maxmemory-policy")
+            url, lambda what: log.critical(f"{what}", reason="CONFIG SET maxmemory-policy")
         )
         try:
             call(self._preflight, OPENING, retry_on=_Away)
@@ -176,8 +178,9 @@ class RedisStates:
             pipeline.xrevrange(keys[2], count=1)
             pipeline.xrange(keys[2], count=1)
             pipeline.xrange(keys[2], min=position, max=position)
+            pipeline.xrange(keys[2], min=f"({position}", count=1)
             pipeline.info()
-            (incarnation, now, deleted), current, newest, oldest, last, info = pipeline.execute()
+            (incarnation, now, deleted), current, newest, oldest, last, following, info = pipeline.execute()
         if incarnation is None:
             return Snapshot("")
         same_server = _server(info)
@@ -188,19 +191,31 @@ class RedisStates:
         else:  # it was cut off, or never was in this server's past
             cut = bool(oldest) and int(oldest[0][1]["change"]) > int(change)
             continuous = cut and same_server == server and int(now) >= int(change)
+        resumes = since is not None and (
+            int(now) == change or any(_follows(entry, incarnation, int(change)) for _, entry in following)
+        )
         return Snapshot(
             incarnation,
             tuple(readable(current.values(), lambda value: _state(job.job_id, value), job.job_id)),
             (int(now), newest[0][0] if newest else BEGINNING, same_server),
             deleted == "1",
             continuous,
+            continuous and resumes,
         )
 
-    def read_history(self, job_id: str, task_id: int, tag: str) -> list[State]:
-        with self._translating():
-            entries: Any = self._client.xrange(_redis.STATE_LOG(job_id=job_id))
-        states = (_state(job_id, fields["state"]) for _, fields in entries)
-        return [state for state in states if state.key == (task_id, tag)]
+    def read_history(self, job_id: str, task_id: int, tag: str, *, after: int, limit: int) -> list[State]:
+        """The log in pages, so that the server serves others in between. States of other keys are not decoded."""
+        wanted, stream = f"{json.dumps([task_id, tag])[:-1]},", _redis.STATE_LOG(job_id=job_id)
+        found: list[State] = []
+        entries: Any = [(BEGINNING, {})]
+        while entries and len(found) < limit:
+            with self._translating():
+                entries = self._client.xrange(stream, min=f"({entries[-1][0]}", count=HISTORY_PAGE)
+            stored = (fields.get("state", "").split(" ", 3) for _, fields in entries)
+            page = (" ".join(parts) for parts in stored if len(parts) == 4 and parts[3].startswith(wanted))
+            states = readable(page, lambda value: _state(job_id, value), job_id)
+            found += [state for state in states if state.version > after]
+        return found[:limit]
 
     def mark_deleted(self, job_id: str, incarnation: str | None = None) -> None:
         word = self._run("states/mark_deleted", [_redis.STATE_JOB(job_id=job_id)], incarnation or "")
@@ -276,8 +291,8 @@ class RedisListener:
     def snapshot(self, since: Mark) -> Snapshot:
         snapshot = self._states.read_all(self._job, since)
         if snapshot.mark is not None:
-            change, position, server = snapshot.mark
-            self._change, self._position, self._server = int(change), str(position), str(server)
+            change, position, _ = (since if snapshot.resumes else None) or snapshot.mark
+            self._change, self._position, self._server = int(change), str(position), str(snapshot.mark[2])
         self._deleted = snapshot.deleted
         return snapshot
 
@@ -290,11 +305,13 @@ class RedisListener:
                 return []
         except _redis.failures() as error:
             raise _redis.translate(error, self._url) from error
-        states = []
+        states: list[str] = []
         for position, flat in reply[0][1]:
             entry = dict(zip(flat[::2], flat[1::2], strict=True))
-            if entry["incarnation"] != self._job.incarnation or int(entry["change"]) != self._change + 1:
-                raise Relist
+            if not _follows(entry, self._job.incarnation, self._change):
+                if not states:
+                    raise Relist
+                break  # first what came before it
             self._change, self._position = self._change + 1, position
             states.append(entry["state"])
         found = readable(states, lambda value: _state(self._job.job_id, value), self._job.job_id)
@@ -317,6 +334,11 @@ class RedisListener:
     def close(self) -> None:
         self._connection.disconnect()
         self._client.close()
+
+
+def _follows(entry: dict[str, str], incarnation: str, change: int) -> bool:
+    """Return whether an entry of the log is the change after ``change`` of this incarnation."""
+    return entry.get("incarnation") == incarnation and entry.get("change") == str(change + 1) and "state" in entry
 
 
 @lru_cache(maxsize=256)

@@ -41,8 +41,8 @@ from headway.states.store import (
     recent_with,
 )
 
-#: Entries of the log kept for readers that are a little behind.
-LOG_KEPT = 1_024
+#: Entries of the log kept for listeners that are behind or lost their connection.
+LOG_KEPT = 16_384
 #: The log is cut once in so many writes.
 CUT_EVERY = 64
 #: Entries read at once.
@@ -273,8 +273,9 @@ class SqlStates:
             rows = tx.all(f"SELECT {sql_rows.STATE} FROM states WHERE job = ?", (job.job_id,))
             mark = (change, sql_rows.event_at(tx, job.job_id, change) or "")
             continuous = since is None or sql_rows.continues(tx, job.job_id, change, int(since[0]), str(since[1]))
+            resumes = since is not None and continuous and sql_rows.resumes(tx, job.job_id, change, int(since[0]))
         states = readable(rows, lambda row: sql_rows.state_of(job.job_id, row), job.job_id)
-        return Snapshot(incarnation, tuple(states), mark, bool(deleted), continuous)
+        return Snapshot(incarnation, tuple(states), mark, bool(deleted), continuous, resumes)
 
     def read_log(self, job_id: str, after: int) -> list[Row]:
         """The job's incarnation, tombstone and change number with each entry of its log after ``after``; one row
@@ -288,10 +289,11 @@ class SqlStates:
                 (job_id, after, BATCH, job_id),
             )
 
-    def read_history(self, job_id: str, task_id: int, tag: str) -> list[State]:
+    def read_history(self, job_id: str, task_id: int, tag: str, *, after: int, limit: int) -> list[State]:
         rows = self._database.all(
-            f"SELECT {sql_rows.STATE} FROM state_history WHERE job = ? AND task_id = ? AND tag = ? ORDER BY version",
-            (job_id, task_id, tag),
+            f"SELECT {sql_rows.STATE} FROM state_history WHERE job = ? AND task_id = ? AND tag = ? AND version > ? "
+            "ORDER BY version LIMIT ?",
+            (job_id, task_id, tag, after, limit),
         )
         return readable(rows, lambda row: sql_rows.state_of(job_id, row), job_id)
 
@@ -329,10 +331,11 @@ class SqlListener:
 
     def snapshot(self, since: Mark) -> Snapshot:
         snapshot = self._states.read_all(self._job, since)
-        if snapshot.mark is not None:
-            self._cursor, self._event = int(snapshot.mark[0]), str(snapshot.mark[1])
+        mark = since if snapshot.resumes else snapshot.mark
+        if mark is not None:
+            self._cursor, self._event = int(mark[0]), str(mark[1])
         self._deleted = snapshot.deleted
-        self._more = False
+        self._more = snapshot.resumes
         return snapshot
 
     def changes(self) -> list[Change]:

@@ -66,6 +66,11 @@ def continues(tx: Tx, job_id: str, now: int, heard: int, event: str) -> bool:
     return oldest is not None and oldest[0] is not None and oldest[0] > heard  # it was cut off since
 
 
+def resumes(tx: Tx, job_id: str, now: int, heard: int) -> bool:
+    """Return whether the log holds every change after ``heard``."""
+    return now == heard or event_at(tx, job_id, heard + 1) is not None
+
+
 def notify(tx: Tx, job_id: str) -> None:
     if tx.engine == "postgresql":
         tx.execute("SELECT pg_notify(?, '')", (channel(job_id),))

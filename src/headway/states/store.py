@@ -59,7 +59,7 @@ class Store(Protocol):
         *,
         accepts: Callable[[State], bool] | None = None,
         depth: int = DEPTH,
-        overflow: Overflow = "latest",
+        overflow: Overflow = "all",
         timeout: float | None = None,
     ) -> Subscription:
         """All that ``accepts`` lets through: what is current, then the sentinel, then every change. It ends with an
@@ -110,9 +110,12 @@ Mark = tuple[str | int, ...] | None
 class Snapshot:
     """Everything that is current at one moment.
 
-    ``incarnation`` is that of the job as it is now, empty if there is none; ``deleted``, whether it bears a tombstone.
-    ``continuous`` is False when the store does not hold what the reader heard before: it was put back to an earlier
-    moment. ``recreated`` are keys that were removed and made again since the last look: their versions began anew.
+    - ``incarnation``: of the job as it is now, empty if there is none. ``deleted``: whether it bears a tombstone.
+    - ``continuous``: False when the store does not hold what the reader heard before: it was put back to an earlier
+      moment.
+    - ``resumes``: True when the store's log still holds every change after the reader's mark. The reader goes on from
+      there, and its subscribers miss nothing.
+    - ``recreated``: keys that were removed and made again since the last look. Their versions began anew.
     """
 
     incarnation: str
@@ -120,6 +123,7 @@ class Snapshot:
     mark: Mark = None
     deleted: bool = False
     continuous: bool = True
+    resumes: bool = False
     recreated: frozenset[Key] = frozenset()
 
 
@@ -186,8 +190,8 @@ class Backend(Protocol):
         """As `Listener.snapshot`, without listening."""
         ...
 
-    def read_history(self, job_id: str, task_id: int, tag: str) -> list[State]:
-        """Every version that was kept, oldest first."""
+    def read_history(self, job_id: str, task_id: int, tag: str, *, after: int, limit: int) -> list[State]:
+        """Up to ``limit`` versions above ``after`` that were kept, oldest first."""
         ...
 
     def mark_deleted(self, job_id: str, incarnation: str | None = None) -> None:
@@ -277,5 +281,5 @@ def readable(rows: Iterable[T], parse: Callable[[T], State], job_id: str) -> lis
         try:
             states.append(parse(row))
         except (ValueError, TypeError, KeyError, LookupError, AttributeError) as error:
-            log.error("🔴 a stored state cannot be read and is left out", jobID=job_id, error=repr(error)[:200])  # noqa: TRY400
+            log.error("a stored state cannot be read and is left out", jobID=job_id, error=repr(error)[:200])  # noqa: TRY400
     return states

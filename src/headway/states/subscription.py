@@ -1,9 +1,10 @@
 """One reader of a job's states: first what is current, then one sentinel, then what happens.
 
-The store's listener hands every change to every subscription by `offer`, which neither blocks nor raises, so that no
-reader can hold up the listener or another reader. A reader that falls behind by more than ``depth`` events keeps, of
-those beyond, the newest state of each key: its memory stays bounded by the size of the job, it still ends at the last
-version of everything, each event says how many it stands for, and the log says that it began to happen.
+The store's listener hands every change to every subscription by `offer`, which neither waits for a reader nor raises, so
+that no reader can hold up the listener, a writer or another reader. When more than ``depth`` events wait, the following
+ones wait in a temporary file (`Spool`), so that a slow reader gets every change in order and memory stays bounded. With
+``overflow="latest"``, or when the file is full or cannot be written, the newest state of each key waits instead: each
+event then says how many changes it stands for, and the log says that changes are skipped.
 
 A subscription belongs to one life of the job in its store. When that ends (the job was deleted, the store wiped,
 replaced or put back to an earlier moment) the subscription ends too, with the reason as its error.
@@ -19,19 +20,21 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import FrameType
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from headway.errors import HeadwayError, InvalidInput, Unavailable
 from headway.lifecycle import ForkGuard
+from headway.states.spool import Spool
 from headway.states.state import REPLAY_COMPLETE, Key, State, StateEvent, checked_seconds, replay_order
 from headway.telemetry import Log, metrics
 
 log = Log("states")
 
-#: What happens when a reader is further behind than its depth: keep the newest of each key, or end with an error.
-Overflow = Literal["latest", "close"]
+#: What happens to events beyond ``depth``: all wait on disk, the newest of each key waits, or the subscription ends
+#: with an error.
+Overflow = Literal["all", "latest", "close"]
 
-#: How many events wait for a reader before ``overflow`` decides.
+#: How many events wait in memory for a reader before ``overflow`` decides.
 DEPTH = 1_024
 #: The least depth there is: a burst of four must fit.
 LEAST_DEPTH = 4
@@ -72,7 +75,7 @@ class Subscription:
         *,
         accepts: Callable[[State], bool] | None = None,
         depth: int = DEPTH,
-        overflow: Overflow = "latest",
+        overflow: Overflow = "all",
         timeout: float | None = None,
         on_close: Callable[[Subscription], None] | None = None,
         abandoned: deque[int] | None = None,
@@ -82,8 +85,8 @@ class Subscription:
             raise InvalidInput(
                 f"A subscription holds at least {LEAST_DEPTH} events, so a depth of {depth} is too little."
             )
-        if overflow not in ("latest", "close"):
-            raise InvalidInput(f"overflow={overflow!r} is not known.", hint="Use 'latest' or 'close'.")
+        if overflow not in get_args(Overflow):
+            raise InvalidInput(f"overflow must be 'all', 'latest' or 'close' (got {overflow!r}).")
         self.timeout = checked_seconds(timeout, "The timeout of a subscription")
         self._accepts = accepts
         self._depth = depth
@@ -101,6 +104,8 @@ class Subscription:
         self._replay: deque[State] = deque()
         self._replaying = True
         self._live: deque[tuple[State, float]] = deque()
+        # Read in this order: `_live`, then `_spool`, then `_late`.
+        self._spool: Spool | None = None
         self._late: dict[Key, tuple[State, float, int]] = {}
         self._error: HeadwayError | None = None
         self._closed = False
@@ -124,14 +129,24 @@ class Subscription:
                 return
             self._seen[state.key] = state.version
             now = self._clock()
-            if not self._late and len(self._live) < self._depth:
+            if not self._late and not self._spool and len(self._live) < self._depth:
                 self._live.append((state, now))
             elif self._overflow == "close":
                 self._end(Unavailable("🔴 The reader of this subscription is too slow: its buffer ran over."))
                 return
-            else:
+            elif self._overflow == "latest" or self._late or not self._offer_on_disk(state, now):
                 self._offer_late(state, now)
             self._wake()
+
+    def _offer_on_disk(self, state: State, now: float) -> bool:
+        """Add a state to the spool; False when there is no space for it."""
+        try:
+            if self._spool is None:
+                self._spool = Spool()
+            return self._spool.append(state, now)
+        except OSError as error:
+            log.warning("the spool of a subscription cannot be written", jobID=state.job_id, error=str(error))
+            return False
 
     def _accepted(self, state: State) -> bool:
         try:
@@ -145,7 +160,7 @@ class Subscription:
     def _offer_late(self, state: State, now: float) -> None:
         if not self._late:
             log.warning(
-                "🟡 a reader is too slow; it is given only the newest state of each key until it has caught up",
+                "a reader is too slow; changes are skipped until it has read what waits",
                 jobID=state.job_id, count=self._depth,
             )  # fmt: skip
         replaced = self._late.pop(state.key, None)
@@ -188,7 +203,10 @@ class Subscription:
         """How many events can be read at once."""
         self._guard.check()
         with self._lock:
-            return len(self._replay) + self._replaying + len(self._live) + len(self._late)
+            return self._waiting() + self._replaying
+
+    def _waiting(self) -> int:
+        return len(self._replay) + len(self._live) + len(self._spool or ()) + len(self._late)
 
     def get(self, timeout: float | None = None) -> StateEvent:
         """The next event. Raises TimeoutError when none comes in time, `SubscriptionClosed` when none will come, or
@@ -233,6 +251,8 @@ class Subscription:
             skipped = 0
             if self._live:
                 state, since = self._live.popleft()
+            elif self._spool:
+                state, since = self._spool.popleft()
             elif self._late:
                 state, since, skipped = self._late.pop(next(iter(self._late)))
             elif self._error is not None:
@@ -243,7 +263,7 @@ class Subscription:
         return StateEvent(state, skipped=skipped)
 
     def _readable(self) -> bool:
-        return bool(self._replay or self._replaying or self._live or self._late or self._closed)
+        return bool(self._replay or self._replaying or self._live or self._spool or self._late or self._closed)
 
     def __iter__(self) -> Subscription:
         return self
@@ -300,16 +320,18 @@ class Subscription:
             self._on_close(self)
 
     def _drop(self) -> int:
-        dropped = len(self._replay) + len(self._live) + len(self._late)
+        dropped = self._waiting()
         for buffer in (self._replay, self._live, self._late):
             buffer.clear()
-        self._replaying = False
+        if self._spool is not None:
+            self._spool.close()
+        self._spool, self._replaying = None, False
         return dropped
 
     def __del__(self) -> None:
         # The collector may run this anywhere, also inside a lock of ours: it takes none, and the store counts later.
         if not self._closed and self._abandoned is not None:
-            self._abandoned.append(len(self._replay) + len(self._live) + len(self._late))
+            self._abandoned.append(self._waiting())
 
     def __enter__(self) -> Self:
         return self

@@ -42,6 +42,7 @@ FIELDS = frozenset(
         "seconds",
         "path",
         "queue",
+        "kind",
         "key",
         "sink",
         "event",
@@ -58,8 +59,15 @@ LINE_LIMIT = 16_384
 logging.getLogger("headway").addHandler(logging.NullHandler())
 
 
+#: What a message begins with, by level, so that trouble is seen in a log of any format.
+MARKS = {logging.WARNING: "🟡 ", logging.ERROR: "🔴 ", logging.CRITICAL: "🔴 "}
+
+
 class Log:
-    """A logger whose calls take the facts as keywords: ``log.info("item failed", job=..., idx=...)``."""
+    """A logger whose calls take the facts as keywords: ``log.info("item failed", job=..., idx=...)``.
+
+    The messages of warnings and errors begin with the mark of their level (`MARKS`).
+    """
 
     __slots__ = ("_logger",)
 
@@ -86,7 +94,8 @@ class Log:
             unknown = fields.keys() - FIELDS
             if unknown:
                 raise ValueError(f"unknown log field(s) {sorted(unknown)}: add them to telemetry.FIELDS")
-            self._logger.log(level, message, extra={"fields": fields})
+            marked = MARKS.get(level, "") + message
+            self._logger.log(level, marked, extra={"fields": fields})
 
 
 class LineFormatter(logging.Formatter):

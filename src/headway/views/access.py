@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from headway.telemetry import redact
 from headway.views.records import facts
-from headway.views.shape import Json, document
+from headway.views.shape import ABSENT, Absent, Json, document
 
 if TYPE_CHECKING:
     from headway._sql import Database, Value
@@ -62,6 +62,9 @@ class Acted(NamedTuple):
     action: Annotated[str, "its name, as in the activity"]
     text: Annotated[str, "what it did, in a sentence"]
     touched: Annotated[int, "how many it changed"]
+    command: Annotated[str | Absent, "what to run, when nothing that runs now does the work; secrets are masked"] = (
+        ABSENT
+    )
 
     def as_json(self) -> Json:
         return document(self)

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from headway.errors import NotFound
+from headway.telemetry import redact
+from headway.views.items import masked_payload
 from headway.views.job import Cause, DeadLetter, cause_view
 from headway.views.jobs import find_job
-from headway.views.shape import Json, document
+from headway.views.shape import ABSENT, Absent, Json, document
+from headway.wording import cut
 
 if TYPE_CHECKING:
     from headway import ledger
@@ -51,10 +54,10 @@ def read_dead(ledger: ledger.Ledger, job: str | None = None) -> Dead:
     return Dead(tuple(cause_view(cause)._replace(job=one.id) for one in jobs for cause in one.causes() if cause.dead))
 
 
-def read_dead_items(job: ledger.Job, *, cause: int | None = None, limit: int = 10) -> DeadItems:
-    """At most ``limit`` items of each cause, or of the one named."""
+def read_dead_items(job: ledger.Job, *, cause: int | None = None, limit: int = 10, payload: bool = False) -> DeadItems:
+    """Read at most ``limit`` items of each cause, or of the one named. ``payload``: with masked payloads."""
     causes = [find_cause(job, cause)] if cause is not None else [cause_view(one) for one in job.causes() if one.dead]
-    return DeadItems(job.id, tuple(one._replace(items=_letters(job, one.no, limit)) for one in causes))
+    return DeadItems(job.id, tuple(one._replace(items=_letters(job, one.no, limit, payload=payload)) for one in causes))
 
 
 def export_dead(job: ledger.Job, *, cause: int | None = None, payload: bool = False) -> Iterator[DeadLetter]:
@@ -83,19 +86,36 @@ def read_dead_letters(
     return DeadLetters(job.id, tuple(letters), letters[-1].idx if len(found) > limit else None)
 
 
+def retried(job: ledger.Job) -> tuple[str, str | Absent]:
+    """Return what happens to retried items, in a sentence, and the command that runs them if none is running."""
+    info = job.info()
+    if info.held:
+        fleet = (info.holder or {}).get("fleet")
+        return "The workers of the fleet try them." if fleet else "The run in progress tries them.", ABSENT
+    if not info.command:
+        return f"Job {job.id} needs a run: start its program again.", ABSENT
+    command = redact(info.command)
+    return f"Job {job.id} needs a run:  {cut(command, 400)}", command
+
+
 def find_cause(job: ledger.Job, no: int) -> Cause:
     """The cause of that number, or an error that says which there are."""
     causes = {cause.no: cause for cause in job.causes()}
     if no not in causes:
-        known = ", ".join(map(str, sorted(causes))) or "none"
+        some = sorted(causes)[:20]
+        known = (
+            ", ".join(map(str, some)) + (f" and {len(causes) - len(some):,} more" if len(causes) > 20 else "") or "none"
+        )
         raise NotFound(
             f"Job {job.id} has no cause {no} (it has: {known}).", hint=f"List them: headway dead list {job.id}"
         )
     return cause_view(causes[no])
 
 
-def _letters(job: ledger.Job, cause: int, limit: int) -> tuple[DeadLetter, ...]:
+def _letters(job: ledger.Job, cause: int, limit: int, *, payload: bool) -> tuple[DeadLetter, ...]:
     letters = [letter_view(letter) for letter in job.dead_letters(cause=cause, limit=limit)]
+    if payload:
+        letters = [letter._replace(payload=masked_payload(job.item(letter.idx).payload)) for letter in letters]
     return tuple(
         letter._replace(printed=job.printed(letter.idx)) if position == 0 else letter
         for position, letter in enumerate(letters)

@@ -13,13 +13,14 @@ from pathlib import Path
 from platform import python_version
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, Refused
 from headway.telemetry import redact
 from headway.views.shape import Json, document
-from headway.wording import duration
+from headway.wording import duration, plural
 
 if TYPE_CHECKING:
     from headway._sql import Database, Tx
+    from headway.config import Config
     from headway.ledger import Ledger
 
 #: Above this the write-ahead log is not being folded back: some reader keeps it open.
@@ -69,7 +70,8 @@ def examine(address: str | None, *, version: str) -> Iterator[Finding]:
 
     yield Finding("version", "ok", f"headway {version}, Python {python_version()}, {_sqlite_version()}")
     try:
-        url = Config(cli={"database": address}).text("database")
+        config = Config(cli={"database": address})
+        url = config.text("database")
         yield Finding("config", "ok", "the settings can be read")
         path = sqlite_path(url)
         if path is not None:
@@ -88,6 +90,47 @@ def examine(address: str | None, *, version: str) -> Iterator[Finding]:
             yield from _space(path)
         yield from _clock(ledger)
         yield from _held(ledger)
+        yield from _unserved(store)
+    yield from _redis_server(config)
+
+
+def _redis_server(config: Config) -> Iterator[Finding]:
+    """The Redis of the queue, if the settings name one. A server against the advice is a warning: the queue runs on it."""
+    from headway import _redis
+    from headway.queue.settings import connection_settings
+
+    try:
+        settings = connection_settings(config)
+        address = settings["redis"]
+        if address is None or settings["mode"] == "database":
+            return
+        try:
+            with _redis.connect(address, role="queue", timeout=1.0, connect_timeout=1.0) as client:
+                found = _redis.preflight(client, role="queue", where=address, durable=True)
+        except _redis.failures() as error:
+            raise _redis.translate(error, address) from error
+    except Refused as error:
+        yield Finding("redis", "warn", str(error), error.hint)
+    except HeadwayError as error:
+        yield Finding("redis", "fail", str(error), error.hint)
+    else:
+        version = ".".join(map(str, found.version))
+        yield Finding("redis", "ok", f"{_redis.place(address)}, version {version}, deletes no keys for lack of memory")
+
+
+def _unserved(store: Database) -> Iterator[Finding]:
+    """Kinds of waiting tasks that no online worker runs."""
+    from headway.queue.workers import online_workers, unserved_by, waiting_kinds
+
+    with store.read() as tx:
+        online, waiting = online_workers(tx), waiting_kinds(tx)
+    why, hint = "no worker is online", "Start a worker: headway worker --app MODULE:NAME"
+    if online:
+        why = "no online worker runs them"
+        hint = "Start a worker of the application that has their handler, or cancel them: headway task cancel ID"
+    for each in unserved_by(online, waiting):
+        what = f"{plural(each.tasks, 'task')} of kind {each.kind} in the queue {each.queue}"
+        yield Finding("tasks", "warn", f"{what}: {why}", hint)
 
 
 def _checked(check: str, well: str, look: Callable[[], None]) -> Finding:

@@ -99,11 +99,20 @@ class JobLog(NamedTuple):
 
 
 def read_items(
-    job: ledger.Job, *, status: str | None = None, cause: int | None = None, after: int = -1, limit: int = 50
+    job: ledger.Job,
+    *,
+    status: str | None = None,
+    cause: int | None = None,
+    after: int = -1,
+    limit: int = 50,
+    payload: bool = False,
 ) -> Items:
-    """The items after the index ``after``. One more than asked for is read: it tells whether there is a next page."""
+    """Read the items after the index ``after``; one more than asked for tells whether there is a next page."""
     found = job.items(status=status, cause=cause, after=after, limit=limit + 1)
-    page = tuple(item_view(info) for info in found[:limit])
+    page = tuple(
+        item_view(info)._replace(payload=masked_payload(info.payload)) if payload else item_view(info)
+        for info in found[:limit]
+    )
     return Items(job.id, page, page[-1].idx if len(found) > limit else None)
 
 
@@ -112,7 +121,7 @@ def read_item(job: ledger.Job, name: str | int, *, payload: bool = False) -> Ite
     info = job.item(name)
     view = item_view(info)
     if payload:
-        view = view._replace(payload=None if info.payload is None else masked(json.loads(info.payload)))
+        view = view._replace(payload=masked_payload(info.payload))
     return ItemSheet(job.id, view, tuple(attempt_view(attempt) for attempt in job.history(info.idx)))
 
 
@@ -155,6 +164,16 @@ def attempt_view(attempt: ledger.Attempt) -> Attempt:
         attempt.no, attempt.outcome, attempt.at, attempt.seconds, attempt.worker, attempt.error, attempt.cause,
         attempt.detail, attempt.printed,
     )  # fmt: skip
+
+
+def masked_payload(text: str | None) -> Any:
+    """Parse a payload and mask what is a secret in it. A damaged one is shown as the text that it is."""
+    if text is None:
+        return None
+    try:
+        return masked(json.loads(text))
+    except (ValueError, TypeError, RecursionError):
+        return redact(str(text))
 
 
 def masked(value: Any) -> Any:

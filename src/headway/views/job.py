@@ -24,7 +24,7 @@ class Run(NamedTuple):
     outcome: Annotated[str | None, "finished, interrupted, stopped, failed or lost; null while it runs"]
     host: Annotated[str, "the machine it ran on"]
     pid: Annotated[int, "its process id there"]
-    kept: Annotated[int, "items that were done before it"]
+    kept: Annotated[int, "items of the job that were done before it"]
     started_at: Annotated[datetime, "when it began"]
     ended_at: Annotated[datetime | None, "when it ended"]
     settings: Annotated[Mapping[str, Any], "the settings it ran with; secrets are masked"]
@@ -95,8 +95,21 @@ class JobSheet(NamedTuple):
     durations: Annotated[Durations | None, "how long items took; null while no time was recorded"] = None
     note: Annotated[str | None, "why a worker would not take part in the job's fleet, if one would not"] = None
 
+    @property
+    def kept(self) -> int:
+        """Done items that the newest run kept from before it."""
+        return kept_items(self.job, self.runs[-1].kept) if self.runs else 0
+
     def as_json(self) -> Json:
         return document(self)
+
+
+def kept_items(job: Job | ledger.JobInfo, kept: int) -> int:
+    """Return how many done items a run kept.
+
+    Runs of earlier versions recorded the number before ``--accept-changes`` removed items, so it can exceed the done items.
+    """
+    return min(job.done, kept)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -136,7 +149,7 @@ def _speed(job: ledger.Job, info: ledger.JobInfo, runs: list[ledger.Run]) -> tup
         return None, None
     now = job.database.now()
     past = read_job_series(job, now - PAST_SECONDS, now)
-    return pace(past, runs[-1].started_at.timestamp(), now, info.remaining, info.done - runs[-1].kept)
+    return pace(past, runs[-1].started_at.timestamp(), now, info.remaining, info.done - kept_items(info, runs[-1].kept))
 
 
 def run_view(run: ledger.Run) -> Run:

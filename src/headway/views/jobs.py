@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from headway._sql import Database
 
 
+#: Ids that are compared with a mistyped one, from each of three places.
+SUGGESTIONS = 100
+
+
 class Holder(NamedTuple):
     """The process that runs a job."""
 
@@ -28,7 +32,7 @@ class Job(NamedTuple):
     """A job with its counts."""
 
     id: Annotated[str, "the job's id"]
-    status: Annotated[Literal["pending", "processing", "interrupted", "completed"], "where the job is"]
+    status: Annotated[Literal["pending", "processing", "interrupted", "needs a run", "completed"], "where the job is"]
     function: Annotated[str, "what is called with each item; empty for a program of its own"]
     source: Annotated[str, "where the items came from; secrets are masked"]
     total: Annotated[int, "items known so far; all of them once `sealed`"]
@@ -49,7 +53,7 @@ class Job(NamedTuple):
 
 
 class Jobs(NamedTuple):
-    """`headway jobs`: the jobs, the one that changed last first."""
+    """`headway jobs`: the jobs, the one that changed last first. A page from a server: the newest job first."""
 
     jobs: Annotated[tuple[Job, ...], "the jobs"]
     next: Annotated[str | Absent | None, "`before` of the next page, null on the last; only from a server"] = ABSENT
@@ -65,9 +69,10 @@ class Jobs(NamedTuple):
 def read_jobs(
     database: Database, *, archived: bool = False, before: str | None = None, limit: int | None = None
 ) -> Jobs:
-    """The jobs; with ``archived`` also those a fresh start has put aside.
+    """List the jobs, the one that changed last first; with ``archived`` also archived ones.
 
-    With ``limit`` a page of them, after the job ``before``. One that changes meanwhile is listed again, further up.
+    With ``limit`` the answer is one page, newest job first. Pages follow the job's number, which never changes: a job
+    that changes between two pages is neither skipped nor repeated. ``before`` is `next` of the page before, or a job's id.
     """
     from headway.ledger.report import all_jobs, find_jobs  # not the whole ledger: a list is to be there at once
 
@@ -75,27 +80,59 @@ def read_jobs(
         return Jobs(tuple(job_view(info) for info in all_jobs(database, archived=archived)))
     where, values = ["true" if archived else "archived = 0"], list[str | int]()
     if before is not None:
-        if database.one("SELECT 1 FROM jobs WHERE id = ?", (before,)) is None:
-            raise NotFound(f"There is no job {before!r} to go on from.", hint="Begin again: list from the first page.")
-        where.append("(updated_at, no) < (SELECT updated_at, no FROM jobs WHERE id = ?)")
-        values.append(before)
-    clause = f"WHERE {' AND '.join(where)} ORDER BY updated_at DESC, no DESC LIMIT ?"
+        where.append("no < ?")
+        values.append(number_at(database, before))
+    clause = f"WHERE {' AND '.join(where)} ORDER BY no DESC LIMIT ?"
     found = find_jobs(database, clause, (*values, limit + 1))
-    page = tuple(job_view(info) for info in found[:limit])
-    return Jobs(page, page[-1].id if len(found) > limit else None)
+    page = found[:limit]
+    return Jobs(tuple(job_view(info) for info in page), cursor(page[-1]) if len(found) > limit else None)
+
+
+def cursor(info: ledger.JobInfo) -> str:
+    """Return the cursor that continues a list after this job, also when the job is deleted or archived meanwhile."""
+    return f"~{info.no}"  # no job id begins with a tilde
+
+
+def number_at(database: Database, cursor: str) -> int:
+    """Return the job number that a cursor, or a job's id, stands for."""
+    digits = cursor.removeprefix("~")
+    if cursor != digits and digits.isascii() and digits.isdecimal() and len(digits) <= 18:
+        return int(digits)
+    row = database.one("SELECT no FROM jobs WHERE id = ?", (cursor,))
+    if row is None:
+        raise NotFound(
+            f"There is no job {cursor[:128]!r} to continue the list from.", hint="Start again with the first page."
+        )
+    return int(row[0])
 
 
 def find_job(ledger: ledger.Ledger, id: str) -> ledger.Job:
-    """The job of that id; if there is none, the error names those that look alike."""
+    """Return the job of that id; if there is none, the error suggests similar ids."""
     try:
         return ledger.job(id)
     except NotFound as error:
         from difflib import get_close_matches
 
-        close = get_close_matches(id, [info.id for info in ledger.jobs(archived=True)], 3)
+        close = get_close_matches(id, _candidates(ledger.database, id), 3)
         if close:
             error.hint = f"Did you mean {' or '.join(close)}? List them: headway jobs"
         raise
+
+
+def _candidates(database: Database, id: str) -> list[str]:
+    """Return ids that a mistyped id may stand for: its neighbours in the index of ids, and the newest jobs.
+
+    At most `SUGGESTIONS` of each are read, so that a wrong id costs the same among ten jobs and a million.
+    """
+    found: dict[str, None] = {}
+    for rest, values in (
+        ("WHERE id > ? ORDER BY id", (id,)),
+        ("WHERE id < ? ORDER BY id DESC", (id,)),
+        ("ORDER BY no DESC", ()),
+    ):
+        rows = database.all(f"SELECT id FROM jobs {rest} LIMIT {SUGGESTIONS}", values)
+        found |= dict.fromkeys(str(row[0]) for row in rows)
+    return list(found)
 
 
 def job_view(info: ledger.JobInfo) -> Job:

@@ -11,8 +11,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from headway._sql import marks
-from headway.views.job import Cause, cause_view
-from headway.views.jobs import Job, job_view
+from headway.views.job import Cause, cause_view, kept_items
+from headway.views.jobs import Job, cursor, job_view, number_at
 from headway.views.series import Series, read_job_series
 from headway.views.speed import PAST_SECONDS, Forecast, pace
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headway.views.queue import QueueView
     from headway.views.reading import Reader
 
-#: Jobs on one page of them.
+#: Page size.
 PAGE = 50
 #: Minutes that a forecast of a queue looks back.
 FORECAST_MINUTES = 10
@@ -32,7 +32,7 @@ class LastRun(NamedTuple):
     """The newest run of a job."""
 
     no: Annotated[int, "1 is the first"]
-    kept: Annotated[int, "items that were done before it"]
+    kept: Annotated[int, "items of the job that were done before it"]
     started_at: Annotated[datetime, "when it began"]
     outcome: Annotated[str | None, "how it ended; null while it runs"]
     host: Annotated[str, "where"]
@@ -49,20 +49,31 @@ class JobLine(NamedTuple):
 
     @property
     def kept(self) -> int:
-        return min(self.job.done, self.run.kept) if self.run else 0
+        return kept_items(self.job, self.run.kept) if self.run else 0
 
 
 class JobPage(NamedTuple):
-    """A page of jobs, the one that changed last first."""
+    """Some of the jobs."""
 
     lines: Annotated[tuple[JobLine, ...], "the jobs"]
-    next: Annotated[str | None, "id of the last one, if there are more"]
+    more: Annotated[bool, "whether there are jobs beyond these"]
+    next: Annotated[str | None, "cursor of the next page; null on the last, and where the order can change"]
 
 
 def read_job_page(
-    database: Database, *, status: str | None = None, text: str = "", after: str | None = None, limit: int = PAGE
+    database: Database,
+    *,
+    status: str | None = None,
+    text: str = "",
+    by_creation: bool = False,
+    after: str | None = None,
+    limit: int = PAGE,
 ) -> JobPage:
-    """Jobs by when they changed last, after the job ``after``; ``text`` is part of an id or a function."""
+    """Read the jobs that changed last, or with ``by_creation`` a page of all jobs, the newest first.
+
+    Only the order of creation has pages: it never changes, so that a job is neither skipped nor repeated between two of
+    them. ``after`` is `next` of the page before. ``text`` is part of an id or a function.
+    """
     from headway.ledger.report import find_jobs
 
     where, values = ["archived = 0"], list[str | int | float | None]()
@@ -74,15 +85,15 @@ def read_job_page(
     elif status is not None:
         where.append("finished_at IS NULL" if status != "processing" else "holder IS NOT NULL")
     if after is not None:
-        where.append("(updated_at, no) < (SELECT updated_at, no FROM jobs WHERE id = ?)")
-        values.append(after)
-    found = find_jobs(
-        database, f"WHERE {' AND '.join(where)} ORDER BY updated_at DESC, no DESC LIMIT ?", (*values, limit + 1)
-    )
+        where.append("no < ?")
+        values.append(number_at(database, after))
+    order = "no DESC" if by_creation else "updated_at DESC, no DESC"
+    found = find_jobs(database, f"WHERE {' AND '.join(where)} ORDER BY {order} LIMIT ?", (*values, limit + 1))
     page = [info for info in found[:limit] if status is None or info.status == status]
     runs = _last_runs(database, [info.no for info in page])
     lines = tuple(_line(database, info.no, job_view(info), runs.get(info.no)) for info in page)
-    return JobPage(lines, found[limit - 1].id if len(found) > limit else None)
+    more = len(found) > limit
+    return JobPage(lines, more, cursor(found[limit - 1]) if more and by_creation else None)
 
 
 def read_controls(database: Database, jobs: Sequence[str]) -> dict[str, Control]:
@@ -135,7 +146,8 @@ def _line(database: Database, no: int, job: Job, run: LastRun | None) -> JobLine
     now = database.now()
     past = read_job_series(LedgerJob(database, no, job.id), now - PAST_SECONDS, now)
     began = run.started_at.timestamp() if run else job.created_at.timestamp()
-    rate, forecast = pace(past, began, now, job.total - job.done - job.dead, job.done - (run.kept if run else 0))
+    kept = kept_items(job, run.kept) if run else 0
+    rate, forecast = pace(past, began, now, job.total - job.done - job.dead, job.done - kept)
     return JobLine(job, run, rate, forecast, past)
 
 

@@ -11,6 +11,7 @@ from headway.views.shape import Json, document
 if TYPE_CHECKING:
     from headway.queue.taskqueue import TaskQueue
     from headway.queue.values import QueueInfo, Task
+    from headway.queue.workers import Online
 
 
 class QueueView(NamedTuple):
@@ -28,12 +29,16 @@ class QueueView(NamedTuple):
     paused_by: Annotated[str | None, "who paused it"]
     paused_until: Annotated[datetime | None, "when it goes on by itself"]
     reason: Annotated[str, "why it is paused"]
+    unserved: Annotated[tuple[str, ...], "kinds of waiting tasks that no online worker runs"] = ()
+    completed_total: Annotated[int, "tasks completed since counting began, purged ones included"] = 0
+    failed_total: Annotated[int, "tasks that failed for good since counting began, purged ones included"] = 0
 
 
 class Queues(NamedTuple):
     """`headway queues`: the queues, in the order of service."""
 
     queues: Annotated[tuple[QueueView, ...], "urgent, high, normal, low"]
+    workers_online: Annotated[int | None, "online workers; null: an older server does not tell"] = None
 
     def as_json(self) -> Json:
         return document(self)
@@ -90,6 +95,9 @@ class TaskSheet(NamedTuple):
 
     task: Annotated[TaskView, "the task"]
     runs: Annotated[tuple[TaskAttempt, ...], "oldest first"]
+    unserved: Annotated[bool, "whether it waits and no online worker runs its kind"] = False
+    hinted_at: Annotated[datetime | None, "when its id was put into RQ last; null: RQ does not know the task"] = None
+    workers_online: Annotated[int | None, "online workers; null: an older server does not tell"] = None
 
     def as_json(self) -> Json:
         return document(self)
@@ -144,7 +152,11 @@ class QueueSettings(NamedTuple):
 
 
 def read_queues(queue: TaskQueue) -> Queues:
-    return Queues(tuple(_view(QueueView, info) for info in queue.stats()))
+    from headway.queue.workers import online_workers
+
+    with queue.database.read() as tx:
+        online = len(online_workers(tx))
+    return Queues(tuple(_view(QueueView, info) for info in queue.stats()), online)
 
 
 def task_view(task: Task) -> TaskView:
@@ -197,7 +209,28 @@ def read_task(queue: TaskQueue, id: str, *, tracebacks: bool = True) -> TaskShee
         TaskAttempt(no, outcome, error, who, moment(at), took, detail if tracebacks else None)
         for no, outcome, error, who, at, took, detail in rows
     ]
-    return TaskSheet(task_view(task), tuple(runs))
+    from headway.queue.workers import online_workers
+
+    with queue.database.read() as tx:
+        online, now = online_workers(tx), tx.now()
+    hinted = queue.database.one("SELECT hinted_at FROM tasks WHERE id = ?", (id,))
+    return TaskSheet(
+        task_view(task),
+        tuple(runs),
+        unserved=_is_unserved(task, online, now),
+        hinted_at=None if hinted is None or hinted[0] is None else moment(hinted[0]),
+        workers_online=len(online),
+    )
+
+
+def _is_unserved(task: Task, online: list[Online], now: float) -> bool:
+    from headway.queue.values import Status
+    from headway.queue.workers import WaitingKind, unserved_by
+
+    run_at = task.run_at.timestamp()
+    if task.status is not Status.QUEUED or run_at > now:
+        return False
+    return bool(unserved_by(online, [WaitingKind(task.priority.value, task.kind, 1, run_at)]))
 
 
 def read_workers(queue: TaskQueue) -> Workers:

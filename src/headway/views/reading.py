@@ -82,6 +82,14 @@ class Reader:
 
         return TaskQueue(self.database)
 
+    def has_backlog(self, most: int) -> bool:
+        """Return whether more than ``most`` tasks wait that may run now."""
+        row = self.database.one(
+            "SELECT count(*) FROM (SELECT 1 FROM tasks WHERE status = 'QUEUED' AND ready = 1 LIMIT ?) AS waiting",
+            (most + 1,),
+        )
+        return row is not None and int(row[0]) > most
+
     def _job(self, id: str) -> Job:
         from headway.views.jobs import find_job
 
@@ -90,7 +98,7 @@ class Reader:
     # ---- jobs --------------------------------------------------------------------------------------------------------
 
     def jobs(self, *, archived: bool = False, before: str | None = None, limit: int | None = None) -> Jobs:
-        """All of them, or with ``limit`` a page."""
+        """All jobs, the one that changed last first; with ``limit`` a page, the newest job first."""
         from headway.views.jobs import read_jobs
 
         return read_jobs(self.database, archived=archived, before=before, limit=limit)
@@ -106,11 +114,18 @@ class Reader:
         return read_runs(self._job(id))
 
     def items(
-        self, id: str, *, status: str | None = None, cause: int | None = None, after: int = -1, limit: int = 50
+        self,
+        id: str,
+        *,
+        status: str | None = None,
+        cause: int | None = None,
+        after: int = -1,
+        limit: int = 50,
+        payload: bool = False,
     ) -> Items:
         from headway.views.items import read_items
 
-        return read_items(self._job(id), status=status, cause=cause, after=after, limit=limit)
+        return read_items(self._job(id), status=status, cause=cause, after=after, limit=limit, payload=payload)
 
     def item(self, id: str, name: str, *, payload: bool = False) -> ItemSheet:
         from headway.views.items import read_item
@@ -137,10 +152,10 @@ class Reader:
 
         return read_dead(self.ledger, id)
 
-    def dead_items(self, id: str, *, cause: int | None = None, limit: int = 10) -> DeadItems:
+    def dead_items(self, id: str, *, cause: int | None = None, limit: int = 10, payload: bool = False) -> DeadItems:
         from headway.views.dead import read_dead_items
 
-        return read_dead_items(self._job(id), cause=cause, limit=limit)
+        return read_dead_items(self._job(id), cause=cause, limit=limit, payload=payload)
 
     def export_dead(self, id: str, *, cause: int | None = None, payload: bool = False) -> Iterator[DeadLetter]:
         from headway.views.dead import export_dead
@@ -258,13 +273,22 @@ class Reader:
 
         return read_states_jobs(self.config.text("states"))
 
-    def states(self, job: str, *, task: int | None = None, tag: str | None = None) -> States:
+    def states(
+        self,
+        job: str,
+        *,
+        task: int | None = None,
+        tag: str | None = None,
+        after: str | None = None,
+        limit: int | None = None,
+    ) -> States:
+        """All current states of a job; with ``limit`` a page."""
         from headway import states
         from headway.views.states import read_states
 
         opened, num_tasks = states.open_store(self.config.text("states"), job)
         with states.Manager(job, 0, num_tasks, opened) as manager:
-            return read_states(manager, task_id=task, tag=tag)
+            return read_states(manager, task_id=task, tag=tag, after=after, limit=limit)
 
     def activity(
         self, *, job: str | None = None, actor: str | None = None, before: int | None = None, limit: int = 50

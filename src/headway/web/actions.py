@@ -43,8 +43,9 @@ from headway.queue.settings import declared_per_user
 from headway.queue.values import Priority
 from headway.telemetry import redact
 from headway.views.access import Acted
-from headway.views.dead import find_cause
+from headway.views.dead import find_cause, retried
 from headway.views.jobs import find_job
+from headway.views.shape import ABSENT
 from headway.web import login
 from headway.web.problems import Forbidden
 from headway.web.site import User
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from headway._sql import Tx
     from headway.queue.values import Task
     from headway.views.reading import Reader
+    from headway.views.shape import Absent
     from headway.web.auth import Access
     from headway.web.site import Site
 
@@ -87,7 +89,8 @@ def retry_dead(
         find_cause(found, cause)
     indices = [_dead_index(found, name) for name in items] if items else None
     moved = found.retry_dead(cause=cause, indices=indices, actor=user.name, reason=masked(reason))
-    return Acted("retry", f"{plural(moved, 'dead letter')} of job {job} pending again.", moved)
+    text, command = retried(found) if moved else ("", ABSENT)
+    return Acted("retry", f"{plural(moved, 'dead letter')} of job {job} pending again. {text}".rstrip(), moved, command)
 
 
 def _dead_index(job: Any, name: str | int) -> int:
@@ -205,7 +208,15 @@ def retry_task(reader: Reader, user: User, task: str, *, reason: str = "") -> Ac
         return found
 
     found = reader.database.run(work, operation="web.retry")
-    return Acted("task.retry", f"Task {task} waits in {found.priority.value}.", 1)
+    text, command = needs_worker(reader)
+    return Acted("task.retry", f"Task {task} waits in {found.priority.value}.{text}", 1, command)
+
+
+def needs_worker(reader: Reader) -> tuple[str, str | Absent]:
+    """Return a sentence and a command for tasks that wait while no worker is online."""
+    if any(worker.state in ("idle", "busy") for worker in reader.workers().workers):
+        return "", ABSENT
+    return " No worker is online. Start one:  headway worker", "headway worker"
 
 
 def end_worker(reader: Reader, user: User, worker: str, how: Literal["drain", "stop"], *, reason: str = "") -> Acted:

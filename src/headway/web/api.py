@@ -8,7 +8,7 @@ Under every other id there is nothing for them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from fastapi import FastAPI, Path, Query
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
@@ -41,6 +41,7 @@ from headway.web.site import NAME, Site
 
 if TYPE_CHECKING:
     from headway.finishline import AsyncProgress
+    from headway.views.reading import Reader
 
 #: The most rows in one answer.
 LARGEST: Final = 1000
@@ -143,10 +144,12 @@ def _jobs(api: Api) -> None:
     async def list_jobs(
         request: Request,
         archived: bool = False,
-        before: Annotated[str | None, Query(max_length=128, description="the last job of the page before")] = None,
+        before: Annotated[
+            str | None, Query(max_length=128, description="`next` of the page before, or a job's id")
+        ] = None,
         limit: Limit = LARGEST,
     ) -> Response:
-        """The jobs, the one that changed last first."""
+        """List the jobs, the newest first. A job that changes between two pages is neither skipped nor repeated."""
         return await api.answer(request, reader.jobs, archived=archived, before=before, limit=limit)
 
     @api.get("/jobs/{id}", job.JobSheet)
@@ -426,9 +429,22 @@ def _projects(api: Api, progress: Callable[[], AsyncProgress | None]) -> None:
         job: JobId,
         task: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None,
         tag: Annotated[str | None, Query(max_length=256)] = None,
+        after: Annotated[str | None, Query(max_length=300, description="`next_after` of the page before")] = None,
+        limit: Limit = LARGEST,
     ) -> Response:
-        """Where each task of a job is."""
-        return await api.answer(request, reader.states, job, task=task, tag=tag)
+        """Where each task of a job is: a page by task and tag, which ends at ``limit`` states or about 1 MB.
+
+        Payloads take the right ``payload``; unmasked, also messages, ``export``.
+        """
+        user = api.site.user(request)
+        rights = {"payload": user.may("payload"), "unmasked": user.may("export")}
+        page = {"task": task, "tag": tag, "after": after, "limit": limit}
+        return await api.answer(request, _states_of, reader, job, page, **rights)
+
+
+def _states_of(reader: Reader, job: str, page: dict[str, Any], *, payload: bool, unmasked: bool) -> states.States:
+    found = reader.states(job, **page)
+    return found if unmasked else states.masked_states(found, payload=payload)
 
 
 def _others(api: Api) -> None:

@@ -24,9 +24,9 @@ try:
 except ImportError as error:
     raise MissingExtra("web", "The web application") from error
 
-from headway.web import actions, api, gate, live, login, metrics, pages, problems
+from headway.web import actions, api, gate, live, login, metrics, openapi, pages, problems
 from headway.web.addresses import networks
-from headway.web.auth import Access, Users
+from headway.web.auth import Access, Users, root_of
 from headway.web.gate import Gate
 from headway.web.pages.render import Pages
 from headway.web.problems import UnknownPath, WrongMethod
@@ -101,6 +101,7 @@ class Application:
             version=__version__,
             summary="Durable progress for long work in many processes.",
             openapi_url=f"{PREFIX}/openapi.json",
+            servers=[{"url": "/"}],
             docs_url=None,  # the viewers load their scripts from elsewhere
             redoc_url=None,
             lifespan=lifespan,
@@ -113,6 +114,7 @@ class Application:
             },
         )
         api.mount(app, self.site, self.progress)
+        openapi.install(app)
         site, access = self.site, self.access
         routes: list[BaseRoute] = [
             WebSocketRoute(site.live, live.route(self.publisher)),
@@ -122,7 +124,7 @@ class Application:
             Route("/actions/{name}", actions.handler(site, access), methods=["POST"]),
             Route("/login", login.login(access), methods=["POST"]),
             Route("/logout", login.logout(access), methods=["POST"]),
-            Route("/enter", login.enter(access), methods=["GET"]),
+            Route("/enter", login.enter(access, self._pages), methods=["GET", "POST"]),
             *pages.routes(self._pages),
             Route("/login", login.page(self._pages), methods=["GET"]),
         ]
@@ -179,8 +181,8 @@ def app(
 
     ``database`` and ``redis`` stand for the settings of these names, ``settings`` for any others; what is not given comes
     from the environment and headway.toml. ``users`` is asked who sends a request, for an application with users of its
-    own; without it people log in with tokens (``headway token create``), and while there is none the application is open
-    to this machine alone. ``hosts`` are names under which it may be opened besides this machine's own.
+    own. Without it people log in with tokens (``headway token create``). ``hosts`` matters only where `headway serve
+    --no-auth` serves it: further names of this machine that a request may have in its ``Host``.
     """
     config = Config(cli={**(settings or {}), "database": database, "redis": redis})
     address = config.text("projects_redis") if config.is_set("projects_redis") else None
@@ -204,12 +206,11 @@ def with_flask(flask_app: Any, *, path: str = "/headway", **options: Any) -> Any
     async def both(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await ours(scope, receive, send)
-        elif scope["path"] == root or scope["path"].startswith(f"{root}/"):
-            inner = dict(scope)
-            inner["root_path"] = str(scope.get("root_path", "")).rstrip("/") + root
-            if scope["path"] == root:
-                inner["path"] = f"{root}/"
-            await ours(inner, receive, send)
+            return
+        below, outer = gate.path_of(scope), root_of(scope)
+        if below == root or below.startswith(f"{root}/"):
+            inner = f"{outer}{root}"
+            await ours({**scope, "root_path": inner, "path": inner + (below[len(root) :] or "/")}, receive, send)
         else:
             await theirs(scope, receive, send)  # type: ignore[arg-type]  # its own types of the same messages
 

@@ -1,11 +1,14 @@
 """Who is asking, and what they are known by.
 
-By a token or a ticket (``Authorization: Bearer``), by the application's own ``users`` function, by the session cookie of a
-login; or the server is *open*, which it is while nobody ever made a token, and then only to this machine: the peer, the
-``Host`` it names (a name that was pointed at us by DNS rebinding is another one) and the absence of a proxy's headers are
-looked at.
+1. A token or a ticket of ours (``Authorization: Bearer``). A wrong one is refused and counted. An ``Authorization`` header of
+   another kind (the application's own JWT, a proxy's Basic) says nothing to us and is ignored.
+2. The application's own ``users`` function.
+3. The session cookie of a login.
 
-While the store is away nothing is opened: who was known in the last minutes stays known, everybody else is told to wait.
+`headway serve` adds a token of its own (`headway.local_servers`), or with ``--no-auth`` lets everybody in. Nothing in a request
+shows that it came from this machine: a proxy on this machine sends everybody's.
+
+While the database is away nobody new is let in; whoever was known in the last minutes stays known.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ import inspect
 import json
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
@@ -28,6 +31,8 @@ from starlette.responses import Response
 
 from headway.config import is_loopback
 from headway.errors import ConfigError, StorageError, Unavailable
+from headway.ids import user_text
+from headway.local_servers import LINK_PREFIX, link_id
 from headway.web import tickets, tokens
 from headway.web.addresses import Network, peer_of
 from headway.web.problems import Forbidden
@@ -37,6 +42,7 @@ from headway.web.throttle import REMEMBERED, Throttle
 if TYPE_CHECKING:
     from starlette.types import Scope
 
+    from headway.local_servers import LocalServer
     from headway.web.site import Site
 
 T = TypeVar("T")
@@ -52,7 +58,8 @@ ASK: Final = 2.0
 FRESH: Final = 30.0
 STALE: Final = 600.0
 
-_OF_PROXIES: Final = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "via")
+#: Whoever has the token of a local server, or is let in by ``--no-auth``.
+LOCAL: Final = User("local", "admin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,35 +80,48 @@ class Access:
     proxies: tuple[Network, ...] = ()
     throttle: Throttle = field(default_factory=Throttle)
     key: bytes | None = None
+    #: The server that serves this application, if it has a token of its own.
+    local: LocalServer | None = None
+    #: Everybody is admin (``headway serve --no-auth``).
+    no_auth: bool = False
     _known: dict[str, tuple[float, User | None]] = field(default_factory=dict)
     _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(default_factory=WeakKeyDictionary)
     _pulse: tuple[float, tokens.Pulse | None] = (-STALE, None)
     _away_until: float = 0.0
-    _was_closed: bool = False
     _installation: str = ""
 
-    async def who(self, connection: HTTPConnection) -> Known | None:
+    async def who(self, connection: HTTPConnection, *, again: bool = False) -> Known | None:
+        """Return who sends a request. ``again``: it was admitted before, so it spends no ticket and is not counted."""
         await self.pulse()
         bearer = _bearer(connection.headers.get("authorization"))
-        if bearer is not None and bearer.startswith(tickets.PREFIX):
-            ticket = self.ticket(bearer, self.peer(connection))
-            return None if ticket is None else Known(ticket.user, "token")
         if bearer is not None:
-            user = await self._by_token(bearer, self.peer(connection))
+            user = await self._by_bearer(bearer, self.peer(connection), again=again)
             return None if user is None else Known(user, "token")
         if self.users is not None:
             found = self.users(connection)
             user = await found if inspect.isawaitable(found) else found
             if user is not None:
                 return Known(_checked(user), "users")
-        cookie = self.cookie(connection, "session")
-        if cookie:
-            found_user = await self._ask("s" + tokens.hashed(cookie), tokens.find_session, cookie)
-            if isinstance(found_user, User):
-                return Known(found_user, "session")
-        if self.users is None and self._is_near(connection) and not self._was_closed and not self.keys:
-            return Known(User("local", "admin"), "open")
+        user = await self.session_user(connection)
+        if user is not None:
+            return Known(user, "session")
+        # The name is checked because of DNS rebinding: a page of another site, whose name was pointed at this machine.
+        if self.no_auth and self.is_ours(connection.headers.get("host", "")):
+            return Known(LOCAL, "open")
         return None
+
+    async def session_user(self, connection: HTTPConnection) -> User | None:
+        cookie = self.cookie(connection, "session")
+        return await self._ask("s" + tokens.hashed(cookie), tokens.find_session, cookie) if cookie else None
+
+    async def _by_bearer(self, text: str, peer: str, *, again: bool) -> User | None:
+        if self.local is not None and hmac.compare_digest(self.local.token.encode(), text.encode("utf-8", "replace")):
+            return LOCAL
+        if text.startswith(tickets.PREFIX):
+            ticket = self.ticket(text, peer, again=again)
+            spent = ticket is not None and (again or await self._spend(ticket))
+            return ticket.user if ticket is not None and spent else None
+        return await self._by_token(text, peer, again=again)
 
     def peer(self, connection: HTTPConnection) -> str:
         """The address whose wrong tokens are counted; nothing else is decided by it."""
@@ -111,24 +131,27 @@ class Access:
     def keys(self) -> tuple[str, ...]:
         return self.site.settings.texts("web_keys")
 
-    def ticket(self, text: str, peer: str) -> tickets.Ticket | None:
+    def ticket(self, text: str, peer: str, *, again: bool = False) -> tickets.Ticket | None:
+        """Return what a ticket or the ticket of a local link says; None if it is invalid or has expired."""
+        if text.startswith(LINK_PREFIX) and self.local is not None:
+            id = link_id(self.local.token, text)
+            return None if id is None else tickets.Ticket(id, LOCAL)
         found = tickets.read(self.keys, text, audience=self.site.settings.text("web_audience"))
-        if found is None:
+        if found is None and not again and not tickets.is_signed(self.keys, text):  # one that expired is not a guess
             self.throttle.check(peer)
             self.throttle.failed(peer)
         return found
 
-    async def enter(self, text: str, peer: str) -> tuple[User, str] | None:
-        """Who came with a ticket, and the new session's cookie; a ticket is taken once."""
-        ticket = self.ticket(text, peer)
-        if ticket is None:
-            return None
-        cookie = await self.site.change(lambda: tokens.open_visit(self.site.reader.database, *ticket))
-        return None if cookie is None else (ticket.user, cookie)
+    async def enter(self, ticket: tickets.Ticket) -> str | None:
+        """Open a session by a ticket and return its cookie; None if the ticket was used before."""
+        return await self.site.change(lambda: tokens.open_visit(self.site.reader.database, *ticket))
 
-    async def _by_token(self, text: str, peer: str) -> User | None:
+    async def _spend(self, ticket: tickets.Ticket) -> bool:
+        return await self.site.change(lambda: tokens.spend(self.site.reader.database, *ticket))
+
+    async def _by_token(self, text: str, peer: str, *, again: bool) -> User | None:
         name = "t" + tokens.hashed(text)
-        if name in self._known:  # one that was right before is not kept waiting by another's guesses
+        if again or name in self._known:  # one that was right before is not kept waiting by another's guesses
             return await self._ask(name, _user_of, text)
         async with self.throttle.trying(peer):
             user = await self._ask(name, _user_of, text)
@@ -152,8 +175,6 @@ class Access:
             known = self._known.items()
             self._known = {name: (min(since, time.monotonic() - FRESH), user) for name, (since, user) in known}
         self._pulse = (time.monotonic(), found)
-        # For as long as this process lives: a store that was emptied or went back must not open what was closed.
-        self._was_closed = self._was_closed or found.made > 0
         return found
 
     @property
@@ -227,18 +248,8 @@ class Access:
     def _find(self, function: Callable[..., User | None], *args: str) -> User | None:
         return function(self.site.reader.database, *args)
 
-    def _is_near(self, connection: HTTPConnection) -> bool:
-        """From this machine, under a name of this machine, and through nobody."""
-        headers = connection.headers
-        client = connection.scope.get("client")
-        return (
-            (client is None or is_loopback(str(client[0])))
-            and connection.scope.get("http_version") != "1.0"  # that is nginx, which says nothing else of itself
-            and not any(name in headers for name in _OF_PROXIES)
-            and self.is_ours(headers.get("host", ""))
-        )
-
     def is_ours(self, host: str) -> bool:
+        """Return whether a Host header names this machine."""
         name = _name_of(host)
         return name in self.hosts or name == "localhost" or name.endswith(".localhost") or is_loopback(name)
 
@@ -252,11 +263,43 @@ class Access:
         # Read as browsers write them: what another application of this host keeps in one, whatever it is, costs ours nothing.
         return cookie_parser(connection.headers.get("cookie", "")).get(self.name(kind), "")
 
-    def set_cookie(self, response: Response, scope: Scope, kind: str, value: str, seconds: int | None) -> None:
+    def set_cookie(
+        self,
+        response: Response,
+        scope: Scope,
+        kind: str,
+        value: str,
+        seconds: int | None,
+        *,
+        same_site: Literal["strict", "lax"] = "strict",
+    ) -> None:
         response.set_cookie(
-            self.name(kind), value, max_age=seconds, path=root_of(scope) or "/", httponly=True, samesite="strict",
+            self.name(kind), value, max_age=seconds, path=root_of(scope) or "/", httponly=True, samesite=same_site,
             secure=_is_encrypted(scope),
         )  # fmt: skip
+
+    def set_session(self, response: Response, scope: Scope, user: User, cookie: str) -> None:
+        """Set the cookie of a session, and one that says whose it is.
+
+        A browser withholds the session cookie when another site leads to us. The second one is sent then, and opens
+        nothing: by it `replaces_another` notices that the other site would exchange the session.
+        """
+        self.set_cookie(response, scope, "session", cookie, int(tokens.SESSION))
+        self.set_cookie(response, scope, "who", self._who(user), int(tokens.SESSION), same_site="lax")
+
+    def clear_session(self, response: Response, scope: Scope) -> None:
+        self.set_cookie(response, scope, "session", "", 0)
+        self.set_cookie(response, scope, "who", "", 0, same_site="lax")
+
+    async def replaces_another(self, connection: HTTPConnection, user: User) -> bool:
+        """Return whether the browser has a session of somebody else than ``user``."""
+        if self.cookie(connection, "session"):
+            return await self.session_user(connection) not in (None, user)
+        who = self.cookie(connection, "who")
+        return bool(who) and not hmac.compare_digest(who.encode("utf-8", "replace"), self._who(user).encode())
+
+    def _who(self, user: User) -> str:
+        return self._sign("who", f"{user.role}:{user.name}")[:32]
 
     def form_token(self, connection: HTTPConnection, visitor: str) -> str:
         """What our own forms carry: bound to the session, or before one exists to the visitor's cookie."""
@@ -308,11 +351,10 @@ def _name_of(host: str) -> str:
 
 
 def _bearer(header: str | None) -> str | None:
-    """The token of an Authorization header; an empty one for a header of another kind, which nobody knows."""
-    if header is None:
-        return None
-    kind, _, text = header.partition(" ")
-    return text.strip() if kind.lower() == "bearer" else ""
+    """Return the token or ticket of an Authorization header; None if there is none, or it is not one of ours."""
+    kind, _, text = (header or "").partition(" ")
+    text = text.strip()
+    return text if kind.lower() == "bearer" and text.startswith((tokens.PREFIX, tickets.PREFIX)) else None
 
 
 def _checked(user: object) -> User:
@@ -322,12 +364,13 @@ def _checked(user: object) -> User:
             "The application's users function gave neither a headway.web.User with a known role nor None.",
             hint=f"Roles are {', '.join(RIGHTS)}.",
         )
-    if not is_name(user.name):
+    name = user_text(user.name)
+    if not isinstance(name, str) or not is_name(name):
         raise ConfigError(
-            f"The application's users function gave a name that is no text of 1 to {NAME} printable characters.",
-            hint="Use the text that submit(user_id=...) is given: User(str(account.id), role).",
+            f"The application's users function returned a name that is not a text of 1 to {NAME} printable characters.",
+            hint="Use what submit(user_id=...) is given: User(account.id, role).",
         )
-    return user
+    return user if name is user.name else replace(user, name=name)
 
 
 def _user_of(database: object, text: str) -> User | None:

@@ -2,7 +2,7 @@
 
 The run pays for it with one process at low priority, and is told nothing by it: if the server fails, the run goes on. The run
 makes the socket and gives it away, so the address is known before the server is up; a browser that is early waits. The
-server ends when its standard input does, hence also when the run is killed.
+server reads its token from its standard input, and ends when that ends, hence also when the run is killed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from typing import IO, Final
 
 from headway.errors import HeadwayError, MissingExtra
+from headway.local_servers import LocalServer, new_server, published
 from headway.telemetry import redact
 from headway.web.server import GRACE, HOST, listen
 
@@ -27,10 +28,10 @@ NICE: Final = 10
 _NEEDED: Final = ("fastapi", "uvicorn", "httptools", "websockets", "jinja2")
 
 
-def check() -> None:
-    """Whether there can be a page at all, asked before anything is begun."""
+def check(what: str = "A page beside a run") -> None:
+    """Raise `MissingExtra` for ``what`` if the packages of the web server are not installed."""
     if not all(find_spec(name) for name in _NEEDED):
-        raise MissingExtra("web", "A page beside a run")
+        raise MissingExtra("web", what)
 
 
 class Beside:
@@ -38,7 +39,7 @@ class Beside:
 
     def __init__(self, database: str) -> None:
         with listen(HOST, 0) as listener:
-            self.address = f"http://{HOST}:{listener.getsockname()[1]}"
+            self.server = new_server(listener)
             self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, str(listener.fileno())],
@@ -49,9 +50,16 @@ class Beside:
                 pass_fds=[listener.fileno()],
                 start_new_session=True,  # Ctrl-C is for the run, which ends the page when it has ended
             )
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it failed already, and `close` says why
+            self._process.stdin.write(f"{self.server.token}\n".encode())
+            self._process.stdin.flush()
+        self._files = ExitStack()
+        self._files.enter_context(published(self.server))
 
     def close(self) -> str | None:
         """End it, after its pages were told the last state; why it had failed, if it had."""
+        self._files.close()
         has_ended = self._process.poll() is not None
         assert self._process.stdin is not None
         with suppress(OSError):
@@ -81,8 +89,13 @@ def main(descriptor: int) -> int:
 
     with socket.socket(fileno=descriptor) as listener:
         listener.set_inheritable(False)
+        host, port = listener.getsockname()[:2]
+        with open(sys.stdin.fileno(), closefd=False) as given:
+            token = given.readline().strip()
         try:
-            serve(app(), listener, until=sys.stdin.fileno())
+            application = app()
+            application.access.local = LocalServer(host, port, token)
+            serve(application, listener, until=sys.stdin.fileno())
         except HeadwayError as error:
             sys.stderr.write(f"{error}\n")
             return error.exit_code

@@ -14,18 +14,23 @@ from headway.queue.settings import declared_per_user
 from headway.queue.values import UserBusy
 from headway.telemetry import redact
 from headway.views.access import Acted
+from headway.views.dead import retried
 from headway.views.overview import read_failed_ids
-from headway.web.actions import masked, require
+from headway.views.shape import ABSENT, Absent
+from headway.web.actions import masked, needs_worker, require
 from headway.wording import plural
 
 if TYPE_CHECKING:
     from headway._sql import Tx
+    from headway.ledger import Job
     from headway.views.reading import Reader
     from headway.web.site import User
 
 #: Tasks that one action gives another life, and those of one transaction.
 MOST: Final = 5000
 _TOGETHER: Final = 200
+#: Jobs that an answer names.
+NAMED: Final = 5
 
 
 def retry_tasks(reader: Reader, user: User, *, cause: int | None = None, reason: str = "") -> Acted:
@@ -62,17 +67,32 @@ def retry_tasks(reader: Reader, user: User, *, cause: int | None = None, reason:
         text += f" {plural(busy, 'task')} of users who have an active task already stay failed."
     if moved + busy >= MOST and read_failed_ids(reader.database, cause=cause, after=after, limit=1):
         text += " There are more: do it once again."
-    return Acted("task.retry", text, moved)
+    start, command = needs_worker(reader) if moved else ("", ABSENT)
+    return Acted("task.retry", text + start, moved, command)
 
 
 def retry_jobs(reader: Reader, user: User, *, reason: str = "") -> Acted:
     """Every dead letter of every job is pending again; each job is one transaction with its line in the activity."""
     require(user, "retry")
     touched, jobs = 0, 0
+    idle: list[Job] = []
     for info in [one for one in reader.ledger.jobs() if one.dead]:
-        moved = reader.ledger.job(info.id).retry_dead(actor=user.name, reason=masked(reason))
+        job = reader.ledger.job(info.id)
+        moved = job.retry_dead(actor=user.name, reason=masked(reason))
         touched, jobs = touched + moved, jobs + bool(moved)
-    return Acted("retry", f"{plural(touched, 'dead letter')} of {plural(jobs, 'job')} pending again.", touched)
+        if moved and not job.info().held:
+            idle.append(job)
+    text = f"{plural(touched, 'dead letter')} of {plural(jobs, 'job')} pending again."
+    command: str | Absent = ABSENT
+    if len(idle) == 1:
+        what, command = retried(idle[0])
+        text += f" {what}"
+    elif idle:
+        names = ", ".join(job.id for job in idle[:NAMED]) + (
+            f" and {len(idle) - NAMED:,} more" if len(idle) > NAMED else ""
+        )
+        text += f" {len(idle):,} jobs need a run: {names}. The page of each shows its command, as does headway show."
+    return Acted("retry", text, touched, command)
 
 
 def requeue_cause(reader: Reader, user: User, cause: str, *, until: float | None = None, reason: str = "") -> Acted:

@@ -5,7 +5,7 @@ No route is reached around it, so none can forget it. A request passes when
 1. its size is within bounds;
 2. somebody is known to ask (`headway.web.auth`);
 3. it was not sent by another site's page: ``Origin`` and ``Sec-Fetch-Site`` say so, for WebSockets too;
-4. where a browser's cookie or its being on this machine is all that vouches for it, it carries the token of our own forms.
+4. where a browser's cookie vouches for it, or nothing does (``--no-auth``), it carries the token of our own forms.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class Gate:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        if scope.get("method") == "HEAD":  # what GET answers; the server, which has its own scope, leaves the body out
+        if scope.get("method") == "HEAD" and path_of(scope) != "/enter":
+            # What GET answers; the server, which has its own scope, leaves the body out. `/enter` spends a ticket, and HEAD
+            # must change nothing: there it is not allowed.
             scope = {**scope, "method": "GET"}
         answering = _Answering(send)
         try:
@@ -133,11 +135,11 @@ class Gate:
             self._access.check_form(connection, connection.headers.get("x-csrf-token", ""))
 
     def _ask_to_log_in(self, scope: Scope, connection: HTTPConnection, path: str) -> Response:
+        given = "authorization" in connection.headers
         error = Unauthenticated(
-            "Say who you are."
-            if "authorization" not in connection.headers
-            else "This token is not known, or has ended.",
-            hint="Make a token on the server: headway token create NAME --role viewer; send it as Authorization: Bearer TOKEN",
+            "The Authorization header has no valid token of Headway." if given else "Log in first.",
+            hint="On the server's machine: headway open, or headway token create NAME --role viewer; "
+            "send a token as Authorization: Bearer TOKEN",
         )
         wants_page = scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and not is_for_programs(path)
         if not wants_page:
@@ -156,7 +158,7 @@ class Gate:
 def path_of(scope: Scope) -> str:
     """The path below where the application is mounted."""
     path, root = str(scope["path"]), root_of(scope)
-    return path[len(root) :] or "/" if root and path.startswith(root) else path
+    return path[len(root) :] or "/" if root and f"{path}/".startswith(f"{root}/") else path
 
 
 def is_for_programs(path: str) -> bool:

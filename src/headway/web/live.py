@@ -34,8 +34,7 @@ from headway.views.queue import read_queues, read_workers, task_view
 from headway.views.shape import Json, iso, plain
 from headway.views.speed import FORECAST_ITEMS
 from headway.web import problems
-from headway.web.monitor import Monitor
-from headway.web.problems import Throttled
+from headway.web.monitor import Monitor, check_job
 
 if TYPE_CHECKING:
     from headway.ledger.values import JobInfo
@@ -286,12 +285,11 @@ class Publisher:
     async def serve(self, websocket: WebSocket) -> None:
         """One connection, to its end."""
         user = self._site.user(websocket)
-        full = len(self._open) >= MOST
-        channel = MANY if full else self._channel(user, websocket.query_params.get("states"))
-        if isinstance(channel, str):
+        try:
+            channel = await self._admit(user, websocket.query_params.get("states"))
+        except HeadwayError as error:
             await websocket.receive()  # its opening
-            answer = problems.answer(Unavailable(channel, hint="Close a page, or try again later."))
-            await problems.deny(websocket.scope, websocket.receive, websocket.send, answer)
+            await problems.deny(websocket.scope, websocket.receive, websocket.send, problems.answer(error))
             return
         self._open.add(websocket)
         channel.listeners += 1
@@ -304,6 +302,17 @@ class Publisher:
             if not channel.listeners:
                 channel.rest()
             self._tidy()
+
+    async def _admit(self, user: User, states: str | None) -> Channel:
+        """Return what a connection is sent, or raise why there is no place for it."""
+        if states is not None and user.owner is None and states not in self._watched:
+            await self._site.read(
+                check_job, self._site.settings.text("states"), states
+            )  # an unknown job takes no place
+        channel = MANY if len(self._open) >= MOST else self._channel(user, states)
+        if isinstance(channel, str):
+            raise Unavailable(channel, hint="Close a page, or try again later.")
+        return channel
 
     def _channel(self, user: User, states: str | None) -> Channel | str:
         """What somebody is sent; or why nothing."""
@@ -374,11 +383,10 @@ class Publisher:
                     pulse, checked = now, time.monotonic()
 
     async def _still_known(self, websocket: WebSocket) -> bool | None:
+        """Return whether the listener is still known; None if the store cannot say."""
         async with self._asking:
             try:
-                known = await self._access.who(websocket)
-            except Throttled:  # what let them in has ended, and their own guesses must not keep that from being said
-                return False
+                known = await self._access.who(websocket, again=True)
             except HeadwayError:
                 return None
         return known is not None and known.user == self._site.user(websocket)

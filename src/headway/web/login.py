@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, quote
 
+from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from headway.errors import UsageError
-from headway.web import tokens
 from headway.web.auth import root_of
 from headway.web.problems import NotAcceptable, Unauthenticated
 
@@ -39,33 +39,45 @@ def login(access: Access) -> Callable[[Request], Awaitable[Response]]:
             response: Response = RedirectResponse(f"{root}/login?wrong=1&next={quote(back, safe='/')}", 303)
             return response
         response = RedirectResponse(root + back, 303, headers={"Cache-Control": "no-store"})
-        access.set_cookie(response, request.scope, "session", found[1], int(tokens.SESSION))
+        access.set_session(response, request.scope, *found)
         return response
 
     return post
 
 
-def enter(access: Access) -> Callable[[Request], Awaitable[Response]]:
-    """``GET /enter?ticket=...&next=/jobs``: somebody of an application with users of its own comes in."""
+def enter(access: Access, pages: Pages) -> Callable[[Request], Awaitable[Response]]:
+    """``/enter?ticket=...&next=/jobs``: open a session by a ticket of the application, or by a link of `headway serve`.
 
-    async def get(request: Request) -> Response:
-        found = await access.enter(request.query_params.get("ticket", ""), access.peer(request))
-        if found is None:
+    Another site can lead a browser here with a ticket of its own. It must not exchange the session that the browser has:
+    then our page asks, and only its form (POST) goes on. The gate refuses a form of another site.
+    """
+
+    async def answer(request: Request) -> Response:
+        if request.method == "HEAD":  # it would spend the ticket of whoever comes after it
+            raise HTTPException(405, headers={"Allow": "GET, POST"})
+        fields = request.query_params if request.method == "GET" else await form(request)
+        text, back = fields.get("ticket", ""), local_path(fields.get("next", "/"))
+        ticket = access.ticket(text, access.peer(request))
+        if ticket is not None and request.method == "GET" and await access.replaces_another(request, ticket.user):
+            return pages.door(request.scope, title="Log in", confirm=ticket.user, ticket=text, back=back)
+        cookie = None if ticket is None else await access.enter(ticket)
+        if ticket is None or cookie is None:
             raise Unauthenticated(
-                "This ticket was used, has ended, or is none.", hint="Come from the application again."
+                "This link was used already, or has expired.",
+                hint="Come from the application again; on the server's machine: headway open",
             )
-        there = root_of(request.scope) + local_path(request.query_params.get("next", "/"))
+        there = root_of(request.scope) + back
         # A page of ours, not a redirection: after one from another site a browser would keep a strict cookie to itself.
-        text = (
+        page = (
             '<!doctype html><html lang="en"><meta charset="utf-8"><title>headway</title>'
             f'<meta http-equiv="refresh" content="0;url={_attribute(quote(there, safe="/?&=%#:,+@!"))}">'
-            f'<p><a href="{_attribute(there)}">Go on</a></p></html>'
+            f'<p><a href="{_attribute(there)}">Continue</a></p></html>'
         )
-        response = HTMLResponse(text, headers={"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"})
-        access.set_cookie(response, request.scope, "session", found[1], int(tokens.SESSION))
+        response = HTMLResponse(page, headers={"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"})
+        access.set_session(response, request.scope, ticket.user, cookie)
         return response
 
-    return get
+    return answer
 
 
 def logout(access: Access) -> Callable[[Request], Awaitable[Response]]:
@@ -75,7 +87,7 @@ def logout(access: Access) -> Callable[[Request], Awaitable[Response]]:
         if cookie:
             await access.log_out(cookie)
         response = RedirectResponse(f"{root_of(request.scope)}/login", 303)
-        access.set_cookie(response, request.scope, "session", "", 0)
+        access.clear_session(response, request.scope)
         return response
 
     return post

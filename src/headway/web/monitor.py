@@ -6,10 +6,11 @@ first, then what changes, and a store that went back or a job that was made agai
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING, Final
 
 from headway.views.shape import Json, plain
-from headway.views.states import state_view
+from headway.views.states import masked_state, state_view
 
 if TYPE_CHECKING:
     from headway.states import Manager
@@ -17,6 +18,17 @@ if TYPE_CHECKING:
 
 #: States of a job that are sent: those that changed last.
 MOST: Final = 2000
+
+
+def check_job(store: str, job: str) -> None:
+    """Raise `NotFound` if no states of the job are kept."""
+    from headway.states.jobs import open_backend
+    from headway.states.state import checked_id
+    from headway.states.store import no_such_job
+
+    with closing(open_backend(store, create=False)) as backend:
+        if backend.find(checked_id(job, "a job id")) is None:
+            raise no_such_job(job)
 
 
 class Monitor:
@@ -45,7 +57,7 @@ class Monitor:
             except TimeoutError:
                 break
             if event.state is not None:
-                view = plain(state_view(event.state))
+                view = plain(masked_state(state_view(event.state)))
                 del view["payload"]  # it may be large, and a page shows none
                 key = f"{self._job}/{event.state.task_id}/{event.state.tag}"
                 self._states.pop(key, None)  # the one that changed last is last

@@ -15,7 +15,6 @@ from headway.errors import NotFound
 from headway.views import access
 from headway.views.schemas import json_schema
 from headway.views.shape import schema_of
-from headway.web.problems import SCHEMA as ERROR
 from headway.web.problems import Forbidden
 from headway.web.site import Site
 
@@ -25,34 +24,6 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 PREFIX: Final = "/api/v1"
-
-_ERROR_SCHEMA: Final = {
-    "type": "object",
-    "properties": {
-        "schema": {"const": ERROR},
-        "error": {
-            "type": "object",
-            "properties": {
-                "type": {"type": "string"},
-                "message": {"type": "string"},
-                "hint": {"type": "string"},
-                "exit_code": {"type": "integer"},
-            },
-            "required": ["type", "message", "hint", "exit_code"],
-        },
-    },
-    "required": ["schema", "error"],
-}
-_PROBLEMS: Final[dict[int | str, dict[str, Any]]] = {
-    status: {"description": text, "content": {"application/json": {"schema": _ERROR_SCHEMA}}}
-    for status, text in {
-        400: "what was sent cannot be used",
-        401: "nobody is known to ask",
-        403: "no right to this",
-        404: "there is no such thing, or not for you",
-        503: "a store is away, or too many ask at once",
-    }.items()
-}
 
 
 def encoded(question: Callable[..., Document], *args: Any, **options: Any) -> tuple[bytes, str]:
@@ -80,9 +51,8 @@ class Api:
             "description": (view.__doc__ or "").split("\n")[0],
             "content": {"application/json": {"schema": schema}},
         }
-        problems = _PROBLEMS if method == "GET" else {**_PROBLEMS, 409: {**_PROBLEMS[403], "description": "refused"}}
         return self._router.api_route(
-            PREFIX + path, methods=[method], responses={200: answer, **problems}, dependencies=[Depends(self._needs(right))],
+            PREFIX + path, methods=[method], responses={200: answer}, dependencies=[Depends(self._needs(right))],
             openapi_extra={"x-headway-right": right},
         )  # fmt: skip
 
@@ -103,7 +73,7 @@ class Api:
 
     async def answer(self, request: Request, question: Callable[..., Document], *args: Any, **options: Any) -> Response:
         """Ask off the loop, and answer; with 304 and nothing if the asker has exactly this already."""
-        return tagged(request, *await self.site.read(encoded, question, *args, **options))
+        return tagged(request, *await self.site.view(encoded, question, *args, **options))
 
     async def act(self, request: Request, action: Callable[..., access.Acted], *args: Any, **options: Any) -> Response:
         acted = await self.site.change(action, self.site.reader, self.site.user(request), *args, **options)

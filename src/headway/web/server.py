@@ -61,7 +61,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _leads_here(name: str) -> bool:
-    """Whether a name is one of this machine alone. Under any other there is a proxy, and a proxy is near."""
+    """Return whether a name resolves to loopback addresses only. Any other is the name of a proxy."""
     try:
         found = socket.getaddrinfo(name, 80, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -69,17 +69,27 @@ def _leads_here(name: str) -> bool:
     return bool(name) and all(is_loopback(str(address[0])) for *_, address in found)
 
 
-def check_access(app: Application, host: str) -> bool:
-    """Whether tokens or tickets are needed; refuses an address that others can reach while they are not."""
+def check_access(app: Application, host: str, *, no_auth: bool = False) -> bool:
+    """Return whether tokens or ticket keys exist.
+
+    Without either the server listens on this machine only. With ``no_auth`` it never listens elsewhere.
+    """
     keys = [tickets.checked(key) for key in app.access.keys]
-    closed = bool(keys) or tokens.pulse(app.site.reader.database).made > 0
+    has_tokens = bool(keys) or tokens.pulse(app.site.reader.database).made > 0
     others = [name for name in sorted(app.access.hosts) if not _leads_here(name)]
-    if not closed and (others or not (host == "localhost" or is_loopback(host))):
+    if not (host == "localhost" or is_loopback(host)):
+        others.append(host)
+    if others and no_auth:
         raise Refused(
-            f"Others can reach {[*others, host][0]}, and nobody would have to say who they are.",
+            f"Others can reach {others[0]}, and --no-auth would make everybody an admin.",
+            hint="Leave out --no-auth, or listen on 127.0.0.1.",
+        )
+    if others and not has_tokens:
+        raise Refused(
+            f"Others can reach {others[0]}, and no token exists yet.",
             hint="Make a token first: headway token create NAME --role admin",
         )
-    return closed
+    return has_tokens
 
 
 def serve(
@@ -138,7 +148,7 @@ def serve(
         ws=_live(),
         ws_per_message_deflate=False,  # a kilobyte a second is not worth 100 KB of memory per connection
         ws_max_size=65_536,
-        proxy_headers=False,  # who is near is decided by the socket, not by what somebody writes
+        proxy_headers=False,  # anybody can write them; `web_proxies` says whose count
         server_header=False,
         access_log=False,
         log_config=None,

@@ -28,9 +28,9 @@ import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast
 
-from headway.errors import Unavailable
+from headway.errors import HeadwayError, Unavailable
 from headway.telemetry import metrics
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ CHANGES: Final = 4
 #: Seconds an answer may take, and a change until it begins. The call itself has a limit of its own, and keeps its thread
 #: until then.
 PATIENCE: Final = 15.0
+#: Seconds for which an answer to `Site.view` is shared while more tasks wait than the setting ``web_backlog``.
+SHARED: Final = 2.0
 
 #: What a role may do. ``user`` is a person of an application: their own tasks, and nothing else.
 RIGHTS: Final[dict[Role, frozenset[str]]] = {
@@ -143,7 +145,20 @@ class _Desk:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-@dataclass(frozen=True)
+def _identity(function: Callable[..., Any]) -> Hashable:
+    """Return what two functions have in common that were made by the same code over the same values."""
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    if (
+        code is None
+        or not cells
+        or getattr(function, "__defaults__", None)
+        or getattr(function, "__kwdefaults__", None)
+    ):
+        return function
+    return (code, tuple(cell.cell_contents for cell in cells))
+
+
+@dataclass(frozen=True, eq=False)
 class Site:
     """One application's stores and limits. It is made by `headway.web.app`."""
 
@@ -156,6 +171,9 @@ class Site:
     _changing: _Desk = field(default_factory=lambda: _Desk(CHANGES, "headway-change"), repr=False)
     _under_way: dict[Hashable, asyncio.Future[Any]] = field(default_factory=dict, repr=False)
     _changes: list[int] = field(default_factory=lambda: [0], repr=False)  # how many were made so far
+    #: question -> (time until which it is shared, answer), the oldest first
+    _answers: dict[Hashable, tuple[float, Any]] = field(default_factory=dict, repr=False)
+    _load: dict[str, float] = field(default_factory=dict, repr=False)
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -179,6 +197,40 @@ class Site:
             ) from None
         return found
 
+    async def view(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Read for a person or program that administers: as `read`, but at most once per `SHARED` seconds under load.
+
+        Under load means that more tasks wait than the setting ``web_backlog``. Then the database serves workers first: an
+        answer is shared until it is `SHARED` seconds old or something was changed through this process.
+        """
+        key = self._key(function, args, options)
+        now = time.monotonic()
+        if key is not None:
+            until, answer = self._answers.get(key, (0.0, None))
+            if now < until:
+                return cast("T", answer)
+        found = await self.read(function, *args, **options)
+        if key is not None and await self._is_loaded():
+            while self._answers and (len(self._answers) >= WAITING or next(iter(self._answers.values()))[0] <= now):
+                del self._answers[next(iter(self._answers))]
+            self._answers.pop(key, None)
+            self._answers[key] = (time.monotonic() + SHARED, found)
+        return found
+
+    async def _is_loaded(self) -> bool:
+        """Return whether more tasks wait than ``web_backlog``, as counted within the last `SHARED` seconds."""
+        most = self.settings["web_backlog"]
+        if most is None:
+            return False
+        now = time.monotonic()
+        if now >= self._load.get("until", 0.0):
+            self._load["until"] = now + SHARED
+            try:
+                self._load["loaded"] = await self.read(self.reader.has_backlog, most)
+            except HeadwayError:
+                self._load["loaded"] = False
+        return bool(self._load.get("loaded"))
+
     async def change(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
         """The same for a call that changes something. It is never shared, and what is read after it is not older than it.
         One that does not begin in time is not made at all; one that began is waited for."""
@@ -197,7 +249,7 @@ class Site:
             self._changes[0] += 1
 
     def _key(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Hashable | None:
-        key = (asyncio.get_running_loop(), self._changes[0], function, args, tuple(sorted(options.items())))
+        key = (asyncio.get_running_loop(), self._changes[0], _identity(function), args, tuple(sorted(options.items())))
         try:
             hash(key)
         except TypeError:

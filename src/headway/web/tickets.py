@@ -1,11 +1,11 @@
 """Tickets: an application tells the server who one of its own users is, for a minute, in a text that nobody else can write.
 
     KEY = os.environ["HEADWAY_WEB_KEYS"]                                  # shared with the server, 32 characters or more
-    redirect("/headway/enter?ticket=" + headway.web.ticket(str(current_user.id), key=KEY))   # a browser, once
-    {"Authorization": "Bearer " + headway.web.ticket("anna", key=KEY)}                       # a program, until it ends
+    redirect("/headway/enter?ticket=" + headway.web.ticket(str(current_user.id), key=KEY))   # opens a browser's session
+    {"Authorization": "Bearer " + headway.web.ticket("anna", key=KEY)}                       # one request of a program
 
-A ticket is JSON and its HMAC-SHA256: whom it names, as what, for which server (``audience``), until when, and a number by which
-``/enter`` takes it once. It is no password: it may be seen in an address because it opens nothing a second time.
+A ticket is JSON and its HMAC-SHA256: the user's name and role, the server it is for (``audience``), its expiry, and an id by
+which the server takes it once: for one session or one request. So it may appear in an address.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from headway.errors import ConfigError, InvalidInput
+from headway.ids import UserId, user_text
 from headway.web.site import NAME, RIGHTS, Role, User, is_name
 
 PREFIX: Final = "hwt_"
@@ -40,8 +41,9 @@ class Ticket(NamedTuple):
     user: User
 
 
-def ticket(name: str, role: Role = "user", *, key: str, audience: str = AUDIENCE, seconds: float = 60.0) -> str:
+def ticket(name: UserId, role: Role = "user", *, key: str, audience: str = AUDIENCE, seconds: float = 60.0) -> str:
     """A ticket for one of your users: ``name`` is the ``user_id`` that their tasks are submitted with."""
+    name = user_text(name)  # type: ignore[assignment]  # checked next
     if not is_name(name):
         raise InvalidInput(
             f"A name is a text of 1 to {NAME} printable characters.",
@@ -58,18 +60,23 @@ def ticket(name: str, role: Role = "user", *, key: str, audience: str = AUDIENCE
 
 def read(keys: Sequence[str], text: str, *, audience: str = AUDIENCE) -> Ticket | None:
     """What a ticket says that one of ``keys`` signed for us and that has not ended; None for anything else."""
-    body, _, signature = text.removeprefix(PREFIX).partition(".")
-    if not text.startswith(PREFIX) or len(text) > SIZE:
+    if not is_signed(keys, text):
         return None
-    # Nothing of the body is looked at before: who has no key learns nothing by it.
-    signatures = [_signed(checked(key), body) for key in keys]
-    if not any(hmac.compare_digest(one.encode(), signature.encode("utf-8", "replace")) for one in signatures):
-        return None
+    body = text.removeprefix(PREFIX).partition(".")[0]
     try:
         said = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
     except (ValueError, binascii.Error, RecursionError):
         return None
     return _ticket(said, audience) if isinstance(said, dict) else None
+
+
+def is_signed(keys: Sequence[str], text: str) -> bool:
+    """Return whether one of ``keys`` signed it, whatever it says. Nothing of the body is read before."""
+    if not text.startswith(PREFIX) or len(text) > SIZE:
+        return False
+    body, _, signature = text.removeprefix(PREFIX).partition(".")
+    signatures = [_signed(checked(key), body) for key in keys]
+    return any(hmac.compare_digest(one.encode(), signature.encode("utf-8", "replace")) for one in signatures)
 
 
 def _ticket(said: dict[str, Any], audience: str) -> Ticket | None:

@@ -12,7 +12,7 @@ import secrets
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headway.errors import InvalidInput, NotFound
-from headway.ids import check_id
+from headway.ids import check_user_id
 from headway.ledger.recorder import audit
 from headway.ledger.values import maybe_utc, utc
 from headway.views.access import Token, Tokens
@@ -25,10 +25,20 @@ if TYPE_CHECKING:
 SESSION: Final = 12 * 3600.0
 #: Seconds that a login which ended is kept, so that every server sees that it did.
 ENDED: Final = 3600.0
+#: Seconds that the use of a ticket for one request is kept: longer than a ticket is valid (`headway.web.tickets`).
+TICKET: Final = 600.0
 #: The most days a token can last.
 MOST_DAYS: Final = 3650.0
 
+#: What every token begins with.
+PREFIX: Final = "hw_"
+
 _TOKEN = re.compile(r"hw_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
+
+
+#: A ticket that was used for one request has a row without a session: no cookie has this hash.
+_SPENT: Final = "spent:"
+_IS_SPENT: Final = f"(substr(hash, 1, {len(_SPENT)}) = '{_SPENT}')"
 
 
 def hashed(secret: str) -> str:
@@ -37,7 +47,7 @@ def hashed(secret: str) -> str:
 
 def create(database: Database, name: str, role: str, *, days: float | None = None, by: str) -> tuple[str, Token]:
     """A new token and what is kept of it. The token itself is shown once, now; nothing can bring it back."""
-    check_id(name, "a name")
+    name = check_user_id(name, "a name")
     if role not in RIGHTS:
         raise InvalidInput(f"{role!r} is no role.", hint=f"Use one of {', '.join(RIGHTS)}.")
     if days is not None and not 0 < days <= MOST_DAYS:
@@ -89,12 +99,11 @@ def revoke(database: Database, id: str, *, by: str) -> Token:
 class Pulse(NamedTuple):
     """What changes when it matters who is known. Counts, because a clock may be set back."""
 
-    #: One that ran out or was revoked counts: a server that asked for tokens does not open itself to everybody because
-    #: the last of them ended.
+    #: Tokens that were ever made, also those that expired or were revoked.
     made: int
     #: Of these, how many were revoked or ran out.
     ended: int
-    #: Logins and visits that ended in the last hour, and the last of them.
+    #: Sessions by token and by ticket that ended lately, and the last of them.
     logins: int
     last_login: float | None
     visits: int
@@ -108,8 +117,8 @@ def pulse(database: Database) -> Pulse:
             "SELECT count(*), coalesce(sum(CASE WHEN revoked_at IS NOT NULL OR expires_at <= ? THEN 1 ELSE 0 END), 0), "
             "(SELECT count(*) FROM web_sessions WHERE expires_at <= ?), "
             "(SELECT max(expires_at) FROM web_sessions WHERE expires_at <= ?), "
-            "(SELECT count(*) FROM web_visits WHERE expires_at <= ?), "
-            "(SELECT max(expires_at) FROM web_visits WHERE expires_at <= ?) FROM web_tokens",
+            f"(SELECT count(*) FROM web_visits WHERE expires_at <= ? AND NOT {_IS_SPENT}), "
+            f"(SELECT max(expires_at) FROM web_visits WHERE expires_at <= ? AND NOT {_IS_SPENT}) FROM web_tokens",
             (now, now, now, now, now),
         )
     assert row is not None
@@ -151,24 +160,36 @@ def open_session(database: Database, token: str, *, user: User) -> str:
 
 
 def open_visit(database: Database, ticket: str, user: User) -> str | None:
-    """The cookie of somebody who came with a ticket; None if somebody had come with it before. The row outlives the ticket:
-    it is kept for longer than a ticket is good for, also when the visitor logs out at once."""
+    """Open a session by a ticket and return its cookie; None if the ticket was used before."""
     cookie = secrets.token_urlsafe(32)
+    return cookie if _use(database, ticket, user, hashed(cookie), SESSION, audited=True) else None
+
+
+def spend(database: Database, ticket: str, user: User) -> bool:
+    """Use a ticket for one request; False if it was used before."""
+    return _use(database, ticket, user, f"{_SPENT}{secrets.token_hex(16)}", TICKET, audited=False)
+
+
+def _use(database: Database, ticket: str, user: User, hash: str, seconds: float, *, audited: bool) -> bool:
+    """Insert the row that is the use of a ticket. Rows are kept for longer than any ticket or link is valid."""
 
     def work(tx: Tx) -> bool:
         now = tx.now()
-        tx.execute("DELETE FROM web_visits WHERE expires_at < ?", (now - ENDED,))
+        tx.execute(
+            f"DELETE FROM web_visits WHERE expires_at < ? AND (created_at < ? OR {_IS_SPENT})",
+            (now, now - SESSION - ENDED),
+        )
         new = tx.execute(
             "INSERT INTO web_visits (ticket, hash, name, role, created_at, expires_at) VALUES (?, ?, ?, ?, ?, ?) "
             "ON CONFLICT (ticket) DO NOTHING",
-            (ticket, hashed(cookie), user.name, user.role, now, now + SESSION),
+            (ticket, hash, user.name, user.role, now, now + seconds),
         )
-        if new:
+        if new and audited:
             audit(tx, now, user.name, "login", "", {"ticket": ticket, "role": user.role})
         # Repeated because the first answer was lost, it finds the row that it wrote itself.
-        return bool(tx.one("SELECT 1 FROM web_visits WHERE ticket = ? AND hash = ?", (ticket, hashed(cookie))))
+        return bool(tx.one("SELECT 1 FROM web_visits WHERE ticket = ? AND hash = ?", (ticket, hash)))
 
-    return cookie if database.run(work, operation="web.session") else None
+    return database.run(work, operation="web.session")
 
 
 def find_session(database: Database, cookie: str) -> User | None:

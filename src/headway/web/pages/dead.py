@@ -98,7 +98,7 @@ def _example(reader: Reader, cause: Cause) -> Example | None:
 
 async def dead(pages: Pages, request: Request) -> Response:
     site = pages.site
-    found, foreign = await asyncio.gather(site.read(read_letters, site.reader), site.read(read_foreign, site.reader))
+    found, foreign = await asyncio.gather(site.view(read_letters, site.reader), site.view(read_foreign, site.reader))
     items = sum(cause.dead for cause, _ in found.causes)
     tasks = sum(cause.dead for cause in found.tasks)
     newest = max((cause for cause, _ in found.causes), key=lambda cause: cause.first_seen, default=None)
@@ -127,9 +127,9 @@ async def export(pages: Pages, request: Request) -> Response:
     if asked.get("tasks"):
         return _lines(_failed_tasks(pages, cause), "failed-tasks.jsonl")
     if job := asked.get("job"):
-        await pages.site.read(find_job, reader.ledger, job)
+        await pages.site.view(find_job, reader.ledger, job)
         return _lines(_letters_of(pages, [job], cause, payload=payload), "dead-letters.jsonl")
-    found = await pages.site.read(read_causes, reader.database)
+    found = await pages.site.view(read_causes, reader.database)
     return _lines(
         _letters_of(pages, sorted({str(one.job) for one in found}), None, payload=payload), "dead-letters.jsonl"
     )
@@ -140,7 +140,7 @@ async def _letters_of(pages: Pages, jobs: list[str], cause: int | None, *, paylo
     for job in jobs:
         after: int | None = -1
         while after is not None:
-            page = await site.read(site.reader.dead_letters, job, cause=cause, payload=payload, after=after, limit=500)
+            page = await site.view(site.reader.dead_letters, job, cause=cause, payload=payload, after=after, limit=500)
             yield "".join(f"{json.dumps(plain(letter))}\n" for letter in page.letters)
             after = page.next_after
 
@@ -148,7 +148,7 @@ async def _letters_of(pages: Pages, jobs: list[str], cause: int | None, *, paylo
 async def _failed_tasks(pages: Pages, cause: int | None) -> AsyncIterator[str]:
     site, after = pages.site, 0
     while True:
-        numbers, sheets = await site.read(_tasks_page, site.reader, cause, after)
+        numbers, sheets = await site.view(_tasks_page, site.reader, cause, after)
         if not numbers:
             return
         yield "".join(f"{json.dumps(plain(sheet))}\n" for sheet in sheets)

@@ -28,7 +28,7 @@ from headway.web.pages.render import Pages, clock, num
 from headway.wording import duration, plural, roughly
 
 STATES = ("pending", "processing", "retrying", "done", "dead")
-STATUSES = ("processing", "interrupted", "pending", "completed")
+STATUSES = ("processing", "interrupted", "needs a run", "pending", "completed")
 #: Causes to choose from.
 CHOICES = 50
 #: Rows of the map as a table.
@@ -207,18 +207,20 @@ async def jobs(pages: Pages, request: Request) -> Response:
     if status is not None and status not in STATUSES:
         raise InvalidInput(f"{status[:40]!r} is no state of a job.", hint=f"Use one of: {', '.join(STATUSES)}.")
     text, after = asked.get("q", "").strip()[:100], asked.get("after") or None
+    by_creation = after is not None or asked.get("order") == "created"
 
     def look(reader: Reader) -> JobPage:
-        return read_job_page(reader.database, status=status, text=text, after=after)
+        return read_job_page(reader.database, status=status, text=text, by_creation=by_creation, after=after)
 
-    page = await pages.site.read(look, pages.site.reader)
+    page = await pages.site.view(look, pages.site.reader)
     return pages.answer(
-        request, "jobs.html", refresh=15, page=page, state=status, text=text, after=after, statuses=STATUSES
-    )
+        request, "jobs.html", refresh=15, page=page, state=status, text=text, after=after, by_creation=by_creation,
+        statuses=STATUSES,
+    )  # fmt: skip
 
 
 async def job(pages: Pages, request: Request) -> Response:
-    found = await pages.site.read(read_job, pages.site.reader, request.path_params["id"])
+    found = await pages.site.view(read_job, pages.site.reader, request.path_params["id"])
     map = found.map
     pictures = {}
     if map is not None:
@@ -251,7 +253,7 @@ def whole(text: str | None, what: str) -> int | None:
 async def items(pages: Pages, request: Request) -> Response:
     asked, id = request.query_params, request.path_params["id"]
     if key := asked.get("key", "").strip():
-        found = await pages.site.read(lambda: find_job(pages.site.reader.ledger, id).item(key))
+        found = await pages.site.view(lambda: find_job(pages.site.reader.ledger, id).item(key))
         return RedirectResponse(pages.site.url(request, item_path(id, found.key, found.idx)), 303)
     state = asked.get("state") or None
     if state is not None and state not in STATES:
@@ -264,7 +266,7 @@ async def items(pages: Pages, request: Request) -> Response:
         found = read_items(one, status=state, cause=cause, after=first - 1)
         return found, *_around(one), one.progress().running
 
-    page, job, causes, running = await pages.site.read(look, pages.site.reader)
+    page, job, causes, running = await pages.site.view(look, pages.site.reader)
     chosen = next((one for one in causes if one.no == cause), None)
     return pages.answer(
         request, "items.html", page=page, job=job, running=running, state=state, cause=chosen, states=STATES,
@@ -293,7 +295,7 @@ async def item(pages: Pages, request: Request) -> Response:
         one = find_job(reader.ledger, id)
         return read_item(one, name, payload=payload), *_around(one)
 
-    found, job, causes = await pages.site.read(look, pages.site.reader)
+    found, job, causes = await pages.site.view(look, pages.site.reader)
     attempts = [(attempt, *frames(attempt.traceback)) for attempt in reversed(found.attempts)]
     return pages.answer(
         request,

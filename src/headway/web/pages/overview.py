@@ -65,6 +65,11 @@ class Need(NamedTuple):
     worker: str = ""
 
     @property
+    def key(self) -> str:
+        """What it is about, whatever its text says at the moment."""
+        return f"{self.word} {self.path} {self.alert.no if self.alert and self.path == '/alerts' else ''}"
+
+    @property
     def seen(self) -> str:
         """Who sees to it, or that nobody wants to hear of it for a while; empty: it is for whoever looks."""
         if self.alert is None:
@@ -122,7 +127,7 @@ def read_now(reader: Reader, range: str) -> Now:
         flows=read_queue_series(database),
         workers=reader.workers().workers,
         lines=(*running.lines, *others),
-        more=running.next is not None,
+        more=running.more,
         series=read_series(database, range),
         hour=read_series(database, "1h"),
         causes=causes,
@@ -279,7 +284,7 @@ def ticks(series: Series) -> list[tuple[float, str]]:
 async def overview(pages: Pages, request: Request) -> Response:
     range = request.query_params.get("range", "1h")
     range = range if range in RANGES else "1h"
-    now = await pages.site.read(read_now, pages.site.reader, range)
+    now = await pages.site.view(read_now, pages.site.reader, range)
     empty = not now.lines and not any((now.workers, now.task_causes, sum(q.waiting + q.completed for q in now.queues)))
     if empty:
         return pages.answer(request, "empty.html", now=now.at, refresh=5)
@@ -318,7 +323,7 @@ async def find(pages: Pages, request: Request) -> Response:
         except HeadwayError:
             return None
 
-    path = await site.read(look, site.reader)
+    path = await site.view(look, site.reader)
     if path is None:
         path = f"/jobs?q={quote(text, safe='')}"
     return RedirectResponse(site.url(request, path), 303)

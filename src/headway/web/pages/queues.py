@@ -69,7 +69,7 @@ async def queues(pages: Pages, request: Request) -> Response:
         waiting = sum(queue.waiting for queue in found.queues)
         return found, read_queue_times(reader.database), read_waiting(reader.database, waiting)
 
-    found, times, people = await pages.site.read(look, pages.site.reader)
+    found, times, people = await pages.site.view(look, pages.site.reader)
     return pages.answer(
         request, "queues.html", now=found.at, refresh=10, found=found, headline=headline(found), looks=found.outlooks,
         times=times, people=people, users=len({name for parties in people.values() for name, _ in parties}),
@@ -90,7 +90,7 @@ async def queue(pages: Pages, request: Request) -> Response:
             reader.tasks(queue=name, status="QUEUED", limit=20), read_queue_times(reader.database, range),
         )  # fmt: skip
 
-    found, past, running, waiting, times = await pages.site.read(look, pages.site.reader)
+    found, past, running, waiting, times = await pages.site.view(look, pages.site.reader)
     one = next(each for each in found.queues if each.queue == name)
     series, came = past.flows[name]
     return pages.answer(
@@ -114,7 +114,7 @@ async def workers(pages: Pages, request: Request) -> Response:
         found = read_standing(reader)
         return found, held(reader, found.workers)
 
-    found, tasks = await pages.site.read(look, pages.site.reader)
+    found, tasks = await pages.site.view(look, pages.site.reader)
     return pages.answer(
         request, "workers.html", now=found.at, refresh=10, workers=found.workers, alive=found.alive,
         lost=[worker for worker in found.workers if worker.state == "lost"],
@@ -133,7 +133,7 @@ async def tasks(pages: Pages, request: Request) -> Response:
             return _of_cause(reader, number, after or 0)
         return reader.tasks(**chosen), None, None  # type: ignore[arg-type]  # the names are those of its parameters
 
-    page, cause, further = await pages.site.read(look, pages.site.reader)
+    page, cause, further = await pages.site.view(look, pages.site.reader)
     return pages.answer(
         request, "tasks.html", refresh=15, page=page, chosen=chosen, statuses=[status.value for status in Status],
         names=NAMES, filtered=any(value for name, value in chosen.items() if name != "before"), cause=cause, after=after,
@@ -162,7 +162,7 @@ async def task(pages: Pages, request: Request) -> Response:
         paused = [one for one in reader.queues().queues if waits and one.paused and one.queue == found.task.queue]
         return found, paused[0] if paused else None
 
-    found, paused = await pages.site.read(look, pages.site.reader)
+    found, paused = await pages.site.view(look, pages.site.reader)
     return pages.answer(request, "task.html", refresh=5, found=found, task=found.task, paused=paused, frames=frames)
 
 
@@ -182,7 +182,7 @@ async def me(pages: Pages, request: Request) -> Response:
         at = datetime.fromtimestamp(reader.database.now(), UTC)
         return Own(at, reader.tasks(user_id=name, limit=20).tasks, paused)
 
-    own = await pages.site.read(look, pages.site.reader)
+    own = await pages.site.view(look, pages.site.reader)
     running = [one for one in own.tasks if one.status == "RUNNING"]
     queued = [one for one in own.tasks if one.status == "QUEUED"]
     return pages.answer(

@@ -6,6 +6,7 @@ content security policy that allows nothing inline and no other host.
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 import time
 from collections.abc import Iterable, Mapping
@@ -91,7 +92,7 @@ def templates() -> Environment:
     made.filters.update(
         num=num, dur=span, roughly=roughly, pace=pace, clock=clock, when=when, moment=moment, since=since, part=part,
         small=small, mb=mb, words=words, past=past, exact=exact, measured=measured, shell=shell,
-        q=lambda text: quote(str(text), safe=""),
+        q=lambda text: quote(str(text), safe=""), dom=dom,
     )  # fmt: skip
     return made
 
@@ -150,7 +151,7 @@ class Pages:
         """What somebody sees who is not known yet: the login, or why they are not let in."""
         root = root_of(scope)
         html = templates().get_template("door.html").render(
-            {"error": None, "away": False, **values}, url=lambda path: root + path,
+            {"error": None, "away": False, "confirm": None, **values}, url=lambda path: root + path,
             asset=lambda name: root + self.assets.path(name),
         )  # fmt: skip
         return HTMLResponse(html, status, {**HEADERS, **(headers or {})})
@@ -228,6 +229,11 @@ def shell(words: Iterable[str]) -> str:
     """A command to copy into a shell. What a key says there is a word of it, and never another command or an option."""
     head, *rest = words
     return shlex.join([head, *rest[:1], *(["--"] if any(word.startswith("-") for word in rest[1:]) else []), *rest[1:]])
+
+
+def dom(name: object) -> str:
+    """Return an element id for a name of any characters: the same on every page, wherever its row stands."""
+    return hashlib.sha256(str(name).encode("utf-8", "replace")).hexdigest()[:8]
 
 
 def mb(size: int | None) -> str:

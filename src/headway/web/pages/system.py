@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from headway.views.performance import Performance, read_performance
 from headway.views.projects import ProjectPage, read_newest_projects
 from headway.views.reading import Reader
 from headway.views.records import Settings, read_settings
-from headway.views.states import State, States, StatesJobs
+from headway.views.states import State, States, StatesJobs, masked_states
 from headway.web.pages.queues import axis_of
 from headway.web.pages.render import Pages
 
@@ -38,7 +39,7 @@ async def projects(pages: Pages, request: Request) -> Response:
     def look(reader: Reader) -> ProjectPage:
         return read_newest_projects(reader.database, before=before)
 
-    page = await pages.site.read(look, pages.site.reader)
+    page = await pages.site.view(look, pages.site.reader)
     return pages.answer(request, "projects.html", refresh=10, page=page, before=before)
 
 
@@ -64,8 +65,11 @@ class Matrix(NamedTuple):
     left_out: int
 
 
-def matrix(found: States) -> Matrix:
-    """A warning (-2) is lower than an error (-1), but an error is what somebody must see: errors come first."""
+def matrix(found: States, first: int | None = None) -> Matrix:
+    """Arrange states by task and tag: the tasks that are least far, or the page of tasks from ``first`` on.
+
+    A warning (-2) is lower than an error (-1), but an error is what somebody must see: errors come first.
+    """
     # The tag that is furthest comes first: so steps that follow each other stand in their order.
     sums = Counter[str]()
     for state in found.states:
@@ -74,7 +78,11 @@ def matrix(found: States) -> Matrix:
     by_task: dict[int, dict[str, State]] = {}
     for state in found.states:
         by_task.setdefault(state.task_id, {})[state.tag] = state
-    tasks = range(found.num_tasks) if found.num_tasks <= ROWS else sorted(by_task)
+    tasks: Iterable[int]
+    if first is not None:
+        tasks = range(first, min(found.num_tasks, first + ROWS))
+    else:
+        tasks = range(found.num_tasks) if found.num_tasks <= ROWS else sorted(by_task)
     rows = []
     for task in tasks:
         own = by_task.get(task, {})
@@ -100,22 +108,23 @@ async def states(pages: Pages, request: Request) -> Response:
     def look(reader: Reader) -> StatesJobs:
         return reader.states_jobs()
 
-    found = await pages.site.read(look, pages.site.reader)
+    found = await pages.site.view(look, pages.site.reader)
     jobs = sorted(found.jobs, key=lambda job: job.created_at or LONG_AGO, reverse=True)[:200]
     return pages.answer(request, "states.html", refresh=15, jobs=jobs)
 
 
 async def states_job(pages: Pages, request: Request) -> Response:
-    id = request.path_params["id"]
+    id, first = request.path_params["id"], _number(request.query_params.get("from"))
 
     def look(reader: Reader) -> States:
-        return reader.states(id)
+        return masked_states(reader.states(id))
 
-    found = await pages.site.read(look, pages.site.reader)
+    found = await pages.site.view(look, pages.site.reader)
     errors = [state for state in found.states if state.status == -1]
     latest = sorted(found.states, key=lambda state: state.timestamp or LONG_AGO, reverse=True)
     return pages.answer(
-        request, "states_job.html", refresh=3, found=found, matrix=matrix(found), errors=errors, latest=latest[:12],
+        request, "states_job.html", refresh=3, found=found, matrix=matrix(found, first), errors=errors, latest=latest[:12],
+        first=first, following=None if first is None or first + ROWS >= found.num_tasks else first + ROWS,
         finished=FINISHED, own_progress=own_progress, reached=reached,
     )  # fmt: skip
 
@@ -143,7 +152,7 @@ async def performance(pages: Pages, request: Request) -> Response:
     def look(reader: Reader) -> tuple[Performance, ...]:
         return read_performance(reader.database, range)
 
-    found = await pages.site.read(look, pages.site.reader)
+    found = await pages.site.view(look, pages.site.reader)
     return pages.answer(
         request, "performance.html", refresh=30, found=found, range=range, runs=axis_of(one.run for one in found),
         waits=axis_of(one.wait for one in found),
@@ -153,12 +162,12 @@ async def performance(pages: Pages, request: Request) -> Response:
 async def activity(pages: Pages, request: Request) -> Response:
     asked = request.query_params
     job, actor, before = asked.get("job", "").strip(), asked.get("actor", "").strip(), _number(asked.get("before"))
-    page = await pages.site.read(pages.site.reader.activity, job=job or None, actor=actor or None, before=before)
+    page = await pages.site.view(pages.site.reader.activity, job=job or None, actor=actor or None, before=before)
     return pages.answer(request, "activity.html", page=page, job=job, actor=actor, before=before)
 
 
 async def alerts(pages: Pages, request: Request) -> Response:
-    found = await pages.site.read(pages.site.reader.alerts, history=20)
+    found = await pages.site.view(pages.site.reader.alerts, history=20)
     return pages.answer(
         request, "alerts.html", refresh=10, found=found, units={rule.name: rule.unit for rule in found.rules}
     )
@@ -173,7 +182,7 @@ async def about(pages: Pages, request: Request) -> Response:
         at = database.now()
         return read_settings(site.settings), database.name, database.size(), at - began
 
-    settings, name, size, skew = await site.read(look, site.reader)
+    settings, name, size, skew = await site.view(look, site.reader)
     chosen = {key: one for key, one in settings.settings.items() if one.origin != "default"}
     usual = {key: one for key, one in settings.settings.items() if key not in chosen}
     return pages.answer(request, "about.html", chosen=chosen, usual=usual, name=name, size=size, skew=skew)

@@ -37,7 +37,7 @@ if not missing then
       if meta.crawled then redis.call('HSET', KEYS[2], 'crawled', 1) else redis.call('HDEL', KEYS[2], 'crawled') end
     end
     if ARGV[13] ~= '' then redis.call('HSET', KEYS[1], 'restored', ARGV[13]) end
-    return { finished(completed, delivered) and 'COMPLETED' or 'RESTORED', done, 0 }
+    return { finished(completed, delivered, true) and 'COMPLETED' or 'RESTORED', done, 0 }
   end
   -- What is left of a project of this name that SQL has deleted, or one that was completed and came back older.
 end
@@ -65,4 +65,4 @@ if ARGV[10] ~= '' then redis.call('HSET', KEYS[2], 'crawled', 1) end
 if ARGV[11] ~= '' then redis.call('HSET', KEYS[2], 'journal', 1) end
 keep()
 read()
-return { finished(completed, delivered) and 'COMPLETED' or 'RESTORED', done, 0 }
+return { finished(completed, delivered, true) and 'COMPLETED' or 'RESTORED', done, 0 }

@@ -92,7 +92,8 @@ end
 -- An empty project is finished only by the end of its crawl; items that are through want a total that says so.
 -- FAILED is an operator's word and stays. What SQL knows to be completed was decided before, by what stood then: an item
 -- that came after an empty project was finished does not take that back.
-local function finished(completed, delivered)
+-- `again`: the event may have been announced before, so the relay asks SQL which sinks took it.
+local function finished(completed, delivered, again)
   if status == 'DONE' or status == 'CRAWLING' or status == 'FAILED' then return false end
   if not completed and (done < total or (total == 0 and (done > 0 or not meta.crawled))) then return false end
   status = 'DONE'
@@ -101,10 +102,15 @@ local function finished(completed, delivered)
   local project = string.sub(KEYS[1], 11)
   local time = redis.call('TIME')
   -- Nothing is trimmed here: an event stays until every sink took it.
-  redis.call('XADD', KEYS[5], '*',
+  local event = {
     'id', 'job.completed:' .. project .. ':' .. (meta.epoch or '0'),
     'type', 'job.completed', 'source', 'finishline', 'job', project,
     'at', time[1] .. '.' .. string.format('%06d', time[2]), 'version', 1,
-    'data', string.format('{"total":%.0f,"succeeded":%.0f,"failed":%.0f}', total, done - errors, errors))
+    'data', string.format('{"total":%.0f,"succeeded":%.0f,"failed":%.0f}', total, done - errors, errors) }
+  if again then
+    event[#event + 1] = 'again'
+    event[#event + 1] = 1
+  end
+  redis.call('XADD', KEYS[5], '*', unpack(event))
   return true
 end

@@ -7,5 +7,7 @@
 local job = redis.call('HMGET', KEYS[1], 'incarnation', 'change')
 if ARGV[2] ~= '' and job[1] and job[1] ~= ARGV[2] then return 0 end
 if ARGV[3] ~= '' and job[2] ~= ARGV[3] then return 0 end
+-- First the keys: a user without the right to delete must not leave them behind unlisted.
+local removed = redis.call('DEL', KEYS[1], KEYS[2], KEYS[3], KEYS[4])
 redis.call('SREM', KEYS[5], ARGV[1])
-return redis.call('DEL', KEYS[1], KEYS[2], KEYS[3], KEYS[4])
+return removed

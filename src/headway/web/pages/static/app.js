@@ -131,7 +131,7 @@ function merge(message) {
   return touched && !message.full;
 }
 
-async function renew() {
+async function renew(everything = false) {
   if (asked || document.hidden || $("dialog[open], [name=item]:checked") || $("main :is(input,select,textarea):focus")) return;
   asked = true; dirty = false;
   try {
@@ -140,30 +140,72 @@ async function renew() {
     if ($("[data-away]") && answer.ok) { location.reload(); return; }
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html"), next = $("#main", fresh);
     if (!next || $("dialog[open]")) return;
-    morph(main, next);
+    const active = document.activeElement;
+    waiting = false;
+    morph(main, next, !everything && isHeld());
+    offer.hidden = !waiting;
+    if (active !== document.activeElement && main.contains(active)) active.focus({ preventScroll: true }); // it was moved
     document.title = fresh.title;
     for (const name of ["#asof", "#deadn"]) if ($(name, fresh) && $(name)) $(name).textContent = $(name, fresh).textContent;
     wire(main); patch();
     document.dispatchEvent(new Event("renewed"));
   } catch { /* the pill says that there is no connection */ } finally { asked = false; renewed = performance.now(); }
 }
-// The new page is laid over the old one, node by node, so that focus, scrolling and what is unfolded stay as they are.
-function morph(old, next) {
-  const a = [...old.childNodes], b = [...next.childNodes];
-  b.forEach((node, place) => {
-    const mine = a[place];
-    if (!mine) old.append(node.cloneNode(true));
-    else if (mine.nodeType !== node.nodeType || mine.nodeName !== node.nodeName) mine.replaceWith(node.cloneNode(true));
-    else if (mine.nodeType === Node.TEXT_NODE) { if (mine.data !== node.data) mine.data = node.data; }
-    else if (mine.nodeType === Node.ELEMENT_NODE) {
-      if (mine.id === "stale" || mine.classList.contains("say") && mine.dataset.told) return;
-      for (const { name, value } of node.attributes) if (mine.getAttribute(name) !== value && !(name === "open")) mine.setAttribute(name, value);
-      for (const { name } of [...mine.attributes]) if (!node.hasAttribute(name) && name !== "open" && name !== "tabindex") mine.removeAttribute(name);
-      morph(mine, node);
+// Lay the new page over the old one. An element with a key (a row) is only ever matched with the element of the same key, so
+// that focus, an unfolded detail and the button under the pointer stay with what they belong to. While somebody points at a
+// row, has focus in it or has unfolded it (`isHeld`), nothing is added, removed or moved: rows get their new content where they
+// stand, rows that are gone are marked, and a button offers the rest.
+const keyOf = node => node.nodeType === Node.ELEMENT_NODE ? node.dataset.key ?? node.dataset.part ?? node.id ?? "" : "";
+const isBlank = node => node.nodeType === Node.TEXT_NODE && !node.data.trim();
+const isHeld = () => Boolean($("[data-key]:hover", main) || document.activeElement?.closest("#main [data-key]") || $("[data-key] details[open][data-unfolded]", main));
+const offer = $("#held");
+let waiting = false;
+
+function morph(old, next, held) {
+  const mine = [...old.childNodes], fresh = [...next.childNodes];
+  const keyed = new Map(mine.filter(keyOf).map(node => [`${node.nodeName} ${keyOf(node)}`, node])), plain = mine.filter(node => !keyOf(node));
+  let place = 0;
+  const partners = fresh.map((node, index) => {
+    if (keyOf(node)) return keyed.get(`${node.nodeName} ${keyOf(node)}`);
+    // Without a key: in order. One that comes later in the new page too means that this one was added, else it was removed.
+    for (; place < plain.length; place++) {
+      if (plain[place].nodeName === node.nodeName) return plain[place++];
+      if (fresh.slice(index + 1).some(later => !keyOf(later) && later.nodeName === plain[place].nodeName)) return undefined;
     }
+    return undefined;
   });
-  for (const extra of a.slice(b.length)) extra.remove();
+  if (held) {
+    const solid = mine.filter(node => !isBlank(node)), wanted = partners.filter((_, index) => !isBlank(fresh[index]));
+    const same = solid.length === wanted.length && solid.every((node, index) => node === wanted[index]);
+    // Within a row everything may change: it is about the same thing as before.
+    partners.forEach((partner, index) => { if (partner && (same || keyOf(partner))) update(partner, fresh[index], partner.dataset?.key === undefined); });
+    if (!same) {
+      waiting = true;
+      for (const row of solid) if (row.dataset?.key && !partners.includes(row)) row.dataset.gone = "";
+    }
+    return;
+  }
+  const result = partners.map((partner, index) => partner ? update(partner, fresh[index], held) : copy(fresh[index]));
+  for (const node of mine) if (!result.includes(node)) node.remove();
+  let at = old.firstChild;
+  for (const node of result) if (node === at) at = at.nextSibling; else old.insertBefore(node, at);
 }
+function update(mine, node, held) {
+  if (mine.nodeType === Node.TEXT_NODE) { if (mine.data !== node.data) mine.data = node.data; }
+  else if (mine.nodeType === Node.ELEMENT_NODE && mine.id !== "stale" && !(mine.classList.contains("say") && mine.dataset.told)) {
+    for (const { name, value } of node.attributes) if (mine.getAttribute(name) !== value && name !== "open") mine.setAttribute(name, value);
+    for (const { name } of [...mine.attributes]) if (!node.hasAttribute(name) && !["open", "tabindex", "data-unfolded"].includes(name)) mine.removeAttribute(name);
+    morph(mine, node, held);
+  }
+  return mine;
+}
+function copy(node) { // what is unfolded is for people to say
+  const made = node.cloneNode(true);
+  if (made.nodeType === Node.ELEMENT_NODE) for (const details of $$("details", made)) details.open = false;
+  return made;
+}
+addEventListener("click", event => { const details = event.target.closest?.("summary")?.parentElement; if (details) details.open ? delete details.dataset.unfolded : details.dataset.unfolded = ""; });
+offer.onclick = () => renew(true);
 
 function say(text, look) { if (pill.textContent !== text) pill.textContent = text; const cls = `live s ${look}`; if (pill.className !== cls) pill.className = cls; }
 function tell() {
@@ -206,5 +248,5 @@ function connect() {
   };
 }
 document.addEventListener("visibilitychange", () => { if (document.hidden) socket?.close(); else { heard = performance.now(); if (!socket) connect(); } });
-setInterval(() => { if (!document.hidden) tell(); }, 1000);
+setInterval(() => { if (document.hidden) return; tell(); if (waiting && !isHeld()) renew(); }, 1000);
 connect();
