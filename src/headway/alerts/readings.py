@@ -126,30 +126,34 @@ def said(text: str) -> str:
 def _workers(rows: Rows, rules: Rules) -> Iterator[Reading]:
     """Judge lost workers that no operator asked to end.
 
-    A worker of the same queues that started after the last heartbeat of a lost one replaces it. It still does after it ended:
-    at a restart the rules are judged before the new workers start. One worker replaces one.
+    A worker of the same queues that started after the last heartbeat of a lost one replaces it, and still does after it ended.
+    One start replaces one worker, and a worker that ended properly is replaced like a lost one: restarting one machine must
+    not hide that another one died.
     """
     limit = rules.limits["worker_lost"] or 0.0
     starts: dict[str, list[tuple[float, str]]] = {}
-    lost = []
+    gone = []
     for name, owner, queues, state, wanted, task, started_at, seen_at, ended_at, _ in rows.workers:
         starts.setdefault(queues, []).append((started_at, name))
         known = read_owner(owner)
         dead = known is not None and known.owner.is_dead
         silent = rows.now - seen_at
         is_lost = state == "lost" or (ended_at is None and (dead or silent >= limit))
-        if is_lost and wanted is None and state != "draining":
-            lost.append((seen_at, name, queues, task, silent))
-    # The latest loss chooses first: it has the fewest to choose from.
-    for seen_at, name, queues, task, silent in sorted(lost, reverse=True):
+        if is_lost or ended_at is not None:
+            alarming = is_lost and wanted is None and state != "draining"
+            gone.append((seen_at if is_lost else ended_at, name, queues, task, silent, alarming))
+    # The worker that left last chooses first: it has the fewest to choose from.
+    for left_at, name, queues, task, silent, alarming in sorted(gone, reverse=True):
         others = starts[queues]
-        replacement = next((each for each in others if each[0] >= seen_at and each[1] != name), None)
+        replacement = next((each for each in others if each[0] >= left_at and each[1] != name), None)
         if replacement is not None:
             others.remove(replacement)
+        if not alarming:
+            continue
         text = f"Worker {name} gave its last sign of life {duration(max(0.0, silent))} ago"
         text += f", while it ran task {task}" if task else ""
         text += "; another worker took its place." if replacement is not None else "; none came in its place."
-        # Replaced within the time a supervisor takes, it is not worth waking anybody; lost all the same.
+        # A supervisor replaces a worker within this time, which needs no operator.
         yield Reading("worker_lost", name, max(0.0, silent), said(text), above=replacement is None,
                       at_once=silent >= limit)  # fmt: skip
 
