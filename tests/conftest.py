@@ -92,6 +92,8 @@ def _fail_when_skipped_under_ci(report: pytest.TestReport | pytest.CollectReport
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Scenarios take up to a minute each: started last, they would leave the other workers of xdist idle.
+    items.sort(key=lambda item: "scenarios" not in item.path.parts)  # a stable sort
     for item in items:  # user properties travel with the reports, from xdist's workers too
         item.user_properties.append(("req", [str(one) for mark in item.iter_markers("req") for one in mark.args]))
 
