@@ -136,6 +136,10 @@ def test_a_skip_is_a_failure_under_ci(tmp_path: Path):
 TOOLS = ("ruff", "mypy", "lint-imports", "python", "pytest", "coverage")
 
 
+#: What `make check` sets in its own environment; the verb under test starts without it.
+OF_MAKE = {"CI", "IGNORE", "MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES"}
+
+
 def make(verb: str, tools: Path, broken: str = "") -> tuple[int, list[str]]:
     """The exit code of a verb, and what the tools it ran said: none of them does anything, and the broken one fails."""
     for name in TOOLS:
@@ -143,7 +147,7 @@ def make(verb: str, tools: Path, broken: str = "") -> tuple[int, list[str]]:
         (tools / name).chmod(0o755)
     (tools / ".installed").touch()
     command = ["make", "-s", "-C", str(ROOT), verb, f"BIN={tools}", f"SETUP={tools}/.installed"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("CI", "MAKEFLAGS", "MAKELEVEL")}
+    environment = {name: value for name, value in os.environ.items() if name not in OF_MAKE}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     return done.returncode, done.stdout.splitlines()
 
