@@ -21,9 +21,9 @@ from typing import Any
 
 from headway.telemetry import error_message, redact
 
-#: Characters of an error's text; with an item's bounded meta, an entry stays below 1 KB.
+#: Characters of an error's message.
 ERROR_LIMIT = 300
-#: Characters of a traceback kept with a failed run.
+#: Characters of a traceback.
 DETAIL_LIMIT = 4000
 
 
@@ -136,6 +136,28 @@ def describe(error: BaseException) -> Failure:
 def bounded_error(message: str) -> str:
     """Redacted, printable, of bounded length; what was cut is said."""
     return _storable(redact(message, ERROR_LIMIT))
+
+
+_LEFT_OUT = re.compile(r" \.\.\. \((\d+) characters\)")
+
+
+def shortened(text: str, limit: int) -> str:
+    """Cut a redacted text to ``limit`` bytes and state its length.
+
+    A long limit keeps the beginning and the end, a short one the beginning. A text that was cut before keeps its first
+    length.
+    """
+    data = text.encode(errors="replace")
+    if len(data) <= limit:
+        return text
+    before = _LEFT_OUT.search(text)
+    note = f" ... ({before[1] if before else len(text)} characters)"
+    tail = 0
+    if limit >= 150:
+        note = f"{note} ... "
+        tail = (limit - len(note)) // 3
+    head = limit - len(note) - tail
+    return data[:head].decode(errors="ignore") + note + data[len(data) - tail :].decode(errors="ignore")
 
 
 def reported(kind: str, message: str, frame: str, detail: str = "") -> Failure:

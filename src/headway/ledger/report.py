@@ -75,6 +75,17 @@ _ITEM = {
 }
 
 
+#: First line of a traceback that is not the attempt's own.
+OF_THE_CAUSE = "... (not kept for this attempt; below: the first failure of its cause)"
+
+
+def _traceback(own: str | None, of_cause: str | None) -> str | None:
+    """Return what to show as an attempt's traceback. An empty ``own`` is equal to the cause's."""
+    if own or of_cause is None:
+        return own or None
+    return of_cause if own == "" else f"{OF_THE_CAUSE}\n{of_cause}"
+
+
 def job_info(row: Row, now: float) -> JobInfo:
     (no, id, function, source, command, keyed_by, digest, sealed, archived, generation, version, max_retries, total, done,
      failed, dead, failures, created_at, updated_at, finished_at, holder, lease_until, last_outcome) = row  # fmt: skip
@@ -280,13 +291,14 @@ class Reports:
     def history(self, idx: int) -> list[Attempt]:
         """Every run of an item, first to last. The successful one is the item's own row."""
         rows = self._database.all(
-            "SELECT no, outcome, at, seconds, worker, error, detail, cause, printed FROM attempts "
-            "WHERE job = ? AND idx = ? ORDER BY no",
+            "SELECT a.no, a.outcome, a.at, a.seconds, a.worker, a.error, a.detail, a.cause, a.printed, c.detail "
+            "FROM attempts a LEFT JOIN tracebacks c ON c.job = a.job AND c.cause = a.cause "
+            "WHERE a.job = ? AND a.idx = ? ORDER BY a.no",
             (self.no, idx),
         )
         past = [
-            Attempt(no, outcome, utc(at), seconds, worker, error or None, detail, cause, printed)
-            for no, outcome, at, seconds, worker, error, detail, cause, printed in rows
+            Attempt(no, outcome, utc(at), seconds, worker, error or None, _traceback(own, of_cause), cause, printed)
+            for no, outcome, at, seconds, worker, error, own, cause, printed, of_cause in rows
         ]
         done = self._database.one(
             "SELECT p.updated_at, p.seconds, p.worker, t.text FROM progress p "
