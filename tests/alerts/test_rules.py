@@ -306,6 +306,21 @@ def test_a_replaced_worker_stays_replaced_after_its_replacement_ended(
     assert not any(alert.subject.startswith("first") for alert in scene.alerts())
 
 
+def test_a_restart_of_one_machine_does_not_hide_that_another_one_died(scene: Scene, spawn: Callable[[str], Forked]):
+    evaluator = scene.evaluator(rules=rules(open_after=0, close_after=0, worker_lost=30))
+    dead, restarted = start(scene, spawn, "dead"), start(scene, spawn, "restarted")
+    eventually(lambda: scene.store.all("SELECT min(seen_at) > max(started_at) FROM task_workers")[0][0])
+    dead.kill()
+    restarted.terminate()
+    restarted.wait()
+    start_another(scene, spawn, "new")
+    evaluator.tick()
+    assert [(rule, name.split(".")[0]) for rule, name in scene.open()] == [("worker_lost", "dead")]
+    start_another(scene, spawn, "newer")
+    evaluator.tick()
+    assert scene.open() == []
+
+
 def test_a_worker_that_was_lost_after_its_first_heartbeat_does_not_replace_itself(
     scene: Scene, spawn: Callable[[str], Forked]
 ):

@@ -67,6 +67,17 @@ def revives(item):
         while item == 1 and not job.retry_dead():
             time.sleep(0.01)
 
+def revives_and_fails(item):
+    # items 0 and 1 always fail; item 2 retries them as its last act
+    note(item)
+    if item < 2:
+        raise headway.GiveUp("never")
+    with Ledger.open("sqlite:///headway.db") as ledger:
+        job = ledger.job("ads")
+        while job.info().dead < 2:
+            time.sleep(0.01)
+        job.retry_dead()
+
 def revives_damaged(item):
     if item == 1:
         with Ledger.open("sqlite:///headway.db") as ledger:
@@ -282,6 +293,18 @@ def test_a_run_that_finished_left_nothing_that_was_given_another_life_at_its_ver
         info = ledger.job("ads").info()
     assert (info.done, info.dead, info.remaining) == (2, 0, 0)
     assert info.finished_at is not None
+
+
+def test_failures_of_dead_letters_retried_at_the_very_end_count_for_max_failures(place: Path, headway_cli: Cli):
+    """The run finds them after its last pass over dead letters, in which failures do not count."""
+    write_items(place, 3)
+    ended = headway_cli(
+        "run", "jobs:revives_and_fails", "-i", "items.jsonl", "-j", "ads", "-w", "1", "--max-failures", "3"
+    )
+    assert (place / "executed").read_text().split() == ["0", "1", "2", "0"]
+    assert ended.returncode == 4, ended.stderr
+    info = job_in(place).info()
+    assert (info.done, info.dead, info.remaining) == (1, 1, 1)
 
 
 def test_a_job_is_finished_also_if_what_got_another_life_at_its_very_end_cannot_be_handed_out(

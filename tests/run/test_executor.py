@@ -444,6 +444,32 @@ def test_the_item_that_kills_a_process_is_charged_and_the_same_call_with_a_new_e
     assert executed(tmp_path) == Counter({0: 2})
 
 
+def test_an_item_written_down_as_running_when_the_executor_breaks_is_not_charged(
+    make: Make, database: str, tmp_path: Path
+):
+    items = [{"place": str(tmp_path), "n": n} for n in range(2)]
+
+    def kill() -> None:
+        with Ledger.open(database) as ledger:
+            noted = "SELECT count(*) FROM progress WHERE lease_until IS NOT NULL"
+            eventually(lambda: ledger.database.one(noted) == (2,), timeout=60)
+        eventually((tmp_path / "begun-1").exists, timeout=60)
+        pid = eventually((tmp_path / "begun-1").read_text, timeout=60)
+        os.kill(int(pid), signal.SIGKILL)
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    with pytest.raises(HeadwayError, match="item 1, which ran there"):
+        mapped(functions.noted, items, make("process"), database)
+    killing.join()
+    (tmp_path / "free").touch()
+    assert mapped(functions.noted, items, make("process"), database).done == 2
+    with Ledger.open(database) as ledger:
+        job = ledger.job("ads")
+        assert [run.outcome for run in job.history(0)] == ["done"]
+        assert [run.outcome for run in job.history(1)] == ["failed", "done"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
 def test_a_worker_ended_from_outside_costs_its_item_one_attempt_and_the_others_nothing(
     number: signal.Signals, make: Make, database: str, tmp_path: Path

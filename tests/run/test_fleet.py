@@ -7,9 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import psycopg
 import pytest
@@ -18,8 +19,10 @@ import headway
 from headway.config import Config
 from headway.errors import InvalidInput
 from headway.ledger import Ledger, fleet
+from headway.lifecycle import Shutdown
 from headway.queue import TaskQueue
-from headway.run.fleet import Fleets, open_queue, submit_missing
+from headway.run.estimate import Estimator, RunSnapshot
+from headway.run.fleet import Fleets, follow, open_queue, submit_missing
 from tests.services.postgres import PostgresServer
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
@@ -47,6 +50,12 @@ def kill_slot(item):
     if item == 7:
         os.kill(os.getppid(), 9)
         time.sleep(60)
+
+def fail_or_wait(item):
+    if item == 0:
+        raise ValueError("no zeros")
+    while item == 9 and not os.path.exists("free"):
+        time.sleep(0.01)
 
 def wait(item):
     open(f"begun-{item}", "w").close()
@@ -301,6 +310,51 @@ def test_the_job_goes_on_when_its_starter_ends_and_a_stop_ends_it(
     ended = quick_cli("run", "work:wait", "-i", "items.jsonl", "-j", "ads", "--progress", "none")
     assert ended.returncode == 0
     assert (job.info().done, completions(ledger)) == (30, 1)
+
+
+class EstimatingDisplay:
+    """Keep the rate that a display would show first, then let the last item end."""
+
+    live: ClassVar[bool] = False
+
+    def __init__(self, place: Path) -> None:
+        self._place, self._estimator = place, Estimator()
+        self.first: tuple[RunSnapshot, float | None] | None = None
+
+    def show(self, snapshot: RunSnapshot) -> None:
+        self._estimator.update(snapshot)
+        if self.first is None:
+            self.first = (snapshot, self._estimator.rate)
+            (self._place / "free").touch()
+
+    def begin(self, text: str) -> None: ...
+    def say(self, text: str) -> None: ...
+    def give_way(self, text: str) -> None: ...
+    def end(self, snapshot: RunSnapshot) -> None: ...
+    def conclude(self, lines: Sequence[str], facts: Mapping[str, object]) -> None: ...
+
+
+def test_a_process_that_follows_a_run_later_counts_from_the_start_of_the_run(
+    place: Path, database: str, ledger: Ledger, quick_cli: Cli, spawn_cli: Spawn
+) -> None:
+    (place / "headway.toml").write_text("retry_delay = 0.001\n")
+    (place / "items.jsonl").write_text("".join(f"{n}\n" for n in range(10)))
+    words = ("run", "work:fail_or_wait", "-i", "items.jsonl", "-j", "ads", "--fleet", "--detach", "--workers", "2")
+    assert quick_cli(*words, "--retries", "1").returncode == 0
+    spawn_cli("worker", env={"HEADWAY_DATABASE": database}, stderr=subprocess.DEVNULL)
+    job = ledger.job("ads")
+    eventually(lambda: (job.info().done, job.info().dead) == (8, 1), timeout=60)
+    failures = job.info().failures
+    ledger.database.write("UPDATE runs SET started_at = started_at - 1000")
+    display = EstimatingDisplay(place)
+    ending = follow(ledger, job, 1, display=display, shutdown=Shutdown())
+    assert display.first is not None
+    shown, rate = display.first
+    assert (shown.done, shown.failures, rate) == (8, failures, None)
+    assert ending is not None
+    assert (ending.done, ending.dead, ending.died, ending.failures) == (9, 1, 1, job.info().failures)
+    assert ending.failures >= 2
+    assert ending.seconds > 1000
 
 
 def slots(worker: subprocess.Popen[str]) -> list[int]:

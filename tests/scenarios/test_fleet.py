@@ -169,6 +169,7 @@ def test_a_fleet_survives_a_dead_machine_restarts_a_deployment_and_its_operator(
     assert not studio.finished("films")
     studio.operate("headway resume films")
     studio.advances(10)
+    eventually(lambda: lost_worker_alerts(studio), PATIENCE, "the lost machine is an alert")
 
     first, second = (name for name in MACHINES if name != victim)
     for deployment in (studio.laptop, studio.machines[victim]):
@@ -180,7 +181,6 @@ def test_a_fleet_survives_a_dead_machine_restarts_a_deployment_and_its_operator(
     studio.start_workers(first)
     again = studio.laptop.start("again", FILMS)
     eventually(lambda: f"on {second} does not" in studio.operate("headway show films"), PATIENCE)
-    eventually(lambda: lost_worker_alerts(studio), PATIENCE, "the lost machine is an alert")
     studio.deploy_version_2(second)
     studio.start_workers(second, victim)
 

@@ -68,10 +68,18 @@ def _given(metafunc: pytest.Metafunc) -> bool:
 
 @pytest.fixture(autouse=True)
 def no_listener_is_left_over() -> Iterator[None]:
-    """One that goes on would spend this process's time, and log and count in the tests that follow."""
+    """Fail a test that leaves a listener running: it would log and count in the tests that follow.
+
+    A `close` that is called from within a call ends in a thread of its own, some moments later.
+    """
     yield
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("headway-states-")]
-    assert left == [], "close every store that was opened"
+
+    def all_ended() -> bool:
+        left = [thread.name for thread in threading.enumerate() if thread.name.startswith("headway-states-")]
+        assert left == [], "close every store that was opened"
+        return True
+
+    eventually(all_ended, 20, "no listener is left over: close every store that was opened")
 
 
 @pytest.fixture(scope="session")

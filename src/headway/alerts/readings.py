@@ -13,6 +13,7 @@ from math import ceil
 
 from headway._lease import has_ended, read_owner
 from headway._sql import Database, Row
+from headway.alerts.lost_workers import departures
 from headway.alerts.rules import Reading, Rules
 from headway.queue.workers import WaitingKind, online_of, unserved_by, waiting_kinds
 from headway.telemetry import Log, redact
@@ -124,34 +125,14 @@ def said(text: str) -> str:
 
 
 def _workers(rows: Rows, rules: Rules) -> Iterator[Reading]:
-    """Judge lost workers that no operator asked to end.
-
-    A worker of the same queues that started after the last heartbeat of a lost one replaces it. It still does after it ended:
-    at a restart the rules are judged before the new workers start. One worker replaces one.
-    """
     limit = rules.limits["worker_lost"] or 0.0
-    starts: dict[str, list[tuple[float, str]]] = {}
-    lost = []
-    for name, owner, queues, state, wanted, task, started_at, seen_at, ended_at, _ in rows.workers:
-        starts.setdefault(queues, []).append((started_at, name))
-        known = read_owner(owner)
-        dead = known is not None and known.owner.is_dead
-        silent = rows.now - seen_at
-        is_lost = state == "lost" or (ended_at is None and (dead or silent >= limit))
-        if is_lost and wanted is None and state != "draining":
-            lost.append((seen_at, name, queues, task, silent))
-    # The latest loss chooses first: it has the fewest to choose from.
-    for seen_at, name, queues, task, silent in sorted(lost, reverse=True):
-        others = starts[queues]
-        replacement = next((each for each in others if each[0] >= seen_at and each[1] != name), None)
-        if replacement is not None:
-            others.remove(replacement)
-        text = f"Worker {name} gave its last sign of life {duration(max(0.0, silent))} ago"
-        text += f", while it ran task {task}" if task else ""
-        text += "; another worker took its place." if replacement is not None else "; none came in its place."
-        # Replaced within the time a supervisor takes, it is not worth waking anybody; lost all the same.
-        yield Reading("worker_lost", name, max(0.0, silent), said(text), above=replacement is None,
-                      at_once=silent >= limit)  # fmt: skip
+    for lost in departures(rows.workers, rows.now, limit):
+        text = f"Worker {lost.name} gave its last sign of life {duration(lost.silent)} ago"
+        text += f", while it ran task {lost.task}" if lost.task else ""
+        text += "; another worker took its place." if lost.is_replaced else "; none came in its place."
+        # A supervisor replaces a worker within the limit, which needs no operator.
+        yield Reading("worker_lost", lost.name, lost.silent, said(text), above=not lost.is_replaced,
+                      at_once=lost.silent >= limit)  # fmt: skip
 
 
 def _backlog(rows: Rows, rules: Rules) -> Iterator[Reading]:

@@ -82,11 +82,12 @@ def hand_over(
     """Give the job, which this process holds, to the fleet: from now on it is nobody's alone."""
 
     def change(tx: Tx) -> None:
-        Recorder(tx, hold.job, token=hold.token, owner=hold.owner)
+        recorder = Recorder(tx, hold.job, token=hold.token, owner=hold.owner)
         holder = json.dumps({"host": hold.owner.host, "pid": hold.owner.pid, "fleet": hold.run})
         tx.execute("UPDATE jobs SET holder = ?, lease_until = ? WHERE no = ?", (holder, FOR_EVER, hold.job))
         (settings,) = tx.one("SELECT settings FROM runs WHERE job = ? AND no = ?", (hold.job, hold.run)) or ("{}",)
-        order = {"work": work, "most": most, "pass": has_pass}
+        before = {"failures": recorder.failures, "dead": recorder.dead}
+        order = {"work": work, "most": most, "pass": has_pass, "before": before}
         known = {**json.loads(settings), "fleet": True, "slots": slots, "queue": queue, "order": order}
         tx.execute("UPDATE runs SET settings = ? WHERE job = ? AND no = ?", (json.dumps(known), hold.job, hold.run))
         for table in ("blocks", "fleets"):
@@ -97,6 +98,13 @@ def hand_over(
         )
 
     database.run(change, operation="fleet.start")
+
+
+def counts_before(database: Database, job: int, run: int) -> tuple[int, int] | None:
+    """Return the failures and dead letters that the job had when the run began; None if they were not noted."""
+    row = database.one("SELECT settings FROM runs WHERE job = ? AND no = ?", (job, run))
+    before = (json.loads(row[0]).get("order") or {}).get("before") if row is not None else None
+    return None if before is None else (before["failures"], before["dead"])
 
 
 def reopen(recorder: Recorder) -> bool:

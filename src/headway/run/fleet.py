@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -278,12 +278,12 @@ def conclude(job: Job, ending: Ending, output: Path | None, tell: Callable[[], N
 
 def follow(ledger: Ledger, job: Job, run: int, *, display: Display, shutdown: Shutdown) -> Ending | None:
     """Show how far the job is until its run is over; None if this process is to stop first, which the job does not mind."""
-    began, attended, watched = time.monotonic(), 0.0, _Watched(job, run, display)
+    attended, watched = 0.0, _Watched(job, run, display)
     while True:
         ended = watched.look()
         if ended is not None or shutdown.stop.is_set():
             display.end(watched.snapshot)
-            return None if ended is None else watched.ending(ended, time.monotonic() - began)
+            return None if ended is None else watched.ending(ended)
         if time.monotonic() - attended > ATTEND_SECONDS:
             attended = time.monotonic()
             fleet.attend(ledger.database, job.no)
@@ -297,10 +297,13 @@ class _Watched:
     def __init__(self, job: Job, run: int, display: Display) -> None:
         self._job, self._run, self._display = job, run, display
         self._this = next(each for each in job.runs() if each.no == run)
-        before = job.info()
-        self._failures, self._dead = before.failures, before.dead
+        info = job.info()
+        # A run of an earlier Headway did not note them: then what is counted begins here.
+        self._failures, self._dead = fleet.counts_before(job.database, job.no, run) or (info.failures, info.dead)
         self._said: set[str] = set()
         self.snapshot = self._snapshot()
+        # What was done before this process followed the run says nothing about its pace.
+        display.show(replace(self.snapshot, stopped=True))
 
     def look(self) -> str | None:
         """Show the run as it is; how it ended, if it has."""
@@ -317,8 +320,9 @@ class _Watched:
             failures=info.failures - self._failures, paused_by=asked.actor if asked.paused else "",
         )  # fmt: skip
 
-    def ending(self, outcome: str, seconds: float) -> Ending:
+    def ending(self, outcome: str) -> Ending:
         shown = self.snapshot
+        seconds = max(0.0, self._job.database.now() - self._this.started_at.timestamp())
         return Ending(
             outcome=outcome, done=shown.done, kept=shown.kept, dead=shown.dead, died=max(0, shown.dead - self._dead),
             failures=shown.failures, rescued=0, completed=outcome == "finished", seconds=seconds,

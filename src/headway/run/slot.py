@@ -178,7 +178,8 @@ class SlotShare(Share):
     def asked(self, run: int) -> Control:
         if not self.why and (why := self._reason()):
             self.why = why
-            self._shutdown.request(signal.SIGINT)  # it finishes what runs, however long that takes
+            if not self._shutdown.stop.is_set():  # the job may be stopping: a second request would abandon what runs
+                self._shutdown.request(signal.SIGINT)  # it finishes what runs, however long that takes
         return super().asked(run)
 
     def _reason(self) -> str:
