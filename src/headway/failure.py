@@ -138,23 +138,22 @@ def bounded_error(message: str) -> str:
     return _storable(redact(message, ERROR_LIMIT))
 
 
-_LEFT_OUT = re.compile(r" \.\.\. \((\d+) characters\)")
+_WHOLE_LENGTH = re.compile(r" \.\.\. \((\d+) characters\)")
 
 
 def shortened(text: str, limit: int) -> str:
-    """Cut a redacted text to ``limit`` bytes and state its length.
+    """Cut a redacted text to ``limit`` bytes.
 
-    A long limit keeps the beginning and the end, a short one the beginning. A text that was cut before keeps its first
-    length.
+    A limit of at least 150 bytes keeps the beginning, the whole length and the end. A smaller one keeps the beginning.
+    The length of a text that was cut before is the length that it states.
     """
     data = text.encode(errors="replace")
     if len(data) <= limit:
         return text
-    before = _LEFT_OUT.search(text)
-    note = f" ... ({before[1] if before else len(text)} characters)"
-    tail = 0
+    note, tail = " ...", 0
     if limit >= 150:
-        note = f"{note} ... "
+        cut_before = _WHOLE_LENGTH.search(text)
+        note = f" ... ({cut_before[1] if cut_before else len(text)} characters) ... "
         tail = (limit - len(note)) // 3
     head = limit - len(note) - tail
     return data[:head].decode(errors="ignore") + note + data[len(data) - tail :].decode(errors="ignore")

@@ -150,7 +150,7 @@ def own_frames_first(detail: str, *, whole: bool = False) -> list[str]:
     frames = 0
     target = other
     lines = detail.splitlines()
-    # A first line that begins so says what was left out.
+    # A first line like this says that the traceback is not the attempt's own.
     note = [_one_line(lines[0])] if lines and lines[0].startswith("... (") else []
     for raw in lines[len(note) :]:
         line = _one_line(raw)

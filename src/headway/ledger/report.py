@@ -9,6 +9,7 @@ from typing import Any
 from headway._lease import has_ended
 from headway._sql import Database, Engine, Row, Tx, Value, listed
 from headway.errors import InvalidInput, NotFound
+from headway.ledger.recorder import SAME_AS_CAUSE
 from headway.ledger.stretches import OPEN, last_of, rows_at, stretches
 from headway.ledger.values import (
     NOTED,
@@ -79,11 +80,13 @@ _ITEM = {
 OF_THE_CAUSE = "... (not kept for this attempt; below: the first failure of its cause)"
 
 
-def _traceback(own: str | None, of_cause: str | None) -> str | None:
-    """Return what to show as an attempt's traceback. An empty ``own`` is equal to the cause's."""
-    if own or of_cause is None:
-        return own or None
-    return of_cause if own == "" else f"{OF_THE_CAUSE}\n{of_cause}"
+def _traceback(detail: str | None, of_cause: str | None) -> str | None:
+    """Return the traceback of an attempt: its own, or that of its cause with a first line that says so."""
+    if detail == SAME_AS_CAUSE:
+        return of_cause
+    if detail is None and of_cause is not None:
+        return f"{OF_THE_CAUSE}\n{of_cause}"
+    return detail or None
 
 
 def job_info(row: Row, now: float) -> JobInfo:
@@ -297,8 +300,8 @@ class Reports:
             (self.no, idx),
         )
         past = [
-            Attempt(no, outcome, utc(at), seconds, worker, error or None, _traceback(own, of_cause), cause, printed)
-            for no, outcome, at, seconds, worker, error, own, cause, printed, of_cause in rows
+            Attempt(no, outcome, utc(at), seconds, worker, error or None, _traceback(detail, of_cause), cause, printed)
+            for no, outcome, at, seconds, worker, error, detail, cause, printed, of_cause in rows
         ]
         done = self._database.one(
             "SELECT p.updated_at, p.seconds, p.worker, t.text FROM progress p "

@@ -43,7 +43,10 @@ class Attempt(NamedTuple):
     worker: Annotated[str | None, "who made it"]
     error: Annotated[str | None, "what it said"]
     cause: Annotated[int | None, "the number of its cause"]
-    traceback: Annotated[str | None, "its traceback or a program's stderr (last 4,000 characters), or that of its cause's first failure; a first line says so"]
+    traceback: Annotated[
+        str | None,
+        "its traceback or a program's stderr (last 4,000 characters), or that of its cause's first failure; a first line says so",
+    ]
     printed: Annotated[str | None, "what it printed, as far as that was kept; long output without its middle"] = None
 
 
