@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.installed
 RESULTS := .test-results.json
+# The tests that reach every statement and branch of the watcher.
+WATCHER_TESTS := tests/watcher tests/web/test_pages_of_the_dead.py
 # Each step's output in one piece, where make can do that.
 APART := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
@@ -36,18 +38,19 @@ test: $(SETUP)  ## obtain the servers the tests need and run them
 	-@$(BIN)/python -m tests.services.firestore
 	-@$(BIN)/python -m tests.services.chromium
 	-@$(BIN)/python -m tests.services.nginx
-	$(BIN)/pytest -n 4 --dist worksteal --results=$(RESULTS)
+	$(BIN)/pytest -n 4 --dist worksteal --results=$(RESULTS) $(IGNORE)
 
 # Apart from test, because a tracer doubles its time and stands in the way of tests about signals and start-up.
 coverage: $(SETUP)  ## run the tests with branch coverage of every process
 	$(BIN)/pytest -n 4 --dist worksteal --cov --cov-report=term
 
-# A server that is not there is a reason to skip on a laptop; here it is a failure.
+# A missing server is a reason to skip on a laptop; here it is a failure. The watcher's tests run once, under coverage.
 check: export CI = true
 check: $(SETUP)  ## what CI runs: lint, types, import contracts, test, the watcher's coverage, trace, docs
 	$(MAKE) --no-print-directory --jobs=2 $(APART) --keep-going types applies docs contracts lint
-	$(MAKE) --no-print-directory test
-	$(BIN)/pytest -q -n 4 --dist worksteal --cov=headway.watcher --cov-report= tests/watcher tests/web/test_pages_of_the_dead.py
+	$(MAKE) --no-print-directory test IGNORE='$(WATCHER_TESTS:%=--ignore=%)'
+	$(BIN)/pytest -q -n 4 --dist worksteal --cov=headway.watcher --cov-report= \
+		--results=$(RESULTS) --append-results $(WATCHER_TESTS)
 	$(BIN)/coverage report --include='src/headway/watcher/*' --fail-under=100
 	$(MAKE) --no-print-directory trace
 

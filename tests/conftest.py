@@ -4,7 +4,8 @@ A server is started when the first test of an xdist worker asks for it. Where it
 skipped with the reason; under CI every skip is a failure.
 
 `--results FILE` writes what became of every test that ran, with the requirements it is marked with: `make trace` reads
-it, so that a test which was skipped, deselected or never collected proves nothing.
+it, so that a test which was skipped, deselected or never collected proves nothing. `--append-results` keeps the tests
+that an earlier run wrote into the file and replaces those that ran again.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", metavar="FILE", help="write the outcome and the requirements of every test that ran")
+    parser.addoption("--append-results", action="store_true", help="add to the tests that the file of --results has")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest settles where tmp_path lies
@@ -90,6 +92,8 @@ def _fail_when_skipped_under_ci(report: pytest.TestReport | pytest.CollectReport
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Scenarios take up to a minute each: started last, they would leave the other workers of xdist idle.
+    items.sort(key=lambda item: "scenarios" not in item.path.parts)  # a stable sort
     for item in items:  # user properties travel with the reports, from xdist's workers too
         item.user_properties.append(("req", [str(one) for mark in item.iter_markers("req") for one in mark.args]))
 
@@ -123,8 +127,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     path = session.config.getoption("--results")
     if RESULTS in session.config.stash and path:
-        kept = [{"test": test, **facts} for test, facts in sorted(session.config.stash[RESULTS].items())]
-        Path(path).write_text(json.dumps({"exit": int(exitstatus), "tests": kept}, indent=1) + "\n", "utf-8")
+        found = session.config.stash[RESULTS]
+        exit_code = int(exitstatus)
+        if session.config.getoption("--append-results"):
+            earlier = json.loads(Path(path).read_text("utf-8"))
+            found = {facts.pop("test"): facts for facts in earlier["tests"]} | found
+            exit_code = exit_code or earlier["exit"]
+        kept = [{"test": test, **facts} for test, facts in sorted(found.items())]
+        Path(path).write_text(json.dumps({"exit": exit_code, "tests": kept}, indent=1) + "\n", "utf-8")
 
 
 # The process that runs a thousand tests holds more than a worker may. Workers within it have no such limit but where a test

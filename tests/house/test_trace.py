@@ -92,6 +92,32 @@ def test_the_results_say_what_became_of_every_test_that_ran(tmp_path: Path, work
     }
 
 
+def test_results_are_appended_to_those_of_an_earlier_run(tmp_path: Path):
+    (tmp_path / "tests").mkdir()
+    for name in ("conftest.py", "__init__.py", "services"):
+        (tmp_path / "tests" / name).symlink_to(ROOT / "tests" / name)
+    (tmp_path / "tests" / "test_it.py").write_text("def test_now(): pass\ndef test_again(): pass\n")
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    earlier = [
+        result("tests/test_it.py::test_again", "failed"),
+        result("tests/test_z.py::test_before", "passed", "S3-01"),
+    ]
+    (tmp_path / "out.json").write_text(json.dumps({"exit": 1, "tests": earlier}))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--results", "out.json", "--append-results",
+               "tests/test_it.py"]  # fmt: skip
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "out.json").read_text()) == {
+        "exit": 1,
+        "tests": [
+            result("tests/test_it.py::test_again", "passed"),
+            result("tests/test_it.py::test_now", "passed"),
+            result("tests/test_z.py::test_before", "passed", "S3-01"),
+        ],
+    }
+
+
 def test_a_skip_is_a_failure_under_ci(tmp_path: Path):
     (tmp_path / "tests").mkdir()
     for name in ("conftest.py", "__init__.py", "services"):
@@ -140,9 +166,29 @@ def test_make_check_lets_nothing_be_skipped_and_make_test_does(tmp_path: Path, v
     assert code == 0
     runs = [line for line in lines if line.startswith("pytest")]
     assert all(run.startswith(f"{told} ") for run in runs)
-    assert sum("--results=.test-results.json" in run for run in runs) == 1
+    assert all("--results=.test-results.json" in run for run in runs)
+    assert ["--append-results" in run for run in runs] == ([False, True] if verb == "check" else [False])
     if verb == "check":
         assert "python CI=true tools/trace.py .test-results.json" in lines
+
+
+def test_make_test_runs_every_test_and_make_check_runs_the_watchers_tests_only_under_coverage(tmp_path: Path):
+    def runs(verb: str) -> list[list[str]]:
+        return [line.split() for line in make(verb, tmp_path)[1] if line.startswith("pytest")]
+
+    def ignored(run: list[str]) -> set[str]:
+        return {word.removeprefix("--ignore=") for word in run if word.startswith("--ignore=")}
+
+    def named(run: list[str]) -> set[str]:
+        return {word for word in run if word.startswith("tests/")}
+
+    (test,) = runs("test")
+    assert ignored(test) == named(test) == set()
+    rest, measured = runs("check")
+    assert "tests/watcher" in ignored(rest)
+    assert named(rest) == set()
+    assert ignored(rest) == named(measured), "no test is left out"
+    assert [any(word.startswith("--cov=") for word in run) for run in (rest, measured)] == [False, True]
 
 
 def result(test: str, outcome: str, *requirements: str) -> dict[str, Any]:

@@ -78,7 +78,11 @@ class PostgresServer(Server):
         if with_tables and self._template is None:
             self._template = self.create_database()
             _sql.connect(self.url(self._template)).close()
-        self._execute(f"CREATE DATABASE {name} TEMPLATE {self._template if with_tables else 'template1'}")
+        template = self._template if with_tables else "template1"
+        with psycopg.connect(self.url(), autocommit=True) as connection:
+            # PostgreSQL 15 and later would write every page of the copy to its log.
+            strategy = " STRATEGY FILE_COPY" if connection.info.server_version >= 150_000 else ""
+            connection.execute(f"CREATE DATABASE {name} TEMPLATE {template}{strategy}".encode())
         if with_tables:  # another database than the one it was copied from
             with psycopg.connect(self.url(name), autocommit=True) as connection:
                 connection.execute("UPDATE headway.meta SET value = md5(random()::text) WHERE name = 'database'")
