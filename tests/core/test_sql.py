@@ -34,7 +34,7 @@ from headway.errors import (
     Unavailable,
 )
 from headway.failure import Failure
-from headway.ledger import Failed, Ledger
+from headway.ledger import Failed, Ledger, NewItem
 from headway.retry import STORE, RetryPolicy
 from headway.telemetry import metrics
 from tests.core.databases import digest, everywhere, exit_code, forked, python, shared, sqlite_url
@@ -730,6 +730,7 @@ def test_tracebacks_of_attempts_from_before_migration_28_are_still_shown(url: st
         know(earlier, migrations("sqlite" if url.startswith("sqlite") else "postgresql")[:27])
         with Ledger.open(url) as ledger:
             job = ledger.create("ads")
+            job.register(NewItem(idx) for idx in (1, 2))
             job.record([Failed(idx, failure) for idx in (1, 2)])
             old = "UPDATE attempts SET error = ?, detail = ? WHERE idx = ?"
             job.database.run(lambda tx: tx.execute(old, ("e" * 300, "Traceback of version 27", 1)))

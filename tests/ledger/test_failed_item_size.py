@@ -8,7 +8,7 @@ import pytest
 from headway.failure import Failure, describe, shortened
 from headway.ledger import Failed, Job, Ledger, NewItem, ProgressManager
 from headway.ledger.recorder import DEAD_ERROR_KEPT, ERROR_KEPT, REPEATED_ERROR_KEPT, TRACEBACK_END, WHOLE_TRACEBACKS
-from headway.ledger.report import OF_THE_CAUSE
+from headway.ledger.values import OF_THE_CAUSE
 from headway.retry import RetryPolicy
 
 COUNT = 2_000

@@ -22,6 +22,7 @@ from headway.cli.toolkit import (
     put_table,
     with_database,
 )
+from headway.ledger.values import note_of
 from headway.views.items import JobLog, LogEntry
 from headway.views.shape import ABSENT, iso, schema_of
 from headway.wording import duration, plural, printable
@@ -150,8 +151,7 @@ def own_frames_first(detail: str, *, whole: bool = False) -> list[str]:
     frames = 0
     target = other
     lines = detail.splitlines()
-    # A first line like this says that the traceback is not the attempt's own.
-    note = [_one_line(lines[0])] if lines and lines[0].startswith("... (") else []
+    note = [text] if (text := note_of(detail)) else []
     for raw in lines[len(note) :]:
         line = _one_line(raw)
         frame = _FRAME.match(line)

@@ -17,7 +17,7 @@ from headway.errors import LedgerRestored, NotFound, StaleClaim
 from headway.events import Event, append
 from headway.failure import Failure, normalise, shortened
 from headway.ledger.columns import put_new_done
-from headway.ledger.values import Done, Failed, Outcome, Recorded
+from headway.ledger.values import SAME_AS_CAUSE, Done, Failed, Outcome, Recorded
 from headway.retry import RetryPolicy
 from headway.telemetry import Log
 
@@ -31,8 +31,6 @@ PAGE = 1000
 ERROR_KEPT, REPEATED_ERROR_KEPT, DEAD_ERROR_KEPT, META_ERROR_KEPT = 128, 64, 240, 40
 #: Causes of a job that keep a whole traceback. Later causes keep the last characters.
 WHOLE_TRACEBACKS, TRACEBACK_END = 20, 400
-#: ``attempts.detail`` of an attempt whose traceback equals that of its cause.
-SAME_AS_CAUSE = "="
 
 _COLUMNS = (
     "id, origin, version, generation, sealed, finished_at, max_retries, total, done, failed, dead, failures, frontier, token, "

@@ -9,10 +9,11 @@ from typing import Any
 from headway._lease import has_ended
 from headway._sql import Database, Engine, Row, Tx, Value, listed
 from headway.errors import InvalidInput, NotFound
-from headway.ledger.recorder import SAME_AS_CAUSE
 from headway.ledger.stretches import OPEN, last_of, rows_at, stretches
 from headway.ledger.values import (
     NOTED,
+    OF_THE_CAUSE,
+    SAME_AS_CAUSE,
     Attempt,
     Cause,
     DeadLetter,
@@ -76,12 +77,8 @@ _ITEM = {
 }
 
 
-#: First line of a traceback that is not the attempt's own.
-OF_THE_CAUSE = "... (not kept for this attempt; below: the first failure of its cause)"
-
-
 def _traceback(detail: str | None, of_cause: str | None) -> str | None:
-    """Return the traceback of an attempt: its own, or that of its cause with a first line that says so."""
+    """Return the traceback of an attempt: its own, or that of its cause with a note."""
     if detail == SAME_AS_CAUSE:
         return of_cause
     if detail is None and of_cause is not None:
