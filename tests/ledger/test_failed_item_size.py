@@ -10,6 +10,7 @@ from headway.ledger import Failed, Job, Ledger, NewItem, ProgressManager
 from headway.ledger.recorder import DEAD_ERROR_KEPT, ERROR_KEPT, REPEATED_ERROR_KEPT, TRACEBACK_END, WHOLE_TRACEBACKS
 from headway.ledger.values import OF_THE_CAUSE
 from headway.retry import RetryPolicy
+from headway.views.items import read_item
 
 COUNT = 2_000
 AT_ONCE = RetryPolicy(2, base=0.0, cap=0.0)
@@ -107,6 +108,14 @@ def test_a_dead_letter_keeps_type_beginning_length_and_end_of_its_error(job: Job
         limits = (ERROR_KEPT, REPEATED_ERROR_KEPT, REPEATED_ERROR_KEPT)
         assert all(len(error.encode()) <= limit for error, limit in zip(errors, limits, strict=True))
         assert all(error.endswith(" ...") for error in errors)
+
+
+def test_the_last_attempt_of_a_dead_item_shows_the_error_of_its_dead_letter(job: Job):
+    fail_three_times(job, 10, 1)
+    (letter,) = job.dead_letters()
+    *_, earlier, last = read_item(job, 10).attempts
+    assert last.error == letter.error
+    assert len((earlier.error or "").encode()) <= REPEATED_ERROR_KEPT
 
 
 @pytest.mark.req("S3-56")
