@@ -21,9 +21,9 @@ from typing import Any
 
 from headway.telemetry import error_message, redact
 
-#: Characters of an error's text; with an item's bounded meta, an entry stays below 1 KB.
+#: Characters of an error's message.
 ERROR_LIMIT = 300
-#: Characters of a traceback kept with a failed run.
+#: Characters of a traceback.
 DETAIL_LIMIT = 4000
 
 
@@ -136,6 +136,27 @@ def describe(error: BaseException) -> Failure:
 def bounded_error(message: str) -> str:
     """Redacted, printable, of bounded length; what was cut is said."""
     return _storable(redact(message, ERROR_LIMIT))
+
+
+_WHOLE_LENGTH = re.compile(r" \.\.\. \((\d+) characters\)")
+
+
+def shortened(text: str, limit: int) -> str:
+    """Cut a redacted text to ``limit`` bytes.
+
+    A limit of at least 150 bytes keeps the beginning, the whole length and the end. A smaller one keeps the beginning.
+    The length of a text that was cut before is the length that it states.
+    """
+    data = text.encode(errors="replace")
+    if len(data) <= limit:
+        return text
+    note, tail = " ...", 0
+    if limit >= 150:
+        cut_before = _WHOLE_LENGTH.search(text)
+        note = f" ... ({cut_before[1] if cut_before else len(text)} characters) ... "
+        tail = (limit - len(note)) // 3
+    head = limit - len(note) - tail
+    return data[:head].decode(errors="ignore") + note + data[len(data) - tail :].decode(errors="ignore")
 
 
 def reported(kind: str, message: str, frame: str, detail: str = "") -> Failure:

@@ -13,6 +13,7 @@ import pytest
 from headway._sql.postgresql import PostgreSQL
 from headway.cli.items import own_frames_first
 from headway.ledger import Done, Ledger, NewItem
+from headway.ledger.values import OF_THE_CAUSE
 from tests.cli.conftest import COMMAND, Answer, seed
 
 Cli = Callable[..., Answer]
@@ -233,6 +234,9 @@ def test_own_frames_come_first_and_library_frames_are_folded():
         "  (2 library frames; all of it: --traceback)",
         "ValueError: no [2J",
     ]
+    of_cause = f"{OF_THE_CAUSE}\n{detail}"
+    assert own_frames_first(of_cause) == [OF_THE_CAUSE, *own_frames_first(detail)]
+    assert own_frames_first(of_cause, whole=True)[0] == OF_THE_CAUSE
 
 
 # ---- the log --------------------------------------------------------------------------------------------------------

@@ -10,8 +10,10 @@ import pytest
 
 from headway._sql import Database, Tx
 from headway.errors import InvalidInput
+from headway.failure import shortened
 from headway.ledger import Done, Failed, Failure, Job, Ledger, NewItem, ProgressManager, canonical
 from headway.ledger.manager import JOB
+from headway.ledger.recorder import ERROR_KEPT
 from tests.core.databases import everywhere, sqlite_url
 
 # ---- schema ---------------------------------------------------------------------------------------------------------
@@ -189,7 +191,7 @@ def test_hostile_text_is_kept_as_text_and_nothing_is_executed(url: str):
             assert json.loads(found[idx].meta or "") == {"text": text}
             (first, last) = job.history(idx)
             assert (first.worker, last.worker) == (None, text)
-            assert text in (first.error or "")
+            assert first.error == shortened(f"{text[:40]}: {text}", ERROR_KEPT)
         assert [json.loads(result) for _, _, _, result in job.results()] == HOSTILE
         info = job.info()
         assert (info.function, info.source, info.total, info.done) == (

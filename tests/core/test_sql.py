@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +33,8 @@ from headway.errors import (
     StoreNewer,
     Unavailable,
 )
+from headway.failure import Failure
+from headway.ledger import Failed, Ledger, NewItem
 from headway.retry import STORE, RetryPolicy
 from headway.telemetry import metrics
 from tests.core.databases import digest, everywhere, exit_code, forked, python, shared, sqlite_url
@@ -718,6 +721,29 @@ def test_a_postgresql_of_every_earlier_version_becomes_what_is_made_today(
         connect(postgres_server.url(name)).close()
         assert postgres_schema(postgres_server.url(name)) == postgres_schema(postgres_url)
         postgres_server.drop_database(name)
+
+
+@shared
+def test_tracebacks_of_attempts_from_before_migration_28_are_still_shown(url: str, monkeypatch: pytest.MonkeyPatch):
+    failure = Failure("RuntimeError", "refused", "prices.py:step")
+    with monkeypatch.context() as earlier:
+        know(earlier, migrations("sqlite" if url.startswith("sqlite") else "postgresql")[:27])
+        with Ledger.open(url) as ledger:
+            job = ledger.create("ads")
+            job.register(NewItem(idx) for idx in (1, 2))
+            job.record([Failed(idx, failure) for idx in (1, 2)])
+            old = "UPDATE attempts SET error = ?, detail = ? WHERE idx = ?"
+            job.database.run(lambda tx: tx.execute(old, ("e" * 300, "Traceback of version 27", 1)))
+            job.database.run(lambda tx: tx.execute(old, ("e" * 300, "", 2)))
+    with Ledger.open(url) as ledger:
+        job = ledger.job("ads")
+        job.record([Failed(idx, replace(failure, detail="Traceback of today")) for idx in (1, 2)])
+        assert [(a.error, a.detail) for a in job.history(1)] == [
+            ("e" * 300, "Traceback of version 27"),
+            (failure.text, "Traceback of today"),
+        ]
+        assert [attempt.detail for attempt in job.history(2)] == [None, "Traceback of today"]
+        assert [cause.no for cause in job.causes()] == [1]
 
 
 @shared

@@ -360,6 +360,7 @@ def test_an_item_shows_every_attempt_its_own_frames_and_a_masked_payload(client:
     for no in (1, 2, 3):
         assert f"Try {no}" in page.text
     assert "web/scene.py" in page.text
+    assert page.text.count("At the same place as the try after it.") == 2
     assert "hunter2" not in page.text
     assert "***" in page.text
     stage.role = "viewer"

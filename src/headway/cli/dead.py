@@ -116,6 +116,9 @@ def _put_cause(job: str, cause: Cause, database: str | None) -> None:
                 put(f"        | {line}")
     if cause.dead > len(letters):
         put(f"    ... and {cause.dead - len(letters):,} more")
+    if letters:
+        command = f"headway item {job} {letters[0].idx} --traceback"
+        put(f"  Traceback:  {with_database(command, database)}")
     if cause.dead:
         put(f"  Retry them:  {with_database(f'headway dead retry {job} --cause {cause.no}', database)}")
 

@@ -22,6 +22,7 @@ from headway.cli.toolkit import (
     put_table,
     with_database,
 )
+from headway.ledger.values import note_of
 from headway.views.items import JobLog, LogEntry
 from headway.views.shape import ABSENT, iso, schema_of
 from headway.wording import duration, plural, printable
@@ -149,7 +150,9 @@ def own_frames_first(detail: str, *, whole: bool = False) -> list[str]:
     other: list[str] = []
     frames = 0
     target = other
-    for raw in detail.splitlines():
+    lines = detail.splitlines()
+    note = [text] if (text := note_of(detail)) else []
+    for raw in lines[len(note) :]:
         line = _one_line(raw)
         frame = _FRAME.match(line)
         if frame:
@@ -160,9 +163,9 @@ def own_frames_first(detail: str, *, whole: bool = False) -> list[str]:
         if target is not other or not line.startswith("Traceback"):
             target.append(line)
     if whole:
-        return [_one_line(raw) for raw in detail.splitlines()]
+        return [_one_line(raw) for raw in lines]
     folded = [f"  ({plural(frames, 'library frame')}; all of it: --traceback)"] if frames else []
-    return own + folded + [line for line in other if line]
+    return note + own + folded + [line for line in other if line]
 
 
 def _one_line(raw: str) -> str:

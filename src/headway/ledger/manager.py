@@ -26,10 +26,11 @@ from urllib.parse import quote
 
 from headway.config import Config
 from headway.errors import InputChanged, InvalidInput, StaleClaim
-from headway.failure import Failure, bounded_error, describe
+from headway.failure import Failure, bounded_error, describe, shortened
 from headway.ledger.content import bounded_meta, canonical, fingerprint
 from headway.ledger.job import Job
 from headway.ledger.ledger import Ledger
+from headway.ledger.recorder import META_ERROR_KEPT
 from headway.ledger.stretches import stretches
 from headway.ledger.values import DeadLetter, Done, Failed, Item, NewItem, Outcome, check_index
 from headway.retry import RetryPolicy
@@ -224,7 +225,7 @@ def _failure(idx: int, meta: Meta | None, token: int | None) -> Failed:
     else:
         said = _exact(error, "An error")
         failure = Failure("", bounded_error(str(said)) if said else "Unknown error")
-    kept = _clean({**_exact(given, "Meta"), "error": failure.text})
+    kept = _clean({**_exact(given, "Meta"), "error": shortened(failure.text, META_ERROR_KEPT)})
     return Failed(idx, failure, meta=bounded_meta(kept), token=token)
 
 

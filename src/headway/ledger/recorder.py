@@ -15,9 +15,9 @@ from headway._lease import Owner, is_anothers
 from headway._sql import NOW, Tx, array, marks
 from headway.errors import LedgerRestored, NotFound, StaleClaim
 from headway.events import Event, append
-from headway.failure import Failure, normalise
+from headway.failure import Failure, normalise, shortened
 from headway.ledger.columns import put_new_done
-from headway.ledger.values import Done, Failed, Outcome, Recorded
+from headway.ledger.values import SAME_AS_CAUSE, Done, Failed, Outcome, Recorded
 from headway.retry import RetryPolicy
 from headway.telemetry import Log
 
@@ -25,6 +25,12 @@ log = Log("ledger")
 
 #: Items looked up by one statement; SQLite as some systems build it allows 32,766 parameters.
 PAGE = 1000
+
+#: Bytes kept of an error in an item's first failure, in each later one, in its dead letter, and in meta.
+#: With these limits an item that fails three times takes less than 1 KB on SQLite.
+ERROR_KEPT, REPEATED_ERROR_KEPT, DEAD_ERROR_KEPT, META_ERROR_KEPT = 128, 64, 240, 40
+#: Causes of a job that keep a whole traceback. Later causes keep the last characters.
+WHOLE_TRACEBACKS, TRACEBACK_END = 20, 400
 
 _COLUMNS = (
     "id, origin, version, generation, sealed, finished_at, max_retries, total, done, failed, dead, failures, frontier, token, "
@@ -100,6 +106,8 @@ class Recorder:
         if row is None:
             raise NotFound("The job was forgotten while it was in use.")
         self.tx, self.no = tx, no
+        #: Tracebacks by cause, as far as this transaction has read or written them.
+        self._tracebacks: dict[int, str] = {}
         self.id: str
         (self.id, self.origin, self.version, self.generation, self.sealed, self.finished_at, self.max_retries,
          self.total, self.done, self.failed, self.dead, self.failures, self.frontier, held, holder,
@@ -271,14 +279,15 @@ class Recorder:
     def _fail(self, outcome: Failed, name: str | None, attempts: int, at: float | None, *, was_dead: bool) -> None:
         no, now, failure = self.no, self.now, outcome.failure
         cause = self._cause(failure, name)
+        error = shortened(failure.text, ERROR_KEPT if attempts == 1 else REPEATED_ERROR_KEPT)
         self._turn_minute()
         self.tx.execute(
             _PUT_FAILED, (no, outcome.idx, outcome.meta, attempts, now, outcome.seconds, outcome.worker, at)
         )
         self.tx.execute(
             _PUT_ATTEMPT,
-            (no, outcome.idx, outcome.outcome, failure.text, failure.detail, cause, outcome.worker, now, outcome.seconds,
-             outcome.printed, no, outcome.idx),
+            (no, outcome.idx, outcome.outcome, error, self._detail(cause, failure.detail), cause, outcome.worker, now,
+             outcome.seconds, outcome.printed, no, outcome.idx),
         )  # fmt: skip
         self.failures += 1
         self.minute_failed += 1
@@ -286,7 +295,8 @@ class Recorder:
         if at is None:
             # An item that was dead before has just had its pass at the end; one that cannot succeed gets none.
             passed = int(was_dead or not outcome.retryable)
-            self.tx.execute(_PUT_DEAD, (no, outcome.idx, outcome.meta, failure.text, now, cause, passed))
+            last_error = shortened(failure.text, DEAD_ERROR_KEPT)
+            self.tx.execute(_PUT_DEAD, (no, outcome.idx, outcome.meta, last_error, now, cause, passed))
             self.dead += 1
             self.minute_dead += not was_dead
         else:
@@ -309,6 +319,24 @@ class Recorder:
         )
         assert row is not None
         return int(row[0])
+
+    def _detail(self, cause: int, traceback: str | None) -> str | None:
+        """Return the ``detail`` of an attempt, and keep its traceback if its cause has none.
+
+        An attempt without a traceback has an empty ``detail``. None: the traceback differs from the cause's and is not kept.
+        """
+        if not traceback:
+            return ""
+        if cause > WHOLE_TRACEBACKS and len(traceback) > TRACEBACK_END:
+            traceback = "...\n" + traceback[-TRACEBACK_END:]
+        if cause not in self._tracebacks:
+            row = self.tx.one("SELECT detail FROM tracebacks WHERE job = ? AND cause = ?", (self.no, cause))
+            if row is None:
+                self.tx.execute(
+                    "INSERT INTO tracebacks (job, cause, detail) VALUES (?, ?, ?)", (self.no, cause, traceback)
+                )
+            self._tracebacks[cause] = row[0] if row else traceback
+        return SAME_AS_CAUSE if traceback == self._tracebacks[cause] else None
 
     # ---- the counters ----------------------------------------------------------------------------------------------
 

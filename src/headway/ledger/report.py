@@ -12,6 +12,8 @@ from headway.errors import InvalidInput, NotFound
 from headway.ledger.stretches import OPEN, last_of, rows_at, stretches
 from headway.ledger.values import (
     NOTED,
+    OF_THE_CAUSE,
+    SAME_AS_CAUSE,
     Attempt,
     Cause,
     DeadLetter,
@@ -73,6 +75,15 @@ _ITEM = {
     f"{of_item.format(table='dead_letters', name='d')}"
     for engine, of_item in _OF_ITEM.items()
 }
+
+
+def _traceback(detail: str | None, of_cause: str | None) -> str | None:
+    """Return the traceback of an attempt: its own, or that of its cause with a note."""
+    if detail == SAME_AS_CAUSE:
+        return of_cause
+    if detail is None and of_cause is not None:
+        return f"{OF_THE_CAUSE}\n{of_cause}"
+    return detail or None
 
 
 def job_info(row: Row, now: float) -> JobInfo:
@@ -280,13 +291,14 @@ class Reports:
     def history(self, idx: int) -> list[Attempt]:
         """Every run of an item, first to last. The successful one is the item's own row."""
         rows = self._database.all(
-            "SELECT no, outcome, at, seconds, worker, error, detail, cause, printed FROM attempts "
-            "WHERE job = ? AND idx = ? ORDER BY no",
+            "SELECT a.no, a.outcome, a.at, a.seconds, a.worker, a.error, a.detail, a.cause, a.printed, c.detail "
+            "FROM attempts a LEFT JOIN tracebacks c ON c.job = a.job AND c.cause = a.cause "
+            "WHERE a.job = ? AND a.idx = ? ORDER BY a.no",
             (self.no, idx),
         )
         past = [
-            Attempt(no, outcome, utc(at), seconds, worker, error or None, detail, cause, printed)
-            for no, outcome, at, seconds, worker, error, detail, cause, printed in rows
+            Attempt(no, outcome, utc(at), seconds, worker, error or None, _traceback(detail, of_cause), cause, printed)
+            for no, outcome, at, seconds, worker, error, detail, cause, printed, of_cause in rows
         ]
         done = self._database.one(
             "SELECT p.updated_at, p.seconds, p.worker, t.text FROM progress p "

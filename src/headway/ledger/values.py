@@ -19,6 +19,16 @@ OF_ITEMS = ("progress", "results", "printed", "dead_letters", "attempts", "input
 
 #: Names of workers that `Job.note_running` wrote begin with this; such notes end with the hold.
 NOTED = "run "
+#: ``attempts.detail`` of an attempt whose traceback equals that of its cause.
+SAME_AS_CAUSE = "="
+#: First line of a traceback that is not the attempt's own.
+OF_THE_CAUSE = "... (not kept for this attempt; below: the first failure of its cause)"
+
+
+def note_of(traceback: str | None) -> str:
+    """Return the first line of a traceback that is not the attempt's own, else an empty text."""
+    return OF_THE_CAUSE if (traceback or "").startswith(f"{OF_THE_CAUSE}\n") else ""
+
 
 Status = Literal["pending", "done", "failed"]
 FailedOutcome = Literal["failed", "timeout", "lost"]

@@ -43,7 +43,9 @@ class Attempt(NamedTuple):
     worker: Annotated[str | None, "who made it"]
     error: Annotated[str | None, "what it said"]
     cause: Annotated[int | None, "the number of its cause"]
-    traceback: Annotated[str | None, "its traceback, or a program's stderr; cut to the last 4,000 characters"]
+    traceback: Annotated[
+        str | None, "its traceback or a program's stderr; if not kept, a line that says so and that of its cause"
+    ]
     printed: Annotated[str | None, "what it printed, as far as that was kept; long output without its middle"] = None
 
 
@@ -122,7 +124,11 @@ def read_item(job: ledger.Job, name: str | int, *, payload: bool = False) -> Ite
     view = item_view(info)
     if payload:
         view = view._replace(payload=masked_payload(info.payload))
-    return ItemSheet(job.id, view, tuple(attempt_view(attempt) for attempt in job.history(info.idx)))
+    attempts = [attempt_view(attempt) for attempt in job.history(info.idx)]
+    if info.status == "dead" and attempts and attempts[-1].cause == info.cause:
+        # A dead letter keeps more of the last error than the attempt.
+        attempts[-1] = attempts[-1]._replace(error=info.error)
+    return ItemSheet(job.id, view, tuple(attempts))
 
 
 def read_log(job: ledger.Job, *, after: int = -1) -> Iterator[LogEntry]:

@@ -16,6 +16,7 @@ from starlette.responses import RedirectResponse, Response
 from headway import ledger
 from headway.errors import InvalidInput
 from headway.ledger.control import Control
+from headway.ledger.values import note_of
 from headway.views.items import Items, ItemSheet, read_item, read_items
 from headway.views.job import Cause, JobSheet, Run, cause_view, read_sheet
 from headway.views.jobs import Job, find_job, job_view
@@ -306,6 +307,7 @@ async def item(pages: Pages, request: Request) -> Response:
         causes={cause.no: cause for cause in causes},
         payload=payload,
         pretty=pretty,
+        note_of=note_of,
     )
 
 
