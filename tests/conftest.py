@@ -355,3 +355,13 @@ def headway_cli(
         return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def stop_signals_restored() -> Iterator[None]:
+    """Restore the handlers of SIGTERM and SIGINT: a worker of RQ that runs in a test installs its own and keeps them."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
