@@ -19,7 +19,7 @@ from measure import Report, median, say, scratch
 
 from headway.config import Config
 from headway.queue import TaskQueue
-from headway.queue.worker import Worker
+from headway.queue.worker.worker import Worker
 from headway.views.reading import Reader
 from headway.web.site import Site
 from tests.services import postgres as postgres_service

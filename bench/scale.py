@@ -24,8 +24,9 @@ from fleet import HEADWAY, Servers, wait_for, write_items
 from measure import ROOT, Report, say, scratch, short
 from measure.cost import COUNTING, Meter
 
-from headway.ledger import Done, Ledger, NewItem, fleet
-from headway.ledger.share import Share
+from headway.ledger import Done, Ledger, NewItem
+from headway.ledger.fleet import fleet
+from headway.ledger.fleet.share import Share
 
 #: No single job takes longer than this.
 LIMIT = 900.0

@@ -29,10 +29,12 @@ from redis import Redis
 
 from headway._lease import Owner
 from headway._sql import connect
-from headway.queue import TaskQueue, claims, settling
-from headway.queue.claims import Claimant
-from headway.queue.sweeper import Sweeper
-from headway.queue.values import PRIORITIES
+from headway.queue import TaskQueue
+from headway.queue.recovery import Sweeper
+from headway.queue.store import claim as claims
+from headway.queue.store import complete as settling
+from headway.queue.store.claim import Claimant
+from headway.queue.task import PRIORITIES
 from tests.services import postgres as postgres_service
 from tests.services import redis as redis_service
 from tests.services.postgres import PostgresServer

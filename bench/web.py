@@ -41,7 +41,7 @@ from websockets.sync.client import connect as sync_connect
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from headway.failure import describe  # noqa: E402  # after the path above
+from headway.core.failure import describe  # noqa: E402  # after the path above
 from headway.finishline import FinishLine  # noqa: E402
 from headway.ledger import Done, Failed, Ledger, NewItem  # noqa: E402
 from tests.services.postgres import PostgresServer  # noqa: E402

@@ -25,7 +25,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from headway.queue import watch
+from headway.queue.worker import heartbeat as watch
 from tests.services import firestore, nginx, postgres, redis
 from tests.services.firestore import FirestoreEmulator
 from tests.services.janitor import RunDirectory

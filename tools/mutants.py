@@ -5,7 +5,7 @@
 Each `tests/mutants/ROOM.toml` lists changes:
 
     [[mutant]]
-    file = "src/headway/ledger/recorder.py"
+    file = "src/headway/ledger/store/recorder.py"
     old = '''text that occurs exactly once in the file'''
     new = '''what it is replaced by'''
     tests = ["tests/ledger/test_manager.py::test_name"]     # at least one of these must fail

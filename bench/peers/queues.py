@@ -198,10 +198,10 @@ elif PEER in ("headway", "headway_fork", "headway_database"):
 
     def work() -> None:
         """One worker with its batch. (`headway worker` has the batch of the settings.)"""
-        from headway.lifecycle import Shutdown, on_signals
-        from headway.queue.rqsource import RqSource
-        from headway.queue.watch import Settings
-        from headway.queue.worker import Worker
+        from headway.core.lifecycle import Shutdown, on_signals
+        from headway.queue.worker.heartbeat import Settings
+        from headway.queue.worker.rq_source import RqSource
+        from headway.queue.worker.worker import Worker
 
         name, shutdown = f"bench.{os.getpid()}", Shutdown()
         source = RqSource(queue, REDIS, name=name) if queue.redis_url else None

@@ -20,7 +20,7 @@ from starlette.requests import HTTPConnection
 import headway.web
 from headway.errors import HeadwayError, InvalidInput, NotFound, Refused, Unavailable
 from headway.queue.fastapi import Submit, lifespan, submitter
-from headway.queue.taskqueue import TaskQueue
+from headway.queue.task_queue import TaskQueue
 
 queue = TaskQueue.from_settings()
 WORDS = ("a", "small", "boat", "at", "sea")

@@ -9,10 +9,10 @@
             with item:
                 make_ad(item.payload)
 
-`FinishLine` counts in Redis what many programs do; `headway.states` has the states of a job's partitions;
-`headway.watcher` tells of RQ's failures.
+`FinishLine` counts the progress of many programs in Redis. `headway.states` tracks the states of a job's partitions.
+`headway.watcher` reports failures of RQ jobs.
 
-Names are loaded when they are first used, so that ``import headway`` costs next to nothing.
+Names are imported on first use, so that ``import headway`` is fast.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from headway.run import track as track
 
 
-#: name -> the module it comes from.
+#: Public name -> module that defines it.
 _PLACES = {
     "HeadwayError": "headway.errors",
     "FinishLine": "headway.finishline",
@@ -54,7 +54,7 @@ __all__ = [  # noqa: PLE0604 - exactly the names above
 ]
 
 
-if not TYPE_CHECKING:  # a checker knows the names above, and reports others
+if not TYPE_CHECKING:  # so that type checkers report unknown names
 
     def __getattr__(name: str) -> Any:
         if name not in _PLACES:

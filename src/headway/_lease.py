@@ -1,16 +1,17 @@
-"""Leases: the right to do something alone, for a while.
+"""Leases: exclusive rights that expire, with fencing tokens.
 
-A lease has an *owner*, a *token* that grows with every change of hands, and an end. Whoever does something under a
-lease shows its token where the result is recorded; once somebody else has the lease, that token is refused (the fence).
-The end is measured by the store's clock. On the owner's own machine the kernel's monotonic clock decides instead, which
-nobody can set; and an owner that is seen to be dead there is replaced at once.
+A lease has an *owner*, an expiry and a *token* that grows with every change of owner. The owner presents its token when it
+records a result. After another process has acquired the lease, the store rejects the old token (the fence).
 
-No lease has more left than its whole time. One that does was written before the store's clock was set back. Whoever wants it
-gives it its whole time from now on: an owner that lives renews it, and that of a dead one ends.
+The store's clock decides when a lease expires. On the owner's own machine the kernel's monotonic clock decides instead,
+because it cannot be set. An owner that is known to be dead on this machine is replaced at once.
 
-`SqlLeases` keeps leases in columns of rows (``holder``, ``token``, ``lease_until``), `RedisLeases` in keys that expire.
-Acquiring again with the same `Owner` gives the first answer: an owner is made for one acquisition, so a call that is
-repeated because its answer was lost takes nothing from anybody.
+A lease with more time left than its full duration was written before the store's clock was set back. The next process
+that wants the lease shortens it to its full duration from now. A live owner renews it, a dead owner's lease expires.
+
+`SqlLeases` keeps leases in table columns (``holder``, ``token``, ``lease_until``), `RedisLeases` in keys that expire.
+Each `Owner` is created for one acquisition. Acquiring again with the same `Owner` returns the first answer, so a caller
+can safely repeat a call whose answer was lost.
 """
 
 from __future__ import annotations
@@ -36,31 +37,34 @@ if TYPE_CHECKING:
 
 log = Log("lease")
 
-#: Seconds a lease may have left beyond its whole time and not be shortened: the two were read one after the other.
+#: Seconds a lease may have left beyond its full duration. The clock and the row are not read at the same moment.
 SLACK = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """One acquisition by one process, described so that its death can be seen from the same machine."""
+    """One acquisition by one process. Other processes on the same machine can detect that it died."""
 
     host: str
-    machine: str  # this boot of this kernel, with its clock
-    space: str  # of process ids: two containers may each have a process 7
+    machine: str  # boot id and time namespace: processes that share a monotonic clock
+    space: str  # the pid namespace: two containers may each have a process 7
     pid: int
-    started: str  # a reused pid is another process
-    claim: str  # differs with every acquisition
+    started: str  # start time, because pids are reused
+    claim: str  # unique for each acquisition
 
     @classmethod
     def current(cls) -> Owner:
+        """Return a new owner for this process."""
         pid = os.getpid()
         host, machine, space = _here(pid)
         return cls(host, machine, space, pid, _own_start(pid), uuid.uuid4().hex[:16])
 
     @property
     def is_dead(self) -> bool:
-        """Whether the process can be *seen* to be gone: only one of this machine; others are waited for. So is one that did
-        not know when it began (it could open no file then): its number may be another process's by now, or still its own."""
+        """Whether the process is known to have ended. False for processes on other machines: their leases must expire.
+
+        Also False if the owner could not read its start time, because its pid may have been reused.
+        """
         _, _, space = _here(os.getpid())
         return bool(self.space and self.started) and self.space == space and _is_gone(self.pid, self.started)
 
@@ -73,26 +77,29 @@ class Owner:
 
 
 def write_owner(owner: Owner, seconds: float | None = None, *, is_counted: bool = True) -> str:
-    """As JSON; with ``seconds`` also for how long the lease is, and its end by the machine's monotonic clock if it is counted
-    from now."""
+    """Serialize an owner as JSON.
+
+    ``seconds`` adds the duration of the lease. With ``is_counted`` the lease starts now, and its expiry on this machine's
+    monotonic clock is added too.
+    """
     known: dict[str, Any] = {name: getattr(owner, name) for name in Owner.__slots__}
     if seconds is not None:
         if is_counted:
-            known["until"] = int((time.monotonic() + seconds) * 1000) / 1000  # not rounded up: it ends in time
+            known["until"] = int((time.monotonic() + seconds) * 1000) / 1000  # rounded down, so it never ends late
         known["seconds"] = seconds
     return json.dumps(known, separators=(",", ":"))
 
 
 class Written(NamedTuple):
-    """An owner as it was read, with what was written beside it."""
+    """A deserialized owner and the times of its lease."""
 
     owner: Owner
-    until: float | None  # the end of its lease, by the monotonic clock of its machine
-    seconds: float | None  # the whole time of its lease; an earlier headway wrote none
+    until: float | None  # expiry on the monotonic clock of the owner's machine
+    seconds: float | None  # full duration; None if written by an earlier release
 
 
 def read_owner(text: str | None) -> Written | None:
-    """What `write_owner` wrote; None for a text that is no owner's."""
+    """Parse the JSON that `write_owner` wrote. Return None for any other text."""
     try:
         known = json.loads(text or "")
         until, seconds = known.get("until"), known.get("seconds")
@@ -105,41 +112,47 @@ def read_owner(text: str | None) -> Written | None:
 
 
 def stride() -> int:
-    """By how much the token of a claim grows that shows nothing but its token. A store that was put back to an earlier moment
-    (a backup, a failover that lost the last commits) gives the same row to another claimant, and by steps of one the same
-    token. Always between 2**30 and 2**31: PostgreSQL then plans for one type, and a row outlasts 2**32 claims."""
+    """Return a random increment for tokens that are checked without their owner.
+
+    A store restored to an earlier moment (a backup, a failover that lost commits) gives the same row to another claimant.
+    With increments of 1 both claimants would get the same token. The value is always between 2**30 and 2**31: PostgreSQL
+    then plans for one type, and a row lasts for 2**32 claims.
+    """
     return int.from_bytes(os.urandom(4), "big") >> 2 | 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A lease that was acquired. ``key`` is the row's or the key's name."""
+    """An acquired lease. ``key`` is the key of the SQL row or the name of the Redis key."""
 
     key: Value
     token: int
     owner: Owner
     seconds: float
-    lapsed: bool = False  # somebody had it before and did not give it back
+    lapsed: bool = False  # the previous owner did not release it
 
 
 class SqlLeases:
-    """The leases in one table. Its rows have ``holder``, ``token`` and ``lease_until``; ``key`` names the row.
+    """The leases in the rows of one table. ``key`` is the name of the table's key column.
 
-    Every call works inside the caller's transaction, so that what is done under the lease is fenced by the same commit.
+    Every method runs in the caller's transaction, so the fence and the caller's writes commit together.
     """
 
     def __init__(self, table: str = "leases", key: str = "name") -> None:
         self._table, self._key = table, key
 
     def acquire(self, tx: Tx, key: Value, owner: Owner, seconds: float) -> Lease | Held:
-        """Take the lease, or say who has it. That is not raised here: the transaction is to be committed, for a lease that
-        ends too late was shortened by it. A row of the table ``leases`` is made when it is not there."""
+        """Acquire the lease, or return a `Held` error that names its owner.
+
+        The error is returned, not raised: the transaction may have shortened the lease and must be committed.
+        In the table ``leases`` a missing row is inserted.
+        """
         if self._table == "leases":
             tx.execute("INSERT INTO leases (name) VALUES (?) ON CONFLICT (name) DO NOTHING", (key,))
         holder, token, until = self._row(tx, key)
         found = read_owner(holder)
         if found is not None and found.owner.claim == owner.claim:
-            self._write(tx, key, owner, token, seconds)  # the same acquisition again: its first answer was lost
+            self._write(tx, key, owner, token, seconds)  # a repeated call: its first answer was lost
             return Lease(key, token, owner, seconds)
         if holder is not None and not has_ended(holder, until, tx.now()):
             self.shorten(tx, key)
@@ -148,30 +161,38 @@ class SqlLeases:
         return Lease(key, token + 1, owner, seconds, lapsed=holder is not None)
 
     def shorten(self, tx: Tx, key: Value) -> None:
-        """See `shorten`: for whoever is refused something because of the lease, and does not want it for itself."""
+        """Shorten a lease that expires too late (see the function `shorten`).
+
+        For callers that are blocked by the lease but do not want to acquire it.
+        """
         shorten(tx, self._table, f"{self._key} = ?", (key,))
 
     def holder(self, tx: Tx, key: Value) -> Owner | None:
-        """Who has the lease now; None when nobody has."""
+        """Return the current owner, or None if the lease is free."""
         holder, _, until = self._row(tx, key)
         found = read_owner(holder)
         return None if found is None or has_ended(holder, until, tx.now()) else found.owner
 
     def renew(self, tx: Tx, lease: Lease) -> None:
-        """Prolong it from now, or raise `StaleClaim` because somebody else has it. One that lapsed and that nobody took
-        is still its owner's."""
+        """Renew the lease from now, or raise `StaleClaim` if another owner has it.
+
+        An expired lease that no other owner acquired can still be renewed.
+        """
         self.check(tx, lease)
         self._write(tx, lease.key, lease.owner, lease.token, lease.seconds)
 
     def check(self, tx: Tx, lease: Lease) -> None:
-        """The fence: raise `StaleClaim` unless the lease is still this owner's. By its claim too: a database that was put
-        back to an earlier moment (a failover that lost the last commits) gives a token a second time."""
+        """Raise `StaleClaim` unless this owner still has the lease (the fence).
+
+        The claim is compared as well as the token: a database restored to an earlier moment (a failover that lost commits)
+        issues the same token twice.
+        """
         holder, token, _ = self._row(tx, lease.key)
         if token != lease.token or holder is None or is_anothers(holder, lease.owner):
             raise StaleClaim("The lease lapsed and somebody else took it; nothing was recorded.")
 
     def release(self, tx: Tx, lease: Lease) -> bool:
-        """Give it back; False when it was not this owner's any more, and then nothing changes."""
+        """Release the lease. Return False and change nothing if this owner no longer has it."""
         try:
             self.check(tx, lease)
         except (StaleClaim, NotFound):
@@ -183,7 +204,7 @@ class SqlLeases:
         return True
 
     def _row(self, tx: Tx, key: Value) -> tuple[str | None, int, float | None]:
-        locked = " FOR UPDATE" if tx.engine == "postgresql" else ""  # SQLite: the transaction has the write lock
+        locked = " FOR UPDATE" if tx.engine == "postgresql" else ""  # in SQLite the transaction holds the write lock
         row = tx.one(
             f"SELECT holder, token, lease_until FROM {self._table} WHERE {self._key} = ?{locked}",
             (key,),
@@ -206,7 +227,10 @@ def _held(owner: Owner | None) -> Held:
 
 
 def is_anothers(holder: str, owner: Owner) -> bool:
-    """Whether a holder's text names another acquisition than ``owner``; one that names none (a fleet) is nobody's alone."""
+    """Return whether ``holder`` names an acquisition other than ``owner``.
+
+    A holder that names no acquisition (a fleet shares the lease) is not another owner.
+    """
     if owner.claim in holder:
         return False
     found = read_owner(holder)
@@ -214,12 +238,12 @@ def is_anothers(holder: str, owner: Owner) -> bool:
 
 
 def has_ended(holder: str | None, until: float | None, now: float) -> bool:
-    """Whether a lease has ended, by what its columns say and the store's time: also for one who only looks.
+    """Return whether a lease has expired, given its columns and the store's time ``now``.
 
-    An owner that can be seen to be dead has no lease. Where the owner's clock is ours, a wall clock that was set forward
-    or back does not matter; but one by which more is left than the whole time is not the clock it was written by (a machine
-    that was put back to a snapshot, a namespace of time under the number of an earlier one). An owner we cannot read (an
-    earlier headway's) is believed until the end it wrote.
+    The lease of an owner that is known to be dead has expired. If the owner shares our monotonic clock, that clock decides,
+    so changes of the wall clock do not matter. More time left than the full duration means that the clock is a different
+    one (a machine restored from a snapshot, a reused time namespace). Then, and for an owner that cannot be parsed,
+    ``until`` decides.
     """
     found = read_owner(holder)
     if found is not None:
@@ -241,10 +265,12 @@ def shorten(
     ends: Sequence[str] = ("lease_until",),
     least: float = 0.0,
 ) -> None:
-    """Leases in those rows that end later than they can, because the store's clock was set back since, end after their whole
-    time from now. Their owners renew them if they live.
+    """Shorten leases that expire too late because the store's clock was set back.
 
-    ``ends``: the columns that say when. ``least``: no lease of these rows is shorter, so only later ends are looked at.
+    They then expire after their full duration from now. Live owners renew them.
+
+    ``which`` is an SQL condition with the parameters ``values``. ``ends`` lists the expiry columns to update. ``least`` is
+    the shortest duration of these leases: rows that expire earlier are not read.
     """
     now = tx.now()
     rows = tx.all(
@@ -252,7 +278,7 @@ def shorten(
         "GROUP BY holder",
         (*values, now + least),
     )
-    too_long: dict[float, list[str]] = {}  # the whole time -> those who have more left
+    too_long: dict[float, list[str]] = {}  # full duration -> holders with more time left
     owners: set[str] = set()
     for holder, until in rows:
         found = read_owner(holder)
@@ -260,7 +286,7 @@ def shorten(
             too_long.setdefault(found.seconds, []).append(holder)
             owners.add(str(found.owner))
     for seconds, holders in too_long.items():
-        them, texts = listed(tx.engine, holders)  # at once: each claim of an item has a holder of its own
+        them, texts = listed(tx.engine, holders)  # one statement: every claim of an item has a different holder
         end = now + seconds
         tx.execute(
             f"UPDATE {table} SET {', '.join(f'{name} = ?' for name in ends)} "
@@ -273,10 +299,10 @@ def shorten(
 
 @contextmanager
 def renewing(renew: Callable[[], None], seconds: float) -> Iterator[None]:
-    """Prolong a lease of so many seconds by ``renew`` while the block runs, however long one step of it takes.
+    """Call ``renew`` in a thread, every third of ``seconds``, while the block runs.
 
-    A lease that somebody else took is not renewed any more; the block learns of it where it shows its token. A process
-    that is stopped or killed renews nothing, and its lease ends.
+    ``seconds`` is the duration of the lease. Renewal stops when another owner has the lease; the block finds out when it
+    presents its token. The lease of a process that was stopped or killed expires.
     """
     over = threading.Event()
 
@@ -287,7 +313,7 @@ def renewing(renew: Callable[[], None], seconds: float) -> Iterator[None]:
             except (StaleClaim, NotFound):
                 return
             except HeadwayError:
-                continue  # busy or away: the lease has time for another try
+                continue  # the store is busy or unreachable: the lease lasts for another try
 
     thread = threading.Thread(target=work, name="headway-lease", daemon=True)
     thread.start()
@@ -295,25 +321,25 @@ def renewing(renew: Callable[[], None], seconds: float) -> Iterator[None]:
         yield
     finally:
         over.set()
-        thread.join()  # what follows may fork
+        thread.join()  # the caller may fork next
 
 
 class RedisLeases:
-    """Leases as keys of Redis that expire by the server's clock. Raises what `headway._redis` raises."""
+    """Leases in Redis keys that expire by the server's clock. Raises the errors of `headway._redis`."""
 
     def __init__(self, client: Redis) -> None:
         self._client = client
-        #: Who may have a lease and does not know it, because no answer came: (owner, until when by the monotonic clock).
+        #: Calls without an answer, after which the server may hold a lease: key -> (owner, monotonic expiry).
         self._unanswered: dict[str, tuple[Owner, float]] = {}
 
     def acquire(self, key: str, owner: Owner, seconds: float) -> Lease:
-        """Take the lease, or raise `Held` and say who has it.
+        """Acquire the lease, or raise `Held` with the name of its owner.
 
-        An acquisition of this process to which no answer came is taken up instead: the server may have given the lease to it,
-        or not taken it back, and then it would be waited for although nobody uses it.
+        If an earlier call of this process got no answer, its owner is used again. The server may have granted that lease, or
+        not released it. A new owner would then wait for a lease that no one uses.
         """
         earlier, _ = self._unanswered.pop(key, (owner, 0.0))
-        owner = earlier if earlier.pid == owner.pid else owner  # a fork inherits what its parent asked
+        owner = earlier if earlier.pid == owner.pid else owner  # a forked child inherits its parent's entries
         with self._noting_silence(key, owner, seconds):
             return self._acquire(key, owner, seconds)
 
@@ -323,7 +349,7 @@ class RedisLeases:
             yield
         except Held:
             raise
-        except BaseException:  # also a signal's, between request and answer
+        except BaseException:  # including one raised by a signal handler between request and answer
             now = time.monotonic()
             for name, (_, until) in list(self._unanswered.items()):
                 if until < now:
@@ -332,7 +358,7 @@ class RedisLeases:
             raise
 
     def _acquire(self, key: str, owner: Owner, seconds: float) -> Lease:
-        from headway import _redis  # here and below: whoever lists jobs reads leases too, and needs no Redis
+        from headway import _redis  # imported late: listing jobs reads leases and does not need Redis
 
         text, dead = write_owner(owner, seconds, is_counted=False), ""
         while True:
@@ -344,10 +370,10 @@ class RedisLeases:
             known = read_owner(str(found).partition(" ")[2])
             if dead or known is None or not known.owner.is_dead:
                 raise _held(known.owner if known else None)
-            dead = str(found)  # replaced only if it is still this one
+            dead = str(found)  # the script replaces the lease only if it still has this value
 
     def renew(self, lease: Lease) -> None:
-        """Prolong it from now, or raise `StaleClaim`: it ended, and may be somebody else's."""
+        """Renew the lease from now, or raise `StaleClaim` if it expired."""
         from headway import _redis
 
         arguments = (held_as(lease), _milliseconds(lease.seconds))
@@ -355,7 +381,7 @@ class RedisLeases:
             raise StaleClaim("The lease lapsed; somebody else may have it.")
 
     def release(self, lease: Lease) -> bool:
-        """Give it back; False when it was not this owner's any more, and then nothing changes."""
+        """Release the lease. Return False and change nothing if this owner no longer has it."""
         from headway import _redis
 
         with self._noting_silence(str(lease.key), lease.owner, lease.seconds):
@@ -363,7 +389,7 @@ class RedisLeases:
 
 
 def held_as(lease: Lease) -> str:
-    """What the key of a lease says in Redis while it is this owner's."""
+    """Return the value of the Redis key while this owner has the lease."""
     return f"{lease.token} {write_owner(lease.owner, lease.seconds, is_counted=False)}"
 
 
@@ -373,34 +399,34 @@ def _milliseconds(seconds: float) -> int:
 
 @lru_cache(maxsize=1)
 def _here(pid: int) -> tuple[str, str, str]:
-    """Host name, machine and space of process ids; by pid, because a fork may enter another namespace."""
-    import socket  # takes milliseconds, and most lists of jobs ask nothing of it
+    """Return host name, machine id and pid namespace. Cached by pid: a forked child may enter another namespace."""
+    import socket  # imported late: it takes milliseconds and is rarely needed
 
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         machine = f"{boot} {_time_namespace()}"
-        # A /proc of another namespace (unshare --pid without --mount-proc) shows other processes under our numbers.
+        # If /proc belongs to another namespace (unshare --pid without --mount-proc), its pids are not ours.
         ours = os.readlink("/proc/self") == str(pid)
         return socket.gethostname(), machine, f"{boot} {os.readlink('/proc/self/ns/pid')}" if ours else ""
-    except OSError:  # not Linux: every owner is waited for
+    except OSError:  # not Linux: dead owners are not detected, their leases must expire
         return socket.gethostname(), "", ""
 
 
 def _time_namespace() -> str:
     try:
         return os.readlink("/proc/self/ns/time")
-    except FileNotFoundError:  # a kernel before 5.6 has one clock for all
+    except FileNotFoundError:  # kernels before 5.6 have no time namespaces
         return ""
 
 
 @lru_cache(maxsize=1)
 def _own_start(pid: int) -> str:
-    """Of this process: it began once, and every claim of items asks."""
+    """Return the start time of this process. Cached, because every claim of items needs it."""
     return _started(pid) or ""
 
 
 def _is_gone(pid: int, started: str) -> bool:
-    """Whether the process that began at that moment is no more: there is none of that number, or another one."""
+    """Return whether the process with this pid and start time has ended."""
     found = _started(pid)
     if found is not None:
         return found != started
@@ -409,13 +435,15 @@ def _is_gone(pid: int, started: str) -> bool:
     except ProcessLookupError:
         return True
     except OSError:
-        return False  # another user's, which /proc does not show us (hidepid): it lives
+        return False  # alive, but owned by another user and hidden in /proc (hidepid)
     return False
 
 
 def _started(pid: int) -> str | None:
-    """When the process began, as the kernel counts; empty if it has ended and waits to be reaped, None if /proc shows no
-    such process."""
+    """Return the start time of a process in clock ticks since boot.
+
+    An empty text means a zombie; None means that /proc does not show the process.
+    """
     try:
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -1,3 +1,3 @@
-"""The release, for whoever needs no more of headway than that."""
+"""The version number, in a module without other imports."""
 
 __version__ = "0.1.0"

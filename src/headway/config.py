@@ -6,12 +6,12 @@
     [profiles.production]
     database = "postgresql://headway@db/headway"
 
-`Config` remembers where each value came from, so that ``headway config --show-origin`` can say it.
+`Config` remembers the origin of each value for ``headway config --show-origin``.
 
-``HEADWAY_DATABASE`` and ``HEADWAY_REDIS`` are enough for everything; what can be named apart follows one of them.
+``HEADWAY_DATABASE`` and ``HEADWAY_REDIS`` are sufficient: every other address defaults to one of them.
 
-Three profiles need no file: development, staging and production (`PROFILES`). What they say is weaker than what the file
-says, and a table ``[profiles.production]`` in the file goes before both.
+The profiles development, staging and production are built in (`PROFILES`). Values at the top level of the file override
+a built-in profile. A table ``[profiles.production]`` in the file overrides both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headway.errors import ConfigError, InvalidInput
 from headway.telemetry import forget_secrets, redact
 
 Setting = str | int | float | bool | None
-#: What an option can hold: one setting, or a list of texts (`Config.texts`).
+#: The value of an option: one setting, or a list of strings (`Config.texts`).
 Value = Setting | tuple[str, ...]
 
 FILE = "headway.toml"
@@ -36,22 +36,22 @@ PREFIX = "HEADWAY_"
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 
-#: Names that settings had: using one is an error that says the name it has now.
+#: Old name -> new name. Using an old name is an error that names the new one.
 RENAMED = {"state": "projects_redis"}
 
 
 class Option(NamedTuple):
-    """One setting: its default and how a text becomes its value."""
+    """One setting, with its default and its parser."""
 
     name: str
     default: Value
     read: Callable[[str], Value]
     help: str
-    #: Its name in the environment beside HEADWAY_NAME; the watcher's settings have such.
+    #: A second environment variable besides HEADWAY_NAME, used by the watcher's settings.
     variable: str | None = None
-    #: The option it follows while it is not set, and what it makes of that option's value.
+    #: While the option is not set: another option, and a function that derives the value from it.
     follows: tuple[str, Callable[[str], str]] | None = None
-    #: Its value is shown to nobody.
+    #: The value is never displayed.
     secret: bool = False
 
 
@@ -60,20 +60,20 @@ def _text(text: str) -> str:
 
 
 def _as_is(text: str) -> str | None:
-    """Any text or number: whoever uses the setting checks it, and says what is wrong in its own words."""
+    """Accept any text or number. The code that uses the setting validates it."""
     return text or None
 
 
 def texts(text: str) -> tuple[str, ...]:
-    """A list of texts: an array in TOML; in the environment they are divided by commas or spaces."""
+    """Split a list from the environment at commas and spaces. (In TOML a list is an array.)"""
     return tuple(part for part in text.replace(",", " ").split() if part)
 
 
 def _address(text: str, schemes: tuple[str, ...], examples: str) -> str:
     try:
-        parts = urlsplit(text, allow_fragments=False)  # a file's name may have a #
-        known = parts.scheme in schemes and ("," in parts.netloc or parts.port != 0)  # PostgreSQL takes several hosts
-    except ValueError:  # a port that is no number, half an IPv6 address
+        parts = urlsplit(text, allow_fragments=False)  # a file name may contain #
+        known = parts.scheme in schemes and ("," in parts.netloc or parts.port != 0)  # PostgreSQL accepts several hosts
+    except ValueError:  # the port is not a number, or an IPv6 address is incomplete
         known = False
     if not known:
         raise ValueError(f"an address: {examples}")
@@ -81,15 +81,17 @@ def _address(text: str, schemes: tuple[str, ...], examples: str) -> str:
 
 
 def _addresses(text: str) -> str:
-    """As they are given, one per line or separated by commas or spaces; who opens them says what is wrong with one."""
+    """Accept addresses separated by line breaks, commas or spaces. The code that opens them validates them."""
     return text
 
 
 def _redis_address(text: str) -> str:
-    """Whether it names a server. What it may say besides, `headway._redis` checks when it is used: a command that needs
-    no Redis does not load that."""
+    """Check that the address names a server.
+
+    `headway._redis` checks the rest on use. It is not imported here, because most commands do not need Redis.
+    """
     examples = "redis://host:6379/0, rediss://host:6379/0 or unix:///path/to/socket"
-    if text.partition("://")[0] not in REDIS_SCHEMES:  # a capital letter or a missing // is refused there too
+    if text.partition("://")[0] not in REDIS_SCHEMES:  # urlsplit would accept capitals and a missing //
         raise ValueError(f"an address: {examples}")
     return _address(text, REDIS_SCHEMES, examples)
 
@@ -103,18 +105,18 @@ def _store_address(text: str) -> str:
 
 
 def is_server(address: str) -> bool:
-    """Whether an address names a server of headway (`headway serve`), not a database."""
+    """Return whether an address names a Headway server (`headway serve`), not a database."""
     return address.startswith(("http://", "https://"))
 
 
 def database_option(database: str) -> str:
-    """The words that name a database to a command that somebody types; a password in it is left to them."""
+    """Return the ``--database`` option to print in a suggested command, with the password redacted."""
     return f"--database {quote(redact(database))}"
 
 
 def is_loopback(text: str) -> bool:
-    """Whether it is an address of this machine alone; also as a socket that serves both families writes it."""
-    import ipaddress  # takes milliseconds, and most commands ask nothing of it
+    """Return whether the text is a loopback address, including IPv4-mapped IPv6 (``::ffff:127.0.0.1``)."""
+    import ipaddress  # imported late: it takes milliseconds and most commands do not need it
 
     try:
         address = ipaddress.ip_address(text)
@@ -124,13 +126,13 @@ def is_loopback(text: str) -> bool:
 
 
 def on_database(number: int) -> Callable[[str], str]:
-    """The same Redis server, another database of it."""
+    """Return a function that changes the database number of a Redis address."""
 
     def move(address: str) -> str:
         parts = urlsplit(address, allow_fragments=False)
         options = [part for part in parts.query.split("&") if part and unquote(part.partition("=")[0]) != "db"]
         path = f"/{number}"
-        if parts.scheme == "unix":  # the path is the socket's
+        if parts.scheme == "unix":  # the path names the socket
             path, options = parts.path, [*options, f"db={number}"]
         return f"{parts.scheme}://{parts.netloc}{path}{'?' if options else ''}{'&'.join(options)}"
 
@@ -205,16 +207,17 @@ def _optional(read: Callable[[str], Setting]) -> Callable[[str], Setting]:
 _maybe_text = _optional(_text)
 _maybe_redis = _optional(_redis_address)
 _maybe_store = _optional(_store_address)
-#: Readers of addresses, which are checked on the command line too; and of all that has to be a text in TOML.
+#: Parsers of addresses. Addresses are validated on the command line too, where they cannot be switched off.
 _ADDRESSES: dict[Callable[[str], Value], Callable[[str], str]] = {
     _redis_address: _redis_address,
     _maybe_redis: _redis_address,
     _maybe_store: _store_address,
 }
+#: Parsers of values that must be strings in TOML.
 _TEXTUAL = (_text, _maybe_text, _addresses, *_ADDRESSES)
 
 
-#: Every setting there is. A part adds its own here, so that one list answers "what can I set?".
+#: All settings of all packages.
 OPTIONS: tuple[Option, ...] = (
     Option("database", "sqlite:///headway.db", _text, "where the records are kept"),
     Option("redis", "redis://localhost:6379/0", _redis_address, "the Redis server"),
@@ -245,7 +248,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("color", "auto", _one_of("auto", "always", "never"), "colours on the terminal"),
     Option("log_level", "WARNING", _one_of("debug", "info", "warning", "error", "critical"), "what is logged"),
     Option("log_format", "plain", _one_of("plain", "json"), "how it is logged"),
-    # The queue's. Those of its workers are read while they run; `headway queue set` goes before what is said here.
+    # Queue. Running workers reload their settings. `headway queue set` overrides these values.
     Option("queue_mode", "auto", _one_of("auto", "rq", "database", "hybrid"), "how workers hear of tasks"),
     Option("queue_per_user", 1, _optional(_whole(1, 10_000)), "active tasks a user may have; none: any number"),
     Option("web_keys", (), texts, "keys that sign tickets for the web application, the newest first", secret=True),
@@ -268,7 +271,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("queue_redis_warn", 75.0, _within(1, 100), "percent of Redis's memory that is logged; below it hints resume"),
     Option("queue_redis_critical", 85.0, _within(1, 100), "percent above which tasks wait in SQL alone, with an alert"),
     Option("queue_prefix", "headway:", _maybe_text, "what the names of the queues in RQ begin with; none: nothing"),
-    # The alerts'. Each rule has one limit; "off" switches it off.
+    # Alerts. Each rule has one limit; "off" disables the rule.
     Option("alert_store_away", 30.0, _optional(_positive), "seconds a store is away before it is an alert"),
     Option("alert_stalled_job", 900.0, _optional(_positive), "seconds a job may be held without a record"),
     Option("alert_failure_spike", 0.2, _optional(_within(0.001, 1.0)), "share of runs that may fail in the window"),
@@ -285,7 +288,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("alert_open_after", 60.0, _from_zero, "seconds a value must stand above its limit before an alert opens"),
     Option("alert_close_after", 120.0, _from_zero, "seconds it must stand below the lower limit before it closes"),
     Option("alert_close_share", 0.8, _within(0.1, 1.0), "the lower limit, as a share of the limit"),
-    # The watcher's, under the names its source document gives them in the environment. It checks them when it starts.
+    # Watcher. The environment variables have the names of its specification. The watcher validates them at startup.
     Option(
         "watch_redis", None, _as_is, "the Redis of RQ that is watched (default: queue_redis)",
         variable="REDIS_URL", follows=("queue_redis", _same),
@@ -327,25 +330,25 @@ OPTIONS: tuple[Option, ...] = (
 )  # fmt: skip
 _BY_NAME = {option.name: option for option in OPTIONS}
 
-#: Profiles that are there without a file, and what they say.
+#: Built-in profiles and their values.
 PROFILES: Mapping[str, Mapping[str, Value]] = {
-    # One worker, ended quickly, and every step of it in the log.
+    # One worker that stops quickly.
     "development": {"log_level": "info", "queue_drain": 2.0, "queue_retention_days": 1.0},
-    # As production, with fewer processes and a shorter memory.
+    # Like production, with fewer processes and a shorter retention.
     "staging": {"log_level": "info", "log_format": "json", "queue_max_workers": 2, "queue_retention_days": 7.0},
     "production": {"log_level": "info", "log_format": "json", "queue_workers": 2, "queue_max_workers": 8},
 }
 
 
 class Found(NamedTuple):
-    """A value and where it came from."""
+    """A value and its origin."""
 
     value: Value
     origin: str
 
 
 class Config:
-    """The settings in force. Reading it again (`reload`) tells what changed, for parts that live long."""
+    """The effective settings. Long-running processes call `reload`, which returns the changed values."""
 
     def __init__(
         self,
@@ -356,15 +359,15 @@ class Config:
     ) -> None:
         self._cli = {name: value for name, value in (cli or {}).items() if value is not None}
         self._environment = environment
-        self._path = (directory or Path()) / FILE  # as messages show it
-        self._file = _absolute(self._path)  # the process may change its directory before it reads the file again
+        self._path = (directory or Path()) / FILE  # shown in messages
+        self._file = _absolute(self._path)  # the process may change its directory before a reload
         self._stamp = self._look()
-        #: The profile in force, if there is one.
+        #: The selected profile.
         self.profile: str | None = None
         self._found = self._read()
 
     def with_cli(self, cli: Mapping[str, Value]) -> Config:
-        """Read the same sources into a copy that ``cli`` overrides and that follows the file on its own."""
+        """Return a copy with the values of ``cli`` on top. The copy reloads independently."""
         return Config(cli={**self._cli, **cli}, environment=self._environment, directory=self._file.parent)
 
     def __getitem__(self, name: str) -> Setting:
@@ -373,45 +376,51 @@ class Config:
         return value
 
     def text(self, name: str) -> str:
+        """Return a setting as text."""
         return str(self[name])
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A setting that is a list of texts."""
+        """Return a setting whose value is a list of strings."""
         value = self._found[name].value
         assert isinstance(value, tuple), "a single value is read by name"
         return value
 
     def origin(self, name: str) -> str:
+        """Return the source of a value: a variable, a file, ``command line``, ``default``, ..."""
         return self._found[name].origin
 
     @property
     def database_option(self) -> str:
-        """What a command that is typed next needs to find the same database: nothing if the settings say it."""
+        """The ``--database`` option that suggested commands need; empty if the settings name the database."""
         if self.origin("database") != "command line":
             return ""
         return database_option(self.text("database"))
 
     def is_set(self, name: str) -> bool:
-        """Whether anybody named this, or what it follows: else it is only a default, and nobody need be there."""
+        """Return whether this setting, or the one it follows, was set. A server of a default need not exist."""
         follows = _BY_NAME[name].follows
         if follows is not None and self.origin(name) == f"follows {follows[0]}":
             return self.is_set(follows[0])
         return self.origin(name) != "default"
 
     def items(self) -> list[tuple[Option, Found]]:
+        """Return every option with its value and origin."""
         return [(option, self._found[option.name]) for option in OPTIONS]
 
     def reload(self) -> dict[str, Value]:
-        """Read environment and file again; the settings whose value changed. A bad file changes nothing and raises."""
+        """Read environment and file again and return the changed settings.
+
+        An invalid file raises `ConfigError` and changes nothing.
+        """
         before, after = self._found, self._read()
         forget_secrets()
         self._found = after
         return {name: found.value for name, found in after.items() if found.value != before[name].value}
 
     def reload_if_changed(self) -> dict[str, Value]:
-        """`reload` if the file is another one than at the last call, else nothing: for one who asks every second.
+        """Call `reload` if the file changed since the last call. Cheap enough to call every second.
 
-        A bad file raises once; it is read again when it has changed again.
+        An invalid file raises once and is not read again until it changes.
         """
         stamp = self._look()
         if stamp == self._stamp:
@@ -419,15 +428,15 @@ class Config:
         try:
             return self.reload()
         finally:
-            self._stamp = stamp  # last: until the file is read, `is_outdated` holds in other threads
+            self._stamp = stamp  # last: other threads see `is_outdated` until the file is read
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the file changed since it was read last. It costs one `stat`."""
+        """Whether the file changed since it was last read. Costs one `stat`."""
         return self._look() != self._stamp
 
     def _look(self) -> tuple[int, ...] | None:
-        """What tells one content of the file from another without reading it; None where there is no file."""
+        """Return a fingerprint of the file from `stat`, or None if the file does not exist."""
         try:
             found = self._file.stat()
         except OSError:
@@ -455,7 +464,7 @@ class Config:
             if option.name in built_in and found[option.name].origin == "default":
                 found[option.name] = Found(built_in[option.name], f"profile {profile}")
             if option.follows is not None and found[option.name].value is None:
-                leader, derive = option.follows  # it stands before its followers in the list
+                leader, derive = option.follows  # OPTIONS lists a leader before its followers
                 found[option.name] = Found(derive(str(found[leader].value)), f"follows {leader}")
         self.profile = profile
         return found
@@ -468,12 +477,12 @@ class Config:
         chosen_where: str,
         base: Mapping[str, Value],
     ) -> Found:
-        """The first place that says something about an option."""
+        """Return the value from the source with the highest precedence."""
         name, variable = option.name, PREFIX + option.name.upper()
         if name in self._cli:
             return Found(_checked(option, self._cli[name]), "command line")
         if variable in environment:
-            # A secret that was written into a file has an end of line, and no value begins or ends with a blank.
+            # A secret read from a file ends with a newline. No value begins or ends with white space.
             return Found(_value(option, environment[variable].strip(), variable), variable)
         if option.variable is not None and environment.get(option.variable):
             return Found(_value(option, environment[option.variable].strip(), option.variable), option.variable)
@@ -485,24 +494,24 @@ class Config:
 
 
 def read_value(name: str, raw: str, where: str) -> Setting:
-    """A text as the value of one setting, or `ConfigError` with what is wrong. ``where`` it stands is said first."""
+    """Parse the text of one setting, or raise `ConfigError`. ``where`` is its origin for the message."""
     value = _value(_BY_NAME[name], raw, where)
     assert not isinstance(value, tuple), "a list is not set one by one"
     return value
 
 
 class MisspeltVariable(UserWarning):
-    """A ``HEADWAY_*`` variable that no setting has, with a name close to one."""
+    """A ``HEADWAY_*`` variable that is not a setting but has a similar name."""
 
 
-#: Variables this process has warned of.
+#: Variables that this process has already warned about.
 _warned: set[str] = set()
 
 
 def _warn_of_misspelt(environment: Mapping[str, str]) -> None:
-    """Warn once of each ``HEADWAY_*`` variable whose name is close to a setting's.
+    """Warn once about each ``HEADWAY_*`` variable whose name resembles a setting.
 
-    Other unknown names are ignored, and those that Kubernetes sets for services (HEADWAY_DATABASE_PORT).
+    Other unknown names are ignored, as are variables that Kubernetes sets for services (HEADWAY_DATABASE_PORT).
     """
     known = {PREFIX + name.upper() for name in (*_BY_NAME, "profile")}
     for name in sorted(name for name in environment if name.startswith(PREFIX) and name not in known | _warned):
@@ -530,20 +539,20 @@ def _absolute(path: Path) -> Path:
 
 def _read_file(path: Path, file: Path) -> tuple[dict[str, Value], dict[str, dict[str, Value]]]:
     try:
-        text = file.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+        text = file.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
     except FileNotFoundError as error:
-        if file.is_symlink():  # somebody wants settings to be here: the defaults would be another database
+        if file.is_symlink():  # a dangling link: using the defaults would open another database
             raise ConfigError(
                 f"{path} is a link to a file that is not there.", hint="Put that file back, or remove the link."
             ) from error
         return {}, {}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", hint=f"Correct {path} or move it away.") from error
-    import tomllib  # here, because most have no file and every command starts with this
+    import tomllib  # imported late: every command runs this, and most have no file
 
     try:
         content = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also for a number of too many digits, lists without an end
+    except (ValueError, RecursionError) as error:  # includes numbers with too many digits and deeply nested lists
         raise ConfigError(f"{path} cannot be read: {error}", hint=f"Correct {path} or move it away.") from error
     profiles = content.pop("profiles", {})
     if not isinstance(profiles, dict) or not all(isinstance(table, dict) for table in profiles.values()):
@@ -564,11 +573,11 @@ def _read_file(path: Path, file: Path) -> tuple[dict[str, Value], dict[str, dict
 
 
 def _checked(option: Option, value: Value) -> Value:
-    """Validate an argument of a program or of the command line."""
+    """Validate a value from the command line or from a calling program."""
     if option.read in _ADDRESSES:
         return _value(option._replace(read=_ADDRESSES[option.read]), value, "command line")
     if option.read in (_as_is, texts):
-        return value  # validated by the part that uses it
+        return value  # validated by the code that uses it
     if isinstance(value, SupportsIndex) and not isinstance(value, bool):
         value = int(value)  # a NumPy integer
     try:
@@ -585,12 +594,12 @@ def _check_type(option: Option, raw: object) -> None:
         return
     if option.read in (*_TEXTUAL, texts) and not isinstance(raw, str):
         raise ValueError("a list of texts" if option.read is texts else "a text, in quotes")
-    if not isinstance(raw, str | int | float):  # TOML has lists, tables and dates too
-        raise ValueError("a single value")  # noqa: TRY004 - reported as any other bad value
+    if not isinstance(raw, str | int | float):  # TOML also has lists, tables and dates
+        raise ValueError("a single value")  # noqa: TRY004 - reported like any other invalid value
 
 
 def _value(option: Option, raw: Value | list[str], where: str) -> Value:
-    """A value from the file or the environment, checked; numbers in TOML need no quotes."""
+    """Validate a value from the file or the environment. Numbers in TOML need no quotes."""
     try:
         if option.read is _addresses and isinstance(raw, list) and all(isinstance(one, str) for one in raw):
             raw = "\n".join(raw)
@@ -599,6 +608,6 @@ def _value(option: Option, raw: Value | list[str], where: str) -> Value:
             return tuple(raw)
         return option.read(str(raw) if not isinstance(raw, bool) else str(raw).lower())
     except ValueError as error:
-        # A number may have more digits than Python writes out.
+        # Python refuses to convert very large integers to decimal text.
         shown = hex(raw)[:40] + "..." if isinstance(raw, int) and abs(raw) >= 2**64 else redact(str(raw))
         raise ConfigError(f"{where}: {option.name} must be {error} (got {shown!r}).") from error

@@ -1,30 +1,30 @@
-"""Every error headway raises on purpose.
+"""The exceptions that Headway raises.
 
     HeadwayError
-    ├── UsageError              what you gave us is wrong (exit 2)
+    ├── UsageError              the caller's input is invalid (exit 2)
     │   ├── InvalidInput        a value, an id, an item, an items file
     │   ├── ConfigError         a setting, a profile, headway.toml
     │   └── MissingExtra        an optional dependency is not installed
     ├── NotFound                no such job, item, project or cause (exit 2)
-    ├── Refused                 it would harm recorded work (exit 5)
-    │   ├── Held                somebody else has the lease
+    ├── Refused                 the operation would damage recorded work (exit 5)
+    │   ├── Held                another owner has the lease
     │   │   └── JobHeld         another process is running this job
-    │   ├── InputChanged        the items are not those of the earlier run
-    │   └── StaleClaim          the lease lapsed and somebody else has the work
+    │   ├── InputChanged        the items differ from the earlier run
+    │   └── StaleClaim          the lease expired and another owner has the work
     │       └── LedgerRestored  the database was restored to a moment before this run began (exit 1)
-    ├── ItemsFailed             items of a job failed for good, and raise_on_dead was set (exit 3)
+    ├── ItemsFailed             items failed permanently, and raise_on_dead was set (exit 3)
     ├── Unavailable             a server cannot be reached (exit 6)
-    ├── ServerRefused           a server answered, and said no (exit 1)
+    ├── ServerRefused           a server rejected a command (exit 1)
     ├── Stopping                a shutdown interrupted a wait (exit 143)
-    └── StorageError            the store cannot be used as it is (exit 1)
+    └── StorageError            the store is unusable (exit 1)
         ├── StoreCorrupt        damaged, truncated or foreign pages
-        ├── StoreForeign        not a headway database
-        ├── StoreNewer          written by a newer headway
-        ├── StoreReadOnly       no right to write
+        ├── StoreForeign        not a Headway database
+        ├── StoreNewer          written by a newer Headway
+        ├── StoreReadOnly       no write permission
         └── StoreFull           no space left
 
-An error says *what* happened and *why* (its message) and what to do next (its ``hint``, shown in tracebacks as a note).
-``exit_code`` is what the command line ends with.
+The message says *what* happened and *why*. The ``hint`` says what to do next; tracebacks show it as a note.
+``exit_code`` is the exit status of the command line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 
 
 class HeadwayError(Exception):
-    """Something headway noticed and can explain."""
+    """Base class of all Headway errors."""
 
     hint: str = ""
     exit_code: int = 1
@@ -43,7 +43,7 @@ class HeadwayError(Exception):
         self.hint = self.hint if hint is None else hint
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Keep the hint as a note too: tracebacks show notes."""
+        """Keep the exception's note in step with its hint, because tracebacks show notes."""
         if name == "hint":
             notes = [note for note in getattr(self, "__notes__", ()) if note != f"Hint: {self.hint}"]
             self.__notes__ = [*notes, f"Hint: {value}"] if value else notes
@@ -51,23 +51,23 @@ class HeadwayError(Exception):
 
 
 class UsageError(HeadwayError):
-    """What was given cannot be used; nothing was changed."""
+    """The caller's input is invalid; nothing was changed."""
 
     exit_code = 2
 
 
 class InvalidInput(UsageError):
-    """A value, an id, an item or an items file is not acceptable."""
+    """A value, an id, an item or an items file is invalid."""
 
 
 class ConfigError(UsageError):
-    """A setting is not acceptable."""
+    """A setting, a profile or headway.toml is invalid."""
 
     hint = "See where each setting comes from: headway config --show-origin"
 
 
 class MissingExtra(UsageError):
-    """An optional part is used but not installed."""
+    """An optional dependency is not installed."""
 
     def __init__(self, extra: str, what: str) -> None:
         super().__init__(
@@ -77,23 +77,23 @@ class MissingExtra(UsageError):
         self.extra, self.what = extra, what
 
     def __reduce__(self) -> tuple[type[MissingExtra], tuple[str, str]]:
-        return type(self), (self.extra, self.what)  # it is made of other words than its message
+        return type(self), (self.extra, self.what)  # pickle would pass the message to __init__
 
 
 class NotFound(HeadwayError):
-    """There is no such thing in this store."""
+    """The job, item, project or cause does not exist in this store."""
 
     exit_code = 2
 
 
 class Refused(HeadwayError):
-    """Going on would harm work that is already recorded."""
+    """The operation would damage work that is already recorded."""
 
     exit_code = 5
 
 
 class Held(Refused):
-    """Somebody else has the lease."""
+    """Another owner has the lease."""
 
 
 class JobHeld(Held):
@@ -109,7 +109,7 @@ class InputChanged(Refused):
 
 
 class StaleClaim(Refused):
-    """The claim's lease lapsed and the work was given to somebody else; nothing was recorded."""
+    """The claim's lease expired and another owner has the work; nothing was recorded."""
 
 
 class LedgerRestored(StaleClaim):
@@ -120,20 +120,20 @@ class LedgerRestored(StaleClaim):
 
 
 class ItemsFailed(HeadwayError):
-    """Items of a job failed for good. ``result`` is what the run would have returned."""
+    """Items of a job failed permanently. ``result`` is the result of the run."""
 
     exit_code = 3
     result: Any = None
 
 
 class Unavailable(HeadwayError):
-    """A server cannot be reached, so the answer is unknown (which is not the same as zero)."""
+    """A server cannot be reached, so the answer is unknown."""
 
     exit_code = 6
 
 
 class ServerRefused(HeadwayError):
-    """A server understood a command and refused it: no right to it, no memory left, a wrong kind of key."""
+    """A server rejected a command: no permission, out of memory, or a key of the wrong type."""
 
 
 class Stopping(HeadwayError):
@@ -143,7 +143,7 @@ class Stopping(HeadwayError):
 
 
 class StorageError(HeadwayError):
-    """The store cannot be used as it is; it was left untouched."""
+    """The store is unusable; it was not modified."""
 
 
 class StoreCorrupt(StorageError):
@@ -156,24 +156,24 @@ class StoreCorrupt(StorageError):
 
 
 class StoreForeign(StorageError):
-    """The database belongs to something else."""
+    """The database was not created by Headway."""
 
     hint = "Name another file: --database sqlite:///headway.db"
 
 
 class StoreNewer(StorageError):
-    """The database was written by a newer headway."""
+    """The database was written by a newer release of Headway."""
 
     hint = "Upgrade headway on this machine: pip install --upgrade headway"
 
 
 class StoreReadOnly(StorageError):
-    """There is no right to write here."""
+    """The store is not writable."""
 
     hint = "Check the owner and mode of the file and of its directory, or name another: --database"
 
 
 class StoreFull(StorageError):
-    """No space is left; what was acknowledged before is safe."""
+    """No space is left; all acknowledged records are safe."""
 
     hint = "Free some space and run the same command again: it continues where it stopped."

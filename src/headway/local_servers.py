@@ -1,10 +1,10 @@
-"""Servers of this user on this machine, and the token that opens them.
+"""Servers of this user on this machine, and their access tokens.
 
-`headway serve` makes a random token when it starts and writes it to a file that only its user can read. The token lives in
-the memory of that process and in the file: it ends with the process, so a file that a killed server left behind opens
-nothing. The command line and `headway.client` read the file when they connect to an address of this machine.
+`headway serve` creates a random token at startup and writes it to a file that only its user can read. The token is valid
+only while that process runs, so the leftover file of a killed server grants no access. The command line and
+`headway.client` read the file when they connect to an address of this machine.
 
-From the same token a one-time link is signed, for a browser: `LocalServer.link`. Whoever can read the file can make one.
+The token also signs one-time links for a browser (`LocalServer.link`). Any process that can read the file can create one.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from urllib.parse import quote
 
 from headway.config import is_loopback
 
-#: Seconds for which a link is valid. It opens one session.
+#: Seconds for which a one-time link is valid.
 LINK_SECONDS: Final = 12 * 3600
-#: What a link carries begins with this.
+#: Prefix of the ticket in a link.
 LINK_PREFIX: Final = "hwl_"
 
 _TOKEN = re.compile(r"hw_local_[A-Za-z0-9_-]{43}")
 _LINK = re.compile(r"hwl_([0-9a-f]{16})([0-9a-f]{8})([0-9a-f]{32})")
-#: Bytes of a token file, at most.
+#: Maximum bytes of a token file.
 _SIZE: Final = 4096
-#: A server that listens on one of these is reached through the loopback address beside it.
-_WILDCARDS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - it is compared, not listened on
+#: Wildcard address -> loopback address that reaches it.
+_WILDCARDS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - only compared, not bound
 
 
 class LocalServer(NamedTuple):
@@ -47,16 +47,17 @@ class LocalServer(NamedTuple):
 
     @property
     def connect_host(self) -> str:
-        """The address to connect to, also where the server listens on all of them."""
+        """The address to connect to: loopback if the server listens on all addresses."""
         return _WILDCARDS.get(self.host, self.host)
 
     @property
     def address(self) -> str:
+        """The URL of the server."""
         host = self.connect_host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def link(self, path: str = "/") -> str:
-        """Return a link that opens one session, at ``path``."""
+        """Return a one-time link that signs a browser in and opens ``path``."""
         return f"{self.address}/enter?next={quote(path, safe='/')}&ticket={_new_link(self.token)}"
 
 
@@ -75,7 +76,7 @@ def _new_link(token: str) -> str:
 
 
 def link_id(token: str, text: str) -> str | None:
-    """Return the id of a link that ``token`` signed and that has not expired."""
+    """Return the id of a link if ``token`` signed it and it has not expired, else None."""
     parts = _LINK.fullmatch(text)
     if parts is None or not hmac.compare_digest(_signature(token, parts[1] + parts[2]), parts[3]):
         return None
@@ -91,7 +92,7 @@ def _signature(token: str, body: str) -> str:
 
 @contextmanager
 def published(server: LocalServer) -> Iterator[OSError | None]:
-    """Keep the server's token file for as long as the block runs; yield the error if it cannot be written."""
+    """Keep the server's token file while the block runs. Yield the error if it cannot be written."""
     path, problem = _directories()[0] / _file_name(server.host, server.port), None
     try:
         _write(path, server)
@@ -101,15 +102,15 @@ def published(server: LocalServer) -> Iterator[OSError | None]:
         yield problem
     finally:
         with suppress(OSError):
-            if _read(path) == server:  # another server may have started on this port
+            if _read(path) == server:  # another server may have taken the port and written its own file
                 path.unlink()
 
 
 def find(host: str, port: int) -> LocalServer | None:
-    """Return the server of this user that a connection to ``host`` reaches, if its token file exists.
+    """Return this user's server at ``host`` and ``port``, if its token file exists.
 
-    ``localhost`` may mean several addresses, and other users may listen on some of them: connect to the `connect_host` of
-    the answer, not to the name.
+    ``localhost`` may resolve to several addresses, and other users may listen on some of them. So connect to the
+    `connect_host` of the result, not to the name.
     """
     if host == "localhost":
         listening = ["127.0.0.1", "::1", *_WILDCARDS]
@@ -123,20 +124,20 @@ def find(host: str, port: int) -> LocalServer | None:
 
 
 def servers() -> list[LocalServer]:
-    """Return the servers of this user whose token files exist; some may have been killed."""
+    """Return this user's servers that have a token file. Some may have been killed."""
     paths = (path for directory in _directories() for path in sorted(directory.glob(_file_name("*", "*"))))
     return [server for path in paths if (server := _read(path)) is not None]
 
 
 def _directories() -> list[Path]:
-    """Where token files are, the preferred directory first."""
+    """Return the directories of token files, the preferred one first."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()) / "headway"
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return [Path(runtime) / "headway", state] if runtime and os.access(runtime, os.W_OK) else [state]
 
 
 def _file_name(host: str, port: int | str) -> str:
-    """The name has the machine in it: a home directory may be shared by several."""
+    """Return the file name. It contains the host name, because machines may share a home directory."""
     machine = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname())
     return f"server-{machine}-{host.replace(':', '_').replace('%', '_')}-{port}.json"
 
@@ -155,7 +156,7 @@ def _write(path: Path, server: LocalServer) -> None:
 
 
 def _read(path: Path) -> LocalServer | None:
-    """Return what a token file says. One that somebody else wrote, or could have written, is ignored."""
+    """Read a token file. Return None if another user owns it or could access it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

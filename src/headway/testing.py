@@ -1,4 +1,4 @@
-"""For tests of programs that use headway: a queue that runs its tasks at once, in the test's own process.
+"""Test helpers: run the tasks of a queue at once, in the test process.
 
     from headway.testing import eager
 
@@ -7,8 +7,8 @@
             task = queue_under_test.submit("caption", {"image": 7}, user_id="anna")
             assert queue_under_test.get(task.id).status == "COMPLETED"
 
-The same code decides who may submit what, in which order tasks run, how failures are retried and what is recorded; only
-the processes are missing. As pytest fixtures: ``pytest_plugins = ["headway.testing"]`` gives ``eager_queue``, a function.
+Quotas, order, retries and records use the same code as in production; only the worker processes are missing.
+``pytest_plugins = ["headway.testing"]`` provides the fixture ``eager_queue``, a function that takes the queue.
 """
 
 from __future__ import annotations
@@ -20,29 +20,32 @@ from contextlib import contextmanager
 from typing import Any
 
 from headway._lease import Owner
+from headway.core.failure import Failure
 from headway.errors import StorageError
-from headway.failure import Failure
-from headway.queue import claims, settling
-from headway.queue.claims import Claimant
-from headway.queue.execution import Ended, RunningTask, perform
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import PRIORITIES, Claim, Status, Task
+from headway.queue.store import claim as claims
+from headway.queue.store import complete as settling
+from headway.queue.store.claim import Claimant
+from headway.queue.task import PRIORITIES, Claim, Status, Task
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.execution import Ended, RunningTask, perform
 
-_here = threading.local()  # whether a handler runs in this thread
+_here = threading.local()  # `running`: a handler runs in this thread
 
 
 @contextmanager
 def eager(queue: TaskQueue) -> Iterator[TaskQueue]:
-    """``queue`` with its handlers, on a database in memory, without Redis. What is submitted is run before `submit`
-    returns; a task that failed and has tries left is tried again at once. What a handler submits is run when the handler has
-    returned, as it is beside a worker. Afterwards the queue is as it was."""
+    """Move ``queue`` to an in-memory database, without Redis, while the block runs.
+
+    `submit` runs the task before it returns and retries failures without a delay. Tasks that a handler submits run after
+    the handler has returned, as with a worker. Afterwards the queue uses its own database again.
+    """
 
     def run(accepted: Sequence[Task]) -> None:
         if getattr(_here, "running", False):
-            return  # a handler submitted it: whoever runs the handler finds it next
+            return  # submitted by a handler: the loop that runs the handler claims it next
         run_waiting(queue)
         while any(queue.get(task.id).status is Status.RUNNING for task in accepted):
-            time.sleep(0.001)  # another thread took it
+            time.sleep(0.001)  # another thread claimed it
             run_waiting(queue)
 
     with queue.moved(database="sqlite:///:memory:", on_submit=run):
@@ -50,11 +53,11 @@ def eager(queue: TaskQueue) -> Iterator[TaskQueue]:
 
 
 def run_waiting(queue: TaskQueue, *, limit: int = 1000) -> list[Task]:
-    """Run what waits, in the order a worker would, until nothing is left (at most ``limit`` runs); what each run came to."""
+    """Run the waiting tasks in the order of a worker. Return the task after each run, at most ``limit``."""
     ended: list[Task] = []
     who = Claimant("eager", Owner.current(), sorted(queue.handlers), 3600.0)
     while len(ended) < limit:
-        # A retry waits for its time; in a test nobody has that time.
+        # Make retries due at once: a test does not wait for their backoff.
         queue.database.run(lambda tx: tx.execute("UPDATE tasks SET run_at = 0 WHERE status = 'QUEUED' AND ready = 0"))
         claimed = queue.database.run(lambda tx: claims.claim(tx, who, queues=PRIORITIES, limit=1))
         if not claimed:
@@ -93,14 +96,14 @@ def _run(queue: TaskQueue, claim: Claim) -> Task:
 
 
 def __getattr__(name: str) -> Any:
-    """The pytest fixture, made when pytest asks for it: nobody else needs pytest."""
+    """Create the pytest fixture on first use, so that this module does not require pytest."""
     if name != "eager_queue":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import pytest
 
     @pytest.fixture
     def eager_queue() -> Iterator[Callable[[TaskQueue], TaskQueue]]:
-        """Give it your queue: it is eager until the test ends."""
+        """Return a function that makes a queue eager until the test ends."""
         from contextlib import ExitStack
 
         with ExitStack() as stack:
@@ -111,4 +114,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return ["eager", "eager_queue", "run_waiting"]  # pytest looks for fixtures by the names a module says it has
+    return ["eager", "eager_queue", "run_waiting"]  # pytest finds fixtures with dir()

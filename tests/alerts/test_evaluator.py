@@ -24,7 +24,7 @@ from headway.alerts.records import closed_alerts, open_alerts
 from headway.errors import StaleClaim
 from headway.events import CallableSink, Event, Relay, SqlOutbox, schema
 from headway.ledger import Ledger, NewItem
-from headway.queue.taskqueue import TaskQueue
+from headway.queue.task_queue import TaskQueue
 from tests.alerts.conftest import Scene, rules
 from tests.events.validator import problems
 

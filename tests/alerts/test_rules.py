@@ -13,14 +13,14 @@ import pytest
 import headway
 from headway._sql import Database, connect
 from headway.alerts import RULES, Evaluator, Rules
-from headway.cli.alerts import RULE_NAMES
+from headway.cli.services.alerts import RULE_NAMES
 from headway.config import Config
+from headway.core.retry import RetryPolicy
 from headway.errors import ConfigError, HeadwayError
 from headway.events import Event, SqlOutbox, append
 from headway.ledger import Ledger, NewItem
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.worker import Worker
-from headway.retry import RetryPolicy
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.worker import Worker
 from tests.alerts.conftest import Scene, rules
 from tests.queue.nursery import Forked
 from tests.services.proxy import TcpProxy

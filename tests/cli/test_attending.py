@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from headway._sql import connect
-from headway.cli.attending import attending
+from headway.cli.services.background import attending
 from headway.config import Config
 from headway.errors import InvalidInput
-from headway.queue.taskqueue import TaskQueue
-from headway.views.alerts import read_alerts
+from headway.queue.task_queue import TaskQueue
+from headway.views.system.alerts import read_alerts
 from tests.services.waiting import eventually
 
 

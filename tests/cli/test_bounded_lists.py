@@ -13,8 +13,8 @@ import pytest
 
 import headway
 from headway.ledger import Ledger
-from headway.run.estimate import RunSnapshot
-from headway.run.summary import MOST_CAUSES, summary
+from headway.run.display.estimate import RunSnapshot
+from headway.run.display.summary import MOST_CAUSES, summary
 from tests.cli.conftest import Answer
 
 Cli = Callable[..., Answer]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import headway.cli
+from headway.core.text import with_option
 from headway.ledger import Ledger, NewItem
-from headway.wording import with_option
 from tests.cli.conftest import Answer
 
 Cli = Callable[..., Answer]

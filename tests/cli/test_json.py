@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from headway.finishline import FinishLine
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.worker import Worker
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.worker import Worker
 from headway.states import Manager, open_store
 from headway.views.schemas import documents, json_schema
 from tests.cli.conftest import Answer, every_command, takes
@@ -100,7 +100,7 @@ def test_each_line_of_what_follows_has_its_published_shape(cli: Cli, ads: Path):
 
 
 def test_exported_dead_letters_have_the_shape_of_dead_letters(cli: Cli, ads: Path):
-    from headway.views.job import DeadLetter
+    from headway.views.jobs.job import DeadLetter
 
     for line in cli("dead", "export", "ads", "--payload").out.splitlines():
         assert problems(json.loads(line), json_schema(DeadLetter)) == []

@@ -341,7 +341,7 @@ def test_every_variable_the_watcher_reads_is_known_to_the_settings():
 
 
 def test_the_settings_in_force_reach_the_watcher_as_its_environment(tmp_path: Path):
-    from headway.cli.watch import watcher_environment
+    from headway.cli.services.watch import watcher_environment
     from headway.watcher.runner import settings_from
 
     environment = {"HEADWAY_REDIS": "redis://h:7000/3", "RQ__QUEUE": "digits, words", "RQ_WATCHER_FIELDS": '{"a": 1}'}

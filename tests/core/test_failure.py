@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headway.failure import DETAIL_LIMIT
+from headway.core.failure import DETAIL_LIMIT
 from headway.ledger import describe, normalise
 from tests.services.tracing import untraced_environment
 
@@ -331,7 +331,7 @@ def test_a_recursion_without_end_is_described_where_it_is_caught():
 def test_describing_at_the_very_end_of_the_stack_gives_at_least_something():
     """In a process without a tracer, whose own frame would be the one that finds no room."""
     code = (
-        "from headway.failure import describe\n"
+        "from headway.core.failure import describe\n"
         "described, escaped = [], []\n"
         "def down():\n"
         "    try:\n"

@@ -10,13 +10,13 @@ import threading
 
 import pytest
 
-from headway.lifecycle import Flag, undisturbed
+from headway.core.lifecycle import Flag, undisturbed
 from tests.services.tracing import untraced_environment
 from tests.services.waiting import eventually
 
 INTERRUPTED = """
 import signal, threading
-from headway.lifecycle import Flag
+from headway.core.lifecycle import Flag
 
 class Alarm(Exception):
     pass

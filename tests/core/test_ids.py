@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from headway.core.ids import check_id
 from headway.errors import InvalidInput
-from headway.ids import check_id
 
 
 @given(st.from_regex(r"[A-Za-z0-9._-]{1,128}", fullmatch=True))

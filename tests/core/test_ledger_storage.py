@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from headway._sql import Database, Tx
+from headway.core.failure import shortened
 from headway.errors import InvalidInput
-from headway.failure import shortened
 from headway.ledger import Done, Failed, Failure, Job, Ledger, NewItem, ProgressManager, canonical
 from headway.ledger.manager import JOB
-from headway.ledger.recorder import ERROR_KEPT
+from headway.ledger.store.recorder import ERROR_KEPT
 from tests.core.databases import everywhere, sqlite_url
 
 # ---- schema ---------------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from headway.core.lifecycle import STANDSTILL_SECONDS, Budget, ForkGuard, Shutdown, Stopwatch, on_signals
 from headway.errors import HeadwayError, Stopping
-from headway.lifecycle import STANDSTILL_SECONDS, Budget, ForkGuard, Shutdown, Stopwatch, on_signals
 from tests.services.waiting import eventually
 
 
@@ -31,7 +31,7 @@ def child(code: str) -> Iterator["subprocess.Popen[str]"]:
 
 HOLDING = """
 import os, threading
-from headway.lifecycle import Shutdown, on_signals
+from headway.core.lifecycle import Shutdown, on_signals
 shutdown = Shutdown()
 wakes = threading.Semaphore(0)
 shutdown.on_request(lambda: (os.write(1, b"woken\\n"), wakes.release()))
@@ -59,7 +59,7 @@ def test_the_first_signal_means_finish_and_the_second_means_now(first: signal.Si
 
 
 BUSY = """
-from headway.lifecycle import Shutdown, on_signals
+from headway.core.lifecycle import Shutdown, on_signals
 shutdown = Shutdown()
 with on_signals(shutdown):
     print("ready", flush=True)

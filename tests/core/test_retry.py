@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway import retry
+from headway.core import retry
+from headway.core.retry import CircuitBreaker, RetryPolicy
 from headway.errors import Stopping
-from headway.retry import CircuitBreaker, RetryPolicy
 
 
 def test_a_redis_operation_is_tried_again_after_1_2_and_4_seconds():

@@ -23,6 +23,8 @@ from headway import _sql
 from headway._sql import Database, Tx, connect, migrations, postgresql, sqlite
 from headway._sql.postgresql import PostgreSQL
 from headway._sql.sqlite import SQLite
+from headway.core.failure import Failure
+from headway.core.retry import STORE, RetryPolicy
 from headway.errors import (
     HeadwayError,
     InvalidInput,
@@ -33,9 +35,7 @@ from headway.errors import (
     StoreNewer,
     Unavailable,
 )
-from headway.failure import Failure
 from headway.ledger import Failed, Ledger, NewItem
-from headway.retry import STORE, RetryPolicy
 from headway.telemetry import metrics
 from tests.core.databases import digest, everywhere, exit_code, forked, python, shared, sqlite_url
 from tests.finishline.lines import at_line

@@ -17,8 +17,8 @@ import pytest
 
 from headway._sql import Database, Tx, connect, marks, postgresql, sqlite
 from headway._sql.postgresql import PostgreSQL
+from headway.core.retry import RetryPolicy
 from headway.errors import StorageError, StoreReadOnly, Unavailable
-from headway.retry import RetryPolicy
 from tests.core.databases import everywhere, sqlite_url
 from tests.services.lost_answers import through
 from tests.services.postgres import PostgresServer

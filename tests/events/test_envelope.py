@@ -21,9 +21,9 @@ from headway.events import CallableSink, Event, Relay, SqlOutbox, append
 from headway.events.envelope import plain
 from headway.finishline import FinishLine
 from headway.ledger import Ledger, ProgressManager
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import Status
-from headway.queue.worker import Worker
+from headway.queue.task import Status
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.worker import Worker
 from headway.watcher import EventForm, Publisher
 from headway.watcher.logic import Kind, Report
 from headway.watcher.publisher import OUTCOMES

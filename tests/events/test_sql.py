@@ -249,7 +249,7 @@ def test_on_complete_is_called_in_the_thread_of_its_program_and_keeps_no_sink_wa
 def test_an_on_complete_that_fails_is_called_again_in_a_moment_and_at_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from headway.run import performing
+    from headway.run import session as performing
 
     monkeypatch.setattr(performing, "TELL_SECONDS", 0.1)
     calls: list[str] = []

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from headway._sql import connect
+from headway.core.lifecycle import Shutdown
 from headway.errors import ServerRefused, Unavailable
 from headway.events import Event
-from headway.lifecycle import Shutdown
 from headway.watcher import EventForm, Publisher
 from headway.watcher.adapters import connect as connect_redis
 from headway.watcher.logic import Report

@@ -235,7 +235,7 @@ def test_signals_at_random_moments_neither_crash_the_process_nor_mix_replies_nor
 WAITING = """
 import signal, threading
 from headway.finishline.server import StateServer
-from headway.retry import pause
+from headway.core.retry import pause
 
 class Late(Exception):
     pass

@@ -23,9 +23,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from headway.core.retry import RetryPolicy
 from headway.errors import InvalidInput
 from headway.finishline import Answer, FinishLine, Outcome, Status
-from headway.retry import RetryPolicy
 from tests.services.proxy import TcpProxy
 from tests.services.redis import RedisServer
 

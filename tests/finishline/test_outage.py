@@ -16,10 +16,10 @@ import pytest
 from redis.exceptions import RedisError
 
 from headway._sql import postgresql
+from headway.core.retry import CircuitBreaker, RetryPolicy
 from headway.errors import NotFound, Refused, Unavailable
 from headway.finishline import FinishLine, Progress, Status
 from headway.finishline.server import StateServer
-from headway.retry import CircuitBreaker, RetryPolicy
 from tests.finishline.conftest import OpenLine, events
 from tests.services.postgres import PostgresServer
 from tests.services.proxy import TcpProxy

@@ -14,9 +14,9 @@ from typing import Any
 import psycopg
 import pytest
 
+from headway.core.retry import RetryPolicy
 from headway.errors import NotFound
 from headway.finishline import FinishLine, Outcome, Status
-from headway.retry import RetryPolicy
 from tests.finishline.conftest import OpenLine, events
 from tests.services.proxy import TcpProxy
 from tests.services.redis import RedisServer

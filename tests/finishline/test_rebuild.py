@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from headway.core.retry import RetryPolicy
 from headway.errors import NotFound, Unavailable
 from headway.events import CallableSink, Event
 from headway.finishline import FinishLine, Outcome, Status
-from headway.retry import RetryPolicy
 from headway.telemetry import metrics
 from tests.finishline.conftest import OpenLine, events
 from tests.finishline.lines import at_functions, at_line

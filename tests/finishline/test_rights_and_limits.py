@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from redis.exceptions import OutOfMemoryError
 
+from headway.core.retry import RetryPolicy
 from headway.errors import Unavailable
 from headway.events import CallableSink, Event
 from headway.finishline import FinishLine, Status
-from headway.retry import RetryPolicy
 from tests.finishline.conftest import OpenLine
 from tests.services.redis import RedisServer, installations
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from headway.core.lifecycle import Shutdown
 from headway.errors import Stopping
 from headway.finishline import Answer
-from headway.lifecycle import Shutdown
 from tests.finishline.conftest import OpenLine
 from tests.services.proxy import TcpProxy
 from tests.services.redis import RedisServer

@@ -11,9 +11,9 @@ import sys
 import threading
 from contextlib import suppress
 
+from headway.core.lifecycle import Shutdown, on_signals
 from headway.errors import Stopping
 from headway.finishline import FinishLine
-from headway.lifecycle import Shutdown, on_signals
 
 
 def say(*words: object) -> None:

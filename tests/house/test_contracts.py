@@ -15,20 +15,24 @@ ROOT = Path(__file__).parents[2]
 #: A file, the line put into it, and how the contracts name that import.
 FORBIDDEN = [
     ("ledger/__init__.py", "import sqlite3", "headway.ledger -> sqlite3"),
-    ("ledger/report.py", "from headway._sql.sqlite import SQLite", "headway.ledger.report -> headway._sql.sqlite"),
+    (
+        "ledger/store/report.py",
+        "from headway._sql.sqlite import SQLite",
+        "headway.ledger.store.report -> headway._sql.sqlite",
+    ),
     ("ledger/content.py", "import headway.cli", "headway.ledger.content -> headway.cli"),
     ("finishline/__init__.py", "import psycopg", "headway.finishline -> psycopg"),
     ("ledger/values.py", "import redis", "headway.ledger.values -> redis"),
     ("run/items.py", "import click", "headway.run.items -> click"),
     (
         "states/manager.py",
-        "from headway.states.redis import RedisStates",
-        "headway.states.manager -> headway.states.redis",
+        "from headway.states.store.redis import RedisStates",
+        "headway.states.manager -> headway.states.store.redis",
     ),
     ("watcher/logic.py", "from headway.watcher import adapters", "headway.watcher.logic -> headway.watcher.adapters"),
     ("telemetry/log.py", "import prometheus_client", "headway.telemetry.log -> prometheus_client"),
     ("errors.py", "from headway import telemetry", "headway.errors -> headway.telemetry"),
-    ("states/sql.py", "import rq", "headway.states.sql -> rq"),
+    ("states/store/sql.py", "import rq", "headway.states.store.sql -> rq"),
     ("config.py", "import google", "headway.config -> google"),
 ]
 

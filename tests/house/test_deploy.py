@@ -27,9 +27,9 @@ from headway.cli import headway
 from headway.config import OPTIONS, PREFIX, Config
 from headway.ledger import Done, Ledger
 from headway.ledger.values import NewItem
-from headway.queue.supervisor import END_SECONDS
-from headway.queue.taskqueue import TaskQueue
-from headway.web.gate import PUBLIC
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.supervisor import END_SECONDS
+from headway.web.auth.gate import PUBLIC
 from headway.web.server import PORT
 from tests.services.postgres import PostgresServer
 from tests.services.redis import RedisServer
@@ -355,7 +355,7 @@ def test_every_process_has_its_unit():
 
 
 def test_the_settings_of_the_units_are_ours_and_enough_for_the_watcher(tmp_path: Path):
-    from headway.cli.watch import watcher_environment
+    from headway.cli.services.watch import watcher_environment
     from headway.watcher.runner import settings_from
 
     environment = environment_file()

@@ -9,8 +9,9 @@ import pytest
 
 from bench.measure import fleet_model as model
 from bench.measure.fleet_model import Costs, Site, simulate
-from headway.ledger import share
-from headway.run import pool, slot
+from headway.ledger.fleet import share
+from headway.run.fleet import slot
+from headway.run.pool import loop as pool
 
 #: Everything but what a test makes scarce.
 FREE = Costs(

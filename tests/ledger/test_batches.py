@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from headway.core.retry import RetryPolicy
 from headway.errors import NotFound
 from headway.ledger import Done, Failed, Failure, Job, Ledger, NewItem
-from headway.retry import RetryPolicy
 
 AT_ONCE = RetryPolicy(0, base=0.0)
 BOOM = Failure("ValueError", "boom")

@@ -5,12 +5,18 @@ from itertools import pairwise
 
 import pytest
 
-from headway.failure import Failure, describe, shortened
+from headway.core.failure import Failure, describe, shortened
+from headway.core.retry import RetryPolicy
 from headway.ledger import Failed, Job, Ledger, NewItem, ProgressManager
-from headway.ledger.recorder import DEAD_ERROR_KEPT, ERROR_KEPT, REPEATED_ERROR_KEPT, TRACEBACK_END, WHOLE_TRACEBACKS
+from headway.ledger.store.recorder import (
+    DEAD_ERROR_KEPT,
+    ERROR_KEPT,
+    REPEATED_ERROR_KEPT,
+    TRACEBACK_END,
+    WHOLE_TRACEBACKS,
+)
 from headway.ledger.values import OF_THE_CAUSE
-from headway.retry import RetryPolicy
-from headway.views.items import read_item
+from headway.views.jobs.items import read_item
 
 COUNT = 2_000
 AT_ONCE = RetryPolicy(2, base=0.0, cap=0.0)

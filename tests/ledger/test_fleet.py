@@ -11,10 +11,11 @@ from dataclasses import replace
 import psycopg
 import pytest
 
+from headway.core.retry import RetryPolicy
 from headway.errors import JobHeld, Refused, StaleClaim
-from headway.ledger import Done, Failed, Failure, Item, Job, Ledger, NewItem, fleet
-from headway.ledger.share import Share
-from headway.retry import RetryPolicy
+from headway.ledger import Done, Failed, Failure, Item, Job, Ledger, NewItem
+from headway.ledger.fleet import fleet
+from headway.ledger.fleet.share import Share
 from tests.services.waiting import eventually
 
 BOOM = Failure("ValueError", "boom", "ads.py:make_ad")
@@ -548,7 +549,7 @@ def test_what_the_slots_that_died_had_not_begun_is_run_one_by_one_and_costs_noth
 def test_a_block_is_no_larger_than_memory_allows_however_many_items_are_asked_for(
     ledger: Ledger, share: MakeShare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.ledger.share.BLOCK_BYTES", 1000)
+    monkeypatch.setattr("headway.ledger.fleet.share.BLOCK_BYTES", 1000)
     job = ledger.create("ads", policy=AT_ONCE)
     long = '"' + "ä" * 400 + '"'
     job.register(NewItem(idx, long if idx >= 50 else "1") for idx in range(100))

@@ -14,18 +14,18 @@ import pytest
 
 from headway._lease import Owner
 from headway._sql import Database, Tx
-from headway.failure import Failure
+from headway.core.failure import Failure
 from headway.ledger import Done, Failed, Job, Ledger
-from headway.ledger.stretches import MOST
-from headway.queue import records
-from headway.queue.claims import Claimant, claim_next
-from headway.queue.hinting import doubtful
-from headway.queue.sweeper import Sweeper
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import PRIORITIES, Status
-from headway.views.durations import read_durations
-from headway.views.map import read_map
-from headway.views.performance import _spread
+from headway.ledger.store.index_range import MOST
+from headway.queue.recovery import Sweeper
+from headway.queue.store import tasks as records
+from headway.queue.store.claim import Claimant, claim_next
+from headway.queue.store.hints import doubtful
+from headway.queue.task import PRIORITIES, Status
+from headway.queue.task_queue import TaskQueue
+from headway.views.jobs.durations import read_durations
+from headway.views.jobs.map import read_map
+from headway.views.system.performance import _spread
 
 #: Items of the job, and those that were tried: the first ones, each 500th of them failed and each 1,000th dead.
 ITEMS, TRIED = 60_000, 30_000

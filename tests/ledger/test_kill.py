@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from headway.core.retry import RetryPolicy
 from headway.ledger import Done, Failed, Failure, Job, Ledger, NewItem
-from headway.retry import RetryPolicy
 
 BOOM = Failure("ValueError", "boom")
 AT_ONCE = RetryPolicy(0, base=0.0)

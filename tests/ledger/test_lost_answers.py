@@ -13,10 +13,11 @@ import pytest
 
 import headway.ledger
 from headway import ProgressManager
-from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, NewItem, Recorded, fleet
+from headway.core.retry import RetryPolicy
+from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, NewItem, Recorded
 from headway.ledger.content import fingerprint
-from headway.ledger.share import Share
-from headway.retry import RetryPolicy
+from headway.ledger.fleet import fleet
+from headway.ledger.fleet.share import Share
 from tests.services.lost_answers import contents, through
 from tests.services.postgres import PostgresServer
 from tests.services.proxy import TcpProxy

@@ -19,10 +19,11 @@ import pytest
 from headway._lease import Owner, read_owner, write_owner
 from headway._sql import Tx, Value
 from headway._sql.tx import Cursor
+from headway.core.retry import RetryPolicy
 from headway.errors import InvalidInput, JobHeld, NotFound, Refused, StaleClaim
-from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, NewItem, claims
-from headway.ledger.recorder import Recorder
-from headway.retry import RetryPolicy
+from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, NewItem
+from headway.ledger.fleet import claims
+from headway.ledger.store.recorder import Recorder
 from tests.core.databases import python
 from tests.services.waiting import eventually
 

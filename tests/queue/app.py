@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from headway._lease import Owner
-from headway.lifecycle import Shutdown, on_signals
-from headway.queue.claims import Claimant
-from headway.queue.execution import GiveUp
-from headway.queue.rqsource import RqSource
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.watch import Settings
-from headway.queue.worker import Worker
+from headway.core.lifecycle import Shutdown, on_signals
+from headway.queue.store.claim import Claimant
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.execution import GiveUp
+from headway.queue.worker.heartbeat import Settings
+from headway.queue.worker.rq_source import RqSource
+from headway.queue.worker.worker import Worker
 
 ISOLATIONS = ("fork", "none")
 

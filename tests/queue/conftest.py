@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headway.queue.taskqueue import TaskQueue
+from headway.queue.task_queue import TaskQueue
 from tests.queue.nursery import Forked, Nursery
 
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from flask import Flask
 
 from headway.errors import InvalidInput
-from headway.queue.app import load
 from headway.queue.flask import Headway
-from headway.queue.values import Status
+from headway.queue.task import Status
+from headway.queue.worker.app import load
 from headway.testing import eager
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
@@ -133,3 +134,21 @@ def test_an_unbound_extension_accepts_no_task_and_creates_no_database(home: Path
         assert extension.submit("word", 7).status is Status.QUEUED
     with Headway(database="sqlite:///own.db") as configured:
         assert configured.is_configured
+
+
+def test_an_application_factory_may_be_called_again_while_the_queue_is_in_use(tmp_path: Path):
+    with Headway() as queue:
+        queue.handler("caption")(lambda task, payload: payload)
+
+        def create_app(name: str) -> Flask:
+            app = Flask(__name__)
+            app.config["HEADWAY_DATABASE"] = f"sqlite:///{tmp_path}/{name}.db"
+            queue.init_app(app)
+            return app
+
+        create_app("tasks")
+        task = queue.submit("caption")
+        create_app("tasks")
+        assert queue.get(task.id).id == task.id
+        with pytest.raises(InvalidInput, match="cannot be moved"):
+            create_app("others")

@@ -10,11 +10,11 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 
 import pytest
 
-from headway.queue.sweeper import Sweeper
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import Status
-from headway.queue.watch import Settings
-from headway.queue.worker import Worker
+from headway.queue.recovery import Sweeper
+from headway.queue.task import Status
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.heartbeat import Settings
+from headway.queue.worker.worker import Worker
 from tests.services.waiting import eventually
 
 LEASE = 1.5

@@ -5,22 +5,31 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headway._lease import Owner
 from headway._sql import Tx, Value, connect
 from headway._sql.tx import Cursor
-from headway.failure import Failure
-from headway.queue import claims, hinting, settling
-from headway.queue.claims import Claimant
+from headway.core.failure import Failure
+from headway.core.lifecycle import Shutdown
+from headway.queue.recovery import Sweeper
 from headway.queue.rq import RqHints
-from headway.queue.rqsource import RqSource
-from headway.queue.settling import Success
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import PRIORITIES, Priority, Status, TaskConflict, UserBusy
-from headway.queue.worker import Worker
+from headway.queue.store import claim as claims
+from headway.queue.store import complete as settling
+from headway.queue.store import hints as hinting
+from headway.queue.store.claim import Claimant
+from headway.queue.store.complete import Success
+from headway.queue.task import PRIORITIES, Priority, Status, TaskConflict, UserBusy
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.rq_source import RqSource
+from headway.queue.worker.worker import Worker
+from tests.queue import app
+from tests.queue.nursery import Nursery
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
 
@@ -386,3 +395,69 @@ def test_what_no_database_can_keep_in_a_message_costs_no_neighbour_its_record(da
         assert {task.id: (task.status, task.message) for task in queue.list()} == {
             f"t{n}": (Status.COMPLETED, "a b c" if n % 2 else "plain") for n in range(4)
         }
+
+
+def wait_is_over(queue: TaskQueue) -> None:
+    queue.database.run(lambda tx: tx.execute("UPDATE tasks SET run_at = 0 WHERE ready = 0"))
+
+
+@pytest.mark.parametrize("kind", ["die.none", "close.none"])
+def test_a_task_that_kills_its_worker_costs_no_task_of_the_same_batch_its_life(
+    database_url: str, tmp_path: Path, nursery: Nursery, kind: str
+):
+    truth = tmp_path / "ran"
+    with app.build(database_url) as queue:
+        before = queue.submit("log.none", {"file": str(truth)})
+        deadly = queue.submit(kind)
+        after = [queue.submit("log.none", {"file": str(truth)}).id for _ in range(4)]
+        sweeper = Sweeper(queue)
+        for n in range(2):  # its two tries
+            wait_is_over(queue)
+            nursery.start(f"w{n}", url=database_url, isolations=["none"]).wait()
+            sweeper.tick()
+        wait_is_over(queue)
+        worker = nursery.start("w", url=database_url, isolations=["none"])
+        try:
+            eventually(lambda: all(queue.get(id).is_final for id in (before.id, deadly.id, *after)))
+        finally:
+            worker.kill()
+        assert queue.get(deadly.id).status is Status.FAILED
+        assert {queue.get(id).status for id in (before.id, *after)} == {Status.COMPLETED}
+
+
+def test_tasks_behind_a_slow_one_in_a_workers_hands_are_run_by_an_idle_worker(
+    database_url: str, tmp_path: Path, nursery: Nursery
+):
+    truth = tmp_path / "ran"
+    with app.build(database_url) as queue:
+        slow = queue.submit("patient.none", str(tmp_path / "began"))
+        others = [queue.submit("log.none", {"file": str(truth)}).id for _ in range(5)]
+        first = nursery.start("first", url=database_url, isolations=["none"])
+        eventually((tmp_path / "began").exists)
+        second = nursery.start("second", url=database_url, isolations=["none"])
+        try:
+            eventually(lambda: all(queue.get(id).is_final for id in others))
+            assert queue.get(slow.id).status is Status.RUNNING
+        finally:
+            first.kill()
+            second.kill()
+        assert {(queue.get(id).status, queue.get(id).attempts) for id in others} == {(Status.COMPLETED, 0)}
+    assert len(truth.read_text().splitlines()) == 5, "once each"
+
+
+def test_a_worker_whose_tasks_take_long_claims_few_of_them(crowd: TaskQueue):
+    begun: list[int] = []
+
+    def slow(task: Any, payload: Any) -> None:
+        begun.append(sum(one.status is Status.RUNNING for one in crowd.list()))
+        while time.monotonic() < payload:  # as long as it takes: its duration is what is measured
+            pass
+
+    crowd.handlers = {}
+    crowd.handler("slow", isolation="none")(slow)
+    worker = Worker(crowd, shutdown=Shutdown())
+    crowd.submit("slow", time.monotonic() + 1.2)
+    worker.tick()
+    crowd.submit_many({"kind": "slow", "payload": 0} for _ in range(9))
+    worker.tick()
+    assert begun[1] < 5

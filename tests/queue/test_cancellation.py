@@ -15,11 +15,13 @@ from headway.alerts import Rules
 from headway.alerts.readings import fetch, judge
 from headway.queue import TaskCancelled, TaskQueue
 from headway.queue.handlers import Isolation
-from headway.queue.sweeper import Sweeper
-from headway.queue.values import Status
-from headway.queue.watch import Settings
-from headway.queue.worker import Worker
+from headway.queue.recovery import Sweeper
+from headway.queue.store import complete as settling
+from headway.queue.task import Status
+from headway.queue.worker.heartbeat import Settings
+from headway.queue.worker.worker import Worker
 from tests.queue import app
+from tests.queue.claiming import take
 from tests.queue.nursery import Forked
 from tests.services.waiting import eventually
 
@@ -155,3 +157,12 @@ def test_a_cancelled_retry_keeps_the_attempt_that_failed_before(queue: TaskQueue
     assert (ended.status, ended.attempts, ended.error) == (Status.CANCELLED, 1, "ValueError: the first run fails")
     assert queue.database.all("SELECT sum(failures), sum(cancelled) FROM task_minutes") == [(1, 1)]
     assert queue.database.all("SELECT outcome FROM task_attempts") == [("failed",)]
+
+
+def test_a_cancelled_task_whose_worker_ends_is_not_run_again(queue: TaskQueue):
+    task = queue.submit("caption", user_id="anna")
+    [claim] = take(queue)
+    queue.cancel(task.id, by="anna")
+    queue.database.run(lambda tx: settling.give_back(tx, claim))
+    assert queue.get(task.id).status is Status.CANCELLED
+    assert queue.submit("caption", user_id="anna").status is Status.QUEUED, "the user's place is free"

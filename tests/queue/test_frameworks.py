@@ -12,8 +12,8 @@ import pytest
 from flask import Flask
 
 from headway.queue.flask import Headway
-from headway.queue.values import Status
-from headway.queue.worker import Worker
+from headway.queue.task import Status
+from headway.queue.worker.worker import Worker
 from headway.testing import eager
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "queue.md"

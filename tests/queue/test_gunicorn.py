@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from headway.errors import InvalidInput
-from headway.queue.gunicorn import hooks
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import Status
+from headway.queue.gunicorn import Guard, hooks
+from headway.queue.task import Status
+from headway.queue.task_queue import TaskQueue
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
 
@@ -125,7 +125,7 @@ class Site:
         return {
             pid: command
             for pid, command in found.items()
-            if "headway worker" in command or "headway.run.slot" in command
+            if "headway worker" in command or "headway.run.fleet.slot" in command
         }
 
     def supervisors(self) -> set[int]:
@@ -364,3 +364,16 @@ def _accepted(site: Site, user: str, seconds: float = 0.01) -> str | None:
 
 def _command(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+
+
+def test_the_supervisor_beside_gunicorn_does_not_keep_its_port(tmp_path: Path):
+    seen = tmp_path / "seen"
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.set_inheritable(True)  # as Gunicorn's are: it hands them down to its successor
+        mine = os.readlink(f"/proc/self/fd/{listening.fileno()}")
+        guard = Guard()
+        command = ["/bin/sh", "-c", f"ls -l /proc/self/fd > {seen}.new; mv {seen}.new {seen}; sleep 60"]
+        guard.deploy(command, drain=0.0)
+        eventually(seen.exists)
+        guard.stop()
+    assert mine not in seen.read_text()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from headway.errors import InvalidInput
-from headway.queue.taskqueue import TaskQueue
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.heartbeat import Settings
+from headway.queue.worker.rq_source import RqSource
+from headway.queue.worker.worker import Worker
+from tests.queue import app
+from tests.services.redis import RedisServer
 
 
 async def asynchronous(task: Any, payload: Any) -> None: ...
@@ -22,7 +28,7 @@ def generator(task: Any, payload: Any) -> Any:
     yield 1
 
 
-class Callable:
+class AsyncCallable:
     async def __call__(self, task: Any, payload: Any) -> None: ...
 
 
@@ -31,7 +37,7 @@ class Callable:
     [
         (asynchronous, "an async function"),
         (partial(asynchronous), "an async function"),
-        (Callable(), "an async function"),
+        (AsyncCallable(), "an async function"),
         (asynchronous_generator, "a generator function"),
         (generator, "a generator function"),
     ],
@@ -41,3 +47,34 @@ def test_a_function_that_returns_before_its_work_is_done_is_refused(queue: TaskQ
         queue.handler("later")(function)
     assert "asyncio.run" in refused.value.hint
     assert "later" not in queue.handlers
+
+
+@pytest.fixture
+def queue(database_url: str) -> Iterator[TaskQueue]:
+    with app.build(database_url) as made:
+        yield made
+
+
+def drain(queue: TaskQueue) -> None:
+    source = None if queue.redis_url is None else RqSource(queue, queue.redis_url, name="drainer")
+    Worker(queue, source=source, settings=Settings(rest=0.05)).run(burst=True)
+
+
+@pytest.mark.parametrize("isolation", ["fork", "none"])
+def test_a_handler_may_use_the_queue_itself_and_its_worker_goes_on(
+    database_url: str, redis_server: RedisServer, isolation: Literal["fork", "none"]
+):
+    with app.build(database_url, redis=redis_server.url()) as queue:
+
+        def plan(task, payload):
+            follow = [queue.submit("echo.none", n, id=f"{task.id}-{n}").id for n in range(3)]
+            return [queue.get(id).status for id in (task.id, *follow)]
+
+        queue.handler("plan", retries=0, isolation=isolation)(plan)
+        for n in range(3):
+            queue.submit("plan", id=f"plan{n}")
+        drain(queue)
+        rows = queue.database.all("SELECT status, count(*) FROM tasks GROUP BY status")
+        assert rows == [("COMPLETED", 12)]
+        results = queue.database.all("SELECT result FROM tasks WHERE kind = 'plan'")
+        assert results == [('["RUNNING","QUEUED","QUEUED","QUEUED"]',)] * 3

@@ -16,10 +16,10 @@ import sqlalchemy
 import sqlalchemy.orm
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from headway.lifecycle import Shutdown
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import Status
-from headway.queue.worker import Worker
+from headway.core.lifecycle import Shutdown
+from headway.queue.task import Status
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.worker import Worker
 
 Query = Callable[[str], Any]
 
@@ -168,9 +168,9 @@ import django
 django.setup()
 from django.db import connection
 
-from headway.lifecycle import Shutdown
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.worker import Worker
+from headway.core.lifecycle import Shutdown
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.worker import Worker
 
 def query(text):
     with connection.cursor() as cursor:

@@ -12,11 +12,11 @@ import pytest
 from cryptography.fernet import Fernet
 
 from headway.config import Config
-from headway.lifecycle import Shutdown
-from headway.queue.codec import FernetCodec
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import Status
-from headway.queue.worker import Worker
+from headway.core.lifecycle import Shutdown
+from headway.queue.payload import FernetCodec
+from headway.queue.task import Status
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.worker import Worker
 
 OLD, NEW = Fernet.generate_key().decode(), Fernet.generate_key().decode()
 Use = Callable[..., None]
@@ -138,3 +138,24 @@ def test_another_reader_of_the_same_settings_does_not_consume_the_change(tmp_pat
         id = queue.submit("echo", "secret").id
         [(stored,)] = queue.database.all("SELECT payload FROM tasks WHERE id = ?", (id,))
         assert json.loads(FernetCodec([NEW]).decode(id, stored)) == "secret"
+
+
+def test_a_task_written_with_a_key_that_the_worker_is_about_to_read_is_run(tmp_path: Path):
+    """A web process may have read the file two seconds before the worker does."""
+    old, new = Fernet.generate_key().decode(), Fernet.generate_key().decode()
+    file = tmp_path / "headway.toml"
+
+    def use(*keys: str) -> None:
+        file.write_text(f'database = "sqlite:///{tmp_path}/tasks.db"\nqueue_keys = "{" ".join(keys)}"\n')
+
+    use(old)
+    with TaskQueue.from_settings(Config(directory=tmp_path, environment={})) as mine:
+        mine.handler("echo", isolation="none")(lambda task, payload: payload)
+        worker = Worker(mine, shutdown=Shutdown())
+        worker.tick()  # it looked just now
+        use(new, old)
+        with TaskQueue.from_settings(Config(directory=tmp_path, environment={})) as theirs:
+            theirs.handler("echo", isolation="none")(lambda task, payload: payload)
+            task = theirs.submit("echo", "secret")
+        worker.tick()
+        assert mine.get(task.id).status is Status.COMPLETED

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.queue.sweeper import Sweeper
-from headway.queue.taskqueue import TaskQueue
+from headway.queue.recovery import Sweeper
+from headway.queue.task_queue import TaskQueue
 from tests.queue import app
 from tests.queue.nursery import Forked, Nursery
 from tests.services.redis import RedisServer
@@ -49,7 +49,7 @@ def test_kill_9_of_workers_loses_no_task_and_records_none_twice(
     mode: str, engine: str, isolation: str, kills: int, tmp_path: Path, request: pytest.FixtureRequest,
     start: Callable[..., Forked], monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
-    monkeypatch.setattr("headway.queue.sweeper.HINT_SECONDS", 0.2)  # a lost hint is missed sooner than in 10 s
+    monkeypatch.setattr("headway.queue.recovery.HINT_SECONDS", 0.2)  # a lost hint is missed sooner than in 10 s
     url = f"sqlite:///{tmp_path}/queue.db" if engine == "file" else request.getfixturevalue("postgres_url")
     server: RedisServer | None = request.getfixturevalue("redis_server") if mode == "rq" else None
     redis_url = server.url() if server else None

@@ -13,11 +13,12 @@ import pytest
 
 from headway._sql import Database
 from headway.errors import InvalidInput, StorageError
-from headway.queue import claims, migration
+from headway.queue import migration
 from headway.queue.migration import LegacyTable
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import PRIORITIES, Status, TaskConflict, UserBusy
-from headway.queue.worker import Worker
+from headway.queue.store import claim as claims
+from headway.queue.task import PRIORITIES, Status, TaskConflict, UserBusy
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.worker import Worker
 from tests.queue import app
 from tests.queue.test_rq import drain, redis_url  # noqa: F401 - a fixture
 from tests.services.redis import RedisServer

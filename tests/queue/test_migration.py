@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from headway.errors import InvalidInput
 from headway.queue import migration
+from headway.queue.recovery import Sweeper
 from headway.queue.rq import RqHints
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import Status
-from headway.queue.worker import Worker
+from headway.queue.task import Status
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.worker import Worker
 from tests.queue import app
 from tests.queue.test_rq import drain, redis_url  # noqa: F401 - a fixture
 from tests.services.redis import RedisServer
+from tests.services.server import free_port
 
 
 @pytest.fixture
@@ -157,3 +162,45 @@ def test_a_move_of_a_queue_that_has_both_modes_runs_everything(
         drain(queue)
         drain(queue)
         assert all(queue.get(task.id).status is Status.COMPLETED for task in (old, new))
+
+
+def test_a_move_to_the_database_ends_also_beside_a_sweeper_that_tells_rq_again(
+    database_url: str, redis_server: RedisServer
+):
+    redis_server.client(0).flushall()
+    stop = threading.Event()
+    with TaskQueue(database_url, redis_server.url(), per_user=None) as queue, ThreadPoolExecutor(2) as threads:
+        queue.handler("caption")(lambda task, payload: payload)
+        queue.submit_many({"kind": "caption"} for _ in range(1200))
+        sweeping = threads.submit(Sweeper(queue, hints=queue.hints).run, stop)
+        try:
+            moved = threads.submit(migration.to_database, queue).result(30)
+        finally:
+            stop.set()
+            sweeping.result(60)
+        assert moved.moved == 1200
+
+
+def test_a_move_to_the_database_while_redis_is_away_says_that_the_hints_are_still_there(
+    database_url: str, redis_factory: Callable[..., RedisServer]
+):
+    server = redis_factory()
+    with TaskQueue(database_url, server.url(), per_user=None) as queue:
+        queue.handler("caption")(lambda task, payload: payload)
+        queue.submit_many({"kind": "caption"} for _ in range(3))
+        server.stop()
+        assert migration.to_database(queue) == migration.Moved(0, left=3)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[TaskQueue]:
+    with TaskQueue(f"sqlite:///{tmp_path}/queue.db", per_user=None) as made:
+        yield made
+
+
+def test_a_move_to_a_redis_that_is_away_says_of_how_many_tasks_it_does_not_know(small: TaskQueue, tmp_path: Path):
+    small.handler("caption")(lambda task, payload: payload)
+    small.submit_many([{"kind": "caption"} for _ in range(700)])
+    with TaskQueue(f"sqlite:///{tmp_path}/queue.db", f"redis://127.0.0.1:{free_port()}/0") as queue:
+        assert queue.hints is not None
+        assert migration.to_rq(queue, queue.hints) == migration.Moved(0, left=700)

@@ -9,15 +9,18 @@ import subprocess
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.fernet import Fernet
 
 from headway.errors import InvalidInput, NotFound
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import Status, TaskConflict, UserBusy
-from headway.queue.worker import Worker
+from headway.queue.recovery import Sweeper
+from headway.queue.task import Status, TaskConflict, UserBusy
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.worker import Worker
 from headway.views.queue import read_queues, read_workers, task_view
 from headway.views.shape import plain
 from tests.queue import app
@@ -307,3 +310,30 @@ def test_a_submission_that_says_something_unknown_is_refused(shop: TaskQueue):
     with pytest.raises(InvalidInput, match="no 'priorty'"):
         shop.submit_many([{"kind": "caption", "priorty": "low"}])
     assert shop.list() == []
+
+
+def test_a_page_behind_a_task_that_was_deleted_meanwhile_is_not_called_empty(queue: TaskQueue):
+    tasks = [queue.submit("caption", user_id=user) for user in ("anna", "ben", "carl")]
+    queue.cancel(tasks[1].id)
+    queue.database.run(lambda tx: tx.execute("UPDATE tasks SET ended_at = ended_at - 40 * 86400"))
+    assert [task.id for task in queue.list(before=tasks[1].id)] == [tasks[0].id]
+    assert Sweeper(queue).purge() == 1
+    with pytest.raises(NotFound):
+        queue.list(before=tasks[1].id)
+    with pytest.raises(NotFound):  # somebody else's is as missing
+        queue.list(before=tasks[2].id, user_id="anna")
+
+
+@pytest.mark.parametrize(
+    "until",
+    [
+        datetime.now(UTC) - timedelta(hours=1),
+        datetime(2999, 1, 1),  # noqa: DTZ001 - it is what is refused
+        "tomorrow",
+        datetime.max.replace(tzinfo=UTC),
+    ],
+)
+def test_a_pause_that_would_not_begin_or_whose_end_is_a_guess_is_refused(crowd: TaskQueue, until: Any):
+    with pytest.raises(InvalidInput, match="until"):
+        crowd.pause("low", reason="upgrade", by="anna", until=until)
+    assert not any(info.paused for info in crowd.stats())

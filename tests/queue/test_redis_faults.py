@@ -6,7 +6,7 @@ import shutil
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,14 @@ import redis
 from cryptography.fernet import Fernet
 
 from headway._lease import Owner
-from headway.queue import settling
-from headway.queue.claims import Claimant
-from headway.queue.rqsource import RqSource
-from headway.queue.sweeper import Sweeper
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import PRIORITIES, Status, UserBusy
-from headway.queue.watch import Settings
-from headway.queue.worker import Worker
+from headway.queue.recovery import Sweeper
+from headway.queue.store import complete as settling
+from headway.queue.store.claim import Claimant
+from headway.queue.task import PRIORITIES, Status, UserBusy
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.heartbeat import Settings
+from headway.queue.worker.rq_source import RqSource
+from headway.queue.worker.worker import Worker
 from tests.queue import app
 from tests.queue.nursery import Nursery
 from tests.services.redis import RedisServer
@@ -110,7 +110,7 @@ def test_a_redis_that_lost_or_repeats_what_it_knew_costs_no_task_at_any_moment_o
     database_url: str, tmp_path: Path, redis_factory: Callable[..., RedisServer],
     fault: Callable[[RedisServer], None], monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
-    monkeypatch.setattr("headway.queue.sweeper.HINT_SECONDS", 0.05)
+    monkeypatch.setattr("headway.queue.recovery.HINT_SECONDS", 0.05)
     server, truth = redis_factory(), tmp_path / "ran"
     moments = ("completed", "cancelled", "retrying", "running", "claimed", "popped", "hinted", "hinted too")
     with app.build(database_url, redis=server.url()) as queue:
@@ -246,3 +246,49 @@ def test_nothing_of_a_payload_a_secret_or_a_traceback_is_in_redis_its_file_the_r
         assert place == "rows" or "Traceback" not in text, place
     assert "failing" in texts["log"], "the failure is in the log, with the task's id"
     assert error.startswith("ValueError: token=")
+
+
+def who(queue: TaskQueue, name: str = "w") -> Claimant:
+    return Claimant(name, Owner.current(), sorted(queue.handlers), 60.0)
+
+
+@pytest.fixture
+def hinted(database_url: str, redis_server: RedisServer) -> Iterator[TaskQueue]:
+    with TaskQueue(database_url, redis_server.url(), per_user=None) as made:
+        made.handler("caption", isolation="none")(lambda task, payload: payload)
+        yield made
+
+
+def test_a_worker_that_comes_back_to_a_redis_it_could_not_leave_is_not_refused_by_rq(
+    hinted: TaskQueue, redis_server: RedisServer
+):
+    stop = threading.Event()
+    RqSource(hinted, redis_server.url(), name="w").wait(0.05, stop)  # Redis was away when it was closed
+    again = RqSource(hinted, redis_server.url(), name="w")
+    task = hinted.submit("caption")
+    again.wait(0.05, stop)
+    assert [claim.id for claim in again.claim(who(hinted), PRIORITIES, 1)] == [task.id]
+    again.close()
+
+
+@pytest.fixture
+def queue(database_url: str) -> Iterator[TaskQueue]:
+    with app.build(database_url) as made:
+        yield made
+
+
+@pytest.mark.req("S2-33")
+def test_the_sweeper_goes_on_while_redis_is_away_and_hints_when_it_is_back(
+    database_url: str, redis_factory: Callable[..., RedisServer]
+):
+    server = redis_factory()
+    with app.build(database_url, redis=server.url()) as queue:
+        task = queue.submit("echo.none", 1)
+        queue.database.run(lambda tx: tx.execute("UPDATE tasks SET hinted_at = hinted_at - 60"))
+        server.kill9()
+        sweeper = Sweeper(queue, hints=queue.hints)
+        sweeper.tick()
+        server.start()
+        eventually(
+            lambda: sweeper.tick() >= 0 and server.client().lrange("rq:queue:headway:normal", 0, -1) == [task.id]
+        )

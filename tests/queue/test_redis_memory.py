@@ -9,9 +9,15 @@ from typing import Any
 
 import pytest
 
+from headway._lease import Owner
 from headway.config import Config
 from headway.errors import HeadwayError
-from headway.queue.taskqueue import TaskQueue
+from headway.queue.recovery import Sweeper
+from headway.queue.store.claim import Claimant
+from headway.queue.task import PRIORITIES
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.rq_source import RqSource
+from headway.queue.worker.supervisor import CurrentHints
 from tests.services.redis import RedisServer
 
 USED = 40 * 2**20
@@ -104,3 +110,39 @@ def test_hints_begin_again_below_the_warning_percent(made: Callable[..., TaskQue
 def test_thresholds_that_contradict_each_other_are_refused(made: Callable[..., TaskQueue], values: dict[str, object]):
     with pytest.raises(HeadwayError, match=r"(?i)queue_"):
         made(**values)
+
+
+def test_a_hint_that_a_full_redis_threw_away_is_missed_although_it_is_full(
+    database_url: str, redis_server: RedisServer
+):
+    with TaskQueue(database_url, redis_server.url()) as queue, redis_server.client() as client:
+        queue.handler("caption")(lambda task, payload: payload)
+        task = queue.submit("caption")
+        client.delete("rq:queue:headway:normal")  # evicted, or popped by a worker that was killed
+        queue.database.run(lambda tx: tx.execute("UPDATE tasks SET hinted_at = hinted_at - 60"))
+        client.config_set("maxmemory", client.info("memory")["used_memory"] * 10 // 9)
+        try:
+            hints = CurrentHints(queue)
+            assert hints.look_at_memory()
+            Sweeper(queue, hints=hints).tick()
+            source = RqSource(queue, redis_server.url(), name="w")
+            claimed = source.claim(Claimant("w", Owner.current(), ["caption"]), PRIORITIES, 1)
+            source.close()
+        finally:
+            client.config_set("maxmemory", 0)
+        assert [claim.id for claim in claimed] == [task.id]
+
+
+def test_a_submitter_too_leaves_a_redis_alone_that_is_nearly_full(
+    tmp_path: Path, redis_factory: Callable[..., RedisServer]
+):
+    server = redis_factory(maxmemory="40mb", maxmemory_policy="noeviction")
+    client = server.client(0)
+    for n in range(200):
+        if client.info("memory")["used_memory"] < 0.9 * 40 * 2**20:
+            client.set(f"ballast:{n}", "x" * 2**18)
+    with TaskQueue(f"sqlite:///{tmp_path}/tasks.db", f"redis://127.0.0.1:{server.port}/0", per_user=None) as queue:
+        queue.handler("caption")(lambda task, payload: payload)
+        queue.submit("caption")
+        assert client.llen("rq:queue:headway:normal") == 0
+        assert queue.database.one("SELECT count(*) FROM tasks WHERE hinted_at IS NULL") == (1,)

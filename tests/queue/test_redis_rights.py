@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from headway.lifecycle import Shutdown
+from headway.core.lifecycle import Shutdown
 from headway.queue import migration
-from headway.queue.rqsource import RqSource
-from headway.queue.supervisor import CurrentHints
-from headway.queue.sweeper import Sweeper
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import Status, UserBusy
-from headway.queue.worker import Worker
+from headway.queue.recovery import Sweeper
+from headway.queue.task import Status, UserBusy
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.rq_source import RqSource
+from headway.queue.worker.supervisor import CurrentHints
+from headway.queue.worker.worker import Worker
 from tests.services.redis import RedisServer, installations
 from tests.services.waiting import eventually
 

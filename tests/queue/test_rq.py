@@ -21,13 +21,13 @@ from rq.registry import FailedJobRegistry, StartedJobRegistry
 from rq.results import Result
 from rq.serializers import JSONSerializer
 
+from headway.queue.recovery import Sweeper
 from headway.queue.rq import RqHints
-from headway.queue.rqsource import RqSource
-from headway.queue.sweeper import Sweeper
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import Status, Task, UserBusy
-from headway.queue.watch import Settings
-from headway.queue.worker import Worker
+from headway.queue.task import Status, Task, UserBusy
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.heartbeat import Settings
+from headway.queue.worker.rq_source import RqSource
+from headway.queue.worker.worker import Worker
 from tests.queue import app
 from tests.queue.nursery import Forked
 from tests.queue.test_worker import ended

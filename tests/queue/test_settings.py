@@ -19,9 +19,9 @@ from headway.config import PROFILES, Config
 from headway.errors import ConfigError, InvalidInput, Unavailable
 from headway.queue.flask import Headway
 from headway.queue.settings import LIVE, LiveSettings
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import Status, UserBusy
-from headway.queue.worker import Worker
+from headway.queue.task import Status, UserBusy
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.worker import Worker
 from tests.queue import app
 from tests.services.postgres import PostgresServer
 from tests.services.redis import RedisServer

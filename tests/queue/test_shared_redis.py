@@ -13,10 +13,10 @@ from rq import SimpleWorker
 from rq.registry import FailedJobRegistry
 
 from headway.errors import InvalidInput
-from headway.queue.rqsource import RqSource
+from headway.queue.recovery import Sweeper
 from headway.queue.settings import RqOptions
-from headway.queue.sweeper import Sweeper
-from headway.queue.values import PRIORITIES, Status
+from headway.queue.task import PRIORITIES, Status
+from headway.queue.worker.rq_source import RqSource
 from tests.queue import app
 from tests.queue.test_rq import drain, raw_client, redis_url  # noqa: F401 - a fixture
 from tests.services.redis import RedisServer

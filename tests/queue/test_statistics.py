@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from headway.queue import claims
-from headway.queue.sweeper import Sweeper
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import PRIORITIES
-from headway.queue.worker import Worker
-from headway.views.performance import read_performance
+from headway.queue.recovery import Sweeper
+from headway.queue.store import claim as claims
+from headway.queue.task import PRIORITIES
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.worker import Worker
 from headway.views.queue import WorkerView, read_queues, read_task, read_workers
+from headway.views.system.performance import read_performance
 from tests.queue import app
 from tests.queue.nursery import Forked
 from tests.services.redis import RedisServer

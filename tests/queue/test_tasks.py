@@ -6,39 +6,26 @@ import threading
 from collections import Counter
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headway._lease import Owner
 from headway.errors import InvalidInput, NotFound, StaleClaim
-from headway.failure import Failure
-from headway.queue import claims, settling
-from headway.queue.claims import Claimant
-from headway.queue.codec import FernetCodec
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import PRIORITIES, Claim, Priority, Status, Task, TaskConflict, UserBusy
+from headway.queue.payload import FernetCodec
+from headway.queue.store import claim as claims
+from headway.queue.store import complete as settling
+from headway.queue.store.claim import Claimant
+from headway.queue.task import PRIORITIES, Claim, Priority, Status, Task, TaskConflict, UserBusy
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.heartbeat import Settings
+from headway.queue.worker.rq_source import RqSource
+from headway.queue.worker.worker import Worker
+from tests.queue import app
+from tests.queue.claiming import complete, fail, take, worker
+from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
-
-BOOM = Failure("ValueError", "boom")
-
-
-def worker(name: str = "w1", *, lease: float = 60.0, kinds: tuple[str, ...] = ("caption", "resize")) -> Claimant:
-    return Claimant(name, Owner.current(), kinds, lease)
-
-
-def take(queue: TaskQueue, limit: int = 1, who: Claimant | None = None, **options) -> list[Claim]:
-    who = who or worker()
-    options.setdefault("queues", PRIORITIES)
-    return queue.database.run(lambda tx: claims.claim(tx, who, limit=limit, **options))
-
-
-def complete(queue: TaskQueue, claim: Claim, result: str | None = None) -> Task:
-    return queue.database.run(lambda tx: settling.complete(tx, claim, result, 0.1))
-
-
-def fail(queue: TaskQueue, claim: Claim, failure: Failure = BOOM, **options) -> Task:
-    return queue.database.run(lambda tx: settling.fail(tx, claim, failure, **options))
 
 
 def sweep(queue: TaskQueue) -> list[Task]:
@@ -523,3 +510,30 @@ def test_a_limit_outside_its_bounds_is_refused_and_one_at_its_bound_is_kept(queu
         ("caption", 1_000_000, 999_999),
         ("resize", 0, 0.0001),
     ]
+
+
+def drain(queue: TaskQueue) -> None:
+    source = None if queue.redis_url is None else RqSource(queue, queue.redis_url, name="drainer")
+    Worker(queue, source=source, context=queue.context, settings=Settings(rest=0.05)).run(burst=True)
+
+
+@pytest.mark.req("S2-52", "S2-54")
+def test_a_task_is_answered_in_the_same_form_with_redis_and_without(tmp_path: Path, redis_server: RedisServer):
+    answers = []
+    for mode, redis_url in (("database", None), ("rq", redis_server.url())):
+        with app.build(f"sqlite:///{tmp_path}/{mode}.db", redis=redis_url, mode=mode, per_user=1) as queue:
+            waiting = queue.submit("raise.none", "boom", user_id="anna", id="t-1").as_json()
+            with pytest.raises(UserBusy) as busy:
+                queue.submit("raise.none", user_id="anna")
+            drain(queue)
+            answers.append(([waiting, queue.get("t-1").as_json()], str(busy.value)))
+    changing = {"created_at", "updated_at", "run_at", "started_at", "ended_at", "worker"}
+    forms = [[{**task, **dict.fromkeys(changing)} for task in tasks] for tasks, _ in answers]
+    assert forms[0] == forms[1]
+    assert answers[0][1] == answers[1][1] == "User anna has an active task already: t-1 is QUEUED."
+    assert {name: type(value).__name__ for name, value in answers[1][0][1].items()} == {
+        "id": "str", "kind": "str", "queue": "str", "status": "str", "version": "int", "user_id": "str", "role": "str",
+        "attempts": "int", "retries": "int", "percent": "float", "message": "str", "error": "str", "worker": "str",
+        "created_at": "str", "updated_at": "str", "run_at": "str", "started_at": "str", "ended_at": "str",
+        "cancelling": "bool",
+    }  # fmt: skip

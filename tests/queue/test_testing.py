@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import Status, UserBusy
+from headway.errors import StorageError
+from headway.queue.task import Status, UserBusy
+from headway.queue.task_queue import TaskQueue
 from headway.testing import eager, run_waiting
 
 pytest_plugins = ["headway.testing"]
@@ -58,3 +62,74 @@ def test_the_same_rules_hold(queue: TaskQueue):
 def test_a_fixture_makes_a_queue_eager(queue: TaskQueue, eager_queue):
     task = eager_queue(queue).submit("caption", 5)
     assert queue.get(task.id).status is Status.COMPLETED
+
+
+@pytest.fixture
+def tested() -> Iterator[TaskQueue]:
+    with TaskQueue(per_user=None) as made, eager(made):
+        yield made
+
+
+def test_a_long_chain_of_tasks_that_submit_the_next_one_is_run(tested: TaskQueue):
+    @tested.handler("count")
+    def count(task: Any, left: int) -> None:
+        if left:
+            tested.submit("count", left - 1)
+
+    tested.submit("count", 150)
+    assert [task.status for task in tested.list(limit=1000)] == [Status.COMPLETED] * 151
+
+
+def test_a_handler_may_cancel_what_it_submitted_as_it_may_beside_workers(tested: TaskQueue):
+    children: list[str] = []
+    tested.handler("child")(lambda task, payload: payload)
+
+    @tested.handler("parent")
+    def parent(task: Any, payload: Any) -> None:
+        children.append(tested.submit("child").id)
+        tested.cancel(children[0])
+
+    tested.submit("parent")
+    assert tested.get(children[0]).status is Status.CANCELLED
+
+
+def test_a_task_submitted_in_a_thread_has_run_when_its_submission_returns(tested: TaskQueue):
+    tested.handler("quick")(lambda task, payload: payload)
+
+    def submit(_: int) -> Status:
+        return tested.get(tested.submit("quick").id).status
+
+    with ThreadPoolExecutor(8) as threads:
+        assert set(threads.map(submit, range(100))) == {Status.COMPLETED}
+
+
+def test_a_handler_may_wait_for_a_thread_of_its_own_that_submits(tested: TaskQueue):
+    tested.handler("quick")(lambda task, payload: payload)
+
+    @tested.handler("outer", retries=0)
+    def outer(task: Any, payload: Any) -> str:
+        with ThreadPoolExecutor(1) as threads:
+            return tested.get(threads.submit(tested.submit, "quick").result(60).id).status.value
+
+    assert tested.get(tested.submit("outer").id).status is Status.COMPLETED
+
+
+def test_a_payload_that_is_refused_fails_its_task_in_a_test_as_beside_workers():
+    class Forgetful:
+        def encode(self, task_id: str, text: str) -> str:
+            return text
+
+        def decode(self, task_id: str, stored: str) -> str:
+            raise StorageError("The key is gone.")
+
+        def fingerprints(self, task_id: str, kind: str, text: str) -> list[str]:
+            return [text]
+
+    queue = TaskQueue(codec=Forgetful())
+    queue.handler("caption")(lambda task, payload: payload)
+    with eager(queue):
+        task = queue.submit("caption")
+        assert (queue.get(task.id).status, queue.get(task.id).error) == (
+            Status.FAILED,
+            "PayloadRefused: The key is gone.",
+        )

@@ -6,7 +6,8 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,20 @@ import pytest
 import sqlalchemy
 import sqlalchemy.orm
 from psycopg.rows import dict_row
+from sqlalchemy import create_engine, text
+from sqlalchemy.orm import Session
 
-from headway.errors import InvalidInput, NotFound
-from headway.queue.database import DatabaseSource
-from headway.queue.supervisor import CurrentHints
-from headway.queue.sweeper import Sweeper
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import Status, TaskConflict, UserBusy
-from headway.queue.worker import Worker
+from headway.core.retry import RetryPolicy
+from headway.errors import HeadwayError, InvalidInput, NotFound
+from headway.events import SqlOutbox
+from headway.queue.recovery import Sweeper
+from headway.queue.task import Status, TaskConflict, UserBusy
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.database_source import DatabaseSource
+from headway.queue.worker.supervisor import CurrentHints
+from headway.queue.worker.worker import Worker
 from headway.testing import eager
+from tests.services.postgres import PostgresServer
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
 
@@ -266,3 +272,59 @@ def test_an_eager_queue_runs_it_at_once(queue: TaskQueue, begin: Open):
     with begin() as connection, eager(queue):
         task = queue.submit("caption", 1, connection=connection)
         assert queue.get(task.id).status is Status.COMPLETED
+
+
+def test_nobody_waits_for_a_new_sink_that_waits_for_a_callers_transaction(postgres_with_tables: str):
+    with TaskQueue(postgres_with_tables) as queue:
+        queue.handler("caption")(lambda task, payload: payload)
+        queue.submit("caption")
+        with psycopg.connect(postgres_with_tables) as connection, ThreadPoolExecutor(1) as threads:
+            queue.submit("caption", connection=connection)
+            subscribed = threads.submit(SqlOutbox(queue.database).subscribe, "audit")
+            eventually(lambda: queue.database.one("SELECT 1 FROM pg_locks WHERE NOT granted"))
+            queue.database.retry = RetryPolicy(retries=0, base=0.1, cap=0.1, jitter=0.0)
+            began = time.monotonic()
+            queue.submit("caption")
+            assert time.monotonic() - began < 10, "a statement that waited for the caller would take 20 s and fail"
+            connection.rollback()
+            with suppress(HeadwayError):
+                subscribed.result(60)
+
+
+def test_a_connection_in_pipeline_mode_is_refused_with_what_to_do(postgres_with_tables: str):
+    with TaskQueue(postgres_with_tables) as queue, psycopg.connect(postgres_with_tables) as connection:
+        queue.handler("caption")(lambda task, payload: payload)
+        with connection.pipeline():
+            connection.execute("CREATE TABLE mine (n integer)")
+            with pytest.raises(InvalidInput, match="pipeline"):
+                queue.submit("caption", connection=connection)
+        assert queue.submit("caption", connection=connection).status is Status.QUEUED
+
+
+def test_a_callers_temporary_table_of_the_same_name_is_not_taken_for_ours(postgres_with_tables: str):
+    with TaskQueue(postgres_with_tables) as queue, psycopg.connect(postgres_with_tables) as connection:
+        queue.handler("caption")(lambda task, payload: payload)
+        connection.execute("CREATE TEMPORARY TABLE tasks (id text)")
+        connection.execute("CREATE TEMPORARY TABLE outbox (id text)")
+        task = queue.submit("caption", connection=connection)
+        connection.commit()
+        assert queue.get(task.id).status is Status.QUEUED
+
+
+def test_a_task_may_be_part_of_a_transaction_in_two_phases(postgres_factory: Callable[..., PostgresServer]):
+    server = postgres_factory(max_prepared_transactions="5")
+    url = server.url(server.create_database(with_tables=True))
+    with TaskQueue(url) as queue, psycopg.connect(url) as connection:
+        queue.handler("caption")(lambda task, payload: payload)
+        connection.tpc_begin(connection.xid(1, "order", "tasks"))
+        first = queue.submit("caption", connection=connection)
+        connection.tpc_prepare()
+        connection.tpc_commit()
+        assert queue.get(first.id).status is Status.QUEUED
+        engine = create_engine(url.replace("postgresql://", "postgresql+psycopg://"))
+        with Session(engine, twophase=True) as session:
+            session.execute(text("SELECT 1"))
+            second = queue.submit("caption", connection=session)
+            session.commit()
+        engine.dispose()
+        assert queue.get(second.id).status is Status.QUEUED

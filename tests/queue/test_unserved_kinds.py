@@ -14,15 +14,18 @@ import pytest
 from headway._lease import Owner
 from headway.alerts.readings import fetch, judge
 from headway.alerts.rules import Rules
-from headway.lifecycle import Shutdown
-from headway.queue import workers
-from headway.queue.supervisor import Plan, Supervisor, work_off
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import PRIORITIES, Priority
-from headway.queue.workers import Sign
-from headway.views.health import examine
+from headway.core.lifecycle import Shutdown
+from headway.queue.store import workers
+from headway.queue.store.claim import Claimant
+from headway.queue.store.workers import Sign
+from headway.queue.task import PRIORITIES, Priority
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.rq_source import RqSource
+from headway.queue.worker.supervisor import Plan, Supervisor, work_off
 from headway.views.queue import read_task
+from headway.views.system.health import examine
 from tests.queue.test_supervisor import ROOT
+from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
 
 SHOP = """
@@ -169,3 +172,19 @@ def test_without_an_online_worker_the_alert_no_handler_leaves_it_to_the_others(s
     found = judge(fetch(sender.database, Rules(), later), Rules())
     assert found["no_handler"] == []
     assert [each.above for each in found["delay"] if each.subject == "normal"] == [True]
+
+
+def test_tasks_of_a_kind_that_a_worker_does_not_know_hold_up_nothing_in_the_queues_behind(
+    database_url: str, redis_server: RedisServer
+):
+    url = redis_server.url()
+    with TaskQueue(database_url, url, per_user=None) as new, TaskQueue(database_url, url, per_user=None) as old:
+        for kind in ("fresh", "known"):
+            new.handler(kind)(lambda task, payload: payload)
+        old.handler("known")(lambda task, payload: payload)
+        new.submit_many([{"kind": "fresh"} for _ in range(300)])
+        task = new.submit("known", priority="low")
+        source = RqSource(old, url, name="old")
+        [claim] = source.claim(Claimant("old", Owner.current(), ["known"]), PRIORITIES, 1)
+        assert claim.id == task.id
+        source.close()

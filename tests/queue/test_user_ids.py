@@ -14,12 +14,12 @@ from uuid import UUID
 import pytest
 from starlette.testclient import TestClient
 
+from headway.core.lifecycle import Shutdown
 from headway.errors import HeadwayError, InvalidInput, NotFound
-from headway.lifecycle import Shutdown
-from headway.queue.rqsource import RqSource
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import Status, UserBusy
-from headway.queue.worker import Worker
+from headway.queue.task import Status, UserBusy
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.rq_source import RqSource
+from headway.queue.worker.worker import Worker
 from headway.web import User, app, ticket
 from tests.services.redis import RedisServer
 

@@ -6,23 +6,30 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
+from headway.core.lifecycle import Shutdown
 from headway.queue import TaskCancelled, TaskTimeout
 from headway.queue.handlers import Isolation
-from headway.queue.sweeper import Sweeper
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import Status, Task
-from headway.queue.watch import Settings
-from headway.queue.worker import Worker
+from headway.queue.recovery import Sweeper
+from headway.queue.task import Status, Task
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.heartbeat import Settings
+from headway.queue.worker.rq_source import RqSource
+from headway.queue.worker.worker import Worker
 from tests.queue import app
 from tests.queue.nursery import Forked
+from tests.services.proxy import TcpProxy
+from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
 
 ISOLATIONS = ("fork", "none")
@@ -387,7 +394,7 @@ def test_counts_and_causes_of_tasks_that_are_gone_are_deleted_and_those_of_today
 COUNTS_THREADS = """
 import json, os, sys, time
 from headway.queue import TaskQueue
-from headway.queue.worker import Worker
+from headway.queue.worker.worker import Worker
 
 worker = os.getpid()
 
@@ -424,3 +431,36 @@ def test_a_worker_that_ran_a_task_in_its_own_process_has_one_thread_when_it_fork
     assert counted["inside"] == [2, 2]
     assert counted["forked"] == [1, 1]
     assert counted["after"] == 1
+
+
+def test_a_worker_that_rests_outlives_a_database_that_is_away(
+    redis_server: RedisServer, postgres_with_tables: str, tcp_proxy: Callable[[int], TcpProxy],
+    caplog: pytest.LogCaptureFixture,
+):  # fmt: skip
+    port = urlsplit(postgres_with_tables).port
+    assert port is not None
+    proxy, ticks, shutdown = tcp_proxy(port), count(step=10.0), Shutdown()
+    with TaskQueue(postgres_with_tables.replace(f":{port}", f":{proxy.port}"), redis_server.url()) as queue:
+        queue.handler("caption")(lambda task, payload: payload)
+
+        class CutWhenItRests(RqSource):
+            def wait(self, seconds: float, stop: threading.Event) -> None:
+                if not said():
+                    proxy.refuse()
+                    proxy.cut()
+                super().wait(seconds, stop)
+
+        def said() -> bool:
+            return any("the store cannot be used" in record.message for record in caplog.records)
+
+        source = CutWhenItRests(queue, redis_server.url(), name="w", clock=lambda: float(next(ticks)))
+        queue.database.patience = 0.0
+        worker = Worker(queue, source=source, shutdown=shutdown, settings=Settings(rest=0.05))
+        with ThreadPoolExecutor(1) as threads:
+            running = threads.submit(worker.run)
+            eventually(said)
+            proxy.pass_through()
+            eventually(lambda: worker.name in dict(queue.database.all("SELECT name, pid FROM task_workers")))
+            assert not running.done()
+            shutdown.stop.set()
+            running.result(60)

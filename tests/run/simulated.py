@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from headway.run.estimate import RunSnapshot
+from headway.run.display.estimate import RunSnapshot
 
 #: How long an item takes, by how far the run is (0 to 1): a draw, of about ``mean`` seconds in the beginning.
 Length = Callable[[random.Random, float, float], float]

@@ -13,14 +13,15 @@ from typing import Any
 import psycopg
 import pytest
 
-from headway.ledger import Done, Ledger, NewItem, fleet
-from headway.lifecycle import Shutdown
-from headway.queue.execution import RunningTask
-from headway.run.display import open_display
-from headway.run.local import LocalPool
-from headway.run.pool import Settings
-from headway.run.results import Keep
-from headway.run.slot import SharedBacklog, SlotLedger, SlotShare
+from headway.core.lifecycle import Shutdown
+from headway.ledger import Done, Ledger, NewItem
+from headway.ledger.fleet import fleet
+from headway.queue.worker.execution import RunningTask
+from headway.run.display.display import open_display
+from headway.run.fleet.slot import SharedBacklog, SlotLedger, SlotShare
+from headway.run.output.results import Keep
+from headway.run.pool.local import LocalPool
+from headway.run.pool.loop import Settings
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headway.ledger import Ledger
-from headway.run.console import shown
+from headway.run.output.console import shown
 
 #: A terminal is that of a session only after this.
 AT_A_TERMINAL = (

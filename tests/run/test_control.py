@@ -19,7 +19,7 @@ import pytest
 
 from headway.errors import InvalidInput, NotFound, Refused
 from headway.ledger import Job, Ledger
-from headway.run.estimate import Estimator, RunSnapshot
+from headway.run.display.estimate import Estimator, RunSnapshot
 from tests.services.waiting import eventually
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]

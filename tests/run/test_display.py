@@ -14,7 +14,16 @@ from datetime import datetime
 
 import pytest
 
-from headway.run.display import PROGRESS_KEYS, Display, RunSnapshot, bar, cells, interrupted, open_display, summary
+from headway.run.display.display import (
+    PROGRESS_KEYS,
+    Display,
+    RunSnapshot,
+    bar,
+    cells,
+    interrupted,
+    open_display,
+    summary,
+)
 
 NOW = RunSnapshot(
     total=120_000,

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from headway.run.estimate import Estimator, RunSnapshot
-from headway.wording import duration, pace, roughly
+from headway.core.text import duration, pace, roughly
+from headway.run.display.estimate import Estimator, RunSnapshot
 
 
 @dataclass

@@ -22,7 +22,7 @@ import pytest
 import headway
 from headway.errors import HeadwayError, InvalidInput, Stopping
 from headway.ledger import Job, Ledger
-from headway.run import executor as executors
+from headway.run.pool import executor as executors
 from tests.run import executor_functions as functions
 from tests.services.waiting import eventually
 
@@ -171,7 +171,7 @@ def test_an_executor_that_runs_everything_inside_submit_will_do(database: str):
 def test_a_batch_that_takes_long_gives_back_what_it_has_not_begun(
     make: Make, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from headway.run import batch
+    from headway.run.pool import batch
 
     def work(n: int) -> None:
         if n >= 300:

@@ -17,12 +17,13 @@ import pytest
 
 import headway
 from headway.config import Config
+from headway.core.lifecycle import Shutdown
 from headway.errors import InvalidInput
-from headway.ledger import Ledger, fleet
-from headway.lifecycle import Shutdown
+from headway.ledger import Ledger
+from headway.ledger.fleet import fleet
 from headway.queue import TaskQueue
-from headway.run.estimate import Estimator, RunSnapshot
-from headway.run.fleet import Fleets, follow, open_queue, submit_missing
+from headway.run.display.estimate import Estimator, RunSnapshot
+from headway.run.fleet.start import Fleets, follow, open_queue, submit_missing
 from tests.services.postgres import PostgresServer
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually

@@ -13,10 +13,10 @@ from functools import cache
 
 import pytest
 
-from headway.forecast import forecast
-from headway.run.estimate import Estimator
-from headway.views.series import Point, Series
-from headway.views.speed import pace
+from headway.core.forecast import forecast
+from headway.run.display.estimate import Estimator
+from headway.views.jobs.series import Point, Series
+from headway.views.jobs.speed import pace
 from tests.run.simulated import SHAPES, SimulatedRun, looks, simulate
 
 SEEDS = range(1000, 1005)

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 import headway
-from headway.cli.run import run as run_verb
+from headway.cli.jobs.run import run as run_verb
 from headway.ledger import Ledger
 from tests.services.waiting import eventually
 from tools import docs

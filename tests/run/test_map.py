@@ -30,7 +30,7 @@ from headway.run import Settings
 from headway.run import plan as plans
 from headway.run.function import default_job, earlier_default_job, source_form
 from headway.run.items import GivenItems
-from headway.run.performing import take
+from headway.run.session import take
 from tests.services.waiting import eventually
 
 PRODUCTS = [{"n": n} for n in range(30)]

@@ -19,7 +19,7 @@ import pytest
 
 import headway
 from headway.ledger import Ledger
-from headway.run.captured import LIMIT, Captured
+from headway.run.output.capture import LIMIT, Captured
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 

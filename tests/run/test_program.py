@@ -17,7 +17,7 @@ import pytest
 
 from headway.errors import InvalidInput
 from headway.ledger import Job, Ledger
-from headway.run import local
+from headway.run.pool import local
 from headway.run.program import CannotStartNow, Program, ProgramFailed
 from tests.services.waiting import eventually
 

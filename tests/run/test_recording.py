@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from headway.core.lifecycle import Shutdown
+from headway.core.retry import RetryPolicy
 from headway.errors import HeadwayError
 from headway.ledger import Ledger, NewItem
-from headway.lifecycle import Shutdown
-from headway.retry import RetryPolicy
-from headway.run.backlog import Backlog, MakeBacklog
-from headway.run.display import open_display
-from headway.run.local import LocalPool
-from headway.run.pool import Ending, Settings
-from headway.run.results import Keep
+from headway.run.display.display import open_display
+from headway.run.output.results import Keep
+from headway.run.pool.backlog import Backlog, MakeBacklog
+from headway.run.pool.local import LocalPool
+from headway.run.pool.loop import Ending, Settings
 from tests.services.waiting import eventually
 
 Run = Callable[..., Ending]
@@ -87,7 +87,7 @@ def test_what_was_written_down_as_running_is_recorded_when_it_ends(url: str, run
 
 
 def test_much_is_recorded_at_once(url: str, run: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headway.run.pool.COMMIT_MOST", 50)
+    monkeypatch.setattr("headway.run.pool.loop.COMMIT_MOST", 50)
 
     def work(item: int) -> bool | None:
         return is_recorded(url, 51) if item == 60 else None
@@ -168,7 +168,9 @@ def spells(url: str) -> list[Spell]:
 def test_suspects_begin_one_after_the_other_and_each_is_written_down_before(
     url: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("headway.run.local.NOTE_SECONDS", 600.0)  # none of them runs for long, however busy the machine
+    monkeypatch.setattr(
+        "headway.run.pool.local.NOTE_SECONDS", 600.0
+    )  # none of them runs for long, however busy the machine
     assert run(sleeping(url, [0.3] * 4), 4, workers=3, backlog=suspecting(0, 1, 2, 3)).done == 4
     found = sorted(spells(url))
     assert all(one.noted for one in found)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import headway
+from headway.core.lifecycle import Shutdown
 from headway.errors import Stopping
 from headway.ledger import JobInfo, Ledger
-from headway.lifecycle import Shutdown
 from headway.run import items
 from headway.run.items import FileItems, GivenItems, WatchedItems
 from tests.services.waiting import eventually

@@ -21,12 +21,12 @@ import pytest
 
 import headway
 from headway.cli import invoke
+from headway.core.retry import RetryPolicy
 from headway.errors import HeadwayError, InvalidInput, StaleClaim
 from headway.ledger import Done, Job, Ledger
 from headway.ledger.values import NewItem
-from headway.retry import RetryPolicy
-from headway.run.output import Output
-from headway.run.results import as_plain, lines
+from headway.run.output.files import Output
+from headway.run.output.results import as_plain, lines
 from tests.services.waiting import eventually
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]

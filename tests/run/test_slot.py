@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from headway.ledger import Ledger, control, fleet
+from headway.ledger import Ledger, control
 from headway.ledger.control import Control
-from headway.ledger.share import Share
-from headway.queue.execution import RunningTask
-from headway.run import slot
+from headway.ledger.fleet import fleet
+from headway.ledger.fleet.share import Share
+from headway.queue.worker.execution import RunningTask
+from headway.run.fleet import slot
 
 FUNCTION = """
 import os, time

@@ -18,7 +18,7 @@ import pytest
 import headway
 from headway.errors import InputChanged, InvalidInput, JobHeld
 from headway.ledger import Job, Ledger
-from headway.run.display import RunSnapshot, open_display
+from headway.run.display.display import RunSnapshot, open_display
 from tests.services.waiting import eventually
 
 

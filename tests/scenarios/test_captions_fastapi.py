@@ -31,9 +31,9 @@ from redis import Redis
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from headway.web.actions import FORMS
+from headway.web.api.actions import FORMS
+from headway.web.auth.throttle import GUESSES
 from headway.web.pages import dead, jobs, overview, queues, system
-from headway.web.throttle import GUESSES
 from tests.scenarios.deployment import Deployment
 from tests.scenarios.history import (
     assert_nothing_held,

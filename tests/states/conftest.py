@@ -11,7 +11,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from headway.retry import RetryPolicy
+from headway.core.retry import RetryPolicy
 from headway.states import LiveStore, Manager, State, StateEvent, Subscription, open_store
 from tests.services.postgres import PostgresServer
 from tests.services.waiting import eventually
@@ -28,7 +28,7 @@ LOGGED = ("sqlite", "postgresql", "redis")
 #: Those reached over TCP, with a listener that can be cut off.
 NETWORKED = ("postgresql", "redis", "firestore")
 
-#: Like `headway.retry.LISTENER`, for tests that cannot wait for it.
+#: Like `headway.core.retry.LISTENER`, for tests that cannot wait for it.
 QUICK = RetryPolicy(retries=5, base=0.01, cap=0.05)
 
 

@@ -391,7 +391,7 @@ def test_history_is_read_in_pages(place: Place):
 
 @pytest.mark.stores(("redis",))
 def test_a_long_history_on_redis_is_read_in_pages_that_let_others_in(place: Place, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headway.states.redis.HISTORY_PAGE", 100)
+    monkeypatch.setattr("headway.states.store.redis.HISTORY_PAGE", 100)
     store = place.open(history=True)
     for number in range(450):
         store.set_state(State("job", number % 3, "a", number))
@@ -626,9 +626,9 @@ def test_a_listener_held_up_by_thousands_of_changes_reads_on_from_the_log(place:
 def test_a_listener_behind_the_end_of_the_log_lists_again_and_misses_nothing(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("headway.states.sql.LOG_KEPT", 4)
-    monkeypatch.setattr("headway.states.sql.CUT_EVERY", 1)
-    monkeypatch.setattr("headway.states.redis.LOG_KEPT", 4)
+    monkeypatch.setattr("headway.states.store.sql.LOG_KEPT", 4)
+    monkeypatch.setattr("headway.states.store.sql.CUT_EVERY", 1)
+    monkeypatch.setattr("headway.states.store.redis.LOG_KEPT", 4)
     store, writer = place.open(), place.open()
     with store.subscribe() as subscription:
         replayed(subscription)

@@ -19,10 +19,10 @@ from google.cloud import firestore
 from google.cloud.firestore_v1.types import ListenResponse
 
 from headway import states
+from headway.core.retry import RetryPolicy
 from headway.errors import InvalidInput, StorageError, Unavailable
-from headway.retry import RetryPolicy
 from headway.states import JobGone, LiveStore, Manager, State
-from headway.states.firestore import FirestoreStates
+from headway.states.store.firestore import FirestoreStates
 from tests.services.firestore import FirestoreEmulator
 from tests.services.server import free_port
 from tests.services.waiting import eventually
@@ -327,7 +327,7 @@ def test_a_deletion_that_was_interrupted_is_finished_by_the_next(
     for number in range(5):
         store.set_state(State("job", 0, f"t{number}"))
     store.close()
-    monkeypatch.setattr("headway.states.firestore.DELETE_BATCH", 2)
+    monkeypatch.setattr("headway.states.store.firestore.DELETE_BATCH", 2)
     counter.calls.clear()  # the tombstone, the first batch, and no further
     counter.refuse = lambda method, number: grpc.StatusCode.UNAVAILABLE if method == "Commit" and number > 2 else None
     with pytest.raises(Unavailable):
@@ -453,7 +453,7 @@ def test_a_conflict_is_tried_again_and_is_never_called_an_outage(place: Place, c
     counter.calls.clear()
     counter.refuse = lambda method, number: grpc.StatusCode.ABORTED if method == "Commit" and number <= 6 else None
     assert store.set_state(State("job", 0, "a", 1)).version == 1
-    monkeypatch.setattr("headway.states.firestore.CONFLICT", RetryPolicy(retries=2, base=0.01))
+    monkeypatch.setattr("headway.states.store.firestore.CONFLICT", RetryPolicy(retries=2, base=0.01))
     counter.refuse = lambda method, _: grpc.StatusCode.ABORTED if method == "Commit" else None
     with pytest.raises(StorageError, match="Others write the same") as caught:
         store.set_state(State("job", 0, "a", 2))

@@ -78,7 +78,7 @@ def test_a_version_that_was_missed_is_counted_as_drift(store: LiveStore):
     name, label = "headway_states_version_gaps", store._backend.kind
     before = metrics.value(name, store=label)
     for version in (1, 2, 6):
-        store._cache.apply([headway.states.store.Change((2, "x"), State("job", 2, "x", version=version))])
+        store._cache.apply([headway.states.store.contract.Change((2, "x"), State("job", 2, "x", version=version))])
     assert metrics.value(name, store=label) - before == 3
 
 

@@ -20,8 +20,8 @@ import psycopg
 import pytest
 
 from headway import states
+from headway.core.retry import LISTENER, RetryPolicy
 from headway.errors import Unavailable
-from headway.retry import LISTENER, RetryPolicy
 from headway.states import JobGone, LiveStore, Manager, State, Subscription
 from headway.telemetry import metrics
 from tests.services.postgres import PostgresServer
@@ -338,8 +338,8 @@ def test_a_wrong_password_is_not_tried_again(redis_factory: Any):
 
 @pytest.mark.stores(("postgresql",))
 def test_a_listener_whose_backend_stands_still_connects_again(place: Place, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headway.states.sql.HEARTBEAT", 0.2)
-    monkeypatch.setattr("headway.states.sql_wakers.PING_SECONDS", 0.5)
+    monkeypatch.setattr("headway.states.store.sql.HEARTBEAT", 0.2)
+    monkeypatch.setattr("headway.states.store.sql_wakers.PING_SECONDS", 0.5)
     store = place.open(retry=PERSISTENT)
     subscription = store.subscribe()
     replayed(subscription)
@@ -361,7 +361,7 @@ def test_a_listener_whose_backend_stands_still_connects_again(place: Place, monk
 def test_a_subscriber_is_woken_by_the_notification_and_not_by_the_heartbeat(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("headway.states.sql.HEARTBEAT", 600.0)
+    monkeypatch.setattr("headway.states.store.sql.HEARTBEAT", 600.0)
     store, writer = place.open(), place.open()
     with store.subscribe() as subscription:
         replayed(subscription)
@@ -377,7 +377,7 @@ def test_a_subscriber_is_woken_by_the_notification_and_not_by_the_heartbeat(
 def test_a_change_that_came_without_a_notification_is_found_with_the_next(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("headway.states.sql.HEARTBEAT", 600.0)
+    monkeypatch.setattr("headway.states.store.sql.HEARTBEAT", 600.0)
     store, writer = place.open(), place.open()
     writer.set_state(State("job", 1, "a", 1))
     with store.subscribe() as subscription:
@@ -487,7 +487,7 @@ def test_a_connection_that_is_open_but_dead_is_noticed_without_an_error_from_bel
         "firestore": {"firestore_listener.HEARTBEAT": 0.1, "firestore.PROBE_SECONDS": 0.5},
     }
     for name, value in quick[line.place.kind].items():
-        monkeypatch.setattr(f"headway.states.{name}", value)
+        monkeypatch.setattr(f"headway.states.store.{name}", value)
     store = line.open(retry=PERSISTENT)
     store.list_all_states()
     assert store.fresh
@@ -501,7 +501,7 @@ def test_a_connection_that_is_open_but_dead_is_noticed_without_an_error_from_bel
 
 def test_the_silence_of_a_listener_is_at_most_ten_seconds_and_a_wipe_is_told_within_five():
     """Tests shorten these limits; here are the limits as they are."""
-    from headway.states import firestore, firestore_listener, redis, sql, sql_wakers
+    from headway.states.store import firestore, firestore_listener, redis, sql, sql_wakers
 
     heartbeats = [redis.HEARTBEAT_MS / 1_000, sql.HEARTBEAT, firestore_listener.HEARTBEAT]
     answers = [redis.SILENCE - redis.HEARTBEAT_MS / 1_000, sql_wakers.PING_SECONDS, firestore.PROBE_SECONDS]

@@ -144,7 +144,7 @@ def test_a_store_may_be_closed_by_a_signal_handler_and_by_what_a_subscription_ac
 STALE = """
 import sys
 from headway import states
-from headway.retry import RetryPolicy
+from headway.core.retry import RetryPolicy
 from tests.services.waiting import eventually
 
 store, _ = states.open_store(sys.argv[1], "job", 3, retry=RetryPolicy(retries=5, base=3600, cap=3600))

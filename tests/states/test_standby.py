@@ -15,7 +15,7 @@ from tests.states.conftest import replayed
 def test_the_states_of_a_job_are_read_and_followed_on_a_standby(
     postgres_factory: Callable[..., PostgresServer], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("headway.states.sql.HEARTBEAT", 0.1)
+    monkeypatch.setattr("headway.states.store.sql.HEARTBEAT", 0.1)
     server = postgres_factory()
     store, _ = open_store(server.url(), "job", 2)
     store.set_state(State("job", 0, "a", 7))

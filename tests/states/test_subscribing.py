@@ -12,11 +12,11 @@ from collections.abc import Callable
 import pytest
 
 from headway._sql import connect
+from headway.core.retry import RetryPolicy
 from headway.errors import HeadwayError, Unavailable
-from headway.retry import RetryPolicy
 from headway.states import LiveStore, State, Subscription, SubscriptionClosed
 from headway.states.jobs import open_backend
-from headway.states.sql_wakers import NotificationWaker
+from headway.states.store.sql_wakers import NotificationWaker
 from tests.services.proxy import TcpProxy
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually

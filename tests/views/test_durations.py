@@ -11,9 +11,9 @@ from random import Random
 import pytest
 
 from headway._sql import Database, connect
-from headway.failure import Failure
+from headway.core.failure import Failure
 from headway.ledger import Done, Failed, Job, Ledger, NewItem
-from headway.views.durations import EXACT, SAMPLE, SLOWEST, read_durations
+from headway.views.jobs.durations import EXACT, SAMPLE, SLOWEST, read_durations
 
 BAD = Failure("ValueError", "bad", "x.py:f")
 

@@ -11,7 +11,7 @@ import pytest
 from headway._sql import Database, connect
 from headway.errors import NotFound
 from headway.ledger import Ledger
-from headway.views.jobs import SUGGESTIONS, find_job
+from headway.views.jobs.listing import SUGGESTIONS, find_job
 
 
 @pytest.fixture(params=["file", "postgresql"])

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 from headway.ledger import Ledger, NewItem
-from headway.views.items import read_item
-from headway.views.job import read_runs, read_sheet
-from headway.views.jobs import read_jobs
-from headway.views.records import shown
+from headway.views.jobs.items import read_item
+from headway.views.jobs.job import read_runs, read_sheet
+from headway.views.jobs.listing import read_jobs
 from headway.views.shape import Document
+from headway.views.system.records import shown
 
 SECRET = "hunter2-hunter2"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.views.jobs import Holder, Job, Jobs
+from headway.views.jobs.listing import Holder, Job, Jobs
 from headway.views.schemas import documents, inner_views, json_schema, page
 from headway.views.shape import ABSENT, SCHEMAS, iso, plain
 from tests.views.schema_check import problems
@@ -88,7 +88,7 @@ def test_what_json_has_no_word_for_is_put_into_its_words(value: object, expected
 
 
 def test_a_key_that_was_not_asked_for_is_left_out():
-    from headway.views.job import DeadLetter
+    from headway.views.jobs.job import DeadLetter
 
     letter = DeadLetter(1, None, "boom", 1, 2, AT)
     assert "payload" not in plain(letter)

@@ -14,8 +14,8 @@ import pytest
 
 from headway import telemetry
 from headway._sql import connect
+from headway.core.lifecycle import Shutdown
 from headway.errors import ConfigError, InvalidInput
-from headway.lifecycle import Shutdown
 from headway.watcher.runner import main, settings_from
 from tests.services.waiting import eventually
 from tests.watcher.fakes import FakeRedis, ports

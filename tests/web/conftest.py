@@ -23,10 +23,10 @@ from websockets.sync.client import ClientConnection, connect
 
 from headway._sql import connect as open_database
 from headway.finishline import FinishLine
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.worker import Worker
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.worker import Worker
 from headway.states import Manager, open_store
-from headway.web import tokens
+from headway.web.auth import tokens
 from tests.cli.conftest import _seeded as _seeded  # noqa: PLC0414
 from tests.cli.conftest import ads as ads  # noqa: PLC0414 - the seeded ledger of the command line's tests
 from tests.services.redis import RedisServer

@@ -11,11 +11,13 @@ from random import Random
 
 from headway._lease import Owner
 from headway._sql import Database, Value, marks
-from headway.failure import Failure
+from headway.core.failure import Failure
 from headway.ledger import Done, Failed, Hold, Job, Ledger, NewItem, describe
-from headway.queue import claims, records, settling
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import Claim, Priority
+from headway.queue.store import claim as claims
+from headway.queue.store import complete as settling
+from headway.queue.store import tasks as records
+from headway.queue.task import Claim, Priority
+from headway.queue.task_queue import TaskQueue
 from headway.states import Manager, open_store
 from headway.views.reading import Reader
 

@@ -14,13 +14,13 @@ from headway._sql import connect
 from headway.config import Config
 from headway.errors import InvalidInput, NotFound, Refused
 from headway.ledger import Done, Failed, Failure, Hold, NewItem
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.worker import Worker
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.worker import Worker
 from headway.views.overview import read_job_page
 from headway.views.reading import Reader
-from headway.web import actions, bulk
-from headway.web.auth import Access
-from headway.web.problems import Forbidden
+from headway.web.api import actions, bulk
+from headway.web.api.problems import Forbidden
+from headway.web.auth.identity import Access
 from headway.web.site import Flash, Site, User
 from tests.services.waiting import eventually
 from tests.web.conftest import Web

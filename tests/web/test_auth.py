@@ -19,12 +19,12 @@ from headway.config import Config, is_loopback
 from headway.errors import ConfigError
 from headway.states import Manager, open_store
 from headway.views.reading import Reader
-from headway.web import tokens
-from headway.web.addresses import networks, peer_of
-from headway.web.auth import Access, Known
-from headway.web.problems import Throttled
+from headway.web.api.problems import Throttled
+from headway.web.auth import tokens
+from headway.web.auth.addresses import networks, peer_of
+from headway.web.auth.identity import Access, Known
+from headway.web.auth.throttle import GUESSES, Throttle
 from headway.web.site import THREADS, WAITING, Site, User
-from headway.web.throttle import GUESSES, Throttle
 from tests.services.waiting import eventually
 from tests.web.conftest import Servers, Web, answer_of, make_tokens, news, until_closed
 

@@ -70,7 +70,7 @@ def children(pid: int) -> list[int]:
             parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
         except OSError:
             continue
-        if b"headway.web.beside" in words and parent == pid:
+        if b"headway.web.run_page" in words and parent == pid:
             found.append(int(entry.name))
     return found
 

@@ -16,7 +16,8 @@ from playwright.sync_api import Browser, Page, Response, expect, sync_playwright
 from headway import local_servers
 from headway._sql import connect
 from headway.ledger import Done, Ledger
-from headway.web import ticket, tokens
+from headway.web import ticket
+from headway.web.auth import tokens
 from headway.web.site import Flash
 from tests.services.chromium import find
 from tests.services.waiting import eventually

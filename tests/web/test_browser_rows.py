@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from headway.failure import Failure
+from headway.core.failure import Failure
 from headway.ledger import Failed, Ledger, NewItem
 from tests.web import scene
 from tests.web.stage import Stage

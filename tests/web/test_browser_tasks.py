@@ -18,10 +18,10 @@ from playwright.sync_api import Browser, Locator, expect
 
 from headway.config import Config
 from headway.ledger import Failed, Ledger, NewItem
-from headway.queue import claims
-from headway.queue.claims import Claimant
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import Priority
+from headway.queue.store import claim as claims
+from headway.queue.store.claim import Claimant
+from headway.queue.task import Priority
+from headway.queue.task_queue import TaskQueue
 from headway.views.queue import WorkerView
 from headway.views.reading import Reader
 from tests.services.postgres import PostgresServer
@@ -38,7 +38,7 @@ CAUSES = {"TimeoutError": 180, "KeyError": 120, "ValueError": 100, "OSError": 60
 #: What the lost worker and the draining one run.
 APP = """
 import os, time
-from headway.queue.taskqueue import TaskQueue
+from headway.queue.task_queue import TaskQueue
 
 queue = TaskQueue(os.environ["HEADWAY_DATABASE"])
 
@@ -105,7 +105,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 
 def _failure(name: str) -> Any:
-    from headway.failure import Failure
+    from headway.core.failure import Failure
 
     return Failure(name, f"{name} as always", frame=f"five.py in {name.lower()}")
 

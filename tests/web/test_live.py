@@ -16,14 +16,14 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from headway._sql import connect
 from headway.ledger import Done, Ledger
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.worker import Worker
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.worker import Worker
 from headway.states import Manager, delete_job, open_store
-from headway.web import tokens
-from headway.web.live import EACH, KEPT, WATCHED, Channel, Look
+from headway.web.auth import tokens
+from headway.web.auth.throttle import GUESSES
+from headway.web.auth.tickets import read, ticket
+from headway.web.live.updates import EACH, KEPT, WATCHED, Channel, Look
 from headway.web.site import THREADS, WAITING
-from headway.web.throttle import GUESSES
-from headway.web.tickets import read, ticket
 from tests.services.postgres import PostgresServer
 from tests.services.proxy import TcpProxy
 from tests.services.waiting import eventually

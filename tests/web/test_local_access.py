@@ -19,8 +19,8 @@ from headway._sql import connect
 from headway.client import Client
 from headway.errors import UsageError
 from headway.local_servers import LocalServer
-from headway.web import tokens
-from headway.web.gate import PUBLIC
+from headway.web.auth import tokens
+from headway.web.auth.gate import PUBLIC
 from tests.services.nginx import FORWARDING, NginxServer
 from tests.services.waiting import eventually
 from tests.web.conftest import Servers, Web, answer_of, news

@@ -23,8 +23,8 @@ from websockets.sync.client import connect
 
 from headway.errors import UsageError
 from headway.web import User, ticket
-from headway.web.throttle import GUESSES
-from headway.web.tickets import Ticket, read
+from headway.web.auth.throttle import GUESSES
+from headway.web.auth.tickets import Ticket, read
 from tests.services.nginx import FORWARDING, NginxServer
 from tests.services.waiting import eventually
 from tests.web.conftest import Web, news, until_closed

@@ -16,10 +16,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from headway._sql import connect
-from headway.failure import Failure
+from headway.core.failure import Failure
 from headway.ledger import Failed, Ledger, NewItem
 from headway.views.overview import read_task_causes
-from headway.web import actions
+from headway.web.api import actions
 from headway.web.pages.static import Assets
 from headway.web.site import Flash, User
 from tests.web import scene

@@ -11,9 +11,9 @@ from starlette.testclient import TestClient
 
 from headway.alerts import Evaluator, Rules
 from headway.errors import NotFound
-from headway.queue.taskqueue import TaskQueue
-from headway.web import actions
-from headway.web.problems import Forbidden
+from headway.queue.task_queue import TaskQueue
+from headway.web.api import actions
+from headway.web.api.problems import Forbidden
 from headway.web.site import User
 from tests.web import scene
 from tests.web.stage import Stage

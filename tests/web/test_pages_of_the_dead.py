@@ -17,13 +17,13 @@ from starlette.testclient import TestClient
 
 from headway.errors import InvalidInput, NotFound
 from headway.ledger import Ledger
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.worker import Worker
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.worker import Worker
 from headway.views.overview import read_task_causes
 from headway.views.reading import Reader
 from headway.watcher import failures
-from headway.web import actions, bulk
-from headway.web.problems import Forbidden
+from headway.web.api import actions, bulk
+from headway.web.api.problems import Forbidden
 from headway.web.site import User
 from tests.services.redis import RedisServer
 from tests.services.server import free_port

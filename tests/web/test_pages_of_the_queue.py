@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from headway.queue.rqsource import RqSource
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.worker import Worker
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.rq_source import RqSource
+from headway.queue.worker.worker import Worker
 from tests.queue import app
 from tests.web.stage import Stage
 

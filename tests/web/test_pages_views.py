@@ -12,17 +12,17 @@ from random import Random
 import pytest
 
 from headway._sql import Database, connect
-from headway.failure import Failure
+from headway.core.failure import Failure
 from headway.ledger import Done, Failed, Job, Ledger, NewItem
-from headway.views.access import read_activity
-from headway.views.job import read_sheet
-from headway.views.map import CELLS, cell_size, durations, read_map
+from headway.views.jobs.job import read_sheet
+from headway.views.jobs.map import CELLS, cell_size, durations, read_map
+from headway.views.jobs.series import Point, Series, read_job_series, read_series
+from headway.views.jobs.speed import pace
 from headway.views.overview import outlook, read_job_page
-from headway.views.performance import read_performance
 from headway.views.projects import read_newest_projects
 from headway.views.queue import QueueView
-from headway.views.series import Point, Series, read_job_series, read_series
-from headway.views.speed import pace
+from headway.views.system.access import read_activity
+from headway.views.system.performance import read_performance
 from headway.web.pages import draw
 from headway.web.pages.jobs import frames, map_sentence
 from headway.web.pages.overview import moving

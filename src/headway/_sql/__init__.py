@@ -18,8 +18,8 @@ from headway._sql.joined import is_two_phase, join
 from headway._sql.schema import migrations
 from headway._sql.sqlite import SQLite
 from headway._sql.tx import NOW, Engine, Row, Tx, Value, array, listed, marks
+from headway.core.retry import STORE, pause
 from headway.errors import InvalidInput, NotFound, StorageError
-from headway.retry import STORE, pause
 from headway.telemetry import Log, redact
 
 __all__ = [

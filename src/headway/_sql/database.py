@@ -19,8 +19,8 @@ from typing import Any, Self, TypeVar
 
 from headway._sql.pool import Pool
 from headway._sql.tx import Row, Tx, Value, check_query
+from headway.core.retry import STORE, RetryPolicy, pause
 from headway.errors import HeadwayError, InvalidInput, StorageError
-from headway.retry import STORE, RetryPolicy, pause
 from headway.telemetry import Log, metrics
 
 log = Log("sql")

@@ -10,8 +10,8 @@ from typing import Any
 from weakref import WeakSet
 
 from headway._sql.tx import Engine
+from headway.core.lifecycle import ForkGuard
 from headway.errors import HeadwayError
-from headway.lifecycle import ForkGuard
 from headway.telemetry import metrics
 
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from headway._sql.database import UNACCEPTABLE, Database, Transient, unacceptable
 from headway._sql.schema import index_name, migrations, refuse_newer, without_index_builds
 from headway._sql.tx import NOW, Cursor, Engine, Row, Tx, Value
+from headway.core.retry import RetryPolicy
 from headway.errors import (
     HeadwayError,
     InvalidInput,
@@ -35,7 +36,6 @@ from headway.errors import (
     StoreReadOnly,
     Unavailable,
 )
-from headway.retry import RetryPolicy
 from headway.telemetry import Log, metrics, redact
 
 log = Log("sql")

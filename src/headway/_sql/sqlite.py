@@ -17,9 +17,9 @@ from headway._sql import sqlite_file
 from headway._sql.database import UNACCEPTABLE, Database, Transient, unacceptable
 from headway._sql.schema import migrations, refuse_newer
 from headway._sql.tx import Engine, Row, Tx, Value, check_query
+from headway.core.lifecycle import refuse_within
+from headway.core.retry import STORE, pause
 from headway.errors import HeadwayError, StorageError, StoreCorrupt
-from headway.lifecycle import refuse_within
-from headway.retry import STORE, pause
 from headway.telemetry import metrics
 
 T = TypeVar("T")

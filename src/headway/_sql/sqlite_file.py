@@ -13,6 +13,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import ClassVar
 
+from headway.core.lifecycle import check_descriptors
 from headway.errors import (
     HeadwayError,
     StorageError,
@@ -21,7 +22,6 @@ from headway.errors import (
     StoreFull,
     StoreReadOnly,
 )
-from headway.lifecycle import check_descriptors
 from headway.telemetry import Log
 
 log = Log("sql")

@@ -24,11 +24,11 @@ from headway.alerts import records
 from headway.alerts.judgement import Change, Judgement
 from headway.alerts.readings import fetch, judge, reading
 from headway.alerts.rules import Reading, Rules
+from headway.core.failure import describe
+from headway.core.retry import RetryPolicy
+from headway.core.text import duration
 from headway.errors import HeadwayError, Held, NotFound, StaleClaim, StorageError, Unavailable
-from headway.failure import describe
-from headway.retry import RetryPolicy
 from headway.telemetry import Log, metrics
-from headway.wording import duration
 
 if TYPE_CHECKING:
     from redis import Redis

@@ -14,8 +14,8 @@ from headway.alerts import records
 from headway.alerts.readings import said
 from headway.alerts.records import Alert
 from headway.alerts.rules import Reading, Rules
+from headway.core.text import duration
 from headway.telemetry import Log
-from headway.wording import duration
 
 log = Log("alerts")
 

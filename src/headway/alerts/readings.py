@@ -15,9 +15,9 @@ from headway._lease import has_ended, read_owner
 from headway._sql import Database, Row
 from headway.alerts.lost_workers import departures
 from headway.alerts.rules import Reading, Rules
-from headway.queue.workers import WaitingKind, online_of, unserved_by, waiting_kinds
+from headway.core.text import cut, duration, plural, printable
+from headway.queue.store.workers import WaitingKind, online_of, unserved_by, waiting_kinds
 from headway.telemetry import Log, redact
-from headway.wording import cut, duration, plural, printable
 
 log = Log("alerts")
 

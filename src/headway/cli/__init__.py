@@ -16,44 +16,44 @@ from typing import Any, NoReturn, TextIO, TypeVar
 import click
 
 from headway import __version__
+from headway.core.text import cut, printable, shows_color, with_option
 from headway.errors import HeadwayError, StorageError
-from headway.wording import cut, printable, shows_color, with_option
 
 F = TypeVar("F", bound=Callable[..., Any])  # click's decorators take and give any function
 
 #: verb -> where it lives.
 COMMANDS: dict[str, str] = {
-    "run": "headway.cli.run:run",
-    "jobs": "headway.cli.jobs:jobs",
-    "show": "headway.cli.jobs:show",
-    "status": "headway.cli.jobs:status",
-    "runs": "headway.cli.jobs:runs",
-    "items": "headway.cli.items:items",
-    "item": "headway.cli.items:item",
-    "log": "headway.cli.items:log",
-    "results": "headway.cli.results:results",
-    "pause": "headway.cli.control:pause",
-    "resume": "headway.cli.control:resume",
-    "stop": "headway.cli.control:stop",
-    "scale": "headway.cli.control:scale",
-    "dead": "headway.cli.dead:dead",
-    "retry": "headway.cli.dead:retry",
+    "run": "headway.cli.jobs.run:run",
+    "jobs": "headway.cli.jobs.listing:jobs",
+    "show": "headway.cli.jobs.listing:show",
+    "status": "headway.cli.jobs.listing:status",
+    "runs": "headway.cli.jobs.listing:runs",
+    "items": "headway.cli.jobs.items:items",
+    "item": "headway.cli.jobs.items:item",
+    "log": "headway.cli.jobs.items:log",
+    "results": "headway.cli.jobs.results:results",
+    "pause": "headway.cli.jobs.control:pause",
+    "resume": "headway.cli.jobs.control:resume",
+    "stop": "headway.cli.jobs.control:stop",
+    "scale": "headway.cli.jobs.control:scale",
+    "dead": "headway.cli.jobs.dead:dead",
+    "retry": "headway.cli.jobs.dead:retry",
     "progress": "headway.cli.finishline:progress",
     "project": "headway.cli.finishline:project",
     "states": "headway.cli.states:group",
-    "worker": "headway.cli.queue:worker",
-    "queues": "headway.cli.queue:queues",
-    "tasks": "headway.cli.queue:tasks",
-    "task": "headway.cli.queue:task",
-    "queue": "headway.cli.queue:queue",
-    "workers": "headway.cli.queue:workers",
-    "watch": "headway.cli.watch:watch",
-    "relay": "headway.cli.relay:relay",
-    "serve": "headway.cli.serve:serve",
-    "open": "headway.cli.serve:open_",
-    "token": "headway.cli.serve:token",
-    "alerts": "headway.cli.alerts:alerts",
-    "demo": "headway.cli.demo:demo",
+    "worker": "headway.cli.services.queue:worker",
+    "queues": "headway.cli.services.queue:queues",
+    "tasks": "headway.cli.services.queue:tasks",
+    "task": "headway.cli.services.queue:task",
+    "queue": "headway.cli.services.queue:queue",
+    "workers": "headway.cli.services.queue:workers",
+    "watch": "headway.cli.services.watch:watch",
+    "relay": "headway.cli.services.relay:relay",
+    "serve": "headway.cli.services.serve:serve",
+    "open": "headway.cli.services.serve:open_",
+    "token": "headway.cli.services.serve:token",
+    "alerts": "headway.cli.services.alerts:alerts",
+    "demo": "headway.cli.services.demo:demo",
     "forget": "headway.cli.admin:forget",
     "purge": "headway.cli.admin:purge",
     "audit": "headway.cli.admin:audit",
@@ -295,7 +295,7 @@ def _readable(text: str) -> str:
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """The entry point: every outcome becomes one of the documented exit codes."""
-    from headway.lifecycle import wait_for_children
+    from headway.core.lifecycle import wait_for_children
 
     wait_for_children()
     code = invoke(arguments)

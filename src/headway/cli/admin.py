@@ -22,10 +22,10 @@ from headway.cli.toolkit import (
     put_table,
     yes_option,
 )
+from headway.core.text import plural
 from headway.errors import UsageError
-from headway.views.jobs import find_job
-from headway.views.records import read_settings
-from headway.wording import plural
+from headway.views.jobs.listing import find_job
+from headway.views.system.records import read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

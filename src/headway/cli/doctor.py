@@ -11,7 +11,7 @@ from headway.cli import database_option, json_option
 from headway.cli.toolkit import open_reader, put, put_json
 from headway.config import Config, is_server
 from headway.errors import ConfigError
-from headway.views.health import Finding, examine, health
+from headway.views.system.health import Finding, examine, health
 
 
 def _findings(database: str | None) -> Iterable[Finding]:

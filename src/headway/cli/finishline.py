@@ -12,8 +12,8 @@ import click
 from headway.cli import F, json_option, say
 from headway.cli.toolkit import Number, Whole, confirm, put, put_json, put_json_line, reader_of, yes_option
 from headway.config import Config, is_server
+from headway.core.lifecycle import Shutdown, on_signals
 from headway.errors import NotFound, Unavailable, UsageError
-from headway.lifecycle import Shutdown, on_signals
 from headway.views.projects import ProjectProgress, project_view
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def _refuse_old_name(ctx: click.Context, parameter: click.Parameter, value: str 
 
 
 def open_line(projects_redis: str | None, database: str | None, *, journal: bool = False) -> FinishLine:
+    from headway.core.retry import RetryPolicy
     from headway.finishline import FinishLine
-    from headway.retry import RetryPolicy
 
     config = Config(cli={"projects_redis": projects_redis, "database": database})
     record = config.text("database") if config.is_set("database") else None

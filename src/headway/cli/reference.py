@@ -8,7 +8,7 @@ import click
 
 from headway.cli import COMMANDS, EXIT_CODES, headway
 from headway.config import OPTIONS, Option
-from headway.run.display import PROGRESS_KEYS
+from headway.run.display.display import PROGRESS_KEYS
 
 WIDTH = 100
 

@@ -22,11 +22,11 @@ from headway.cli.toolkit import (
     yes_option,
 )
 from headway.config import Config
+from headway.core.text import plural, printable
 from headway.errors import InvalidInput
 from headway.states import FINISHED, STARTED, Manager, WentBack
 from headway.views.shape import iso
 from headway.views.states import StateEvent, event_view
-from headway.wording import plural, printable
 
 if TYPE_CHECKING:
     from headway.views.states import State

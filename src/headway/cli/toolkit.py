@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from headway.cli import F
+from headway.core.text import cells, cut, printable
 from headway.errors import UsageError
 from headway.telemetry import redact
-from headway.wording import cells, cut, printable
 
 if TYPE_CHECKING:
     from datetime import datetime

@@ -15,22 +15,22 @@ from headway.views.parsing import parse
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from headway.ids import UserId
-    from headway.views.access import Acted, Activity
-    from headway.views.alerts import Alerts
-    from headway.views.dead import Dead, DeadItems, DeadLetters
+    from headway.core.ids import UserId
     from headway.views.failed import RqCauses, TaskCauses
-    from headway.views.health import Health
-    from headway.views.items import Items, ItemSheet, JobLog, LogEntry
-    from headway.views.job import DeadLetter, JobSheet, Runs
-    from headway.views.jobs import Job, Jobs
-    from headway.views.map import JobMap
-    from headway.views.performance import Performances
+    from headway.views.jobs.dead import Dead, DeadItems, DeadLetters
+    from headway.views.jobs.items import Items, ItemSheet, JobLog, LogEntry
+    from headway.views.jobs.job import DeadLetter, JobSheet, Runs
+    from headway.views.jobs.listing import Job, Jobs
+    from headway.views.jobs.map import JobMap
     from headway.views.projects import ProjectProgress, Projects
     from headway.views.queue import Queues, QueueSettings, Tasks, TaskSheet, Workers
-    from headway.views.records import Audit, Settings
-    from headway.views.relay import RelayStatus
     from headway.views.states import States, StatesJobs
+    from headway.views.system.access import Acted, Activity
+    from headway.views.system.alerts import Alerts
+    from headway.views.system.health import Health
+    from headway.views.system.performance import Performances
+    from headway.views.system.records import Audit, Settings
+    from headway.views.system.relay import RelayStatus
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class Client:
 
     def jobs(self, *, archived: bool = False, before: str | None = None, limit: int | None = None) -> Jobs:
         """All jobs, the one that changed last first; with ``limit`` a page, the newest job first."""
-        from headway.views.jobs import Jobs
+        from headway.views.jobs.listing import Jobs
 
         if limit is not None:
             return parse(Jobs, self._connection.get("/jobs", archived=archived, before=before, limit=limit))
@@ -72,12 +72,12 @@ class Client:
             before = page.next
 
     def job(self, id: str) -> JobSheet:
-        from headway.views.job import JobSheet
+        from headway.views.jobs.job import JobSheet
 
         return parse(JobSheet, self._connection.get(f"/jobs/{part(id)}"))
 
     def runs(self, id: str) -> Runs:
-        from headway.views.job import Runs
+        from headway.views.jobs.job import Runs
 
         return parse(Runs, self._connection.get(f"/jobs/{part(id)}/runs"))
 
@@ -92,7 +92,7 @@ class Client:
         payload: bool = False,
     ) -> Items:
         """Read a page. The server gives at most 1,000 rows per request, and no payloads in lists."""
-        from headway.views.items import Item, Items
+        from headway.views.jobs.items import Item, Items
 
         path, rows = f"/jobs/{part(id)}/items", list[Item]()
         while True:
@@ -104,7 +104,7 @@ class Client:
             after = found.next_after
 
     def item(self, id: str, name: str, *, payload: bool = False) -> ItemSheet:
-        from headway.views.items import ItemSheet
+        from headway.views.jobs.items import ItemSheet
 
         return parse(ItemSheet, self._connection.get(f"/jobs/{part(id)}/items/{part(name)}", payload=payload))
 
@@ -116,30 +116,30 @@ class Client:
             after = page.next_after if isinstance(page.next_after, int) else None
 
     def log_page(self, id: str, *, after: int = -1, limit: int = PAGE) -> JobLog:
-        from headway.views.items import JobLog
+        from headway.views.jobs.items import JobLog
 
         return parse(JobLog, self._connection.get(f"/jobs/{part(id)}/log", after=after, limit=limit))
 
     def item_map(self, id: str) -> JobMap:
-        from headway.views.map import JobMap
+        from headway.views.jobs.map import JobMap
 
         return parse(JobMap, self._connection.get(f"/jobs/{part(id)}/map"))
 
     def dead(self, id: str | None = None) -> Dead:
-        from headway.views.dead import Dead
+        from headway.views.jobs.dead import Dead
 
         return parse(Dead, self._connection.get("/dead", job=id))
 
     def dead_items(self, id: str, *, cause: int | None = None, limit: int = 10, payload: bool = False) -> DeadItems:
         """Read the causes with some items each. The server gives no payloads in lists."""
-        from headway.views.dead import DeadItems
+        from headway.views.jobs.dead import DeadItems
 
         return parse(DeadItems, self._connection.get(f"/jobs/{part(id)}/dead", cause=cause, limit=min(limit, PAGE)))
 
     def dead_letters(
         self, id: str, *, cause: int | None = None, payload: bool = False, after: int = -1, limit: int = 50
     ) -> DeadLetters:
-        from headway.views.dead import DeadLetters
+        from headway.views.jobs.dead import DeadLetters
 
         path = f"/jobs/{part(id)}/dead/letters"
         return parse(DeadLetters, self._connection.get(path, cause=cause, payload=payload, after=after, limit=limit))
@@ -152,7 +152,7 @@ class Client:
             after = page.next_after
 
     def alerts(self, *, history: int = 50) -> Alerts:
-        from headway.views.alerts import Alerts
+        from headway.views.system.alerts import Alerts
 
         return parse(Alerts, self._connection.get("/alerts", history=history))
 
@@ -210,7 +210,7 @@ class Client:
         return parse(RqCauses, self._connection.get("/rq-causes"))
 
     def performance(self, *, range: Literal["1h", "24h", "7d"] = "24h") -> Performances:
-        from headway.views.performance import Performances
+        from headway.views.system.performance import Performances
 
         return parse(Performances, self._connection.get("/performance", range=range))
 
@@ -258,20 +258,20 @@ class Client:
             after = page.next_after
 
     def relay(self) -> RelayStatus:
-        from headway.views.relay import RelayStatus
+        from headway.views.system.relay import RelayStatus
 
         return parse(RelayStatus, self._connection.get("/relay"))
 
     def activity(
         self, *, job: str | None = None, actor: str | None = None, before: int | None = None, limit: int = 50
     ) -> Activity:
-        from headway.views.access import Activity
+        from headway.views.system.access import Activity
 
         return parse(Activity, self._connection.get("/activity", job=job, actor=actor, before=before, limit=limit))
 
     def audit(self, job: str | None = None) -> Audit:
         """The whole trail, the oldest first."""
-        from headway.views.records import Audit, AuditEntry
+        from headway.views.system.records import Audit, AuditEntry
 
         entries: list[AuditEntry] = []
         page = self.activity(job=job, limit=PAGE)
@@ -282,12 +282,12 @@ class Client:
             page = self.activity(job=job, before=page.next_before, limit=PAGE)
 
     def settings(self) -> Settings:
-        from headway.views.records import Settings
+        from headway.views.system.records import Settings
 
         return parse(Settings, self._connection.get("/settings"))
 
     def health(self) -> Health:
-        from headway.views.health import Health
+        from headway.views.system.health import Health
 
         return parse(Health, self._connection.get("/health"))
 
@@ -359,7 +359,7 @@ class Client:
         return self._act(f"/alert-rules/{part(rule)}/unmute", subject=subject, reason=reason)
 
     def _act(self, path: str, **body: object) -> Acted:
-        from headway.views.access import Acted
+        from headway.views.system.access import Acted
 
         return parse(Acted, self._connection.post(path, **body))
 

@@ -30,7 +30,7 @@ from headway.errors import HeadwayError, StorageError
 if TYPE_CHECKING:
     from headway.finishline import FinishLine
     from headway.ledger import Ledger
-    from headway.queue.taskqueue import TaskQueue
+    from headway.queue.task_queue import TaskQueue
     from headway.states import Manager
 
 ITEMS: Final = 1500
@@ -257,7 +257,7 @@ class Demo:
     # ---- traffic -----------------------------------------------------------------------------------------------------
 
     def _submit(self) -> None:
-        from headway.queue.values import UserBusy
+        from headway.queue.task import UserBusy
 
         assert self._tasks is not None
         user = self._random.choice(USERS)

@@ -8,8 +8,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headway.queue.execution import RunningTask
-    from headway.queue.taskqueue import TaskQueue
+    from headway.queue.task_queue import TaskQueue
+    from headway.queue.worker.execution import RunningTask
 
 
 class UpstreamTimeout(Exception):
@@ -51,7 +51,7 @@ def train(rate: float) -> float:
 def queue(database: str | None = None) -> TaskQueue:
     """The queue with its handlers, for ``headway worker --app docjobs:queue``."""
     from headway.config import Config
-    from headway.queue.taskqueue import TaskQueue
+    from headway.queue.task_queue import TaskQueue
 
     made = TaskQueue(database or Config().text("database"))
 

@@ -17,13 +17,13 @@ from typing import Self
 
 from headway._lease import Lease, renewing
 from headway._sql import Database
+from headway.core.lifecycle import ForkGuard
+from headway.core.retry import RetryPolicy
 from headway.errors import HeadwayError, Held, InvalidInput, NotFound, ServerRefused, StaleClaim
 from headway.events.envelope import Event
 from headway.events.outbox import MANY, EventRefused, Outbox
 from headway.events.sinks import Sink, wants
 from headway.events.sql import SqlOutbox
-from headway.lifecycle import ForkGuard
-from headway.retry import RetryPolicy
 from headway.telemetry import Log, metrics, redact
 
 log = Log("events")

@@ -9,10 +9,10 @@ from typing import Any, Self
 
 from headway import _redis, _sql
 from headway._sql import Database
+from headway.core.retry import CircuitBreaker
 from headway.errors import HeadwayError, InvalidInput, Unavailable
 from headway.finishline.progress import NOT_FOUND, Progress, checked_project, corrupt, from_hash
 from headway.finishline.records import Records
-from headway.retry import CircuitBreaker
 from headway.telemetry import Log, metrics
 
 log = Log("finishline")

@@ -13,6 +13,8 @@ from typing import Any, Self, TypeVar
 from weakref import WeakSet
 
 from headway import _redis, _sql
+from headway.core.lifecycle import Budget, Flag, Shutdown, undisturbed
+from headway.core.retry import REDIS_OPERATION, RetryPolicy
 from headway.errors import InvalidInput, Refused, Unavailable
 from headway.events import RedisOutbox, Relay, Sink
 from headway.finishline.callers import Callers
@@ -35,8 +37,6 @@ from headway.finishline.progress import (
 from headway.finishline.rebuild import Deletion, Rebuilder, not_ours, project_keys
 from headway.finishline.records import LIFE, Records, Row, no_project
 from headway.finishline.server import DRAIN_SECONDS, StateServer
-from headway.lifecycle import Budget, Flag, Shutdown, undisturbed
-from headway.retry import REDIS_OPERATION, RetryPolicy
 from headway.telemetry import Log, metrics
 
 log = Log("finishline")

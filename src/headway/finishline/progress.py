@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 
+from headway.core.ids import check_id
 from headway.errors import InvalidInput, StoreCorrupt
-from headway.ids import check_id
 
 #: Item numbers below this may be kept in a bitmap, of at most 8 MB; larger ones are texts.
 BITMAP_LIMIT = 2**26

@@ -16,11 +16,11 @@ from typing import TypeVar
 
 from headway import _redis
 from headway._lease import Lease, Owner, RedisLeases, held_as
+from headway.core.retry import pause
 from headway.errors import Held, Refused, StaleClaim, Unavailable
 from headway.finishline.progress import Outcome, Status, from_hash
 from headway.finishline.records import LIFE, Records, Row
 from headway.finishline.server import StateServer
-from headway.retry import pause
 from headway.telemetry import Log, metrics
 
 log = Log("finishline")

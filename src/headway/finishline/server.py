@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from headway import _redis
+from headway.core.lifecycle import Budget, Flag, Shutdown
+from headway.core.retry import REDIS_OPERATION, CircuitBreaker, RetryPolicy, pause
 from headway.errors import HeadwayError, Stopping, Unavailable
-from headway.lifecycle import Budget, Flag, Shutdown
-from headway.retry import REDIS_OPERATION, CircuitBreaker, RetryPolicy, pause
 from headway.telemetry import Log, metrics, redact
 
 log = Log("finishline")

@@ -1,11 +1,11 @@
-"""The ledger: which items of which job are done, which failed and why, that a job finished (once).
+"""The ledger: which items of a job are done, which failed and why, and the one-time completion of a job.
 
     Ledger ── Job ── items ── attempts, dead letters, causes
        │        └── Recorder: the job's counters, open in one transaction
-       └── Hold: who runs it
+       └── Hold: the process that runs it
 
-`ProgressManager` is the ledger for one job of one SQLite file, in the shape of its source document.
-Names are loaded when they are first used: listing jobs need not load what records them.
+`ProgressManager` is the ledger for one job in one SQLite file, with the API of the original requirements document.
+Names are imported on first use, so that listing jobs does not load the recording code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headway.failure import Failure, describe, normalise
+    from headway.core.failure import Failure, describe, normalise
     from headway.ledger.content import canonical, fingerprint
     from headway.ledger.job import Job
     from headway.ledger.job_lease import Hold
@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    name: f"{__name__}.{module}" if module != "failure" else "headway.failure"
+    name: f"{__name__}.{module}" if module != "failure" else "headway.core.failure"
     for module, names in {
         "failure": "Failure describe normalise",
         "content": "canonical fingerprint",
@@ -80,5 +80,5 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = found  # the next time it is an ordinary name
+    globals()[name] = found  # later lookups find it without __getattr__
     return found

@@ -1,4 +1,4 @@
-"""What an item consists of: JSON in a form that is the same for equal values, its fingerprint, and bounded meta."""
+"""The content of an item: canonical JSON, its fingerprint, and bounded meta."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from headway.telemetry import error_message
 #: Bytes of JSON kept as an item's meta.
 META_LIMIT = 600
 
-#: A NUL character in JSON text. After an even number of backslashes: the six characters backslash u0000 are no NUL.
+#: A NUL escape in JSON text. After an odd number of further backslashes, the characters ``u0000`` are not an escape.
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def canonical(value: object, what: str = "A payload") -> str:
-    """``value`` as JSON text that is the same for equal values: keys sorted, no spaces, no NaN, no lone surrogates."""
+    """Encode ``value`` as JSON that is identical for equal values: keys sorted, no spaces, no NaN, no lone surrogates."""
     try:
         text = _ENCODER.encode(value)
         text.encode()
-    except Exception as error:  # also what a class of its own raises while it is read
+    except Exception as error:  # also whatever a custom class raises while it is encoded
         raise InvalidInput(
             f"{what} cannot be kept as JSON: {error_message(error)}.", hint="Use dicts, lists, strings and numbers."
         ) from error
@@ -33,14 +33,15 @@ def canonical(value: object, what: str = "A payload") -> str:
 
 
 def fingerprint(text: str) -> int:
-    """63 bits of the content's hash: a changed item is noticed, and the number fits both engines."""
+    """Return 63 bits of the content's hash, which fit both engines. A changed item has another fingerprint."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def is_intact(payload: object, mark: int | None) -> bool:
-    """Whether a stored payload is the one whose fingerprint was stored beside it; without a fingerprint, whether it is
-    JSON at all. A foreign hand or a flipped bit changes one and not the other. (SQLite keeps bytes in a column of texts
-    if somebody puts them there.)"""
+    """Return whether a stored payload matches its fingerprint. Without one, check that it is valid JSON.
+
+    An outside edit or a flipped bit changes one but not the other. SQLite may also return bytes from a text column.
+    """
     if payload is None:
         return mark is None
     if not isinstance(payload, str):
@@ -55,7 +56,7 @@ def is_intact(payload: object, mark: int | None) -> bool:
 
 
 def bounded_meta(meta: object) -> str | None:
-    """Meta as JSON of at most `META_LIMIT` bytes; what is longer is cut and says so."""
+    """Encode meta as JSON of at most `META_LIMIT` bytes. Longer meta is truncated and marked."""
     if meta is None:
         return None
     text = canonical(meta, "Meta")
@@ -64,5 +65,5 @@ def bounded_meta(meta: object) -> str | None:
         return text
     cut = text.encode()[: META_LIMIT - 80].decode(errors="ignore")
     while len((short := canonical({"truncated": size, "text": cut})).encode()) > META_LIMIT:
-        cut = cut[: len(cut) * 9 // 10]  # quotes inside the text grow when they are escaped
+        cut = cut[: len(cut) * 9 // 10]  # escaping quotes makes the text longer
     return short

@@ -1,7 +1,7 @@
-"""What somebody asks of a run from elsewhere: to pause, to go on, to stop, to use another number of workers.
+"""Requests to a run from another process: pause, resume, stop, or change the number of workers.
 
-A request is a row that the run reads several times a second; there is no socket to secure. It is meant for the run that
-goes on at that moment: the next one starts as it is told to. Asking twice is asking once.
+A request is a row that the run reads several times a second, so there is no socket to secure. It applies only to the
+current run; the next one starts with its own settings. Requests are idempotent.
 """
 
 from __future__ import annotations
@@ -12,34 +12,36 @@ from typing import Any, NamedTuple
 from headway._lease import has_ended, shorten
 from headway._sql import Database, Tx
 from headway.errors import InvalidInput, NotFound, Refused
-from headway.ledger.recorder import audit
+from headway.ledger.store.recorder import audit
 
-#: More would be a mistake of typing.
+#: A larger number is assumed to be a typing error.
 MOST_WORKERS = 10_000
 
 _CONTROL = "SELECT version, paused, stopping, workers, actor FROM controls WHERE job = ? AND run = ?"
 
 
 class Control(NamedTuple):
-    """What is asked of a run at this moment."""
+    """The current requests to a run."""
 
     #: Grows with every request.
     version: int = 0
     paused: bool = False
-    #: 1: finish what runs, 2: abandon it.
+    #: 1: finish the current items. 2: abandon them.
     stopping: int = 0
-    #: How many items are to run at once; None: as it was started.
+    #: How many items to run at once. None: as at the start.
     workers: int | None = None
-    #: Who asked last.
+    #: The user or program that made the last request.
     actor: str = ""
 
 
 def read(database: Database, job: int, run: int) -> Control:
+    """Return the current requests to a run."""
     row = database.one(_CONTROL, (job, run))
     return Control() if row is None else _control(row)
 
 
 def read_in(tx: Tx, job: int, run: int) -> Control:
+    """Return the current requests to a run, within a transaction."""
     row = tx.one(_CONTROL, (job, run))
     return Control() if row is None else _control(row)
 
@@ -55,7 +57,7 @@ def ask(
     workers: int | None = None,
     reason: str = "",
 ) -> Control:
-    """Change what is asked of the run that goes on, and write down by whom. Raises `Refused` if none does."""
+    """Change the requests to the current run, and audit the change. Raises `Refused` if there is no run."""
     if workers is not None and not (type(workers) is int and 1 <= workers <= MOST_WORKERS):
         raise InvalidInput(f"{workers!r} is no number of workers.", hint=f"Use 1 to {MOST_WORKERS:,}.")
 
@@ -71,7 +73,7 @@ def ask(
             actor[:200],
         )
         if asked._replace(version=now.version, actor=now.actor) == now:
-            return now  # it is so already
+            return now  # no change
         tx.execute(
             "INSERT INTO controls (job, run, version, paused, stopping, workers, actor, at) VALUES (?, ?, ?, ?, ?, ?, ?, ?) "
             "ON CONFLICT (job) DO UPDATE SET run = excluded.run, version = excluded.version, paused = excluded.paused, "
@@ -91,8 +93,8 @@ def ask(
 
 
 def _running(tx: Tx, job: int) -> int:
-    """The number of the run that goes on and looks at requests."""
-    locked = " FOR UPDATE" if tx.engine == "postgresql" else ""  # it does not end between this look and the request
+    """Return the number of the current run. Raises `Refused` if no run reads requests."""
+    locked = " FOR UPDATE" if tx.engine == "postgresql" else ""  # the run cannot end between this check and the request
     row = tx.one(f"SELECT id, holder, lease_until, command FROM jobs WHERE no = ?{locked}", (job,))
     if row is None:
         raise NotFound("The job was forgotten.")
@@ -100,7 +102,7 @@ def _running(tx: Tx, job: int) -> int:
     run = tx.one("SELECT no, settings FROM runs WHERE job = ? ORDER BY no DESC LIMIT 1", (job,))
     if run is None or holder is None or has_ended(holder, lease_until, tx.now()):
         raise Refused(f"Job {id} is not running.", hint=f"Continue it:  {command}" if command else None)
-    # Where the clock was set back, one that died on another machine would be asked for as long, and hear nothing.
+    # After the clock was set back, a holder that died on another machine would seem alive for that much longer.
     shorten(tx, "jobs", "no = ?", (job,))
     settings: dict[str, Any] = json.loads(run[1])
     if settings.get("mode") == "loop":

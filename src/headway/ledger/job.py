@@ -1,4 +1,4 @@
-"""One job in the ledger: its items are registered, handed out, and what became of each is recorded exactly once."""
+"""One job in the ledger: registers its items, yields them, and records each outcome exactly once."""
 
 from __future__ import annotations
 
@@ -9,43 +9,44 @@ from itertools import islice
 
 from headway._lease import Owner, renewing, write_owner
 from headway._sql import Database, Row, Tx, Value, listed
+from headway.core.retry import RetryPolicy
 from headway.errors import InvalidInput, NotFound
-from headway.ledger import claims, control
-from headway.ledger.claims import DAMAGED, DUE
-from headway.ledger.columns import put_items
+from headway.ledger import control
 from headway.ledger.content import is_intact
 from headway.ledger.control import Control
+from headway.ledger.fleet import claims
+from headway.ledger.fleet.claims import DAMAGED, DUE
 from headway.ledger.job_lease import Hold, renew
-from headway.ledger.recorder import Recorder, audit, current_user, plain_successes, put_one_done
-from headway.ledger.report import Reports
-from headway.ledger.stretches import OPEN, next_untried
+from headway.ledger.store.bulk import put_items
+from headway.ledger.store.index_range import OPEN, next_untried
+from headway.ledger.store.recorder import Recorder, audit, current_user, plain_successes, put_one_done
+from headway.ledger.store.report import Reports
 from headway.ledger.values import OF_ITEMS, Done, Failed, Item, NewItem, Outcome, Recorded, check_index, check_text
-from headway.retry import RetryPolicy
 from headway.telemetry import Log
 
 log = Log("ledger")
 
-#: Rows written by one transaction when there are many: bounds the size of SQLite's write-ahead log.
+#: Rows written per transaction. It bounds the size of SQLite's write-ahead log.
 CHUNK = 5000
 
-#: An item that was not tried to the end waits for nothing but to be handed out. A dead letter whose last pass was not taken is
-#: one as before: it is not handed out.
+#: Makes an unfinished item available again at once. A dead letter that was not run in its last pass stays a dead
+#: letter.
 GIVE_BACK = (
     "UPDATE progress SET lease_until = NULL, holder = NULL, next_attempt_at = CASE WHEN EXISTS (SELECT 1 FROM dead_letters d "
     "WHERE d.job = progress.job AND d.idx = progress.idx) THEN NULL ELSE CAST(? AS DOUBLE PRECISION) END"
 )
 
-#: Gets what was recorded of items that could not be handed out.
+#: Receives the recorded outcome of items whose payload was damaged.
 OnDamaged = Callable[[Recorded], object]
 
-#: How many others wait or are dead is not asked for it: that is for whoever holds the job.
+#: It has no counts of waiting or dead items: only the job's holder needs them.
 _ONE_DONE = Recorded(
     done=1, failed=0, dead=0, repeated=0, completed=False, due={}, died=(), waiting=0, given_up=0, stale=()
 )
 
 
 def ignore(_: Recorded) -> None:
-    """Nobody counts."""
+    """Ignore damaged items (the default for ``on_damaged``)."""
 
 
 def _checked_key(key: str | None) -> str | None:
@@ -53,38 +54,40 @@ def _checked_key(key: str | None) -> str | None:
 
 
 class _NotThatSimple(Exception):
-    """Rolls back the short way of recording one done item."""
+    """Rolls back a fast path of recording."""
 
 
 NewRow = tuple[int, int, str | None, str | None, int | None]
 
 
 class Job(Reports):
-    """A handle; it keeps no state of its own. `Reports` has the questions, here are the changes."""
+    """A stateless handle of a job. `Reports` has the queries; this class has the changes."""
 
     def __init__(self, database: Database, no: int, id: str, hold: Hold | None = None) -> None:
         super().__init__(database, no, id)
         self._hold = hold
 
     def held_by(self, hold: Hold) -> Job:
-        """The handle of whoever holds the job: once somebody else holds it, every change by this one is refused with
-        `StaleClaim`. A process that was stopped for longer than its lease changes nothing when it goes on."""
+        """Return a handle whose changes raise `StaleClaim` once the job has a newer holder.
+
+        A process that was suspended for longer than its lease therefore changes nothing when it continues.
+        """
         return Job(self._database, self.no, self.id, hold)
 
     def open(self, tx: Tx, hold: Hold | None = None) -> Recorder:
-        """The recorder of this job in a transaction, if its holder, should this handle be one's, still is it."""
+        """Open the recorder of this job. Checks that the handle's hold, if it has one, is still current."""
         hold = hold or self._hold
         recorder = Recorder(tx, self.no) if hold is None else Recorder(tx, self.no, token=hold.token, owner=hold.owner)
-        if recorder.id != self.id:  # a database that was put back to an earlier moment gives a number a second time
+        if recorder.id != self.id:  # a restored database can assign a job number a second time
             raise NotFound(f"Job {self.id} is not in the database any more; another one has its number.")
         return recorder
 
     # ---- registering -----------------------------------------------------------------------------------------------
 
     def register(self, items: Iterable[NewItem]) -> int:
-        """Make items known; how many are new. An index that is known already is left as it is.
+        """Register items and return how many are new. A known index is left unchanged.
 
-        A hold is renewed meanwhile: reading the items may take longer than its lease.
+        The hold is renewed meanwhile, because reading the items may take longer than its lease.
         """
         if self._hold is None:
             return self._register(items)
@@ -118,7 +121,7 @@ class Job(Reports):
         return new
 
     def seal(self, digest: str | None = None, *, settle: bool = True) -> bool:
-        """Say that all items are known: from now on the job can finish. Whether it just did."""
+        """Mark the item list as complete, so that the job can finish. Return whether it just did."""
 
         def work(tx: Tx) -> bool:
             recorder = self.open(tx)
@@ -129,12 +132,12 @@ class Job(Reports):
         return self._database.run(work, operation="seal")
 
     def replace_items(self, items: Sequence[NewItem]) -> None:
-        """Give known items new content. They are pending again, whatever they were; their history stays."""
+        """Replace the content of known items. They become pending again, and their history is kept."""
 
         def work(tx: Tx) -> None:
             recorder = self.open(tx)
             tx.executemany(
-                # The successful run of an item is its progress row, which goes: it joins the other runs.
+                # The progress row is the only record of a successful run and is deleted below: copy it to the attempts.
                 "INSERT INTO attempts (job, idx, no, outcome, error, worker, at, seconds) SELECT p.job, p.idx, "
                 "coalesce((SELECT max(a.no) FROM attempts a WHERE a.job = p.job AND a.idx = p.idx), 0) + 1, "
                 "'done', '', p.worker, p.updated_at, p.seconds FROM progress p "
@@ -158,7 +161,7 @@ class Job(Reports):
             self._database.run(work, operation="replace_items")
 
     def drop(self, indices: Sequence[int]) -> None:
-        """Take items out of the job, with what was recorded of them."""
+        """Remove items from the job, with everything recorded about them."""
 
         def work(tx: Tx) -> None:
             recorder = self.open(tx)
@@ -172,11 +175,11 @@ class Job(Reports):
             self._database.run(work, operation="drop")
 
     def _lower_kept(self, tx: Tx, done: int) -> None:
-        """Count items that the open run has removed or replaced no longer as kept by it."""
+        """Lower the open run's count of kept items after items were removed or replaced."""
         tx.execute("UPDATE runs SET kept = ? WHERE job = ? AND outcome IS NULL AND kept > ?", (done, self.no, done))
 
     def put_empty_results(self) -> None:
-        """Give every done item that returned nothing a result of its own, ``null``: a file of results names it too."""
+        """Give every done item that returned nothing the result ``null``, so that result files list it."""
 
         def work(tx: Tx) -> None:
             self.open(tx)
@@ -190,7 +193,7 @@ class Job(Reports):
         self._database.run(work, operation="put_empty_results")
 
     def rewrite_outputs(self) -> None:
-        """Have files of results written anew at the next run: they may name items that are no more."""
+        """Rewrite the result files at the next run, because they may list removed items."""
 
         def work(tx: Tx) -> None:
             self.open(tx)
@@ -198,13 +201,13 @@ class Job(Reports):
 
         self._database.run(work, operation="rewrite_outputs")
 
-    # ---- handing out -----------------------------------------------------------------------------------------------
+    # ---- reading items to run --------------------------------------------------------------------------------------
 
-    # Whatever is handed out is what was registered. A payload that is damaged makes its item a dead letter, here. Who
-    # counts what becomes of items learns of it by ``on_damaged``.
+    # These methods return payloads exactly as registered. An item with a damaged payload becomes a dead letter here,
+    # and ``on_damaged`` receives what was recorded.
 
     def untouched(self, after: int, limit: int, *, on_damaged: OnDamaged = ignore) -> list[Item]:
-        """Items nobody has tried yet, by index from the one after ``after``; fewer than ``limit`` are all there are."""
+        """Return untried items by index, starting after ``after``. Fewer than ``limit`` means that there are no more."""
         items: list[Item] = []
         while (wanted := limit - len(items)) > 0:
             rows, after = next_untried(self._database, self.no, after, wanted)
@@ -216,10 +219,10 @@ class Job(Reports):
         return items
 
     def due(self, limit: int, *, within: float = 0.0, on_damaged: OnDamaged = ignore) -> list[tuple[Item, float]]:
-        """Items that wait for another try, soonest first, each with the seconds left until it may run; fewer than
-        ``limit`` are all there are.
+        """Return items that wait for a retry, each with the seconds until it may run, soonest first.
 
-        One that failed in what is now the future failed before the clock was set back: it has waited enough.
+        ``within`` also includes items that become due within this many seconds. Fewer than ``limit`` means that there
+        are no more. An item whose failure lies in the future failed before the clock was set back. It has no wait left.
         """
         while True:
             with self._database.read() as tx:
@@ -235,13 +238,12 @@ class Job(Reports):
                 for idx, key, payload, mark, attempts, at, failed_at in rows
                 if is_intact(payload, mark)
             ]
-            # Those that were given up wait no more, so the places they took are for others.
+            # Damaged items are dead letters now. Query again to fill their places.
             if not self._give_up_damaged(rows, [item for item, _ in intact], on_damaged):
                 return sorted(intact, key=lambda each: each[1])
 
     def last_pass(self, limit: int, *, on_damaged: OnDamaged = ignore) -> list[Item]:
-        """Dead letters that have not had their pass at the end of a run yet, and whose failure did not say that trying
-        again is useless."""
+        """Return dead letters that have not had their last pass and may succeed on a retry."""
         while True:
             rows = self._database.all(
                 "SELECT i.idx, i.key, i.payload, i.fingerprint, p.attempts FROM dead_letters d "
@@ -259,7 +261,7 @@ class Job(Reports):
                 return intact
 
     def _give_up_damaged(self, rows: Sequence[Row], intact: Sequence[Item], on_damaged: OnDamaged) -> bool:
-        """Make dead letters of what is in ``rows`` and not intact; whether there was any."""
+        """Turn the damaged items in ``rows`` into dead letters. Return whether there were any."""
         if len(intact) == len(rows):
             return False
         sound = {item.idx for item in intact}
@@ -269,8 +271,11 @@ class Job(Reports):
         return True
 
     def claim(self, worker: str, *, limit: int = 1, lease: float = 30.0) -> list[Item]:
-        """Take up to ``limit`` items for ``lease`` seconds. Each carries a fencing token: whoever's lease lapsed
-        cannot record any more once the item was given to somebody else. A lapsed claim costs the item an attempt."""
+        """Claim up to ``limit`` items for ``lease`` seconds.
+
+        Each item carries a fencing token: once its lease has expired and another worker has claimed it, the old worker
+        can no longer record it. An expired claim costs the item an attempt.
+        """
         if limit < 1 or not 0 < lease < 10**9:
             raise InvalidInput("A claim needs a limit of at least 1 and a lease above 0 seconds.")
         check_text(worker, "a worker's name")
@@ -279,15 +284,15 @@ class Job(Reports):
         def work(tx: Tx) -> list[Item]:
             recorder = self.open(tx)
             items = claims.take(recorder, limit)
-            # Written here: its end is counted from now, not from before the wait for a database that was busy.
+            # Computed inside the transaction: the lease starts now, not before the wait for a busy database.
             claims.write(recorder, items, worker, write_owner(owner, lease), lease)
-            recorder.close(settle=True)  # a lapsed claim may have been the last open item, and its last try
+            recorder.close(settle=True)  # an expired claim may have used the last attempt of the last open item
             return items
 
         return self._database.run(work, operation="claim")
 
     def renew(self, items: Sequence[Item], *, lease: float = 30.0) -> int:
-        """Prolong claims; how many of them are still ours."""
+        """Renew claims for ``lease`` seconds. Return how many are still valid."""
         if not 0 < lease < 10**9:
             raise InvalidInput("A claim needs a lease above 0 seconds.")
         owner = Owner.current()
@@ -303,9 +308,9 @@ class Job(Reports):
         return self._database.run(work, operation="renew")
 
     def note_running(self, hold: Hold, items: Sequence[tuple[int, str]]) -> None:
-        """Write down (idx, worker) of items that run long under a hold, for others to see.
+        """Record (idx, worker) of long-running items under a hold, for other processes to see.
 
-        Should the whole run be killed, these are the items whose run counts as lost; see `Hold`.
+        If the whole run is killed, the runs of these items count as lost; see `Hold`.
         """
 
         def work(tx: Tx) -> None:
@@ -323,7 +328,7 @@ class Job(Reports):
             self._database.run(work, operation="note_running")
 
     def give_back(self, indices: Sequence[int], hold: Hold | None = None) -> None:
-        """Return items that were noted or claimed and not tried to the end (a shutdown): no attempt is counted."""
+        """Release items that were noted or claimed but not finished, as in a shutdown. No attempt is counted."""
 
         def work(tx: Tx) -> None:
             recorder = self.open(tx, hold)
@@ -346,12 +351,11 @@ class Job(Reports):
         settle: bool = True,
         register: bool = False,
     ) -> Recorded:
-        """Write down what became of items, all of them or none.
+        """Record outcomes, all of them or none.
 
-        Repeating a call changes nothing: a done item stays done, a failure names the run it belongs to (``seen`` or
-        ``token``). With ``settle`` the call that records the last item also finishes the job and decides its event.
-        With ``register`` an unknown index is registered on the way. ``policy``: how failed items wait, if not by the
-        job's own.
+        Repeating a call changes nothing: a done item stays done, and a failure names its run (``seen`` or ``token``).
+        With ``settle``, the call that records the last item also finishes the job and appends its event. With
+        ``register``, unknown indices are registered first. ``policy`` overrides the job's retry policy.
         """
         if len(outcomes) == 1 and (hold or self._hold) is None and self._put_one_done(outcomes[0], register=register):
             return _ONE_DONE
@@ -367,7 +371,7 @@ class Job(Reports):
         return self._database.run(work, operation="record")
 
     def _put_new_done(self, outcomes: Sequence[Outcome], hold: Hold | None, *, settle: bool) -> Recorded | None:
-        """Nearly every batch of a run, on PostgreSQL: successes of items nobody has tried. None if it is not that."""
+        """Record a batch of successes of untried items (PostgreSQL). Returns None if it is not such a batch."""
         successes = [] if self._database.engine == "sqlite" else plain_successes(outcomes)
         if not successes:
             return None
@@ -385,8 +389,8 @@ class Job(Reports):
             return None
 
     def _put_one_done(self, outcome: Outcome, *, register: bool) -> bool:
-        # Only where the transaction has the write lock from its start: on PostgreSQL, writing an item before the job's
-        # row is taken would wait for somebody who took them in the other order.
+        # SQLite only, where the transaction holds the write lock from its start. On PostgreSQL, writing an item before
+        # locking the job's row could deadlock with a transaction that locks them in the other order.
         if self._database.engine != "sqlite":
             return False
         if not isinstance(outcome, Done) or outcome.result is not None or outcome.token is not None:
@@ -403,28 +407,30 @@ class Job(Reports):
         return True
 
     def finish(self, hold: Hold | None = None) -> bool:
-        """Finish the job if every item is done or dead; True for the one call that did."""
+        """Finish the job if every item is done or dead. Return whether this call finished it."""
 
         def work(tx: Tx) -> bool:
             return self.open(tx, hold).close(settle=True)
 
         return self._database.run(work, operation="finish")
 
-    # ---- the run that goes on, from elsewhere ----------------------------------------------------------------------
+    # ---- controlling the current run -------------------------------------------------------------------------------
 
     def pause(self, *, actor: str | None = None, reason: str = "") -> Control:
-        """Ask the run to finish what it works on and to begin nothing more; `Refused` if none goes on. The run obeys
-        within a second, says by whom it was asked, and the audit trail has it."""
+        """Ask the run to complete its current items and start no more. Raises `Refused` if there is no run.
+
+        The run obeys within a second and reports who asked. The request is in the audit trail.
+        """
         return control.ask(self._database, self.no, "pause", actor=actor or current_user(), paused=True, reason=reason)
 
     def resume(self, *, actor: str | None = None, reason: str = "") -> Control:
-        """Ask a paused run to go on."""
+        """Ask a paused run to continue."""
         return control.ask(
             self._database, self.no, "resume", actor=actor or current_user(), paused=False, reason=reason
         )
 
     def stop(self, *, now: bool = False, actor: str | None = None, reason: str = "") -> Control:
-        """Ask the run to end when what it works on is finished, or ``now``: to abandon that."""
+        """Ask the run to end after its current items. With ``now``, it abandons them."""
         level = 2 if now else 1
         asked = control.ask(
             self._database, self.no, "stop", actor=actor or current_user(), stopping=level, reason=reason
@@ -433,19 +439,19 @@ class Job(Reports):
         return asked
 
     def on_stop(self) -> None:
-        """End the run of a fleet of which nobody is at work: no process of it would."""
-        from headway.ledger import fleet
+        """End a fleet's run if none of its slots is working, because no process would end it."""
+        from headway.ledger.fleet import fleet
 
         fleet.attend(self._database, self.no)
 
     def scale(self, workers: int, *, actor: str | None = None, reason: str = "") -> Control:
-        """Ask the run to work on so many items at once."""
+        """Ask the run to work on ``workers`` items at once."""
         return control.ask(
             self._database, self.no, "scale", actor=actor or current_user(), workers=workers, reason=reason
         )
 
     def asked(self, run: int) -> Control:
-        """What is asked of that run at this moment."""
+        """Return the current control requests for a run."""
         return control.read(self._database, self.no, run)
 
     # ---- dead letters ----------------------------------------------------------------------------------------------
@@ -458,11 +464,12 @@ class Job(Reports):
         actor: str = "headway",
         reason: str = "",
     ) -> int:
-        """Give dead letters (all, of one cause, or these) a new life: pending, with no attempt counted. How many.
+        """Make dead letters pending again, with no attempts counted. Return how many.
 
-        A run in progress tries them, and so does the fleet of a run that has finished. Else they wait for the next run.
+        Selects all of them, those of one ``cause``, or those at ``indices``. A run in progress retries them, and so
+        does the fleet of a finished run. Otherwise they wait for the next run.
         """
-        from headway.ledger import fleet
+        from headway.ledger.fleet import fleet
 
         def work(tx: Tx) -> int:
             recorder = self.open(tx)

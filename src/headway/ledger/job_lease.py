@@ -9,12 +9,12 @@ from typing import Any
 
 from headway._lease import Lease, Owner, SqlLeases, has_ended
 from headway._sql import Database, Tx, listed
+from headway.core.failure import Failure
+from headway.core.retry import RetryPolicy
 from headway.errors import Held, JobHeld, NotFound
-from headway.failure import Failure
-from headway.ledger.recorder import Recorder, audit
-from headway.ledger.stretches import OPEN
+from headway.ledger.store.index_range import OPEN
+from headway.ledger.store.recorder import Recorder, audit
 from headway.ledger.values import NOTED, Failed
-from headway.retry import RetryPolicy
 from headway.telemetry import Log
 
 log = Log("ledger")

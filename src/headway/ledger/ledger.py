@@ -9,16 +9,16 @@ from typing import Any, Self
 
 from headway import events
 from headway._sql import Database, Tx, connect
+from headway.core.ids import check_id
+from headway.core.retry import ITEM, RetryPolicy
 from headway.errors import InvalidInput, JobHeld, NotFound
-from headway.ids import check_id
 from headway.ledger import job_lease
 from headway.ledger.job import CHUNK, Job
 from headway.ledger.job_lease import Hold
-from headway.ledger.recorder import Recorder, audit, current_user
-from headway.ledger.report import all_jobs
-from headway.ledger.stretches import last_of
+from headway.ledger.store.index_range import last_of
+from headway.ledger.store.recorder import Recorder, audit, current_user
+from headway.ledger.store.report import all_jobs
 from headway.ledger.values import MAX_INDEX, OF_ITEMS, JobInfo
-from headway.retry import ITEM, RetryPolicy
 from headway.telemetry import Log
 
 log = Log("ledger")
@@ -32,22 +32,23 @@ _REMEMBER_NUMBER = (
     "value = max(CAST(value AS INTEGER), CAST(excluded.value AS INTEGER))"
 )
 
-#: What `Ledger.purge` takes. Asked again in the transaction that begins to delete: others go on meanwhile.
+#: The jobs that `Ledger.purge` deletes. Checked again in the deleting transaction, because jobs change meanwhile.
 _OLD = "(finished_at IS NOT NULL OR archived = 1) AND updated_at < ?"
 
 
 class Ledger:
-    """Which jobs there are. Everything about one job is a `Job`."""
+    """The jobs of a database. `Job` has everything about a single job."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
 
     @classmethod
     def open(cls, url: str, *, create: bool = True, stop: threading.Event | None = None) -> Ledger:
-        """Open the database at ``url``; without ``create`` a missing one raises `NotFound` and is not made."""
+        """Open the database at ``url``. Without ``create``, a missing database raises `NotFound`."""
         return cls(connect(url, create=create, stop=stop))
 
     def close(self) -> None:
+        """Close the database."""
         self.database.close()
 
     def __enter__(self) -> Self:
@@ -59,7 +60,7 @@ class Ledger:
     # ---- jobs ------------------------------------------------------------------------------------------------------
 
     def job(self, id: str) -> Job:
-        """The job of that id, or `NotFound`."""
+        """Return the job with this id, or raise `NotFound`."""
         row = self.database.one("SELECT no FROM jobs WHERE id = ?", (check_id(id, "a job id"),))
         if row is None:
             raise NotFound(f"There is no job {id!r} in {self.database.name}.", hint="List them: headway jobs")
@@ -75,16 +76,16 @@ class Ledger:
         max_retries: int = 2,
         policy: RetryPolicy = ITEM,
     ) -> Job:
-        """The job of that id, made if there is none; one that exists is left as it is.
+        """Return the job with this id, creating it if needed. An existing job is left unchanged.
 
-        ``policy`` says how long failed items wait; how often they are tried again is ``max_retries``.
+        ``policy`` sets how long failed items wait. ``max_retries`` sets how often they are retried.
         """
         check_id(id, "a job id")
         if type(max_retries) is not int or not 0 <= max_retries <= 1_000_000:
             raise InvalidInput(f"{max_retries!r} is no number of retries.", hint="Use a whole number from 0.")
 
-        # A number is never given again: whoever still works on a job that was deleted must not meet another one under it.
-        # PostgreSQL's sequence sees to that; SQLite would take the largest there is, and add one.
+        # Job numbers are never reused: a process still working on a deleted job must not write to another one.
+        # PostgreSQL's sequence ensures this. SQLite would assign the largest existing number plus one.
         number, next_number = ("no, ", f"{_NEXT_NUMBER}, ") if self.database.engine == "sqlite" else ("", "")
 
         def work(tx: Tx) -> int:
@@ -103,13 +104,13 @@ class Ledger:
         return Job(self.database, self.database.run(work, operation="create"), id)
 
     def jobs(self, *, archived: bool = False) -> list[JobInfo]:
-        """All jobs, the one that changed last first."""
+        """Return all jobs, most recently updated first."""
         return all_jobs(self.database, archived=archived)
 
     def describe(
         self, job: Job, *, function: str, source: str, command: str, keyed_by: str | None, max_retries: int
     ) -> None:
-        """Say how the job is run now: shown to people, and what the same command is compared with next time."""
+        """Store how the job is run, for display and for comparison with the next command."""
 
         def work(tx: Tx) -> None:
             job.open(tx)
@@ -120,7 +121,7 @@ class Ledger:
 
         self.database.run(work, operation="describe")
 
-    # ---- job_lease ---------------------------------------------------------------------------------------------------
+    # ---- job lease ---------------------------------------------------------------------------------------------------
 
     def hold(
         self,
@@ -130,24 +131,28 @@ class Ledger:
         policy: RetryPolicy | None = None,
         lease: float = job_lease.LEASE,
     ) -> Hold:
-        """Become the one process that runs the job. ``policy``: how its items are tried again from now on; it is kept
-        with the job, for whoever takes over."""
+        """Acquire the job, so that this process is the only one that runs it.
+
+        ``policy``, if given, becomes the job's retry policy. It is stored with the job, for a process that takes over.
+        """
         return job_lease.acquire(self.database, job.no, settings, policy=policy, lease=lease)
 
     def renew(self, hold: Hold, running: Collection[int] = ()) -> None:
-        """Prolong a hold, and the notes on the items that run."""
+        """Renew a hold and the notes on its running items."""
         job_lease.renew(self.database, hold, running)
 
     def release(self, hold: Hold, outcome: str) -> None:
+        """End the run with ``outcome`` and release the job."""
         job_lease.release(self.database, hold, outcome)
 
-    # ---- ending ----------------------------------------------------------------------------------------------------
+    # ---- archiving and deleting ------------------------------------------------------------------------------------
 
     def archive(self, id: str, *, actor: str | None = None) -> str | None:
-        """Put a job aside under another id, so that its id can start fresh; the new id, None if there was no such job.
+        """Archive a job under another id, so that its id can be used again. Return the new id, or None if there was no
+        such job.
 
-        Nothing is deleted: `purge` does that when its time has come. Whoever held the job and was stopped is fenced off:
-        what it reports when it wakes up is refused, so two never work on the same items unknown to each other.
+        Nothing is deleted; `purge` does that later. A suspended former holder is fenced: its reports are refused when
+        it wakes up, so two processes never work on the same items without knowing.
         """
 
         def work(tx: Tx) -> str | JobHeld | None:
@@ -167,13 +172,13 @@ class Ledger:
         return aside
 
     def forget(self, id: str, *, actor: str | None = None, reason: str = "") -> int:
-        """Delete a job with all its records; how many items it had. Audited."""
+        """Delete a job with all its records, and return how many items it had. Audited."""
         total = self._delete(self.job(id).no, id, "forget", actor, reason=reason)
         assert total is not None
         return total
 
     def purge(self, *, older_than: float, actor: str | None = None) -> list[str]:
-        """Delete finished and archived jobs that have not changed for ``older_than`` seconds, and old delivered events."""
+        """Delete finished and archived jobs unchanged for ``older_than`` seconds, and delivered events of that age."""
         limit = self.database.now() - older_than
         old = self.database.all(f"SELECT no, id FROM jobs WHERE {_OLD} ORDER BY no", (limit,))
         gone = []
@@ -184,7 +189,7 @@ class Ledger:
             except (
                 JobHeld,
                 NotFound,
-            ) as error:  # somebody took it up again, or deleted it, while we were at the others
+            ) as error:  # another process resumed or deleted it meanwhile
                 log.info("a job is left as it is", job=id, error=str(error))
         self.database.run(lambda tx: events.purge(tx, limit), operation="purge")
         return gone
@@ -199,7 +204,7 @@ class Ledger:
         reason: str = "",
         unless_changed_since: float | None = None,
     ) -> int | None:
-        """How many items the job had; None when it is not an old one any more, and then nothing changes."""
+        """Delete a job and return its number of items. Returns None, without a change, if it is no longer old."""
 
         def begin(tx: Tx) -> int | JobHeld | None:
             if (held := job_lease.refusal(tx, no, id)) is not None:
@@ -210,9 +215,10 @@ class Ledger:
             recorder = Recorder(tx, no, archived_too=True)
             if tx.engine == "sqlite":
                 tx.execute(_REMEMBER_NUMBER, (str(no),))
-            _put_aside(tx, no, id, recorder.now)  # killed in what follows, the id is free and `purge` does the rest
-            # A slot records under its block alone. A job with blocks is the fleet's, and refused above, unless a foreign hand
-            # freed it: then what a slot is recording is waited for here, and what it records later finds no block.
+            _put_aside(tx, no, id, recorder.now)  # if we are killed below, the id is free and `purge` does the rest
+            # A slot records under its block alone. A job with blocks belongs to a fleet and was refused above, unless
+            # the database was edited from outside. Then this statement waits for a slot that is recording, and later
+            # records find no block.
             tx.execute("DELETE FROM blocks WHERE job = ?", (no,))
             facts: dict[str, object] = {"total": recorder.total, "done": recorder.done}
             if reason:
@@ -233,18 +239,18 @@ class Ledger:
             return last is not None
 
         while self.database.run(step, operation=action):
-            pass  # in steps, so that the write-ahead log stays small
+            pass  # in chunks, so that the write-ahead log stays small
         self.database.run(lambda tx: tx.execute("DELETE FROM jobs WHERE no = ?", (no,)), operation=action)
         return total
 
     def note(self, action: str, job: str, detail: dict[str, object], *, actor: str | None = None) -> None:
-        """Add a line to the audit trail."""
+        """Add an entry to the audit trail."""
         self.database.run(
             lambda tx: audit(tx, tx.now(), actor or current_user(), action, job, detail), operation="audit"
         )
 
     def audit_trail(self, job: str | None = None) -> Iterator[tuple[float, str, str, str, str]]:
-        """(when, who, what, job, detail as JSON), oldest first."""
+        """Yield (time, actor, action, job, detail as JSON), oldest first."""
         where, parameters = ("WHERE job = ?", (job,)) if job else ("", ())
         yield from self.database.all(
             f"SELECT at, actor, action, job, detail FROM audit {where} ORDER BY seq", parameters
@@ -252,7 +258,7 @@ class Ledger:
 
 
 def _put_aside(tx: Tx, no: int, id: str, now: float) -> str:
-    """Give the job another id, and refuse what its holder may still report; the new id."""
+    """Archive the job under a new id, and return it. A new token fences the former holder."""
     aside = f"{id[:100]}.{datetime.fromtimestamp(now, UTC):%Y%m%dT%H%M%S}.{no}"
     job_lease.end_lost_runs(tx, no, now)
     tx.execute(

@@ -1,4 +1,4 @@
-"""`ProgressManager`: one job in one SQLite file, in the words of its source document.
+"""`ProgressManager`: one job in one SQLite file, with the API of the original requirements document.
 
     progress = ProgressManager("ads.db")
     for idx, product in enumerate(products):
@@ -9,8 +9,8 @@
                 progress.mark_failed(idx, {"error": str(error)})
     print(progress.stats())
 
-When a call returns, what it says is on disk. It never sleeps and never runs anything: waiting between tries and
-working off dead letters are the pipeline's (`headway.map`, `headway run`).
+When a call returns, its change is on disk. The manager never sleeps and never runs items. Waiting between retries and
+retrying dead letters is left to the pipeline (`headway.map`, `headway run`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from typing import Any, Self
 from urllib.parse import quote
 
 from headway.config import Config
+from headway.core.failure import Failure, bounded_error, describe, shortened
+from headway.core.retry import RetryPolicy
 from headway.errors import InputChanged, InvalidInput, StaleClaim
-from headway.failure import Failure, bounded_error, describe, shortened
 from headway.ledger.content import bounded_meta, canonical, fingerprint
 from headway.ledger.job import Job
 from headway.ledger.ledger import Ledger
-from headway.ledger.recorder import META_ERROR_KEPT
-from headway.ledger.stretches import stretches
+from headway.ledger.store.index_range import stretches
+from headway.ledger.store.recorder import META_ERROR_KEPT
 from headway.ledger.values import DeadLetter, Done, Failed, Item, NewItem, Outcome, check_index
-from headway.retry import RetryPolicy
 from headway.telemetry import Log, metrics, names_a_secret, redact
 
 log = Log("progress")
@@ -41,18 +41,21 @@ log = Log("progress")
 #: The job's id inside the file.
 JOB = "progress"
 
-#: How often is the job's policy; the wait between tries is the pipeline's, so here there is none.
+#: No wait between retries: that is left to the pipeline. The job stores the number of retries.
 _AT_ONCE = RetryPolicy(retries=0, base=0.0, cap=0.0)
 
 Meta = Mapping[str, Any]  # free-form JSON of the caller
 
 
 class ProgressManager:
-    """Which products are done, which failed and how often, which are given up."""
+    """Tracks which items are done, which failed and how often, and which are dead."""
 
     def __init__(self, db_path: Path | str | None = None, max_retries: int = 2, *, resume: bool = True) -> None:
-        """``db_path`` defaults to the configured database. ``resume=False`` puts earlier progress aside (it is kept
-        in the file under another id) and starts anew."""
+        """Open the progress database.
+
+        ``db_path`` defaults to the configured database. ``resume=False`` archives earlier progress (kept in the file
+        under another id) and starts with an empty job.
+        """
         url = Config().text("database") if db_path is None else f"sqlite:///{quote(os.fspath(db_path))}"
         self._ledger = Ledger.open(url)
         try:
@@ -77,25 +80,25 @@ class ProgressManager:
         self.db_path = None if db_path is None else Path(db_path)
         self.max_retries = max_retries
 
-    # ---- the document's four ---------------------------------------------------------------------------------------
+    # ---- methods of the requirements document ----------------------------------------------------------------------
 
     def is_done(self, idx: int) -> bool:
-        """Whether this product was processed successfully."""
+        """Return whether this item was processed successfully."""
         return self._job.is_done(check_index(idx))
 
     def mark_done(self, idx: int, meta: Meta | None = None, *, token: int | None = None) -> None:
-        """Record success. Done is final: saying it again, or a late failure, changes nothing."""
+        """Record success. Done is final: a repeated call or a late failure changes nothing."""
         self._record([Done(check_index(idx), _checked(meta), token=token)])
 
     def mark_failed(self, idx: int, meta: Meta | None = None, *, token: int | None = None) -> None:
-        """Record a failure: one attempt more, then failed, or dead once attempts exceed ``max_retries``.
+        """Record a failure. The item is retried, or becomes dead once its attempts exceed ``max_retries``.
 
-        ``meta["error"]`` says why (an exception or a text; "Unknown error" if it is missing).
+        ``meta["error"]`` gives the reason: an exception or a text. The default is "Unknown error".
         """
         self._record([_failure(check_index(idx), meta, token)])
 
     def stats(self) -> str:
-        """A summary to print."""
+        """Return a summary to print."""
         info = self._job.info()
         runs = info.done + info.failures
         tried = info.done + info.failed + info.dead
@@ -118,14 +121,15 @@ class ProgressManager:
             lines.append(f"  {cause.dead:,} dead, {cause.count:,} failures: {cause.type} {cause.message}".rstrip())
         return "\n".join(lines)
 
-    # ---- what a pipeline needs besides -----------------------------------------------------------------------------
+    # ---- methods for a pipeline ------------------------------------------------------------------------------------
 
     def register(self, items: Iterable[object]) -> int:
-        """Make the products known: their indices (ints), or their payloads (anything else that is JSON, indexed in
-        order from 0). How many were new. From then on the job can finish.
+        """Register the items and return how many are new. From then on the job can finish.
 
-        A payload that differs from the one known under its index is `InputChanged`, and then nothing is registered:
-        what was recorded of the one must not count for the other.
+        Items are either indices (ints) or payloads (any other JSON value, indexed in order from 0).
+
+        Raises `InputChanged` if a payload differs from the one registered under its index. Nothing is registered then,
+        because the outcome of the old payload must not count for the new one.
         """
         given = list(items)
         indices = sum(isinstance(item, int) and not isinstance(item, bool) for item in given)
@@ -150,16 +154,19 @@ class ProgressManager:
                 )
 
     def claim(self, worker: str | None = None, *, limit: int = 1, lease: float = 30.0) -> list[Item]:
-        """Take products to work on that nobody else gets for ``lease`` seconds. Pass each one's ``token`` to
-        `mark_done` or `mark_failed`: after the lease lapsed and somebody else took it, that raises `StaleClaim`."""
+        """Claim up to ``limit`` items for ``lease`` seconds.
+
+        Pass each item's ``token`` to `mark_done` or `mark_failed`. They raise `StaleClaim` once the lease has expired
+        and another worker has claimed the item.
+        """
         return self._job.claim(worker or f"{socket.gethostname()}:{os.getpid()}", limit=limit, lease=lease)
 
     def mark_many(self, done: Sequence[tuple[int, Meta | None]]) -> int:
-        """Record many successes in one transaction; how many were not done before."""
+        """Record many successes in one transaction. Return how many items were not done before."""
         return self._record([Done(check_index(idx), _checked(meta)) for idx, meta in done]) if done else 0
 
     def pending(self) -> Iterator[int]:
-        """Indices still to be processed: never tried, or failed and not dead."""
+        """Yield the indices still to process: never tried, or failed and not dead."""
         database, job = self._ledger.database, self._job.no
         for near in stretches(database, "input_products", job, -1, 1000):
             rows = database.all(
@@ -171,22 +178,24 @@ class ProgressManager:
             yield from (idx for (idx,) in rows)
 
     def dead_letters(self) -> Iterator[DeadLetter]:
-        """Products given up, each with its last error."""
+        """Yield the dead letters, each with its last error."""
         after = -1
         while page := self._job.dead_letters(after=after):
             yield from page
             after = page[-1].idx
 
     def retry_dead(self, idx: int | None = None, *, cause: int | None = None) -> int:
-        """Give dead letters (all, one, or those of a cause) another life with no attempt counted; how many. Audited."""
+        """Make dead letters (all, one, or those of a cause) pending again, with no attempts counted. Return how many.
+        Audited."""
         return self._job.retry_dead(cause=cause, indices=None if idx is None else [check_index(idx)])
 
     @property
     def job(self) -> Job:
-        """The job in the ledger, for everything else that can be asked of it."""
+        """The job in the ledger, for all other queries and changes."""
         return self._job
 
     def close(self) -> None:
+        """Close the database."""
         self._ledger.close()
 
     def __enter__(self) -> Self:
@@ -220,7 +229,7 @@ def _dict(meta: Meta | None) -> Meta:
 def _failure(idx: int, meta: Meta | None, token: int | None) -> Failed:
     given = {**_dict(meta)}
     error = given.pop("error", None)
-    if issubclass(type(error), BaseException):  # isinstance would ask the exception
+    if issubclass(type(error), BaseException):  # isinstance would read __class__, which the exception may override
         failure = describe(error)
     else:
         said = _exact(error, "An error")
@@ -230,12 +239,12 @@ def _failure(idx: int, meta: Meta | None, token: int | None) -> Failed:
 
 
 def _exact(value: object, what: str) -> Any:
-    """The value as JSON has it: none of its own classes, whose methods may raise or say something else."""
+    """Convert the value to plain JSON types. Methods of custom classes might raise or return something else."""
     return json.loads(canonical(value, what))
 
 
 def _clean(value: Any) -> Any:
-    """Free-form JSON without secrets: what a failure says about itself is shown to many."""
+    """Redact secrets in free-form JSON, because many people see a failure's meta."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):

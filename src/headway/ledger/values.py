@@ -1,4 +1,4 @@
-"""What goes into the ledger and what comes out of it."""
+"""Value types that go into the ledger and come out of it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from headway.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from headway.failure import Failure
+    from headway.core.failure import Failure
 
-#: The largest index: what both engines' BIGINT holds.
+#: The largest index: the maximum of both engines' BIGINT.
 MAX_INDEX = 2**63 - 1
-#: The tables of a job that have rows of its items, in the order in which those are deleted: the item goes last.
+#: The tables with rows per item, in deletion order: the item itself is deleted last.
 OF_ITEMS = ("progress", "results", "printed", "dead_letters", "attempts", "input_products")
 
-#: Names of workers that `Job.note_running` wrote begin with this; such notes end with the hold.
+#: Prefix of the worker names that `Job.note_running` writes. Such notes expire with the hold.
 NOTED = "run "
 #: ``attempts.detail`` of an attempt whose traceback equals that of its cause.
 SAME_AS_CAUSE = "="
-#: First line of a traceback that is not the attempt's own.
+#: First line of a traceback that belongs to the cause, not to the attempt.
 OF_THE_CAUSE = "... (not kept for this attempt; below: the first failure of its cause)"
 
 
 def note_of(traceback: str | None) -> str:
-    """Return the first line of a traceback that is not the attempt's own, else an empty text."""
+    """Return `OF_THE_CAUSE` if the traceback begins with it, otherwise an empty string."""
     return OF_THE_CAUSE if (traceback or "").startswith(f"{OF_THE_CAUSE}\n") else ""
 
 
@@ -34,9 +34,9 @@ Status = Literal["pending", "done", "failed"]
 FailedOutcome = Literal["failed", "timeout", "lost"]
 
 
-# Those that are recorded pass by the hundred thousand a second: named tuples are made four times as fast as frozen
-# dataclasses. Those that are read are on the path of every command that lists: a class of them is defined four times as
-# fast.
+# Recorded types pass by the hundred thousand a second, and a named tuple is created four times as fast as a frozen
+# dataclass. The types that queries return are imported by every listing command, and a named tuple is defined four
+# times as fast.
 
 
 class NewItem(NamedTuple):
@@ -49,23 +49,23 @@ class NewItem(NamedTuple):
 
 
 class Item(NamedTuple):
-    """An item as the ledger hands it out for work."""
+    """An item to work on."""
 
     idx: int
     key: str | None
     payload: str | None
     attempts: int = 0
-    #: What to show to `Job.record` when the item was claimed; None for work under a hold.
+    #: Fencing token of the claim, to pass to `Job.record`. None for work under a hold.
     token: int | None = None
 
     @property
     def name(self) -> str:
-        """How people call it: its key, or its index."""
+        """Return the key, or the index if there is no key."""
         return self.key if self.key is not None else str(self.idx)
 
 
 class Done(NamedTuple):
-    """A run of an item that succeeded."""
+    """A successful run of an item."""
 
     idx: int
     meta: str | None = None
@@ -73,14 +73,14 @@ class Done(NamedTuple):
     seconds: float | None = None
     worker: str | None = None
     token: int | None = None
-    #: It returned something, and that is not kept.
+    #: The item returned a result that was not kept.
     unkept: bool = False
-    #: What it printed, if that is to be kept.
+    #: Captured output, if it is to be kept.
     printed: str | None = None
 
 
 class Failed(NamedTuple):
-    """A run of an item that did not. Unless ``retryable``, it is dead at once."""
+    """A failed run of an item. Unless ``retryable``, the item becomes a dead letter at once."""
 
     idx: int
     failure: Failure
@@ -89,10 +89,10 @@ class Failed(NamedTuple):
     seconds: float | None = None
     worker: str | None = None
     token: int | None = None
-    #: How many failures the item had when it was handed out. It names this run of it: reported again, it counts once.
+    #: The item's number of failures when it was issued. It identifies this run, so a repeated report counts once.
     seen: int | None = None
     retryable: bool = True
-    #: What it printed, if that is to be kept.
+    #: Captured output, if it is to be kept.
     printed: str | None = None
 
 
@@ -101,28 +101,28 @@ Outcome = Done | Failed
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What a batch of outcomes did."""
+    """The effect of recording a batch of outcomes."""
 
     done: int
     failed: int
     dead: int
-    #: Outcomes of items that were done already: executed again after a crash, recorded once.
+    #: Outcomes of items that were already done: executed again after a crash, recorded once.
     repeated: int
-    #: This batch finished the job.
+    #: Whether this batch finished the job.
     completed: bool
-    #: When each failed item may be tried again, by the database's clock.
+    #: When each failed item may be retried, by the database's clock.
     due: Mapping[int, float]
     died: Sequence[int]
-    #: Items of the job that failed and wait for another try, after this; for whoever holds the job, else it may be 0.
+    #: The job's items that wait for a retry after this batch. It may be 0 unless the caller holds the job.
     waiting: int
-    #: Its dead letters, in the same way.
+    #: The job's dead letters after this batch, with the same exception.
     given_up: int
-    #: Outcomes that were refused because their claim had lapsed and the item was given to somebody else.
+    #: Items whose outcome was refused because their claim expired and another claimant has them.
     stale: Sequence[int]
 
 
 class Progress(NamedTuple):
-    """How far a job is. Computed from the counters, never stored."""
+    """A job's progress. Computed from the counters, never stored."""
 
     status: str
     total: int
@@ -159,14 +159,14 @@ class JobInfo(NamedTuple):
     finished_at: datetime | None
     holder: Mapping[str, Any] | None
     lease_until: datetime | None
-    #: Whether the holder had its lease when this was read. One that was killed on this machine has none.
+    #: Whether the holder's lease was valid at the time of reading. A holder killed on this machine has none.
     held: bool
-    #: How the last run ended; None while a run holds the job, and once the job has finished.
+    #: How the last run ended. None while a run holds the job, and once the job has finished.
     last_outcome: str | None = None
 
     @property
     def lost(self) -> bool:
-        """Whether somebody ran it, did not give it back, and is gone."""
+        """Return whether a run died without releasing the job."""
         return self.holder is not None and not self.held
 
     @property
@@ -175,9 +175,9 @@ class JobInfo(NamedTuple):
 
     @property
     def status(self) -> str:
-        """One of: pending, processing, interrupted, needs a run, completed.
+        """Return one of: pending, processing, interrupted, needs a run, completed.
 
-        A job needs a run when its last run finished and items were given another try since.
+        A job needs a run if its last run finished and items were set to retry since.
         """
         if self.held:
             return "processing"
@@ -202,12 +202,12 @@ class Run(NamedTuple):
     kept: int
     started_at: datetime
     ended_at: datetime | None
-    #: finished, interrupted, stopped, failed, lost (its process was killed, or let its lease lapse); None while it runs.
+    #: finished, interrupted, stopped, failed or lost (its process was killed or its lease expired). None while it runs.
     outcome: str | None
 
 
 class ItemInfo(NamedTuple):
-    """An item with what became of it."""
+    """An item with its state and last outcome."""
 
     idx: int
     key: str | None
@@ -224,7 +224,7 @@ class ItemInfo(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """One run of an item, as history tells it."""
+    """One run of an item, from its history."""
 
     no: int
     outcome: Literal["done", "failed", "timeout", "lost"]
@@ -239,13 +239,13 @@ class Attempt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Failures that are alike."""
+    """A group of similar failures."""
 
     no: int
     type: str
     message: str
     frame: str
-    #: Failed runs, and how many items are dead of it now.
+    #: Failed runs, and items that are dead letters now.
     count: int
     dead: int
     first_seen: datetime
@@ -254,7 +254,7 @@ class Cause:
 
 
 class DeadLetter(NamedTuple):
-    """An item that failed for good."""
+    """An item that has no retries left."""
 
     idx: int
     key: str | None
@@ -266,24 +266,26 @@ class DeadLetter(NamedTuple):
 
 
 def utc(seconds: float) -> datetime:
+    """Convert Unix seconds to an aware UTC datetime."""
     return datetime.fromtimestamp(seconds, UTC)
 
 
 def maybe_utc(seconds: float | None) -> datetime | None:
+    """Convert Unix seconds to an aware UTC datetime, and None to None."""
     return None if seconds is None else utc(seconds)
 
 
 def check_index(idx: object) -> int:
-    """An index is a whole number from 0; True is not one."""
+    """Validate an item's index: an int from 0 to 2**63 - 1, but not a bool."""
     if type(idx) is not int or not 0 <= idx <= MAX_INDEX:
-        # A number of thousands of digits cannot even be shown: Python refuses to write it out.
+        # Python refuses to print a number of thousands of digits.
         shown = "A number that large" if type(idx) is int and idx > MAX_INDEX else f"{idx!r:.60}"
         raise InvalidInput(f"{shown} is not an item's index.", hint="Use a whole number from 0 to 2**63 - 1.")
     return idx
 
 
 def check_text(text: object, what: str) -> str:
-    """A short text both engines can keep: a key, a worker's name."""
+    """Validate a short text that both engines can store, such as a key or a worker's name."""
     if not isinstance(text, str) or not 0 < len(text) <= 512 or "\0" in text or not _is_unicode(text):
         raise InvalidInput(f"{text!r:.60} cannot be {what}.", hint="Use 1 to 512 characters without NUL.")
     return text
@@ -292,6 +294,6 @@ def check_text(text: object, what: str) -> str:
 def _is_unicode(text: str) -> bool:
     try:
         text.encode()
-    except UnicodeEncodeError:  # half a character
+    except UnicodeEncodeError:  # a lone surrogate
         return False
     return True

@@ -1,10 +1,10 @@
-"""The queue: tasks that users ask for, by priority, never lost.
+"""The queue: tasks submitted by users, run in order of priority, never lost.
 
-    TaskQueue ── submission, handlers: what may be asked for, and who does it
-       ├── records, admission, claims, settling, limits: the rows, which are the truth
-       ├── rq, rqsource, database: how a worker hears of them
-       ├── worker ── execution, watch, outcomes: running one, and what came of it
-       └── sweeper, supervisor: who looks after all of it
+    TaskQueue ── submission, handlers: which tasks may be submitted, and the functions that run them
+       ├── store/: the task rows, which are the source of truth
+       ├── rq: the notification in Redis that a task is waiting
+       ├── worker/: claiming a task, running it, recording the outcome
+       └── recovery: the sweep that returns lost tasks to the queue
 
 Names are loaded when they are first used.
 """
@@ -15,28 +15,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headway.queue.execution import GiveUp as GiveUp
-    from headway.queue.execution import TaskCancelled as TaskCancelled
-    from headway.queue.execution import TaskTimeout as TaskTimeout
     from headway.queue.submission import Role as Role
-    from headway.queue.taskqueue import TaskQueue as TaskQueue
-    from headway.queue.values import Priority as Priority
-    from headway.queue.values import Status as Status
-    from headway.queue.values import Task as Task
-    from headway.queue.values import TaskConflict as TaskConflict
-    from headway.queue.values import UserBusy as UserBusy
+    from headway.queue.task import Priority as Priority
+    from headway.queue.task import Status as Status
+    from headway.queue.task import Task as Task
+    from headway.queue.task import TaskConflict as TaskConflict
+    from headway.queue.task import UserBusy as UserBusy
+    from headway.queue.task_queue import TaskQueue as TaskQueue
+    from headway.queue.worker.execution import GiveUp as GiveUp
+    from headway.queue.worker.execution import TaskCancelled as TaskCancelled
+    from headway.queue.worker.execution import TaskTimeout as TaskTimeout
 
 _PLACES = {
-    "GiveUp": "execution",
-    "Priority": "values",
+    "GiveUp": "worker.execution",
+    "Priority": "task",
     "Role": "submission",
-    "Status": "values",
-    "Task": "values",
-    "TaskCancelled": "execution",
-    "TaskConflict": "values",
-    "TaskQueue": "taskqueue",
-    "TaskTimeout": "execution",
-    "UserBusy": "values",
+    "Status": "task",
+    "Task": "task",
+    "TaskCancelled": "worker.execution",
+    "TaskConflict": "task",
+    "TaskQueue": "task_queue",
+    "TaskTimeout": "worker.execution",
+    "UserBusy": "task",
 }
 
 __all__ = list(_PLACES)

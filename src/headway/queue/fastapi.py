@@ -18,8 +18,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Unpack
 
 from headway.queue.submission import Options
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import Task
+from headway.queue.task import Task
+from headway.queue.task_queue import TaskQueue
 
 Submit = Callable[..., Awaitable[Task]]
 

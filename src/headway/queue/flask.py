@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from headway.queue.settings import application_config
-from headway.queue.taskqueue import TaskQueue
+from headway.queue.task_queue import TaskQueue
 
 if TYPE_CHECKING:
     from flask import Flask

@@ -22,9 +22,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from headway.core.retry import RetryPolicy
 from headway.errors import InvalidInput
-from headway.queue.values import is_number
-from headway.retry import RetryPolicy
+from headway.queue.task import is_number
 from headway.telemetry import Log
 
 log = Log("queue")

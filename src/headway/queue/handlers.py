@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+from headway.core.ids import check_id
 from headway.errors import InvalidInput
-from headway.ids import check_id
-from headway.queue.values import is_number
+from headway.queue.task import is_number
 
 Isolation = Literal["fork", "none"]
 Context = Callable[[], AbstractContextManager[Any]]

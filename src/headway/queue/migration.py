@@ -25,13 +25,24 @@ from typing import Any, TypeVar
 
 from headway._sql import Database, Tx, Value
 from headway.errors import InvalidInput
-from headway.queue import admission, hinting, records
-from headway.queue.changing import SKIP_LOCKED
-from headway.queue.legacy import LegacyTable, Table, check_table, find_table, follow, is_followed, quoted, unfollow
-from headway.queue.records import pages
-from headway.queue.sweeper import Hints
-from headway.queue.taskqueue import TaskQueue
-from headway.queue.values import Priority, TaskConflict, UserBusy
+from headway.queue.recovery import Hints
+from headway.queue.store import hints as hinting
+from headway.queue.store import insert as admission
+from headway.queue.store import tasks as records
+from headway.queue.store.events import SKIP_LOCKED
+from headway.queue.store.legacy_table import (
+    LegacyTable,
+    Table,
+    check_table,
+    find_table,
+    follow,
+    is_followed,
+    quoted,
+    unfollow,
+)
+from headway.queue.store.tasks import pages
+from headway.queue.task import Priority, TaskConflict, UserBusy
+from headway.queue.task_queue import TaskQueue
 from headway.telemetry import Log
 
 log = Log("queue")

@@ -1,8 +1,8 @@
-"""RQ carries the ids of tasks, so that workers hear of them at once and RQ's own tools see what goes on.
+"""Enqueue task ids in RQ, so that workers start tasks at once and RQ's own tools show the queues.
 
-A hint in RQ is a job with the task's id, a fixed description and no argument but the id; what it says is never executed and
-never deserialised here. `headway.queue.rqsource` has what becomes of it. Redis may be wiped, replaced or rolled back at any
-moment: the sweeper gives the hints of waiting rows again.
+A hint is an RQ job that carries only the task's id. Headway never executes or deserialises its content;
+`headway.queue.worker.rq_source` consumes it. Redis may be wiped, replaced or rolled back at any time: the sweeper
+enqueues the hints of waiting tasks again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from headway import _redis
+from headway.core.retry import CircuitBreaker
 from headway.errors import HeadwayError, MissingExtra
-from headway.queue.places import KEPT
 from headway.queue.settings import RqOptions
-from headway.queue.values import PRIORITIES, Priority, Status, Task
-from headway.retry import CircuitBreaker
+from headway.queue.store.user_quota import KEPT
+from headway.queue.task import PRIORITIES, Priority, Status, Task
 from headway.telemetry import Log, metrics, redact
 
 try:

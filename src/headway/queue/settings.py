@@ -21,8 +21,8 @@ from typing import Any
 from headway._sql import Database, Tx
 from headway.config import OPTIONS, PREFIX, Config, read_value
 from headway.errors import ConfigError, InvalidInput
-from headway.queue.records import audit
-from headway.queue.values import check_text, is_text, moment
+from headway.queue.store.tasks import audit
+from headway.queue.task import check_text, is_text, moment
 from headway.telemetry import Log
 
 log = Log("queue")

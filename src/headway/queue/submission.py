@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
+from headway.core.ids import UserId, check_id, check_user_id
 from headway.errors import InvalidInput
-from headway.ids import UserId, check_id, check_user_id
-from headway.queue.codec import PAYLOAD_LIMIT, Codec, write_payload
 from headway.queue.handlers import Handler
-from headway.queue.values import NewTask, Priority, is_number, is_text
+from headway.queue.payload import PAYLOAD_LIMIT, Codec, write_payload
+from headway.queue.task import NewTask, Priority, is_number, is_text
 from headway.telemetry import Log
 
 log = Log("queue")

@@ -2,7 +2,8 @@
 
     result = headway.map(make_ad, products, job="ads-november")
 
-`map` does it with local workers; `open_job` lets a program keep its own loop. Both resume by being called again.
+`map` runs the items in local workers; `open_job` and `track` let a program keep its own loop. All of them resume when
+they are called again.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from headway._sql import absolute
 from headway.config import Config
+from headway.core.ids import check_id
+from headway.core.lifecycle import Shutdown, on_signals
+from headway.core.text import cut, plural, with_option
 from headway.errors import HeadwayError, InvalidInput, ItemsFailed, Stopping, UsageError
 from headway.events import CallableSink, Event, Sink
-from headway.ids import check_id
 from headway.ledger import Cause, DeadLetter, Ledger
-from headway.lifecycle import Shutdown, on_signals
 from headway.run import arguments
 from headway.run import function as functions
 from headway.run import plan as plans
-from headway.run.attempt import GiveUp
-from headway.run.display import Display, open_display
-from headway.run.executor import Executor
+from headway.run.display.display import Display, open_display
+from headway.run.held_job import OpenJob
 from headway.run.items import GivenItems, WatchedItems
-from headway.run.loop import OpenJob
-from headway.run.performing import check_output, configured_sinks, perform, policy_of, settings_of, take, tell
-from headway.run.pool import Ending, Settings
-from headway.run.results import ItemResult, Keep, as_they_came, in_order
+from headway.run.output.results import ItemResult, Keep, as_they_came, in_order
+from headway.run.pool.attempt import GiveUp
+from headway.run.pool.executor import Executor
+from headway.run.pool.loop import Ending, Settings
+from headway.run.session import check_output, configured_sinks, perform, policy_of, settings_of, take, tell
 from headway.run.tracking import Tracker
 from headway.run.tracking import start as start_tracking
-from headway.wording import cut, plural, with_option
 
 if TYPE_CHECKING:
-    from headway.run.fleet import FleetOptions
+    from headway.run.fleet.start import FleetOptions
 
 __all__ = [
     "Ending",
@@ -60,13 +61,13 @@ __all__ = [
 ]
 
 
-#: Causes that the text of a result or of an error names.
+#: Maximum number of causes named in the text of a result or error.
 _CAUSES_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run leaves behind. Counts are of the whole job."""
+    """The outcome of a run. Counts cover the whole job."""
 
     job: str
     database: str
@@ -79,7 +80,7 @@ class Result:
     seconds: float
     causes: Sequence[Cause]
     decode: Callable[[Any], Any] | None = None
-    #: The keys that are not texts, by the text that the ledger has.
+    #: Keys that are not strings, by their text in the ledger.
     typed_keys: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -89,7 +90,7 @@ class Result:
         return f"<Result of job {self.job}: {self.outcome}, {self.done:,} of {self.total:,} done{dead}{waiting}>"
 
     def _causes(self) -> str:
-        """The causes with most dead letters, in a few words."""
+        """Summarise the causes with the most dead letters."""
         deadly = sorted((cause for cause in self.causes if cause.dead), key=lambda cause: -cause.dead)
         named = [f"{cause.dead:,} x {cut(f'{cause.type}: {cause.message}', 80)}" for cause in deadly[:_CAUSES_SHOWN]]
         return "; ".join(named + ([plural(len(deadly) - len(named), "more cause")] if len(deadly) > len(named) else []))
@@ -106,9 +107,9 @@ class Result:
         raise error
 
     def results(self, *, ordered: bool = True) -> Iterator[ItemResult]:
-        """Yield what the items returned, by index, or with ``ordered=False`` in the order in which they were done.
+        """Yield the results by index, or with ``ordered=False`` in the order of completion.
 
-        Left out are items that returned None, and results that were not kept: not JSON, or more than a megabyte.
+        Items that returned None are left out. So are results that were not kept: not JSON, or longer than a megabyte.
         """
         with Ledger.open(self.database, create=False) as ledger:
             job = ledger.job(self.job)
@@ -117,10 +118,11 @@ class Result:
                 yield ItemResult(found.index, self._typed(found.key), result)
 
     def to_frame(self) -> Any:
-        """Return the results as a pandas DataFrame: the fields of a dict are columns, other values the column "result".
+        """Return the results as a pandas DataFrame.
 
-        The index has the items' keys, with their types, or else their positions. So ``frame.join(result.to_frame())``
-        adds the results to the DataFrame whose rows were the items. Dead items have no row.
+        The fields of a dict are columns; other values are in the column "result". The index has the items' keys with
+        their types, or else their positions. So ``frame.join(result.to_frame())`` adds the results to the DataFrame
+        whose rows were the items. Dead items have no row.
         """
         pandas = _pandas()
         found = list(self.results())
@@ -136,7 +138,7 @@ class Result:
         return pandas.Series(values, index=_labels(pandas, found), name="result", dtype=object if objects else None)
 
     def dead_letters(self) -> Iterator[DeadLetter]:
-        """The items that failed for good, each with its error."""
+        """Yield the items that failed for good, each with its error."""
         with Ledger.open(self.database, create=False) as ledger:
             job, after = ledger.job(self.job), -1
             while page := job.dead_letters(after=after):
@@ -191,32 +193,34 @@ def map(
     slots: int | None = None,
     any_version: bool = False,
 ) -> Result:
-    """Call ``function`` with every item, in worker processes (``mode="process"``), in threads of one worker process or
-    on its event loop, and remember what became of each.
+    """Call ``function`` with every item in workers, and record the outcome of each.
 
-    Called again with the same ``job`` it goes on where it was, whatever ended it. Without ``job`` the id is made of the
-    function: its name, file and code; changed code is another job. Items are JSON values (or NumPy's numbers). An item that
-    fails is tried ``retries`` more times, then it is a dead letter. With ``raise_on_dead`` dead letters raise
-    `headway.errors.ItemsFailed` at the end, whose ``result`` is the `Result`. ``on_complete`` is told when the job finished:
-    once per completion, at least once if this process dies in between, always with the same event id. Ctrl-C lets running
-    items finish, then raises KeyboardInterrupt.
+    Workers are processes (``mode="process"``), threads of one process, or tasks on its event loop. Called again with
+    the same ``job``, the run resumes, whatever ended it. Without ``job`` the id comes from the function's name, file
+    and code, so changed code is a new job.
+
+    Items are JSON values or NumPy numbers. An item that fails is retried ``retries`` times, then becomes a dead
+    letter. With ``raise_on_dead``, dead letters raise `headway.errors.ItemsFailed` at the end; its ``result`` is the
+    `Result`. ``on_complete`` is called when the job has finished. If this process dies in between, it may be called
+    again with the same event id. Ctrl-C lets running items finish, then raises KeyboardInterrupt.
 
     Arguments that are None come from the settings: ``HEADWAY_*``, then ``headway.toml``, then the default.
 
-    Workers are forked, or started anew (``start="spawn"``) where a fork is unsafe: other threads run here, or this is
-    macOS. Then they import the function's module; what is in no module is forked all the same. It is said which.
+    Workers are forked. Where a fork is unsafe (other threads run here, or this is macOS), they are spawned
+    (``start="spawn"``) and import the function's module. A function that is in no module is forked anyway. A message
+    says which start was chosen and why.
 
-    ``executor`` runs them elsewhere: anything with the ``submit`` of `concurrent.futures` (a ProcessPoolExecutor, loky,
-    Dask's ``client.get_executor()``, mpi4py.futures). It stays the caller's and is never shut down; ``workers`` is how
-    many items are there at once.
+    ``executor`` runs the items elsewhere. It is any object with the ``submit`` of `concurrent.futures`: a
+    ProcessPoolExecutor, loky, Dask's ``client.get_executor()``, mpi4py.futures. It is never shut down. ``workers``
+    limits how many items it has at once.
 
-    What items print goes where it went, and is kept with those that fail (``keep_output``: failed, all or none). What
-    the function returns is kept and comes back by `Result.results`, unless ``results=False``. ``encode`` makes JSON
-    of it, ``decode`` makes it again what it was; dataclasses, dates, NumPy's and pydantic's values need no ``encode``.
+    Output of items goes where it went before, and is kept for failed items (``keep_output``: failed, all or none).
+    Return values are kept for `Result.results`, unless ``results=False``. ``encode`` turns a return value into JSON,
+    and ``decode`` restores it. Dataclasses, dates, NumPy and pydantic values need no ``encode``.
 
-    With ``fleet`` the workers of all machines do it (``headway worker``, on PostgreSQL; docs/fleet.md): ``slots`` of them,
-    each with ``workers`` items at once. The function must be importable there, in the same version unless ``any_version``.
-    The job goes on if this process ends; called again, it waits for the same run.
+    With ``fleet``, workers on all machines run the job (``headway worker``, on PostgreSQL; docs/fleet.md). It has
+    ``slots`` slots, each with ``workers`` items at once. The function must be importable there, in the same version
+    unless ``any_version``. The job continues if this process ends; called again, it waits for the same run.
     """
     name = functions.name_of(functions.check(function, "The function"))
     arguments.refuse_mapping(items)
@@ -247,7 +251,7 @@ def map(
     options = _fleet_options(config, function, encode, slots, fleet=fleet, any_version=any_version)
     sinks: list[Sink] = configured_sinks(config)
     shutdown = _given_shutdown.get() or Shutdown()
-    place = absolute(config.text("database"))  # items that run in this process may change its directory
+    place = absolute(config.text("database"))  # items that run in this process may change directory
     display = open_display(config.text("progress"), stream=sys.stderr, color=config.text("color"))
     source = WatchedItems(given, shutdown, display.say)
     with (
@@ -295,13 +299,13 @@ def map(
 
 
 def _recorded_id(ledger: Ledger, function: Callable[[Any], Any]) -> str | None:
-    """Return the id that an earlier version of Headway gave to the job of this function, if the ledger has that job."""
+    """Return the job id that an earlier Headway version gave this function, if that job exists."""
     id = functions.earlier_default_job(function)
     return None if plans.find(ledger, id) is None else id
 
 
 def _other_version(ledger: Ledger, id: str, name: str) -> str | None:
-    """Return the latest job without a name of a function of the same name."""
+    """Return the latest unnamed job of a function with the same name."""
     stem = id.rpartition("-")[0]
     others = [info for info in ledger.jobs() if info.function == name and info.id.rpartition("-")[0] == stem]
     return max(others, key=lambda info: info.updated_at).id if others else None
@@ -316,12 +320,12 @@ def _fleet_options(
     fleet: bool,
     any_version: bool,
 ) -> FleetOptions | None:
-    """What was asked of a fleet, checked; None if there is none."""
+    """Validate the fleet arguments; return None without a fleet."""
     if not fleet:
         if slots is not None or any_version:
             raise InvalidInput("slots and any_version are for a fleet.", hint="Add fleet=True.")
         return None
-    from headway.run.fleet import FleetOptions, check
+    from headway.run.fleet.start import FleetOptions, check
 
     if encode is not None:
         raise InvalidInput("encode cannot be sent to the workers of a fleet.", hint="Return what is JSON.")
@@ -347,8 +351,8 @@ def _perform_by_fleet(
     sinks: Sequence[Sink],
     output: Path | None,
 ) -> Ending:
-    """Give the job to the fleet, unless it has it already, and wait until its run is over."""
-    from headway.run import fleet as fleets
+    """Hand the job to the fleet, unless it has it already, and wait for the end."""
+    from headway.run.fleet import start as fleets
 
     return fleets.start_and_follow(
         ledger, plan, function, settings, options, config,
@@ -358,11 +362,11 @@ def _perform_by_fleet(
     )  # fmt: skip
 
 
-#: The verbs in hints to a program that ask something of the database.
+#: Commands in hints that need the database option.
 _ASKING = frozenset({"dead", "items", "jobs", "results", "resume", "retry", "show", "stop"})
 
 
-#: Options that hints name, as a program gives them.
+#: Command-line options in hints and the equivalent arguments.
 _ARGUMENTS = {
     "--accept-changes": "accept_changes=True",
     "--fresh": "fresh=True",
@@ -373,7 +377,10 @@ _ARGUMENTS = {
 
 @contextmanager
 def _hinting(config: Config) -> Iterator[None]:
-    """What an error says to type finds the job also where the program named the database by hand."""
+    """Adapt hints of errors to a program.
+
+    They name arguments instead of options, and include the database if it is not the configured one.
+    """
     try:
         yield
     except HeadwayError as error:
@@ -386,7 +393,7 @@ def _hinting(config: Config) -> Iterator[None]:
 
 @contextmanager
 def _interrupting(shutdown: Shutdown) -> Iterator[None]:
-    """Raise KeyboardInterrupt if it was Ctrl-C that stopped the block."""
+    """Raise KeyboardInterrupt if Ctrl-C stopped the block."""
     try:
         yield
     except Stopping:
@@ -398,16 +405,16 @@ def _interrupting(shutdown: Shutdown) -> Iterator[None]:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Who awaits `amap` can ask for an end that no signal asked for.
+#: Lets `amap` stop a run without a signal.
 _given_shutdown: ContextVar[Shutdown | None] = ContextVar("given_shutdown", default=None)
 
 
 def _awaitable(call: Callable[P, Result]) -> Callable[P, Coroutine[Any, Any, Result]]:
     async def amap(*given: P.args, **options: P.kwargs) -> Result:
-        """`map` inside a running event loop, which goes on meanwhile: ``await headway.amap(fetch, urls, job="x")``.
+        """Run `map` without blocking the event loop: ``await headway.amap(fetch, urls, job="x")``.
 
-        Items run in workers as ever, an async function on a loop of its own there. When the task that awaits it is
-        cancelled, running items finish and are recorded, then the cancellation goes on.
+        Items run in workers as usual; an async function runs on a loop there. If the awaiting task is cancelled,
+        running items finish and are recorded before the cancellation continues.
         """
         shutdown = Shutdown()
         context = copy_context()
@@ -439,10 +446,10 @@ def open_job(
     accept_changes: bool = False,
     payload_limit: int | None = None,
 ) -> OpenJob:
-    """Hold a job in this process and work its items off in a loop of your own.
+    """Hold a job in this process and work off its items in your own loop.
 
-    ``items`` makes the job at first and is compared with it later, as in `map`; leave it out to go on with what is
-    known.
+    ``items`` creates the job, and is compared with it in later calls, as in `map`. Leave it out to resume with the
+    registered items.
     """
     config = Config(
         cli={"database": database, "retries": retries, "retry_delay": retry_delay, "payload_limit": payload_limit}
@@ -484,13 +491,13 @@ def _open_job(
         raise
 
 
-#: Trackers of this process that hold a job: (database, job) -> the tracker.
+#: Trackers of this process that hold a job, by (database, job).
 _trackers: weakref.WeakValueDictionary[tuple[str, str], Tracker[Any]] = weakref.WeakValueDictionary()
 
 
 @atexit.register
 def _close_trackers() -> None:
-    """A program that ends in the middle of a loop records what was done in it."""
+    """Record finished items of loops that the end of the program interrupts."""
     for tracker in list(_trackers.values()):
         tracker.close()
 
@@ -506,13 +513,15 @@ def track(
     progress: str | None = None,
     payload_limit: int | None = None,
 ) -> Tracker[T]:
-    """The items that are not done yet, for a loop of your own: ``for page in headway.track(pages, job="pages"):``.
+    """Iterate over the items that are not done: ``for page in headway.track(pages, job="pages"):``.
 
-    An item is done when the loop asks for the next one; an exception, a break or a kill leaves it for the next time. What
-    took less than a few hundredths of a second is recorded together, so after a kill some of the last of it runs again.
-    Items are known by their JSON form (dates, paths, dataclasses have one), and the loop gets them as they were given. Two
-    loops over one job cannot run at once, except that a second one in the same process ends the first: at a prompt or in a
-    notebook an exception would keep that alive.
+    An item is done when the loop asks for the next one. An exception, a break or a kill leaves it for the next time.
+    Items shorter than a few hundredths of a second are committed together, so some of the last ones may run again
+    after a kill.
+
+    Items are identified by their JSON form (dates, paths and dataclasses have one); the loop gets the original
+    objects. Two loops over one job cannot run at once. A second one in the same process ends the first, because an
+    exception would keep the first alive at a prompt or in a notebook.
     """
     config = Config(cli={"database": database, "payload_limit": payload_limit, "progress": progress})
     check_id(job, "a job id")

@@ -12,7 +12,7 @@ from headway.errors import InvalidInput
 
 
 def check_flags(**flags: object) -> None:
-    """Refuse a flag that is not True or False: the text "no" would count as yes."""
+    """Refuse a flag that is not a bool: the text "no" would count as true."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise InvalidInput(f"{name} must be True or False (got {value!r:.60}).")
@@ -26,22 +26,25 @@ def check_callables(**functions: object) -> None:
 
 
 def check_key(key: object) -> None:
+    """Refuse a key that is not the name of a field."""
     if key is not None and not (isinstance(key, str) and key.strip()):
         raise InvalidInput(f"key must be the name of a field (got {key!r:.60}).")
 
 
 def check_choice(name: str, value: object, words: tuple[str, ...]) -> None:
+    """Refuse a value that is not one of ``words``."""
     if value not in words:
         raise InvalidInput(f"{name} must be {', '.join(words[:-1])} or {words[-1]} (got {value!r:.60}).")
 
 
 def check_path(name: str, value: object) -> None:
+    """Refuse a value that is not a path."""
     if value is not None and (not isinstance(value, str | os.PathLike) or not str(value)):
         raise InvalidInput(f"{name} must be the path of a file (got {value!r:.60}).")
 
 
 def refuse_mapping(items: object) -> None:
-    """Refuse a dict: its iteration gives the keys alone, and the values would be lost."""
+    """Refuse a dict: iterating over it would lose the values."""
     if isinstance(items, Mapping):
         raise InvalidInput(
             f"items is a {type(items).__name__}: it could mean its keys, its values or both.",

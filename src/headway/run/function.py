@@ -1,4 +1,4 @@
-"""The user's function: found by name, checked before anything is written."""
+"""The user's function: found by name and validated before anything is written."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from headway.ledger import canonical
 from headway.run.program import Program, Work
 from headway.telemetry import redact
 
-#: How many items run at once when nobody says.
+#: Default number of items at once, in threads and on an event loop.
 _THREADS = 16
 _COROUTINES = 32
 
 
 def load(spec: str) -> Callable[..., Any]:
-    """``module:function``, the module looked for in the current directory first."""
+    """Import ``module:function``, with the current directory first on the path."""
     module_name, colon, name = spec.partition(":")
     if not colon or not module_name or not name:
         raise InvalidInput(
@@ -50,7 +50,7 @@ def load(spec: str) -> Callable[..., Any]:
                 hint="Run from the directory that holds it, or install it.",
             ) from error
         raise InvalidInput(f"The module {module_name!r} needs {error.name!r}, which is not installed.") from error
-    except SystemExit as error:  # let through, it would end this command as if all were done
+    except SystemExit as error:  # otherwise it would end this command as if it had succeeded
         raise InvalidInput(
             f"The module {module_name!r} ended the program while it was imported (sys.exit, or argparse).",
             hint='Let only a script that is started do that: put it below  if __name__ == "__main__":',
@@ -73,6 +73,7 @@ def load(spec: str) -> Callable[..., Any]:
 
 
 def check(function: object, name: str) -> Callable[..., Any]:
+    """Raise `InvalidInput` unless ``function`` can be called with one item."""
     if not callable(function):
         raise InvalidInput(f"{name} is not a function but {type(function).__name__}.")
     _refuse_generator(function, name)
@@ -81,13 +82,13 @@ def check(function: object, name: str) -> Callable[..., Any]:
     except TypeError as error:
         raise InvalidInput(f"{name} cannot be called with one item: {error}.", hint="It takes one argument.") from error
     except ValueError:
-        pass  # a built-in without a signature: calling it will tell
+        pass  # a built-in without a signature: a wrong one fails when called
     return function
 
 
 def _refuse_generator(function: Callable[..., Any], name: str) -> None:
-    """Calling a generator function executes nothing of it."""
-    for each in (function, getattr(function, "__call__", None)):  # noqa: B004 - a callable object may have one as its __call__
+    """Refuse generator functions: calling one runs none of its code."""
+    for each in (function, getattr(function, "__call__", None)):  # noqa: B004 - a callable object may have a generator as __call__
         if inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each):
             raise InvalidInput(
                 f"{name} is a generator function (it has a yield): calling it would execute nothing.",
@@ -96,24 +97,25 @@ def _refuse_generator(function: Callable[..., Any], name: str) -> None:
 
 
 def name_of(function: Callable[..., Any]) -> str:
+    """Return the function's name as ``module:qualname``."""
     return f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', type(function).__name__)}"
 
 
 def default_job(function: Callable[..., Any]) -> str:
-    """Return the id of a job without a name: the function's name, and a hash of its file and its code.
+    """Return the id of an unnamed job: the function's name, and a hash of its file and code.
 
-    Other code under the same name (another lambda, a function defined again, a function of another file) is another job.
-    The hash is of the source, so that the id does not depend on the version of Python.
+    Different code under the same name is a different job: another lambda, a redefined function, another file. The
+    hash covers the source, so the id does not depend on the Python version.
     """
     return _job_id(function, _of_source)
 
 
 def earlier_default_job(function: Callable[..., Any]) -> str:
-    """Return the id that earlier versions of Headway made: of the bytecode, which each version of Python has its own of."""
+    """Return the id of earlier Headway versions. It used the bytecode, which depends on the Python version."""
     return _job_id(function, _of_bytecode)
 
 
-#: Yields what tells the code of a function or class from others.
+#: Yields parts that identify the code of a function or class.
 _Describe = Callable[[Any], Iterator[str]]
 
 
@@ -126,7 +128,7 @@ def _job_id(function: Callable[..., Any], describe: _Describe) -> str:
 
 
 def _identity(function: object, seen: set[int], describe: _Describe) -> Iterator[str]:
-    """Yield what tells this function from others, the same in every process: names, file, code and closed-over values."""
+    """Yield parts that identify the function in every process: names, file, code and closed-over values."""
     if id(function) in seen:
         return
     seen.add(id(function))
@@ -143,11 +145,11 @@ def _identity(function: object, seen: set[int], describe: _Describe) -> Iterator
         yield name_of(function)
         yield from describe(function)
         for method in [each for _, each in sorted(vars(function).items()) if isinstance(each, types.FunctionType)]:
-            if describe is _of_bytecode or _source_node(method.__code__) is not None:  # not those that dataclass made
+            if describe is _of_bytecode or _source_node(method.__code__) is not None:  # skip dataclass methods
                 yield from _identity(method, seen, describe)
     elif isinstance(function, types.BuiltinFunctionType) and isinstance(function.__self__, types.ModuleType | None):
         yield name_of(function)
-    elif hasattr(function, "__wrapped__"):  # functools.lru_cache and its like
+    elif hasattr(function, "__wrapped__"):  # functools.lru_cache and similar wrappers
         yield name_of(type(function))
         yield from _identity(function.__wrapped__, seen, describe)
     else:
@@ -166,7 +168,7 @@ def _of_function(function: types.FunctionType, seen: set[int], describe: _Descri
         yield from _value(each, seen, describe)
     for cell in function.__closure__ or ():
         yield from _value(_content(cell), seen, describe)
-    # Functions of the same file that it calls are its code as well.
+    # Functions it calls in the same file are part of its code.
     called = (function.__globals__.get(name) for name in sorted(_names(code)))
     for each in called:
         if isinstance(each, types.FunctionType) and each.__code__.co_filename == code.co_filename:
@@ -174,7 +176,7 @@ def _of_function(function: types.FunctionType, seen: set[int], describe: _Descri
 
 
 def _value(value: object, seen: set[int], describe: _Describe) -> Iterator[str]:
-    """Yield a value that a function carries with it. One without a form that is the same next time cannot name a job."""
+    """Yield a value that the function carries. A value without a reproducible form cannot identify a job."""
     if callable(value):
         yield from _identity(value, seen, describe)
     elif isinstance(value, types.ModuleType):
@@ -195,25 +197,25 @@ def _value(value: object, seen: set[int], describe: _Describe) -> Iterator[str]:
 def _content(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
-    except ValueError:  # nothing in it yet
+    except ValueError:  # still empty
         return None
 
 
 def _of_bytecode(function: Any) -> Iterator[str]:
-    """Yield the bytecode of a function; a class has that of its methods."""
+    """Yield the bytecode of a function; a class is identified by its methods."""
     if not isinstance(function, type):
         yield from _code(function.__code__)
 
 
 def _code(code: types.CodeType) -> Iterator[str]:
-    """Yield the code without its line numbers: a function that only moved is the same."""
+    """Yield the code without line numbers, so that moving a function does not matter."""
     yield code.co_code.hex()
     yield repr((code.co_names, code.co_varnames, code.co_freevars))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _code(constant)
         elif isinstance(constant, frozenset):
-            yield repr(sorted(map(repr, constant)))  # their order is another one in every process
+            yield repr(sorted(map(repr, constant)))  # the order of a frozenset differs between processes
         else:
             yield repr(constant)
 
@@ -227,7 +229,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _of_source(function: Any) -> Iterator[str]:
-    """Yield the source of a function or class; the bytecode of a function whose source is not known (a prompt, exec)."""
+    """Yield the source of a function or class. Without source (a prompt, exec), yield the function's bytecode."""
     if isinstance(function, type):
         node = _class_node(function)
         if node is not None:
@@ -241,11 +243,12 @@ def _of_source(function: Any) -> Iterator[str]:
 
 
 def source_form(part: object) -> str:
-    """Return a syntax tree as text: without places, formatting and comments, and the same in every version of Python.
+    """Return a syntax tree as text that is the same in every Python version.
 
-    `ast.dump` is not: fields were added, and later versions leave out empty ones.
+    Positions, formatting and comments are left out. `ast.dump` is not stable: fields were added, and later versions
+    omit empty ones.
     """
-    if isinstance(part, ast.JoinedStr):  # Python 3.12 puts empty texts between the parts of an f-string
+    if isinstance(part, ast.JoinedStr):  # Python 3.12 puts empty strings between the parts of an f-string
         return (
             f"JoinedStr({', '.join(source_form(each) for each in part.values if getattr(each, 'value', None) != '')})"
         )
@@ -262,7 +265,7 @@ def source_form(part: object) -> str:
 
 
 def _source_node(code: types.CodeType) -> ast.AST | None:
-    """Return the definition of ``code`` in its file; None if the file does not have it, or not in the version that runs."""
+    """Return the definition of ``code`` in its file. Return None if the file lacks it or was edited since."""
     tree, codes = _parsed(code.co_filename)
     if tree is None or code not in codes:
         return None
@@ -274,7 +277,7 @@ def _source_node(code: types.CodeType) -> ast.AST | None:
         and min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))]) == code.co_firstlineno
         and _holds(node, code)
     ]
-    # Of lambdas in one line the one that holds all of the code and the least besides.
+    # Of several lambdas on one line, choose the smallest that contains the code.
     found.sort(key=lambda node: (node.end_lineno or 0, node.end_col_offset or 0, -node.lineno, -node.col_offset))
     return found[0] if found else None
 
@@ -300,7 +303,7 @@ def _class_node(kind: type) -> ast.AST | None:
 
 
 def _parsed(filename: str) -> tuple[ast.AST | None, frozenset[types.CodeType]]:
-    """Return the syntax tree of a file and every code object in it. The file may have been edited since it was imported."""
+    """Return the syntax tree of a file and all its code objects. The file may have been edited since its import."""
     linecache.checkcache(filename)
     return _parse("".join(linecache.getlines(filename)), filename)
 
@@ -322,8 +325,11 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def choose_mode(function: Work, mode: str | None, name: str, workers: object = None) -> str:
-    """``mode`` if it fits the function; async functions need a loop, the others must not have one. Many programs at once
-    are started by the threads of one process: a process of ours for each would cost more than they do."""
+    """Return the mode for the function; raise `InvalidInput` if ``mode`` does not fit.
+
+    Async functions need an event loop; others must not have one. Many concurrent programs are started from threads of
+    one process, because a worker process for each would cost more than the programs.
+    """
     if isinstance(function, Program):
         if mode == "async":
             raise InvalidInput("A program cannot run in mode async.", hint="Leave --mode out.")
@@ -341,7 +347,7 @@ def choose_mode(function: Work, mode: str | None, name: str, workers: object = N
 
 
 class Start(NamedTuple):
-    """How worker processes are started: forked from this one, or anew (spawn), and why, where that is worth a word."""
+    """How worker processes start, fork or spawn, and a message with the reason, if needed."""
 
     how: str
     why: str = ""
@@ -351,9 +357,13 @@ FORK = Start("fork")
 
 
 def choose_start(function: Work, encode: object, wanted: str) -> Start:
-    """A fork copies this process in the middle of whatever its other threads do: a lock that one of them holds stays locked
-    in the child for ever. macOS's own libraries do not bear it at all. So there a worker is started anew, if the function
-    can be found by its name in a new process, and else forked all the same; either is said."""
+    """Choose between forking and spawning workers.
+
+    A fork copies this process in the middle of what its other threads do. A lock that one of them holds stays locked
+    in the child forever. The system libraries of macOS do not support forks at all. In these cases workers are
+    spawned if a new process can import the function, and forked otherwise. The returned message explains either
+    choice.
+    """
     if wanted == "fork" or isinstance(function, Program):
         return FORK
     if wanted not in ("auto", "spawn"):
@@ -370,7 +380,7 @@ def choose_start(function: Work, encode: object, wanted: str) -> Start:
             hint="Define it in a module of its own, or leave out start=.",
         )
     if "ipykernel" in sys.modules:
-        return FORK  # its threads are always there, and so are functions that are in no module
+        return FORK  # notebooks always have threads, and functions that are in no module
     return Start("fork", f"Workers are forked although {why}, because {obstacle}. If they hang, put it into a module.")
 
 
@@ -386,7 +396,7 @@ def _why_not_forked() -> str:
 
 
 def _why_not_sent(function: Work, encode: object) -> str:
-    """Why a new process cannot get the function; empty if it can."""
+    """Return why a new process cannot get the function; empty if it can."""
     try:
         data = pickle.dumps((function, encode))
     except Exception as error:  # noqa: BLE001 - objects may raise anything when they are pickled
@@ -395,7 +405,7 @@ def _why_not_sent(function: Work, encode: object) -> str:
 
 
 def default_workers(mode: str) -> int:
-    """Return how many items run at once unless the settings say otherwise."""
+    """Return how many items run at once by default."""
     return {"thread": _THREADS, "async": _COROUTINES}.get(mode) or _cores()
 
 

@@ -1,7 +1,7 @@
-"""Where items come from: a file of JSON lines, CSV or plain lines; a pipe; any iterable of a program.
+"""Sources of items: files of JSON lines, JSON, CSV or plain lines, a pipe, or any iterable of a program.
 
-A source can be read again and again and yields the same. Reading checks everything that can be wrong with an item, so
-that a bad line 90,000 is found before anything is written.
+A source can be read repeatedly and yields the same items. Reading validates every item, so a bad line 90,000 is found
+before anything is written.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from math import isnan
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 
+from headway.core.lifecycle import Shutdown
 from headway.errors import InputChanged, InvalidInput, Stopping
 from headway.ledger import Job, NewItem, canonical, fingerprint
-from headway.lifecycle import Shutdown
-from headway.run.results import as_plain
+from headway.run.output.results import as_plain
 
 FORMATS = ("jsonl", "json", "csv", "tsv", "lines")
 _BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".tab": "tsv"}
 
-#: How a gzip file begins.
+#: First bytes of a gzip file.
 _GZIP = b"\x1f\x8b"
-#: How files begin that are not text, and what to do with one.
+#: First bytes of files that are not text, and a hint for each.
 _NOT_TEXT = {
     _GZIP: "It is a gzip file: give its path after --items, or pipe it through zcat.",
     b"PK\x03\x04": "It is a zip archive or a spreadsheet: unpack it, or save it as CSV.",
@@ -41,66 +41,66 @@ _NOT_TEXT = {
     b"PAR1": "It is a Parquet file: write it as CSV or JSON lines.",
 }
 
-#: What may divide the columns of a CSV file, and what that is called; the comma where several would do.
+#: Possible delimiters of a CSV file and their names; on a tie the comma wins.
 _DIVIDERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 
-#: What a job is keyed by whose items are the rows of a DataFrame.
+#: The key name of a job whose items are the rows of a DataFrame.
 INDEX = "(index)"
 
-#: Bytes one item's payload may have, unless the settings say otherwise.
+#: Default maximum size of a payload, bytes.
 PAYLOAD_LIMIT = 262_144
-#: Seconds between two lines of progress while items are read and registered.
+#: Seconds between progress messages while items are read and registered.
 REPORT_SECONDS = 3.0
-#: A line of a pipe that is so many times as long as an item may be is not waited for: escapes and spaces are less.
+#: A line of a pipe may be this many times the payload limit; escapes and spaces need less.
 LINE_MOST = 16
 
 
-#: Raises `InvalidInput` for an item that cannot be worked on.
+#: Raises `InvalidInput` for an item that cannot be run.
 Accept = Callable[[Any], None]
 
 
 class Read(NamedTuple):
-    """An item as it was read."""
+    """An item as read from its source."""
 
-    place: int  # line of the file, or position in the iterable; from 1
+    place: int  # line in the file or position in the iterable, from 1
     key: str | None
     payload: str  # canonical JSON
     fingerprint: int
 
 
 class Source(Protocol):
-    """Items that can be read again."""
+    """Items that can be read repeatedly."""
 
     @property
     def name(self) -> str:
-        """What people call it: the file's path."""
+        """The display name: the path of the file."""
         ...
 
     @property
     def key(self) -> str | None:
-        """The field that names an item, if one does."""
+        """The field that names an item, if any."""
         ...
 
     def place(self, number: int) -> str:
-        """How to say where an item stands: "line 17"."""
+        """Describe where an item is: "line 17"."""
         ...
 
     def digest(self) -> str:
-        """The same for the same content, much quicker to get than the items."""
+        """Return a digest of the content; faster than reading the items."""
         ...
 
     @property
     def digest_read(self) -> str:
-        """The digest of what the last complete iteration read."""
+        """The digest of the content that the last complete iteration read."""
         ...
 
     def __iter__(self) -> Iterator[Read]: ...
 
 
 class FileItems:
-    """A file of items, as it is or compressed by gzip.
+    """A file of items, plain or compressed by gzip.
 
-    Blank lines do not count. In the format ``json`` the file is one array, or JSON lines.
+    Blank lines are ignored. In the format ``json`` the file is one array, or JSON lines.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class FileItems:
         name: str | None = None,
         accept: Accept | None = None,
     ) -> None:
-        """``accept`` raises `InvalidInput` for an item that cannot be worked on."""
+        """Open the source. ``accept`` raises `InvalidInput` for an item that cannot be run."""
         self.path, self.key, self._limit, self._accept = path, key, limit, accept
         self.name = name or str(path)
         self.digest_read = ""
@@ -126,7 +126,7 @@ class FileItems:
             first = self._first()
         except OSError as error:
             raise InvalidInput(f"The items file {path} cannot be read: {error.strerror}.") from error
-        # Standard input has no name that could tell: a file is read there as the same file would be from a pipe.
+        # Standard input has no suffix: detect its format from the first byte, as for a pipe.
         unnamed = "jsonl" if self.name == "-" and first in (b"{", b"[") else "lines"
         named = path.with_suffix("") if path.suffix.lower() == ".gz" else path
         self.format = format or _BY_SUFFIX.get(named.suffix.lower(), unnamed)
@@ -157,7 +157,7 @@ class FileItems:
 
     @contextmanager
     def _content(self) -> Iterator[BinaryIO]:
-        """Open the file; one that is compressed by gzip is unpacked while it is read."""
+        """Open the file and decompress gzip."""
         with self.path.open("rb") as raw:
             if raw.read(len(_GZIP)) != _GZIP:
                 raw.seek(0)
@@ -176,7 +176,7 @@ class FileItems:
                 ) from error
 
     def _first(self) -> bytes:
-        """The first byte that is no space, or nothing."""
+        """Return the first byte that is not whitespace, or b""."""
         with self._content() as file:
             return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
 
@@ -204,8 +204,7 @@ class FileItems:
                 yield number, parse(text, number, self.name)
 
     def _json(self, digest: blake2b) -> Iterator[tuple[int, Any]]:
-        """The elements of the one array that the file is, if it begins with one; else its lines. An array is read whole:
-        it takes memory."""
+        """Yield the elements of an array, or else the lines. An array is read into memory as a whole."""
         self._is_array = self._begins_array()
         if not self._is_array:
             yield from self._lines(digest)
@@ -216,7 +215,7 @@ class FileItems:
         yield from enumerate(_array(content, self.name), 1)
 
     def _csv(self, digest: blake2b) -> Iterator[tuple[int, Any]]:
-        # One field may be as long as an item may; the module's own limit is half of that.
+        # Allow fields as long as an item; the csv module's default is half of that.
         csv.field_size_limit(max(csv.field_size_limit(), self._limit))
         with closing(self._raw_lines(digest)) as raw:
             texts = (decode(line, number, self.name) for number, line in enumerate(raw, 1))
@@ -246,7 +245,7 @@ class FileItems:
                 ) from error
 
     def _refuse_repeated(self, names: Sequence[str]) -> None:
-        """Of two columns of one name a row would keep the last only."""
+        """Refuse repeated column names: a row would keep only the last of them."""
         repeated = [name for name, count in Counter(names).items() if count > 1]
         if repeated:
             raise InvalidInput(
@@ -266,13 +265,18 @@ class FileItems:
 
 
 def _divider(header: str) -> str:
-    """By which of them the header has most columns: a spreadsheet writes semicolons where a comma is part of a number."""
+    """Return the delimiter that gives the header the most columns.
+
+    Spreadsheets write semicolons where the comma is the decimal mark.
+    """
     return max(_DIVIDERS, key=lambda each: len(next(csv.reader([header], delimiter=each), ())))
 
 
 def as_numbers(value: Any) -> Any:
-    """An item with NumPy's numbers in it as JSON has it: they stay the numbers they are. Of other objects nothing is made: the
-    function would get something else than it was written for."""
+    """Convert NumPy numbers in an item to plain numbers.
+
+    Other objects are refused: the function would receive a different type than expected.
+    """
 
     def number(part: Any) -> Any:
         if type(part).__module__ == "numpy" and getattr(part, "ndim", None) == 0:
@@ -286,7 +290,7 @@ def as_numbers(value: Any) -> Any:
     except InvalidInput:
         raise
     except Exception:  # noqa: BLE001 - objects may raise anything when they are read
-        return value  # what is wrong with it is said where it is checked
+        return value  # the later check raises a detailed error
 
 
 def _instead(part: Any) -> str:
@@ -303,8 +307,11 @@ def _instead(part: Any) -> str:
 
 
 class GivenItems:
-    """Items a program holds. They must be JSON: they are kept in the ledger, for resuming and for showing them. The rows
-    of a DataFrame of pandas or polars are dicts; pandas' index is their key."""
+    """Items from a program.
+
+    They must be JSON, because the ledger stores them to resume and to show them. Rows of a pandas or polars DataFrame
+    are dicts, and the pandas index is their key.
+    """
 
     def __init__(
         self,
@@ -314,7 +321,7 @@ class GivenItems:
         limit: int = PAYLOAD_LIMIT,
         plain: Callable[[Any], Any] = as_numbers,
     ) -> None:
-        """``plain`` makes JSON of an item that is none."""
+        """Collect the items. ``plain`` converts an item that is not JSON."""
         if isinstance(items, str | bytes):
             raise InvalidInput(
                 f"{items!r:.60} would be an item for each of its characters.",
@@ -323,7 +330,7 @@ class GivenItems:
         rows, self._names = frame_rows(items)
         if not isinstance(rows, Iterable):
             raise InvalidInput(f"items must be a list or another iterable (got {rows!r:.60}).")
-        # An iterator can be read once only, and we read it again to find out what changed.
+        # An iterator can be read only once, but comparing needs a second pass.
         self.items = rows if isinstance(rows, list | tuple | range) else list(rows)
         if key is not None:
             self._names = None
@@ -332,7 +339,7 @@ class GivenItems:
         self.digest_read = ""
 
     def typed_keys(self) -> dict[str, Any]:
-        """Return the keys that are not texts, by the text that the ledger has: ``{"17": 17}``."""
+        """Return keys that are not strings, by their text in the ledger: ``{"17": 17}``."""
         if self._names is not None:
             keys: Iterable[Any] = self._names
         elif self.key is not None:
@@ -365,13 +372,13 @@ class GivenItems:
 
 
 class WatchedItems:
-    """A source whose reading can be interrupted and shows how far it is.
+    """A source that shows progress and can be interrupted.
 
-    Reading and registering 500,000 items takes longer than a person waits for Ctrl-C.
+    Reading and registering 500,000 items takes longer than a person waits after Ctrl-C.
     """
 
     def __init__(self, source: Source, shutdown: Shutdown, report: Callable[[str], object]) -> None:
-        """``report`` receives a line of progress every few seconds."""
+        """Wrap a source. ``report`` receives a progress message every few seconds."""
         self._source, self._shutdown, self._report = source, shutdown, report
         self.name, self.key, self.place = source.name, source.key, source.place
 
@@ -388,7 +395,7 @@ class WatchedItems:
 
     def __iter__(self) -> Iterator[Read]:
         report_at = time.monotonic() + REPORT_SECONDS
-        for count, read in enumerate(self._source):  # ``count`` were read before
+        for count, read in enumerate(self._source):  # ``count`` items were read before this one
             if self._shutdown.stop.is_set():
                 error = Stopping(
                     f"Interrupted after {count:,} items were read; none was started.",
@@ -403,9 +410,9 @@ class WatchedItems:
 
 
 class PipedItems:
-    """Items that arrive on a pipe while the run goes on (`headway.run.pool.Feed`).
+    """Items that arrive on a pipe during the run (`headway.run.pool.loop.Feed`).
 
-    They are compared with what the job knows as they come: the same pipe may be given again to resume.
+    They are compared with the job's items as they arrive, so the same pipe resumes a job.
     """
 
     def __init__(
@@ -483,6 +490,7 @@ class PipedItems:
 
 
 def decode(line: bytes, number: int, name: str) -> str:
+    """Decode a line of UTF-8; raise `InvalidInput` if it is not."""
     try:
         return line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
@@ -498,11 +506,12 @@ def _not_utf8(where: str, error: UnicodeDecodeError) -> InvalidInput:
 
 
 def parser(format: str) -> Callable[[str, int, str], Any]:
+    """Return the function that parses a line of this format."""
     return _parse_line if format == "lines" else _parse_json
 
 
 def _array(content: bytes, name: str) -> list[Any]:
-    """The elements of the one array that the content is."""
+    """Parse content that is one JSON array."""
     try:
         text = content.decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
@@ -527,7 +536,7 @@ def _array(content: bytes, name: str) -> list[Any]:
     return elements
 
 
-def _parse_line(text: str, number: int, name: str) -> str:  # noqa: ARG001 - the same shape as _parse_json
+def _parse_line(text: str, number: int, name: str) -> str:  # noqa: ARG001 - same signature as _parse_json
     return text
 
 
@@ -551,7 +560,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def frame_rows(items: Iterable[object]) -> tuple[Iterable[object], Sequence[Any] | None]:
-    """The rows of a DataFrame and what its index calls them; anything else is what it is."""
+    """Return the rows and index of a DataFrame. Any other iterable is returned unchanged, with None."""
     library = type(items).__module__.partition(".")[0]
     frame: Any = items
     if library == "pandas" and hasattr(frame, "itertuples"):
@@ -572,7 +581,7 @@ def _row(columns: Sequence[str], values: Iterable[Any]) -> dict[str, Any]:
 
 
 def _value(value: Any) -> Any:
-    """A cell as JSON has it; one that is missing is null."""
+    """Return a DataFrame cell as JSON; missing values become None."""
     if type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and isnan(value)):
         return None
     if value is None or isinstance(value, str | int | float | bool):
@@ -584,7 +593,7 @@ def _value(value: Any) -> Any:
     try:
         return as_plain(value)
     except TypeError:
-        return value  # what is wrong with it is said where the item is checked
+        return value  # checking the item raises a detailed error
 
 
 def check(
@@ -599,8 +608,11 @@ def check(
     name: str | None = None,
     plain: Callable[[Any], Any] | None = None,
 ) -> Read:
-    """One item, canonical and within bounds, its key not seen before. ``name``: its key, if that is no field of it. ``plain``
-    makes JSON of one that is none."""
+    """Validate one item:
+
+    JSON, within the size limit, with a new key. ``name`` is its key if that is not a field. ``plain`` converts an
+    item that is not JSON.
+    """
     try:
         try:
             payload = canonical(value, "An item")

@@ -1,7 +1,7 @@
-"""What a run is going to do, found out before anything is written: which items are new, kept, changed or gone.
+"""What a run is going to do, determined before anything is written: which items are new, kept, changed or gone.
 
-An item is known by its key if one was named, else by its place *and* its content. A result is never credited to an
-item it was not made from: any doubt is an `InputChanged` that says what changed.
+An item is identified by its key if one is named, else by its position *and* content. A result is never credited to an
+item it was not made from. Any doubt raises `InputChanged`, which says what changed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from headway.errors import InputChanged
 from headway.ledger import Job, JobInfo, Ledger, NewItem
 from headway.run.items import Read, Source
 
-#: Ids that are made up are this long, longer if two would be the same.
+#: Length of generated ids; longer ones are used on a collision.
 _SHORT, _LONG = 4, 16
 
 
 @dataclass(slots=True)
 class Changes:
-    """How the input differs from what the job knows. Lists hold indices of the ledger, or places of the input."""
+    """How the input differs from the job.
+
+    ``gone`` has indices of the ledger; ``changed`` has those or positions of the input.
+    """
 
     new: int = 0
     kept: int = 0
@@ -35,10 +38,12 @@ class Changes:
 
     @property
     def none(self) -> bool:
+        """Whether the input is the same."""
         return self.harmless and not self.new
 
     @property
     def harmless(self) -> bool:
+        """Whether the only changes are new items."""
         return not (self.gone or self.changed or self.moved)
 
     def __str__(self) -> str:
@@ -53,7 +58,7 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The outcome of looking: carried out by `carry_out`."""
+    """The result of `look`, to be executed by `carry_out`."""
 
     id: str
     source: Source
@@ -61,11 +66,11 @@ class Plan:
     existing: JobInfo | None
     changes: Changes
     digest: str
-    fresh: bool = False  # what is known of the job is to be put aside
+    fresh: bool = False  # archive the existing job first
 
 
 def default_id(ledger: Ledger | None, function: str, source: str) -> str:
-    """The id of a job nobody named: the same for the same command, short enough to type."""
+    """Return a short id for an unnamed job, the same for the same command."""
     place = str(Path(source).resolve()) if source not in ("", "-") else source
     long = blake2b(f"{function}\0{place}".encode(), digest_size=8).hexdigest()
     for length in (_SHORT, 8, _LONG):
@@ -83,10 +88,10 @@ def look(
     *,
     fresh: bool = False,
 ) -> Plan:
-    """Compare the input with the ledger; nothing is written. ``ledger`` None: there is no database yet."""
+    """Compare the input with the ledger without writing. ``ledger`` is None if there is no database yet."""
     existing = None if fresh else find(ledger, id)
     if existing is None or ledger is None:
-        count = sum(1 for _ in source)  # reads and so checks every item
+        count = sum(1 for _ in source)  # reads and thereby validates every item
         return Plan(id, source, function, None, Changes(new=count), source.digest_read, fresh)
     if existing.sealed and existing.digest == (digest := source.digest()):
         return Plan(id, source, function, existing, Changes(kept=existing.done), digest)
@@ -99,7 +104,7 @@ def look(
 
 
 def is_current(plan: Plan, job: Job) -> bool:
-    """Whether ``job``, which the caller holds by now, is still what the plan was made from."""
+    """Return whether ``job``, now held by the caller, still matches the plan."""
     known, now = plan.existing, job.info()
     if known is None:
         return now.total == 0
@@ -117,7 +122,7 @@ class Preview:
 
 
 def preview(ledger: Ledger | None, plan: Plan) -> Preview:
-    """What carrying out the plan would leave to do, had its changes been accepted; nothing is written."""
+    """Return what the plan would leave to do if its changes were accepted. Nothing is written."""
     if plan.existing is None or ledger is None:
         return Preview(plan.changes.new, 0, 0, _names(enumerate(plan.source)))
     job = ledger.job(plan.id)
@@ -147,18 +152,18 @@ def _names(reads: Iterable[tuple[int, Read]]) -> tuple[str, ...]:
 
 
 def _ended(job: Job, table: str, condition: str = "") -> Iterator[tuple[int, int]]:
-    """(idx, 1) of every item that has a row of that kind, by index."""
+    """Yield (idx, 1) of every item with a row in the table, by index."""
     after = -1
     while rows := job.database.all(
         f"SELECT idx, 1 FROM {table} WHERE job = ? AND idx > ? {condition}ORDER BY idx LIMIT (SELECT 5000)",
         (job.no, after),
-    ):  # a limit that the planner is not told: see `headway.ledger.stretches`
+    ):  # hides the limit from the planner: see `headway.ledger.store.index_range`
         yield from rows
         after = rows[-1][0]
 
 
 def refuse_doubt(plan: Plan) -> None:
-    """Raise `InputChanged` where results could be credited to the wrong item."""
+    """Raise `InputChanged` if results could be credited to the wrong item."""
     old = plan.existing
     if old is None:
         return
@@ -170,7 +175,7 @@ def refuse_doubt(plan: Plan) -> None:
 
 
 def refuse_other(job: JobInfo, function: str, key: str | None) -> None:
-    """Raise `InputChanged` if the job was started with another function or another key."""
+    """Raise `InputChanged` if the job was started with another function or key."""
     if job.function and job.function != function:
         raise InputChanged(f"Job {job.id} was started with the function {job.function}, now it is {function}.")
     if job.keyed_by != key:
@@ -181,19 +186,19 @@ def refuse_other(job: JobInfo, function: str, key: str | None) -> None:
 def carry_out(
     ledger: Ledger, job: Job, plan: Plan, *, max_retries: int, command: str = "", accept: bool = False
 ) -> None:
-    """Give ``job`` (which the caller holds) the planned items. Interrupted anywhere, it can simply be done again."""
+    """Register the planned items in ``job``, which the caller holds. It is safe to repeat after any interruption."""
     _describe(ledger, job, plan, max_retries, command)
     unchanged = plan.existing is not None and plan.existing.sealed and plan.existing.digest == plan.digest
     if not unchanged:
         if accept and plan.existing is not None:
-            # First: killed after the items are changed, the next run may see nothing that was to be accepted.
+            # Record this first: after a kill, the next run may no longer see a change to accept.
             ledger.note("accept-changes", plan.id, {"changes": str(plan.changes)})
             job.rewrite_outputs()
             (_apply_keys if plan.source.key is not None else _apply_contents)(job, plan.source)
         elif plan.source.key is not None and plan.existing is not None:
-            _apply_keys(job, plan.source)  # without doubt: only new ones, and ones nobody has worked on
+            _apply_keys(job, plan.source)  # safe: only new items, and changed ones that were never started
         else:
-            # New, or its registration was interrupted: what is known already is the same, see _compare_places.
+            # A new job, or its registration was interrupted: the known items are the same, see _compare_places.
             known = 0 if plan.existing is None else plan.existing.total
             rest = islice(enumerate(plan.source), known, None)
             job.register(NewItem(position, read.payload, read.key, read.fingerprint) for position, read in rest)
@@ -217,14 +222,14 @@ def _describe(ledger: Ledger, job: Job, plan: Plan, max_retries: int, command: s
 
 
 def find(ledger: Ledger | None, id: str) -> JobInfo | None:
-    """The job of that id, if there is one."""
+    """Return the job with that id, or None."""
     if ledger is None:
         return None
     return next((info for info in ledger.jobs() if info.id == id), None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# By place and content
+# By position and content
 
 
 def _compare_places(job: Job, source: Source, *, sealed: bool) -> Changes:
@@ -251,7 +256,7 @@ def _compare_places(job: Job, source: Source, *, sealed: bool) -> Changes:
 
 
 def _difference(known: array[int], now: array[int]) -> tuple[list[int], list[int]]:
-    """Positions in ``known`` and in ``now`` whose content the other does not have, counting repeats."""
+    """Return positions in ``known`` and ``now`` whose content the other lacks, counting repeats."""
     places: defaultdict[int, list[int]] = defaultdict(list)
     for position, mark in enumerate(known):
         places[mark].append(position)
@@ -265,7 +270,7 @@ def _difference(known: array[int], now: array[int]) -> tuple[list[int], list[int
 
 
 def _places(job: Job) -> tuple[defaultdict[int, list[int]], int]:
-    """Indices by content, those of equal items from the last to the first; and the first index that is free."""
+    """Return indices by content, equal items in descending order, and the next free index."""
     places: defaultdict[int, list[int]] = defaultdict(list)
     following = 0
     for idx, _, mark in job.fingerprints():
@@ -277,7 +282,7 @@ def _places(job: Job) -> tuple[defaultdict[int, list[int]], int]:
 
 
 def _apply_contents(job: Job, source: Source) -> None:
-    """Keep what is the same content wherever it stands now, drop what is gone, add what is new."""
+    """Keep items whose content is unchanged, drop missing ones and add new ones."""
     places, following = _places(job)
 
     def added() -> Iterator[NewItem]:
@@ -294,7 +299,7 @@ def _apply_contents(job: Job, source: Source) -> None:
 
 
 def _match_contents(job: Job, source: Source) -> Iterator[tuple[int, Read, int | None]]:
-    """(position, item read, index of the known item it is) as `_apply_contents` will find them."""
+    """Yield (position, item, index of its known item or None), matched as in `_apply_contents`."""
     places, _ = _places(job)
     for position, read in enumerate(source):
         yield position, read, places[read.fingerprint].pop() if places[read.fingerprint] else None
@@ -323,7 +328,7 @@ def _compare_keys(job: Job, source: Source) -> Changes:
             changes.new += 1
         elif mark != read.fingerprint:
             changed[idx] = read
-    # What nobody has worked on yet simply takes the new content.
+    # Items that were never started simply get the new content.
     worked_on = job.worked_on(list(changed))
     changes.changed = sorted(worked_on)
     changes.new += len(changed) - len(worked_on)
@@ -337,7 +342,7 @@ def _compare_keys(job: Job, source: Source) -> Changes:
 
 
 def _match_keys(job: Job, source: Source) -> Iterator[tuple[int, Read, int | None]]:
-    """(position, item read, index of the known item that it is, with the content that it has)."""
+    """Yield (position, item, index of the known item with the same key and content or None)."""
     known, _ = _by_key(job)
     for position, read in enumerate(source):
         idx, mark = known.get(read.key or "", (-1, 0))

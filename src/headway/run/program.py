@@ -1,14 +1,14 @@
-"""A program that is run once for each item.
+"""A program that runs once per item.
 
     headway run --items urls.txt -- ./convert.sh {} --out {key}.png
 
-It is an argument list and never a shell's text: what an item contains is one argument or a part of one. Exit status 0 is
-done, and what the program printed on stdout is the result. Anything else is a failure whose cause is the status or
-signal with the last line of stderr.
+The command is an argument list and never shell text: an item's content is one argument or part of one. Exit status 0
+means done, and stdout is the result. Any other end is a failure, whose cause is the status or signal with the last
+line of stderr.
 
-Each program runs in a process group that it shares with no other one. When it ends, and when its time is up, the whole group
-is ended, and with it the one that the program made for itself, as timeout(1) and setsid(1) do. So that no group outlives the
-worker that started it, however that ends, a guard (`_Guard`) waits beside each worker.
+Each program runs in a process group that it shares with no other program. When it ends or times out, the whole group
+is killed. So is a group that the program made for itself, as timeout(1) and setsid(1) do. A guard process (`_Guard`)
+beside each worker kills these groups when the worker dies.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from headway.core.failure import Failure, reported
+from headway.core.lifecycle import LOOK_SECONDS, Stopwatch
 from headway.errors import InvalidInput
-from headway.failure import Failure, reported
 from headway.ledger import canonical
-from headway.lifecycle import LOOK_SECONDS, Stopwatch
-from headway.run.captured import LIMIT, Captured
+from headway.run.output.capture import LIMIT, Captured
 from headway.telemetry import redact
 
-#: A program whose time is up gets SIGTERM, and after so many seconds more SIGKILL.
+#: Seconds between SIGTERM and SIGKILL for a program that timed out.
 TERM_SECONDS = 1.0
-#: Bytes of stdout that are parsed with ``--stdout json``.
+#: Maximum size of stdout with ``--stdout json``, bytes.
 JSON_LIMIT = 1 << 20
 TIMED_OUT = "TimedOut"
 
-#: ``{}``, ``{name}``; with the braces doubled it stands for itself.
+#: ``{}`` or ``{name}``; doubled braces are an escape.
 _PLACEHOLDER = re.compile(r"\{\{(?P<literal>[A-Za-z_][\w.-]*)?\}\}|\{(?P<name>[A-Za-z_][\w.-]*)?\}")
-#: What GNU parallel puts in besides. Taken for a name it would be the same for every item, for example of its output.
-#: ``${#}`` is a shell's, ``{{.}}`` a template's.
+#: Further placeholders of GNU parallel, which are refused. Passed on literally, they would be the same for every
+#: item, for example as an output file. ``${#}`` is shell syntax and ``{{.}}`` is a template's, so both are allowed.
 _PARALLEL = re.compile(r"(?<![$\{])\{(?:\.|//?|/\.|#|%)\}(?!\})")
 _BROKEN = (errno.E2BIG, errno.ENOEXEC)
-#: Limits of this process or machine. The item is not to blame, and the program can start once others have ended.
+#: Limits of this process or machine. The item is not to blame; the program can start once others have ended.
 _LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
-# Waits until nobody is left who could write, then reads the worker's groups, and ends them.
+# Waits until every writer of its stdin is gone, then reads the worker's process groups and kills them.
 _GUARD = 'trap "" INT TERM HUP; read -r end; read -r now <&3; for group in $now; do kill -s KILL -- "-$group"; done'
 
 
 class ProgramFailed(Exception):
-    """A run of the program that did not succeed."""
+    """The program failed for an item."""
 
     def __init__(self, failure: Failure, printed: str = "", *, retryable: bool = True) -> None:
         super().__init__(failure.text)
@@ -68,7 +68,7 @@ class CannotStartNow(Exception):
 
 
 class Program:
-    """The command of a run, checked."""
+    """The validated command of a run."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Program:
         stdout: Literal["text", "json"] = "text",
         key: str | None = None,
     ) -> None:
-        """``key``: the field that names an item, if one does."""
+        """Validate the command. ``key`` is the field that names an item, if any."""
         if not words or not words[0]:
             raise InvalidInput("There is no program after --.", hint="headway run --items FILE -- program {}")
         self._words, self._stdin, self._stdout, self._key = tuple(words), stdin, stdout, key
@@ -100,21 +100,21 @@ class Program:
 
     @property
     def text(self) -> str:
-        """The command as people write it, for the records, and how it is fed and read: by that a job knows its program."""
+        """The command as text, redacted, with how stdin and stdout are used. It identifies the program of a job."""
         return redact(shlex.join(self._words)) + self._stdin * " < item" + (self._stdout == "json") * " > json"
 
     def check(self, payload: Any) -> None:
-        """Raise `InvalidInput` if the command cannot be made of this item."""
+        """Raise `InvalidInput` if the item does not fit the command."""
         self._arguments(0, payload)
 
     def run(self, idx: int, payload: Any, timeout: float | None) -> tuple[Any, str]:
-        """Run it for one item: its result, and what it printed.
+        """Run the program for one item; return its result and its output.
 
-        Raises `ProgramFailed`, or `CannotStartNow` if a limit of the machine kept it from starting.
+        Raises `ProgramFailed`, or `CannotStartNow` if a system limit kept it from starting.
         """
         try:
             words = self._arguments(idx, payload)
-        except InvalidInput as error:  # the item was registered for another command
+        except InvalidInput as error:  # the item was registered for a different command
             raise ProgramFailed(reported("InvalidInput", str(error), self.name), retryable=False) from None
         out = Captured(2 * JSON_LIMIT if self._stdout == "json" else LIMIT)
         err = Captured()
@@ -175,7 +175,10 @@ class Program:
     # ---- running it ------------------------------------------------------------------------------------------------
 
     def _execute(self, words: list[str], payload: Any, out: Captured, err: Captured, timeout: float | None) -> int:
-        """Its exit status; of one that a signal ended, the signal's negative number; -1000 when its time was up."""
+        """Run the program and return its exit status.
+
+        A program killed by a signal returns the negative signal number, one that timed out returns `_TIME_IS_UP`.
+        """
         guard = _Guard.of_this_process()
         with (
             guard.group() as group,
@@ -186,16 +189,16 @@ class Program:
             with self._input(payload) as action:
                 pid = os.posix_spawn(
                     self._path, words,
-                    dict(os.environb),  # as bytes: decoding each variable to encode it again took a tenth of the whole
+                    dict(os.environb),  # as bytes: decoding and encoding each variable took a tenth of the time
                     file_actions=[*actions, action], setpgroup=group,
-                    setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # Python ignores them, and a program inherits that
+                    setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # Python ignores these, and children would inherit that
                 )  # fmt: skip
             streams, overdue = {out_reading: out, err_reading: err}, False
             try:
                 guard.note(pid)
                 overdue = _follow(pid, group, streams, timeout)
             finally:
-                # Its number is its own until it is waited for, so a group of that number is its own too.
+                # The pid cannot be reused before it is reaped, so a group with that number belongs to this program.
                 _end_groups(group, pid, signal.SIGKILL)
                 guard.forget(pid)
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -205,8 +208,10 @@ class Program:
 
     @contextmanager
     def _input(self, payload: Any) -> Iterator[tuple[Any, ...]]:
-        """What its standard input becomes: the item, or nothing. A file, because a pipe would have to be fed while it is
-        read."""
+        """Yield the spawn action for stdin: the item, or nothing.
+
+        The item is in a file, because a pipe would have to be fed concurrently.
+        """
         if not self._stdin:
             yield os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0
             return
@@ -215,7 +220,7 @@ class Program:
             file.seek(0)
             yield os.POSIX_SPAWN_DUP2, file.fileno(), 0
 
-    # ---- what came of it -------------------------------------------------------------------------------------------
+    # ---- results and failures --------------------------------------------------------------------------------------
 
     def _result(self, out: Captured, printed: str) -> Any:
         if self._stdout == "text":
@@ -234,7 +239,7 @@ class Program:
             return reported(TIMED_OUT, f"{self.name} did not end within {timeout:g} s", self.name, err.text())
         kind = f"exit {status}" if status > 0 else _signal_name(-status)
         line = err.last_line()
-        # What differs from item to item is put back to what was written: like failures are one cause.
+        # Replace the item's values by their placeholders, so that similar failures share one cause.
         for given, filled in sorted(zip(self._words, words, strict=True), key=lambda pair: -len(pair[1])):
             if given != filled and len(filled) >= 3:
                 line = line.replace(filled, given)
@@ -245,8 +250,11 @@ _TIME_IS_UP = -1000
 
 
 def _follow(pid: int, group: int, streams: dict[int, Captured], timeout: float | None) -> bool:
-    """Take what the program prints until it ends; whether its time was up before. What it left behind in its group is to be
-    ended with it: it could hold the streams open, or run for ever with nobody to know."""
+    """Capture output until the program ends; return whether it timed out.
+
+    The caller kills what is left in the process group. Otherwise such processes could hold the streams open or run
+    forever.
+    """
     poll = select.poll()
     for descriptor in streams:
         os.set_blocking(descriptor, False)
@@ -275,21 +283,21 @@ def _follow(pid: int, group: int, streams: dict[int, Captured], timeout: float |
 
 
 def _take(descriptor: int, captured: Captured, *, most: int) -> None:
-    """Read what is there, at most so many times."""
+    """Read available output, at most ``most`` times."""
     with suppress(BlockingIOError):
         for _ in range(most):
             captured.add(os.read(descriptor, LIMIT))
 
 
 def _end_groups(group: int, pid: int, number: signal.Signals) -> None:
-    """The group that the program was put into, and its own if it made one."""
+    """Signal the program's group, and the group it may have created."""
     for each in (group, pid):
-        with suppress(ProcessLookupError, PermissionError):  # nobody is left, or nobody of ours
+        with suppress(ProcessLookupError, PermissionError):  # the group is empty, or none of its processes are ours
             os.killpg(each, number)
 
 
 def _pidfd(pid: int) -> int | None:
-    """A descriptor that can be read when the process has ended; None where the system has no such thing."""
+    """Return a descriptor that is readable once the process ends; None if unsupported."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -297,15 +305,18 @@ def _pidfd(pid: int) -> int | None:
 
 
 class _Guard:
-    """A process beside a worker that outlives it by a moment: when the worker is no more, killed by whomever, it ends the
-    groups of its programs. It is a shell with a fixed text, because that is small, and not found under our name by those
-    who kill everything of ours at once."""
+    """A process that kills the program groups of a dead worker.
+
+    It notices the death of its worker however that died. It is a small shell with a fixed script. Its name differs
+    from ours, so killing all Headway processes by name spares it.
+    """
 
     _lock = threading.Lock()
     _current: tuple[int, _Guard] | None = None
 
     @classmethod
     def of_this_process(cls) -> _Guard:
+        """Return the guard of this process; start it on first use."""
         with cls._lock:
             if cls._current is None or cls._current[0] != os.getpid():
                 cls._current = os.getpid(), cls()
@@ -316,11 +327,12 @@ class _Guard:
         self._free: list[int] = []
         self._programs: set[int] = set()
         self._changing = threading.Lock()
-        # The groups stand in a file that the guard reads once, at the end: a message would have to be read meanwhile.
-        with ExitStack() as opened:  # closes what was opened if the guard cannot be started
+        # The groups are in a file that the guard reads once, at the end. A pipe would have to be drained all the
+        # time.
+        with ExitStack() as opened:  # closes the descriptors if the guard cannot be started
             self._file = _nameless_file()
             opened.callback(os.close, self._file)
-            reading, self._alive = os.pipe()  # its other end closes with this process, whatever ends it
+            reading, self._alive = os.pipe()  # the kernel closes this end when the process dies
             opened.callback(os.close, self._alive)
             actions: list[Any] = [
                 (os.POSIX_SPAWN_DUP2, reading, 0),
@@ -336,8 +348,11 @@ class _Guard:
 
     @contextmanager
     def group(self) -> Iterator[int]:
-        """A process group for a program, which the guard knows before the program is in it: one whose worker is killed at the
-        very moment it starts is ended as well."""
+        """Yield a process group for a program.
+
+        The guard knows the group before the program joins it. So the program is also killed if its worker dies while
+        starting it.
+        """
         with self._changing:
             group = self._free.pop() if self._free else self._new_group()
         try:
@@ -347,8 +362,11 @@ class _Guard:
                 self._free.append(group)
 
     def _new_group(self) -> int:
-        """The first of the group ends at once and is never waited for. Until this process ends it keeps the group and its
-        number, and no signal to the group is one to it: the group can be ended and joined again, program after program."""
+        """Create a process group and return its number.
+
+        Its leader exits at once and is never reaped. This zombie reserves the group number until this process ends,
+        and signals do not affect it. So the group can be killed and reused for program after program.
+        """
         group = os.posix_spawn("/bin/sh", ["sh", "-c", ":"], {}, setpgroup=0)
         os.waitid(os.P_PID, group, os.WEXITED | os.WNOWAIT)
         self._groups.append(group)
@@ -356,33 +374,39 @@ class _Guard:
         return group
 
     def note(self, pid: int) -> None:
-        """A program runs, and may leave its group for one of its own, which then has its number."""
+        """Record a running program. It may create its own group, whose number is its pid."""
         with self._changing:
             self._programs.add(pid)
             self._tell()
 
     def forget(self, pid: int) -> None:
+        """Remove a program that has ended."""
         with self._changing:
             self._programs.discard(pid)
             self._tell()
 
     def _tell(self) -> None:
-        """The guard reads one line; what is left of a longer one stands behind it."""
-        with suppress(OSError):  # no room for a line: the work is worth more than the guard
+        """Write the groups for the guard, which reads only the first line.
+
+        The rest of an older, longer line stays behind it.
+        """
+        with suppress(OSError):  # the disk is full: go on without the guard
             os.pwrite(self._file, f"{' '.join(map(str, (*self._groups, *self._programs)))}\n".encode(), 0)
 
 
 def _nameless_file() -> int:
     if sys.platform == "linux":
-        return os.memfd_create("headway-groups")  # in memory: a full disk does not keep programs from being started
+        return os.memfd_create("headway-groups")  # in memory: programs can start even if the disk is full
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
 
 @contextmanager
 def _pipe() -> Iterator[tuple[int, int]]:
-    """Both ends stay open here, so that nothing but words of the program wakes who reads: not that it closed its end, on
-    each of two streams, a moment before it ended."""
+    """Open a pipe and keep both ends open here.
+
+    So only output wakes the reader. A program that closes its streams just before it ends does not.
+    """
     ends = os.pipe()
     try:
         yield ends
@@ -392,7 +416,7 @@ def _pipe() -> Iterator[tuple[int, int]]:
 
 
 def _find(word: str) -> str:
-    """The program's file; raises `InvalidInput` if there is none that can be run."""
+    """Return the program's path; raise `InvalidInput` if it cannot be run."""
     path = shutil.which(word)
     if path is not None:
         return path
@@ -421,12 +445,12 @@ def _names(word: str) -> list[str]:
 
 
 def _plain(value: Any) -> str:
-    """A text as it is, everything else as JSON."""
+    """Return a string as it is, any other value as JSON."""
     return value if isinstance(value, str) else canonical(value)
 
 
 def _both(out: Captured, err: Captured) -> str:
-    """What a program printed, as it is kept: stderr, and stdout before it, each under its name if both said something."""
+    """Return stdout and stderr as one text to keep. Each gets a heading if both have content."""
     parts = [(name, text) for name, text in (("stdout", out.text()), ("stderr", err.text())) if text]
     text = parts[0][1] if len(parts) == 1 else "".join(f"--- {name} ---\n{text.rstrip()}\n" for name, text in parts)
     if len(text) <= LIMIT // 4:

@@ -1,10 +1,10 @@
-"""The smallest step from a loop to one that can be killed and goes on.
+"""Make a plain loop resumable.
 
     for page in headway.track(pages, job="pages"):
         download(page)
 
-An item is done when the loop asks for the next one. Whatever ends the loop, the same program goes on with the first item
-that was not done.
+An item is done when the loop asks for the next one. Whatever ends the loop, the same program resumes with the first
+item that is not done.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any, TextIO, TypeVar
 
 from headway.errors import InvalidInput
 from headway.ledger import Done
-from headway.run.display import Display, RunSnapshot
+from headway.run.display.display import Display, RunSnapshot
+from headway.run.held_job import OpenItem, OpenJob
 from headway.run.items import GivenItems
-from headway.run.loop import OpenItem, OpenJob
-from headway.run.results import as_plain
+from headway.run.output.results import as_plain
 
 T = TypeVar("T")
 
-#: Items that take less share a commit, which is at most so many seconds away.
+#: Items shorter than `SHORT_SECONDS` share a commit, at most `COMMIT_SECONDS` later.
 SHORT_SECONDS = 0.02
 COMMIT_SECONDS = 0.05
 COMMIT_MOST = 1000
@@ -33,9 +33,9 @@ SHOW_SECONDS = 0.1
 
 
 class Tracker(Iterator[T]):
-    """What `track` gives: the items that are left, each recorded when the next one is asked for.
+    """The iterator that `track` returns: each item is recorded when the next one is requested.
 
-    Nothing refers to it but the loop: when that is left, however, it goes at once, and gives the job back.
+    Only the loop refers to it. So when the loop ends, it is collected at once and releases the job.
     """
 
     def __init__(self, items: Generator[T, None, None]) -> None:
@@ -48,7 +48,7 @@ class Tracker(Iterator[T]):
         return next(self._items)
 
     def close(self) -> None:
-        """Record what is done and give the job back; what the loop works on at this moment is left for the next time."""
+        """Record finished items and release the job. The current item is left for the next run."""
         self._items.close()
 
     def __del__(self) -> None:
@@ -57,7 +57,7 @@ class Tracker(Iterator[T]):
 
 
 class _Walk:
-    """The loop from inside."""
+    """The state of a tracked loop."""
 
     def __init__(self, opened: OpenJob, display: Display) -> None:
         self._opened, self._display = opened, display
@@ -68,7 +68,7 @@ class _Walk:
 
     def items(self, originals: _Originals) -> Generator[Any, None, None]:
         try:
-            yield None  # to `start`
+            yield None  # `start` runs it to here
             originals.number(self._opened)
             with _above(self._display):
                 for item in self._opened.remaining(wait=False):
@@ -77,13 +77,13 @@ class _Walk:
                     self._finished(item.index, began, time.monotonic())
                 self._commit(time.monotonic())
         finally:
-            if not self._opened.is_parents:  # a child that was forked in the loop says and records nothing of it
+            if not self._opened.is_parents:  # a child forked inside the loop must not record or show anything
                 self._end()
 
     def _end(self) -> None:
         try:
             self._commit(time.monotonic())
-            done = self._opened.progress().done  # the ledger decides: the database may have been restored
+            done = self._opened.progress().done  # from the ledger, because the database may have been restored
             self._kept = min(self._kept, done)
             self._done = done - self._kept
         finally:
@@ -116,26 +116,28 @@ class _Walk:
 def start(
     opened: Callable[[GivenItems], OpenJob], items: Iterable[T], *, key: str | None, limit: int, display: Display
 ) -> Tracker[T]:
+    """Register the items and return the tracker. ``opened`` opens the job."""
     source = GivenItems(items, key=key, limit=limit, plain=_plain)
-    originals = _Originals(source)  # before anything is written: it may refuse them
+    originals = _Originals(source)  # before anything is written, because it may raise
     items_left = _Walk(opened(source), display).items(originals)
-    next(items_left)  # from here on closing it gives the job back
+    next(items_left)  # from here on, closing the generator releases the job
     return Tracker(items_left)
 
 
 def _plain(value: Any) -> Any:
-    """An item as JSON: the ledger knows it by that. The loop gets the item itself."""
+    """Return the JSON form that identifies an item. The loop gets the original item."""
     try:
         return json.loads(json.dumps(value, default=as_plain, allow_nan=False))
     except Exception:  # noqa: BLE001 - objects may raise anything when they are read
-        return value  # what is wrong with it is said where it is checked
+        return value  # the later check raises a detailed error
 
 
 class _Originals:
-    """The items as they were given, found again by what the ledger knows them by.
+    """The original items, found by their key or fingerprint in the ledger.
 
-    Items of one JSON form are told apart by their order alone. That is enough for equal ones, which the loop may get for each
-    other. Of a path and a text that reads the same nobody could say, once the list was ordered anew, which of them is done.
+    Items with the same JSON form are distinguished only by their order. For equal items that is sufficient, because
+    they are interchangeable. A path and an equal string are not: if the list is reordered, it is unknown which of
+    them is done.
     """
 
     def __init__(self, source: GivenItems) -> None:
@@ -158,11 +160,12 @@ class _Originals:
         self._numbers: dict[int, int] = {}
 
     def number(self, opened: OpenJob) -> None:
-        """Find out which of its equals each item of the job is: the first of them has the lowest index, as in the list."""
+        """Number items with equal payloads by index, which is their order in the list."""
         if self._same:
             self._numbers = opened.numbers_among_equals(self._same)
 
     def of(self, item: OpenItem) -> Any:
+        """Return the original object of an item."""
         mark = item.key if item.key is not None else item.fingerprint
         if mark in self._same:
             return self._same[mark][self._numbers.get(item.index, 0)]
@@ -170,7 +173,10 @@ class _Originals:
 
 
 def _differ(one: Any, other: Any) -> bool:
-    """Whether two items of one JSON form are not the same to the loop: a path and a text are not, NumPy's 1 and 1 are."""
+    """Return whether two items with the same JSON form differ for the loop.
+
+    A path and a string do; NumPy's 1 and 1 do not.
+    """
     if type(one) is type(other):
         return False
     try:
@@ -181,7 +187,7 @@ def _differ(one: Any, other: Any) -> bool:
 
 @contextmanager
 def _above(display: Display) -> Iterator[None]:
-    """While a bar is drawn, what the loop prints to the same terminal appears above it, line by line."""
+    """Show what the loop prints above the bar, line by line."""
     before = sys.stdout, sys.stderr
     if display.live:
         sys.stdout, sys.stderr = (
@@ -197,7 +203,7 @@ def _above(display: Display) -> Iterator[None]:
 
 
 class _Lines:
-    """A stream whose lines are shown above the bar."""
+    """A stream whose lines appear above the bar."""
 
     def __init__(self, stream: TextIO, display: Display) -> None:
         self._stream, self._display, self._rest = stream, display, ""
@@ -209,8 +215,7 @@ class _Lines:
         return len(text)
 
     def flush(self) -> None:
-        """Whoever flushes wants it to be seen now: a line that goes on, or a question. (`input` flushes before it asks, at the
-        terminal itself.)"""
+        """Show an unfinished line or a prompt at once. (`input` flushes before it reads from the terminal.)"""
         rest, self._rest = self._rest, ""
         self._display.give_way(rest)
 

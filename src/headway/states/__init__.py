@@ -1,15 +1,15 @@
-"""States: where each task of a job is with each of its tags, and a way to follow it.
+"""States: track the status of every task of a job per tag, and subscribe to changes.
 
     store, num_tasks = states.open_store("sqlite:///job.db", "nightly", num_tasks=4)
     with states.Manager("nightly", task_index, num_tasks, store) as manager:
         manager.set_started("ingest")
         ...
         manager.set_finished("ingest")
-        manager.wait_for("ingest")                      # everybody has ingested
-        for event in manager.subscribe(tag="export"):   # what is current, a sentinel, then what happens
+            manager.wait_for("ingest")                      # a barrier: every task has finished "ingest"
+            for event in manager.subscribe(tag="export"):   # current states, one sentinel, then changes
             ...
 
-The status of a whole is its lowest: a job is as far as the task that is least far.
+The status of a job or tag is the lowest status of its tasks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headway.states.state import (
     StateEvent,
     status_class,
 )
-from headway.states.store import Backend, JobGone, JobRecord, Store, WentBack
+from headway.states.store.contract import Backend, JobGone, JobRecord, Store, WentBack
 from headway.states.subscription import Subscription, SubscriptionClosed
 
 __all__ = [

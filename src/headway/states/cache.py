@@ -1,12 +1,11 @@
-"""`Cache`: what this process knows of one job, and the subscriptions that are told what changes in it.
+"""`Cache`: the in-memory copy of one job's states, and the subscriptions to its changes.
 
-It is brought up to date in three ways, in any order: by what the listener hears (`apply`), by a listing of everything
-(`reconcile`), and by our own writes (`remember`). Of each key the highest version wins, and every subscription is offered
-whatever is heard; it ignores what it has seen. A key that was touched while a listing was under way is newer than the
-listing.
+Three sources update it, in any order: the listener (`apply`), a full listing (`reconcile`) and this process's own
+writes (`remember`). The highest version of each key wins. Every change is offered to every subscription, which ignores
+versions it has already seen. A key that was touched during a listing is newer than the listing.
 
-A store that was put back to an earlier moment is recognised by what the reader heard last (the backend's `Mark`) and by
-the versions of its keys: the subscriptions end with `WentBack`, and everything known is replaced by what the store has.
+The cache detects a store that was restored to an earlier moment. It compares the last change it heard (the backend's
+`Mark`) and the versions of the keys. Subscriptions then end with `WentBack`, and the cache reloads from the store.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from weakref import WeakSet
 
+from headway.core.lifecycle import held_here
 from headway.errors import HeadwayError
-from headway.lifecycle import held_here
 from headway.states.state import Key, State, replay_order
-from headway.states.store import Change, JobGone, Mark, Snapshot, WentBack, job_gone
+from headway.states.store.contract import Change, JobGone, Mark, Snapshot, WentBack, job_gone
 from headway.states.subscription import Subscription
 from headway.telemetry import Log, metrics
 
@@ -27,69 +26,75 @@ log = Log("states")
 
 
 class Cache:
-    """Every method may be called from any thread. ``kind`` is the kind of store, as metrics name it."""
+    """In-memory states of one job. Thread-safe. ``kind`` is the kind of store, as named in metrics."""
 
     def __init__(self, job_id: str, kind: str, *, tombstone: bool, clock: Callable[[], float]) -> None:
         self._job_id = job_id
         self._kind = kind
         self._clock = clock
-        # Guards everything below; held for memory's work only, never while waiting for the backend. It may be taken
-        # again within, by a signal handler that closes a subscription.
+        # Guards everything below. Held only for in-memory work, never while waiting for the backend. It is reentrant
+        # because a signal handler may close a subscription while this thread holds it.
         self.lock = threading.RLock()
-        self.states: dict[Key, State] = {}  # reading one is a single step of the interpreter: that needs no lock
-        self.mark: Mark = None  # how far we have heard
-        self._heard: dict[Key, int] = {}  # the last version the listener told, to notice gaps
-        self._touched: set[Key] = set()  # written or heard of since the last listing began
-        self._written: dict[Key, int] = {}  # the last version we wrote, to notice another writer
-        self._under_way: dict[Key, tuple[int, float]] = {}  # our last write, until the listener tells it
-        # Weak: a subscription that its reader dropped is closed by that. What waited in it is counted at the next tick.
+        self.states: dict[Key, State] = {}  # a single lookup is atomic and needs no lock
+        self.mark: Mark = None  # position up to which changes have been applied
+        self._heard: dict[Key, int] = {}  # last version per key from the listener, to detect gaps
+        self._touched: set[Key] = set()  # keys written or heard since the last listing began
+        self._written: dict[Key, int] = {}  # last version per key that we wrote, to detect a second writer
+        self._under_way: dict[Key, tuple[int, float]] = {}  # our last write (version, time), until it is heard
+        # Weak: dropping a subscription closes it. Its unread events are counted at the next tick.
         self.subscriptions: WeakSet[Subscription] = WeakSet()
         self.abandoned: deque[int] = deque()
         self._tombstone = tombstone
         self._gone: JobGone | None = None
-        self._unheard = False  # nobody listens any more
+        self._unheard = False  # True once the listener has stopped
         self._why: HeadwayError | None = None
 
     @property
     def gone(self) -> JobGone | None:
-        """Why nothing is answered any more."""
+        """The error to raise from every call once the job is gone, else None."""
         return self._gone
 
     @property
     def told_here(self) -> bool:
-        """Whether this thread is in the midst of telling subscriptions: that is done with the lock in hand."""
+        """Whether this thread is delivering to subscriptions, that is, holds the lock."""
         return held_here(self.lock)
 
     def current(self) -> list[State]:
+        """Return all cached states."""
         with self.lock:
             return list(self.states.values())
 
     # ---- subscriptions ---------------------------------------------------------------------
 
     def subscribe(self, subscription: Subscription) -> None:
-        with self.lock:  # no change can come between what is current and what happens
+        """Start a subscription with the current states and register it, or end it if the job or listener is gone."""
+        with self.lock:  # so that no change falls between the replay and the first live event
             subscription.start(self.states.values())
             if self._gone is not None:
                 subscription.end(self._gone)
             elif self._tombstone:
                 subscription.end(job_gone(self._job_id, marked=True))
-            elif self._unheard:  # the listener ended while this one was on its way here: nobody would tell it anything
+            elif self._unheard:  # the listener stopped before this subscription was registered
                 subscription.end(self._why)
             else:
                 self.subscriptions.add(subscription)
 
     def unsubscribe(self, subscription: Subscription) -> None:
+        """Remove a subscription. Does nothing if it is not registered."""
         with self.lock:
             self.subscriptions.discard(subscription)
 
     def begin(self) -> None:
-        """Somebody listens from now on."""
+        """Mark the cache as kept up to date by a listener."""
         with self.lock:
             self._unheard, self._why = False, None
 
     def end(self, why: HeadwayError | None, first: Callable[[], object] = lambda: None) -> None:
-        """Nobody listens any more. What waits in the subscriptions can still be read; then they say why. The caller holds
-        no lock. ``first`` comes before that: from there on somebody may `begin` again, whose subscriptions are not ended."""
+        """Mark the listener as stopped and end all subscriptions with ``why``.
+
+        Subscribers can still read the events already buffered. The caller must not hold the lock. ``first`` runs before
+        the subscriptions end. After it a new listener may `begin`, and subscriptions made since are not ended.
+        """
         with self.lock:
             self._unheard, self._why = True, why
             ending = list(self.subscriptions)
@@ -101,7 +106,7 @@ class Cache:
                 subscription.end(why)
 
     def lose(self, gone: JobGone) -> None:
-        """The job is not there any more: say so to everybody who waits for it, and answer nothing from memory."""
+        """Record that the job is gone: end all subscriptions and clear the cache."""
         with self.lock:
             first, self._gone = self._gone is None, self._gone or gone
             self._clear()
@@ -111,14 +116,15 @@ class Cache:
             self.end(gone)
 
     def count_abandoned(self) -> None:
+        """Count the unread events of subscriptions that were garbage-collected."""
         while self.abandoned:
             if waited := self.abandoned.popleft():
                 metrics.count("headway_states_dropped", waited)
 
-    # ---- what we wrote ---------------------------------------------------------------------
+    # ---- own writes ------------------------------------------------------------------------
 
     def remember(self, stored: State) -> None:
-        """Show our own write to our own readers at once; subscribers hear it from the listener, in its order."""
+        """Make our own write visible to readers at once. Subscribers receive it from the listener, in order."""
         with self.lock:
             self._touched.add(stored.key)
             before = self._written.get(stored.key)
@@ -127,7 +133,7 @@ class Cache:
                 self.states[stored.key] = stored
             if stored.version > self._heard.get(stored.key, 0):
                 self._under_way[stored.key] = (stored.version, self._clock())
-            elif before is None or stored.version > before:  # the listener was quicker than the answer to the write
+            elif before is None or stored.version > before:  # the listener delivered it before the write returned
                 metrics.observe("headway_states_live_seconds", 0.0, store=self._kind)
         if before is not None and stored.version > before + 1:
             log.warning(
@@ -139,9 +145,10 @@ class Cache:
         cached = self.states.get(key)
         return 0 if cached is None else cached.version
 
-    # ---- what was heard ---------------------------------------------------------------------
+    # ---- changes from the listener ----------------------------------------------------------
 
     def apply(self, changes: Iterable[Change]) -> None:
+        """Apply changes from the listener and offer them to the subscriptions."""
         with self.lock:
             for change in changes:
                 self._touched.add(change.key)
@@ -163,7 +170,7 @@ class Cache:
             del self._under_way[state.key]
             if state.version == written:
                 metrics.observe("headway_states_live_seconds", self._clock() - when, store=self._kind)
-        for subscription in list(self.subscriptions):  # what one accepts may subscribe too
+        for subscription in list(self.subscriptions):  # a copy: an ``accepts`` callback may subscribe
             subscription.offer(state)
 
     def _forget(self, key: Key) -> None:
@@ -179,11 +186,12 @@ class Cache:
             known.clear()
 
     def begin_listing(self) -> None:
+        """Start tracking the keys that are touched during a listing."""
         with self.lock:
             self._touched.clear()
 
     def reconcile(self, snapshot: Snapshot) -> None:
-        """Make the cache what the store says, keeping of each key the highest version, and tell what is new."""
+        """Update the cache from a listing and publish the differences. The highest version of each key wins."""
         why: HeadwayError | None = None
         with self.lock:
             if not snapshot.continuous or self._contradicted_by(snapshot):
@@ -195,19 +203,19 @@ class Cache:
             self._tombstone = snapshot.deleted
             ending = list(self.subscriptions) if why is not None else []
             if isinstance(why, WentBack):
-                self.subscriptions.clear()  # they must not be offered what follows as if it came after what they heard
+                self.subscriptions.clear()  # later states do not continue what they have received
             for key in snapshot.recreated:
                 self._forget(key)
-            # What came after the listing began is newer than the listing, whether it was made or removed.
+            # A key touched since the listing began is newer than the listing, whether it was written or removed.
             current = {state.key for state in snapshot.states} | self._touched
             for key in [key for key in self.states if key not in current]:
                 self._forget(key)
             known = (state for state in snapshot.states if state.key in self.states or state.key not in self._touched)
             listed = sorted(known, key=replay_order)
-            for state in listed:  # all before the first is told: whoever is told may look at the others
+            for state in listed:  # update all before notifying: a subscriber may read other keys
                 if state.version > self._version(state.key):
                     self.states[state.key] = state
-            if not snapshot.resumes:  # else the listener reads the changes since the mark from the log, in their order
+            if not snapshot.resumes:  # else the listener replays the log from the mark, in order
                 for state in listed:
                     self._hear(state)
                 self.mark = snapshot.mark
@@ -217,8 +225,10 @@ class Cache:
             subscription.end(why)
 
     def _contradicted_by(self, snapshot: Snapshot) -> bool:
-        """Whether the store has less of a key, or another event, than it had. A key that was written or heard of since
-        the listing began does not count: the listing may be older."""
+        """Return whether the listing has an older version, or another event with the same version, for any cached key.
+
+        Keys touched since the listing began are ignored, because the listing may be older.
+        """
         for state in snapshot.states:
             known = self.states.get(state.key)
             if known is None or state.key in self._touched or state.key in snapshot.recreated:

@@ -1,4 +1,4 @@
-"""Jobs by address: opening the store of one, listing them, deleting them, letting finished ones go."""
+"""Operations on jobs by store URL: open, list, delete and purge."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from urllib.parse import urlsplit
 
+from headway.core.retry import LISTENER, RetryPolicy
 from headway.errors import InvalidInput
-from headway.retry import LISTENER, RetryPolicy
 from headway.states.live import LiveStore
 from headway.states.state import FINISHED, State, checked_id, checked_num_tasks
-from headway.states.store import Backend, JobRecord, Snapshot, no_such_job
+from headway.states.store.contract import Backend, JobRecord, Snapshot, no_such_job
 from headway.telemetry import Log, redact
 
 log = Log("states")
@@ -26,11 +26,11 @@ def open_store(
     max_concurrency: int | None = None,
     retry: RetryPolicy = LISTENER,
 ) -> tuple[LiveStore, int]:
-    """The store of one job, and the number of tasks the job really has.
+    """Open the store of one job. Returns it with the job's number of tasks.
 
-    The job is made if it is new; if it exists, its own number of tasks wins over ``num_tasks``, and its own choice over
-    ``history``. Without ``num_tasks`` it must exist (for monitors). ``max_concurrency`` bounds how many writes of this
-    process are under way at once; ``retry`` is how the listener comes back.
+    With ``num_tasks`` the job is created if it does not exist. If it exists, its stored number of tasks and its stored
+    ``history`` take precedence over the arguments. Without ``num_tasks`` the job must exist (for monitors).
+    ``max_concurrency`` limits the concurrent writes of this process. ``retry`` is the listener's reconnect policy.
     """
     job_id = checked_id(job_id, "a job id")
     num_tasks = None if num_tasks is None else checked_num_tasks(num_tasks)
@@ -54,18 +54,18 @@ def _record(backend: Backend, job_id: str, num_tasks: int | None, *, history: bo
 
 
 def open_backend(url: str, *, create: bool = True) -> Backend:
-    """What keeps the states at an address. Each kind is imported when it is asked for."""
+    """Return the backend for a URL. Its module is imported on first use."""
     scheme = urlsplit(url).scheme
     if scheme in ("sqlite", "postgresql", "postgres"):
-        from headway.states.sql import SqlStates
+        from headway.states.store.sql import SqlStates
 
         return SqlStates(url, create=create)
     if scheme in ("redis", "rediss", "unix"):
-        from headway.states.redis import RedisStates
+        from headway.states.store.redis import RedisStates
 
         return RedisStates(url)
     if scheme == "firestore":
-        from headway.states.firestore import FirestoreStates
+        from headway.states.store.firestore import FirestoreStates
 
         return FirestoreStates(url)
     raise InvalidInput(
@@ -75,13 +75,13 @@ def open_backend(url: str, *, create: bool = True) -> Backend:
 
 
 def list_jobs(url: str) -> list[JobRecord]:
-    """Every job there is, marked as deleted or not."""
+    """Return every job in the store, including those marked as deleted."""
     with closing(open_backend(url, create=False)) as backend:
         return list(backend.jobs())
 
 
 def mark_job_deleted(url: str, job_id: str) -> None:
-    """Leave a tombstone: no more states are taken, and the next `purge` removes the job."""
+    """Mark a job as deleted. It then rejects writes, and the next `purge` removes it."""
     job_id = checked_id(job_id, "a job id")
     with closing(open_backend(url, create=False)) as backend:
         backend.mark_deleted(job_id)
@@ -89,7 +89,7 @@ def mark_job_deleted(url: str, job_id: str) -> None:
 
 
 def delete_job(url: str, job_id: str) -> None:
-    """Remove a job with all its states. Interrupted, it is finished by calling it again."""
+    """Delete a job with all its states. If interrupted, call it again to finish."""
     job_id = checked_id(job_id, "a job id")
     with closing(open_backend(url, create=False)) as backend:
         if not backend.delete(job_id):
@@ -98,14 +98,14 @@ def delete_job(url: str, job_id: str) -> None:
 
 
 def purge(url: str, *, older_than: float | None = None, now: datetime | None = None) -> list[str]:
-    """Remove the jobs that are marked as deleted, and return the ids of all removed jobs.
+    """Delete the jobs that are marked as deleted, and return the ids of the deleted jobs.
 
-    With ``older_than`` also those in which every task has finished everything it reported and nothing was written for
-    that many seconds. An interrupted purge is finished by the next one.
+    With ``older_than``, also delete jobs whose states are all finished and were last written that many seconds ago.
+    Every task must have reported. If interrupted, the next purge finishes the deletion.
     """
     if older_than is None:
         older_than = math.inf
-    elif not older_than >= 0:  # NaN is neither
+    elif not older_than >= 0:  # also rejects NaN
         raise InvalidInput(f"older_than={older_than:g} is no time that has passed.", hint="Use a number from 0.")
     try:
         before = None if older_than == math.inf else (now or datetime.now(UTC)) - timedelta(seconds=older_than)
@@ -118,7 +118,7 @@ def purge(url: str, *, older_than: float | None = None, now: datetime | None = N
                 continue
             seen = Snapshot(record.incarnation) if record.deleted else backend.read_all(record, None)
             old = record.deleted or (before is not None and _finished_before(seen.states, record.num_tasks, before))
-            # Not one that was made again meanwhile, nor one that goes on after all: the step that deletes decides.
+            # `delete` rechecks atomically: it skips a job that was re-created or written to since the read.
             if old and backend.delete(record.job_id, record.incarnation, unless_after=seen.mark):
                 log.info("job purged", jobID=record.job_id, reason="marked" if record.deleted else "finished")
                 removed.append(record.job_id)
@@ -126,7 +126,7 @@ def purge(url: str, *, older_than: float | None = None, now: datetime | None = N
 
 
 def _finished_before(states: tuple[State, ...], num_tasks: int, before: datetime) -> bool:
-    # The job has no finish time of its own: it is the time of its newest state, once all of them are finished.
+    # A job has no finish time of its own. Once all states are finished, its newest state's time counts.
     return (
         len({state.task_id for state in states}) == num_tasks
         and all(state.status == FINISHED for state in states)

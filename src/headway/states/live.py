@@ -1,18 +1,17 @@
-"""`LiveStore`: one job's states, kept by a backend and held in memory by one supervised listener.
+"""`LiveStore`: one job's states, stored in a backend and cached by one supervised listener.
 
     backend.listen ──▶ listener thread ──▶ cache ──▶ get_state, list_*
                                         └─▶ offer to every subscription
 
-One thread per store listens, whatever the number of subscribers; a store that only writes has none. It connects, *then*
-lists, then applies changes; at every reconnect it does the same again, so what happened in between is never missed, and
-versions keep it from being told twice. While the listener is not connected the cache is stale: reads then go to the
-backend, or fail; they never answer from a cache that nobody keeps.
+One thread per store listens, however many subscribers there are. A store that only writes has none. The listener
+connects, *then* lists, then applies changes. Every reconnect repeats this, so no change is missed; versions prevent
+duplicates. While the listener is disconnected the cache is stale. Reads then go to the backend or fail.
 
-A store belongs to the incarnation of the job it was opened for. Every write carries it, and every listing is compared
-with it: once the job is another one, or none, every subscription ends with `JobGone` and so does every call.
+A store belongs to one incarnation of its job. Every write carries the incarnation and every listing is compared with
+it. If the job was deleted or re-created, every subscription and every call ends with `JobGone`.
 
-A signal handler that raises may strike anywhere in the main thread. So locks are taken by ``with``, which is one step of
-the interpreter, and whatever must not be left half done (a listing, the end of the subscriptions) is done `undisturbed`.
+A signal handler may raise anywhere in the main thread. Locks are therefore taken by ``with``, whose acquisition is
+atomic. Work that must not stop halfway (a listing, ending the subscriptions) runs `undisturbed`.
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from uuid import uuid4
 
+from headway.core.lifecycle import Flag, ForkGuard, refuse_within, undisturbed
+from headway.core.retry import LISTENER, RetryPolicy, call
 from headway.errors import HeadwayError, InvalidInput, StorageError, Unavailable
-from headway.lifecycle import Flag, ForkGuard, refuse_within, undisturbed
-from headway.retry import LISTENER, RetryPolicy, call
 from headway.states.cache import Cache
 from headway.states.state import Key, State, checked, checked_id, checked_task
-from headway.states.store import Backend, JobGone, JobRecord, Listener, Mark, Relist, Snapshot, job_gone
+from headway.states.store.contract import Backend, JobGone, JobRecord, Listener, Mark, Relist, Snapshot, job_gone
 from headway.states.subscription import DEPTH, Overflow, Subscription, called_from_within
 from headway.telemetry import Field, Log, metrics
 
 log = Log("states")
 
-#: The number of versions `history` returns without a limit: all that a key can have.
+#: Default limit of `history`: more than a key can have versions.
 HISTORY_LIMIT = 2**31 - 1
-#: A listener that has said nothing for so long is taken for dead, whatever its socket says.
+#: A listener that is silent for this long counts as dead, whatever its socket reports.
 SILENCE_SECONDS = 10.0
 
 
 class LiveStore:
-    """See `headway.states.store.Store`. Made by `open_store`; one per job and process, shared by all its managers."""
+    """Implements `headway.states.store.contract.Store`. Created by `open_store`: one per job and process."""
 
     def __init__(
         self,
@@ -59,13 +58,13 @@ class LiveStore:
         self._record = record
         self._retry = retry
         self._clock = clock
-        self._writer = uuid4().hex[:12]  # by which the backend tells our writes from other processes'
+        self._writer = uuid4().hex[:12]  # identifies this process's writes to the backend
         self._guard = ForkGuard(f"The store of the job {record.job_id!r}")
         self._stop = Flag()
         self._closed = False
         self._slots = Slots(max_concurrency)
         self._starting = threading.Lock()
-        # One listing at a time: an older one must not be applied after a newer one.
+        # Serializes listings: an older one must not be applied after a newer one.
         self._listing = threading.Lock()
         self._key_locks: dict[Key, threading.RLock] = {}
         self._cache = Cache(record.job_id, backend.kind, tombstone=record.deleted, clock=clock)
@@ -90,18 +89,18 @@ class LiveStore:
 
     @property
     def fresh(self) -> bool:
-        """Whether the cache is being kept up to date right now."""
+        """Whether the listener currently keeps the cache up to date."""
         return self._clock() < self._fresh_until
 
     @property
     def subscribers(self) -> int:
-        """How many subscriptions there are."""
+        """Number of open subscriptions."""
         with self._cache.lock:
             return sum(not subscription.closed for subscription in self._cache.subscriptions)
 
     @property
     def patience(self) -> RetryPolicy:
-        """How a call that finds the store away is tried again."""
+        """The retry policy for calls while the store is unavailable."""
         return self._backend.write_policy
 
     # ---- writing ---------------------------------------------------------------------
@@ -119,7 +118,7 @@ class LiveStore:
         }
         began = self._clock()
         try:
-            # Two writers of one key take turns here, so that neither loses time to a conflict in the backend.
+            # Serialize writers of the same key, to avoid conflicts in the backend.
             with self._lock_of(state.key), self._slots.free():
                 stored = call(
                     lambda: self._backend.write(state, self._record, self._writer),
@@ -136,7 +135,7 @@ class LiveStore:
                 )
         except (Unavailable, StorageError) as error:
             metrics.count("headway_states_writes", store=self._backend.kind, result="error")
-            log.error("failed to write state", error=str(error), **facts)  # noqa: TRY400  (it is raised, whole)
+            log.error("failed to write state", error=str(error), **facts)  # noqa: TRY400  (raised below with its cause)
             raise type(error)(f"🔴 The state could not be written: {error}", hint=error.hint) from error
         except JobGone as gone:
             self._lose(gone)
@@ -150,7 +149,7 @@ class LiveStore:
         return stored
 
     def _lock_of(self, key: Key) -> threading.RLock:
-        lock = self._key_locks.setdefault(key, threading.RLock())  # one step: all get the same
+        lock = self._key_locks.setdefault(key, threading.RLock())  # atomic: all threads get the same lock
         refuse_within(lock, f"The state {key[1]!r} of task {key[0]}")
         return lock
 
@@ -172,9 +171,9 @@ class LiveStore:
         return self._cache.current()
 
     def history(self, task_id: int, tag: str, *, after: int = 0, limit: int | None = None) -> list[State]:
-        """Every version of one key, oldest first. Only for a job made with ``history=True``.
+        """Return every version of one key, oldest first. Requires a job created with ``history=True``.
 
-        ``after`` and ``limit`` give one page: up to ``limit`` versions above ``after``.
+        ``after`` and ``limit`` select one page: up to ``limit`` versions above ``after``.
         """
         self._usable()
         if limit is not None and limit < 1:
@@ -193,8 +192,8 @@ class LiveStore:
         self._usable()
         if self._thread is None:
             self._ensure_listening()
-        # What a subscription accepts may read while it is told what was just listed or heard: that is what there is to read,
-        # and whoever lists now would wait for the lock that this thread has.
+        # An ``accepts`` callback may read while this thread holds the cache lock. The cache is then up to date, and a
+        # listing here would deadlock.
         if self.fresh or self._cache.told_here:
             metrics.count("headway_states_reads", result="hit")
             return
@@ -241,30 +240,33 @@ class LiveStore:
     # ---- the job ---------------------------------------------------------------------
 
     def mark_job_deleted(self) -> None:
-        """Leave a tombstone: nothing more is written, and `purge` may remove the job."""
+        """Mark the job as deleted. It then rejects writes, and `purge` may remove it."""
         self._usable()
         self._backend.mark_deleted(self.job_id, self._record.incarnation)
 
     def delete_job(self) -> None:
-        """Remove the job and all its states."""
+        """Delete the job and all its states."""
         self._usable()
         self._backend.delete(self.job_id, self._record.incarnation)
         self._lose(job_gone(self.job_id))
 
     def close(self) -> None:
-        """Called again after it was interrupted it goes on. Called by a signal handler or by what a subscription accepts, it
-        does not wait: nothing is taken any more, and the rest follows when the call that was interrupted has ended."""
+        """Stop the listener, end all subscriptions and close the backend. May be repeated after an interruption.
+
+        Called from a signal handler or an ``accepts`` callback, it does not wait. The store then rejects calls at once,
+        and a thread finishes closing when the interrupted call has returned.
+        """
         if self._guard.crossed or self._closed:
             return
         self._stop.set()
-        if called_from_within():  # it ends as soon as the call that was interrupted does, which waits for us
+        if called_from_within():  # the interrupted call holds locks until we return
             threading.Thread(target=self._close, name=f"headway-states-close-{self.job_id}", daemon=True).start()
             return
         undisturbed(self._close)
 
     def _close(self) -> None:
         self._await_listener()
-        with self._starting:  # whoever began to listen a moment ago
+        with self._starting:  # wait for a listener that is just starting
             if self._closed:
                 return
             self._cache.end(None)
@@ -276,15 +278,15 @@ class LiveStore:
         deadline = self._clock() + SILENCE_SECONDS
         while thread is not None and thread.is_alive() and self._clock() < deadline:
             if (listener := self._listener) is not None:
-                listener.wake()  # again and again: it may have been about to wait when it was woken
+                listener.wake()  # repeatedly: it may not have been waiting yet
             thread.join(0.02)
 
     # ---- the listener ---------------------------------------------------------------------
 
     def _ensure_listening(self, *, again: bool = False) -> None:
-        """Begin to listen, or begin ``again`` after having given up.
+        """Start listening, or with ``again`` restart after the listener gave up.
 
-        It connects and lists in the caller's thread, so that whoever reads next finds everything; then it supervises.
+        It connects and lists in the caller's thread, so that the next read finds all states. Then the thread takes over.
         """
         if self._thread is None or (again and self._gave_up is not None):
             undisturbed(self._begin_listening)
@@ -309,8 +311,8 @@ class LiveStore:
                 self._tick(self._listener)
                 failures = 0
             except JobGone:
-                break  # the subscriptions were told
-            except Exception as error:  # noqa: BLE001  (a listener that died silently would leave a lying cache)
+                break  # the subscriptions have ended already
+            except Exception as error:  # noqa: BLE001  (a listener that died silently would leave a stale cache)
                 self._disconnect()
                 if self._stop.is_set():
                     break
@@ -318,7 +320,7 @@ class LiveStore:
                 metrics.count("headway_states_listener_reconnects", store=self._backend.kind)
                 if self._retry.exhausted(failures):
                     self._give_up(error, failures)
-                    return  # whoever subscribes next may have a listener already, which is not ours to close
+                    return  # a new subscriber may have started another listener: do not close that one
                 wait = self._retry.delay(failures)
                 log.warning(
                     "the listener lost its store and will connect again",
@@ -385,22 +387,24 @@ class LiveStore:
         )
 
         def say() -> None:
-            self._gave_up = why  # whoever subscribes from here on begins another listener
+            self._gave_up = why  # from here on a new subscriber starts another listener
             log.critical("the listener gave up", jobID=self.job_id, attempt=failures, error=str(error))
 
         self._cache.end(why, say)
 
 
 class Slots:
-    """At most so many at once. Locks, and no semaphore: that one is written in Python, and an exception of a signal handler
-    inside it would cost a slot for ever."""
+    """Limits concurrency to ``number``; None means unlimited.
+
+    Locks instead of a semaphore: Python's is not atomic, and a signal handler that raises inside it would leak a slot.
+    """
 
     def __init__(self, number: int | None) -> None:
         self._locks = [threading.Lock() for _ in range(number or 0)]
         self._turns = count()
 
     def free(self) -> AbstractContextManager[object]:
-        """One that nobody uses, or the next in turn."""
+        """Return a free slot, or the next one in turn if all are in use."""
         if not self._locks:
             return nullcontext()
         turn = next(self._turns) % len(self._locks)

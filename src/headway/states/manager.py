@@ -1,7 +1,7 @@
-"""`Manager`: one task's voice in a job, and everybody's view of it.
+"""`Manager`: write the states of one task, and read those of the whole job.
 
-It writes only its own task's states. What it answers about the whole follows one rule: the lowest status wins, and a
-task that has not reported counts as 0.
+A manager writes only its own task's states. For several states the lowest status wins; a task that has not reported
+counts as 0.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Self
 from weakref import WeakSet
 
+from headway.core.retry import call
 from headway.errors import HeadwayError, InvalidInput, Unavailable
 from headway.events import Json
-from headway.retry import call
 from headway.states.live import LiveStore
 from headway.states.state import (
     BLACK,
@@ -39,35 +39,38 @@ from headway.states.state import (
     status_class,
     storable,
 )
-from headway.states.store import Store, WentBack
+from headway.states.store.contract import Store, WentBack
 from headway.states.subscription import DEPTH, Overflow, Subscription
 from headway.telemetry import Log, redact
 
 log = Log("states")
 
-#: Where an error or a warning keeps the progress it replaced, in its payload.
+#: Payload field in which an error or warning keeps the progress it replaced.
 LAST_STATUS = "last_status"
 
-#: What a message holds of an error or a warning, after its coloured dot. Of a longer one the beginning and the end are
-#: kept: to look for secrets in megabytes of it would take seconds.
+#: Maximum length of an error or warning text, after the colored dot. A longer text keeps its beginning and end,
+#: because searching megabytes for secrets would take seconds.
 _SAID_LIMIT = MESSAGE_LIMIT - 2
 
 
 class TaskFailed(HeadwayError):
-    """A task reported an error while others waited for it."""
+    """Raised by `Manager.wait_for` when a task reported an error."""
 
     exit_code = 3
     hint = "See it: headway states JOB. It can be waited out: ignore_errors."
 
 
 class WaitTimeout(HeadwayError, TimeoutError):
-    """What was waited for did not come in time."""
+    """Raised by `Manager.wait_for` on timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A job, or one of its tags, at a glance. ``state`` is the one that decides by the lowest-wins rule; because a
-    warning (-2) is lower than an error (-1), ``worst_error`` says separately whether anything really failed."""
+    """Status counts of a job or tag.
+
+    ``state`` is the lowest state, which decides. A warning (-2) is lower than an error (-1), so ``worst_error`` shows
+    separately whether a task failed.
+    """
 
     state: State
     counts: Mapping[StatusClass, int]
@@ -79,10 +82,10 @@ class Summary:
 
 
 class Manager:
-    """Bound for life to the task ``task_index`` of the job ``job_id``.
+    """Reads and writes the states of a job on behalf of the task ``task_index``.
 
-    ``expected_tags`` makes the view of a task or job strict: a task counts as not started as long as it has not
-    reported every one of them. Without it only what was reported counts.
+    With ``expected_tags`` a task counts as not started until it has reported every one of these tags. Without it only
+    reported states count.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class Manager:
         self._num_tasks = num_tasks
         self._store = store
         self._expected_tags = tuple(checked_id(tag, "a tag") for tag in expected_tags)
-        self._progress: dict[str, int] = {}  # our own last positive status by tag, for `_setback` in an outage
+        self._progress: dict[str, int] = {}  # our last positive status per tag, for `_setback` in an outage
         self._subscriptions: WeakSet[Subscription] = WeakSet()
 
     @property
@@ -126,7 +129,7 @@ class Manager:
         payload: Mapping[str, Json] | None = None,
         event_id: str | None = None,
     ) -> State:
-        """Report where this task is; gives the state as stored. ``state`` is a whole `State` or just its tag."""
+        """Write a state of this task and return it as stored. ``state`` is a `State` or a tag."""
         return self._write(self._own(state, status, message, payload, event_id))
 
     def set_started(
@@ -137,7 +140,7 @@ class Manager:
         payload: Mapping[str, Json] | None = None,
         event_id: str | None = None,
     ) -> State:
-        """Status 1; the message is ``🟢 Started`` unless there is one."""
+        """Write status 1. The default message is ``🟢 Started``."""
         own = self._own(state, STARTED, message, payload, event_id)
         return self._write(replace(own, message=own.message or f"{GREEN} Started"))
 
@@ -149,7 +152,7 @@ class Manager:
         payload: Mapping[str, Json] | None = None,
         event_id: str | None = None,
     ) -> State:
-        """Status 2147483647; the message is ``⚫ Finished`` unless there is one."""
+        """Write status 2147483647. The default message is ``⚫ Finished``."""
         own = self._own(state, FINISHED, message, payload, event_id)
         return self._write(replace(own, message=own.message or f"{BLACK} Finished"))
 
@@ -161,8 +164,10 @@ class Manager:
         payload: Mapping[str, Json] | None = None,
         event_id: str | None = None,
     ) -> State:
-        """Status -1, or the exception's own negative ``status_code``; the message is ``🔴`` and the error, without
-        secrets. The progress it replaces is kept in the payload as ``last_status``."""
+        """Write status -1, or the exception's own negative ``status_code``.
+
+        The message is ``🔴`` and the error with secrets redacted. The payload keeps the previous progress as ``last_status``.
+        """
         text = storable(f"{RED} {redact(_said(error) or type(error).__name__, _SAID_LIMIT)}")
         return self._write(self._setback(self._own(state, _error_status(error), text, payload, event_id)))
 
@@ -174,7 +179,7 @@ class Manager:
         payload: Mapping[str, Json] | None = None,
         event_id: str | None = None,
     ) -> State:
-        """Status -2; the message is ``🟡`` and the warning. The progress it replaces is kept as ``last_status``."""
+        """Write status -2 with ``🟡`` and the warning. The payload keeps the previous progress as ``last_status``."""
         text = storable(f"{YELLOW} {redact(warning, _SAID_LIMIT)}")
         return self._write(self._setback(self._own(state, WARNING, text, payload, event_id)))
 
@@ -209,11 +214,11 @@ class Manager:
         )
 
     def _setback(self, state: State) -> State:
-        """``state`` with the last positive status of its key in its payload, so that progress is not forgotten."""
+        """Return ``state`` with the key's last positive status in its payload, so that progress is kept."""
         tag = checked_id(state.tag, "a tag")
         try:
             before = effective_status(self._store.get_state(self._task_index, tag))
-        except Unavailable:  # then what this manager wrote last must do: nobody else writes its task
+        except Unavailable:  # use our own last write: no other manager writes this task
             before = self._progress[tag] if tag in self._progress else self._progress_at_last(tag)
         payload = checked_payload(state.payload) or {}
         if before <= 0 or LAST_STATUS in payload:
@@ -221,7 +226,7 @@ class Manager:
         return replace(state, payload={**payload, LAST_STATUS: before})
 
     def _progress_at_last(self, tag: str) -> int:
-        """The stored progress, asked for as patiently as a write is tried. If it stays away the write says so."""
+        """Read the stored progress, with a write's retries. Returns 0 in an outage, which the write will report."""
         if not isinstance(self._store, LiveStore):
             return NOT_STARTED
         try:
@@ -232,13 +237,12 @@ class Manager:
             return NOT_STARTED
         return effective_status(state)
 
-    # ---- the view of the whole ---------------------------------------------------------------------
+    # ---- reading -----------------------------------------------------------------------------------
 
     def get_state(self, *, task_id: int | None = None, tag: str | None = None) -> State:
-        """The lowest state of what is asked for: one key, one tag over all tasks, one task over its tags, or the job.
+        """Return the lowest state of one key, of a tag, of a task, or of the whole job.
 
-        Of several that are equally low it is the one of the lowest task, then tag. What nobody reported has status 0,
-        version 0 and no time.
+        Ties go to the lowest task, then tag. A state that was never reported has status 0, version 0 and no timestamp.
         """
         task_id, tag = self._checked_scope(task_id, tag)
         if task_id is not None and tag is not None:
@@ -246,7 +250,7 @@ class Manager:
         return min(self._view(task_id, tag), key=_rank)
 
     def summary(self, *, tag: str | None = None) -> Summary:
-        """Counts per class of status over the job or one tag, with the deciding state and the worst error."""
+        """Return the status counts of the job or one tag, with the deciding state and the worst error."""
         _, tag = self._checked_scope(None, tag)
         view = self._view(None, tag)
         errors = [state for state in view if status_class(state.status) == "error"]
@@ -255,7 +259,7 @@ class Manager:
         return Summary(min(view, key=_rank), counts, min(errors, key=_rank, default=None))
 
     def _view(self, task_id: int | None, tag: str | None) -> list[State]:
-        """The states within a scope, with one made up for each report that is missing."""
+        """Return the states in a scope, with a placeholder of status 0 for each missing report."""
         stored = self._store.list_all_states() if tag is None else self._store.list_states_for_tag(tag)
         present = [state for state in stored if task_id in (None, state.task_id)]
         tasks = range(self._num_tasks) if task_id is None else (task_id,)
@@ -275,13 +279,13 @@ class Manager:
         )
 
     def history(self, *, task_id: int, tag: str, after: int = 0, limit: int | None = None) -> list[State]:
-        """Every version of one key, oldest first, if the job was made with ``history=True``.
+        """Return every version of one key, oldest first. Requires a job created with ``history=True``.
 
-        ``after`` and ``limit`` give one page: up to ``limit`` versions above ``after``.
+        ``after`` and ``limit`` select one page: up to ``limit`` versions above ``after``.
         """
         return self._live_store("history").history(task_id, tag, after=after, limit=limit)
 
-    # ---- following ---------------------------------------------------------------------
+    # ---- subscribing -------------------------------------------------------------------
 
     def subscribe(
         self,
@@ -292,12 +296,14 @@ class Manager:
         depth: int = DEPTH,
         overflow: Overflow = "all",
     ) -> Subscription:
-        """Follow what is asked for: the states that exist, oldest first, then one sentinel, then every change.
+        """Subscribe to a task, a tag or the whole job: current states, oldest first, one sentinel, then every change.
 
-        ``timeout`` is how long iteration waits for an event before it raises TimeoutError. ``depth`` events wait in
-        memory for a reader that is busy. ``overflow`` decides about those beyond: ``all`` keeps them in a temporary file,
-        so that a slow reader gets every change; ``latest`` keeps the newest of each key, with the number of changes it
-        stands for (``event.skipped``); ``close`` ends the subscription with an error.
+        ``timeout`` is how many seconds iteration waits for an event before it raises TimeoutError. Up to ``depth`` events
+        are buffered in memory. ``overflow`` decides what happens beyond that:
+
+        - ``all`` buffers them in a temporary file, so that a slow reader gets every change.
+        - ``latest`` keeps the newest state of each key. ``event.skipped`` counts the changes it replaces.
+        - ``close`` ends the subscription with an error.
         """
         only_task, only_tag = self._checked_scope(task_id, tag)
 
@@ -317,11 +323,13 @@ class Manager:
         ignore_errors: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> Summary:
-        """A barrier: return when every task has reached ``status`` with ``tag``.
+        """Wait until every task has reached ``status`` with ``tag``.
 
-        Raises `TaskFailed` as soon as one of them has reported an error (unless ``ignore_errors``: it may yet be
-        tried again), `WaitTimeout` after ``timeout`` seconds, and `JobGone` when the job is deleted meanwhile: what was
-        reached in a job that is gone counts for nothing. A task in a warning is as far as it was before.
+        A task with a warning keeps its previous progress. Raises:
+
+        - `TaskFailed` as soon as a task reports an error. With ``ignore_errors`` it waits, as the task may be retried.
+        - `WaitTimeout` after ``timeout`` seconds.
+        - `JobGone` if the job is deleted, whatever its tasks had reached.
         """
         status, tag = checked_status(status), checked_id(tag, "a tag")
         if status <= 0:
@@ -339,7 +347,7 @@ class Manager:
                             self._move(event.state, status, behind, ignore_errors=ignore_errors)
                     return self.summary(tag=tag)
             except WentBack:
-                continue  # what was reached may be lost with what the store lost: begin again with what it has
+                continue  # the store lost writes: start over with its current states
             except TimeoutError:
                 raise self._too_late(tag, status, limit, behind) from None
 
@@ -349,7 +357,7 @@ class Manager:
         if effective_status(state) >= status:
             behind.discard(state.task_id)
         else:
-            behind.add(state.task_id)  # it may have begun again
+            behind.add(state.task_id)  # the task may have restarted
 
     def _too_late(self, tag: str, status: int, timeout: float | None, behind: set[int]) -> WaitTimeout:
         shown = ", ".join(map(str, sorted(behind)[:10])) + (", ..." if len(behind) > 10 else "")
@@ -361,13 +369,13 @@ class Manager:
     # ---- the job ---------------------------------------------------------------------
 
     def mark_job_deleted(self) -> bool:
-        """Leave a tombstone on the job. Only task 0 does it; for the others it does nothing (False)."""
+        """Mark the job as deleted. Only task 0 does it; other tasks do nothing and return False."""
         if self._task_index == 0:
             self._live_store("mark_job_deleted").mark_job_deleted()
         return self._task_index == 0
 
     def delete_job(self) -> bool:
-        """Remove the job and its states. Only task 0 does it; for the others it does nothing (False)."""
+        """Delete the job and its states. Only task 0 does it; other tasks do nothing and return False."""
         if self._task_index == 0:
             self._live_store("delete_job").delete_job()
         return self._task_index == 0
@@ -378,7 +386,7 @@ class Manager:
         return self._store
 
     def close(self) -> None:
-        """End this manager's subscriptions and close the store, which ends those of the other managers on it too."""
+        """End this manager's subscriptions and close the store, which also ends those of other managers."""
         for subscription in list(self._subscriptions):
             subscription.close()
         self._store.close()
@@ -391,7 +399,7 @@ class Manager:
 
 
 def effective_status(state: State) -> int:
-    """How far the task is: a warning or an error stands beside the progress it replaced, which its payload keeps."""
+    """Return a task's progress. An error or warning counts as the progress its payload kept."""
     kept = (state.payload or {}).get(LAST_STATUS)
     if state.status < 0 and isinstance(kept, int) and not isinstance(kept, bool):
         return kept
@@ -401,7 +409,7 @@ def effective_status(state: State) -> int:
 def _said(error: BaseException | str) -> str:
     try:
         return str(error)
-    except Exception:  # noqa: BLE001  (an exception that cannot say itself must still be reported)
+    except Exception:  # noqa: BLE001  (an exception whose str() fails must still be reported)
         return ""
 
 
@@ -412,7 +420,7 @@ def _rank(state: State) -> tuple[int, int, str]:
 def _error_status(error: BaseException | str) -> int:
     try:
         code = getattr(error, "status_code", None)
-    except Exception:  # noqa: BLE001  (a property of somebody's exception; see _said)
+    except Exception:  # noqa: BLE001  (a property of the caller's exception; see _said)
         code = None
     if isinstance(code, int) and not isinstance(code, bool) and -(2**31) <= int.__int__(code) < 0 and code != WARNING:
         return int.__int__(code)

@@ -1,6 +1,6 @@
-"""`Spool`: states that wait on disk for a subscriber that is slower than the changes.
+"""`Spool`: an on-disk buffer of states for a slow subscriber.
 
-The file has no name and ends with the subscription. What it holds is text; nothing in it is executed.
+The file is unnamed and is deleted with the subscription. It holds JSON only, which is never executed.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections import deque
 
 from headway.states.state import State, moment
 
-#: Bytes that may wait on disk for one subscription: about 800,000 small states.
+#: Maximum bytes on disk per subscription: about 800,000 small states.
 LIMIT = 256 * 1024 * 1024
 #: Bytes read at a time.
 PAGE = 64 * 1024
 
 
 class Spool:
-    """A queue of (state, time of arrival) in a temporary file. The caller serialises all calls."""
+    """A FIFO queue of (state, arrival time) in a temporary file. Not thread-safe: the caller serializes calls."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="headway-spool-")  # noqa: SIM115  # closed by `close`
         self._end = 0  # where the next record is written
-        # Where the next page begins, and the records of this one: one attribute, so that a signal handler that raises
-        # leaves both or neither changed.
+        # Offset of the next page, and the records of the current one. One attribute, so that a signal handler that
+        # raises leaves both or neither changed.
         self._place: tuple[int, deque[bytes]] = (0, deque())
         self._count = 0
 
@@ -37,7 +37,7 @@ class Spool:
         return self._count
 
     def append(self, state: State, arrived: float) -> bool:
-        """Add a state; False when the spool is full. Raises OSError when the disk does not take it."""
+        """Append a state. Return False if the spool is full. Raises OSError if the write fails."""
         record = _encode(state, arrived)
         if self._end + len(record) > LIMIT:
             return False
@@ -46,7 +46,7 @@ class Spool:
             written = os.pwrite(self._file.fileno(), view, at)
             view, at = view[written:], at + written
         self._count += 1
-        self._end = at  # last: an append that fails before this line leaves the queue as it was
+        self._end = at  # last: if an append fails earlier, the queue is unchanged
         return True
 
     def popleft(self) -> tuple[State, float]:
@@ -71,6 +71,7 @@ class Spool:
         self._place = (read + whole, deque(data[:whole].splitlines()))
 
     def close(self) -> None:
+        """Delete the file and drop its records."""
         self._place, self._end, self._count = (0, deque()), 0, 0
         self._file.close()
 

@@ -17,9 +17,9 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Literal
 
+from headway.core.ids import check_id
 from headway.errors import InvalidInput
 from headway.events import Json
-from headway.ids import check_id
 
 #: Nobody has reported yet; what a missing state counts as.
 NOT_STARTED = 0

@@ -22,8 +22,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Literal, Self, get_args
 
+from headway.core.lifecycle import ForkGuard
 from headway.errors import HeadwayError, InvalidInput, Unavailable
-from headway.lifecycle import ForkGuard
 from headway.states.spool import Spool
 from headway.states.state import REPLAY_COMPLETE, Key, State, StateEvent, checked_seconds, replay_order
 from headway.telemetry import Log, metrics

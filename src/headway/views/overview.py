@@ -11,10 +11,10 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from headway._sql import marks
-from headway.views.job import Cause, cause_view, kept_items
-from headway.views.jobs import Job, cursor, job_view, number_at
-from headway.views.series import Series, read_job_series
-from headway.views.speed import PAST_SECONDS, Forecast, pace
+from headway.views.jobs.job import Cause, cause_view, kept_items
+from headway.views.jobs.listing import Job, cursor, job_view, number_at
+from headway.views.jobs.series import Series, read_job_series
+from headway.views.jobs.speed import PAST_SECONDS, Forecast, pace
 
 if TYPE_CHECKING:
     from headway._sql import Database
@@ -74,7 +74,7 @@ def read_job_page(
     Only the order of creation has pages: it never changes, so that a job is neither skipped nor repeated between two of
     them. ``after`` is `next` of the page before. ``text`` is part of an id or a function.
     """
-    from headway.ledger.report import find_jobs
+    from headway.ledger.store.report import find_jobs
 
     where, values = ["archived = 0"], list[str | int | float | None]()
     if text:
@@ -212,7 +212,7 @@ def read_causes(database: Database, *, limit: int = 200) -> tuple[Cause, ...]:
 
 def read_task_causes(database: Database, *, limit: int = 50) -> tuple[TaskCause, ...]:
     """Why tasks of the queue failed for good: by the cause of each one's last run."""
-    from headway.queue.values import moment
+    from headway.queue.task import moment
 
     rows = database.all(
         "SELECT c.no, c.kind, c.type, c.message, c.frame, c.count, f.dead, c.first_seen, c.last_seen, f.example "

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 from headway.views.shape import Json, document
 
 if TYPE_CHECKING:
-    from headway.queue.taskqueue import TaskQueue
-    from headway.queue.values import QueueInfo, Task
-    from headway.queue.workers import Online
+    from headway.queue.store.workers import Online
+    from headway.queue.task import QueueInfo, Task
+    from headway.queue.task_queue import TaskQueue
 
 
 class QueueView(NamedTuple):
@@ -152,7 +152,7 @@ class QueueSettings(NamedTuple):
 
 
 def read_queues(queue: TaskQueue) -> Queues:
-    from headway.queue.workers import online_workers
+    from headway.queue.store.workers import online_workers
 
     with queue.database.read() as tx:
         online = len(online_workers(tx))
@@ -168,7 +168,7 @@ _V = TypeVar("_V", QueueView, TaskView)
 
 def _view(kind: type[_V], value: Task | QueueInfo) -> _V:
     """By the names of its fields: `as_json` of the value has the same."""
-    from headway.queue.values import JSON_NAMES
+    from headway.queue.task import JSON_NAMES
 
     names = {key: name for name, key in JSON_NAMES.items()}
     found: list[Any] = [getattr(value, names.get(field, field)) for field in kind._fields]
@@ -203,13 +203,13 @@ def read_task(queue: TaskQueue, id: str, *, tracebacks: bool = True) -> TaskShee
         "JOIN tasks t ON t.no = a.task WHERE t.id = ? ORDER BY a.no",
         (id,),
     )
-    from headway.queue.values import moment
+    from headway.queue.task import moment
 
     runs = [
         TaskAttempt(no, outcome, error, who, moment(at), took, detail if tracebacks else None)
         for no, outcome, error, who, at, took, detail in rows
     ]
-    from headway.queue.workers import online_workers
+    from headway.queue.store.workers import online_workers
 
     with queue.database.read() as tx:
         online, now = online_workers(tx), tx.now()
@@ -224,8 +224,8 @@ def read_task(queue: TaskQueue, id: str, *, tracebacks: bool = True) -> TaskShee
 
 
 def _is_unserved(task: Task, online: list[Online], now: float) -> bool:
-    from headway.queue.values import Status
-    from headway.queue.workers import WaitingKind, unserved_by
+    from headway.queue.store.workers import WaitingKind, unserved_by
+    from headway.queue.task import Status
 
     run_at = task.run_at.timestamp()
     if task.status is not Status.QUEUED or run_at > now:
@@ -236,8 +236,8 @@ def _is_unserved(task: Task, online: list[Online], now: float) -> bool:
 def read_workers(queue: TaskQueue) -> Workers:
     """One that nobody marked as lost is lost all the same: whoever marks them may be lost too."""
     from headway._sql import NOW
-    from headway.queue.values import moment
-    from headway.queue.workers import is_gone
+    from headway.queue.store.workers import is_gone
+    from headway.queue.task import moment
 
     rows = queue.database.all(
         "SELECT name, host, pid, state, queues, task, completed, failed, rss, version, wanted, wanted_by, wanted_at, "

@@ -16,24 +16,24 @@ from headway.errors import HeadwayError
 if TYPE_CHECKING:
     from headway._sql import Database
     from headway.config import Config
+    from headway.core.retry import RetryPolicy
     from headway.ledger import Job, Ledger
-    from headway.queue.taskqueue import TaskQueue
-    from headway.retry import RetryPolicy
-    from headway.views.access import Activity
-    from headway.views.alerts import Alerts
-    from headway.views.dead import Dead, DeadItems, DeadLetters
+    from headway.queue.task_queue import TaskQueue
     from headway.views.failed import RqCauses, TaskCauses
-    from headway.views.health import Health
-    from headway.views.items import Items, ItemSheet, JobLog, LogEntry
-    from headway.views.job import DeadLetter, JobSheet, Runs
-    from headway.views.jobs import Jobs
-    from headway.views.map import JobMap
-    from headway.views.performance import Performances
+    from headway.views.jobs.dead import Dead, DeadItems, DeadLetters
+    from headway.views.jobs.items import Items, ItemSheet, JobLog, LogEntry
+    from headway.views.jobs.job import DeadLetter, JobSheet, Runs
+    from headway.views.jobs.listing import Jobs
+    from headway.views.jobs.map import JobMap
     from headway.views.projects import ProjectProgress, Projects
     from headway.views.queue import Queues, QueueSettings, Tasks, TaskSheet, Workers
-    from headway.views.records import Audit, Settings
-    from headway.views.relay import RelayStatus
     from headway.views.states import States, StatesJobs
+    from headway.views.system.access import Activity
+    from headway.views.system.alerts import Alerts
+    from headway.views.system.health import Health
+    from headway.views.system.performance import Performances
+    from headway.views.system.records import Audit, Settings
+    from headway.views.system.relay import RelayStatus
 
 #: Seconds after a failed try to open the database in which nobody tries again.
 RETRY_AFTER = 1.0
@@ -78,7 +78,7 @@ class Reader:
 
     @property
     def queue(self) -> TaskQueue:
-        from headway.queue.taskqueue import TaskQueue
+        from headway.queue.task_queue import TaskQueue
 
         return TaskQueue(self.database)
 
@@ -91,7 +91,7 @@ class Reader:
         return row is not None and int(row[0]) > most
 
     def _job(self, id: str) -> Job:
-        from headway.views.jobs import find_job
+        from headway.views.jobs.listing import find_job
 
         return find_job(self.ledger, id)
 
@@ -99,17 +99,17 @@ class Reader:
 
     def jobs(self, *, archived: bool = False, before: str | None = None, limit: int | None = None) -> Jobs:
         """All jobs, the one that changed last first; with ``limit`` a page, the newest job first."""
-        from headway.views.jobs import read_jobs
+        from headway.views.jobs.listing import read_jobs
 
         return read_jobs(self.database, archived=archived, before=before, limit=limit)
 
     def job(self, id: str) -> JobSheet:
-        from headway.views.job import read_sheet
+        from headway.views.jobs.job import read_sheet
 
         return read_sheet(self._job(id))
 
     def runs(self, id: str) -> Runs:
-        from headway.views.job import read_runs
+        from headway.views.jobs.job import read_runs
 
         return read_runs(self._job(id))
 
@@ -123,54 +123,54 @@ class Reader:
         limit: int = 50,
         payload: bool = False,
     ) -> Items:
-        from headway.views.items import read_items
+        from headway.views.jobs.items import read_items
 
         return read_items(self._job(id), status=status, cause=cause, after=after, limit=limit, payload=payload)
 
     def item(self, id: str, name: str, *, payload: bool = False) -> ItemSheet:
-        from headway.views.items import read_item
+        from headway.views.jobs.items import read_item
 
         return read_item(self._job(id), name, payload=payload)
 
     def log(self, id: str) -> Iterator[LogEntry]:
-        from headway.views.items import read_log
+        from headway.views.jobs.items import read_log
 
         return read_log(self._job(id))
 
     def log_page(self, id: str, *, after: int = -1, limit: int = 1000) -> JobLog:
-        from headway.views.items import read_log_page
+        from headway.views.jobs.items import read_log_page
 
         return read_log_page(self._job(id), after=after, limit=limit)
 
     def item_map(self, id: str) -> JobMap:
-        from headway.views.map import read_job_map
+        from headway.views.jobs.map import read_job_map
 
         return read_job_map(self._job(id))
 
     def dead(self, id: str | None = None) -> Dead:
-        from headway.views.dead import read_dead
+        from headway.views.jobs.dead import read_dead
 
         return read_dead(self.ledger, id)
 
     def dead_items(self, id: str, *, cause: int | None = None, limit: int = 10, payload: bool = False) -> DeadItems:
-        from headway.views.dead import read_dead_items
+        from headway.views.jobs.dead import read_dead_items
 
         return read_dead_items(self._job(id), cause=cause, limit=limit, payload=payload)
 
     def export_dead(self, id: str, *, cause: int | None = None, payload: bool = False) -> Iterator[DeadLetter]:
-        from headway.views.dead import export_dead
+        from headway.views.jobs.dead import export_dead
 
         return export_dead(self._job(id), cause=cause, payload=payload)
 
     def dead_letters(
         self, id: str, *, cause: int | None = None, payload: bool = False, after: int = -1, limit: int = 50
     ) -> DeadLetters:
-        from headway.views.dead import read_dead_letters
+        from headway.views.jobs.dead import read_dead_letters
 
         return read_dead_letters(self._job(id), cause=cause, payload=payload, after=after, limit=limit)
 
     def alerts(self, *, history: int = 50) -> Alerts:
-        from headway.views.alerts import read_alerts
+        from headway.views.system.alerts import read_alerts
 
         return read_alerts(self.database, history=history)
 
@@ -226,7 +226,7 @@ class Reader:
         return read_rq_causes(self.config, self.database)
 
     def performance(self, *, range: Literal["1h", "24h", "7d"] = "24h") -> Performances:
-        from headway.views.performance import read_performances
+        from headway.views.system.performance import read_performances
 
         return read_performances(self.database, range)
 
@@ -262,7 +262,7 @@ class Reader:
             raise _redis.translate(error, address) from error
 
     def relay(self) -> RelayStatus:
-        from headway.views.relay import read_relay
+        from headway.views.system.relay import read_relay
 
         return read_relay(self.config)
 
@@ -293,23 +293,23 @@ class Reader:
     def activity(
         self, *, job: str | None = None, actor: str | None = None, before: int | None = None, limit: int = 50
     ) -> Activity:
-        from headway.views.access import read_activity
+        from headway.views.system.access import read_activity
 
         return read_activity(self.database, job=job, actor=actor, before=before, limit=limit)
 
     def audit(self, job: str | None = None) -> Audit:
-        from headway.views.records import read_audit
+        from headway.views.system.records import read_audit
 
         return read_audit(self.ledger, job)
 
     def settings(self) -> Settings:
-        from headway.views.records import read_settings
+        from headway.views.system.records import read_settings
 
         return read_settings(self.config)
 
     def health(self) -> Health:
         from headway import __version__
-        from headway.views.health import examine, health
+        from headway.views.system.health import examine, health
 
         return health(list(examine(self.config.text("database"), version=__version__)))
 

@@ -10,24 +10,12 @@ from datetime import datetime
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from headway.views import (
-    access,
-    alerts,
-    dead,
-    failed,
-    health,
-    items,
-    job,
-    jobs,
-    performance,
-    projects,
-    queue,
-    records,
-    relay,
-    states,
-)
-from headway.views import map as item_map
+from headway.views import failed, projects, queue, states
+from headway.views.jobs import dead, items, job
+from headway.views.jobs import listing as jobs
+from headway.views.jobs import map as item_map
 from headway.views.shape import ABSENT, SCHEMAS, Absent, Json
+from headway.views.system import access, alerts, health, performance, records, relay
 
 MODULES = (
     jobs, job, items, item_map, dead, failed, projects, states, queue, performance, relay, alerts, health, records, access,

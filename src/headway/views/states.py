@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from headway.errors import InvalidInput
 from headway.telemetry import redact
-from headway.views.items import masked
+from headway.views.jobs.items import masked
 from headway.views.shape import ABSENT, Absent, Json, document, plain
 
 if TYPE_CHECKING:
     from headway import states
-    from headway.states.store import JobRecord
+    from headway.states.store.contract import JobRecord
 
 
 #: Bytes of messages and payloads after which a page of states ends.

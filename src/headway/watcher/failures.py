@@ -15,8 +15,8 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
+from headway.core.failure import normalise
 from headway.errors import NotFound
-from headway.failure import normalise
 from headway.watcher.logic import clean_text, exception_text, result_order, summary
 
 if TYPE_CHECKING:

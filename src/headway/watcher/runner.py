@@ -13,9 +13,9 @@ from typing import NoReturn
 from headway import events, telemetry
 from headway._sql import Database, connect
 from headway.config import Config
+from headway.core.lifecycle import Shutdown, on_signals, wait_for_children
 from headway.errors import ConfigError, HeadwayError
 from headway.events import Json
-from headway.lifecycle import Shutdown, on_signals, wait_for_children
 from headway.telemetry import redact
 from headway.watcher.notify import NotificationWatcher, OpenStore, WatcherSettings
 from headway.watcher.ports import WatcherPorts

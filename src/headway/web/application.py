@@ -1,4 +1,4 @@
-"""The application: the gate in front, the API, the live path, the pages, and what watches them."""
+"""The ASGI application: the gate, the API, the live path, the pages and the health checks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headway import __version__
 from headway.config import Config
+from headway.core.retry import RetryPolicy
 from headway.errors import HeadwayError, MissingExtra, UsageError
-from headway.retry import RetryPolicy
 from headway.telemetry import redact
 from headway.views.reading import Reader
 
@@ -24,13 +24,17 @@ try:
 except ImportError as error:
     raise MissingExtra("web", "The web application") from error
 
-from headway.web import actions, api, gate, live, login, metrics, openapi, pages, problems
-from headway.web.addresses import networks
-from headway.web.auth import Access, Users, root_of
-from headway.web.gate import Gate
+from headway.web import metrics, pages
+from headway.web.api import actions, openapi, problems
+from headway.web.api import v1 as api
+from headway.web.api.problems import UnknownPath, WrongMethod
+from headway.web.api.routes import PREFIX
+from headway.web.auth import gate, login
+from headway.web.auth.addresses import networks
+from headway.web.auth.gate import Gate
+from headway.web.auth.identity import Access, Users, root_of
+from headway.web.live import updates as live
 from headway.web.pages.render import Pages
-from headway.web.problems import UnknownPath, WrongMethod
-from headway.web.routes import PREFIX
 from headway.web.site import Site
 
 if TYPE_CHECKING:
@@ -39,12 +43,15 @@ if TYPE_CHECKING:
     from headway.config import Value
     from headway.finishline import AsyncProgress
 
-#: How often a server that is away is asked again: a page says within five seconds that it is, and goes on asking.
+#: Retries for an unreachable database server. Few, so that a page reports the outage within five seconds.
 RETRY: Final = RetryPolicy(retries=2, base=0.05, jitter=0.5)
 
 
 class Application:
-    """An ASGI application: served alone, or mounted anywhere in another one. It connects when it is first asked."""
+    """An ASGI application, served alone or mounted in another one.
+
+    It connects to its stores at the first request.
+    """
 
     def __init__(self, site: Site, *, users: Users | None, hosts: Sequence[str]) -> None:
         self.site = site
@@ -60,12 +67,12 @@ class Application:
         await self._gate(scope, receive, send)
 
     async def tell(self) -> None:
-        """Tell the open pages how things are now."""
+        """Send the current state to the open pages."""
         if self._publisher is not None:
             await self._publisher.tell()
 
     async def close(self) -> None:
-        """End the live connections and close the stores."""
+        """Close the live connections and the stores."""
         if self._publisher is not None:
             await self._publisher.close()
         if self._progress is not None:
@@ -73,11 +80,13 @@ class Application:
         await asyncio.to_thread(self.site.close)
 
     def publisher(self) -> live.Publisher:
+        """Return the publisher of the live path, created on first use."""
         if self._publisher is None:
             self._publisher = live.Publisher(self.site, self.access)
         return self._publisher
 
     def progress(self) -> AsyncProgress | None:
+        """Return the reader of project counts in Redis; None if no Redis is configured."""
         if self._progress is None and self.site.redis is not None:
             from headway.finishline import AsyncProgress
 
@@ -89,7 +98,7 @@ class Application:
     def _routes(self) -> FastAPI:
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-            # What the first who asks would wait for, and all the others behind it.
+            # Created now: the first request would otherwise wait for it, and all requests behind that one too.
             await asyncio.to_thread(self.progress)
             try:
                 yield
@@ -102,7 +111,7 @@ class Application:
             summary="Durable progress for long work in many processes.",
             openapi_url=f"{PREFIX}/openapi.json",
             servers=[{"url": "/"}],
-            docs_url=None,  # the viewers load their scripts from elsewhere
+            docs_url=None,  # the viewers load scripts from other hosts
             redoc_url=None,
             lifespan=lifespan,
             redirect_slashes=False,
@@ -142,7 +151,7 @@ class Application:
         request.scope["headway.explained"] = True
         response = self._failed(request.scope, _in_our_words(error, request))
         if isinstance(error, HTTPException):
-            response.headers.update(error.headers or {})  # which methods are allowed
+            response.headers.update(error.headers or {})  # such as Allow
         return response
 
 
@@ -154,7 +163,7 @@ def _in_our_words(error: Exception, request: Request) -> HeadwayError:
             return UnknownPath(f"There is nothing under {redact(request.url.path)[:200]}.")
         case HTTPException(status_code=405):
             return WrongMethod(f"{request.method} is not how this is asked.")
-        case HTTPException(status_code=400):  # ours, if it was too large or too slow
+        case HTTPException(status_code=400):  # raised by the gate if the body was too large or too slow
             cause = error.__cause__
             return cause if isinstance(cause, HeadwayError) else UsageError("The request cannot be read.")
         case _:
@@ -162,7 +171,7 @@ def _in_our_words(error: Exception, request: Request) -> HeadwayError:
 
 
 def _invalid(error: RequestValidationError) -> HeadwayError:
-    """The first thing that is wrong, by its name; what was sent is not repeated."""
+    """Name the first invalid field. The message does not repeat the submitted value."""
     first: Mapping[str, Any] = error.errors()[0] if error.errors() else {}
     where = ".".join(str(part) for part in first.get("loc", ())[1:])
     what = "The body" if not where else redact(where)[:100]
@@ -177,12 +186,12 @@ def app(
     users: Users | None = None,
     hosts: Sequence[str] = (),
 ) -> Application:
-    """The web application over what is configured: a SQLite file alone is enough.
+    """Create the web application over the configured stores. A SQLite file is enough.
 
-    ``database`` and ``redis`` stand for the settings of these names, ``settings`` for any others; what is not given comes
-    from the environment and headway.toml. ``users`` is asked who sends a request, for an application with users of its
-    own. Without it people log in with tokens (``headway token create``). ``hosts`` matters only where `headway serve
-    --no-auth` serves it: further names of this machine that a request may have in its ``Host``.
+    ``database`` and ``redis`` override the settings of these names, ``settings`` any others. The rest comes from the
+    environment and headway.toml. ``users`` maps a request to a user, for an application that has its own users.
+    Without it, people log in with tokens (``headway token create``). ``hosts`` are further names of this machine that
+    the ``Host`` header may contain. They matter only under `headway serve --no-auth`.
     """
     config = Config(cli={**(settings or {}), "database": database, "redis": redis})
     address = config.text("projects_redis") if config.is_set("projects_redis") else None
@@ -192,9 +201,10 @@ def app(
 
 
 def with_flask(flask_app: Any, *, path: str = "/headway", **options: Any) -> Any:
-    """A Flask application with this one under ``path``, as one ASGI application for Gunicorn's or any other ASGI worker.
+    """Combine a Flask application and this one, under ``path``, into one ASGI application.
 
-    The Flask application is called through WSGI in a thread, and sees nothing of it.
+    The Flask application is called through WSGI in a thread and needs no change. Serve the result with any ASGI
+    server, or with an ASGI worker of Gunicorn.
     """
     try:
         from a2wsgi import WSGIMiddleware
@@ -212,6 +222,6 @@ def with_flask(flask_app: Any, *, path: str = "/headway", **options: Any) -> Any
             inner = f"{outer}{root}"
             await ours({**scope, "root_path": inner, "path": inner + (below[len(root) :] or "/")}, receive, send)
         else:
-            await theirs(scope, receive, send)  # type: ignore[arg-type]  # its own types of the same messages
+            await theirs(scope, receive, send)  # type: ignore[arg-type]  # a2wsgi has its own types for the same messages
 
     return both

@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from headway.errors import HeadwayError
 from headway.telemetry import exposition
-from headway.web.actions import require
+from headway.web.api.actions import require
 
 if TYPE_CHECKING:
     from starlette.requests import Request

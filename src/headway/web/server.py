@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headway.config import is_loopback
 from headway.errors import ConfigError, MissingExtra, Refused, UsageError
-from headway.web import tickets, tokens
+from headway.web.auth import tickets, tokens
 
 if TYPE_CHECKING:
     from headway.web.application import Application

@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from headway.errors import HeadwayError, NotFound
-from headway.views.items import read_item
-from headway.views.job import Cause
-from headway.views.jobs import find_job
+from headway.views.jobs.items import read_item
+from headway.views.jobs.job import Cause
+from headway.views.jobs.listing import find_job
 from headway.views.overview import (
     TaskCause,
     Times,
@@ -28,9 +28,9 @@ from headway.views.queue import TaskSheet
 from headway.views.reading import Reader
 from headway.views.shape import Absent, plain
 from headway.watcher.failures import FailedJobs, followed, read_failures
+from headway.web.api.problems import Forbidden
 from headway.web.pages.jobs import Frame, frames, whole
 from headway.web.pages.render import HEADERS, Pages
-from headway.web.problems import Forbidden
 
 #: Causes whose example is read with its traceback; the others are one click away.
 OPENED = 12

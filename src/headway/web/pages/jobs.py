@@ -14,19 +14,19 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from headway import ledger
+from headway.core.text import duration, plural, roughly
 from headway.errors import InvalidInput
 from headway.ledger.control import Control
 from headway.ledger.values import note_of
-from headway.views.items import Items, ItemSheet, read_item, read_items
-from headway.views.job import Cause, JobSheet, Run, cause_view, read_sheet
-from headway.views.jobs import Job, find_job, job_view
-from headway.views.map import Cell, ItemMap, read_map
+from headway.views.jobs.items import Items, ItemSheet, read_item, read_items
+from headway.views.jobs.job import Cause, JobSheet, Run, cause_view, read_sheet
+from headway.views.jobs.listing import Job, find_job, job_view
+from headway.views.jobs.map import Cell, ItemMap, read_map
+from headway.views.jobs.series import Series, read_job_series
 from headway.views.overview import JobLine, JobPage, Times, read_death_times, read_job_page, read_line
 from headway.views.reading import Reader
-from headway.views.series import Series, read_job_series
 from headway.web.pages import draw
 from headway.web.pages.render import Pages, clock, num
-from headway.wording import duration, plural, roughly
 
 STATES = ("pending", "processing", "retrying", "done", "dead")
 STATUSES = ("processing", "interrupted", "needs a run", "pending", "completed")

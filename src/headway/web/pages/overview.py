@@ -10,11 +10,12 @@ from urllib.parse import quote
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
+from headway.core.text import duration, plural
 from headway.errors import HeadwayError
 from headway.ledger.control import Control
-from headway.views.alerts import AlertView
-from headway.views.job import Cause
-from headway.views.jobs import Job
+from headway.views.jobs.job import Cause
+from headway.views.jobs.listing import Job
+from headway.views.jobs.series import RANGES, Series, read_queue_series, read_series
 from headway.views.overview import (
     JobLine,
     Outlook,
@@ -30,11 +31,10 @@ from headway.views.overview import (
 )
 from headway.views.queue import QueueView, WorkerView
 from headway.views.reading import Reader
-from headway.views.series import RANGES, Series, read_queue_series, read_series
 from headway.views.shape import Absent
+from headway.views.system.alerts import AlertView
 from headway.web.pages.jobs import item_path
 from headway.web.pages.render import Pages, num, when
-from headway.wording import duration, plural
 
 #: A cause that came for the first time within this is new, and said first.
 NEW = timedelta(hours=1)

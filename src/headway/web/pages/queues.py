@@ -10,18 +10,18 @@ from typing import NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headway.core.text import plural, roughly
 from headway.errors import HeadwayError, NotFound
-from headway.queue.values import PRIORITIES, Status
+from headway.queue.task import PRIORITIES, Status
+from headway.views.jobs.series import RANGES, read_queue_series
 from headway.views.overview import TaskCause, read_failed_ids, read_task_causes
-from headway.views.performance import QueueTimes, Times, read_queue_times, read_waiting
 from headway.views.queue import QueueView, Tasks, TaskSheet, TaskView, WorkerView
 from headway.views.reading import Reader
-from headway.views.series import RANGES, read_queue_series
+from headway.views.system.performance import QueueTimes, Times, read_queue_times, read_waiting
 from headway.web.pages import draw
 from headway.web.pages.jobs import frames, whole
 from headway.web.pages.overview import Standing, ticks
 from headway.web.pages.render import Pages
-from headway.wording import plural, roughly
 
 #: Outlooks of a queue that does not drain, in words.
 STUCK = {"paused": "is paused", "stalled": "is stalled", "growing": "will not drain"}

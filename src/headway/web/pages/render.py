@@ -23,17 +23,17 @@ from starlette.responses import HTMLResponse
 from starlette.types import Scope
 
 from headway import __version__
+from headway.core.text import duration, pace, plural, roughly, took
 from headway.errors import HeadwayError
 from headway.telemetry import redact
+from headway.views.jobs.series import Series
 from headway.views.overview import count_dead
-from headway.views.series import Series
-from headway.web.auth import root_of
-from headway.web.gate import path_of
+from headway.web.api.problems import headers_of, status_of
+from headway.web.auth.gate import path_of
+from headway.web.auth.identity import root_of
 from headway.web.pages import draw
 from headway.web.pages.static import Assets
-from headway.web.problems import headers_of, status_of
 from headway.web.site import Site
-from headway.wording import duration, pace, plural, roughly, took
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "

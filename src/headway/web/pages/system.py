@@ -12,11 +12,11 @@ from starlette.responses import Response
 
 from headway.errors import InvalidInput
 from headway.states import FINISHED
-from headway.views.performance import Performance, read_performance
 from headway.views.projects import ProjectPage, read_newest_projects
 from headway.views.reading import Reader
-from headway.views.records import Settings, read_settings
 from headway.views.states import State, States, StatesJobs, masked_states
+from headway.views.system.performance import Performance, read_performance
+from headway.views.system.records import Settings, read_settings
 from headway.web.pages.queues import axis_of
 from headway.web.pages.render import Pages
 

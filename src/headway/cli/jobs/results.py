@@ -1,0 +1,106 @@
+"""``results``: what items returned."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from headway.cli import database_option, say
+from headway.cli.toolkit import job_argument, open_ledger, put
+from headway.core.text import plural
+from headway.errors import InvalidInput, UsageError
+from headway.views.jobs.listing import find_job
+
+if TYPE_CHECKING:
+    from headway.ledger import Job
+
+#: Seconds between two looks of --follow.
+FOLLOW_SECONDS = 0.3
+
+
+@click.command()
+@job_argument
+@click.option(
+    "--format", "format_", type=click.Choice(["jsonl", "csv", "json"]), help="[default: by the file's name, else jsonl]"
+)
+@click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write a file instead of stdout.")
+@click.option("--with-input", is_flag=True, help="With the item beside its result, unmasked.")
+@click.option("--follow", "-f", is_flag=True, help="Print results as they come, until the run ends.")
+@database_option
+def results(
+    job: str, database: str | None, *, format_: str | None, output: Path | None, with_input: bool, follow: bool
+) -> None:
+    """Print what the items returned, by index."""
+    from headway.run.output import results as kept
+
+    if follow and (output is not None or with_input or format_ not in (None, "jsonl")):
+        raise UsageError(
+            "--follow prints JSON lines as they come.", hint="Leave out --format, --output and --with-input."
+        )
+    format = format_ or ("jsonl" if output is None else output.suffix.lower().removeprefix("."))
+    if format not in kept.FORMATS:
+        raise UsageError(f"{output} does not say in which format.", hint="Add --format jsonl, csv or json.")
+    with open_ledger(database) as ledger:
+        found = find_job(ledger, job)
+        _write_utf8()
+        if follow:
+            for text in _follow(found):
+                put(text, end="")
+            _say_what_is_left(found)
+            return
+        if output is None:
+            for text in kept.lines(found, format, say, with_input=with_input):
+                put(text, end="")
+        else:
+            if output.exists():
+                raise InvalidInput(f"{output} is there already.", hint="Move it away or name another --output.")
+            if not output.absolute().parent.is_dir():
+                raise InvalidInput(f"The directory of {output} does not exist.", hint="Make it first.")
+            kept.write_whole(output, kept.lines(found, format, say, with_input=with_input))
+        missing = found.unkept_results()
+        if missing:
+            what = f"{plural(missing, 'result')} {'was' if missing == 1 else 'were'} not kept"
+            say(f"{what}: not JSON, very long, or of a run with --no-results.")
+
+
+def _write_utf8() -> None:
+    """What goes to a file or a program is what ``--output`` writes, whatever this terminal can show: an escaped letter would
+    be another text to whoever reads it, and no JSON."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.isatty():
+        sys.stdout.reconfigure(encoding="utf-8")
+
+
+def _say_what_is_left(job: Job) -> None:
+    """A run that was interrupted or killed gives no more results, and is not done."""
+    info = job.info()
+    if info.remaining and not info.held:
+        left = f"{plural(info.remaining, 'item')} {'is' if info.remaining == 1 else 'are'} left"
+        say(f"The run has ended, and {left}." + (f" Continue:  {info.command}" if info.command else ""))
+
+
+def _follow(job: Job) -> Iterator[str]:
+    """Each result once. The slots of a fleet record at the same time, so what took its place earlier may be committed
+    later: the results of the last look are looked at again, and all of them when the run has ended."""
+    from headway.run.output import results as kept
+
+    several_record = job.database.engine == "postgresql"
+    printed = bytearray()
+    after = last = 0
+    while True:
+        running = job.info().held  # before the look: what comes after it is looked for once more
+        began, last = (last if running else 0) if several_record else after, after
+        for seq, found in kept.as_they_came(job, began):
+            printed.extend(bytes(max(0, found.index + 1 - len(printed))))
+            if not printed[found.index]:
+                printed[found.index] = 1
+                yield kept.line(found)
+            after = max(after, seq)
+        if not running:
+            return
+        time.sleep(FOLLOW_SECONDS)

@@ -1,0 +1,321 @@
+"""``headway run``: the main job."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from headway.cli import database_option, say, typed
+from headway.cli.jobs import run_request as orders
+from headway.errors import HeadwayError, InvalidInput, UsageError
+
+if TYPE_CHECKING:
+    from headway.config import Config
+    from headway.run.fleet.start import FleetOptions
+    from headway.run.program import Work
+
+
+class RunCommand(click.Command):
+    """Everything after ``--`` is a program with its arguments, whatever it looks like."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args:
+            at = args.index("--")
+            ctx.meta[PROGRAM], args = args[at + 1 :], args[:at]
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return ["[OPTIONS]", "{MODULE:FUNCTION | -- PROGRAM [ARGUMENT]...}"]
+
+
+PROGRAM = "headway.program"
+
+
+@click.command(cls=RunCommand)
+@click.argument("function", metavar="MODULE:FUNCTION", required=False)
+@click.option(
+    "--items",
+    "-i",
+    required=True,
+    type=click.Path(allow_dash=True),
+    metavar="FILE",
+    help="Items: JSON lines, a JSON array, CSV, TSV or plain lines, or one of them as .gz; - for a pipe.",
+)
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["jsonl", "json", "csv", "tsv", "lines"]),
+    help="If the file's name does not tell; json is an array.",
+)
+@click.option("--job", "-j", metavar="ID", help="What to call the job.  [default: made of function and file]")
+@database_option
+@click.option("--workers", "-w", type=click.IntRange(0), help="Items that run at once; 0, the default: one per core.")
+@click.option("--mode", type=click.Choice(["process", "thread", "async"]), help="How items run.  [default: process]")
+@click.option("--retries", type=click.IntRange(0), help="Further tries of an item that failed.  [default: 2]")
+@click.option(
+    "--retry-delay",
+    type=float,
+    metavar="SECONDS",
+    help="Wait before the first retry; doubled for each one after it.  [default: 1]",
+)
+@click.option("--timeout", type=float, metavar="SECONDS", help="How long one item may take.")
+@click.option("--rate", type=float, metavar="N", help="Start at most N items per second.")
+@click.option("--key", metavar="FIELD", help="The field that names an item; then lines may be added and moved.")
+@click.option(
+    "--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write results: x.jsonl or x.csv."
+)
+@click.option("--results/--no-results", default=True, help="Keep what items returned.  [default: on]")
+@click.option(
+    "--keep-output",
+    type=click.Choice(["failed", "all", "none"]),
+    default="failed",
+    help="Of which items to keep what they printed.  [default: failed]",
+)
+@click.option("--stdin", is_flag=True, help="Give the program its item on standard input.")
+@click.option("--stdout", type=click.Choice(["text", "json"]), help="What a program's output is.  [default: text]")
+@click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop when N items died in this run.")
+@click.option("--last-pass/--no-last-pass", default=True, help="Try dead letters once more at the end.  [default: on]")
+@click.option("--fleet", is_flag=True, help="Let the workers of all machines do it (headway worker), on PostgreSQL.")
+@click.option("--slots", type=click.IntRange(1, 10_000), help="Workers that take part.  [default: all there are]")
+@click.option("--priority", type=click.Choice(["urgent", "high", "normal", "low"]), help="Of a fleet's job.")
+@click.option("--detach", is_flag=True, help="Return at once; the fleet goes on by itself.")
+@click.option("--any-version", is_flag=True, help="Let workers take part whose code or packages differ.")
+@click.option("--fresh", is_flag=True, help="Start over; what was recorded is put aside.")
+@click.option("--accept-changes", is_flag=True, help="Go on although items or function changed.")
+@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+@click.option("--progress", type=click.Choice(["auto", "bar", "plain", "json", "none"]), help="How to show it.")
+@click.option("--color", type=click.Choice(["auto", "always", "never"]), help="Colours on the terminal.")
+@click.option("--serve", is_flag=True, help="Open the job's page on this machine while it runs, and say its address.")
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON on stdout.")
+@click.pass_context
+def run(
+    ctx: click.Context,
+    function: str | None,
+    items: str,
+    format_: str | None,
+    job: str | None,
+    database: str | None,
+    workers: int | None,
+    mode: str | None,
+    retries: int | None,
+    retry_delay: float | None,
+    timeout: float | None,
+    rate: float | None,
+    key: str | None,
+    output: Path | None,
+    results: bool,
+    keep_output: Literal["failed", "all", "none"],
+    stdin: bool,
+    stdout: Literal["text", "json"] | None,
+    max_failures: int | None,
+    last_pass: bool,
+    fleet: bool,
+    slots: int | None,
+    priority: str | None,
+    detach: bool,
+    any_version: bool,
+    fresh: bool,
+    accept_changes: bool,
+    dry_run: bool,
+    progress: str | None,
+    color: str | None,
+    serve: bool,
+    as_json: bool,
+) -> int:
+    """Call MODULE:FUNCTION with every item, or run PROGRAM for it, and remember what became of each.
+
+    In the arguments of a program {} is the item, {FIELD} one of its fields, {key} its key and {index} its number.
+
+    The same command continues a run that was interrupted, however it was. Exit codes: 0 everything done, 3 finished
+    but some items are dead, 4 stopped by --max-failures, 5 refused (another process runs it, or the items changed),
+    130 or 143 interrupted, state saved.
+    """
+    from headway import telemetry
+    from headway.config import Config
+    from headway.core.ids import check_id
+    from headway.core.lifecycle import Shutdown, on_signals
+    from headway.run.display.display import open_display
+    from headway.run.items import FileItems, WatchedItems
+    from headway.run.output.results import Keep
+    from headway.run.program import Program
+    from headway.run.session import configured_sinks, settings_of
+
+    with warnings.catch_warnings(record=True) as caught:
+        config = Config(
+            cli={
+                "database": database, "workers": workers, "mode": mode, "retries": retries, "retry_delay": retry_delay,
+                "timeout": timeout, "rate": rate, "max_failures": max_failures, "progress": progress, "color": color,
+            }
+        )  # fmt: skip
+    # Where progress is read by a program, everything on stderr is.
+    as_lines = config["log_format"] == "json" or config["progress"] == "json"
+    telemetry.configure(level=config.text("log_level").upper(), as_json=as_lines)
+    for warning in caught:
+        if config["progress"] == "json":
+            say(json.dumps({"t": _now(), "event": "warning", "message": str(warning.message)}))
+        else:
+            warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
+    with _errors_as_progress(config):
+        _check_words()
+        if output is not None and not results:
+            raise UsageError("--output needs results.", hint="Leave out --no-results or --output.")
+        if serve:
+            from headway.web import run_page as beside
+
+            beside.check()
+        call = _work(function, ctx.meta.get(PROGRAM), stdin=stdin, stdout=stdout, key=key)
+        name = call.text if isinstance(call, Program) else function or ""
+        crew = None
+        if fleet:
+            words = ctx.meta.get(PROGRAM)
+            program = (
+                None if words is None else {"words": words, "stdin": stdin, "stdout": stdout or "text", "key": key}
+            )
+            crew = _fleet(config, call, program, slots, priority, any_version=any_version, items=items)
+        elif detach or slots or priority or any_version:
+            raise UsageError("--slots, --priority, --detach and --any-version are for a fleet.", hint="Add --fleet.")
+        if detach and (output is not None or serve):
+            raise UsageError(
+                "--detach returns at once: it writes no file and shows no page.",
+                hint="Later:  headway results JOB --output FILE,  headway serve",
+            )
+        order = orders.Order(
+            config=config,
+            call=call,
+            function=name,
+            settings=settings_of(config, call, name, last_pass=last_pass, fleet=fleet),
+            job=None if job is None else check_id(job, "a job id"),
+            output=output,
+            keep=Keep(results=results, printed=keep_output),
+            fresh=fresh,
+            accept=accept_changes,
+            serve=serve,
+            as_json=as_json,
+            shutdown=Shutdown(),
+            sinks=configured_sinks(config),  # a wrong address is said before anything is written
+            fleet=crew,
+            detach=detach,
+        )
+        limit = int(config["payload_limit"] or 0)
+        with on_signals(order.shutdown):
+            if items == "-" and not _is_a_file(pipe := _standard_input()):
+                if dry_run or accept_changes:
+                    raise InvalidInput(
+                        "A pipe can be read only once, so nothing can be compared beforehand.", hint="Use a file."
+                    )
+                return orders.run_pipe(order, pipe, format_, key, limit)
+            path = Path("/dev/stdin" if items == "-" else items)
+            file = FileItems(path, format=format_, key=key, limit=limit, name=items, accept=order.accepts)
+            display = open_display(config.text("progress"), stream=sys.stderr, color=config.text("color"))
+            source = WatchedItems(file, order.shutdown, display.say)
+            return orders.dry_run(order, source) if dry_run else orders.run_file(order, source)
+
+
+@contextmanager
+def _errors_as_progress(config: Config) -> Iterator[None]:
+    """With ``--progress json`` an error is a line of JSON too."""
+    try:
+        yield
+    except HeadwayError as error:
+        if config["progress"] != "json":
+            raise
+        facts = {"message": str(error), "hint": typed(error.hint), "exit_code": error.exit_code}
+        say(json.dumps({"t": _now(), "event": "error", **facts}))
+        raise click.exceptions.Exit(error.exit_code) from error
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _work(
+    function: str | None,
+    words: Sequence[str] | None,
+    *,
+    stdin: bool,
+    stdout: Literal["text", "json"] | None,
+    key: str | None,
+) -> Work:
+    """The function or the program that was named."""
+    from headway.run import function as functions
+    from headway.run.program import Program
+
+    if words is not None:
+        if function is not None:
+            raise UsageError(
+                f"Both a function ({function}) and a program (after --) were named.", hint="Name one of them."
+            )
+        return Program(words, stdin=stdin, stdout=stdout or "text", key=key)
+    if function is None:
+        raise UsageError(
+            "Nothing was named that could be run.",
+            hint="headway run module:function --items FILE, or headway run --items FILE -- program {}",
+        )
+    if stdin or stdout:
+        raise UsageError(
+            f"{'--stdin' if stdin else '--stdout'} is for programs, and {function} is a function.",
+            hint="A program and its arguments come after --",
+        )
+    return functions.load(function)
+
+
+def _fleet(
+    config: Config,
+    call: Work,
+    program: dict[str, Any] | None,
+    slots: int | None,
+    priority: str | None,
+    *,
+    any_version: bool,
+    items: str,
+) -> FleetOptions:
+    """What was asked of a fleet, checked."""
+    from headway.run.fleet.start import FleetOptions, check
+
+    if items == "-" and not _is_a_file(_standard_input()):
+        raise UsageError("A fleet needs all items beforehand, and a pipe has no end.", hint="Write them to a file.")
+    options = FleetOptions(slots, priority or "normal", any_version, program)
+    check(config, call, options)
+    return options
+
+
+def _check_words() -> None:
+    """The command is kept, with the names of files in it, and no database keeps bytes that are no text. Said before anything
+    is written; a function's name or an item is checked elsewhere."""
+    for word in sys.argv[1:]:
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            shown = word.encode(errors="surrogateescape").decode(errors="backslashreplace")
+            raise InvalidInput(
+                f"'{shown}' is not written in UTF-8, so it cannot be kept with the job.",
+                hint="Rename the file, or give it another name by a link: ln -s FILE items.jsonl",
+            ) from error
+
+
+def _standard_input() -> int:
+    """Its descriptor, if items can come from there: under cron or a service it is /dev/null, or closed."""
+    if sys.stdin is not None:
+        descriptor = sys.stdin.fileno()
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISCHR(mode) or os.isatty(descriptor):
+            return descriptor
+    raise InvalidInput(
+        "There were no items on standard input: it is closed, or a device such as /dev/null.",
+        hint="Pipe some in: ... | headway run --items - ...",
+    )
+
+
+def _is_a_file(descriptor: int) -> bool:
+    """Whether standard input was redirected from a file: that can be read again."""
+    return stat.S_ISREG(os.fstat(descriptor).st_mode)

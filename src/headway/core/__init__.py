@@ -1,0 +1,1 @@
+"""Small parts that every package uses. No input or output."""

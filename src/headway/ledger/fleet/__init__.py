@@ -1,0 +1,1 @@
+"""Jobs that many processes work on at once."""

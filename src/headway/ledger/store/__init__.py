@@ -1,0 +1,1 @@
+"""Statements that record and read the items of a job."""

@@ -1,0 +1,1 @@
+"""The rows of tasks, and the keys beside them."""

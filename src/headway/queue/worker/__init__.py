@@ -1,0 +1,1 @@
+"""Worker processes: what runs tasks, and what starts and stops it."""

@@ -1,0 +1,1 @@
+"""Progress while a run works, and the summary at its end."""

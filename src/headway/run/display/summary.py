@@ -1,0 +1,106 @@
+"""The final summary of a run, with the next command to type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from textwrap import wrap
+from typing import Protocol
+
+from headway.core.text import cut, duration, pace, plural, printable
+from headway.run.display.estimate import RunSnapshot
+
+#: Maximum number of causes in a summary.
+MOST_CAUSES = 10
+
+
+class CauseLike(Protocol):
+    """The part of `headway.ledger.Cause` that a summary uses."""
+
+    @property
+    def no(self) -> int: ...
+    @property
+    def type(self) -> str: ...
+    @property
+    def message(self) -> str: ...
+    @property
+    def dead(self) -> int: ...
+
+
+def summary(
+    job: str,
+    snapshot: RunSnapshot,
+    *,
+    seconds: float,
+    retries: int,
+    causes: Sequence[CauseLike] = (),
+    options: str = "",
+    columns: int = 120,
+) -> list[str]:
+    """Return the summary lines of a finished run: counts, then dead items by cause, most first.
+
+    ``options`` is appended to the suggested commands (``--database sqlite:///other.db``), so that they can be copied.
+    The rate is that of this run only.
+    """
+    rate = pace(snapshot.done / seconds if seconds > 0 and snapshot.done else None)
+    kept = f" ({snapshot.kept:,} kept)" if snapshot.kept else ""
+    facts = [
+        f"{snapshot.position:,} done{kept}",
+        f"{snapshot.dead:,} dead",
+        f"{retries:,} {'retry' if retries == 1 else 'retries'}",
+    ]
+    lines = [f"Run {job} finished in {duration(seconds)}: " + ", ".join([*facts, *([rate] if rate else [])])]
+    deadly = sorted((cause for cause in causes if cause.dead), key=lambda cause: -cause.dead)
+    if deadly:
+        shown = deadly[:MOST_CAUSES]
+        lines += _with_commands(shown, _commands(job, deadly[0].no, options), columns)
+        if len(deadly) > len(shown):
+            more = plural(len(deadly) - len(shown), "more cause")
+            lines.append(f"  ... and {more}:  headway dead list {job} {options}".rstrip())
+    return [part for line in lines for part in _wrapped(line, columns)]
+
+
+def _commands(job: str, cause: int, options: str) -> list[str]:
+    tail = f"{job} --cause {cause}{' ' + options if options else ''}"
+    return [f"headway dead show {tail}", f"headway dead retry {tail}"]
+
+
+def cause_lines(causes: Sequence[CauseLike], *, columns: int = 120) -> list[str]:
+    """Return an aligned line per cause; its number is the value for ``--cause``.
+
+    41  #1  UpstreamTimeout     GET https://store.internal/... timed out
+    """
+    pairs = [(f"{cause.dead:,}", f"#{cause.no}", cause) for cause in causes]
+    wide = max(len(count) for count, _, _ in pairs)
+    numbered = max(len(no) for _, no, _ in pairs)
+    named = min(30, max(len(cause.type) for cause in causes))
+    room = max(8, columns - wide - numbered - named - 8)
+    return [
+        f"  {count:>{wide}}  {no:<{numbered}}  {cut(printable(cause.type), named):<{named}}  "
+        f"{cut(printable(cause.message), room)}".rstrip()
+        for count, no, cause in pairs
+    ]
+
+
+def _with_commands(causes: Sequence[CauseLike], commands: list[str], columns: int) -> list[str]:
+    """Put commands to the right of the causes if they fit, else below."""
+    lines = cause_lines(causes, columns=max(60, columns - max(len(command) for command in commands) - 4))
+    width = max(len(line) for line in lines[: len(commands)])
+    if width + 4 + max(len(command) for command in commands) > columns:
+        return [*cause_lines(causes, columns=columns), *(f"  {command}" for command in commands)]
+    lines += [""] * (len(commands) - len(lines))
+    beside = [f"{line:<{width}}    {command}" for line, command in zip(lines, commands, strict=False)]
+    return beside + lines[len(commands) :]
+
+
+def _wrapped(line: str, columns: int) -> list[str]:
+    """Wrap a line that is too long between words. Commands stay whole, to be copied."""
+    if len(line) <= columns or "headway " in line:
+        return [line]
+    return wrap(line, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def interrupted(job: str, snapshot: RunSnapshot, command: str, *, columns: int = 120) -> list[str]:
+    """Return the progress of an interrupted run and how to continue."""
+    of = f" of {snapshot.total:,}" if snapshot.total is not None else ""
+    where, how = f"Run {job} is at {snapshot.position:,}{of}. Continue:", f"  {command}"
+    return [where + how] if len(where + how) <= columns else [where, how]

@@ -1,0 +1,1 @@
+"""Runs that the workers of many machines share."""

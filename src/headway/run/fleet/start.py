@@ -1,0 +1,355 @@
+"""Jobs run by a fleet: started here, run by the workers of the queue, followed from anywhere.
+
+A start registers the items, hands the job over to the fleet and submits slots, in this order. If it is killed in
+between, the next start or the sweeper completes it. From then on only workers are needed. The starting command reads
+its progress from the ledger, as any other process can.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headway._sql import Database, Tx
+from headway.config import Config
+from headway.core.lifecycle import Shutdown
+from headway.errors import HeadwayError, InvalidInput, JobHeld
+from headway.ledger import Hold, Job, Ledger
+from headway.ledger.fleet import fleet
+from headway.ledger.fleet.fleet import Fleet
+from headway.queue.settings import connection_settings, declared_per_user
+from headway.queue.task import Priority
+from headway.queue.task_queue import TaskQueue
+from headway.run import function as functions
+from headway.run.display.display import Display, RunSnapshot
+from headway.run.fleet import code_version as stamps
+from headway.run.fleet.slot import KIND, add_slots, is_shared, party, seal_id, wanted_slots
+from headway.run.output.files import open_output
+from headway.run.output.results import Keep
+from headway.run.plan import Plan
+from headway.run.pool.loop import Ending, Settings
+from headway.run.program import Program, Work
+from headway.telemetry import Log
+
+log = Log("run")
+
+#: Interval of display updates, and of checks that the run ends and has its slots, seconds.
+LOOK_SECONDS = 0.2
+ATTEND_SECONDS = 2.0
+#: Delay of new slots after a worker refused the job, seconds.
+REFUSED_SECONDS = 15.0
+#: Longest retry delay of a dead slot, seconds. The queue's backoff is meant for tasks that fail.
+AGAIN_SECONDS = 5.0
+#: Maximum number of slots submitted at once.
+SLOTS_TOGETHER = 500
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """The fleet options of a start."""
+
+    slots: int | None = None  # None: one per worker
+    priority: str = "normal"
+    any_version: bool = False
+    #: The arguments from which workers build the `Program`, if the job runs one.
+    program: Mapping[str, Any] | None = None
+
+
+def check(config: Config, call: Work, options: FleetOptions) -> None:
+    """Raise `InvalidInput` for what a fleet cannot do, before anything is written."""
+    if not is_shared(config.text("database")):
+        raise InvalidInput(
+            "A fleet needs PostgreSQL: a SQLite file is one machine's.",
+            hint="Name one: HEADWAY_DATABASE=postgresql://user@host/name",
+        )
+    if options.slots is not None and not 1 <= options.slots <= 10_000:
+        raise InvalidInput(f"{options.slots!r} is no number of slots.", hint="Use 1 to 10,000.")
+    if options.priority not in {priority.value for priority in Priority}:
+        raise InvalidInput(f"{options.priority!r} is no priority.", hint="Use urgent, high, normal or low.")
+    if options.program is None:
+        _importable(call)
+
+
+def _importable(call: Work) -> str:
+    """Return the name by which workers import the function."""
+    name = functions.name_of(call) if not isinstance(call, Program) else ""
+    try:
+        if name.startswith("__main__:") or functions.load(name) is not call:
+            raise InvalidInput(f"{name} is another function where it is imported.")
+    except HeadwayError as error:
+        raise InvalidInput(
+            f"The workers of a fleet cannot import {name}.",
+            hint="Define it at the top of a module (not in __main__, not inside a function) that every worker has.",
+        ) from error
+    return name
+
+
+def open_queue(config: Config, database: Database) -> TaskQueue:
+    """Open the queue that carries the slots. It keeps the application's own limit of tasks per user."""
+    known = connection_settings(config) | {"per_user": declared_per_user(database)}
+    return add_slots(TaskQueue(**known))
+
+
+def start(
+    ledger: Ledger,
+    job: Job,
+    hold: Hold,
+    call: Work,
+    settings: Settings,
+    keep: Keep,
+    config: Config,
+    options: FleetOptions,
+) -> None:
+    """Hand the job to the fleet. This process holds the job, and its items are registered."""
+    policy = settings.policy
+    stamp = (
+        stamps.of_program(options.program["words"][0]) if options.program is not None else stamps.of_function(call)  # type: ignore[arg-type]  # `check` ensured that it is a function
+    )
+    slots = options.slots
+    order = {
+        "function": None if options.program is not None else _importable(call),
+        "program": None if options.program is None else dict(options.program),
+        "workers": settings.workers,
+        "mode": settings.mode,
+        "policy": {name: getattr(policy, name) for name in ("retries", "base", "factor", "cap", "jitter")},
+        "timeout": settings.timeout,
+        # Each slot gets an equal share of the rate, by default for one slot per worker.
+        "rate": None if settings.rate is None else settings.rate / (slots or _workers(ledger.database)),
+        "keep": {"results": keep.results, "all_results": keep.all_results, "printed": keep.printed},
+        "stamp": dict(stamp),
+        "any_version": options.any_version,
+    }
+    with open_queue(config, ledger.database) as queue:
+        sealed = queue.sealed(seal_id(job.no, hold.run), json.dumps(order))
+        fleet.hand_over(
+            ledger.database, hold, work=sealed, queue=options.priority, slots=slots, most=settings.max_failures,
+            has_pass=settings.last_pass,
+        )  # fmt: skip
+        _attend(queue, job)
+
+
+def rejoin(ledger: Ledger, job: Job, config: Config) -> None:
+    """Repeat a start that may have been killed before it submitted the slots."""
+    with open_queue(config, ledger.database) as queue:
+        _attend(queue, job)
+
+
+def _attend(queue: TaskQueue, job: Job) -> None:
+    known = fleet.read(job.database, job.no)
+    if known is not None and fleet.attend(job.database, job.no):
+        submit_missing(queue, job, known)
+
+
+def _workers(database: Database) -> int:
+    row = database.one("SELECT count(*) FROM task_workers WHERE ended_at IS NULL")
+    return max(1, int(row[0]) if row else 1)
+
+
+def submit_missing(queue: TaskQueue, job: Job, known: Fleet) -> int:
+    """Submit the slots that the job lacks; return how many.
+
+    A start and the sweeper may do this at the same time, so both lock the row of the fleet. Surplus slots would each
+    get a turn before the first slot of another job.
+    """
+    wanted = min(wanted_slots(job, known), max(1, job.info().remaining))
+    refused = known.noted_at is not None and queue.database.now() - known.noted_at < REFUSED_SECONDS
+    slot: dict[str, Any] = {
+        "kind": KIND, "payload": {"job": job.id, "run": known.run}, "priority": known.queue, "role": "admin",
+        "partition": party(known.job), "delay": REFUSED_SECONDS if refused else 0.0,
+    }  # fmt: skip
+
+    def work(tx: Tx) -> int:
+        if tx.one("SELECT 1 FROM fleets WHERE job = ? AND run = ? FOR UPDATE", (known.job, known.run)) is None:
+            return 0
+        soon = tx.now() + max(AGAIN_SECONDS, slot["delay"])
+        tx.execute(
+            "UPDATE tasks SET run_at = ?, version = version + 1 WHERE status = 'QUEUED' AND ready = 0 AND run_at > ? "
+            "AND kind = ? AND party = ?",
+            (soon, soon, KIND, party(known.job)),
+        )
+        row = tx.one(
+            "SELECT (SELECT count(*) FROM tasks WHERE status = 'QUEUED' AND queue = ? AND party = ?) + "
+            "(SELECT count(*) FROM tasks WHERE status = 'RUNNING' AND kind = ? AND party = ?)",
+            (known.queue, party(known.job), KIND, party(known.job)),
+        )
+        missing = max(0, min(wanted - (int(row[0]) if row else 0), SLOTS_TOGETHER))
+        queue.submit_many([slot] * missing)  # commits separately: if this transaction is retried, it counts them
+        return missing
+
+    return queue.database.run(work, operation="fleet.submit")
+
+
+class Fleets:
+    """A chore of the sweeper: submit missing slots and finish completed fleet jobs."""
+
+    def __init__(self, queue: TaskQueue) -> None:
+        self._queue = queue
+
+    def __call__(self) -> None:
+        if self._queue.database.engine != "postgresql":
+            return
+        for id, known in fleet.all_fleets(self._queue.database):
+            try:
+                if fleet.attend(self._queue.database, known.job):
+                    submit_missing(self._queue, Job(self._queue.database, known.job, id), known)
+            except HeadwayError as error:  # an error in one job must not affect the others
+                log.warning("a fleet could not be looked after; it is tried again", job=id, error=str(error))
+
+
+def running(plan: Plan) -> int | None:
+    """Return the number of the fleet's current run of the job, or None.
+
+    Raises `JobHeld` if that run has different items.
+    """
+    held = plan.existing is not None and plan.existing.held and plan.existing.holder
+    run: int | None = held.get("fleet") if held else None
+    if run is not None and not plan.changes.none:
+        raise JobHeld(
+            f"A fleet works on job {plan.id}, whose items were others when it began: {plan.changes}.",
+            hint=f"Let it finish, or stop it:  headway stop {plan.id}    Then run the same command again.",
+        )
+    return run
+
+
+def start_and_follow(
+    ledger: Ledger,
+    plan: Plan,
+    call: Work,
+    settings: Settings,
+    options: FleetOptions,
+    config: Config,
+    *,
+    keep: Keep,
+    display: Display,
+    shutdown: Shutdown,
+    take: Callable[[], tuple[Job, Hold]],
+    tell: Callable[[], None],
+    output: Path | None,
+) -> Ending:
+    """Hand the job to the fleet, unless it has it already, and wait for the end.
+
+    If this process must stop first, the job continues, and a message says so.
+    """
+    run = running(plan)
+    if run is None:
+        job, hold = take()
+        hand(ledger, job, hold, call, settings, keep, config, options)
+        run = hold.run
+    else:
+        rejoin(ledger, ledger.job(plan.id), config)
+    job = ledger.job(plan.id)
+    ending = follow(ledger, job, run, display=display, shutdown=shutdown)
+    if ending is None:
+        stop = f"headway stop {job.id} {settings.database_option}".rstrip()
+        display.say(f"Job {job.id} goes on without this process. Stop it:  {stop}")
+        return Ending("interrupted", 0, 0, 0, 0, 0, 0, completed=False, seconds=0.0)
+    conclude(job, ending, output, tell)
+    return ending
+
+
+def hand(
+    ledger: Ledger,
+    job: Job,
+    hold: Hold,
+    call: Work,
+    settings: Settings,
+    keep: Keep,
+    config: Config,
+    options: FleetOptions,
+) -> None:
+    """Call `start`; release the job if it fails before the hand-over."""
+    try:
+        start(ledger, job, hold, call, settings, keep, config, options)
+    except BaseException:
+        with suppress(HeadwayError):
+            if not (job.info().holder or {}).get("fleet"):
+                ledger.release(hold, "failed")
+        raise
+
+
+def conclude(job: Job, ending: Ending, output: Path | None, tell: Callable[[], None]) -> None:
+    """Write the file of results and deliver events at the end of a followed run.
+
+    Slots record results only in the ledger, so the file is written here.
+    """
+    if output is not None:
+        file = open_output(job, output)
+        try:
+            file.write()
+        finally:
+            file.close()
+    if ending.outcome != "interrupted":
+        tell()
+
+
+def follow(ledger: Ledger, job: Job, run: int, *, display: Display, shutdown: Shutdown) -> Ending | None:
+    """Show progress until the run ends. Return None if this process must stop first; the job continues."""
+    attended, watched = 0.0, _Watched(job, run, display)
+    while True:
+        ended = watched.look()
+        if ended is not None or shutdown.stop.is_set():
+            display.end(watched.snapshot)
+            return None if ended is None else watched.ending(ended)
+        if time.monotonic() - attended > ATTEND_SECONDS:
+            attended = time.monotonic()
+            fleet.attend(ledger.database, job.no)
+            watched.say_news()
+        shutdown.stop.wait(LOOK_SECONDS)
+
+
+class _Watched:
+    """The state of a run that this process follows."""
+
+    def __init__(self, job: Job, run: int, display: Display) -> None:
+        self._job, self._run, self._display = job, run, display
+        self._this = next(each for each in job.runs() if each.no == run)
+        info = job.info()
+        # An earlier Headway version did not record these counts: then count from now.
+        self._failures, self._dead = fleet.counts_before(job.database, job.no, run) or (info.failures, info.dead)
+        self._said: set[str] = set()
+        self.snapshot = self._snapshot()
+        # Items done before this process followed the run must not count towards its pace.
+        display.show(replace(self.snapshot, stopped=True))
+
+    def look(self) -> str | None:
+        """Update the display; return the outcome if the run has ended."""
+        row = self._job.database.one("SELECT outcome FROM runs WHERE job = ? AND no = ?", (self._job.no, self._run))
+        self.snapshot = self._snapshot()
+        self._display.show(self.snapshot)
+        return "interrupted" if row is None else row[0]
+
+    def _snapshot(self) -> RunSnapshot:
+        info, asked = self._job.info(), self._job.asked(self._run)
+        return RunSnapshot(
+            total=info.total if info.sealed else None, kept=self._this.kept, done=info.done - self._this.kept,
+            running=self._job.progress().running, retrying=info.failed, dead=info.dead,
+            failures=info.failures - self._failures, paused_by=asked.actor if asked.paused else "",
+        )  # fmt: skip
+
+    def ending(self, outcome: str) -> Ending:
+        """Return the ending of the run from the last snapshot."""
+        shown = self.snapshot
+        seconds = max(0.0, self._job.database.now() - self._this.started_at.timestamp())
+        return Ending(
+            outcome=outcome, done=shown.done, kept=shown.kept, dead=shown.dead, died=max(0, shown.dead - self._dead),
+            failures=shown.failures, rescued=0, completed=outcome == "finished", seconds=seconds,
+        )  # fmt: skip
+
+    def say_news(self) -> None:
+        """Say why nothing may be happening: a note of the fleet, or no workers."""
+        known = fleet.read(self._job.database, self._job.no)
+        if known is not None and known.note:
+            self._say(known.note)
+        row = self._job.database.one("SELECT count(*) FROM task_workers WHERE ended_at IS NULL")
+        if row is not None and row[0] == 0:
+            self._say("No worker is there yet. Start one on any machine:  headway worker")
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._display.say(text)

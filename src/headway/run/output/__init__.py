@@ -1,0 +1,1 @@
+"""Results, output files, and what functions print."""

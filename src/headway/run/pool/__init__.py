@@ -1,0 +1,1 @@
+"""The parent of a run, its workers, and how they talk."""

@@ -1,0 +1,133 @@
+"""The items of a run that are neither done nor with a worker, read from the ledger page by page.
+
+An item is in exactly one place: only in the ledger, here (``ready`` or a suspect), or out with a worker. ``held`` has
+all items here or out, so that no item is handed out twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from headway.errors import HeadwayError
+from headway.ledger import Item, Job, JobInfo, Recorded
+
+#: Maximum read-ahead, in items and in approximate bytes of payload.
+MOST = 4000
+BYTES = 8 * 2**20
+#: Interval for finding dead letters that were retried during the run, seconds.
+LOOK_SECONDS = 5.0
+
+
+class Backlog:
+    """The items waiting for a worker."""
+
+    def __init__(self, job: Job, on_damaged: Callable[[Recorded], object]) -> None:
+        """Create the backlog. ``on_damaged`` receives the ledger's record of damaged items."""
+        self._job = job
+        self._on_damaged = on_damaged
+        self.ready: deque[Item] = deque()
+        #: Items of which one killed its worker; each runs alone.
+        self.suspects: deque[Item] = deque()
+        #: Items of which one may have killed a whole slot; each runs while nothing else begins.
+        self.slot_suspects: deque[Item] = deque()
+        self.held: set[int] = set()
+        #: When the next retry is due, on the monotonic clock; None if no item waits.
+        self.next_due: float | None = 0.0
+        self._look_at = 0.0
+        self._untouched_left = True
+        self._cursor = -1
+        self._page = MOST // 20  # until the size of items is known
+
+    def refill(self, now: float) -> None:
+        """Read items from the ledger if few are ready."""
+        if len(self.ready) > self._page // 2:
+            return
+        if now >= self._look_at or (self.next_due is not None and now >= self.next_due):
+            self._take_due(now)
+        if self._untouched_left:
+            page = self._job.untouched(self._cursor, self._page, on_damaged=self._on_damaged)
+            self._untouched_left = len(page) == self._page
+            if page:
+                self._cursor = page[-1].idx
+                self._take(page)
+                size = sum(len(item.payload or "") for item in page) / len(page)
+                self._page = max(10, min(MOST, int(BYTES / max(size, 1))))
+
+    def info(self) -> JobInfo | None:
+        """Read the job's counts; None if other processes work on it too."""
+        return self._job.info()
+
+    def look_again(self, now: float) -> bool:
+        """Return whether the ledger still has items to run at the end of the run.
+
+        Dead letters may have been retried meanwhile. A database that was restored, or failed over to a lagging
+        replica, no longer has the last records. So the search restarts at the first item.
+        """
+        before = self._job.info().remaining
+        if not before:
+            return False
+        self._cursor, self._untouched_left = -1, True
+        self._take_due(now)
+        self.refill(now)
+        if self.empty and self._job.info().remaining >= before:
+            raise HeadwayError(
+                f"{before:,} items of job {self._job.id} are neither done nor dead, and the ledger has none to run: its "
+                "counters do not match its items.",
+                hint="Was the database changed by hand? Run the same command again: it counts the items anew.",
+            )
+        return not self.empty
+
+    def take_last_pass(self) -> bool:
+        """Take dead letters for their final pass; return whether there are any."""
+        self._take(self._job.last_pass(self._page, on_damaged=self._on_damaged))
+        return bool(self.ready)
+
+    def more_arrived(self) -> None:
+        """Note that new items were registered."""
+        self._untouched_left = True
+
+    def due_at(self, moment: float) -> None:
+        """Note that an item is due for a retry at ``moment``."""
+        self.next_due = moment if self.next_due is None else min(self.next_due, moment)
+
+    def put_back(self, items: Iterable[Item]) -> None:
+        """Return items to the front of the queue: not begun, or to be run again."""
+        self.ready.extendleft(reversed(list(items)))
+
+    def settled(self, idx: int) -> None:
+        """Note that the item's outcome is in the ledger."""
+        self.held.discard(idx)
+
+    def release(self) -> None:
+        """Drop all waiting items; they stay in the ledger."""
+        for waiting in (self.ready, self.suspects, self.slot_suspects):
+            self.held.difference_update(item.idx for item in waiting)
+            waiting.clear()
+
+    @property
+    def empty(self) -> bool:
+        """Whether no item is here or out, untried or due for a retry."""
+        return not self.held and not self._untouched_left and self.next_due is None
+
+    def _take_due(self, now: float) -> None:
+        """Fetch items whose retry is due, and note when the next one is."""
+        self._look_at = now + LOOK_SECONDS
+        most = self._page + len(self.held)
+        rows = self._job.due(most, within=10**8, on_damaged=self._on_damaged)
+        self.next_due = now if len(rows) == most else None
+        for item, left in rows:
+            if item.idx in self.held:
+                continue
+            if left > 0:
+                self.next_due = now + left
+                return
+            self._take([item])
+
+    def _take(self, items: Sequence[Item]) -> None:
+        self.ready.extend(items)
+        self.held.update(item.idx for item in items)
+
+
+#: Creates a pool's backlog, for a whole job or a slot's share.
+MakeBacklog = Callable[[Job, Callable[[Recorded], object]], Backlog]

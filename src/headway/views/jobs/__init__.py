@@ -1,0 +1,1 @@
+"""Jobs, their items, causes, durations and rates."""

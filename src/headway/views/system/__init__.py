@@ -1,0 +1,1 @@
+"""Access, alerts, health, the audit trail, the relay and performance."""

@@ -1,0 +1,1 @@
+"""Who is asking, and whether the request is allowed."""

@@ -1,0 +1,1 @@
+"""Changes sent to open pages."""
