@@ -65,6 +65,8 @@ def work(item):
         wait_for(20)
         save()
         open("40", "w").close()
+    while item > 70 and not os.path.exists("40"):  # the copy must have fewer records than the restore replaces
+        time.sleep(0.01)
     if item == 120 and not os.path.exists("120"):
         wait_for(100)
         restore()

@@ -53,6 +53,16 @@ class Tx:
         self._execute = execute
         self._executemany = executemany
 
+    @property
+    def for_update(self) -> str:
+        """`` FOR UPDATE`` on PostgreSQL; empty on SQLite, where a transaction that writes locks the whole database."""
+        return " FOR UPDATE" if self.engine == "postgresql" else ""
+
+    @property
+    def clock(self) -> str:
+        """The database's clock as an SQL expression, seconds since 1970."""
+        return NOW[self.engine]
+
     def execute(self, sql: str, parameters: Sequence[Value] = ()) -> int:
         """Run one statement; how many rows it touched."""
         return self._execute(sql, parameters).rowcount
