@@ -1,4 +1,4 @@
-# Headway and what its long-lived processes need: workers, relay, server, watcher. See docs/deploy.md.
+# Headway and what its long-lived processes need: workers, relay, server, watcher. See docs/howto/deploy.md.
 #
 # It runs as nobody in particular, writes nowhere but /tmp, and holds no secret: every address comes from the environment.
 

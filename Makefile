@@ -68,7 +68,7 @@ contracts: $(SETUP)
 applies: $(SETUP)
 	$(BIN)/python tools/mutants.py --check
 
-trace: $(SETUP)  ## compare docs/requirements.md with what the last make test proved
+trace: $(SETUP)  ## compare docs/internals/requirements.md with what the last make test proved
 	$(BIN)/python tools/trace.py $(RESULTS)
 
 bench: $(SETUP)  ## run bench/*.py one after another into bench/results/, then say which goals were met

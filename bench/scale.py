@@ -5,7 +5,7 @@
 
 Counts, not rates: statements, round trips, WAL bytes, processor seconds, bytes on disk, Redis commands. They are the servers'
 and the kernel's own (`bench/measure/cost.py`) and hold on a loaded machine too; the rates beside them do not. A job's run
-is cut in two: until its items are registered and it is the fleet's, and from there to its end. `docs/scale.md` says what
+is measured in two parts: registration of its items, and the rest. `docs/internals/scale.md` says what
 follows from the figures, and `bench/measure/fleet_model.py` computes it.
 """
 

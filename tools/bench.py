@@ -3,9 +3,9 @@
     python tools/bench.py [--quick] [--summary] [WORD ...]
 
 Each `bench/NAME.py` whose name contains a WORD is run; its JSON goes to bench/results/NAME.json. ``--summary`` only reads
-the results that are there. Exits 1 when a benchmark crashed, printed no JSON, or docs/requirements.md names one that was
-not run: then a promise has no figure at all. A goal that was missed is printed and does not change the exit code, because
-a figure of one run on a machine that others use is a reason to look, not a proof.
+the results that are there. Exits 1 when a benchmark
+crashed, printed no JSON, or has no result although docs/internals/requirements.md names it. A missed goal is printed and
+does not change the exit code, because one run on a shared machine proves nothing.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def flat(part: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
 
 
 def promised() -> set[str]:
-    """The benchmarks that docs/requirements.md names."""
-    return set(re.findall(r"bench/(\w+)\.py", (ROOT / "docs" / "requirements.md").read_text("utf-8")))
+    """The benchmarks that docs/internals/requirements.md names."""
+    return set(re.findall(r"bench/(\w+)\.py", (ROOT / "docs" / "internals" / "requirements.md").read_text("utf-8")))
 
 
 def run(script: Path, results: Path, options: list[str]) -> str:
@@ -129,7 +129,8 @@ def summarise(results: Path, trouble: list[str], names: set[str], wanted: set[st
         path.stem: json.loads(path.read_text("utf-8")) for path in sorted(results.glob("*.json")) if path.stem in names
     }
     trouble += [
-        f"docs/requirements.md names bench/{name}.py; it has no result" for name in sorted(wanted - there.keys())
+        f"docs/internals/requirements.md names bench/{name}.py; it has no result"
+        for name in sorted(wanted - there.keys())
     ]
     found = [goal for name, result in there.items() for goal in goals(name, result)]
     words = {True: "met", False: "MISSED", None: "look"}

@@ -9,7 +9,7 @@ Three kinds of surroundings, each in a venv of its own outside the tree; a WORD 
 - `redis 7`: the parts that talk to Redis, on the machine's own server, or Debian's package unpacked aside; and
   `redis 6`: on the one of the wheel. Where `make test` used one of them already, that is done again: the two are compared.
 - `rq ... redis-py ...`: the watcher's tests on the oldest and newest RQ and redis-py, and on the releases between in
-  which redis-py changed how it retries (see docs/keyspace_watcher.md).
+  which redis-py changed how it retries (see docs/reference/watcher.md).
 
 What follows `--` replaces the tests that are run. Prints one line for each; exits 1 when one fails.
 """

@@ -39,8 +39,8 @@ def pages() -> list[Path]:
 
 def house_pages() -> list[Path]:
     """What contributors read: full of names that others change."""
-    return [page for page in pages() if page.name in ("CONTRIBUTING.md", "SECURITY.md", "architecture.md")
-            or page.parent.name == "howto"]  # fmt: skip
+    tops = ("CONTRIBUTING.md", "SECURITY.md", "architecture.md")
+    return [page for page in pages() if page.name in tops or page.name.startswith("add-a-")]
 
 
 # ---- links, examples, generated pages --------------------------------------------------------------------------------
@@ -77,7 +77,10 @@ def run(code: str, runner: Sequence[str] = (sys.executable,)) -> str:
 
 def stale_reference() -> Iterator[str]:
     """Yield the generated pages that differ from what their generator writes now."""
-    for name, generator in {"cli.md": ["-m", "headway.cli.reference"], "schema.md": ["tools/schema.py"]}.items():
+    for name, generator in {
+        "reference/cli.md": ["-m", "headway.cli.reference"],
+        "reference/schema.md": ["tools/schema.py"],
+    }.items():
         page, command = ROOT / "docs" / name, [sys.executable, *generator]
         if not page.exists() or page.read_bytes() != subprocess.run(command, cwd=ROOT, stdout=PIPE, check=True).stdout:
             yield f"docs/{name} is out of date: .venv/bin/python {' '.join(generator)} > docs/{name}"
@@ -129,7 +132,7 @@ def rows(page: str) -> list[str]:
     path = ROOT / "docs" / page
     found = re.findall(r"^\| (`[^|]+) \|", path.read_text("utf-8"), re.MULTILINE) if path.exists() else []
     return [
-        re.sub(r"(?<=\w)\{[\w,]+\}$", "", name) if page == "metrics.md" else name
+        re.sub(r"(?<=\w)\{[\w,]+\}$", "", name) if page.endswith("metrics.md") else name
         for row in found
         for name in CODE.findall(row)
     ]
@@ -179,18 +182,22 @@ def exit_code_problems() -> Iterator[str]:
 def event_problems() -> Iterator[str]:
     """Every event type with a schema is on the page about events, once its page is there."""
     schemas = {path.stem for path in (SOURCE / "events" / "schemas").glob("*.json")}
-    page = ROOT / "docs" / "events.md"
+    page = ROOT / "docs" / "reference" / "events.md"
     if schemas and page.exists():
         text = page.read_text("utf-8")
-        yield from (f"docs/events.md lacks event {name}" for name in sorted(schemas) if f"`{name}`" not in text)
+        yield from (
+            f"docs/reference/events.md lacks event {name}" for name in sorted(schemas) if f"`{name}`" not in text
+        )
 
 
 def list_of_everything() -> Iterator[str]:
     decisions = [path.name for path in (ROOT / "docs" / "decisions").glob("[0-9]*.md")]
     index = re.findall(r"\]\((\d[\w-]*\.md)\)", (ROOT / "docs" / "decisions" / "README.md").read_text("utf-8"))
-    yield from list_problems("the table", "storage.md", rows("storage.md"), tables())
-    yield from list_problems("the metric", "metrics.md", rows("metrics.md"), measured())
-    yield from list_problems("the key", "redis.md", rows("redis.md"), None)  # a test compares them with the code
+    yield from list_problems("the table", "internals/storage.md", rows("internals/storage.md"), tables())
+    yield from list_problems("the metric", "reference/metrics.md", rows("reference/metrics.md"), measured())
+    yield from list_problems(
+        "the key", "reference/redis.md", rows("reference/redis.md"), None
+    )  # a test compares them with the code
     yield from list_problems("the decision", "decisions/README.md", index, decisions)
     yield from exit_code_problems()
     yield from event_problems()

@@ -1,6 +1,6 @@
-"""Write docs/schema.md: every table and column of a new database, with the comments of the migrations.
+"""Write docs/reference/schema.md: every table and column of a new database, with the comments of the migrations.
 
-    python tools/schema.py > docs/schema.md
+    python tools/schema.py > docs/reference/schema.md
 
 `make docs` fails when the page differs from what this prints.
 """
@@ -20,7 +20,7 @@ MIGRATIONS = Path(_sql.__file__).parent / "migrations"
 HEAD = """# Schema
 
 Every table and column of a Headway database. `tools/schema.py` writes this page from a new SQLite file; the column names are
-the same on PostgreSQL, in the schema `headway`. What the tables are for: [storage.md](storage.md).
+the same on PostgreSQL, in the schema `headway`. What the tables are for: [storage.md](../internals/storage.md).
 """
 _TABLE = re.compile(r"CREATE TABLE (?:IF NOT EXISTS )?(\w+) \((.*?)^\)", re.MULTILINE | re.DOTALL)
 _ADDED = re.compile(r"ALTER TABLE (\w+) ADD COLUMN (\w+)[^;\n]*;[ ]*-- (?!sqlite|postgresql)(.+)")

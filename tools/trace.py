@@ -1,4 +1,4 @@
-"""Compare docs/requirements.md with what the tests proved in the last run.
+"""Compare docs/internals/requirements.md with what the tests proved in the last run.
 
     python tools/trace.py RESULTS
 
@@ -83,7 +83,7 @@ def add_mutants(listed: dict[str, Requirement], root: Path) -> Iterator[str]:
             if name in listed:
                 listed[name].mutant_tests += mutant["tests"]
             elif name is not None:
-                yield f"not in docs/requirements.md: {name}, named by mutant {path.stem} {number}"
+                yield f"not in docs/internals/requirements.md: {name}, named by mutant {path.stem} {number}"
 
 
 def hidden_tests(source: str) -> Iterator[str]:
@@ -117,7 +117,7 @@ def problems(listed: dict[str, Requirement], results: list[dict[str, object]], r
                 yield f"{name} names {benchmark}, which does not exist"
     yield from without_mutant(listed)
     for mark, tests in unlisted.items():
-        yield f"not in docs/requirements.md: {mark}, claimed by {', '.join(tests)}"
+        yield f"not in docs/internals/requirements.md: {mark}, claimed by {', '.join(tests)}"
     for path in sorted((root / "tests").rglob("test_*.py")):
         for name in hidden_tests(path.read_text("utf-8")):
             yield f"{path.relative_to(root)}: {name} is there twice; the first is never run"
@@ -135,7 +135,7 @@ def main(arguments: list[str]) -> int:
     if not results.exists():
         print(f"{results} is not there: make test writes it")
         return 1
-    listed = requirements((ROOT / "docs" / "requirements.md").read_text("utf-8"))
+    listed = requirements((ROOT / "docs" / "internals" / "requirements.md").read_text("utf-8"))
     found = list(add_mutants(listed, ROOT))
     found += problems(listed, json.loads(results.read_text("utf-8"))["tests"], ROOT)
     for name, requirement in listed.items():

@@ -60,7 +60,7 @@ def test_there_is_no_example_of_a_verb_that_is_not_there():
 
 
 def test_the_reference_is_up_to_date():
-    assert (DOCS / "cli.md").read_text("utf-8") == "\n".join(pages())
+    assert (DOCS / "reference" / "cli.md").read_text("utf-8") == "\n".join(pages())
 
 
 def test_the_reference_lists_every_setting_with_its_names_and_its_default():

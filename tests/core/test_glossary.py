@@ -12,7 +12,7 @@ from headway.cli import COMMANDS
 from headway.core import retry
 
 ROOT = Path(__file__).parents[2]
-GLOSSARY = (ROOT / "docs" / "glossary.md").read_text("utf-8")
+GLOSSARY = (ROOT / "docs" / "reference" / "glossary.md").read_text("utf-8")
 ROW = re.compile(r"^\| \*\*(?P<word>[^*]+)\*\* \| (?P<is>[^|]+) \| (?P<met>[^|]*) \|$", re.MULTILINE)
 
 #: Private words, and the common one that is used for each. None of them is a name in the source.
@@ -84,7 +84,7 @@ def test_private_words_are_no_names_in_the_source():
 
 def test_the_page_of_policies_lists_every_named_retry_setting():
     named = {name for name, value in vars(retry).items() if isinstance(value, retry.RetryPolicy)}
-    page = (ROOT / "docs" / "policies.md").read_text("utf-8")
+    page = (ROOT / "docs" / "explanation" / "outages.md").read_text("utf-8")
     assert set(re.findall(r"^\| `([A-Z_]+)` \|", page, re.MULTILINE)) == named
     for name in named:
         policy = getattr(retry, name)

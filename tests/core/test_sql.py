@@ -748,7 +748,7 @@ def test_tracebacks_of_attempts_from_before_migration_28_are_still_shown(url: st
 
 @shared
 def test_the_documentation_names_every_table(url: str):
-    text = (Path(__file__).parents[2] / "docs" / "storage.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "internals" / "storage.md").read_text()
     named = {
         name
         for line in text.splitlines()

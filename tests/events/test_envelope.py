@@ -108,9 +108,9 @@ def test_what_the_watcher_decides_is_as_the_schema_says(kind: Kind):
 
 
 def test_the_published_schemas_are_those_of_the_package_and_the_page_lists_every_type():
-    folder = ROOT / "docs" / "schemas"
+    folder = ROOT / "docs" / "reference" / "schemas"
     assert {path.stem for path in folder.glob("*.json")} == set(events.TYPES)
-    page = (ROOT / "docs" / "events.md").read_text("utf-8")
+    page = (ROOT / "docs" / "reference" / "events.md").read_text("utf-8")
     for type in events.TYPES:
         assert json.loads((folder / f"{type}.json").read_text("utf-8")) == events.schema(type)
         assert f"[`{type}`](schemas/{type}.json)" in page

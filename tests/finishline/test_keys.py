@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_about_redis_lists_every_key_with_its_type_and_lifetime():
-    page = (ROOT / "docs" / "redis.md").read_text("utf-8")
+    page = (ROOT / "docs" / "reference" / "redis.md").read_text("utf-8")
     rows = re.findall(r"^\| `(smap:[^`]+|headway:[^`]+)` \| (\w+) \| ([^|]+) \|", page, re.MULTILINE)
     listed = {(pattern, kind, lifetime.strip()) for pattern, kind, lifetime in rows}
     assert listed == {(key.pattern, key.kind, key.lifetime) for key in _redis.KEYS}

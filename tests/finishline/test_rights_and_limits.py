@@ -22,7 +22,7 @@ ONCE = RetryPolicy(retries=0)
 
 
 def documented_rights() -> list[str]:
-    page = (ROOT / "docs" / "redis.md").read_text("utf-8")
+    page = (ROOT / "docs" / "reference" / "redis.md").read_text("utf-8")
     found = re.search(r"^ACL SETUSER (headway on .*?)^```", page, re.MULTILINE | re.DOTALL)
     assert found is not None
     return found[1].split()

@@ -38,7 +38,7 @@ def test_a_missed_goal_is_printed_and_a_missing_figure_is_a_failure(tmp_path: Pa
     assert "MISSED  a           part: < 2: n 3" in told
     assert "0 goals met, 1 MISSED" in told
     assert bench.summarise(tmp_path, [], {"a"}, wanted={"a", "b"}) == 1
-    assert "NO FIGURE: docs/requirements.md names bench/b.py" in capsys.readouterr().out
+    assert "NO FIGURE: docs/internals/requirements.md names bench/b.py" in capsys.readouterr().out
     assert bench.summarise(tmp_path, ["a crashed"], {"a"}, wanted=set()) == 1
 
 

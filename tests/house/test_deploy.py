@@ -37,7 +37,7 @@ from tests.services.waiting import eventually
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEPLOY = ROOT / "deploy"
-PAGE = ROOT / "docs" / "deploy.md"
+PAGE = ROOT / "docs" / "howto" / "deploy.md"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 
@@ -414,7 +414,7 @@ def test_the_page_names_every_file_there_is_to_deploy_with():
 
 def test_every_metric_setting_and_rule_that_the_page_names_is_there(tmp_path: Path):
     text = PAGE.read_text("utf-8")
-    measured = (ROOT / "docs" / "metrics.md").read_text("utf-8")
+    measured = (ROOT / "docs" / "reference" / "metrics.md").read_text("utf-8")
     assert set(re.findall(r"`(headway_\w+)", text)) <= set(re.findall(r"`(headway_\w+)", measured))
     assert set(re.findall(r"\b(HEADWAY_\w+)=", text)) <= VARIABLES | {
         "HEADWAY_POSTGRES_PASSWORD",

@@ -76,11 +76,11 @@ def test_what_does_not_exist_is_told(mention: str):
 
 
 def test_a_list_that_lacks_doubles_or_invents_something_is_told():
-    told = list(docs.list_problems("the table", "storage.md", ["a", "b", "b", "d"], {"a", "b", "c"}))
+    told = list(docs.list_problems("the table", "internals/storage.md", ["a", "b", "b", "d"], {"a", "b", "c"}))
     assert told == [
-        "docs/storage.md lists the table b 2 times",
-        "docs/storage.md lacks the table c",
-        "docs/storage.md lists the table d, which there is not",
+        "docs/internals/storage.md lists the table b 2 times",
+        "docs/internals/storage.md lacks the table c",
+        "docs/internals/storage.md lists the table d, which there is not",
     ]
 
 
@@ -98,7 +98,7 @@ def test_hooks_before_a_commit_are_local_and_need_no_network():
 
 def documented_columns() -> set[tuple[str, str]]:
     found, table = set(), ""
-    for line in (docs.ROOT / "docs" / "schema.md").read_text("utf-8").splitlines():
+    for line in (docs.ROOT / "docs" / "reference" / "schema.md").read_text("utf-8").splitlines():
         if line.startswith("## "):
             table = line.removeprefix("## ")
         elif column := re.match(r"\| `(\w+)` \|", line):

@@ -1,5 +1,4 @@
-"""The model by which docs/scale.md computes what no machine here can try: it loses nothing, does what can be computed by
-hand where one thing is scarce, and works by the constants of the code."""
+"""The queueing model behind docs/internals/scale.md agrees with hand calculations and with the code's constants."""
 
 from __future__ import annotations
 

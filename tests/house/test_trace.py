@@ -226,7 +226,9 @@ def test_a_requirement_whose_only_test_did_not_pass_is_unproved(tmp_path: Path, 
 
 
 def test_a_mark_that_names_nothing_is_told(tmp_path: Path):
-    assert "not in docs/requirements.md: S9-99, claimed by a" in found(tmp_path, [result("a", "passed", "S9-99")])
+    assert "not in docs/internals/requirements.md: S9-99, claimed by a" in found(
+        tmp_path, [result("a", "passed", "S9-99")]
+    )
 
 
 def test_a_test_too_by_another_of_its_name_is_told(tmp_path: Path):
@@ -247,7 +249,7 @@ def with_mutants(tmp_path: Path, *entries: str) -> dict[str, trace.Requirement]:
     (tmp_path / "tests" / "mutants" / "room.toml").write_text("".join(f"[[mutant]]\n{entry}\n" for entry in entries))
     listed = trace.requirements(PAGE + "## Without a mutant\n| S3-02 | measured by a benchmark |\n")
     told = list(trace.add_mutants(listed, tmp_path))
-    assert told == [f"not in docs/requirements.md: S9-99, named by mutant room {len(entries)}"]
+    assert told == [f"not in docs/internals/requirements.md: S9-99, named by mutant room {len(entries)}"]
     return listed
 
 

@@ -1,6 +1,6 @@
 """The finish line as a model: two workers, a crawler, a relay; replies get lost, processes are killed, Redis is wiped.
 
-The variants leave out one idea each (see docs/finishline.md); the tests show what goes wrong without it. Names of
+The variants leave out one idea each (see docs/reference/finishline.md); the tests show what goes wrong without it. Names of
 steps are those of the code: *count* and *crawled* are the scripts, *deliver* and *acknowledge* the relay.
 
 Two items are worked off. A worker that was killed or whose call failed is started again and reports its item again

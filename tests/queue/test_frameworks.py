@@ -1,4 +1,4 @@
-"""The blocks of docs/queue.md for Flask and FastAPI are applications that work."""
+"""The blocks of docs/reference/queue.md for Flask and FastAPI are applications that work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headway.queue.task import Status
 from headway.queue.worker.worker import Worker
 from headway.testing import eager
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "queue.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "queue.md"
 
 
 def block(word: str) -> str:

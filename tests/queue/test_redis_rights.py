@@ -32,7 +32,7 @@ queue = register(TaskQueue.from_settings())
 
 
 def documented_rights() -> list[str]:
-    page = (ROOT / "docs" / "redis.md").read_text("utf-8")
+    page = (ROOT / "docs" / "reference" / "redis.md").read_text("utf-8")
     found = re.search(r"^ACL SETUSER (headway-queue on .*?)^```", page, re.MULTILINE | re.DOTALL)
     assert found is not None
     return found[1].replace("PASSWORD", "s3cret").split()

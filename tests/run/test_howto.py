@@ -35,7 +35,7 @@ PAGES = {
     "howto/notify-me.md": ['tell-me "ads', "sinks ="],
     "howto/from-celery.md": ["apply_async"],
     "howto/own-executor.md": ["MPIPoolExecutor"],
-    "run.md": ["headway run module:function", "./convert.sh", "job.remaining()"],
+    "reference/run.md": ["headway run module:function", "./convert.sh", "job.remaining()"],
 }  # fmt: skip
 
 #: The server is this machine. With -t there is a terminal; a tunnel leads to where it begins.
@@ -265,7 +265,7 @@ def test_every_executor_of_the_page_runs_items(tmp_path: Path, line: str):
 
 
 def test_the_options_of_the_first_block_are_those_of_the_verb():
-    named = set(re.findall(r"--[a-z-]+", block("run.md", "headway run module:function")))
+    named = set(re.findall(r"--[a-z-]+", block("reference/run.md", "headway run module:function")))
     assert named
     assert named <= {option for parameter in run_verb.params for option in parameter.opts}
 
@@ -279,7 +279,7 @@ def test_programs_are_run_for_each_item(place: Path, sh: Sh):
     (place / "analyse").write_text("#!/bin/sh\ncat\n")
     for name in ("convert.sh", "analyse"):
         (place / name).chmod(0o755)
-    for line in block("run.md", "./convert.sh").splitlines():
+    for line in block("reference/run.md", "./convert.sh").splitlines():
         done = sh(line)
         assert done.returncode == 0, done.stderr
     assert ((place / "0.png").read_text(), (place / "1.png").read_text()) == ("a\n", "b\n")
@@ -290,5 +290,5 @@ def test_threads_share_an_open_job(place: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(place)
     made: list[str] = []
     names = {"headway": headway, "concurrent": concurrent, "paths": ["a", "b", "c"], "make_thumbnail": made.append}
-    exec(block("run.md", "job.remaining()"), names)
+    exec(block("reference/run.md", "job.remaining()"), names)
     assert sorted(made) == ["a", "b", "c"]

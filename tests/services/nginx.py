@@ -16,7 +16,7 @@ INSTALL = (
     ("apt-get", "install", "-q", "-y", "--no-install-recommends", "nginx-light"),
 )
 
-#: The headers that docs/deploy.md asks a proxy to send, and WebSocket upgrades.
+#: The headers that docs/howto/deploy.md asks a proxy to send, and WebSocket upgrades.
 FORWARDING = """
 proxy_set_header Host $http_host;
 proxy_set_header X-Forwarded-For $proxy_add_x_forwarded_for;

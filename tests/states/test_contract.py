@@ -273,7 +273,7 @@ def test_jobs_marked_as_deleted_are_collected_and_no_others(place: Place):
 
 
 def documented(start: str) -> str:
-    page = (Path(__file__).parents[2] / "docs" / "states.md").read_text("utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "states.md").read_text("utf-8")
     return page[page.index(start) :].partition("```")[0]
 
 

@@ -305,7 +305,7 @@ def test_projects_share_nothing_neither_writing_nor_listening_nor_deleting(
 
 @pytest.mark.req("S1-60")
 def test_the_documented_role_may_use_documents_and_no_more():
-    text = (Path(__file__).parents[2] / "docs" / "states.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "states.md").read_text()
     assert set(re.findall(r"roles/[\w.]+", text)) == {"roles/datastore.user"}
 
 

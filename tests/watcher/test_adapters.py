@@ -206,14 +206,14 @@ def test_make_check_demands_strict_types_and_every_statement_and_branch():
 
 @pytest.mark.req("S4-30")
 def test_the_document_is_where_it_is_looked_for_and_names_every_setting():
-    text = (Path(__file__).parents[2] / "docs" / "keyspace_watcher.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "watcher.md").read_text()
     for name in sorted(set(re.findall(r'"((?:RQ_|REDIS_|DIGITS_)\w+)"', (SOURCE / "runner.py").read_text()))):
         assert f"`{name}`" in text
 
 
 @pytest.mark.req("S4-34")
 def test_the_schema_in_the_document_lists_the_fields_of_an_event(scene: Scene):
-    text = (Path(__file__).parents[2] / "docs" / "keyspace_watcher.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "watcher.md").read_text()
     found = re.search(r"```json schema\n(.*?)```", text, re.DOTALL)
     assert found
     schema = json.loads(found.group(1))

@@ -328,7 +328,7 @@ def test_a_server_on_a_socket_file_is_watched_as_well(redis_factory, tmp_path):
     scene.close()
 
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "keyspace_watcher.md").read_text()
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "reference" / "watcher.md").read_text()
 
 
 def documented_rights(*more: str, without: str = "") -> list[str]:

@@ -141,7 +141,7 @@ app = headway.web.with_flask(flask_app, database=DATABASE)
 
 @pytest.mark.req("S2-27")
 def test_an_application_lets_its_own_users_in_by_tickets(host: Host):
-    """As docs/web.md says it. What the browser keeps is a session; the ticket opens nothing a second time."""
+    """As docs/reference/http-api.md says it. What the browser keeps is a session; the ticket opens nothing a second time."""
     web = host(BRIDGE, env={"HEADWAY_WEB_KEYS": KEYS[1]})
     assert web.ask("/headway/api/v1/tasks").status == 401  # with a key it is open to nobody, near or not
     there = web.ask("/my-tasks?who=anna").headers["Location"]

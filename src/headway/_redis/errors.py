@@ -74,7 +74,7 @@ def translate(error: BaseException, where: str) -> HeadwayError:
     if isinstance(error, exceptions.ConnectionError) or _denied(error):
         return Unavailable(
             f"Redis at {server} refused us: {why}",
-            hint="Check user and password in the address, and their ACL (docs/redis.md has the rights that are needed).",
+            hint="Check user and password in the address, and their ACL (docs/reference/redis.md lists the rights needed).",
         )
     if isinstance(error, exceptions.OutOfMemoryError) or _says(error, "OOM"):
         return StoreFull(

@@ -27,7 +27,7 @@ class Key:
         return re.fullmatch(shape, name) is not None
 
 
-#: Every key headway writes. docs/redis.md is compared with it, and so is what tests leave in a server.
+#: Every key headway writes. docs/reference/redis.md is compared with it, and so is what tests leave in a server.
 KEYS: list[Key] = []
 
 

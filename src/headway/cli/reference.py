@@ -1,4 +1,7 @@
-"""Writes docs/cli.md: ``python -m headway.cli.reference > docs/cli.md``. What it says is what the commands say."""
+"""Generate the reference of the command line from the commands.
+
+To write the page: ``python -m headway.cli.reference > docs/reference/cli.md``.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Events: decided once, delivered at least once to every sink, always with the same id.
 
 One path for all of them: an envelope (`Event`) is written to an outbox where the decision is made, and a `Relay` takes
-it to every sink, each at its own pace. docs/events.md has the types, the guarantees and how to write a receiver.
+it to every sink, each at its own pace. docs/reference/events.md has the types, the guarantees and how to write a receiver.
 
     with events.start(database=database, sinks=events.open_sinks("log: https://example.org/hook")):
         ...

@@ -1,4 +1,4 @@
-"""The JSON schemas of the events: one file per type in ``schemas/``, the same as in docs/schemas."""
+"""The JSON schemas of the events: one file per type in ``schemas/``, the same as in docs/reference/schemas."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def map(
     Return values are kept for `Result.results`, unless ``results=False``. ``encode`` turns a return value into JSON,
     and ``decode`` restores it. Dataclasses, dates, NumPy and pydantic values need no ``encode``.
 
-    With ``fleet``, workers on all machines run the job (``headway worker``, on PostgreSQL; docs/fleet.md). It has
+    With ``fleet``, workers on all machines run the job (``headway worker``, on PostgreSQL; docs/reference/fleet.md). It has
     ``slots`` slots, each with ``workers`` items at once. The function must be importable there, in the same version
     unless ``any_version``. The job continues if this process ends; called again, it waits for the same run.
     """

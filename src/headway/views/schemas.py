@@ -1,4 +1,6 @@
-"""Every document of `headway.views` as a JSON schema, and as a page: ``python -m headway.views.schemas > docs/json.md``.
+"""JSON schemas of the documents of `headway.views`, and their page.
+
+To write the page: ``python -m headway.views.schemas > docs/reference/json.md``.
 
 The schemas are made of the annotations of the views, so that they cannot say anything else than the views do.
 """
