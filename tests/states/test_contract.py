@@ -626,9 +626,9 @@ def test_a_listener_held_up_by_thousands_of_changes_reads_on_from_the_log(place:
 def test_a_listener_behind_the_end_of_the_log_lists_again_and_misses_nothing(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("headway.states.store.sql.LOG_KEPT", 4)
-    monkeypatch.setattr("headway.states.store.sql.CUT_EVERY", 1)
-    monkeypatch.setattr("headway.states.store.redis.LOG_KEPT", 4)
+    monkeypatch.setattr("headway.states.store.sql.LOG_LENGTH", 4)
+    monkeypatch.setattr("headway.states.store.sql.PRUNE_EVERY", 1)
+    monkeypatch.setattr("headway.states.store.redis.LOG_LENGTH", 4)
     store, writer = place.open(), place.open()
     with store.subscribe() as subscription:
         replayed(subscription)

@@ -424,7 +424,7 @@ def test_a_redis_that_came_back_older_and_went_on_past_the_reader_is_noticed_too
 def test_a_redis_that_came_back_older_and_whose_log_was_cut_past_the_reader_is_known_by_its_run_id(
     aged: Aged, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("headway.states.store.redis.LOG_KEPT", 4)
+    monkeypatch.setattr("headway.states.store.redis.LOG_LENGTH", 4)
     reader, writer = aged.open(aged.proxy.port), aged.open()
     write(writer, 5)
     aged.remember()

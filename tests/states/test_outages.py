@@ -339,7 +339,7 @@ def test_a_wrong_password_is_not_tried_again(redis_factory: Any):
 @pytest.mark.stores(("postgresql",))
 def test_a_listener_whose_backend_stands_still_connects_again(place: Place, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headway.states.store.sql.HEARTBEAT", 0.2)
-    monkeypatch.setattr("headway.states.store.sql_wakers.PING_SECONDS", 0.5)
+    monkeypatch.setattr("headway.states.store.postgres.PING_SECONDS", 0.5)
     store = place.open(retry=PERSISTENT)
     subscription = store.subscribe()
     replayed(subscription)
@@ -483,7 +483,7 @@ def test_a_connection_that_is_open_but_dead_is_noticed_without_an_error_from_bel
 ):
     quick = {
         "redis": {"redis.HEARTBEAT_MS": 100, "redis.SILENCE": 0.5},
-        "postgresql": {"sql.HEARTBEAT": 0.1, "sql_wakers.PING_SECONDS": 0.3},
+        "postgresql": {"sql.HEARTBEAT": 0.1, "postgres.PING_SECONDS": 0.3},
         "firestore": {"firestore_listener.HEARTBEAT": 0.1, "firestore.PROBE_SECONDS": 0.5},
     }
     for name, value in quick[line.place.kind].items():
@@ -501,10 +501,10 @@ def test_a_connection_that_is_open_but_dead_is_noticed_without_an_error_from_bel
 
 def test_the_silence_of_a_listener_is_at_most_ten_seconds_and_a_wipe_is_told_within_five():
     """Tests shorten these limits; here are the limits as they are."""
-    from headway.states.store import firestore, firestore_listener, redis, sql, sql_wakers
+    from headway.states.store import firestore, firestore_listener, postgres, redis, sql
 
     heartbeats = [redis.HEARTBEAT_MS / 1_000, sql.HEARTBEAT, firestore_listener.HEARTBEAT]
-    answers = [redis.SILENCE - redis.HEARTBEAT_MS / 1_000, sql_wakers.PING_SECONDS, firestore.PROBE_SECONDS]
+    answers = [redis.SILENCE - redis.HEARTBEAT_MS / 1_000, postgres.PING_SECONDS, firestore.PROBE_SECONDS]
     assert all(0 < heartbeat < 5 for heartbeat in heartbeats)
     assert all(heartbeat + answer <= 10 for heartbeat, answer in zip(heartbeats, answers, strict=True))
 

@@ -14,9 +14,9 @@ import pytest
 from headway._sql import connect
 from headway.core.retry import RetryPolicy
 from headway.errors import HeadwayError, Unavailable
-from headway.states import LiveStore, State, Subscription, SubscriptionClosed
-from headway.states.jobs import open_backend
-from headway.states.store.sql_wakers import NotificationWaker
+from headway.states import JobRecord, LiveStore, State, Subscription, SubscriptionClosed
+from headway.states.store import open_backend
+from headway.states.store.postgres import NotificationWaker
 from tests.services.proxy import TcpProxy
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually
@@ -179,7 +179,7 @@ def test_what_a_subscription_accepts_may_subscribe_too_and_costs_nobody_else(
 
 def test_a_waker_that_was_closed_writes_into_nobody_elses_file(postgres_url: str):
     with connect(postgres_url) as database:
-        waker = NotificationWaker(database, "somewhere")
+        waker = NotificationWaker(database, JobRecord("job", 1, None, "incarnation"))
         waker.wake()
         waker.close()
         pipes = [os.pipe() for _ in range(8)]  # the numbers that it had are theirs now

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
-from urllib.parse import urlsplit
 
 from headway.core.retry import LISTENER, RetryPolicy
 from headway.errors import InvalidInput
 from headway.states.live import LiveStore
 from headway.states.state import FINISHED, State, checked_id, checked_num_tasks
+from headway.states.store import open_backend
 from headway.states.store.contract import Backend, JobRecord, Snapshot, no_such_job
-from headway.telemetry import Log, redact
+from headway.telemetry import Log
 
 log = Log("states")
 
@@ -51,27 +51,6 @@ def _record(backend: Backend, job_id: str, num_tasks: int | None, *, history: bo
     if found is None:
         raise no_such_job(job_id)
     return found
-
-
-def open_backend(url: str, *, create: bool = True) -> Backend:
-    """Return the backend for a URL. Its module is imported on first use."""
-    scheme = urlsplit(url).scheme
-    if scheme in ("sqlite", "postgresql", "postgres"):
-        from headway.states.store.sql import SqlStates
-
-        return SqlStates(url, create=create)
-    if scheme in ("redis", "rediss", "unix"):
-        from headway.states.store.redis import RedisStates
-
-        return RedisStates(url)
-    if scheme == "firestore":
-        from headway.states.store.firestore import FirestoreStates
-
-        return FirestoreStates(url)
-    raise InvalidInput(
-        f"{redact(url)!r} is not the address of a store.",
-        hint="Use sqlite:///file.db, postgresql://user@host/name, redis://host:6379/1 or firestore://PROJECT",
-    )
 
 
 def list_jobs(url: str) -> list[JobRecord]:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 log = Log("states")
 
 #: Entries of the stream kept for listeners that are behind or lost their connection.
-LOG_KEPT = 16_384
+LOG_LENGTH = 16_384
 #: Entries read at once.
 BATCH = 512
 #: Entries of the log read at once for a history.
@@ -153,7 +153,7 @@ class RedisStates:
     def write(self, state: State, job: JobRecord, writer: str) -> State:
         field, body = f"{state.task_id}-{state.tag}", _body(state)
         word, *found = self._run(
-            "states/write", _keys(state.job_id), field, state.event_id, body, LOG_KEPT, job.incarnation, writer,
+            "states/write", _keys(state.job_id), field, state.event_id, body, LOG_LENGTH, job.incarnation, writer,
             RECENT_LIMIT,
         )  # fmt: skip
         if word == "GONE":

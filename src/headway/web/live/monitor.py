@@ -22,8 +22,8 @@ MOST: Final = 2000
 
 def check_job(store: str, job: str) -> None:
     """Raise `NotFound` if no states of the job are kept."""
-    from headway.states.jobs import open_backend
     from headway.states.state import checked_id
+    from headway.states.store import open_backend
     from headway.states.store.contract import no_such_job
 
     with closing(open_backend(store, create=False)) as backend:
