@@ -6,7 +6,7 @@ ARG PYTHON=3.13
 
 FROM python:${PYTHON}-slim-bookworm AS build
 WORKDIR /build
-COPY pyproject.toml constraints.txt LICENSE ./
+COPY pyproject.toml constraints.txt LICENSE README.md ./
 COPY src ./src
 RUN python -m venv /opt/headway \
     && /opt/headway/bin/python -m pip install --no-cache-dir --disable-pip-version-check \

@@ -3,6 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.installed
+# Headway alone, without extras: enough for make run, and there in seconds.
+MINIMAL := .venv/.minimal
 RESULTS := .test-results.json
 # The tests that reach every statement and branch of the watcher.
 WATCHER_TESTS := tests/watcher tests/web/test_pages_of_the_dead.py
@@ -13,7 +15,7 @@ APART := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run demo test coverage check trace bench faults schemas compat mutants docs clean
+.PHONY: help setup run demo test coverage check trace bench faults schemas compat mutants docs site package clean
 .PHONY: lint types contracts applies
 
 help:
@@ -25,9 +27,14 @@ $(SETUP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[all,dev]'
 	-@$(BIN)/python -m compileall -qq -j 0 .venv/lib  # by all processors; pip takes one. Some packages bring what is no Python
+	@touch $@ $(MINIMAL)
+
+$(MINIMAL): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 
-run: $(SETUP)  ## run the main job of examples/ads
+run: $(MINIMAL)  ## run the main job of examples/ads
 	$(BIN)/python examples/ads/run.py
 
 demo: $(SETUP)  ## a lively installation in a temporary directory, with its dashboard, until Ctrl-C
@@ -46,8 +53,8 @@ coverage: $(SETUP)  ## run the tests with branch coverage of every process
 
 # A missing server is a reason to skip on a laptop; here it is a failure. The watcher's tests run once, under coverage.
 check: export CI = true
-check: $(SETUP)  ## what CI runs: lint, types, import contracts, test, the watcher's coverage, trace, docs
-	$(MAKE) --no-print-directory --jobs=2 $(APART) --keep-going types applies docs contracts lint
+check: $(SETUP)  ## what CI runs: lint, types, import contracts, docs, site, package, test, the watcher's coverage, trace
+	$(MAKE) --no-print-directory --jobs=2 $(APART) --keep-going types applies docs site package contracts lint
 	$(MAKE) --no-print-directory test IGNORE='$(WATCHER_TESTS:%=--ignore=%)'
 	$(BIN)/pytest -q -n 4 --dist worksteal --cov=headway.watcher --cov-report= \
 		--results=$(RESULTS) --append-results $(WATCHER_TESTS)
@@ -88,6 +95,12 @@ mutants: $(SETUP)  ## change the source in the ways of tests/mutants/*.toml and 
 
 docs: $(SETUP)  ## check links, run the examples in the docs, compare the generated pages
 	$(BIN)/python tools/docs.py
+
+site: $(SETUP)  ## build the documentation site into dist/site, without a warning
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --jobs auto docs dist/site
+
+package: $(SETUP)  ## build wheel and sdist into dist, check their data, and try the wheel alone
+	$(BIN)/python tools/package.py
 
 clean:  ## remove what the verbs made
 	rm -rf .venv dist bench/results $(RESULTS) .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -80,6 +80,7 @@ def stale_reference() -> Iterator[str]:
     for name, generator in {
         "reference/cli.md": ["-m", "headway.cli.reference"],
         "reference/schema.md": ["tools/schema.py"],
+        "reference/metrics.md": ["tools/metrics.py"],
     }.items():
         page, command = ROOT / "docs" / name, [sys.executable, *generator]
         if not page.exists() or page.read_bytes() != subprocess.run(command, cwd=ROOT, stdout=PIPE, check=True).stdout:
@@ -159,6 +160,8 @@ def measured() -> set[str]:
     """Names given to count, gauge, observe and timed of the metrics."""
     names = set()
     for path in SOURCE.rglob("*.py"):
+        if path.name == "catalog.py":
+            continue
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if (
                 isinstance(node, ast.Constant)

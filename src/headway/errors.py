@@ -31,6 +31,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from headway._version import DISTRIBUTION, install_command
+
 
 class HeadwayError(Exception):
     """Base class of all Headway errors."""
@@ -72,7 +74,7 @@ class MissingExtra(UsageError):
     def __init__(self, extra: str, what: str) -> None:
         super().__init__(
             f"{what} needs the optional part '{extra}', which is not installed.",
-            hint=f"Install it: pip install 'headway[{extra}]'",
+            hint=f"Install it: {install_command(extra)}",
         )
         self.extra, self.what = extra, what
 
@@ -164,7 +166,7 @@ class StoreForeign(StorageError):
 class StoreNewer(StorageError):
     """The database was written by a newer release of Headway."""
 
-    hint = "Upgrade headway on this machine: pip install --upgrade headway"
+    hint = f"Upgrade Headway on this machine: pip install --upgrade {DISTRIBUTION}"
 
 
 class StoreReadOnly(StorageError):

@@ -85,7 +85,7 @@ def test_a_command_ends_where_its_sentence_does(text: str):
         "Continue it:  headway run m:f -i x --database=sqlite:///a.db",
         "Continue it:  headway run -i x -- cat {}",  # everything after -- is the program's
         "See how it looks: headway demo --open",
-        "pip install --upgrade headway and again",
+        "pip install --upgrade headway-jobs and again",
     ],
 )
 def test_a_command_that_names_a_database_or_takes_none_stays_as_it_is(text: str):

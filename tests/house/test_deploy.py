@@ -52,7 +52,7 @@ Spawn = Callable[..., "subprocess.Popen[str]"]
 def accept(words: list[str]) -> dict[str, Any]:
     """Parse a command line as `headway` does, without running it; what its options became."""
     command: click.Command | None = headway
-    context = click.Context(headway, info_name="headway")
+    context = click.Context(headway, info_name="headway", **headway.context_settings)
     while isinstance(command, click.Group) and (words or not command.invoke_without_command):
         assert words, "a verb is missing"
         name, *words = words
@@ -127,7 +127,7 @@ def test_the_image_holds_no_secret_and_is_made_of_named_files_only(image: list[t
         names = re.findall(r"(\w+)=", rest)
         assert not [name for name in names if SECRET.search(name) or name.startswith(PREFIX)]
     sources = [word for rest in of(image, "COPY") if "--from" not in rest for word in rest.split()[:-1]]
-    assert sorted(sources) == ["LICENSE", "constraints.txt", "pyproject.toml", "src"]
+    assert sorted(sources) == ["LICENSE", "README.md", "constraints.txt", "pyproject.toml", "src"]
     assert all((ROOT / source).exists() for source in sources)
     ignored = (ROOT / ".dockerignore").read_text("utf-8").split("\n")
     assert "*" in ignored

@@ -114,7 +114,7 @@ def test_a_verb_whose_part_is_missing_ends_with_2_and_one_message(tmp_path: Path
         f"import sys\nsys.argv = ['headway', *{words.split()!r}]\nfrom headway.cli import main\nmain()\n", tmp_path
     )
     assert done.returncode == 2, done.stderr
-    assert f"pip install 'headway[{extra}]'" in done.stderr
+    assert f"pip install 'headway-jobs[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -151,7 +151,7 @@ def test_without_redis_installed_it_says_what_to_install():
         "try:\n import headway.watcher.adapters\nexcept MissingExtra as error:\n print(error.hint)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "headway[redis]" in done.stdout
+    assert "headway-jobs[redis]" in done.stdout
 
 
 # ---- promises about the source ---------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 from headway.errors import MissingExtra
+from headway.telemetry.catalog import METRICS
 from headway.telemetry.measurements import BUCKETS, Histogram, Metrics, metrics
 
 
@@ -71,7 +72,7 @@ def _registry(prometheus: Any, source: Metrics) -> Any:
                 names = tuple(label for label, _ in labels)
                 key = (name, kind, names)
                 if key not in found:
-                    found[key] = families[kind](name, name.replace("_", " "), labels=names)
+                    found[key] = families[kind](name, METRICS[name].help if name in METRICS else name, labels=names)
                 texts = [text for _, text in labels]
                 if isinstance(value, Histogram):
                     found[key].add_metric(texts, buckets=list(_cumulative(value)), sum_value=value.total)

@@ -7,6 +7,7 @@ The schemas are made of the annotations of the views, so that they cannot say an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from types import NoneType, UnionType
@@ -172,7 +173,8 @@ def _in_words(type_: Any) -> str:
         return f"object of {_in_words(arguments[1])}"
     if origin in (Union, UnionType):
         return " or ".join(_in_words(part) for part in arguments if part is not Absent)
-    return f"[{type_.__name__}](#{type_.__name__.lower()})"
+    heading = SCHEMAS.get(type_.__name__, type_.__name__)
+    return f"[{type_.__name__}](#{re.sub(r'[^a-z0-9-]', '', heading.lower())})"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,71 @@
+"""Configuration of the documentation site: ``make site``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from headway import __version__
+
+project = "Headway"
+author = project_copyright = "Headway contributors"
+version = release = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+exclude_patterns = ["pictures/README.md"]
+myst_enable_extensions = ["deflist"]
+myst_heading_anchors = 4
+
+# Docstrings write names in single backticks.
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_class_signature = "mixed"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+add_module_names = False
+nitpicky = False
+# Fences name what runs them ("python run", "sh run"); a fragment of JSON or TOML need not parse.
+suppress_warnings = ["misc.highlighting_failure"]
+
+html_theme = "furo"
+html_title = f"Headway {__version__}"
+html_show_sourcelink = False
+html_copy_source = False
+html_theme_options = {
+    "light_css_variables": {
+        "font-stack": "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', sans-serif",
+        "font-stack--monospace": "ui-monospace, SFMono-Regular, Menlo, Consolas, 'Liberation Mono', monospace",
+    },
+}
+
+ROOT = Path(__file__).resolve().parent.parent
+_LINK = re.compile(r"\[(?P<text>[^\]\n]+)\]\((?P<target>[^)\s#:]+)(?:#[^)\s]*)?\)")
+
+
+def _name_files_outside(app: Any, page: str, content: list[str]) -> None:
+    """Replace links to files outside docs/, which the site does not have, by their paths in the repository."""
+    folder = (Path(app.srcdir) / page).parent
+
+    def path(link: re.Match[str]) -> str:
+        target = (folder / link["target"]).resolve()
+        if target.is_relative_to(app.srcdir) or not target.is_relative_to(ROOT):
+            return link[0]
+        return f"{link['text']} (`{target.relative_to(ROOT)}`)"
+
+    content[0] = _LINK.sub(path, content[0])
+
+
+def _omit_module_docstring(_app: Any, what: str, _name: str, _obj: object, _options: Any, lines: list[str]) -> None:
+    """Leave the introduction of a module to its page."""
+    if what == "module":
+        lines.clear()
+
+
+def setup(app: Any) -> None:
+    """Connect the two hooks."""
+    app.connect("source-read", _name_files_outside)
+    app.connect("autodoc-process-docstring", _omit_module_docstring)
