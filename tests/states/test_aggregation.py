@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from headway.errors import InvalidInput
 from headway.states import ERROR, FINISHED, WARNING, Manager, State, Store, TaskFailed, WaitTimeout
-from headway.states.subscription import DEPTH, Overflow, Subscription
+from headway.states.buffer import Overflow
+from headway.states.subscription import DEPTH, Subscription
 
 
 class DictStore:

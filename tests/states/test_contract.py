@@ -404,7 +404,7 @@ def test_a_long_history_on_redis_is_read_in_pages_that_let_others_in(place: Plac
 
 
 def test_without_history_asking_for_it_is_refused(managers: list[Manager]):
-    with pytest.raises(InvalidInput, match="keeps no history"):
+    with pytest.raises(InvalidInput, match="has no history"):
         managers[0].history(task_id=0, tag="a")
 
 
@@ -572,7 +572,9 @@ def hold_up(store: LiveStore, writer: LiveStore) -> None:
     """Make the listener of ``store`` stand still after its next look; the caller holds the store's lock meanwhile."""
 
     def position() -> int:
-        return int(getattr(store._listener, "_cursor", 0) or getattr(store._listener, "_change", 0))
+        return int(
+            getattr(store._supervisor._listener, "_cursor", 0) or getattr(store._supervisor._listener, "_change", 0)
+        )
 
     before = position()
     writer.set_state(State("job", 0, "held"))
@@ -603,7 +605,7 @@ def test_a_burst_of_ten_thousand_changes_reaches_a_slow_reader_whole_and_in_orde
             assert event.skipped == 0
             assert event.state.version == heard[event.state.task_id] + 1
             heard[event.state.task_id] += 1
-            assert len(subscription._live) <= DEPTH
+            assert len(subscription._buffer._live) <= DEPTH
         assert sorted(heard.values()) == [2_500, 2_500, 5_000]
 
 
@@ -745,7 +747,7 @@ def test_a_listing_that_was_under_way_does_not_take_back_what_was_written_meanwh
     def list_until_asked() -> None:
         while not reading.is_set():
             if place.kind == "firestore":  # it listens, and what it heard would be the answer
-                store._fresh_until = 0.0
+                store._supervisor._fresh_until = 0.0
             store.list_all_states()
 
     first = threading.Thread(target=list_until_asked)

@@ -308,8 +308,8 @@ def test_a_file_that_was_removed_while_the_listener_was_away_is_told_to_those_wh
     store = place.open(retry=PERSISTENT)
     subscription = store.subscribe()
     replayed(subscription)
-    with store._listing:  # the listener comes back, and cannot list before the file is gone
-        listener = store._listener
+    with store._supervisor._listing:  # the listener comes back, and cannot list before the file is gone
+        listener = store._supervisor._listener
         assert listener is not None
         listener._waker._watch._connection.close()  # type: ignore[attr-defined]  # as if it had been lost
         unlink(place)
@@ -322,8 +322,8 @@ def test_what_a_subscription_accepts_may_read_the_store_also_while_the_listener_
     store.set_state(State("job", 1, "a", 1))
     subscription = store.subscribe(accepts=lambda _: store.get_state(1, "a").status == 2)
     assert replayed(subscription) == []
-    with store._listing:  # the listener comes back, and cannot list before both are written
-        listener = store._listener
+    with store._supervisor._listing:  # the listener comes back, and cannot list before both are written
+        listener = store._supervisor._listener
         assert listener is not None
         listener._waker._watch._connection.close()  # type: ignore[attr-defined]  # as if it had been lost
         eventually(lambda: not store.fresh, 30)

@@ -266,9 +266,11 @@ def test_there_is_no_limit_on_concurrent_writes_unless_one_is_asked_for(place: P
 def test_an_idle_listener_of_a_sqlite_file_costs_next_to_nothing(place: Place):
     store = place.open()
     store.list_all_states()  # it listens from the first read on
-    assert store._thread is not None
-    assert store._thread.ident is not None
-    listener = time.pthread_getcpuclockid(store._thread.ident)  # its own time, whatever else this process does
+    assert store._supervisor._thread is not None
+    assert store._supervisor._thread.ident is not None
+    listener = time.pthread_getcpuclockid(
+        store._supervisor._thread.ident
+    )  # its own time, whatever else this process does
     time.sleep(1.1)  # it slows down after a second without a change
 
     def share() -> float:
@@ -289,7 +291,7 @@ def test_another_writer_of_the_same_task_is_noticed(place: Place, caplog: pytest
     two.set_state(state)
     caplog.clear()
     one.set_state(replace(state, status=3))
-    assert ["somebody else writes" in record.getMessage() for record in caplog.records] == [True]
+    assert ["another process writes" in record.getMessage() for record in caplog.records] == [True]
 
 
 @pytest.mark.stores(("sqlite",))

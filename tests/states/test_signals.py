@@ -45,7 +45,7 @@ def come_and_go():
         passing.get(1)
 
 def look():
-    store._fresh_until = 0.0  # as if the listener had lost its store a moment ago
+    store._supervisor._fresh_until = 0.0  # as if the listener had lost its store a moment ago
     store.list_all_states()
 
 signal.signal(signal.SIGALRM, ring)
@@ -150,7 +150,7 @@ from tests.services.waiting import eventually
 store, _ = states.open_store(sys.argv[1], "job", 3, retry=RetryPolicy(retries=5, base=3600, cap=3600))
 store.set_state(states.State("job", 1, "a", 1))
 with store.subscribe():
-    store._listener._waker._watch._connection.close()  # as if it had been lost
+    store._supervisor._listener._waker._watch._connection.close()  # as if it had been lost
     eventually(lambda: not store.fresh, 30)
 subscription = store.subscribe(accepts=lambda _: store.get_state(1, "a").status == 1)
 print(subscription.get().state.status, subscription.get().state)

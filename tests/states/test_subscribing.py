@@ -78,7 +78,7 @@ def test_who_subscribes_while_the_listener_gives_up_is_told_so(redis_server: Red
 
     def away() -> None:
         redis_server.kill9()
-        eventually(lambda: store._gave_up is not None, 60)
+        eventually(lambda: store._supervisor._gave_up is not None, 60)
 
     clock = Interrupting(away, at)
     store = opened(redis_server.url(1), clock, RetryPolicy(retries=0))

@@ -155,13 +155,13 @@ def test_by_default_a_slow_reader_gets_every_change_in_order_and_memory_stays_bo
         subscription.offer(replace(state(version, "ab"[version % 2]), payload={"text": "😀\n" * 20, "n": [1, None]}))
         if version % 3 == 0:
             told += live(subscription)
-        assert len(subscription._live) <= 4
-        assert not subscription._late
+        assert len(subscription._buffer._live) <= 4
+        assert not subscription._buffer._latest
     told += live(subscription, 5_000 - len(told))
     assert [found.version for found in told] == list(range(1, 5_001))
     assert told[-1] == replace(state(5_000, "a"), payload={"text": "😀\n" * 20, "n": [1, None]})
     subscription.offer(state(5_001))
-    assert len(subscription._live) == 1  # it has caught up, and the file is not used any more
+    assert len(subscription._buffer._live) == 1  # it has caught up, and the file is not used any more
     assert live(subscription) == [state(5_001)]
 
 
@@ -306,7 +306,7 @@ def test_what_a_subscription_accepts_may_raise_and_costs_that_subscription_only(
         subscription.offer(state(version))
     replayed(subscription)
     assert live(subscription) == [state(1)]
-    with pytest.raises(HeadwayError, match="could not be decided: KeyError") as caught:
+    with pytest.raises(HeadwayError, match="accepts callback of this subscription raised KeyError") as caught:
         subscription.get(1)
     assert isinstance(caught.value.__cause__, KeyError)
 

@@ -4,7 +4,7 @@ Three sources update it, in any order: the listener (`apply`), a full listing (`
 writes (`remember`). The highest version of each key wins. Every change is offered to every subscription, which ignores
 versions it has already seen. A key that was touched during a listing is newer than the listing.
 
-The cache detects a store that was restored to an earlier moment. It compares the last change it heard (the backend's
+The cache detects a store that was restored to an earlier moment. It compares the last change it applied (the backend's
 `Mark`) and the versions of the keys. Subscriptions then end with `WentBack`, and the cache reloads from the store.
 """
 
@@ -25,29 +25,73 @@ from headway.telemetry import Log, metrics
 log = Log("states")
 
 
+class DeliveryTracker:
+    """Compares the versions that this process wrote with those that its listener delivered.
+
+    It measures the time from a write to its delivery, counts missed versions, and detects a second writer of a key. Not
+    thread-safe: the cache's lock serializes all calls.
+    """
+
+    def __init__(self, kind: str, clock: Callable[[], float]) -> None:
+        self._kind = kind
+        self._clock = clock
+        self._delivered: dict[Key, int] = {}  # last version per key from the listener
+        self._written: dict[Key, int] = {}  # last version per key from our writes
+        self._in_flight: dict[Key, tuple[int, float]] = {}  # our last write (version, time), until it is delivered
+
+    def wrote(self, stored: State) -> bool:
+        """Record a write of this process. Return whether another process wrote the key since our previous write."""
+        before = self._written.get(stored.key)
+        self._written[stored.key] = max(stored.version, before or 0)
+        if stored.version > self._delivered.get(stored.key, 0):
+            self._in_flight[stored.key] = (stored.version, self._clock())
+        elif before is None or stored.version > before:  # the listener delivered it before the write returned
+            metrics.observe("headway_states_live_seconds", 0.0, store=self._kind)
+        return before is not None and stored.version > before + 1
+
+    def delivered(self, state: State) -> None:
+        """Record a state from the listener."""
+        last = self._delivered.get(state.key, 0)
+        if state.version > last:
+            self._delivered[state.key] = state.version
+            if last and state.version > last + 1:
+                metrics.count("headway_states_version_gaps", state.version - last - 1, store=self._kind)
+        written, when = self._in_flight.get(state.key, (0, 0.0))
+        if written and state.version >= written:
+            del self._in_flight[state.key]
+            if state.version == written:
+                metrics.observe("headway_states_live_seconds", self._clock() - when, store=self._kind)
+
+    def forget(self, key: Key) -> None:
+        """Forget a removed key, whose versions start again at 1."""
+        for known in (self._delivered, self._written, self._in_flight):
+            known.pop(key, None)
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        for known in (self._delivered, self._written, self._in_flight):
+            known.clear()
+
+
 class Cache:
     """In-memory states of one job. Thread-safe. ``kind`` is the kind of store, as named in metrics."""
 
     def __init__(self, job_id: str, kind: str, *, tombstone: bool, clock: Callable[[], float]) -> None:
         self._job_id = job_id
-        self._kind = kind
-        self._clock = clock
         # Guards everything below. Held only for in-memory work, never while waiting for the backend. It is reentrant
         # because a signal handler may close a subscription while this thread holds it.
         self.lock = threading.RLock()
         self.states: dict[Key, State] = {}  # a single lookup is atomic and needs no lock
         self.mark: Mark = None  # position up to which changes have been applied
-        self._heard: dict[Key, int] = {}  # last version per key from the listener, to detect gaps
-        self._touched: set[Key] = set()  # keys written or heard since the last listing began
-        self._written: dict[Key, int] = {}  # last version per key that we wrote, to detect a second writer
-        self._under_way: dict[Key, tuple[int, float]] = {}  # our last write (version, time), until it is heard
+        self._touched: set[Key] = set()  # keys written or delivered since the last listing began
+        self._deliveries = DeliveryTracker(kind, clock)
         # Weak: dropping a subscription closes it. Its unread events are counted at the next tick.
         self.subscriptions: WeakSet[Subscription] = WeakSet()
         self.abandoned: deque[int] = deque()
         self._tombstone = tombstone
         self._gone: JobGone | None = None
-        self._unheard = False  # True once the listener has stopped
-        self._why: HeadwayError | None = None
+        self._stopped = False  # whether the listener has stopped
+        self._why: HeadwayError | None = None  # why it has stopped
 
     @property
     def gone(self) -> JobGone | None:
@@ -55,8 +99,8 @@ class Cache:
         return self._gone
 
     @property
-    def told_here(self) -> bool:
-        """Whether this thread is delivering to subscriptions, that is, holds the lock."""
+    def locked_here(self) -> bool:
+        """Whether this thread holds the lock, because it is delivering to subscriptions."""
         return held_here(self.lock)
 
     def current(self) -> list[State]:
@@ -74,7 +118,7 @@ class Cache:
                 subscription.end(self._gone)
             elif self._tombstone:
                 subscription.end(job_gone(self._job_id, marked=True))
-            elif self._unheard:  # the listener stopped before this subscription was registered
+            elif self._stopped:  # the listener stopped before this subscription was registered
                 subscription.end(self._why)
             else:
                 self.subscriptions.add(subscription)
@@ -87,7 +131,7 @@ class Cache:
     def begin(self) -> None:
         """Mark the cache as kept up to date by a listener."""
         with self.lock:
-            self._unheard, self._why = False, None
+            self._stopped, self._why = False, None
 
     def end(self, why: HeadwayError | None, first: Callable[[], object] = lambda: None) -> None:
         """Mark the listener as stopped and end all subscriptions with ``why``.
@@ -96,7 +140,7 @@ class Cache:
         the subscriptions end. After it a new listener may `begin`, and subscriptions made since are not ended.
         """
         with self.lock:
-            self._unheard, self._why = True, why
+            self._stopped, self._why = True, why
             ending = list(self.subscriptions)
             self.subscriptions.clear()
         try:
@@ -110,7 +154,6 @@ class Cache:
         with self.lock:
             first, self._gone = self._gone is None, self._gone or gone
             self._clear()
-            self._touched.clear()
         if first:
             log.critical("the job is gone; its subscriptions end", jobID=self._job_id, error=str(gone))
             self.end(gone)
@@ -127,17 +170,12 @@ class Cache:
         """Make our own write visible to readers at once. Subscribers receive it from the listener, in order."""
         with self.lock:
             self._touched.add(stored.key)
-            before = self._written.get(stored.key)
-            self._written[stored.key] = max(stored.version, before or 0)
             if stored.version > self._version(stored.key):
                 self.states[stored.key] = stored
-            if stored.version > self._heard.get(stored.key, 0):
-                self._under_way[stored.key] = (stored.version, self._clock())
-            elif before is None or stored.version > before:  # the listener delivered it before the write returned
-                metrics.observe("headway_states_live_seconds", 0.0, store=self._kind)
-        if before is not None and stored.version > before + 1:
+            second_writer = self._deliveries.wrote(stored)
+        if second_writer:
             log.warning(
-                "somebody else writes the states of this task too",
+                "another process writes the states of this task too",
                 jobID=stored.job_id, taskID=stored.task_id, tag=stored.tag, version=stored.version,
             )  # fmt: skip
 
@@ -155,35 +193,25 @@ class Cache:
                 if change.state is None:
                     self._forget(change.key)
                 else:
-                    self._hear(change.state)
+                    self._deliver(change.state)
 
-    def _hear(self, state: State) -> None:
-        heard = self._heard.get(state.key, 0)
-        if state.version > heard:
-            self._heard[state.key] = state.version
-            if heard and state.version > heard + 1:
-                metrics.count("headway_states_version_gaps", state.version - heard - 1, store=self._kind)
+    def _deliver(self, state: State) -> None:
+        self._deliveries.delivered(state)
         if state.version > self._version(state.key):
             self.states[state.key] = state
-        written, when = self._under_way.get(state.key, (0, 0.0))
-        if written and state.version >= written:
-            del self._under_way[state.key]
-            if state.version == written:
-                metrics.observe("headway_states_live_seconds", self._clock() - when, store=self._kind)
         for subscription in list(self.subscriptions):  # a copy: an ``accepts`` callback may subscribe
             subscription.offer(state)
 
     def _forget(self, key: Key) -> None:
         self.states.pop(key, None)
-        self._heard.pop(key, None)
-        self._written.pop(key, None)
-        self._under_way.pop(key, None)
+        self._deliveries.forget(key)
         for subscription in list(self.subscriptions):
             subscription.forget(key)
 
     def _clear(self) -> None:
-        for known in (self.states, self._heard, self._written, self._under_way):
-            known.clear()
+        self.states.clear()
+        self._deliveries.clear()
+        self._touched.clear()
 
     def begin_listing(self) -> None:
         """Start tracking the keys that are touched during a listing."""
@@ -195,9 +223,8 @@ class Cache:
         why: HeadwayError | None = None
         with self.lock:
             if not snapshot.continuous or self._contradicted_by(snapshot):
-                why = WentBack(f"🔴 The store of the job {self._job_id!r} was put back to an earlier moment.")
+                why = WentBack(f"🔴 The store of the job {self._job_id!r} was restored to an earlier moment.")
                 self._clear()
-                self._touched.clear()
             elif snapshot.deleted:
                 why = job_gone(self._job_id, marked=True)
             self._tombstone = snapshot.deleted
@@ -217,10 +244,10 @@ class Cache:
                     self.states[state.key] = state
             if not snapshot.resumes:  # else the listener replays the log from the mark, in order
                 for state in listed:
-                    self._hear(state)
+                    self._deliver(state)
                 self.mark = snapshot.mark
         if isinstance(why, WentBack):
-            log.critical("the store went back in time; its subscriptions end", jobID=self._job_id)
+            log.critical("the store was restored to an earlier moment; its subscriptions end", jobID=self._job_id)
         for subscription in ending:
             subscription.end(why)
 

@@ -16,6 +16,7 @@ from weakref import WeakSet
 from headway.core.retry import call
 from headway.errors import HeadwayError, InvalidInput, Unavailable
 from headway.events import Json
+from headway.states.buffer import Overflow
 from headway.states.live import LiveStore
 from headway.states.state import (
     BLACK,
@@ -40,7 +41,7 @@ from headway.states.state import (
     storable,
 )
 from headway.states.store.contract import Store, WentBack
-from headway.states.subscription import DEPTH, Overflow, Subscription
+from headway.states.subscription import DEPTH, Subscription
 from headway.telemetry import Log, redact
 
 log = Log("states")
@@ -334,7 +335,7 @@ class Manager:
         status, tag = checked_status(status), checked_id(tag, "a tag")
         if status <= 0:
             raise InvalidInput(f"Every task has reached status {status} from the start.", hint="Wait for one above 0.")
-        limit = checked_seconds(timeout, "The timeout")
+        limit = checked_seconds(timeout, "timeout")
         deadline = None if limit is None else clock() + limit
         while True:
             behind = set(range(self._num_tasks))

@@ -1,13 +1,10 @@
-"""One reader of a job's states: first what is current, then one sentinel, then what happens.
+"""`Subscription`: one reader of a job's states. It reads the current states, one sentinel, then every change.
 
-The store's listener hands every change to every subscription by `offer`, which neither waits for a reader nor raises, so
-that no reader can hold up the listener, a writer or another reader. When more than ``depth`` events wait, the following
-ones wait in a temporary file (`Spool`), so that a slow reader gets every change in order and memory stays bounded. With
-``overflow="latest"``, or when the file is full or cannot be written, the newest state of each key waits instead: each
-event then says how many changes it stands for, and the log says that changes are skipped.
+The store's listener passes every change to every subscription by `offer`. It never waits for a reader and never raises,
+so a slow reader delays neither the listener, nor a writer, nor another reader.
 
-A subscription belongs to one life of the job in its store. When that ends (the job was deleted, the store wiped,
-replaced or put back to an earlier moment) the subscription ends too, with the reason as its error.
+A subscription belongs to one incarnation of the job. It ends with an error if the job is deleted, or if the store is
+wiped, replaced or restored to an earlier moment.
 """
 
 from __future__ import annotations
@@ -20,31 +17,28 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import FrameType
-from typing import Literal, Self, get_args
+from typing import Self, get_args
 
 from headway.core.lifecycle import ForkGuard
 from headway.errors import HeadwayError, InvalidInput, Unavailable
-from headway.states.spool import Spool
+from headway.states.buffer import EventBuffer, Overflow
 from headway.states.state import REPLAY_COMPLETE, Key, State, StateEvent, checked_seconds, replay_order
-from headway.telemetry import Log, metrics
+from headway.telemetry import metrics
 
-log = Log("states")
-
-#: What happens to events beyond ``depth``: all wait on disk, the newest of each key waits, or the subscription ends
-#: with an error.
-Overflow = Literal["all", "latest", "close"]
-
-#: How many events wait in memory for a reader before ``overflow`` decides.
+#: Events that are buffered in memory before ``overflow`` decides.
 DEPTH = 1_024
-#: The least depth there is: a burst of four must fit.
+#: Minimum depth, so that a burst of four events fits.
 LEAST_DEPTH = 4
 
 
 def called_from_within() -> bool:
-    """Whether our caller was called in the midst of a call of ours, in this thread: by a signal handler, or by what a
-    subscription accepts. That call goes on when the caller is done, so nobody may wait for the locks it has meanwhile."""
+    """Return whether this thread has interrupted a call of the store.
+
+    A signal handler or an ``accepts`` callback runs in the middle of such a call. The call holds locks and continues
+    only after our caller returns, so the caller must not wait for them.
+    """
     frame = inspect.currentframe()
-    while frame is not None and _is_ours(frame):  # this call, and that of whoever asks
+    while frame is not None and _is_ours(frame):  # this call and its caller
         frame = frame.f_back
     while frame is not None and not _is_ours(frame):
         frame = frame.f_back
@@ -52,23 +46,23 @@ def called_from_within() -> bool:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """Of the store, or of what it calls and has locks too."""
+    """Return whether a frame belongs to the store or to a package that it calls with locks of its own."""
     return str(frame.f_globals.get("__name__")).startswith(("headway.states.", "headway._sql.", "headway.telemetry."))
 
 
 class SubscriptionClosed(HeadwayError):
-    """The subscription was closed while, or before, it was read."""
+    """The subscription was closed before or while it was read."""
 
 
 class Subscription:
-    """An iterator of `StateEvent` (``for`` and ``async for``), and a context manager that ends it.
+    """An iterator of `StateEvent` (``for`` and ``async for``) and a context manager that closes it.
 
-    ``close`` may be called from any thread; a reader that waits then stops. ``timeout`` is how long iteration waits
-    for the next event before it raises TimeoutError; without one it waits for as long as the subscription lives.
-    Nobody but its reader holds it: one that is dropped (``for event in subscribe(): break``) is closed by that.
+    ``timeout`` is how many seconds iteration waits for an event before it raises TimeoutError; None waits without
+    limit. `close` may be called from any thread and ends a waiting read. Only the reader holds a reference, so dropping
+    the subscription (``for event in subscribe(): break``) closes it.
     """
 
-    _closed = True  # until it is whole, so that `__del__` has nothing to count
+    _closed = True  # until `__init__` has finished, so that `__del__` counts nothing
 
     def __init__(
         self,
@@ -82,99 +76,66 @@ class Subscription:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not depth >= LEAST_DEPTH:
-            raise InvalidInput(
-                f"A subscription holds at least {LEAST_DEPTH} events, so a depth of {depth} is too little."
-            )
+            raise InvalidInput(f"depth must be at least {LEAST_DEPTH} (got {depth}).")
         if overflow not in get_args(Overflow):
             raise InvalidInput(f"overflow must be 'all', 'latest' or 'close' (got {overflow!r}).")
-        self.timeout = checked_seconds(timeout, "The timeout of a subscription")
+        self.timeout = checked_seconds(timeout, "timeout")
         self._accepts = accepts
-        self._depth = depth
-        self._overflow = overflow
         self._on_close = on_close
-        self._abandoned = abandoned
+        self._abandoned = abandoned  # receives the number of unread events if the subscription is dropped
         self._clock = clock
         self._began = clock()
         self._guard = ForkGuard("A subscription")
-        # Taken by `with` and waited for by nobody who holds it: that is one step of the interpreter, which no exception of
-        # a signal handler can split. A Condition is many, and would stay locked.
+        # Taken by ``with`` only, and never while waiting: the interpreter acquires it in one step, which an exception
+        # of a signal handler cannot split. A Condition takes many steps and would stay locked.
         self._lock = threading.RLock()
-        self._waiters: list[Callable[[], object]] = []  # one of each reader that waits, and wakes it
-        self._seen: dict[Key, int] = {}
-        self._replay: deque[State] = deque()
-        self._replaying = True
-        self._live: deque[tuple[State, float]] = deque()
-        # Read in this order: `_live`, then `_spool`, then `_late`.
-        self._spool: Spool | None = None
-        self._late: dict[Key, tuple[State, float, int]] = {}
+        self._waiters: list[Callable[[], object]] = []  # wakes each waiting reader
+        self._seen: dict[Key, int] = {}  # the last version per key
+        self._buffer = EventBuffer(depth, overflow)
         self._error: HeadwayError | None = None
         self._closed = False
 
     # ---- for the store ---------------------------------------------------------------------
 
     def start(self, current: Iterable[State]) -> None:
-        """Say what is current. Called once, before the reader has it, by a store that registered it before it looked:
-        a state that was offered in between is news, not replay. What ``accepts`` raises here reaches the subscriber."""
+        """Buffer the current states as replay. Called once, before the reader has the subscription.
+
+        An exception of ``accepts`` reaches the subscriber.
+        """
         with self._lock:
             for state in sorted(current, key=replay_order):
                 accepted = self._accepts is None or self._accepts(state)
                 if accepted and state.version > self._seen.get(state.key, 0):
                     self._seen[state.key] = state.version
-                    self._replay.append(state)
+                    self._buffer.replay(state)
 
     def offer(self, state: State) -> None:
-        """A change. Given again or out of order it is ignored: only a version that grew is news."""
+        """Buffer a change. Ignored unless its version is higher than the last one of the key."""
         with self._lock:
             if self._closed or not self._accepted(state) or state.version <= self._seen.get(state.key, 0):
                 return
             self._seen[state.key] = state.version
-            now = self._clock()
-            if not self._late and not self._spool and len(self._live) < self._depth:
-                self._live.append((state, now))
-            elif self._overflow == "close":
-                self._end(Unavailable("🔴 The reader of this subscription is too slow: its buffer ran over."))
-                return
-            elif self._overflow == "latest" or self._late or not self._offer_on_disk(state, now):
-                self._offer_late(state, now)
-            self._wake()
-
-    def _offer_on_disk(self, state: State, now: float) -> bool:
-        """Add a state to the spool; False when there is no space for it."""
-        try:
-            if self._spool is None:
-                self._spool = Spool()
-            return self._spool.append(state, now)
-        except OSError as error:
-            log.warning("the spool of a subscription cannot be written", jobID=state.job_id, error=str(error))
-            return False
+            if self._buffer.append(state, self._clock()):
+                self._wake()
+            else:
+                self._end(Unavailable("🔴 The reader of this subscription is too slow: its buffer is full."))
 
     def _accepted(self, state: State) -> bool:
         try:
             return self._accepts is None or self._accepts(state)
-        except BaseException as error:  # noqa: BLE001  (it is the subscriber's own code, in the thread that serves all)
-            failed = HeadwayError(f"🔴 What this subscription accepts could not be decided: {type(error).__name__}.")
+        except BaseException as error:  # noqa: BLE001  (the subscriber's code must not end the shared listener)
+            failed = HeadwayError(f"🔴 The accepts callback of this subscription raised {type(error).__name__}.")
             failed.__cause__ = error
             self._end(failed)
             return False
 
-    def _offer_late(self, state: State, now: float) -> None:
-        if not self._late:
-            log.warning(
-                "a reader is too slow; changes are skipped until it has read what waits",
-                jobID=state.job_id, count=self._depth,
-            )  # fmt: skip
-        replaced = self._late.pop(state.key, None)
-        if replaced is not None:
-            metrics.count("headway_states_skipped")
-        self._late[state.key] = (state, now, 0 if replaced is None else replaced[2] + 1)
-
     def forget(self, key: Key) -> None:
-        """The state of ``key`` was removed; if it is made again its versions begin at 1."""
+        """Forget the versions of a removed key. If the key is re-created, its versions start at 1."""
         with self._lock:
             self._seen.pop(key, None)
 
     def end(self, error: HeadwayError | None = None) -> None:
-        """No more will come: what is waiting can still be read, then ``error`` is raised, or iteration stops."""
+        """End the subscription. Buffered events can still be read. Then ``error`` is raised, or iteration stops."""
         with self._lock:
             if not self._closed:
                 self._end(error)
@@ -185,10 +146,9 @@ class Subscription:
         self._wake()
 
     def _wake(self) -> None:
-        """Every reader that waits; they look again. One is crossed off after it was woken: interrupted in between, it is
-        woken twice."""
+        """Wake all waiting readers. A waiter is removed after it was woken: an interruption wakes it twice."""
         while self._waiters:
-            with suppress(RuntimeError):  # it was woken already, or its loop has ended, and the reader with it
+            with suppress(RuntimeError):  # woken already, or its event loop has ended
                 self._waiters[-1]()
             self._waiters.pop()
 
@@ -196,23 +156,24 @@ class Subscription:
 
     @property
     def closed(self) -> bool:
+        """Whether no further events will arrive. Buffered events may remain."""
         return self._closed
 
     @property
     def waiting(self) -> int:
-        """How many events can be read at once."""
+        """The number of events that can be read at once."""
         self._guard.check()
         with self._lock:
-            return self._waiting() + self._replaying
-
-    def _waiting(self) -> int:
-        return len(self._replay) + len(self._live) + len(self._spool or ()) + len(self._late)
+            return self._buffer.waiting
 
     def get(self, timeout: float | None = None) -> StateEvent:
-        """The next event. Raises TimeoutError when none comes in time, `SubscriptionClosed` when none will come, or
-        the error with which the store ended it."""
-        self._guard.check()  # before the lock, which a thread of the parent may have held when this process was forked
-        limit = checked_seconds(timeout, "The timeout")
+        """Return the next event.
+
+        Raises TimeoutError after ``timeout`` seconds, `SubscriptionClosed` if the subscription was closed, or the error
+        with which the store ended it.
+        """
+        self._guard.check()  # before the lock, which a thread of the parent may have held at the fork
+        limit = checked_seconds(timeout, "timeout")
         deadline = None if limit is None else self._clock() + limit
         while (event := self._next()) is None:
             if not self._wait(deadline):
@@ -220,50 +181,42 @@ class Subscription:
         return event
 
     def _wait(self, deadline: float | None) -> bool:
-        """Until there may be something to read; False when it is too late for that."""
+        """Wait until there may be something to read. Return False at the deadline."""
         woken = _thread.allocate_lock()
         woken.acquire()
-        with self._lock:
-            if self._readable():
-                return True
-            self._waiters.append(woken.release)
+        if not self._add_waiter(woken.release):
+            return True
         try:
             left = -1.0 if deadline is None else min(max(0.0, deadline - self._clock()), threading.TIMEOUT_MAX)
             return woken.acquire(timeout=left)
         finally:
-            self._no_longer_waits(woken.release)
+            self._remove_waiter(woken.release)
 
-    def _no_longer_waits(self, waiter: Callable[[], object]) -> None:
-        with self._lock, suppress(ValueError):  # it was woken
+    def _add_waiter(self, waiter: Callable[[], object]) -> bool:
+        """Register a waiting reader, unless there is something to read. Return whether it was registered."""
+        with self._lock:
+            if self._closed or self._buffer.readable:
+                return False
+            self._waiters.append(waiter)
+            return True
+
+    def _remove_waiter(self, waiter: Callable[[], object]) -> None:
+        with self._lock, suppress(ValueError):  # removed when it was woken
             self._waiters.remove(waiter)
 
     def _next(self) -> StateEvent | None:
-        """The next event, taken; None when there is none yet."""
+        """Remove and return the next event, or None if there is none yet."""
         with self._lock:
-            if not self._readable():
-                return None
-            if self._replay:
-                return StateEvent(self._replay.popleft(), replay=True)
-            if self._replaying:
-                self._replaying = False
-                metrics.observe("headway_states_replay_seconds", self._clock() - self._began)
-                return REPLAY_COMPLETE
-            skipped = 0
-            if self._live:
-                state, since = self._live.popleft()
-            elif self._spool:
-                state, since = self._spool.popleft()
-            elif self._late:
-                state, since, skipped = self._late.pop(next(iter(self._late)))
-            elif self._error is not None:
-                raise self._error
-            else:
-                raise SubscriptionClosed("The subscription is closed.")
-        metrics.observe("headway_states_delivery_seconds", self._clock() - since)
-        return StateEvent(state, skipped=skipped)
-
-    def _readable(self) -> bool:
-        return bool(self._replay or self._replaying or self._live or self._spool or self._late or self._closed)
+            if (found := self._buffer.pop()) is None:
+                if not self._closed:
+                    return None
+                raise self._error or SubscriptionClosed("The subscription is closed.")
+        event, arrived = found
+        if arrived is not None:
+            metrics.observe("headway_states_delivery_seconds", self._clock() - arrived)
+        elif event is REPLAY_COMPLETE:
+            metrics.observe("headway_states_replay_seconds", self._clock() - self._began)
+        return event
 
     def __iter__(self) -> Subscription:
         return self
@@ -278,7 +231,7 @@ class Subscription:
         return self
 
     async def __anext__(self) -> StateEvent:
-        """Waits in the event loop and takes no thread, so thousands of readers may wait at once."""
+        """Return the next event. Waits in the event loop without a thread, so thousands of readers may wait at once."""
         import asyncio
         from functools import partial
 
@@ -292,46 +245,36 @@ class Subscription:
                 raise StopAsyncIteration from None
             arrived = asyncio.Event()
             waiter = partial(asyncio.get_running_loop().call_soon_threadsafe, arrived.set)
-            with self._lock:
-                if self._readable():
-                    continue
-                self._waiters.append(waiter)
+            if not self._add_waiter(waiter):
+                continue
             try:
                 async with asyncio.timeout(None if deadline is None else max(0.0, deadline - self._clock())):
                     await arrived.wait()
             except TimeoutError:
                 raise TimeoutError(f"No event within {self.timeout:g} s.") from None
             finally:
-                self._no_longer_waits(waiter)
+                self._remove_waiter(waiter)
 
     def close(self) -> None:
-        """End it now. What was waiting is dropped, and counted."""
+        """End the subscription now. Unread events are dropped and counted."""
         if self._guard.crossed:
-            return  # it is the parent's
+            return  # it belongs to the parent process
         with self._lock:
-            dropped = self._drop()
+            dropped = self._buffer.clear()
             if not self._closed:
                 self._end(None)
-            self._wake()  # closed twice because it was interrupted: somebody may wait still
+            self._wake()  # an interrupted first `close` may have left a reader waiting
         if dropped:
             metrics.count("headway_states_dropped", dropped)
-        # Else it stays in the store's set for as long as somebody holds it, and is passed over.
+        # If this call interrupted the store, the store keeps a weak reference and skips the closed subscription.
         if self._on_close is not None and not called_from_within():
             self._on_close(self)
 
-    def _drop(self) -> int:
-        dropped = self._waiting()
-        for buffer in (self._replay, self._live, self._late):
-            buffer.clear()
-        if self._spool is not None:
-            self._spool.close()
-        self._spool, self._replaying = None, False
-        return dropped
-
     def __del__(self) -> None:
-        # The collector may run this anywhere, also inside a lock of ours: it takes none, and the store counts later.
+        # The garbage collector may run this anywhere, also while this thread holds the lock. So it takes no lock, and
+        # the store counts later.
         if not self._closed and self._abandoned is not None:
-            self._abandoned.append(self._waiting())
+            self._abandoned.append(self._buffer.unread)
 
     def __enter__(self) -> Self:
         return self

@@ -13,8 +13,9 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from headway.core.retry import RetryPolicy
 from headway.errors import NotFound, Refused, Unavailable
+from headway.states.buffer import Overflow
 from headway.states.state import Key, State
-from headway.states.subscription import DEPTH, Overflow, Subscription
+from headway.states.subscription import DEPTH, Subscription
 from headway.telemetry import Log
 
 log = Log("states")
