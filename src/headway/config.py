@@ -104,6 +104,10 @@ def _store_address(text: str) -> str:
     )
 
 
+def _web_address(text: str) -> str:
+    return _address(text, ("http", "https"), "https://headway.example.org")
+
+
 def is_server(address: str) -> bool:
     """Return whether an address names a Headway server (`headway serve`), not a database."""
     return address.startswith(("http://", "https://"))
@@ -207,11 +211,13 @@ def _optional(read: Callable[[str], Setting]) -> Callable[[str], Setting]:
 _maybe_text = _optional(_text)
 _maybe_redis = _optional(_redis_address)
 _maybe_store = _optional(_store_address)
+_maybe_web = _optional(_web_address)
 #: Parsers of addresses. Addresses are validated on the command line too, where they cannot be switched off.
 _ADDRESSES: dict[Callable[[str], Value], Callable[[str], str]] = {
     _redis_address: _redis_address,
     _maybe_redis: _redis_address,
     _maybe_store: _store_address,
+    _maybe_web: _web_address,
 }
 #: Parsers of values that must be strings in TOML.
 _TEXTUAL = (_text, _maybe_text, _addresses, *_ADDRESSES)
@@ -240,10 +246,17 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_failures", None, _optional(_whole(1)), "stop when so many items died in this run"),
     Option("payload_limit", 262_144, _whole(1), "bytes one item's payload may have"),
     Option("retention_days", 30.0, _positive, "how long finished jobs are kept by headway purge"),
-    Option("sinks", None, _addresses, "who is told events: log: https://... redis://...?channel=X command:/program"),
+    Option("sinks", None, _addresses, "receivers of events: log: https://... slack://... mailto:... redis://... command:..."),
     Option("token", None, _maybe_text, "the token for a server that database names: https://..."),
     Option("webhook", None, _maybe_text, "address that is told when a job finished"),
     Option("webhook_secret", None, _maybe_text, "secret that signs webhooks (Headway-Signature)", secret=True),
+    Option("web_url", None, _maybe_web, "address of the dashboard, for links in notifications: https://headway.example.org"),
+    Option("smtp_host", None, _maybe_text, "the mail server of mailto: sinks"),
+    Option("smtp_port", None, _optional(_whole(1, 65_535)), "its port (default: 587, 465 for tls, 25 for none)"),
+    Option("smtp_tls", "starttls", _one_of("starttls", "tls", "none"), "how the connection to it is encrypted"),
+    Option("smtp_user", None, _maybe_text, "user name at the mail server"),
+    Option("smtp_password", None, _maybe_text, "password at the mail server", secret=True),
+    Option("smtp_from", None, _maybe_text, "sender of the mails (default: smtp_user)"),
     Option("progress", "auto", _one_of("auto", "bar", "plain", "json", "none"), "how a run shows itself"),
     Option("color", "auto", _one_of("auto", "always", "never"), "colours on the terminal"),
     Option("log_level", "WARNING", _one_of("debug", "info", "warning", "error", "critical"), "what is logged"),

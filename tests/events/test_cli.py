@@ -215,7 +215,7 @@ def test_the_settings_show_sinks_without_their_secrets(cli: Any, monkeypatch: py
     sinks = (
         "https://me:geheim@example.org/T0/geheim?sig=geheim redis://:geheim@h/1?channel=c command:/bin/x --token=geheim"
     )
-    for value, shown in ((sinks, "webhook example.org"), ("smtp://geheim", "no address of a sink")):
+    for value, shown in ((sinks, "webhook example.org"), ("smtp://geheim", "not the address of a sink")):
         monkeypatch.setenv("HEADWAY_SINKS", value)
         assert headway.cli.invoke(["config"]) == 0
         out = capsys.readouterr().out
@@ -240,5 +240,5 @@ def test_a_run_with_a_wrong_address_of_a_sink_is_refused_before_anything_is_writ
     (tmp_path / "headway.toml").write_text('sinks = ["smtp://somebody"]\n')
     refused = headway_cli("run", "jobs:work", "--items", "items.txt", "--job", "a", "--progress", "none")
     assert refused.returncode == 2
-    assert "no address of a sink" in refused.stderr
+    assert "not the address of a sink" in refused.stderr
     assert not (tmp_path / "headway.db").exists()

@@ -157,7 +157,7 @@ def test_a_lease_of_another_machine_is_waited_for_and_not_for_longer_when_the_st
     store.decide(event(1))
     far = _lease.Owner("elsewhere", "other boot", "other space", 1, "1", "claim")
     if store.kind == "redis":
-        _lease.RedisLeases(box._client).acquire(events.redis._lease_key("s"), far, 60)
+        _lease.RedisLeases(box._client).acquire(events.store.redis._lease_key("s"), far, 60)
     else:
         box._database.run(lambda tx: _lease.SqlLeases("sinks", "name").acquire(tx, "s", far, 60))
     ear = Ear("s")
@@ -179,7 +179,7 @@ def set_clock(box: Any, seconds: float) -> None:
     if isinstance(box, SqlOutbox):
         box._database.write("UPDATE sinks SET lease_until = lease_until - ?", (seconds,))
     else:
-        key = events.redis._lease_key("s")
+        key = events.store.redis._lease_key("s")
         box._client.pexpire(key, box._client.pttl(key) - int(seconds * 1000))
 
 
@@ -225,7 +225,7 @@ def test_what_is_no_event_is_put_aside_and_said_and_the_others_go_on(store: Stor
         relay.tick()
     assert ear.heard == ids([1, 2])
     assert [one.id for one in store.outbox().refused("ear")] == ["bad"]
-    assert "no event" in store.outbox().refused()[0].reason
+    assert "invalid event" in store.outbox().refused()[0].reason
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert metrics.value("headway_events_refused", sink="ear") == before + 1
 
@@ -429,7 +429,7 @@ def lease_end(store: Store, sink: str) -> float:
     box: Any = store.outbox()
     if store.kind == "redis":
         seconds, microseconds = box._client.time()
-        return float(seconds + microseconds / 1e6 + box._client.pttl(events.redis._lease_key(sink)) / 1000)
+        return float(seconds + microseconds / 1e6 + box._client.pttl(events.store.redis._lease_key(sink)) / 1000)
     return float(box._database.one("SELECT lease_until FROM sinks WHERE name = ?", (sink,))[0])
 
 

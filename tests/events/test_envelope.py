@@ -215,5 +215,5 @@ def test_half_a_character_anywhere_costs_the_character_and_not_the_event(url: st
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "nonsense", '{"id": 1}', b"\xff", "[" * 100_000])
 def test_what_is_no_envelope_is_one_clear_error(text: str | bytes):
-    with pytest.raises(InvalidInput, match="no event"):
+    with pytest.raises(InvalidInput, match="not an event"):
         Event.from_json(text)

@@ -296,7 +296,7 @@ def test_a_round_that_finds_nothing_waits_also_for_a_note_that_the_round_before_
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ):
     """So that a relay that ends after a whole batch has noted it."""
-    monkeypatch.setattr("headway.events.redis.NOTING", 60.0)
+    monkeypatch.setattr("headway.events.store.redis.NOTING", 60.0)
     store, state = redis_store(redis_server), redis_server.client(1)
     noted: list[str] = []
 

@@ -272,7 +272,7 @@ def test_too_many_waiting_events_are_said_once_and_none_is_dropped(store: Store,
             one.tick()
             now[0] += 100
     assert [record.message for record in caplog.records] == [
-        "🔴 too many events wait for a sink; none is dropped, and the store grows"
+        "🔴 too many events wait for a sink; none is dropped, so the store grows"
     ]
     assert metrics.value("headway_events_waiting", sink="ear", outbox=store.outbox().name) == 5
     ear.trouble = None

@@ -226,7 +226,7 @@ def test_a_sink_of_the_settings_that_cannot_be_is_refused_before_anything_is_don
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("HEADWAY_SINKS", "smtp://host")
-    with pytest.raises(headway.HeadwayError, match="no address of a sink"):
+    with pytest.raises(headway.HeadwayError, match="not the address of a sink"):
         headway.map(abs, [1], job="ads", database=f"sqlite:///{tmp_path}/headway.db", progress="none")
     assert not (tmp_path / "headway.db").exists()
 

@@ -276,7 +276,7 @@ def test_an_interrupted_journal_writer_fails_for_itself_alone(open_line: OpenLin
         thread.start()
         eventually(lambda: len(line._journal._waiting) == 2)
 
-    with pytest.raises(Late), at_functions("finishline/journal.py", _commit=join_in, _write=interrupt):
+    with pytest.raises(Late), at_functions("finishline/store/journal.py", _commit=join_in, _write=interrupt):
         line.item_done("p", "mine")
     thread.join(30)
     assert [answer.counted for answer in other] == [1]

@@ -1,101 +1,36 @@
-"""The door to Redis. Every part of headway uses it, and nothing else talks to a server.
+"""The only package that talks to Redis. All others go through it.
 
-    keys         every key we write
-    address      what an address may say, and how it is shown
-    connections  a request is answered or its connection is closed
-    clients      `connect`: every limit said, nothing repeated behind the caller's back
-    errors       `translate`: what a client raises, in our words
-    preflight    what a server must be like
+    keys         every key Headway writes
+    address      parsing and display of addresses
+    connections  connections that never return the reply to another request
+    clients      `connect`: every time limit explicit, no hidden retries
+    errors       `translate`: redis-py's exceptions as Headway's
+    preflight    requirements for a server
     scripts      ``lua/OWNER/NAME.lua``
 
-Standalone servers, or a master behind Sentinel by an address that follows it; Redis Cluster has no database 1.
+A server is standalone, or a master behind Sentinel that its address follows. Redis Cluster has no database 1.
 """
 
-from headway._redis.address import DATABASES, Role, database_of, place, read_address
-from headway._redis.clients import TIMEOUT, connect, connect_async
-from headway._redis.connections import Argument, borrow, make_ready
-from headway._redis.errors import failures, is_transient, translate
-from headway._redis.keys import (
-    CHECKPOINTER,
-    EVENTS,
-    EVENTS_HOLD,
-    EVENTS_LEASE,
-    EVENTS_QUARANTINE,
-    EVENTS_REFUSALS,
-    KEYS,
-    LEASE_TOKEN,
-    PROBE,
-    PROJECT,
-    PROJECT_BITS,
-    PROJECT_META,
-    PROJECT_REBUILD,
-    PROJECT_SEEN,
-    STAGED_BITS,
-    STAGED_SEEN,
-    STATE_JOB,
-    STATE_JOBS,
-    STATE_LOG,
-    STATE_WRITERS,
-    STATES,
-    WATCHED,
-    WATCHED_AT,
-    WATCHED_FOUND,
-    WATCHER_BASELINE,
-    WATCHER_FOLLOWED,
-    Key,
-    key,
-)
-from headway._redis.preflight import EvictionWatch, ServerFacts, facts, preflight
-from headway._redis.scripts import Reply, Script, script
-
-__all__ = [
-    "CHECKPOINTER",
-    "DATABASES",
-    "EVENTS",
-    "EVENTS_HOLD",
-    "EVENTS_LEASE",
-    "EVENTS_QUARANTINE",
-    "EVENTS_REFUSALS",
-    "KEYS",
-    "LEASE_TOKEN",
-    "PROBE",
-    "PROJECT",
-    "PROJECT_BITS",
-    "PROJECT_META",
-    "PROJECT_REBUILD",
-    "PROJECT_SEEN",
-    "STAGED_BITS",
-    "STAGED_SEEN",
-    "STATES",
-    "STATE_JOB",
-    "STATE_JOBS",
-    "STATE_LOG",
-    "STATE_WRITERS",
-    "TIMEOUT",
-    "WATCHED",
-    "WATCHED_AT",
-    "WATCHED_FOUND",
-    "WATCHER_BASELINE",
-    "WATCHER_FOLLOWED",
-    "Argument",
-    "EvictionWatch",
-    "Key",
-    "Reply",
-    "Role",
-    "Script",
-    "ServerFacts",
-    "borrow",
-    "connect",
-    "connect_async",
-    "database_of",
-    "facts",
-    "failures",
-    "is_transient",
-    "key",
-    "make_ready",
-    "place",
-    "preflight",
-    "read_address",
-    "script",
-    "translate",
-]
+from headway._redis.address import DATABASES as DATABASES
+from headway._redis.address import Role as Role
+from headway._redis.address import database_of as database_of
+from headway._redis.address import place as place
+from headway._redis.address import read_address as read_address
+from headway._redis.clients import TIMEOUT as TIMEOUT
+from headway._redis.clients import client_address as client_address
+from headway._redis.clients import connect as connect
+from headway._redis.clients import connect_async as connect_async
+from headway._redis.connections import Argument as Argument
+from headway._redis.connections import borrow as borrow
+from headway._redis.connections import make_ready as make_ready
+from headway._redis.errors import failures as failures
+from headway._redis.errors import is_transient as is_transient
+from headway._redis.errors import translate as translate
+from headway._redis.keys import *  # noqa: F403  # every key is exported
+from headway._redis.preflight import EvictionWatch as EvictionWatch
+from headway._redis.preflight import ServerFacts as ServerFacts
+from headway._redis.preflight import facts as facts
+from headway._redis.preflight import preflight as preflight
+from headway._redis.scripts import Reply as Reply
+from headway._redis.scripts import Script as Script
+from headway._redis.scripts import script as script

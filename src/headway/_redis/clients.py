@@ -78,6 +78,12 @@ def connect_async(
     return client
 
 
+def client_address(client: Any) -> str:
+    """Return host and port, or the socket path, of a client's server, for messages."""
+    known = client.connection_pool.connection_kwargs
+    return f"{known.get('host', known.get('path'))}:{known.get('port', '')}"
+
+
 def _options(url: str, role: Role, name: str, timeouts: tuple[float, float], max_connections: int) -> dict[str, Any]:
     from redis.connection import parse_url
 

@@ -1,8 +1,7 @@
-"""A limit on the whole of a delivery, however slowly the other side answers.
+"""A time limit for a whole delivery, however slowly the receiver answers.
 
-A time limit on a socket bounds one read, and a receiver that sends a byte now and then never exceeds it. So a watchdog
-ends the delivery (closes its connection, kills its process) when the whole of it has taken too long, or when the relay
-is to stop.
+A socket timeout limits one read, and a receiver that sends one byte now and then never exceeds it. A watchdog aborts the
+whole delivery (closes its connection, kills its process) at its deadline, or when the relay stops.
 """
 
 from __future__ import annotations
@@ -13,31 +12,32 @@ from contextlib import contextmanager
 
 
 class Watchdog:
-    """Ends the work under way when its time is up, or when `bite` is called from another thread."""
+    """Aborts deliveries at their deadline, or when another thread calls `abort`."""
 
     def __init__(self) -> None:
-        # Changed by single steps of the interpreter, so there is no lock that a forked child could inherit held.
-        self._work: dict[int, Callable[[], None]] = {}
+        # Changed by atomic operations only: a forked child could inherit a lock in the locked state.
+        self._running: dict[int, Callable[[], None]] = {}
 
     @contextmanager
     def over(self, end: Callable[[], None], seconds: float) -> Iterator[Callable[[], bool]]:
-        """Guard a block; what it gives says whether the time was up."""
+        """Abort the block with ``end`` after ``seconds``. Yields a function that tells whether that happened."""
         late = threading.Event()
 
-        def bark() -> None:
+        def expire() -> None:
             late.set()
             end()
 
-        timer = threading.Timer(seconds, bark)
+        timer = threading.Timer(seconds, expire)
         timer.daemon = True
-        self._work[id(timer)] = end
+        self._running[id(timer)] = end
         timer.start()
         try:
             yield late.is_set
         finally:
             timer.cancel()
-            del self._work[id(timer)]
+            del self._running[id(timer)]
 
-    def bite(self) -> None:
-        for end in list(self._work.values()):
+    def abort(self) -> None:
+        """Abort every running delivery."""
+        for end in list(self._running.values()):
             end()

@@ -1,10 +1,10 @@
-"""The envelope: what every event looks like, whoever decides it and whichever way it travels.
+"""The envelope: the form of every event.
 
     {"id": ..., "type": "job.completed", "source": ..., "job": ..., "at": "2026-11-15T12:00:00Z", "version": 1, "data": {...}}
 
-``id`` is fixed by what happened, so that a receiver recognises an event it was told before. ``schemas/`` has the JSON
-schema of each type. Whatever is in ``data`` comes out as JSON that every parser takes: a number that JSON does not have
-is refused before anything is decided, and half a character (a lone surrogate) becomes U+FFFD.
+``id`` is derived from what happened, so a receiver recognises a repeated event. ``schemas/`` has the JSON schema of each
+type. ``data`` is JSON that every parser reads: numbers that JSON does not have are refused when the event is decided, and a
+lone surrogate becomes U+FFFD.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Json = str | int | float | bool | None | Sequence["Json"] | Mapping[str, "Json"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened. ``at`` is when, with a time zone; ``version`` grows with the job or is 1."""
+    """Something that happened at ``at`` (with a time zone). ``version`` grows with the job, or is 1."""
 
     id: str
     type: str
@@ -33,7 +33,7 @@ class Event:
     data: Mapping[str, Json]
 
     def as_json(self) -> str:
-        """The envelope as one line of JSON; `InvalidInput` for data that JSON cannot hold."""
+        """Return the envelope as one line of JSON. Raises `InvalidInput` for data that JSON cannot hold."""
         if self.at.tzinfo is None:
             raise InvalidInput(f"The time of event {whole(self.id)!r} has no time zone.", hint="Use datetime.now(UTC).")
         at = self.at.astimezone(UTC).isoformat().replace("+00:00", "Z")
@@ -45,19 +45,19 @@ class Event:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Event:
-        """The event of an envelope; `InvalidInput` when it is none."""
+        """Parse an envelope. Raises `InvalidInput` for any other text."""
         try:
             known = json.loads(text)
             at = datetime.fromisoformat(known["at"])
             return from_fields(known, at, known["data"])
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise InvalidInput(f"This is no event: {type(error).__name__}: {error}") from error
+            raise InvalidInput(f"The text is not an event: {type(error).__name__}: {error}.") from error
 
 
 def from_fields(fields: Mapping[str, object], at: datetime, data: object) -> Event:
-    """An event of fields that were read somewhere; ValueError when they are none. Anybody may have written them."""
+    """Build an event from untrusted fields. Raises ValueError if they are not valid."""
     if not isinstance(data, dict):
-        raise ValueError("data is not an object")  # noqa: TRY004  # told as any other damage
+        raise ValueError("data is not an object")  # noqa: TRY004  # callers handle all damage as ValueError
     names = {name: fields[name] for name in ("id", "type", "source", "job")}
     for name, value in names.items():
         if not isinstance(value, str):
@@ -74,8 +74,11 @@ def from_fields(fields: Mapping[str, object], at: datetime, data: object) -> Eve
 
 
 def completion(data: Mapping[str, Json]) -> dict[str, Json]:
-    """The data of ``job.completed`` in its one shape. Outboxes may still hold the two earlier ones: the ledger's
-    ``done dead`` and the finish line's ``done errors``, where done counted what failed as well."""
+    """Return the data of ``job.completed`` as ``total``, ``succeeded`` and ``failed``.
+
+    Outboxes may still hold two earlier forms: ``done`` and ``dead`` of the ledger, and ``done`` and ``errors`` of the finish
+    line, where ``done`` includes the failed items.
+    """
     if "succeeded" not in data and "done" in data:
         failed = data["errors"] if "errors" in data else data.get("dead")
         done = _count(data["done"]) - (_count(failed) if "errors" in data else 0)
@@ -90,10 +93,9 @@ def _count(value: Json) -> int:
 
 
 def plain(value: object, *, lenient: bool = False) -> Json:
-    """``value`` of JSON's own types, subclasses (enums) reduced to them, lone surrogates replaced.
+    """Return ``value`` as plain JSON types: subclasses (enums) converted, lone surrogates replaced.
 
-    What JSON does not have is `InvalidInput`; ``lenient`` makes it null, for data that came from a stranger and must
-    not cost the event.
+    Raises `InvalidInput` for values that JSON does not have. With ``lenient`` they become null, for data of other programs.
     """
     try:
         return _plain(value, lenient)
@@ -124,7 +126,7 @@ def _plain(value: object, lenient: bool) -> Json:
 
 
 def whole(text: str) -> str:
-    """``text`` as it can be written in UTF-8: half a character becomes U+FFFD. Always an exact `str`."""
+    """Return ``text`` as an exact `str` that UTF-8 can encode. A lone surrogate becomes U+FFFD."""
     try:
         text.encode()
         return str.__str__(text)

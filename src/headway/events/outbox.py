@@ -1,13 +1,11 @@
-"""The seam: where events wait until every sink has taken them.
+"""The contract of an outbox: where events wait until every sink has taken them.
 
-An event is written where its decision is made: `headway.events.append` in the transaction that decides, XADD in the
-script that does. A relay that wants to serve a sink takes the *lease* of that sink first (`acquire`), so that of any
-number of relays in any number of processes one delivers to it: each event once, in the order of the outbox. The lease
-of a relay that died is free at once on the same machine and after `LEASE` seconds elsewhere; what the dead one had
-delivered and not noted is delivered again, with the same id.
+An event is appended where it is decided: by `headway.events.append` in the deciding transaction, or by XADD in the deciding
+script. Before a relay delivers to a sink it acquires the *lease* of that sink, so only one relay at a time delivers to it,
+each event once and in the order of the outbox. The lease of a dead relay is free at once on the same machine, and after
+`LEASE` seconds elsewhere. Events that the dead relay delivered and did not record are delivered again, with the same id.
 
-`delivered` and `put_aside` need no fence: they state what happened at the sink, which stays true when meanwhile
-somebody else has the lease.
+`delivered` and `put_aside` are not fenced. They record what happened at the sink, which stays true after the lease is lost.
 """
 
 from __future__ import annotations
@@ -21,18 +19,18 @@ from headway._lease import Lease
 from headway.errors import ServerRefused
 from headway.events.envelope import Event
 
-#: Seconds a relay may serve a sink without a sign of life.
+#: Seconds that the lease of a sink lasts without renewal.
 LEASE = 30.0
 
-#: A new sink is told what was decided in this many seconds before it was first seen.
+#: Seconds before its subscription from which a new sink still receives events.
 HISTORY = 30 * 86_400.0
 
-#: More waiting events than this are said as an error. Nothing is dropped for it.
+#: Waiting events above which a critical message is logged. No event is ever dropped.
 MANY = 100_000
 
 
 class EventRefused(ServerRefused):
-    """The sink works and refuses the content of this event (HTTP 400 or 422, exit code 65): it is put aside at once."""
+    """The sink works and refuses the content of this event (HTTP 400 or 422, exit code 65)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +39,18 @@ class Backlog:
 
     sink: str
     waiting: int
-    oldest_seconds: float | None  # how long the first of them has waited
-    refused: int  # put aside
-    holder: str | None  # who serves the sink just now
+    oldest_seconds: float | None  # age of the first waiting event
+    refused: int  # events put aside
+    holder: str | None  # the process that has the lease of the sink
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """An event that was put aside for one sink, or an entry that is no event at all."""
+    """An event that was put aside for one sink, or an entry that cannot be read as an event."""
 
     sink: str
     handle: str
-    id: str  # of the event; what could be read of it
+    id: str  # of the event, as far as it could be read; so are type and job
     type: str
     job: str
     reason: str
@@ -60,72 +58,79 @@ class Refused:
 
 
 class Outbox(Protocol):
-    """Few verbs. `Unavailable` and `StorageError` mean that the store is out of reach or ill; the events are safe."""
+    """Waiting events of one store. Every verb may be repeated after a lost reply.
+
+    Verbs raise `Unavailable` or `StorageError` when the store cannot be reached or is damaged. The events are safe then.
+    """
 
     @property
     def name(self) -> str:
-        """How it is called in status and metrics."""
+        """Name in the relay's status and in metrics."""
         ...
 
     def subscribe(self, sink: str, job: str | None = None) -> None:
-        """Keep what is decided for ``sink``, of one job or of all; a sink known already keeps its place."""
+        """Keep events of one job, or of all jobs, for ``sink``. A known sink keeps its position."""
         ...
 
     def waits(self, sink: str) -> bool:
-        """Whether something may wait for the sink: a cheap look, without the lease."""
+        """Return whether an event may wait for the sink. Cheap, and needs no lease."""
         ...
 
     def acquire(self, sink: str) -> Lease:
-        """The right to serve the sink alone; `Held` when another relay has it."""
+        """Acquire the lease of the sink. Raises `Held` while another relay has it."""
         ...
 
     def renew(self, lease: Lease) -> None:
-        """Prolong it, or `StaleClaim`."""
+        """Renew the lease. Raises `StaleClaim` when another relay has it."""
         ...
 
-    def release(self, lease: Lease) -> None: ...
+    def release(self, lease: Lease) -> None:
+        """Release the lease, so that another relay can acquire it at once."""
+        ...
 
     def waiting(self, sink: str, limit: int) -> list[tuple[str, Event]]:
-        """The first events the sink has not taken, in order, each with a handle. An entry that is no event is put
-        aside on the way, and said."""
+        """Return the first events the sink has not taken, in order, each with a handle.
+
+        Entries that cannot be read as events are put aside and logged.
+        """
         ...
 
     def delivered(self, sink: str, handles: Sequence[str]) -> None:
-        """The sink took these. Said again, nothing changes."""
+        """Record that the sink took these events."""
         ...
 
     def count_refusal(self, sink: str, handle: str, *, seen: int, apart: float) -> int:
-        """The sink refused this event once more; how often by now, counted for the sink over all relays.
+        """Count one more refusal of this event and return the count over all relays.
 
-        It counts when nobody counted since this relay saw ``seen`` of them, or not for ``apart`` seconds: several relays
-        are no reason to give an event up sooner, and short-lived ones none to try it for ever.
+        It is counted only if the count is still ``seen``, or the last refusal is at least ``apart`` seconds old. So several
+        relays do not use up the tries of an event faster, and short-lived relays still use them up.
         """
         ...
 
     def put_aside(self, sink: str, handle: str, reason: str) -> None:
-        """The sink refuses this event for good: go on with the next one."""
+        """Stop delivering this event to the sink and continue with the next one."""
         ...
 
     def refused(self, sink: str | None = None) -> Sequence[Refused]:
-        """What was put aside, the oldest first."""
+        """Return the events that were put aside, oldest first."""
         ...
 
     def retry(self, found: Refused) -> None:
-        """Let the sink be told this one after all."""
+        """Deliver an event that was put aside once more."""
         ...
 
     def discard(self, found: Refused) -> None:
-        """Forget one that was put aside."""
+        """Delete an event that was put aside."""
         ...
 
     def backlog(self, sink: str | None = None) -> list[Backlog]:
-        """How far each sink that the outbox knows is behind, or one of them."""
+        """Return how far each known sink, or one of them, is behind."""
         ...
 
     def forget(self, sink: str) -> bool:
-        """The sink is gone for good: keep nothing for it any longer; False when it was not known."""
+        """Delete the sink and what waits for it. Return whether it was known."""
         ...
 
     def tidy(self, sink: str) -> None:
-        """Make the next looks cheap again after many deliveries. It may be called at any time, or never."""
+        """Remove delivered events, so that `waits` stays cheap. Calling it is always optional."""
         ...

@@ -1,10 +1,9 @@
-"""The relay: takes waiting events from every outbox to every sink.
+"""The relay: delivers waiting events from every outbox to every sink.
 
-Each pair of an outbox and a sink is a `Route` with a thread of its own, so that a sink that hangs, drips or is down, or
-an outbox that is out of reach, keeps nobody else waiting. A route delivers in order, up to the first event that is not
-taken; then it leaves its sink alone for a while, longer each time. It notes a delivery *after* it succeeded: a crash in
-between repeats it with the same event id, by which a receiver recognises it. Where a whole batch waits, it notes the
-deliveries of a moment together (`NOTE`), and a crash repeats those.
+Each pair of an outbox and a sink is a `Route` with its own thread, so a sink that hangs or an outbox that is unreachable
+delays no other. A route delivers in order and stops at the first event that the sink does not take; then it backs off, longer
+each time. It records a delivery *after* it succeeded: a crash in between repeats the event with the same id, by which a
+receiver recognises it. While a whole batch waits, it records deliveries in groups (`NOTE`), and a crash repeats one group.
 """
 
 from __future__ import annotations
@@ -23,47 +22,47 @@ from headway.errors import HeadwayError, Held, InvalidInput, NotFound, ServerRef
 from headway.events.envelope import Event
 from headway.events.outbox import MANY, EventRefused, Outbox
 from headway.events.sinks import Sink, wants
-from headway.events.sql import SqlOutbox
+from headway.events.store.sql import SqlOutbox
 from headway.telemetry import Log, metrics, redact
 
 log = Log("events")
 
-#: How long a sink that failed, or an outbox out of reach, is left alone.
+#: Backoff after a sink failed or an outbox was unreachable.
 BACKOFF = RetryPolicy(retries=0, base=1.0, cap=60.0, jitter=0.2)
 
-#: Tries of an event that its sink refuses for good before it is put aside: a receiver may be deployed wrongly for a moment.
+#: Refusals of an event before it is put aside. A receiver may be misconfigured for a moment.
 REFUSALS = 5
 
-#: Events that a sink may refuse in a row and have put aside at once. One that refuses more is deployed wrongly, it seems, and
-#: each of the following gets its `REFUSALS` tries.
+#: Events in a row that are put aside at their first `EventRefused`. A sink that refuses more is probably misconfigured, so
+#: each further event gets `REFUSALS` tries.
 ASIDE_IN_A_ROW = 10
 
-#: Seconds after which a refusal counts that another relay met: many relays refused at one moment are one try.
+#: Seconds within which refusals seen by several relays count as one.
 APART = 5.0
 
 #: Events read at a time.
 BATCH = 100
 
-#: Seconds within which a delivery is noted where many wait: one write for many events, or the sink would never catch up.
+#: Seconds between two records of deliveries while a whole batch waits. One write per event would be too slow to catch up.
 NOTE = 0.05
 
-#: Deliveries after which an outbox is asked to make the next looks cheap again.
+#: Deliveries between two calls of `Outbox.tidy`.
 TIDY_AFTER = 100
 
-#: Seconds between two looks at how far a sink is behind.
+#: Seconds between two measurements of the backlog.
 MEASURE = 30.0
 
-#: Seconds a stop waits for a delivery under way, and again for one that was told to end.
+#: Seconds that `Relay.close` waits for running deliveries, and again after it aborted them.
 GRACE = 1.0
 
 
 class Route:
-    """One outbox to one sink. `tick` is one round; it is never run by two threads at once."""
+    """Delivery from one outbox to one sink. A lock keeps `tick` from running in two threads at once."""
 
     def __init__(self, outbox: Outbox, sink: Sink, *, rest: float, clock: Callable[[], float]) -> None:
         self.outbox, self.sink = outbox, sink
         self.wake = threading.Event()
-        #: Rounds that found nothing waiting, for `Relay.drain`.
+        #: Rounds that found no waiting event; read by `Relay.drain`.
         self.idle_rounds = 0
         self._rest, self._clock = rest, clock
         self._turn = threading.Lock()
@@ -72,33 +71,34 @@ class Route:
         self._refusals: tuple[str, int] = ("", 0)
         self._not_before = 0.0
         self._aside_in_a_row = 0
-        self._unnoted: list[str] = []  # delivered, and the outbox could not be told so yet
+        self._unnoted: list[str] = []  # delivered and not yet recorded in the outbox
         self._untidy = 0
         self._measured = -MEASURE
         self._alarmed = False
 
     def tick(self, limit: int = BATCH, stopping: Callable[[], bool] = lambda: False) -> float:
-        """Deliver what waits; how long to rest. Raises when the outbox is out of reach."""
+        """Deliver waiting events. Return the seconds until the next round. Raises when the outbox is unreachable."""
         with self._turn:
             wait = self._not_before - self._clock()
             return wait if wait > 0 else self._serve(limit, stopping)
 
     def subscribe(self) -> None:
-        """Have the outbox keep events for the sink; what is decided from here on is its own."""
+        """Make the outbox keep events for the sink from now on."""
         with self._turn:
             self._subscribe()
 
     def run(self, stopping: Callable[[], bool]) -> None:
+        """Run rounds until ``stopping`` returns True."""
         failures = 0
         while not stopping():
             try:
                 delay, failures = self.tick(stopping=stopping), 0
-            except Exception as error:  # noqa: BLE001  # whatever it was, the events are safe in the outbox
+            except Exception as error:  # noqa: BLE001  # the events are safe in the outbox, so every error is retried
                 failures += 1
                 delay = BACKOFF.delay(failures)
                 self._not_before = self._clock() + delay
                 log.warning(
-                    "waiting events cannot be read; it is tried again",
+                    "waiting events cannot be read; the relay tries again",
                     sink=self.sink.name, attempt=failures, seconds=round(delay, 1), error=describe(error),
                 )  # fmt: skip
             self.wake.wait(delay)
@@ -113,18 +113,18 @@ class Route:
         try:
             lease = self.outbox.acquire(self.sink.name)
         except Held:
-            return self._rest  # another relay serves this sink just now
+            return self._rest  # another relay serves this sink
         except NotFound:
-            self._subscribed = False  # somebody made the outbox forget this sink
+            self._subscribed = False  # the sink was deleted from the outbox
             return self._rest
         try:
-            # A delivery may take longer than the lease: nobody can end a function of the program.
+            # One delivery may outlast the lease: a CallableSink has no deadline.
             with renewing(lambda: self.outbox.renew(lease), lease.seconds):
                 return self._deliver_all(lease, limit, stopping)
         except StaleClaim:
-            return self._rest  # we were paused for longer than the lease: another relay goes on
+            return self._rest  # this process was paused for longer than the lease; another relay continues
         finally:
-            with suppress(HeadwayError):  # it ends by itself
+            with suppress(HeadwayError):  # the lease expires by itself
                 self.outbox.release(lease)
 
     def _subscribe(self) -> None:
@@ -143,7 +143,7 @@ class Route:
                 if stopping():
                     return self._rest
                 if self._clock() - renewed > lease.seconds / 3:
-                    self.outbox.renew(lease)  # or learn that somebody else has it
+                    self.outbox.renew(lease)  # StaleClaim if another relay has it
                     renewed = self._clock()
                 delay = self._deliver(handle, event)
                 if delay:
@@ -152,12 +152,12 @@ class Route:
                     self._note()
                     noted = self._clock()
         finally:
-            self._note()  # true whatever became of the lease
+            self._note()  # needs no lease: the sink has taken these events
         self._tidy()
         return 0.0 if len(waiting) >= limit else self._rest
 
     def _deliver(self, handle: str, event: Event) -> float:
-        """How long to leave the sink alone; 0 when this event is settled."""
+        """Deliver one event. Return the seconds to back off; 0 when the event is settled."""
         if not wants(self.sink, event):
             self._unnoted.append(handle)
             return 0.0
@@ -166,7 +166,7 @@ class Route:
             self.sink.deliver(event)
         except BaseException as error:
             if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
-                raise  # Ctrl-C is meant for us; in a thread of ours it can only be the sink's own
+                raise  # Ctrl-C; in another thread only the sink itself can have raised it
             return self._not_taken(handle, event, error)
         self._failures = self._aside_in_a_row = 0
         self._unnoted.append(handle)
@@ -186,7 +186,7 @@ class Route:
                 self._aside_in_a_row += 1
                 metrics.count("headway_events_refused", sink=name)
                 log.error(
-                    "a sink refuses an event for good; it is put aside (see headway relay --poison list)",
+                    "a sink refuses an event for good; the event is put aside (see headway relay --poison list)",
                     sink=name, eventID=event.id, job=event.job, attempt=times, error=describe(error),
                 )  # fmt: skip
                 return 0.0
@@ -194,23 +194,23 @@ class Route:
         delay = BACKOFF.delay(self._failures)
         self._not_before = self._clock() + delay
         log.warning(
-            "a sink did not take an event; it is tried again",
+            "a sink did not take an event; the relay tries again",
             sink=name, eventID=event.id, attempt=self._failures, seconds=round(delay, 1), error=describe(error),
         )  # fmt: skip
         return delay
 
     def _count_refusal(self, handle: str) -> int:
-        """How often the sink has refused this event by now, whichever relay tried."""
+        """Count this refusal and return how often the sink refused the event, over all relays."""
         seen = self._refusals[1] if self._refusals[0] == handle else 0
         try:
             times = self.outbox.count_refusal(self.sink.name, handle, seen=seen, apart=APART)
         except HeadwayError:
-            times = seen + 1  # the store is away or full: this relay's own tries decide
+            times = seen + 1  # the store is unreachable or full: count only this relay's tries
         self._refusals = (handle, times)
         return times
 
     def _note(self) -> None:
-        """Tell the outbox what was delivered. One that is away now is told later: by then nothing was delivered twice."""
+        """Record deliveries in the outbox. If it is unreachable, they are recorded in a later round, before any delivery."""
         if self._unnoted:
             self.outbox.delivered(self.sink.name, self._unnoted)
             self._untidy += len(self._unnoted)
@@ -227,13 +227,13 @@ class Route:
             self.outbox.tidy(self.sink.name)
 
     def _measure(self) -> None:
-        """Say how far the sink is behind. Nothing is ever dropped for being too much: it is said."""
+        """Publish the backlog as metrics, and log a critical message above `MANY` events."""
         if self._clock() - self._measured < MEASURE:
             return
         self._measured = self._clock()
         known = self.outbox.backlog(self.sink.name)
         if not known:
-            # The store was wiped, put back to before the sink was seen, or told to forget it: nothing would wait for it.
+            # The store was wiped or restored, or the sink was deleted: without a subscription no event would wait for it.
             self._subscribed = False
         for backlog in known:
             labels = {"sink": backlog.sink, "outbox": self.outbox.name}
@@ -241,15 +241,18 @@ class Route:
             metrics.gauge("headway_events_oldest_seconds", backlog.oldest_seconds or 0.0, **labels)
             if backlog.waiting > MANY and not self._alarmed:
                 log.critical(
-                    "too many events wait for a sink; none is dropped, and the store grows",
+                    "too many events wait for a sink; none is dropped, so the store grows",
                     sink=backlog.sink, count=backlog.waiting, seconds=backlog.oldest_seconds,
                 )  # fmt: skip
             self._alarmed = backlog.waiting > MANY
 
 
 class Relay:
-    """Serves every sink from every outbox: `run` until a stop, `start` and `close` in the background, `drain` what waits,
-    or `tick` one round in this thread. In a forked child it is not running, and says so."""
+    """Delivers from every outbox to every sink.
+
+    `run` blocks until a stop event is set, `start` and `close` run it in the background, `drain` delivers what waits now and
+    `tick` does one round in this thread. A relay cannot be used in a forked child.
+    """
 
     def __init__(
         self,
@@ -262,7 +265,10 @@ class Relay:
         names = [sink.name for sink in sinks]
         for name in names:
             if names.count(name) > 1:
-                raise InvalidInput(f"Two sinks are called {name!r}.", hint="Deliveries are noted by name: use two.")
+                raise InvalidInput(
+                    f"Two sinks have the name {name!r}.",
+                    hint="Give each sink a name of its own.",
+                )
         self.sinks = list(sinks)
         self.outboxes = list(outboxes) if isinstance(outboxes, Sequence) else [outboxes]
         self._routes = [Route(outbox, sink, rest=rest, clock=clock) for outbox in self.outboxes for sink in sinks]
@@ -275,11 +281,11 @@ class Relay:
 
     @property
     def running(self) -> bool:
-        """Whether its threads run, in this process."""
+        """Whether the threads of this relay run in this process."""
         return not self._guard.crossed and any(thread.is_alive() for thread in self._threads)
 
     def tick(self, *, limit: int = BATCH) -> float:
-        """One round for every route, one after another; an outbox out of reach is raised after the others had theirs."""
+        """Do one round per route, one after another. An unreachable outbox raises after the other routes had theirs."""
         self._guard.check()
         delays, trouble = [], None
         for route in self._routes:
@@ -292,7 +298,7 @@ class Relay:
         return min(delays, default=1.0)
 
     def run(self, stop: threading.Event) -> None:
-        """Serve until ``stop`` is set."""
+        """Deliver until ``stop`` is set."""
         self.start(stop)
         try:
             stop.wait()
@@ -300,7 +306,7 @@ class Relay:
             self.close()
 
     def start(self, stop: threading.Event | None = None) -> Self:
-        """Serve in the background until `close`, or until ``stop`` is set."""
+        """Deliver in background threads until `close`, or until ``stop`` is set."""
         self._guard.check()
         with self._lock:
             if self._started:
@@ -317,20 +323,23 @@ class Relay:
         return self
 
     def subscribe(self) -> None:
-        """Return when every outbox keeps events for the sinks. A sink that is new is told what is decided after this, also of
-        things that happened long ago, which else it is told only if its first round comes before them."""
+        """Make every outbox keep events for the sinks from now on.
+
+        Without it a new sink subscribes in its first round, and misses events appended earlier that happened more than
+        `HISTORY` seconds ago.
+        """
         self._guard.check()
         for route in self._routes:
             route.subscribe()
 
     def drain(self, seconds: float) -> bool:
-        """Deliver all that waits now, trying for at most ``seconds``; whether nothing is left."""
+        """Deliver all waiting events, for at most ``seconds``. Return whether none is left."""
         self._guard.check()
         if not self._started:
             with self.start():
                 return self.drain(seconds)
         deadline = time.monotonic() + seconds
-        # A round that is under way now may have looked already: the one after it counts.
+        # A round that runs now may have read the outbox before this call, so wait for the end of the next one.
         wanted = {route: route.idle_rounds + 2 for route in self._routes}
         while left := [route for route, rounds in wanted.items() if route.idle_rounds < rounds]:
             if time.monotonic() >= deadline or self._stopping():
@@ -341,8 +350,7 @@ class Relay:
         return True
 
     def drain_here(self, seconds: float, stop: threading.Event | None = None) -> bool:
-        """`drain` in this thread, for sinks that are functions of the program: what they use may belong to it, and a call
-        is waited for however long it takes."""
+        """Drain in this thread, for sinks that call functions of the program. Calls are never aborted."""
         pause, deadline = stop or threading.Event(), time.monotonic() + seconds
         while True:
             delay = self.tick()
@@ -353,10 +361,13 @@ class Relay:
                 return False
 
     def close(self, grace: float = GRACE) -> bool:
-        """Stop: wait for deliveries under way for ``grace`` seconds, end those that go on, and wait as long again.
-        Whether every thread has ended; one that hangs in a program's own function is left to end with the process."""
+        """Stop the threads. Return whether all have ended.
+
+        Running deliveries get ``grace`` seconds, then they are aborted and get as long again. A function of the program that
+        still runs afterwards is left alone; its daemon thread ends with the process.
+        """
         if self._guard.crossed:
-            return True  # those threads are the parent's
+            return True  # the threads belong to the parent process
         with self._lock:
             threads, self._threads, self._started = self._threads, [], False
             self._halt.set()
@@ -370,9 +381,7 @@ class Relay:
             _join(alive, grace)
         hanging = sum(thread.is_alive() for thread in alive)
         if hanging:
-            log.warning(
-                "the relay stopped while sinks were busy; those events are delivered again later", count=hanging
-            )
+            log.warning("the relay stopped during deliveries; those events are delivered again later", count=hanging)
         return not hanging
 
     def __enter__(self) -> Self:
@@ -394,8 +403,10 @@ def start(
     stop: threading.Event | None = None,
     rest: float = 1.0,
 ) -> Iterator[Relay]:
-    """A relay in the background of a process that lives for other reasons: it serves ``sinks`` from the database and
-    from the outbox in Redis until the block is left or ``stop`` is set. Begin it after the process has forked."""
+    """Run a relay in the background until the block ends or ``stop`` is set.
+
+    It delivers to ``sinks`` from the database and from the outbox ``redis``. Start it after the process has forked.
+    """
     outboxes: list[Outbox] = [] if database is None else [SqlOutbox(database)]
     if redis is not None:
         outboxes.append(redis)
@@ -410,7 +421,7 @@ def _join(threads: Sequence[threading.Thread], seconds: float) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """What an error says; a sink is foreign code, and so is its error."""
+    """Return the redacted message of an error, or its type if it has none. A sink may raise anything."""
     try:
         return redact(str(error)) or type(error).__name__
     except Exception:  # noqa: BLE001  # __str__ may raise anything

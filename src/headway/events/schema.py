@@ -8,7 +8,7 @@ from typing import Any
 
 from headway.errors import NotFound
 
-#: Every type of event that headway decides. The watcher's two can be called otherwise by its settings.
+#: Every type of event. The settings of the watcher can rename its two (digits.train...).
 TYPES = (
     "job.completed",
     "task.queued",
@@ -24,9 +24,9 @@ TYPES = (
 
 
 def schema(type: str) -> dict[str, Any]:
-    """The JSON schema (draft 2020-12) of an event's envelope."""
+    """Return the JSON schema (draft 2020-12) of the envelope of one type. Raises `NotFound` for an unknown type."""
     if type not in TYPES:
-        raise NotFound(f"There is no event type {type!r}.", hint=f"There are: {', '.join(TYPES)}")
+        raise NotFound(f"There is no event type {type!r}.", hint=f"Use one of {', '.join(TYPES)}")
     text = resources.files("headway.events").joinpath("schemas", f"{type}.json").read_text("utf-8")
     found: dict[str, Any] = json.loads(text)
     return found

@@ -12,7 +12,7 @@ from headway._sql import Database
 from headway.core.retry import CircuitBreaker
 from headway.errors import HeadwayError, InvalidInput, Unavailable
 from headway.finishline.progress import NOT_FOUND, Progress, checked_project, corrupt, from_hash
-from headway.finishline.records import Records
+from headway.finishline.store.records import Records
 from headway.telemetry import Log, metrics
 
 log = Log("finishline")

@@ -19,8 +19,8 @@ from headway._lease import Lease, Owner, RedisLeases
 from headway.errors import HeadwayError, Held, StaleClaim, StoreCorrupt
 from headway.finishline.progress import Progress, Status, corrupt, from_hash
 from headway.finishline.rebuild import Rebuilder, project_keys
-from headway.finishline.records import LIFE, Records, Row
 from headway.finishline.server import StateServer
+from headway.finishline.store.records import LIFE, Records, Row
 from headway.telemetry import Log, redact
 
 log = Log("finishline")

@@ -19,8 +19,6 @@ from headway.errors import InvalidInput, Refused, Unavailable
 from headway.events import RedisOutbox, Relay, Sink
 from headway.finishline.callers import Callers
 from headway.finishline.checkpointer import INTERVAL, Checkpointer
-from headway.finishline.deliveries import Deliveries
-from headway.finishline.journal import Journal, cut
 from headway.finishline.progress import (
     NOT_FOUND,
     Answer,
@@ -35,8 +33,10 @@ from headway.finishline.progress import (
     identity,
 )
 from headway.finishline.rebuild import Deletion, Rebuilder, not_ours, project_keys
-from headway.finishline.records import LIFE, Records, Row, no_project
 from headway.finishline.server import DRAIN_SECONDS, StateServer
+from headway.finishline.store.deliveries import Deliveries
+from headway.finishline.store.journal import Journal, cut
+from headway.finishline.store.records import LIFE, Records, Row, no_project
 from headway.telemetry import Log, metrics
 
 log = Log("finishline")

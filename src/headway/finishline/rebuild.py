@@ -19,8 +19,8 @@ from headway._lease import Lease, Owner, RedisLeases, held_as
 from headway.core.retry import pause
 from headway.errors import Held, Refused, StaleClaim, Unavailable
 from headway.finishline.progress import Outcome, Status, from_hash
-from headway.finishline.records import LIFE, Records, Row
 from headway.finishline.server import StateServer
+from headway.finishline.store.records import LIFE, Records, Row
 from headway.telemetry import Log, metrics
 
 log = Log("finishline")

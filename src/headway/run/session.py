@@ -145,7 +145,7 @@ def _release(ledger: Ledger, hold: Hold, outcome: str) -> None:
 
 def configured_sinks(config: Config) -> list[Sink]:
     """Open the sinks from the settings."""
-    return events.open_sinks(config["sinks"], config["webhook"], secret=config["webhook_secret"])
+    return events.configured_sinks(config)
 
 
 def describe(settings: Settings) -> dict[str, Any]:

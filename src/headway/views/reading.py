@@ -240,7 +240,7 @@ class Reader:
     def recorded_project(self, id: str) -> ProjectProgress:
         """How far a project is, as the database has it: exact with a journal, else as of the last checkpoint."""
         from headway.finishline.progress import NOT_FOUND, checked_project
-        from headway.finishline.records import Records
+        from headway.finishline.store.records import Records
         from headway.views.projects import project_view
 
         row = Records(self.database).find(checked_project(id))

@@ -47,7 +47,7 @@ def main(environment: Mapping[str, str], ports: WatcherPorts | None = None, shut
 
 def watch(environment: Mapping[str, str], config: Config, ports: WatcherPorts, shutdown: Shutdown) -> None:
     settings = settings_from(environment)
-    sinks = events.open_sinks(config["sinks"], config["webhook"], secret=config["webhook_secret"])
+    sinks = events.configured_sinks(config)
     where = environment.get("RQ_WATCHER_STORE", "").strip() or config.text("database")
     with on_signals(shutdown), _stores(where, settings.redis_url, ports) as (open_store, database):
         if not sinks or database is None:

@@ -6,6 +6,6 @@ CREATE INDEX idx_tasks_user ON tasks (user_id, no) WHERE user_id IS NOT NULL;
 -- What runs is little: idx_tasks_worker has it, and it is sorted when it is asked for. The renewal of a lease changes no
 -- index any more.
 DROP INDEX idx_tasks_running;
--- Nobody asks for the events of one task by its job: see headway.events.sql.
+-- Nobody asks for the events of one task by its job: see headway.events.store.sql.
 DROP INDEX idx_outbox_job;
 CREATE INDEX idx_outbox_job ON outbox (job, seq) WHERE source <> 'headway.queue';

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @contextmanager
 def relaying(config: Config, store: Database, stop: threading.Event) -> Iterator[None]:
     """Deliver the store's events to the configured sinks, if there are any, until the block ends or ``stop``."""
-    sinks = events.open_sinks(config["sinks"], config["webhook"], secret=config["webhook_secret"])
+    sinks = events.configured_sinks(config)
     with events.Relay([events.SqlOutbox(store)], sinks).start(stop) if sinks else nullcontext():
         yield
 

@@ -66,7 +66,7 @@ def relay(
     """
     from headway import telemetry
     from headway.config import Config
-    from headway.events import open_sinks
+    from headway.events import configured_sinks
 
     if sum(map(bool, (once, status, poison, forget))) > 1:
         raise UsageError("--once, --status, --poison and --forget cannot be combined.")
@@ -78,7 +78,7 @@ def relay(
     telemetry.configure(level=config.text("log_level").upper(), as_json=config["log_format"] == "json")
     if status:
         return _show(config, as_json=as_json)
-    sinks = open_sinks(config["sinks"], config["webhook"], secret=config["webhook_secret"])
+    sinks = configured_sinks(config)
     if poison or forget:
         with _outboxes(config, create=False) as places:
             if forget:

@@ -13,7 +13,7 @@ from datetime import datetime
 
 from headway._sql import Database, Value, array
 from headway.errors import StorageError
-from headway.events.sql import SHARE_APPENDING
+from headway.events.store.postgres import SHARE_APPENDING
 from headway.queue.store import insert as admission
 from headway.queue.store.tasks import NO_TURN
 from headway.queue.task import NewTask, Priority, Status, Task, moment

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from headway._lease import Owner, read_owner, stride, write_owner
 from headway._sql import Database, Row, Tx, Value, marks
-from headway.events.sql import SHARE_APPENDING
+from headway.events.store.postgres import SHARE_APPENDING
 from headway.queue.store.events import AMONG, SKIP_LOCKED, STATEMENT_TIME, change, telling
 from headway.queue.store.limits import Limits
 from headway.queue.store.tasks import NO_TURN

@@ -20,7 +20,7 @@ from headway._sql import Database, Row, Tx, Value, array
 from headway.core.failure import Failure, normalise
 from headway.core.retry import RetryPolicy
 from headway.errors import StaleClaim
-from headway.events.sql import SHARE_APPENDING
+from headway.events.store.postgres import SHARE_APPENDING
 from headway.queue.store import claim as claims
 from headway.queue.store.claim import CLAIMED, RETRY_CAP, Claimant, claiming, claims_of, first_turn
 from headway.queue.store.events import AMONG, SKIP_LOCKED, STATEMENT_TIME, TOLD, change, changing, telling

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from headway._sql import Row, Tx, Value
-from headway.events.sql import SHARE_APPENDING
+from headway.events.store.postgres import SHARE_APPENDING
 
 SKIP_LOCKED = {"sqlite": "", "postgresql": " FOR UPDATE SKIP LOCKED"}
 #: The database's time as an expression that is constant within a statement, so that indexes can be used with it.

@@ -71,9 +71,9 @@ class RelayPoison(NamedTuple):
 
 def read_relay(config: Config) -> RelayStatus:
     """The outboxes of the settings with their backlogs. One that is out of reach says so; the others are told all the same."""
-    from headway.events import open_sinks
+    from headway.events import configured_sinks
 
-    configured = [sink.name for sink in open_sinks(config["sinks"], config["webhook"], secret=config["webhook_secret"])]
+    configured = [sink.name for sink in configured_sinks(config)]
     places = [("database", config.text("database"), _sql_backlog)]
     if config.is_set("projects_redis"):
         places.append(("redis", config.text("projects_redis"), _redis_backlog))

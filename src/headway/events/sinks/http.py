@@ -1,4 +1,4 @@
-"""One POST within one deadline. Imported when the first webhook is made: http.client costs a start of headway a quarter."""
+"""One POST within one deadline. Imported with the first webhook, because http.client takes long to import."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from headway.events.deadline import Watchdog
 from headway.events.outbox import EventRefused
 from headway.telemetry import redact
 
-#: Answers that mean *not now*, although they are among those that mean *never*.
+#: 4xx answers after which another try may succeed.
 TEMPORARY = frozenset({408, 409, 425, 429})
 
-#: Answers about the content of one event. The other 4xx may come from a receiver that is deployed wrongly for a moment.
+#: Answers about the content of one event. Other 4xx answers may come from a receiver that is misconfigured for a moment.
 CONTENT = frozenset({400, 406, 413, 415, 422})
 
 
 class Address:
-    """A web address in its parts: where to send, who we are, and what of it may be shown."""
+    """A parsed web address: URL, credentials, and the part that may be shown."""
 
     def __init__(self, url: str) -> None:
         parts = _split(url)
         host = parts.netloc.rpartition("@")[2]
         self.url = urlunsplit((parts.scheme, host, parts.path or "/", parts.query, ""))
         self.host = host
-        #: The path and the query of a webhook are as good as a password.
+        #: Without path and query, which often contain the secret of a webhook.
         self.shown = f"{parts.scheme}://{host}/***"
         self.headers: dict[str, str] = {}
         if "@" in parts.netloc:
@@ -42,33 +42,36 @@ class Address:
 
 
 def _split(url: str) -> SplitResult:
-    """The parts of an address that can be used. A bad one is not shown: parts of a password may be anywhere in it."""
+    """Split an address. Raises `InvalidInput` without showing it: any part may belong to a password."""
     hint = "Use http://host/path or https://user:password@host/path, with %40 for @ and %2F for / in a password."
     try:
         parts = urlsplit(url)
         named = parts.hostname is not None and (parts.port is None or parts.port > 0)
         url.encode("ascii")
-    except ValueError as trouble:  # it repeats what it could not read
+    except ValueError as trouble:  # its message may contain a part of the password
         raise InvalidInput("A sink's web address cannot be read.", hint=hint) from (
             None if isinstance(trouble, UnicodeError) else trouble.__cause__
         )
     if parts.scheme not in ("http", "https") or not named or any(mark.isspace() for mark in url):
-        raise InvalidInput("A sink's web address is not one.", hint=hint)
+        raise InvalidInput("A sink's web address must be http://host/path or https://host/path.", hint=hint)
     if "@" in parts.netloc and "@" in parts.path:
-        raise InvalidInput("A sink's web address can be read in two ways: it has two @.", hint=hint)
+        raise InvalidInput("A sink's web address is ambiguous: it has two @.", hint=hint)
     return parts
 
 
 def post(address: Address, body: bytes, headers: Mapping[str, str], *, seconds: float, watchdog: Watchdog) -> None:
-    """Send ``body``; any 2xx answer means taken. `EventRefused` for an answer about its content (`CONTENT`),
-    `ServerRefused` for any other answer that will not change (4xx), and `Unavailable` for the rest."""
+    """Send ``body``. Returns for any 2xx answer.
+
+    Raises `EventRefused` for an answer about the content (`CONTENT`), `ServerRefused` for other permanent answers (4xx) and
+    `Unavailable` for everything else.
+    """
     deadline = time.monotonic() + seconds
     connections: list[http.client.HTTPConnection] = []
 
     def end() -> None:
         for connection in connections:
             if connection.sock is not None:
-                with suppress(OSError):  # it was not connected yet, or not any more
+                with suppress(OSError):  # not connected
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
     opener = request.build_opener(_NoRedirect, _Http(deadline, connections), _Https(deadline, connections))
@@ -79,17 +82,17 @@ def post(address: Address, body: bytes, headers: Mapping[str, str], *, seconds: 
         try:
             opener.open(call, timeout=seconds).close()
         except error.HTTPError as answer:
-            said = f"HTTP {answer.code} {redact(str(answer.reason))[:100]}"
+            outcome = f"HTTP {answer.code} {redact(str(answer.reason))[:100]}"
             answer.close()
-            raise _refusal(address, answer.code, said) from None
+            raise _refusal(address, answer.code, outcome) from None
         except (error.URLError, http.client.HTTPException, OSError, ValueError, AttributeError) as trouble:
-            # AttributeError: http.client reads from a connection that the watchdog has just ended.
-            said = f"no answer within {seconds:g} s" if late() or _is_late(trouble) else redact(str(trouble))
-            raise Unavailable(f"The webhook {address.shown} did not take the event: {said}") from None
+            # AttributeError: http.client reads from a connection that the watchdog has closed.
+            why = f"no answer within {seconds:g} s" if late() or _is_late(trouble) else redact(str(trouble))
+            raise Unavailable(f"The webhook {address.shown} did not take the event: {why}") from None
 
 
-def _refusal(address: Address, code: int, said: str) -> HeadwayError:
-    message = f"The webhook {address.shown} did not take the event: {said}"
+def _refusal(address: Address, code: int, outcome: str) -> HeadwayError:
+    message = f"The webhook {address.shown} did not take the event: {outcome}"
     if code in CONTENT:
         return EventRefused(message)
     if 400 <= code < 500 and code not in TEMPORARY:
@@ -102,14 +105,14 @@ def _is_late(trouble: BaseException) -> bool:
 
 
 class _NoRedirect(request.HTTPRedirectHandler):
-    """A redirected POST would go on as a GET without the event, and a login page's 200 count as taken."""
+    """Refuses redirects: a redirected POST becomes a GET without the event, and a login page would answer 200."""
 
     def redirect_request(self, *_: object) -> None:
         return None
 
 
 class _Http(request.HTTPHandler):
-    """Opens connections that share one deadline and are known to the watchdog."""
+    """Opens connections that share one deadline and that the watchdog can close."""
 
     def __init__(self, deadline: float, connections: list[http.client.HTTPConnection]) -> None:
         super().__init__()
@@ -129,8 +132,7 @@ class _Https(request.HTTPSHandler):
 
 
 class _Response(http.client.HTTPResponse):
-    """Passes over answers that announce another one (102, 103): http.client does so for 100 alone, and the event would be
-    told again for ever to a receiver that takes it each time."""
+    """Skips interim answers (102, 103). http.client skips only 100, and the event would be repeated for ever."""
 
     def _read_status(self) -> tuple[str, int, str]:
         found: tuple[str, int, str] = super()._read_status()  # type: ignore[misc]  # http.client's own hook, here and below
@@ -150,14 +152,14 @@ def _made(
     connection = kind(host, **options)
     connection.response_class = _Response
     known.append(connection)
-    # Of several addresses of a host each would get the whole time.
+    # By default each address of a host would get the whole time limit.
     connection._create_connection = functools.partial(_dial, deadline)  # type: ignore[attr-defined]  # noqa: SLF001  # http.client's own hook
     return connection
 
 
-def _dial(deadline: float, place: tuple[str, int], *_: object, **__: object) -> socket.socket:
+def _dial(deadline: float, target: tuple[str, int], *_: object, **__: object) -> socket.socket:
     trouble: OSError = OSError("the host has no address")
-    for family, kind, protocol, _name, address in socket.getaddrinfo(*place, type=socket.SOCK_STREAM):
+    for family, kind, protocol, _name, address in socket.getaddrinfo(*target, type=socket.SOCK_STREAM):
         link = socket.socket(family, kind, protocol)
         try:
             link.settimeout(max(0.001, deadline - time.monotonic()))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from headway._sql import Database, Tx, marks
 from headway.errors import HeadwayError, Refused
-from headway.finishline.records import no_project
+from headway.finishline.store.records import no_project
 from headway.telemetry import metrics, redact
 
 #: Rows in one INSERT.

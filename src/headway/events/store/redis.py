@@ -1,11 +1,12 @@
-"""The outbox in Redis: the stream ``smap:events``, to which scripts append in the step that decides.
+"""The outbox in Redis: the stream ``smap:events``, to which Lua scripts append events in the step that decides them.
 
-Each sink is a consumer group with one consumer, ``relay``: the lease of the sink says which process that is just now.
-What a relay had read and not acknowledged when it died is what its successor reads first. An entry leaves the stream
-when every group has settled it; ``on_delivered`` hears of it just before. While some sinks have an event and others do
-not, ``notes`` keeps which: an event that is announced again after a loss of Redis has the field ``again``, and sinks that
-took it before are skipped. What a sink refused, and entries that are no events, go to ``smap:events:quarantine`` in the
-step that acknowledges them.
+Each sink is a consumer group with one consumer, ``relay``. The lease of the sink says which process that is. Entries that a
+relay had read and not acknowledged when it died are the first ones that its successor reads.
+
+An entry leaves the stream when every group has settled it; ``on_delivered`` receives the events just before. While only some
+sinks have taken an event, ``notes`` records which. An event that is announced again after Redis lost data has the field
+``again``, and sinks that took it before are skipped. Refused events and entries that cannot be read as events move to
+``smap:events:quarantine`` in the transaction that acknowledges them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from headway._redis import (
     EVENTS_LEASE,
     EVENTS_QUARANTINE,
     EVENTS_REFUSALS,
+    client_address,
     failures,
     script,
     translate,
@@ -42,34 +44,33 @@ log = Log("events")
 
 CONSUMER = "relay"
 
-#: Entries looked at, at most, to say how many wait for a sink.
-LOOK = 1_000
+#: Waiting entries counted exactly; beyond that the number is estimated.
+COUNT_LIMIT = 1_000
 
 #: Entries removed at a time.
 TRIM = 1_000
 
-#: Seconds for which nothing leaves a stream that was lost. Other relays, which may serve other sinks, see within less that they
-#: have to subscribe again: they look every 30 s, and leave a server that was away alone for up to 72 s.
+#: Seconds for which nothing leaves a stream that Redis had lost. Meanwhile the relays of other sinks subscribe again: they
+#: check every 30 s, and back off from a server that was unreachable for up to 72 s.
 HOLD = 120
 
-#: Seconds that a sink waits for the note of what was delivered, so that a relay that ends has noted it. Whatever takes
-#: longer, as a database that is silent, goes on without the sink.
+#: Seconds a sink waits until its deliveries are noted in the database. After that the sink goes on without the note.
 NOTING = 0.5
 
-#: A name put into the stream again for one sink alone is under this field.
+#: Field of an entry that is for one sink only: a retried event.
 _TO = b"to"
 
-#: This field marks an event that may have been in the stream before Redis lost it.
+#: Field of an event that may have been in the stream before Redis lost data.
 _AGAIN = b"again"
 
-#: What reading an entry that is no event may raise.
+#: Exceptions from reading an entry that is not a valid event.
 _DAMAGE = (KeyError, ValueError, TypeError, OverflowError, OSError, RecursionError, InvalidInput)
 
 Entry = tuple[str, Mapping[bytes, bytes]]
 
 
 class SinkNotes(Protocol):
-    """Which sink took which event, recorded outside Redis."""
+    """Records outside Redis which sink took which event."""
 
     def note(self, sink: str, events: Sequence[Event]) -> None:
         """Record that the sink took these events."""
@@ -81,7 +82,7 @@ class SinkNotes(Protocol):
 
 
 class RedisOutbox:
-    """See the module. Safe to use from many threads and many processes."""
+    """The outbox of one Redis (see `headway.events.outbox.Outbox`). Safe for many threads and processes."""
 
     name = "redis"
 
@@ -96,7 +97,7 @@ class RedisOutbox:
         self._client: Any = client  # redis-py types every reply as possibly awaitable
         self._leases = RedisLeases(client)
         self._on_delivered, self._notes, self._lease = on_delivered, notes, lease
-        self._noted: dict[str, str] = {}  # sink -> the last entry that `notes` has of it
+        self._noted: dict[str, str] = {}  # sink -> last entry recorded in `notes`
         self._jobs: dict[str, str | None] = {}
         self._lock = threading.Lock()
         self._noting: threading.Thread | None = None
@@ -104,44 +105,51 @@ class RedisOutbox:
         self._key, self._quarantine = EVENTS(), EVENTS_QUARANTINE()
 
     def subscribe(self, sink: str, job: str | None = None) -> None:
+        """Keep events for ``sink``: create its consumer group at the start of the stream."""
         again = sink in self._jobs
         self._jobs[sink] = job
         with self._translate_errors():
             self._subscribe(sink, again=again)
 
     def waits(self, sink: str) -> bool:
+        """Return whether the stream has any entry."""
         with self._translate_errors():
             return bool(self._client.xlen(self._key))
 
     def acquire(self, sink: str) -> Lease:
+        """Acquire the lease of the sink, or raise `Held`."""
         with self._translate_errors():
             return self._leases.acquire(_lease_key(sink), Owner.current(), self._lease)
 
     def renew(self, lease: Lease) -> None:
+        """Renew the lease, or raise `StaleClaim`."""
         with self._translate_errors():
             self._leases.renew(lease)
 
     def release(self, lease: Lease) -> None:
+        """Release the lease."""
         with self._translate_errors():
             self._leases.release(lease)
 
     def waiting(self, sink: str, limit: int) -> list[tuple[str, Event]]:
+        """Return the next events of the sink. Invalid entries are logged and put aside."""
         with self._translate_errors():
             try:
-                return self._take(sink, limit)
+                return self._next(sink, limit)
             except failures() as error:
                 if "NOGROUP" not in str(error):
                     raise
-                # The server lost the stream; what is announced again waits from its start.
+                # The server lost the stream. Events that are announced again wait from its start.
                 self._subscribe(sink, again=True)
-                return self._take(sink, limit)
+                return self._next(sink, limit)
 
     def delivered(self, sink: str, handles: Sequence[str]) -> None:
+        """Acknowledge these entries."""
         with self._translate_errors():
             self._client.xack(self._key, sink, *handles)
 
     def count_refusal(self, sink: str, handle: str, *, seen: int, apart: float) -> int:
-        """Read and written in two steps: whoever delivers has the lease of the sink."""
+        """Count one more refusal (see `Outbox.count_refusal`). Two steps: only the owner of the lease delivers."""
         with self._translate_errors():
             key, (seconds, microseconds) = _refusals_key(sink), self._client.time()
             refusing, times, at = str(self._client.get(key) or "- 0 0").split()
@@ -153,11 +161,13 @@ class RedisOutbox:
             return count
 
     def put_aside(self, sink: str, handle: str, reason: str) -> None:
+        """Move the entry to the quarantine."""
         with self._translate_errors():
             found = self._range(handle, handle, 1)
             self._put_aside(sink, handle, found[0][1] if found else {}, reason)
 
     def refused(self, sink: str | None = None) -> list[Refused]:
+        """Return the events in the quarantine, oldest first."""
         with self._translate_errors():
             entries = self._raw("XRANGE", self._quarantine, "-", "+")
         found = []
@@ -165,12 +175,14 @@ class RedisOutbox:
             name = _text(fields.get(b"sink"))
             if sink is None or name == sink:
                 at = datetime.fromtimestamp(int(handle.partition(b"-")[0]) / 1000, UTC)
-                said = [_text(fields.get(field)) for field in (b"event.id", b"event.type", b"event.job", b"reason")]
-                found.append(Refused(name, handle.decode(), said[0], said[1], said[2], said[3], at))
+                id, type, job, reason = [
+                    _text(fields.get(field)) for field in (b"event.id", b"event.type", b"event.job", b"reason")
+                ]
+                found.append(Refused(name, handle.decode(), id, type, job, reason, at))
         return found
 
     def retry(self, found: Refused) -> None:
-        """Appended anew, for this sink alone: groups cannot take back an acknowledgement. The id stays the same."""
+        """Append the event again for this sink only, under the same id. Groups cannot undo an acknowledgement."""
         with self._translate_errors():
             for handle, fields in self._raw("XRANGE", self._quarantine, found.handle, found.handle):
                 again: list[bytes] = [_TO, found.sink.encode()]
@@ -183,10 +195,12 @@ class RedisOutbox:
                 pipeline.execute()
 
     def discard(self, found: Refused) -> None:
+        """Delete the event from the quarantine."""
         with self._translate_errors():
             self._client.xdel(self._quarantine, found.handle)
 
     def backlog(self, sink: str | None = None) -> list[Backlog]:
+        """Return how far each known sink, or one of them, is behind."""
         with self._translate_errors():
             if not self._client.exists(self._key):
                 return []
@@ -198,52 +212,55 @@ class RedisOutbox:
             return [self._behind(group, refused) for group in groups]
 
     def _behind(self, group: Mapping[str, Any], refused: Mapping[str, int]) -> Backlog:
-        name, read_up_to = str(group["name"]), str(group["last-delivered-id"])
+        name, last_read = str(group["name"]), str(group["last-delivered-id"])
         pending = self._client.xpending(self._key, name)
-        fresh = self._range(f"({read_up_to}", "+", LOOK)
-        unread = len(fresh) if len(fresh) < LOOK else max(LOOK, self._client.xlen(self._key) - pending["pending"])
+        fresh = self._range(f"({last_read}", "+", COUNT_LIMIT)
+        unread = (
+            len(fresh)
+            if len(fresh) < COUNT_LIMIT
+            else max(COUNT_LIMIT, self._client.xlen(self._key) - pending["pending"])
+        )
         first = pending["min"] if pending["pending"] else fresh[0][0] if fresh else None
         now = self._client.time()
-        age = None if first is None else max(0.0, now[0] + now[1] / 1e6 - _place(first)[0] / 1000)
+        age = None if first is None else max(0.0, now[0] + now[1] / 1e6 - _position(first)[0] / 1000)
         owner = read_owner(str(self._client.get(_lease_key(name)) or "").partition(" ")[2])
         serves = str(owner.owner) if owner and not owner.owner.is_dead else None
         return Backlog(name, pending["pending"] + unread, age, refused.get(name, 0), serves)
 
     def forget(self, sink: str) -> bool:
+        """Delete the consumer group of the sink. Return whether it existed."""
         with self._translate_errors():
             return bool(self._client.exists(self._key)) and bool(self._client.xgroup_destroy(self._key, sink))
 
     def tidy(self, sink: str) -> None:
-        """What is settled leaves the stream when nothing waits; where something always does, it leaves here, and a sink
-        that has more to take does not wait for the note."""
+        """Remove settled entries now, without waiting for their note. `waiting` does so only when idle."""
         with self._translate_errors():
             self._trim(0.0)
 
-    # ---- within ----------------------------------------------------------------------------------------------------
+    # ---- reading ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except failures() as error:
-            place = self._client.connection_pool.connection_kwargs
-            raise translate(error, f"{place.get('host', place.get('path'))}:{place.get('port', '')}") from error
+            raise translate(error, client_address(self._client)) from error
 
     def _subscribe(self, sink: str, *, again: bool) -> None:
         self._noted.pop(sink, None)
         script("events/subscribe")(self._client, [self._key, EVENTS_HOLD()], [sink, HOLD if again else 0])
 
     def _raw(self, *words: object) -> Any:
-        """A reply as it is in the server: anybody can have appended bytes that are no UTF-8."""
+        """Run a command and return bytes: any program may append bytes that are not UTF-8."""
         return self._client.execute_command(*words, NEVER_DECODE=True)
 
     def _range(self, first: str, last: str, count: int) -> list[Entry]:
         reply = self._raw("XRANGE", self._key, first, last, "COUNT", count)
         return [(handle.decode(), fields or {}) for handle, fields in reply]
 
-    def _take(self, sink: str, limit: int) -> list[tuple[str, Event]]:
+    def _next(self, sink: str, limit: int) -> list[tuple[str, Event]]:
         while True:
-            # First what was read before and not acknowledged, then what is new: a sink is told in order.
+            # In order: first the entries that were read and not acknowledged, then new ones.
             entries = self._read(sink, "0", limit)
             if len(entries) < limit:
                 entries += self._read(sink, ">", limit - len(entries))
@@ -258,13 +275,13 @@ class RedisOutbox:
                 return []
 
     def _wanted(self, sink: str, handle: str, fields: Mapping[bytes, bytes]) -> Event | None:
-        """The event of an entry, if the sink is to hear it; what it is not to hear is settled here."""
+        """Return the event of an entry, or None if it is not for this sink; then acknowledge or put it aside."""
         event = None
         if fields.get(_TO, sink.encode()) == sink.encode():
             try:
                 event = _event(fields)
             except _DAMAGE as error:
-                self._say_damaged(sink, handle, fields, error)
+                self._put_damaged_aside(sink, handle, fields, error)
                 return None
         job = self._jobs.get(sink)
         if event is None or (job is not None and event.job != job):
@@ -273,15 +290,15 @@ class RedisOutbox:
         return event
 
     def _skip_taken(self, sink: str, found: list[tuple[str, Event]], again: set[str]) -> list[tuple[str, Event]]:
-        """Leave out the events in ``again`` that the sink took before Redis lost the stream.
+        """Skip the events in ``again`` that the sink took before Redis lost the stream.
 
-        While the database does not answer, the sink gets them once more: events behind them must not wait for it.
+        While the database does not answer they are delivered again: later events must not wait for it.
         """
-        asked = [event for handle, event in found if handle in again]
-        if self._notes is None or not asked:
+        repeated = [event for handle, event in found if handle in again]
+        if self._notes is None or not repeated:
             return found
         try:
-            taken = self._notes.taken(sink, asked)
+            taken = self._notes.taken(sink, repeated)
         except HeadwayError as error:
             log.warning("delivering without knowing earlier deliveries", sink=sink, error=str(error))
             return found
@@ -290,16 +307,16 @@ class RedisOutbox:
             self._client.xack(self._key, sink, *settled)
         return [(handle, event) for handle, event in found if handle not in settled]
 
-    def _say_damaged(self, sink: str, handle: str, fields: Mapping[bytes, bytes], error: Exception) -> None:
+    def _put_damaged_aside(self, sink: str, handle: str, fields: Mapping[bytes, bytes], error: Exception) -> None:
         why = f"{type(error).__name__}: {error}"
         log.error(
-            "an entry of the stream is no event; it is put aside", key=self._key, reason=handle, sink=sink, error=why
+            "a stream entry is not a valid event and is put aside", key=self._key, reason=handle, sink=sink, error=why
         )
         metrics.count("headway_events_refused", sink=sink)
-        self._put_aside(sink, handle, fields, f"no event: {why}")
+        self._put_aside(sink, handle, fields, f"invalid event: {why}")
 
     def _adopt(self, sink: str, limit: int) -> bool:
-        """Make ours what a consumer of another name has read: whoever it was, we have the lease now."""
+        """Claim entries that a consumer of another name has read. The lease makes this safe."""
         if self._client.xpending(self._key, sink)["pending"] == 0:
             return False
         self._raw("XAUTOCLAIM", self._key, sink, CONSUMER, 0, "0", "COUNT", limit)
@@ -312,16 +329,16 @@ class RedisOutbox:
     def _put_aside(self, sink: str, handle: str, fields: Mapping[bytes, bytes], reason: str) -> None:
         words: list[object] = ["sink", sink, "reason", whole(redact(reason))[:500]]
         for name, value in fields.items():
-            if name not in (_TO, _AGAIN):  # a retry is delivered whatever `notes` says
+            if name not in (_TO, _AGAIN):  # without them a retry is delivered even if `notes` has the event
                 words += [b"event." + name, value]
         pipeline = self._client.pipeline(transaction=True)
-        if fields:  # none: the entry itself is gone
+        if fields:  # empty: the entry was deleted
             pipeline.execute_command("XADD", self._quarantine, "*", *words)
         pipeline.execute_command("XACK", self._key, sink, handle)
         pipeline.execute()
 
     def _trim(self, patience: float) -> None:
-        """Remove what every sink has settled: what no group still has pending and all groups have read past."""
+        """Remove the entries that every group has settled. Wait up to ``patience`` seconds until they are noted."""
         with self._lock:
             noting = self._noting
             if noting is None or not noting.is_alive():
@@ -338,46 +355,46 @@ class RedisOutbox:
                 )
                 noting.start()
                 self._noting, self._noting_since = noting, time.monotonic()
-            # It may wait for a database, and no sink does: a note is waited for once, whoever began it.
+            # The note may wait for a database, and sinks must not: each note is waited for only once.
             left = self._noting_since + patience - time.monotonic()
         noting.join(max(0.0, left))
 
     def _settled(self) -> list[Entry]:
-        if not self._client.xlen(self._key):  # asked first: there may be no stream
+        if not self._client.xlen(self._key):  # XINFO fails if the stream does not exist
             return []
         groups = self._client.xinfo_groups(self._key)
         if not groups:
             return []
         missing = self._jobs.keys() - {str(group["name"]) for group in groups}
         if missing:
-            # The server lost the stream, and these were not served since: what is in it now waits for them too.
+            # The server lost the stream. These sinks were not served since, so its entries wait for them too.
             for sink in missing:
                 self._subscribe(sink, again=True)
             return []
         if self._client.exists(EVENTS_HOLD()):
-            return []  # sinks of another relay may not be known again yet
+            return []  # sinks of other relays may not have subscribed again yet
         bounds = [self._unsettled(group) for group in groups]
-        return self._range("-", f"({min(bounds, key=_place)}", TRIM)
+        return self._range("-", f"({min(bounds, key=_position)}", TRIM)
 
     def _unsettled(self, group: Mapping[str, Any]) -> str:
-        """Return the first id that the group may not have settled."""
+        """Return the first entry id that the group may not have settled."""
         pending = self._client.xpending(self._key, group["name"])
         return str(pending["min"] if pending["pending"] else _after(group["last-delivered-id"]))
 
     def _taken(self, after: str) -> dict[str, list[Entry]]:
-        """Return the entries behind ``after`` that single sinks have settled and `notes` does not have yet."""
+        """Return per sink the entries behind ``after`` that it has settled and `notes` does not have yet."""
         if self._notes is None or not self._client.xlen(self._key):
             return {}
         found = {}
         for group in self._client.xinfo_groups(self._key):
             sink = str(group["name"])
             if sink in self._jobs:
-                first = max(after, self._noted.get(sink, after), key=_place)
+                first = max(after, self._noted.get(sink, after), key=_position)
                 found[sink] = self._range(f"({first}", f"({self._unsettled(group)}", TRIM)
         return {sink: entries for sink, entries in found.items() if entries}
 
     def _note(self, settled: Sequence[Entry], taken: Mapping[str, Sequence[Entry]]) -> None:
-        """In a thread of its own: what notes it may be a database that does not answer."""
+        """Note deliveries, then remove settled entries. Runs in its own thread: the database may not answer."""
         assert self._on_delivered is not None
         try:
             for sink, entries in taken.items():
@@ -387,11 +404,11 @@ class RedisOutbox:
             if not settled:
                 return
             self._on_delivered(list(_readable(settled)))
-            still = self._settled()  # that may have taken long: a sink that came meanwhile waits for what it found
+            still = self._settled()  # again: a sink that subscribed meanwhile waits for what it found
             if still:
-                self._remove(min(settled[-1][0], still[-1][0], key=_place))
-        except Exception as error:  # noqa: BLE001  # its store may be away: the entries wait for it here
-            log.warning("delivered events stay in the stream until that is noted", key=self._key, error=str(error))
+                self._remove(min(settled[-1][0], still[-1][0], key=_position))
+        except Exception as error:  # noqa: BLE001  # on any error the entries stay here and are noted later
+            log.warning("delivered events stay in the stream until they are noted", key=self._key, error=str(error))
 
     def _remove(self, last: str) -> None:
         self._client.xtrim(self._key, minid=_after(last), approximate=False)
@@ -402,7 +419,7 @@ def _readable(entries: Sequence[Entry]) -> Iterator[Event]:
         try:
             yield _event(fields)
         except _DAMAGE:
-            continue  # it was put aside and said
+            continue  # it was put aside and logged
 
 
 def _event(fields: Mapping[bytes, bytes]) -> Event:
@@ -426,11 +443,11 @@ def _digest(sink: str) -> str:
     return hashlib.sha256(sink.encode()).hexdigest()[:16]
 
 
-def _place(entry: str) -> tuple[int, int]:
+def _position(entry: str) -> tuple[int, int]:
     milliseconds, _, number = entry.partition("-")
     return int(milliseconds), int(number)
 
 
 def _after(entry: str) -> str:
-    milliseconds, number = _place(entry)
+    milliseconds, number = _position(entry)
     return f"{milliseconds}-{number + 1}"

@@ -8,7 +8,7 @@ from headway._sql import Database, Tx, marks
 from headway.errors import InvalidInput
 from headway.events import Event
 from headway.finishline.progress import checked_project
-from headway.finishline.records import CHUNK, Records
+from headway.finishline.store.records import CHUNK, Records
 from headway.telemetry import Log
 
 log = Log("finishline")

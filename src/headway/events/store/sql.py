@@ -1,8 +1,8 @@
 """The outbox in SQL: tables ``outbox``, ``sinks`` and ``deliveries``.
 
-A row of ``deliveries`` settles one event for one sink: it took it, or refused it for good. A cursor would not do: on
-PostgreSQL a lower number may be committed later. `SqlOutbox.tidy` moves the number below which all is settled
-(``sinks.since``) and removes those rows; it does so only at a moment when no transaction that appends is open.
+A row of ``deliveries`` settles one event for one sink: delivered, or refused for good. A cursor per sink is not enough,
+because on PostgreSQL a lower number may be committed after a higher one. `SqlOutbox.tidy` advances ``sinks.since``, below
+which everything is settled, and removes those rows. It does so only while no appending transaction is open.
 """
 
 from __future__ import annotations
@@ -10,48 +10,67 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Protocol
 
 from headway._lease import Lease, Owner, SqlLeases, has_ended, read_owner
-from headway._sql import NOW, Database, Row, Tx, Value, marks, require_open
+from headway._sql import Database, Engine, Row, Tx, Value, marks, require_open
 from headway.errors import Held, InvalidInput
 from headway.events.envelope import Event, completion, from_fields, plain, whole
 from headway.events.outbox import HISTORY, LEASE, Backlog, Refused
+from headway.events.store import postgres, sqlite
 from headway.telemetry import Log, metrics, redact
 
 log = Log("events")
 
-#: Appending transactions share this lock of PostgreSQL; who gets it alone knows that none of them is open.
-_APPENDING = "hashtext('headway.outbox')"
-#: How an appending transaction takes it, for a statement that appends on its own: before the first number is given.
-SHARE_APPENDING = f"SELECT pg_advisory_xact_lock_shared({_APPENDING})"
-
-#: So long a new sink waits at a time for open transactions that append.
-ALONE_MILLISECONDS = 100
-#: A reason longer than this is cut.
+#: Characters kept of the reason for a refusal.
 REASON = 500
 
 _LEASES = SqlLeases("sinks", "name")
 
-# What a sink has not settled yet.
+
+class CommitOrder(Protocol):
+    """How appending transactions exclude readers that rely on numbers in commit order. One module per engine."""
+
+    def begin_append(self, tx: Tx) -> None:
+        """Mark the transaction as one that appends, before it draws a number."""
+
+    def wait_for_appenders(self, tx: Tx) -> None:
+        """Wait until no appending transaction is open, and hold off new ones until this transaction ends."""
+
+    def is_quiet(self, tx: Tx) -> bool:
+        """Return whether no appending transaction is open; then hold off new ones until this transaction ends."""
+
+
+_ORDER: dict[Engine, CommitOrder] = {"sqlite": sqlite, "postgresql": postgres}
+
+#: The events that a sink has not settled yet.
 _WAITING = (
     "FROM sinks s JOIN outbox o ON o.seq > s.since AND (s.job IS NULL OR o.job = s.job) WHERE s.name = ? AND NOT EXISTS "
     "(SELECT 1 FROM deliveries d WHERE d.sink = s.name AND d.seq = o.seq)"
 )
 
+#: Condition on rows of ``outbox``: no sink waits for the event.
+_UNWANTED = (
+    "NOT EXISTS (SELECT 1 FROM sinks s WHERE s.since < outbox.seq AND (s.job IS NULL OR s.job = outbox.job) AND NOT EXISTS "
+    "(SELECT 1 FROM deliveries d WHERE d.sink = s.name AND d.seq = outbox.seq))"
+)
+
+
+# ---- appending -------------------------------------------------------------------------------------------------------
+
 
 def append(tx: Tx, event: Event) -> None:
-    """Decide that ``event`` happened, in the transaction that makes it true. Deciding it again changes nothing.
+    """Append an event in the transaction that makes it true. Appending the same id again changes nothing.
 
-    Data that JSON cannot hold is `InvalidInput`, and the transaction is the caller's to give up.
+    Raises `InvalidInput` for data that JSON cannot hold; the caller then rolls its transaction back.
     """
     try:
         data = completion(event.data) if event.type == "job.completed" else plain(event.data)
     except ValueError as error:
-        raise InvalidInput(f"The data of event {event.id!r} is not that of {event.type}: {error}.") from error
+        raise InvalidInput(f"The data of event {event.id!r} does not fit the type {event.type}: {error}.") from error
     if event.at.tzinfo is None:
         raise InvalidInput(f"The time of event {event.id!r} has no time zone.", hint="Use datetime.now(UTC).")
-    if tx.engine == "postgresql":
-        tx.execute(SHARE_APPENDING)
+    _ORDER[tx.engine].begin_append(tx)
     tx.execute(
         "INSERT INTO outbox (id, type, at, source, job, version, data) VALUES (?, ?, ?, ?, ?, ?, ?) "
         "ON CONFLICT (id) DO NOTHING",
@@ -61,7 +80,7 @@ def append(tx: Tx, event: Event) -> None:
 
 
 def append_all(database: Database, events: Sequence[Event]) -> None:
-    """`append` for events that something outside decided. One that no database can hold costs only itself."""
+    """Append events that were decided outside the database. An event that cannot be stored is logged and skipped."""
 
     def together(tx: Tx) -> None:
         for event in events:
@@ -78,43 +97,45 @@ def _append_alone(database: Database, event: Event) -> None:
     try:
         database.run(lambda tx: append(tx, event), operation="events.append")
     except InvalidInput as error:
-        log.error("an event cannot be kept; its sinks are not told", event=event.type, job=event.job, error=str(error))  # noqa: TRY400  # the error is the fact, its trace is not
+        log.error("an event cannot be stored and is not delivered", event=event.type, job=event.job, error=str(error))  # noqa: TRY400  # the message is enough, the traceback is ours
 
 
-_NOBODY_WAITS = (
-    "NOT EXISTS (SELECT 1 FROM sinks s WHERE s.since < outbox.seq AND (s.job IS NULL OR s.job = outbox.job) AND NOT EXISTS "
-    "(SELECT 1 FROM deliveries d WHERE d.sink = s.name AND d.seq = outbox.seq))"
-)
+# ---- retention -------------------------------------------------------------------------------------------------------
 
 
 def purge(tx: Tx, before: float) -> None:
-    """Delete events older than ``before`` (Unix time) that no sink waits for, and what is left of sinks of one job
-    whose events are gone."""
-    tx.execute(f"DELETE FROM outbox WHERE at < ? AND {_NOBODY_WAITS}", (before,))
+    """Delete events older than ``before`` (Unix time) that no sink waits for, and sinks of jobs without events."""
+    tx.execute(f"DELETE FROM outbox WHERE at < ? AND {_UNWANTED}", (before,))
     tx.execute(
+        # The condition on source makes the index of outbox usable, which leaves out the events of tasks.
         "DELETE FROM sinks WHERE job IS NOT NULL AND at < ? AND NOT EXISTS "
-        "(SELECT 1 FROM outbox o WHERE o.job = sinks.job AND o.source <> 'headway.queue')",  # its index has no tasks
+        "(SELECT 1 FROM outbox o WHERE o.job = sinks.job AND o.source <> 'headway.queue')",
         (before,),
     )
 
 
 def purge_page(tx: Tx, source: str, before: float, *, after: int, limit: int) -> int | None:
-    """`purge` for one who does it again and again: of the next ``limit`` events behind number ``after``, those of ``source``.
-    Up to which number it looked; None when it has come to the end, or to events none of which is that old: a million newer
-    ones are not read. What sinks still wait for is passed, not looked at again."""
+    """Delete one page of the old events of ``source`` that no sink waits for.
+
+    Reads the next ``limit`` events behind number ``after`` and returns the last number of the page. Returns None at the
+    end, and at a page that has no event older than ``before``: a million newer events are not read.
+    """
     page = tx.all("SELECT seq, at FROM outbox WHERE seq > ? ORDER BY seq LIMIT ?", (after, limit))
     if not any(at < before for _, at in page):
         return None
     last = int(page[-1][0])
     tx.execute(
-        f"DELETE FROM outbox WHERE seq > ? AND seq <= ? AND at < ? AND source = ? AND {_NOBODY_WAITS}",
+        f"DELETE FROM outbox WHERE seq > ? AND seq <= ? AND at < ? AND source = ? AND {_UNWANTED}",
         (after, last, before, source),
     )
     return last if len(page) == limit else None
 
 
+# ---- the outbox ------------------------------------------------------------------------------------------------------
+
+
 class SqlOutbox:
-    """See the module. Safe to use from many threads, and from many processes with one database."""
+    """The outbox of one database (see `headway.events.outbox.Outbox`). Safe for many threads and processes."""
 
     name = "database"
 
@@ -122,17 +143,14 @@ class SqlOutbox:
         self._database, self._lease = require_open(database), lease
 
     def subscribe(self, sink: str, job: str | None = None) -> None:
+        """Keep events for ``sink``. Raises after a moment when appending transactions stay open."""
         if self._database.one("SELECT 1 FROM sinks WHERE name = ?", (sink,)) is not None:
             return
 
         def work(tx: Tx) -> None:
-            if tx.engine == "postgresql":
-                # Alone for a moment: no lower number is committed after this look. Whoever wants to append meanwhile waits
-                # behind us, and a transaction of a caller's may last: so we wait a moment, and try again later.
-                tx.execute(f"SET LOCAL lock_timeout = {ALONE_MILLISECONDS}")
-                tx.execute(f"SELECT pg_advisory_xact_lock({_APPENDING})")
+            _ORDER[tx.engine].wait_for_appenders(tx)  # afterwards no number below max(seq) is committed
             now = tx.now()
-            # Not by the newest old event: one that happened long ago may have been decided just now.
+            # The oldest recent event decides, not the newest old one: an event may have happened long before it was decided.
             tx.execute(
                 "INSERT INTO sinks (name, job, at, since) SELECT ?, ?, ?, "
                 "coalesce((SELECT min(seq) - 1 FROM outbox WHERE at >= ?), (SELECT max(seq) FROM outbox), 0) WHERE true "
@@ -143,22 +161,27 @@ class SqlOutbox:
         self._database.run(work, operation="events.subscribe")
 
     def waits(self, sink: str) -> bool:
+        """Return whether an event waits for the sink, by one query."""
         return self._database.one(f"SELECT 1 {_WAITING} LIMIT 1", (sink,)) is not None
 
     def acquire(self, sink: str) -> Lease:
-        owner = Owner.current()  # outside the transaction: repeated, it is the same acquisition
+        """Acquire the lease of the sink, or raise `Held`."""
+        owner = Owner.current()  # outside the transaction: a repeated transaction is the same acquisition
         found = self._database.run(lambda tx: _LEASES.acquire(tx, sink, owner, self._lease), operation="events.acquire")
         if isinstance(found, Held):
             raise found
         return found
 
     def renew(self, lease: Lease) -> None:
+        """Renew the lease, or raise `StaleClaim`."""
         self._database.run(lambda tx: _LEASES.renew(tx, lease), operation="events.renew")
 
     def release(self, lease: Lease) -> None:
+        """Release the lease."""
         self._database.run(lambda tx: _LEASES.release(tx, lease), operation="events.release")
 
     def waiting(self, sink: str, limit: int) -> list[tuple[str, Event]]:
+        """Return the next events of the sink. Rows that cannot be read as events are logged and put aside."""
         while True:
             rows = self._database.all(
                 f"SELECT o.seq, o.id, o.type, o.at, o.source, o.job, o.version, o.data {_WAITING} ORDER BY o.seq LIMIT ?",
@@ -167,23 +190,26 @@ class SqlOutbox:
             found = []
             for row in rows:
                 try:
-                    # By its id, not its number: a database put back to an older backup gives the number to another event.
+                    # The handle is the id: after a restore of an older backup another event has the same number.
                     found.append((str(row[1]), _event(row)))
                 except (ValueError, TypeError, OverflowError, OSError, RecursionError, InvalidInput) as error:
-                    self._say_damaged(sink, row, error)
+                    self._put_damaged_aside(sink, row, error)
             if found or not rows:
-                return found  # nothing but damaged rows is not the end of what waits: they are put aside now
+                return found  # a page of damaged rows only is not the end: they are put aside, so read the next page
 
-    def _say_damaged(self, sink: str, row: Row, error: Exception) -> None:
+    def _put_damaged_aside(self, sink: str, row: Row, error: Exception) -> None:
         why = f"{type(error).__name__}: {error}"
-        log.error("a row of the outbox is no event; it is put aside", sink=sink, eventID=str(row[1]), error=why)
+        log.error("an outbox row is not a valid event and is put aside", sink=sink, eventID=str(row[1]), error=why)
         metrics.count("headway_events_refused", sink=sink)
-        self._settle(sink, "seq", [row[0]], f"no event: {why}")  # its id may be no text
+        self._settle(sink, "seq", [row[0]], f"invalid event: {why}")  # by number: its id may not be text
 
     def delivered(self, sink: str, handles: Sequence[str]) -> None:
+        """Record that the sink took these events."""
         self._settle(sink, "id", handles, None)
 
     def count_refusal(self, sink: str, handle: str, *, seen: int, apart: float) -> int:
+        """Count one more refusal of this event by the sink and return the count (see `Outbox.count_refusal`)."""
+
         def work(tx: Tx) -> int:
             row = tx.one(
                 "SELECT s.refusals, s.refused_at FROM sinks s JOIN outbox o ON o.seq = s.refusing "
@@ -204,52 +230,60 @@ class SqlOutbox:
         return self._database.run(work, operation="events.refusal")
 
     def put_aside(self, sink: str, handle: str, reason: str) -> None:
+        """Settle the event as refused for good."""
         self._settle(sink, "id", [handle], reason)
 
     def _settle(self, sink: str, column: str, which: Sequence[Value], reason: str | None) -> None:
-        said = None if reason is None else redact(reason)[:REASON]
+        refused = None if reason is None else redact(reason)[:REASON]
 
         def work(tx: Tx) -> None:
-            # An event or the sink may have been deleted meanwhile: then there is nothing to settle.
+            # Selected from sinks and outbox: nothing is inserted for a sink or an event deleted meanwhile.
             tx.execute(
-                f"INSERT INTO deliveries (sink, seq, refused, at) SELECT s.name, o.seq, ?, {NOW[tx.engine]} "
+                f"INSERT INTO deliveries (sink, seq, refused, at) SELECT s.name, o.seq, ?, {tx.clock} "
                 f"FROM sinks s, outbox o WHERE s.name = ? AND o.{column} IN ({marks(len(which))}) "
                 "ON CONFLICT (sink, seq) DO NOTHING",
-                (said, sink, *which),
+                (refused, sink, *which),
             )
-            if reason is not None:  # tried again some day, it has all its tries
+            if reason is not None:  # a later retry of the event starts with all its tries
                 tx.execute("UPDATE sinks SET refusing = NULL WHERE name = ?", (sink,))
 
         self._database.run(work, operation="events.settle")
 
     def refused(self, sink: str | None = None) -> list[Refused]:
-        where, parameters = ("AND d.sink = ?", (sink,)) if sink is not None else ("", ())
+        """Return the events that were put aside, oldest first."""
         rows = self._database.all(
             "SELECT d.sink, o.seq, o.id, o.type, o.job, d.refused, d.at FROM deliveries d JOIN outbox o ON o.seq = d.seq "
-            f"WHERE d.refused IS NOT NULL {where} ORDER BY o.seq, d.sink",
-            parameters,
+            "WHERE d.refused IS NOT NULL AND d.sink = coalesce(?, d.sink) ORDER BY o.seq, d.sink",
+            (sink,),
         )
-        return [Refused(name, str(seq), id, type, job, why, _utc(at)) for name, seq, id, type, job, why, at in rows]
+        return [
+            Refused(name, str(seq), id, type, job, why, None if at is None else datetime.fromtimestamp(at, UTC))
+            for name, seq, id, type, job, why, at in rows
+        ]
 
     def retry(self, found: Refused) -> None:
-        self._unsettle(found, None)
+        """Let the event wait for its sink again."""
+        self._change_refused("DELETE FROM deliveries WHERE sink = ? AND seq = ? AND refused IS NOT NULL", found)
 
     def discard(self, found: Refused) -> None:
-        self._unsettle(found, "discarded")
+        """Settle the event without delivery."""
+        self._change_refused(
+            "UPDATE deliveries SET refused = NULL WHERE sink = ? AND seq = ? AND refused IS NOT NULL", found
+        )
 
-    def _unsettle(self, found: Refused, outcome: str | None) -> None:
-        where = "WHERE sink = ? AND seq = ? AND refused IS NOT NULL"
-        change = "DELETE FROM deliveries" if outcome is None else "UPDATE deliveries SET refused = NULL"
+    def _change_refused(self, statement: str, found: Refused) -> None:
         self._database.run(
-            lambda tx: tx.execute(f"{change} {where}", (found.sink, int(found.handle))), operation="events.refused"
+            lambda tx: tx.execute(statement, (found.sink, int(found.handle))), operation="events.refused"
         )
 
     def backlog(self, sink: str | None = None) -> list[Backlog]:
-        where, parameters = ("WHERE name = ?", (sink,)) if sink is not None else ("", ())
+        """Return how far each known sink, or one of them, is behind."""
         result = []
         with self._database.read() as tx:
             now = tx.now()
-            sinks = tx.all(f"SELECT name, holder, lease_until FROM sinks {where} ORDER BY name", parameters)
+            sinks = tx.all(
+                "SELECT name, holder, lease_until FROM sinks WHERE name = coalesce(?, name) ORDER BY name", (sink,)
+            )
             for name, holder, until in sinks:
                 row = tx.one(f"SELECT count(*), min(o.at) {_WAITING}", (name,))
                 aside = tx.one("SELECT count(*) FROM deliveries WHERE sink = ? AND refused IS NOT NULL", (name,))
@@ -261,7 +295,8 @@ class SqlOutbox:
         return result
 
     def forget(self, sink: str) -> bool:
-        # Asked first, so that a deletion repeated after a lost answer still says that there was one.
+        """Delete the sink and what waits for it. Return whether it existed."""
+        # Read before the deletion: a deletion repeated after a lost reply would find no row.
         known = self._database.one("SELECT 1 FROM sinks WHERE name = ?", (sink,)) is not None
         self._database.run(
             lambda tx: tx.execute("DELETE FROM sinks WHERE name = ?", (sink,)), operation="events.forget"
@@ -269,13 +304,13 @@ class SqlOutbox:
         return known
 
     def tidy(self, sink: str) -> None:
+        """Advance ``since`` to the first event that is not delivered, and delete the deliveries below it."""
+
         def work(tx: Tx) -> None:
-            if tx.engine == "postgresql":
-                alone = tx.one(f"SELECT pg_try_advisory_xact_lock({_APPENDING})")
-                if alone is None or not alone[0]:
-                    return  # an event with a number we have passed may yet be committed
+            if not _ORDER[tx.engine].is_quiet(tx):
+                return  # a number below the new line may still be committed
             row = tx.one(
-                # What was put aside stays above the line: it may be wanted again.
+                # An event that was put aside stays above the line, so that it can be retried.
                 "SELECT coalesce(min(o.seq) - 1, (SELECT max(seq) FROM outbox)) FROM sinks s JOIN outbox o "
                 "ON o.seq > s.since AND (s.job IS NULL OR o.job = s.job) WHERE s.name = ? AND NOT EXISTS "
                 "(SELECT 1 FROM deliveries d WHERE d.sink = s.name AND d.seq = o.seq AND d.refused IS NULL)",
@@ -292,7 +327,3 @@ def _event(row: Row) -> Event:
     _, id, type, at, source, job, version, data = row
     fields = {"id": id, "type": type, "source": source, "job": job, "version": version}
     return from_fields(fields, datetime.fromtimestamp(at, UTC), json.loads(data))
-
-
-def _utc(at: float | None) -> datetime | None:
-    return None if at is None else datetime.fromtimestamp(at, UTC)

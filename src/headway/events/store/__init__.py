@@ -1,0 +1,1 @@
+"""Outboxes: the tables of SQLite and PostgreSQL, and the stream of Redis."""

@@ -1,0 +1,1 @@
+"""The SQL tables of the finish line: projects, their journal and their deliveries."""
