@@ -18,22 +18,18 @@ import fnmatch
 import re
 import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlsplit
 
 from headway import _redis
 from headway.errors import InvalidInput
 from headway.events.envelope import whole
 from headway.events.sinks.command import CommandSink
-from headway.events.sinks.mail import MailServer, MailSink
+from headway.events.sinks.mail import MailServer, MailSink, Settings
 from headway.events.sinks.redis import RedisChannelSink, RedisStreamSink
 from headway.events.sinks.sink import ConfiguredSink, LogSink, Sink, digest
 from headway.events.sinks.slack import SCHEMES as SLACK_SCHEMES
 from headway.events.sinks.slack import SlackSink
 from headway.events.sinks.webhook import WebhookSink
-
-if TYPE_CHECKING:
-    from headway.config import Config
 
 _SCHEMES = "log:, https://, slack://, mailto:, redis://, rediss://, unix:// or command:"
 _OPTIONS = re.compile(r"#((?:types|name)=[^#\s]*)$")
@@ -49,7 +45,7 @@ class SinkSettings:
     mail: MailServer | None = None
 
 
-def configured_sinks(config: Config) -> list[Sink]:
+def configured_sinks(config: Settings) -> list[Sink]:
     """Open the sinks of the settings ``sinks`` and ``webhook``. Raises `InvalidInput` for the first invalid one."""
     found = open_sinks(config["sinks"], config["webhook"], settings=settings_of(config))
     if any(isinstance(sink, MailSink) for sink in map(_unwrapped, found)):
@@ -57,7 +53,7 @@ def configured_sinks(config: Config) -> list[Sink]:
     return found
 
 
-def settings_of(config: Config) -> SinkSettings:
+def settings_of(config: Settings) -> SinkSettings:
     """Read what sinks need besides their address."""
     secret, web_url = config["webhook_secret"], config["web_url"]
     mail = MailServer.of(config) if config["smtp_host"] else None

@@ -6,8 +6,8 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headway.errors import HeadwayError, InvalidInput, ServerRefused, Unavailable
 from headway.events.deadline import Watchdog
@@ -18,8 +18,6 @@ from headway.telemetry import Log, redact
 
 if TYPE_CHECKING:
     from smtplib import SMTP
-
-    from headway.config import Config, Setting
 
 log = Log("events")
 
@@ -32,6 +30,12 @@ PORTS = {"starttls": 587, "tls": 465, "none": 25}
 _ADDRESS = re.compile(r"[^\s@<>,;:\"()\[\]\\]{1,64}@[A-Za-z0-9.-]{1,255}")
 
 
+class Settings(Protocol):
+    """The settings by name (`headway.config.Config`)."""
+
+    def __getitem__(self, name: str, /) -> object: ...
+
+
 @dataclass(frozen=True, slots=True)
 class MailServer:
     """How to reach the SMTP server. ``tls`` is starttls, tls or none."""
@@ -41,10 +45,10 @@ class MailServer:
     port: int | None = None
     tls: str = "starttls"
     user: str = ""
-    password: str = ""
+    password: str = field(default="", repr=False)
 
     @classmethod
-    def of(cls, config: Config) -> MailServer:
+    def of(cls, config: Settings) -> MailServer:
         """Read the ``smtp_...`` settings. Raises `InvalidInput` if they are incomplete or unsafe."""
         host, user, password, sender, port = (
             _text_of(config[f"smtp_{name}"]) for name in ("host", "user", "password", "from", "port")
@@ -62,17 +66,23 @@ class MailServer:
             )
         if bool(user) != bool(password):
             raise InvalidInput("smtp_user and smtp_password must be set together.", hint="Set both, or neither.")
-        from headway.config import is_loopback
-
-        if password and config["smtp_tls"] == "none" and not (host == "localhost" or is_loopback(host)):
+        if password and config["smtp_tls"] == "none" and not _is_local(host):
             raise InvalidInput(
                 f"smtp_tls is none, so smtp_password would reach {host} unencrypted.",
                 hint="Set smtp_tls to starttls or tls.",
             )
-        return cls(host, sender, int(port) if port else None, config.text("smtp_tls"), user, password)
+        return cls(host, sender, int(port) if port else None, str(config["smtp_tls"]), user, password)
 
 
-def _text_of(value: Setting) -> str:
+def _is_local(host: str) -> bool:
+    import ipaddress
+
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _text_of(value: object) -> str:
     return "" if value is None else str(value)
 
 
