@@ -17,6 +17,7 @@ from headway._sql import Database, Tx
 from headway.core.failure import Failure
 from headway.ledger import Done, Failed, Job, Ledger
 from headway.ledger.store.index_range import MOST
+from headway.ledger.store.statistics import durations_of_function
 from headway.queue.recovery import Sweeper
 from headway.queue.store import tasks as records
 from headway.queue.store.claim import Claimant, claim_next
@@ -25,7 +26,6 @@ from headway.queue.task import PRIORITIES, Status
 from headway.queue.task_queue import TaskQueue
 from headway.views.jobs.durations import read_durations
 from headway.views.jobs.map import read_map
-from headway.views.system.performance import _spread
 
 #: Items of the job, and those that were tried: the first ones, each 500th of them failed and each 1,000th dead.
 ITEMS, TRIED = 60_000, 30_000
@@ -129,7 +129,7 @@ def test_a_page_of_a_job_that_was_just_loaded_reads_the_rows_of_that_page(job: J
         "log": lambda: next(iter(job.log(TRIED // 2))),
         "log of the rest": lambda: list(job.log(TRIED - 10)),
         "worked on": lambda: job.worked_on(range(0, ITEMS, ITEMS // 50)),
-        "spread": lambda: _read(job.database, lambda tx: _spread(tx, "work", 0.0)),
+        "spread": lambda: _read(job.database, lambda tx: durations_of_function(tx, "work", 0.0, 1000)),
     }
     for status in (None, "pending", "processing", "retrying", "done", "dead"):
         for after in (-1, TRIED // 2, TRIED - 10, ITEMS - 100):

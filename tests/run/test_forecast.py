@@ -16,7 +16,7 @@ import pytest
 from headway.core.forecast import forecast
 from headway.run.display.estimate import Estimator
 from headway.views.jobs.series import Point, Series
-from headway.views.jobs.speed import pace
+from headway.views.jobs.speed import speed
 from tests.run.simulated import SHAPES, SimulatedRun, looks, simulate
 
 SEEDS = range(1000, 1005)
@@ -69,7 +69,7 @@ def elsewhere(run: SimulatedRun, seed: int) -> Iterator[Look]:
         ]
         assert snapshot.total is not None
         left = snapshot.total - snapshot.position - snapshot.dead
-        _, found = pace(Series(1, tuple(counts)), began, now, left, snapshot.done)
+        found = speed(Series(1, tuple(counts)), began, now, left, snapshot.done).forecast
         if found is not None:
             yield Look(found.early, found.likely, found.late, run.end - at)
 

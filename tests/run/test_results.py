@@ -230,7 +230,7 @@ def test_results_are_printed_by_index_in_three_formats(place: Path, run_cli: Cli
     ]  # fmt: skip
     again = run_cli("results", "ads", "--output", "ads.csv")
     assert again.returncode == 2
-    assert "is there already" in again.stderr
+    assert "already exists" in again.stderr
     assert run_cli("results", "ads", "--output", "ads.xyz").returncode == 2
     assert run_cli("results", "nobody").returncode == 2
 

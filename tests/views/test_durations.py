@@ -13,7 +13,9 @@ import pytest
 from headway._sql import Database, connect
 from headway.core.failure import Failure
 from headway.ledger import Done, Failed, Job, Ledger, NewItem
-from headway.views.jobs.durations import EXACT, SAMPLE, SLOWEST, read_durations
+from headway.ledger.store.statistics import EXACT_ITEMS as EXACT
+from headway.ledger.store.statistics import SAMPLED_ITEMS as SAMPLE
+from headway.views.jobs.durations import SLOWEST, read_durations
 
 BAD = Failure("ValueError", "bad", "x.py:f")
 

@@ -16,8 +16,8 @@ from headway.core.failure import Failure
 from headway.ledger import Done, Failed, Job, Ledger, NewItem
 from headway.views.jobs.job import read_sheet
 from headway.views.jobs.map import CELLS, cell_size, durations, read_map
-from headway.views.jobs.series import Point, Series, read_job_series, read_series
-from headway.views.jobs.speed import pace
+from headway.views.jobs.series import Point, Series, read_series, series_between
+from headway.views.jobs.speed import speed
 from headway.views.overview import outlook, read_job_page
 from headway.views.projects import read_newest_projects
 from headway.views.queue import QueueView
@@ -228,7 +228,8 @@ def test_what_was_finished_is_counted_by_the_minute_without_a_gap(database: Data
     assert len(series.points) == 60
     assert (series.done, series.failed) == (40, 4)
     assert read_series(database, "24h").done == read_series(database, "7d").done == 40
-    own = read_job_series(job, database.now() - 600, database.now())
+    minutes = [(minute, done, failed, seconds) for minute, done, failed, _, seconds in job.minutes(0)]
+    own = series_between(minutes, database.now() - 600, database.now())
     assert own.done == 40
     assert {right.minute - left.minute for left, right in pairwise(own.points)} == {1}
     [found] = read_performance(database)
@@ -265,7 +266,7 @@ def test_the_window_of_a_forecast_holds_the_true_end_in_four_of_five_runs():
         done = sum(counts[:minute])
         past = Series(1, tuple(Point(no, count, 0, 0.0) for no, count in enumerate(counts[: minute + 1]))[-30:])
         past = past._replace(points=(*past.points[:-1], past.points[-1]._replace(done=0)))
-        _, forecast = pace(past, 0.0, minute * 60.0, total - done, done)
+        _, forecast, _ = speed(past, 0.0, minute * 60.0, total - done, done)
         assert forecast is not None
         left = (len(counts) - minute) * 60.0
         held += forecast.early - 60 <= left <= forecast.late + 60  # the true end is known to the minute
@@ -274,21 +275,25 @@ def test_the_window_of_a_forecast_holds_the_true_end_in_four_of_five_runs():
 
 def test_a_forecast_follows_the_pace_of_this_run_and_widens_when_it_varies():
     now = 30 * 60.0
-    rate, forecast = pace(steady(60), 0.0, now, 1800, 1800)
+    rate, forecast, _ = speed(steady(60), 0.0, now, 1800, 1800)
     assert rate == pytest.approx(1.0)
     assert forecast is not None
     assert forecast.early < forecast.likely < forecast.late
     assert forecast.likely == pytest.approx(1800)
     wild = Series(1, tuple(Point(minute, (10, 150, 20)[minute % 3], 0, 0.0) for minute in range(30)))
-    _, wide = pace(wild, 0.0, now, 1800, 1800)
+    _, wide, _ = speed(wild, 0.0, now, 1800, 1800)
     assert wide is not None
     assert wide.late - wide.early > forecast.late - forecast.early
-    early, unsaid = pace(steady(60), now - 10, now, 1800, 12)
+    early, unsaid, _ = speed(steady(60), now - 10, now, 1800, 12)
     assert early == pytest.approx(1.2)
     assert unsaid is None
-    assert pace(steady(0), 0.0, now, 1800, 0) == (None, None)
-    resumed, _ = pace(steady(0), now - 60, now, 1000, 600)  # what was kept is not this run's speed
-    assert resumed == pytest.approx(10.0)
+    assert speed(steady(0), 0.0, now, 1800, 0) == (None, None, 0.0)
+    both_runs = steady(0)._replace(points=(*steady(0).points[:-1], Point(29, 900, 0, 0.0)))
+    resumed = speed(both_runs, now - 30, now, 1000, 300)  # the run before finished 600 items in the same minute
+    assert resumed.rate is not None
+    assert resumed.rate == pytest.approx(10.0)
+    assert resumed.forecast is not None
+    assert resumed.forecast.likely == pytest.approx(1000 / resumed.rate)
 
 
 def queue(waiting: int, *, running: int = 0, paused: bool = False) -> QueueView:

@@ -163,6 +163,8 @@ class JobInfo(NamedTuple):
     held: bool
     #: How the last run ended. None while a run holds the job, and once the job has finished.
     last_outcome: str | None = None
+    #: Whether the current run has been asked to pause.
+    paused: bool = False
 
     @property
     def lost(self) -> bool:
@@ -175,12 +177,12 @@ class JobInfo(NamedTuple):
 
     @property
     def status(self) -> str:
-        """Return one of: pending, processing, interrupted, needs a run, completed.
+        """Return one of: pending, processing, paused, interrupted, needs a run, completed.
 
         A job needs a run if its last run finished and items were set to retry since.
         """
         if self.held:
-            return "processing"
+            return "paused" if self.paused else "processing"
         if self.finished_at is not None:
             return "completed"
         if self.last_outcome == "finished":

@@ -1,19 +1,19 @@
-"""What people and programs read: plain frozen values with a stable JSON.
+"""Views: what people and programs read, as plain frozen values with a stable JSON.
 
-    shape      what a view is, and how it becomes JSON
-    jobs       the jobs
-    job        one job: its runs, its causes of failure
-    items      items, one item with its history, the log of a job
-    dead       dead letters by cause
-    projects   how far a project of the finish line is
+    shape      what a view is, and its conversion to JSON
+    jobs       jobs, one job, items, dead letters, the item map, durations, rate and forecast
+    overview   the jobs in progress, the outlook of the queues, causes over all jobs
+    search     search over everything, failures by host, causes over all jobs
+    history    marks for charts: starts, stops, pauses, kills and changed settings
+    queue      queues, tasks, workers
+    failed     failed tasks and failed RQ jobs by cause
+    projects   projects of the finish line
     states     the states of a job's tasks
-    health     what `headway doctor` looks at
-    records    the audit trail, the settings
-    access     who may use the web application, and what they did
-    reading    all of these questions as methods of one object, over the stores of an installation
-    schemas    every document as a JSON schema (loaded by the documentation and by tests, not by a command)
+    system     alerts, health, performance, relay, audit trail, settings, tokens
+    reading    `Reader`: all of these as methods of one object
+    schemas    the JSON schemas of all documents; only the documentation and tests import it
 
-A module here asks the parts below and answers with views. It prints nothing and knows neither click nor HTTP: the
-command line writes these values as text or JSON, a web API answers with the same JSON. Each document has a ``schema``
-(``headway.jobs/1``); within a version keys are added, never changed or removed.
+Every number and state that people read is defined here, once. The command line prints these values as text or JSON, and
+the web API returns the same JSON. Each document has a ``schema`` (``headway.jobs/1``); within a version keys are added,
+never changed or removed. No module here prints, and none imports click or an HTTP package.
 """

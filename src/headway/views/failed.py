@@ -1,4 +1,4 @@
-"""What stands failed in queues, by cause: tasks of ours, and jobs of the RQ deployment that the watcher follows."""
+"""Failed tasks by cause, and failed jobs of the RQ deployment that the watcher follows."""
 
 from __future__ import annotations
 
@@ -15,47 +15,48 @@ if TYPE_CHECKING:
 
 
 class TaskCauses(NamedTuple):
-    """`/api/v1/task-causes`: why tasks of the queue failed for good, by the cause of each one's last run."""
+    """`/api/v1/task-causes`: why tasks of the queue failed permanently, by the cause of the last attempt."""
 
-    causes: Annotated[tuple[TaskCause, ...], "those with most failed tasks first"]
+    causes: Annotated[tuple[TaskCause, ...], "those with the most failed tasks first"]
 
     def as_json(self) -> Json:
         return document(self)
 
 
 class RqCause(NamedTuple):
-    """Jobs of one RQ queue that failed alike."""
+    """Jobs of one RQ queue that failed for the same reason."""
 
-    id: Annotated[str, "the same for the same cause at every look"]
-    queue: Annotated[str, "RQ's queue"]
+    id: Annotated[str, "id; the same cause always has the same id"]
+    queue: Annotated[str, "the RQ queue"]
     type: Annotated[str, "the exception's class"]
-    message: Annotated[str, "its message without what differs from job to job"]
-    frame: Annotated[str, "the place in your code"]
-    jobs: Annotated[int, "jobs that failed by it, of those looked at"]
-    example: Annotated[str, "the job that failed last by it"]
-    error: Annotated[str, "what that one said"]
-    first_seen: Annotated[datetime, "when the first of them failed"]
-    last_seen: Annotated[datetime, "when the last of them failed"]
+    message: Annotated[str, "its message; what differs from job to job is replaced"]
+    frame: Annotated[str, "the top frame in your code"]
+    jobs: Annotated[int, "failed jobs, of those examined"]
+    example: Annotated[str, "the job that failed last"]
+    error: Annotated[str, "its error"]
+    first_seen: Annotated[datetime, "when the first failed"]
+    last_seen: Annotated[datetime, "when the last failed"]
 
 
 class RqCauses(NamedTuple):
-    """`/api/v1/rq-causes`: what stands failed in the RQ deployment that the watcher follows."""
+    """`/api/v1/rq-causes`: failed jobs of the RQ deployment that the watcher follows."""
 
-    queues: Annotated[tuple[str, ...], "the queues that are followed; none: no deployment is"]
-    causes: Annotated[tuple[RqCause, ...], "those with most jobs first"]
+    queues: Annotated[tuple[str, ...], "the queues that are followed; empty: no deployment"]
+    causes: Annotated[tuple[RqCause, ...], "those with the most jobs first"]
     total: Annotated[int, "jobs in the failed registries of these queues"]
-    looked_at: Annotated[int, "those of them that were looked at, the newest of each queue"]
+    looked_at: Annotated[int, "examined jobs, the newest of each queue"]
 
     def as_json(self) -> Json:
         return document(self)
 
 
 def read_failed_tasks(database: Database, *, limit: int = 50) -> TaskCauses:
+    """Read the causes of failed tasks."""
     return TaskCauses(read_task_causes(database, limit=limit))
 
 
 def read_rq_causes(config: Config, database: Database) -> RqCauses:
-    """A Redis that does not answer is `Unavailable`."""
+    """Read the causes of failed RQ jobs. Raises `Unavailable` if Redis does not answer."""
     from headway.watcher.failures import followed, read_failures
 
     deployment = followed(config, database)

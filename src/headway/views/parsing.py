@@ -1,4 +1,4 @@
-"""From a document's JSON back to its view, by the annotations the view is made of."""
+"""Parse the JSON of a document into its view, by the view's annotations."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ T = TypeVar("T")
 
 
 def parse(view: type[T], document: Any) -> T:
-    """``document`` as a view. Keys that this version does not know are left out; one that it needs and misses is an error."""
+    """Return ``document`` as a view. Unknown keys are ignored; a missing key raises `StorageError`."""
     try:
         found: T = _view(view, document)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StorageError(
-            f"The server's answer is not of the shape that is expected here ({view.__name__}: {error}).",
-            hint="Use the same version of headway here and there.",
+            f"The server's answer does not match the schema of {view.__name__} ({error}).",
+            hint="Use the same version of Headway on both sides.",
         ) from error
     return found
 
 
 def _view(view: Any, value: Mapping[str, Any]) -> Any:
-    """The fields that are there; one that may be left out has a default, and one that is missing is an error of the view."""
+    """Build a view from the keys that are present. A missing field without a default raises `TypeError`."""
     hints = _hints(view)
     return view(**{name: _value(hints[name], value[name]) for name in view._fields if name in value})
 
@@ -51,6 +51,6 @@ def _value(type_: Any, value: Any) -> Any:
     if origin is tuple:
         return tuple(_value(arguments[0], part) for part in value)
     if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
-        key = int if arguments[0] is int else str  # JSON has names of texts only
+        key = int if arguments[0] is int else str  # JSON object keys are strings
         return {key(name): _value(arguments[1], part) for name, part in value.items()}
     return _view(type_, value) if hasattr(type_, "_fields") else value

@@ -1,4 +1,4 @@
-"""The queue: its four queues, its tasks, its workers."""
+"""The queue: the four queues, tasks and workers."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ class QueueView(NamedTuple):
     """One queue."""
 
     queue: Annotated[str, "urgent, high, normal or low"]
-    waiting: Annotated[int, "tasks that may run now"]
-    delayed: Annotated[int, "tasks that wait for their time"]
-    running: Annotated[int, "tasks that run"]
-    oldest_wait: Annotated[float | None, "seconds the longest waiting task waits"]
+    waiting: Annotated[int, "tasks that are ready to run"]
+    delayed: Annotated[int, "tasks scheduled for later"]
+    running: Annotated[int, "tasks in progress"]
+    oldest_wait: Annotated[float | None, "seconds that the oldest waiting task has waited"]
     completed: Annotated[int, "tasks completed in the last hour"]
-    failed: Annotated[int, "tasks that failed for good in the last hour"]
+    failed: Annotated[int, "tasks that failed permanently in the last hour"]
     cancelled: Annotated[int, "tasks cancelled in the last hour"]
-    paused: Annotated[bool, "whether nothing of it is handed out"]
+    paused: Annotated[bool, "whether workers leave its tasks alone"]
     paused_by: Annotated[str | None, "who paused it"]
-    paused_until: Annotated[datetime | None, "when it goes on by itself"]
+    paused_until: Annotated[datetime | None, "when it resumes by itself"]
     reason: Annotated[str, "why it is paused"]
     unserved: Annotated[tuple[str, ...], "kinds of waiting tasks that no online worker runs"] = ()
     completed_total: Annotated[int, "tasks completed since counting began, purged ones included"] = 0
-    failed_total: Annotated[int, "tasks that failed for good since counting began, purged ones included"] = 0
+    failed_total: Annotated[int, "tasks that failed permanently since counting began, purged ones included"] = 0
+    workers: Annotated[int | None, "online workers that serve it; null: unknown, from an older server"] = None
 
 
 class Queues(NamedTuple):
     """`headway queues`: the queues, in the order of service."""
 
     queues: Annotated[tuple[QueueView, ...], "urgent, high, normal, low"]
-    workers_online: Annotated[int | None, "online workers; null: an older server does not tell"] = None
+    workers_online: Annotated[int | None, "online workers; null: unknown, from an older server"] = None
 
     def as_json(self) -> Json:
         return document(self)
@@ -48,56 +49,56 @@ class TaskView(NamedTuple):
     """One task."""
 
     id: Annotated[str, "the task's id"]
-    kind: Annotated[str, "which handler runs it"]
+    kind: Annotated[str, "the kind, which selects the handler"]
     queue: Annotated[str, "urgent, high, normal or low"]
     status: Annotated[str, "QUEUED, RUNNING, COMPLETED, FAILED or CANCELLED"]
-    version: Annotated[int, "grows with every change"]
-    user_id: Annotated[str | None, "who asked for it"]
-    role: Annotated[str, "the role they had"]
-    attempts: Annotated[int, "runs that did not succeed"]
-    retries: Annotated[int, "how many further tries it may have"]
-    percent: Annotated[float, "how far it is, 0 to 100"]
-    message: Annotated[str, "what its handler said last"]
-    error: Annotated[str | None, "why the last run did not succeed"]
-    worker: Annotated[str | None, "who runs it or ran it last"]
-    cancelling: Annotated[bool, "somebody asked for it to be cancelled, and it still runs"]
+    version: Annotated[int, "version; grows with every change"]
+    user_id: Annotated[str | None, "the user it belongs to"]
+    role: Annotated[str, "the user's role"]
+    attempts: Annotated[int, "failed attempts"]
+    retries: Annotated[int, "how often it may be retried"]
+    percent: Annotated[float, "progress, 0 to 100"]
+    message: Annotated[str, "the handler's last progress message"]
+    error: Annotated[str | None, "the error of the last failed attempt"]
+    worker: Annotated[str | None, "the worker that runs it or ran it last"]
+    cancelling: Annotated[bool, "whether it was asked to cancel and still runs"]
     created_at: Annotated[datetime, "when it was submitted"]
-    updated_at: Annotated[datetime, "when it changed last"]
-    run_at: Annotated[datetime, "not before"]
-    started_at: Annotated[datetime | None, "when its last run began"]
-    ended_at: Annotated[datetime | None, "when it was over"]
+    updated_at: Annotated[datetime, "when it last changed"]
+    run_at: Annotated[datetime, "earliest start"]
+    started_at: Annotated[datetime | None, "when its last attempt began"]
+    ended_at: Annotated[datetime | None, "when it ended"]
 
 
 class Tasks(NamedTuple):
-    """`headway tasks`: the newest tasks that match."""
+    """`headway tasks`: the tasks that match."""
 
-    tasks: Annotated[tuple[TaskView, ...], "newest first"]
-    next: Annotated[str | None, "the id to continue from: --before"]
+    tasks: Annotated[tuple[TaskView, ...], "newest first, or oldest first with `--oldest`"]
+    next: Annotated[str | None, "the id to continue from (`--before`)"]
 
     def as_json(self) -> Json:
         return document(self)
 
 
 class TaskAttempt(NamedTuple):
-    """A run of a task that did not succeed."""
+    """A failed attempt at a task."""
 
-    no: Annotated[int, "number of the run"]
+    no: Annotated[int, "number of the attempt"]
     outcome: Annotated[str, "failed, timeout, memory or lost"]
-    error: Annotated[str, "why"]
-    worker: Annotated[str | None, "who ran it"]
+    error: Annotated[str, "the error"]
+    worker: Annotated[str | None, "the worker"]
     at: Annotated[datetime, "when it ended"]
     seconds: Annotated[float | None, "how long it took"]
-    traceback: Annotated[str | None, "its traceback, cut to the last 4,000 characters; not for a role user"] = None
+    traceback: Annotated[str | None, "its last 4,000 characters; hidden from the role user"] = None
 
 
 class TaskSheet(NamedTuple):
-    """`headway task show`: one task with the runs that did not succeed."""
+    """`headway task show`: one task with its failed attempts."""
 
     task: Annotated[TaskView, "the task"]
     runs: Annotated[tuple[TaskAttempt, ...], "oldest first"]
-    unserved: Annotated[bool, "whether it waits and no online worker runs its kind"] = False
-    hinted_at: Annotated[datetime | None, "when its id was put into RQ last; null: RQ does not know the task"] = None
-    workers_online: Annotated[int | None, "online workers; null: an older server does not tell"] = None
+    unserved: Annotated[bool, "whether it is ready and no online worker runs its kind"] = False
+    hinted_at: Annotated[datetime | None, "when its id was last given to RQ; null: RQ does not know the task"] = None
+    workers_online: Annotated[int | None, "online workers; null: unknown, from an older server"] = None
 
     def as_json(self) -> Json:
         return document(self)
@@ -107,26 +108,26 @@ class WorkerView(NamedTuple):
     """One worker."""
 
     name: Annotated[str, "its name"]
-    host: Annotated[str, "where it runs"]
-    pid: Annotated[int, "its process"]
+    host: Annotated[str, "its machine"]
+    pid: Annotated[int, "its process id"]
     state: Annotated[str, "idle, busy, ended or lost"]
-    queues: Annotated[tuple[str, ...], "what it serves, in order"]
-    task: Annotated[str | None, "what it runs"]
+    queues: Annotated[tuple[str, ...], "the queues it serves, in order"]
+    task: Annotated[str | None, "the task it runs"]
     completed: Annotated[int, "tasks it completed"]
-    failed: Annotated[int, "runs that did not succeed"]
-    rss: Annotated[int | None, "bytes of memory"]
-    version: Annotated[str, "of headway"]
-    wanted: Annotated[str | None, "drain or stop: what an operator asked for"]
+    failed: Annotated[int, "failed attempts"]
+    rss: Annotated[int | None, "memory in bytes"]
+    version: Annotated[str, "version of Headway"]
+    wanted: Annotated[str | None, "drain or stop, if an operator asked for it"]
     wanted_by: Annotated[str | None, "who asked for it"]
-    wanted_at: Annotated[datetime | None, "when they did"]
-    started_at: Annotated[datetime, "when it began"]
-    seen_at: Annotated[datetime, "its last sign of life"]
+    wanted_at: Annotated[datetime | None, "when"]
+    started_at: Annotated[datetime, "when it started"]
+    seen_at: Annotated[datetime, "its last heartbeat"]
 
 
 class Workers(NamedTuple):
-    """`headway workers`: those that work, and those that ended in the last day."""
+    """`headway workers`: online workers, and those that ended in the last day."""
 
-    workers: Annotated[tuple[WorkerView, ...], "the living first"]
+    workers: Annotated[tuple[WorkerView, ...], "online workers first"]
 
     def as_json(self) -> Json:
         return document(self)
@@ -136,14 +137,14 @@ class QueueSetting(NamedTuple):
     """One setting of the running queue."""
 
     name: Annotated[str, "its name"]
-    value: Annotated[float | str | None, "its value; a text only where it is refused"]
+    value: Annotated[float | str | None, "its value; a string if it was refused"]
     origin: Annotated[str, "where the value comes from; operator: headway queue set"]
     set_by: Annotated[str | None, "who set it"]
-    set_at: Annotated[datetime | None, "when they did"]
+    set_at: Annotated[datetime | None, "when"]
 
 
 class QueueSettings(NamedTuple):
-    """`headway queue settings`: what workers and supervisors go by, as this host sees it."""
+    """`headway queue settings`: the settings that workers and supervisors use, as seen from this host."""
 
     settings: Annotated[tuple[QueueSetting, ...], "the settings"]
 
@@ -152,14 +153,18 @@ class QueueSettings(NamedTuple):
 
 
 def read_queues(queue: TaskQueue) -> Queues:
+    """Read the four queues and the number of online workers."""
+    from headway.queue.store.statistics import serving
     from headway.queue.store.workers import online_workers
 
     with queue.database.read() as tx:
-        online = len(online_workers(tx))
-    return Queues(tuple(_view(QueueView, info) for info in queue.stats()), online)
+        online, workers = len(online_workers(tx)), serving(tx)
+    views = (_view(QueueView, info) for info in queue.stats())
+    return Queues(tuple(view._replace(workers=workers.get(view.queue, 0)) for view in views), online)
 
 
 def task_view(task: Task) -> TaskView:
+    """Return the view of a task."""
     return _view(TaskView, task)
 
 
@@ -167,15 +172,17 @@ _V = TypeVar("_V", QueueView, TaskView)
 
 
 def _view(kind: type[_V], value: Task | QueueInfo) -> _V:
-    """By the names of its fields: `as_json` of the value has the same."""
+    """Copy the fields of ``value`` by their JSON names, without the number of workers, which `read_queues` adds."""
     from headway.queue.task import JSON_NAMES
 
     names = {key: name for name, key in JSON_NAMES.items()}
-    found: list[Any] = [getattr(value, names.get(field, field)) for field in kind._fields]
-    return kind._make(str(each) if isinstance(each, StrEnum) else each for each in found)
+    values: list[Any] = [getattr(value, names.get(field, field)) for field in kind._fields if field != "workers"]
+    values = [str(each) if isinstance(each, StrEnum) else each for each in values]
+    return kind(*values)
 
 
 def read_settings(queue: TaskQueue) -> QueueSettings:
+    """Read the settings of the running queue."""
     from headway.queue.settings import listing
 
     found = listing(queue.database, queue.worker_config({}))
@@ -192,38 +199,37 @@ def read_tasks(
     before: str | None = None,
     limit: int = 50,
 ) -> Tasks:
+    """Read a page of tasks, newest first."""
     found = queue.list(status=status, queue=name, kind=kind, user_id=user_id, before=before, limit=limit)
     return Tasks(tuple(task_view(task) for task in found), found[-1].id if len(found) == limit else None)
 
 
 def read_task(queue: TaskQueue, id: str, *, tracebacks: bool = True) -> TaskSheet:
-    task = queue.get(id)
-    rows = queue.database.all(
-        "SELECT a.no, a.outcome, a.error, a.worker, a.at, a.seconds, a.detail FROM task_attempts a "
-        "JOIN tasks t ON t.no = a.task WHERE t.id = ? ORDER BY a.no",
-        (id,),
-    )
+    """Read a task with its failed attempts, and whether a worker can run it."""
+    from headway.queue.store import statistics
+    from headway.queue.store.workers import online_workers
     from headway.queue.task import moment
 
-    runs = [
-        TaskAttempt(no, outcome, error, who, moment(at), took, detail if tracebacks else None)
-        for no, outcome, error, who, at, took, detail in rows
-    ]
-    from headway.queue.store.workers import online_workers
-
+    task = queue.get(id)
     with queue.database.read() as tx:
+        rows = statistics.failed_attempts(tx, id)
         online, now = online_workers(tx), tx.now()
-    hinted = queue.database.one("SELECT hinted_at FROM tasks WHERE id = ?", (id,))
+        hinted = statistics.hinted_at(tx, id)
+    attempts = [
+        TaskAttempt(no, outcome, error, worker, moment(at), took, traceback if tracebacks else None)
+        for no, outcome, error, worker, at, took, traceback in rows
+    ]
     return TaskSheet(
         task_view(task),
-        tuple(runs),
+        tuple(attempts),
         unserved=_is_unserved(task, online, now),
-        hinted_at=None if hinted is None or hinted[0] is None else moment(hinted[0]),
+        hinted_at=None if hinted is None else moment(hinted),
         workers_online=len(online),
     )
 
 
 def _is_unserved(task: Task, online: list[Online], now: float) -> bool:
+    """Return whether the task is ready and no online worker runs its kind."""
     from headway.queue.store.workers import WaitingKind, unserved_by
     from headway.queue.task import Status
 
@@ -234,24 +240,19 @@ def _is_unserved(task: Task, online: list[Online], now: float) -> bool:
 
 
 def read_workers(queue: TaskQueue) -> Workers:
-    """One that nobody marked as lost is lost all the same: whoever marks them may be lost too."""
-    from headway._sql import NOW
-    from headway.queue.store.workers import is_gone
+    """Read the workers. A worker without a heartbeat is lost, even if no sweeper has marked it."""
+    from headway.queue.store.statistics import listed_workers
     from headway.queue.task import moment
 
-    rows = queue.database.all(
-        "SELECT name, host, pid, state, queues, task, completed, failed, rss, version, wanted, wanted_by, wanted_at, "
-        f"started_at, seen_at, owner, ended_at, {NOW[queue.database.engine]} FROM task_workers "
-        "ORDER BY ended_at IS NOT NULL, started_at, name"
-    )
+    with queue.database.read() as tx:
+        rows = listed_workers(tx)
     return Workers(
         tuple(
             WorkerView(
-                name, host, pid, "lost" if ended_at is None and is_gone(owner, seen_at, now) else state,
-                tuple(queues.split(",")), task, completed, failed, rss, version, wanted, wanted_by,
+                name, host, pid, state, tuple(queues.split(",")), task, completed, failed, rss, version, wanted, wanted_by,
                 None if wanted_at is None else moment(wanted_at), moment(started_at), moment(seen_at),
             )
             for name, host, pid, state, queues, task, completed, failed, rss, version, wanted, wanted_by, wanted_at,
-                started_at, seen_at, owner, ended_at, now in rows
+                started_at, seen_at in rows
         )
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Everything that can be read, by name: one object over the stores of an installation.
+"""One object with a method for everything that can be read from the stores of an installation.
 
-The command line, the web API and `headway.client` have these questions in common. `headway.client.Client` has the same
-methods and asks a server instead; so a verb of the command line is written once.
+The command line, the web API and `headway.client` share these methods. `headway.client.Client` sends them to a server, so
+a verb of the command line is written once.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from headway.views.system.records import Audit, Settings
     from headway.views.system.relay import RelayStatus
 
-#: Seconds after a failed try to open the database in which nobody tries again.
+#: Seconds for which a failure to open the database is the answer to every caller.
 RETRY_AFTER = 1.0
 
 
 class Reader:
-    """Reads the stores that ``config`` names. It connects at its first question and may be asked by several threads."""
+    """Reads the stores that ``config`` names. It connects on first use and is thread-safe."""
 
     def __init__(self, config: Config, *, create: bool = False, retry: RetryPolicy | None = None) -> None:
-        """``retry``: how often a server that is away is asked again, for those who would rather know."""
+        """``retry`` replaces the database's retry policy for a PostgreSQL server that is unreachable."""
         self.config = config
         self._create = create
         self._retry = retry
@@ -53,21 +53,22 @@ class Reader:
 
     @property
     def database(self) -> Database:
+        """Return the database, and open it on first use."""
         with self._opening:
             if self._database is not None:
                 return self._database
-            # Whoever waited here while another's try failed gets that answer: else each would wait for a try of its own.
+            # Threads that waited here while another thread failed get its error instead of waiting for their own.
             if self._failure is not None and time.monotonic() - self._failure[0] < RETRY_AFTER:
                 raise self._failure[1]
-            from headway._sql import connect
+            from headway._sql import connect, sqlite_path
 
             try:
                 self._database = connect(self.config.text("database"), create=self._create)
             except HeadwayError as error:
                 self._failure = (time.monotonic(), error)
                 raise
-            if self._retry is not None and self._database.engine == "postgresql":
-                self._database.retry = self._retry  # a SQLite file is not away, only busy: that is worth the wait
+            if self._retry is not None and sqlite_path(self.config.text("database")) is None:
+                self._database.retry = self._retry  # a SQLite file is only ever busy, which is worth the wait
             return self._database
 
     @property
@@ -83,12 +84,11 @@ class Reader:
         return TaskQueue(self.database)
 
     def has_backlog(self, most: int) -> bool:
-        """Return whether more than ``most`` tasks wait that may run now."""
-        row = self.database.one(
-            "SELECT count(*) FROM (SELECT 1 FROM tasks WHERE status = 'QUEUED' AND ready = 1 LIMIT ?) AS waiting",
-            (most + 1,),
-        )
-        return row is not None and int(row[0]) > most
+        """Return whether more than ``most`` tasks are ready to run."""
+        from headway.queue.store.statistics import waits_for_more_than
+
+        with self.database.read() as tx:
+            return waits_for_more_than(tx, most)
 
     def _job(self, id: str) -> Job:
         from headway.views.jobs.listing import find_job
@@ -98,7 +98,7 @@ class Reader:
     # ---- jobs --------------------------------------------------------------------------------------------------------
 
     def jobs(self, *, archived: bool = False, before: str | None = None, limit: int | None = None) -> Jobs:
-        """All jobs, the one that changed last first; with ``limit`` a page, the newest job first."""
+        """Return all jobs, most recently changed first; with ``limit`` a page, newest job first."""
         from headway.views.jobs.listing import read_jobs
 
         return read_jobs(self.database, archived=archived, before=before, limit=limit)
@@ -201,7 +201,7 @@ class Reader:
         return read_tasks(self.queue, status=status, name=queue, kind=kind, user_id=user_id, before=before, limit=limit)
 
     def task(self, id: str, *, user_id: str | None = None) -> TaskSheet:
-        """With ``user_id`` another user's task is as missing as one that never was; and no traceback is for a user."""
+        """Return a task. With ``user_id``, another user's task is `NotFound`, and tracebacks are left out."""
         from headway.views.queue import read_task
 
         queue = self.queue
@@ -214,13 +214,13 @@ class Reader:
         return read_workers(self.queue)
 
     def task_causes(self, *, limit: int = 50) -> TaskCauses:
-        """Why tasks failed for good."""
+        """Return why tasks failed permanently."""
         from headway.views.failed import read_failed_tasks
 
         return read_failed_tasks(self.database, limit=limit)
 
     def rq_causes(self) -> RqCauses:
-        """Why jobs of the RQ deployment that the watcher follows stand failed."""
+        """Return why jobs failed in the RQ deployment that the watcher follows."""
         from headway.views.failed import read_rq_causes
 
         return read_rq_causes(self.config, self.database)
@@ -238,7 +238,7 @@ class Reader:
         return read_projects(self.database, after=after, limit=limit)
 
     def recorded_project(self, id: str) -> ProjectProgress:
-        """How far a project is, as the database has it: exact with a journal, else as of the last checkpoint."""
+        """Return a project's progress from the database: exact with a journal, else as of the last checkpoint."""
         from headway.finishline.progress import NOT_FOUND, checked_project
         from headway.finishline.store.records import Records
         from headway.views.projects import project_view
@@ -247,11 +247,11 @@ class Reader:
         return project_view(id, NOT_FOUND if row is None else row.progress())
 
     def ping_database(self) -> None:
-        """Raises if the database does not answer."""
+        """Check that the database answers. Raises `StorageError`."""
         self.database.now()
 
     def ping_redis(self) -> None:
-        """Raises if the Redis of the projects does not answer."""
+        """Check that the Redis server of the projects answers. Raises `Unavailable`."""
         from headway import _redis
 
         address = self.config.text("projects_redis")
@@ -282,7 +282,7 @@ class Reader:
         after: str | None = None,
         limit: int | None = None,
     ) -> States:
-        """All current states of a job; with ``limit`` a page."""
+        """Return all current states of a job; with ``limit`` a page."""
         from headway import states
         from headway.views.states import read_states
 

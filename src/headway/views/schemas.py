@@ -1,8 +1,8 @@
-"""JSON schemas of the documents of `headway.views`, and their page.
+"""The JSON schemas of all documents, and their reference page.
 
 To write the page: ``python -m headway.views.schemas > docs/reference/json.md``.
 
-The schemas are made of the annotations of the views, so that they cannot say anything else than the views do.
+The schemas come from the annotations of the views, so they cannot differ from them.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _HEAD = """\
 
 <!-- Written by `python -m headway.views.schemas`; change the views, not this page. -->
 
-Every command that reads has `--json`. It writes one document whose `schema` names its shape; `--watch` and `--follow` write
-one per line. Within a version keys are added, never changed or removed. Times are ISO 8601 in UTC, to the millisecond, with
-a `Z`. `idx` is an item's index, `no` the number of a run, an attempt or a cause. A key marked *sometimes* is left out where
-it was not asked for.
+Every command that reads has `--json`. It writes one document whose `schema` names its shape; `--follow` writes one per
+line. Within a version keys are added, never changed or removed. Times are ISO 8601 in UTC, to the millisecond, with
+a `Z`. `idx` is an item's index, `no` the number of a run, an attempt or a cause. A key marked *sometimes* is left out unless
+requested.
 
 `headway run --json` writes `headway.run/1` and with `--dry-run` `headway.dry-run/1`; see [cli.md](cli.md).
 """
 
 
 def documents() -> dict[str, type]:
-    """schema -> the view that has it."""
+    """Return schema -> class of the document."""
     return {schema: _view(name) for name, schema in SCHEMAS.items()}
 
 
 def json_schema(view: type, schema: str | None = None) -> Json:
-    """A view as a JSON schema (2020-12), with the views inside it."""
+    """Return a view's JSON schema (2020-12), with the views inside it."""
     hints = get_type_hints(view, include_extras=True)
     properties: Json = {} if schema is None else {"schema": {"const": schema}}
     for name in fields(view):
@@ -63,11 +63,13 @@ def json_schema(view: type, schema: str | None = None) -> Json:
 
 
 def fields(view: type) -> tuple[str, ...]:
+    """Return the field names of a view."""
     names: tuple[str, ...] = view._fields  # type: ignore[attr-defined]  # every view is a named tuple
     return names
 
 
 def defaults(view: type) -> dict[str, object]:
+    """Return the field defaults of a view."""
     found: dict[str, object] = view._field_defaults  # type: ignore[attr-defined]  # every view is a named tuple
     return found
 
@@ -102,7 +104,7 @@ def _of(type_: Any) -> Json:
         return _of(arguments[0])
     if isinstance(type_, type) and hasattr(type_, "_fields"):
         return json_schema(type_)
-    raise TypeError(f"{type_!r} has no place in JSON")
+    raise TypeError(f"{type_!r} has no JSON type")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -110,6 +112,7 @@ def _of(type_: Any) -> Json:
 
 
 def page() -> str:
+    """Return the reference page as Markdown."""
     return "\n".join(_parts())
 
 
@@ -118,28 +121,28 @@ def _parts() -> Iterator[str]:
     yield "## Documents\n"
     for schema, view in documents().items():
         yield f"### `{schema}`\n\n{_first_line(view)}\n\n{_table(view)}"
-    yield "## What they are made of\n"
+    yield "## Inner objects\n"
     for view in inner_views():
         yield f"### {view.__name__}\n\n{_first_line(view)}\n\n{_table(view)}"
 
 
 def inner_views() -> list[type]:
-    """The views inside the documents, each once, in the order in which the documents come to them."""
+    """Return the views inside the documents, each once, in order of first use."""
     found: dict[str, type] = {}
 
-    def look(type_: Any) -> None:
+    def visit(type_: Any) -> None:
         if isinstance(type_, type) and hasattr(type_, "_fields"):
             key = f"{type_.__module__}.{type_.__name__}"
             if key not in found:
                 if type_.__name__ not in SCHEMAS:
                     found[key] = type_
                 for hint in get_type_hints(type_, include_extras=True).values():
-                    look(hint)
+                    visit(hint)
         for part in get_args(type_):
-            look(part)
+            visit(part)
 
     for view in documents().values():
-        look(view)
+        visit(view)
     return list(found.values())
 
 
@@ -149,7 +152,7 @@ def _first_line(view: type) -> str:
 
 def _table(view: type) -> str:
     hints = get_type_hints(view, include_extras=True)
-    lines = ["| key | type | is |", "|---|---|---|"]
+    lines = ["| key | type | meaning |", "|---|---|---|"]
     for name in fields(view):
         type_, text = get_args(hints[name])[:2]
         sometimes = " *sometimes*" if defaults(view).get(name) is ABSENT else ""
@@ -178,4 +181,4 @@ def _in_words(type_: Any) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")  # noqa: T201 - a page is what this writes
+    print(page(), end="")  # noqa: T201 - the page goes to stdout

@@ -1,7 +1,7 @@
-"""What a view is: a named tuple whose fields are the keys of its JSON.
+"""Views and their JSON: a view is a named tuple whose fields are the keys of its JSON object.
 
-Named tuples, because a class of them is made in a third of the time a frozen dataclass takes, and a command that lists
-jobs is to be there at once. A field is annotated with its type and with what it says, for `headway.views.schemas`.
+Defining a named tuple takes a third of the time of a frozen dataclass, and commands must start at once. Each field is
+annotated with its type and a description, for `headway.views.schemas`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 
 class Absent:
-    """The value of a key that is left out of the JSON because it was not asked for."""
+    """The value of a key that is left out of the JSON."""
 
     def __repr__(self) -> str:
         return "ABSENT"
@@ -24,7 +24,7 @@ class Absent:
 ABSENT: Final = Absent()
 
 
-#: The views that stand alone, by the name of their class, and the schema their JSON begins with.
+#: Class name of each document -> the schema its JSON begins with.
 SCHEMAS = {
     "Jobs": "headway.jobs/1",
     "JobSheet": "headway.job/1",
@@ -62,18 +62,18 @@ SCHEMAS = {
 
 
 class Document(Protocol):
-    """A view that stands alone: its JSON begins with its schema."""
+    """A view whose JSON begins with its schema."""
 
     def as_json(self) -> Json: ...
 
 
 def iso(at: datetime | None) -> str | None:
-    """A time as programs read it, here and everywhere: ISO 8601, UTC, to the millisecond, with a Z."""
+    """Format a time as ISO 8601 in UTC, to the millisecond, with a Z."""
     return None if at is None else at.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def plain(value: Any) -> Any:
-    """A view, or a value inside one, in JSON's types."""
+    """Convert a view, or a value inside one, to JSON types."""
     if hasattr(value, "_fields"):
         pairs = ((name, plain(part)) for name, part in zip(value._fields, value, strict=True))
         return {name: part for name, part in pairs if part is not ABSENT}
@@ -84,14 +84,15 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(part) for part in value]
     if isinstance(value, float) and not isfinite(value):
-        return None  # JSON has no word for it
+        return None  # JSON has no NaN and no infinity
     return value
 
 
 def schema_of(kind: type) -> str:
+    """Return the schema of a document's class."""
     return SCHEMAS[kind.__name__]
 
 
 def document(view: Any) -> Json:
-    """A document's JSON: its schema, then its fields."""
+    """Return a document's JSON: its schema, then its fields."""
     return {"schema": schema_of(type(view)), **plain(view)}

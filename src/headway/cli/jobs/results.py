@@ -1,4 +1,4 @@
-"""``results``: what items returned."""
+"""``results``: the return values of items."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headway.views.jobs.listing import find_job
 if TYPE_CHECKING:
     from headway.ledger import Job
 
-#: Seconds between two looks of --follow.
+#: Poll interval of --follow, in seconds.
 FOLLOW_SECONDS = 0.3
 
 
@@ -30,8 +30,8 @@ FOLLOW_SECONDS = 0.3
     "--format", "format_", type=click.Choice(["jsonl", "csv", "json"]), help="[default: by the file's name, else jsonl]"
 )
 @click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write a file instead of stdout.")
-@click.option("--with-input", is_flag=True, help="With the item beside its result, unmasked.")
-@click.option("--follow", "-f", is_flag=True, help="Print results as they come, until the run ends.")
+@click.option("--with-input", is_flag=True, help="Include the item with its result, unmasked.")
+@click.option("--follow", "-f", is_flag=True, help="Print results as they are recorded, until the run ends.")
 @database_option
 def results(
     job: str, database: str | None, *, format_: str | None, output: Path | None, with_input: bool, follow: bool
@@ -41,11 +41,11 @@ def results(
 
     if follow and (output is not None or with_input or format_ not in (None, "jsonl")):
         raise UsageError(
-            "--follow prints JSON lines as they come.", hint="Leave out --format, --output and --with-input."
+            "--follow prints JSON lines as they are recorded.", hint="Leave out --format, --output and --with-input."
         )
     format = format_ or ("jsonl" if output is None else output.suffix.lower().removeprefix("."))
     if format not in kept.FORMATS:
-        raise UsageError(f"{output} does not say in which format.", hint="Add --format jsonl, csv or json.")
+        raise UsageError(f"The format of {output} is unknown.", hint="Add --format jsonl, csv or json.")
     with open_ledger(database) as ledger:
         found = find_job(ledger, job)
         _write_utf8()
@@ -59,9 +59,9 @@ def results(
                 put(text, end="")
         else:
             if output.exists():
-                raise InvalidInput(f"{output} is there already.", hint="Move it away or name another --output.")
+                raise InvalidInput(f"{output} already exists.", hint="Move it, or name another --output.")
             if not output.absolute().parent.is_dir():
-                raise InvalidInput(f"The directory of {output} does not exist.", hint="Make it first.")
+                raise InvalidInput(f"The directory of {output} does not exist.", hint="Create it first.")
             kept.write_whole(output, kept.lines(found, format, say, with_input=with_input))
         missing = found.unkept_results()
         if missing:
@@ -70,14 +70,13 @@ def results(
 
 
 def _write_utf8() -> None:
-    """What goes to a file or a program is what ``--output`` writes, whatever this terminal can show: an escaped letter would
-    be another text to whoever reads it, and no JSON."""
+    """Write UTF-8 to files and programs, as ``--output`` does: escaped letters would not be valid JSON."""
     if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.isatty():
         sys.stdout.reconfigure(encoding="utf-8")
 
 
 def _say_what_is_left(job: Job) -> None:
-    """A run that was interrupted or killed gives no more results, and is not done."""
+    """Say how many items an interrupted or killed run has left."""
     info = job.info()
     if info.remaining and not info.held:
         left = f"{plural(info.remaining, 'item')} {'is' if info.remaining == 1 else 'are'} left"
@@ -85,16 +84,18 @@ def _say_what_is_left(job: Job) -> None:
 
 
 def _follow(job: Job) -> Iterator[str]:
-    """Each result once. The slots of a fleet record at the same time, so what took its place earlier may be committed
-    later: the results of the last look are looked at again, and all of them when the run has ended."""
+    """Yield each result once, as JSON lines, until the run ends.
+
+    The slots of a fleet record concurrently, so a lower sequence number may be committed after a higher one. Each poll
+    therefore repeats the range of the previous poll, and the last one reads all results.
+    """
     from headway.run.output import results as kept
 
-    several_record = job.database.engine == "postgresql"
     printed = bytearray()
     after = last = 0
     while True:
-        running = job.info().held  # before the look: what comes after it is looked for once more
-        began, last = (last if running else 0) if several_record else after, after
+        running = job.info().held  # read first: results recorded after it are found by one more poll
+        began, last = last if running else 0, after
         for seq, found in kept.as_they_came(job, began):
             printed.extend(bytes(max(0, found.index + 1 - len(printed))))
             if not printed[found.index]:

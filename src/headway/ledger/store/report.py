@@ -59,7 +59,9 @@ _JOB = (
     "done + (SELECT CAST(coalesce(sum(b.done), 0) AS BIGINT) FROM blocks b WHERE b.job = jobs.no), "
     "failed, dead, failures, created_at, updated_at, finished_at, holder, lease_until, "
     "CASE WHEN finished_at IS NULL AND holder IS NULL THEN "
-    "(SELECT r.outcome FROM runs r WHERE r.job = jobs.no ORDER BY r.no DESC LIMIT 1) END FROM jobs"
+    "(SELECT r.outcome FROM runs r WHERE r.job = jobs.no ORDER BY r.no DESC LIMIT 1) END, "
+    "CASE WHEN holder IS NOT NULL THEN (SELECT c.paused FROM controls c WHERE c.job = jobs.no "
+    "AND c.run = (SELECT max(r.no) FROM runs r WHERE r.job = jobs.no)) END FROM jobs"
 )
 #: Joins an item's row in another table. On PostgreSQL, LATERAL forces a lookup by key. Without statistics the planner
 #: might execute a plain join as a scan of the whole job or as a nested loop over the chunk.
@@ -90,7 +92,7 @@ def _traceback(detail: str | None, of_cause: str | None) -> str | None:
 def job_info(row: Row, now: float) -> JobInfo:
     """Build a `JobInfo` from a row of ``_JOB``. ``now`` is the database's Unix time."""
     (no, id, function, source, command, keyed_by, digest, sealed, archived, generation, version, max_retries, total, done,
-     failed, dead, failures, created_at, updated_at, finished_at, holder, lease_until, last_outcome) = row  # fmt: skip
+     failed, dead, failures, created_at, updated_at, finished_at, holder, lease_until, last_outcome, paused) = row  # fmt: skip
     return JobInfo(
         no, id, function, source, command, keyed_by, digest, bool(sealed), bool(archived), generation, version, max_retries,
         total, done, failed, dead, failures,
@@ -98,7 +100,7 @@ def job_info(row: Row, now: float) -> JobInfo:
         utc(created_at), utc(max(created_at, updated_at)),
         None if finished_at is None else utc(max(created_at, finished_at)),
         json.loads(holder) if holder else None, maybe_utc(lease_until),
-        held=holder is not None and not has_ended(holder, lease_until, now), last_outcome=last_outcome,
+        held=holder is not None and not has_ended(holder, lease_until, now), last_outcome=last_outcome, paused=bool(paused),
     )  # fmt: skip
 
 

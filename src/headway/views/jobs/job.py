@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from headway.telemetry import redact
 from headway.views.jobs.durations import Durations, read_durations
 from headway.views.jobs.listing import Job, job_view
-from headway.views.jobs.series import read_job_series
-from headway.views.jobs.speed import PAST_SECONDS, Forecast, pace
+from headway.views.jobs.series import Minutes, Series, series_between
+from headway.views.jobs.speed import PAST_SECONDS, Speed, items_in_progress, speed
 from headway.views.shape import ABSENT, Absent, Json, document
 
 if TYPE_CHECKING:
     from headway import ledger
+    from headway._sql import Database, Row
+    from headway.ledger.values import JobInfo
 
 
 class Run(NamedTuple):
@@ -26,51 +28,52 @@ class Run(NamedTuple):
     pid: Annotated[int, "its process id there"]
     kept: Annotated[int, "items of the job that were done before it"]
     started_at: Annotated[datetime, "when it began"]
-    ended_at: Annotated[datetime | None, "when it ended"]
+    ended_at: Annotated[datetime | None, "when it ended; the last record of a run that died"]
     settings: Annotated[Mapping[str, Any], "the settings it ran with; secrets are masked"]
+    why: Annotated[str | None, "why it ended before the work was done, and who stopped it"] = None
 
 
 class Cause(NamedTuple):
-    """Failures that are alike. Its number is given at its first appearance and never changes."""
+    """Failures that are alike. A cause keeps its number."""
 
     no: Annotated[int, "what `--cause` takes"]
     type: Annotated[str, "the exception's class"]
-    message: Annotated[str, "its message without what differs from item to item"]
-    frame: Annotated[str, "the place in your code"]
-    failures: Annotated[int, "failed attempts of it"]
-    dead: Annotated[int, "items that are dead of it now"]
-    first_seen: Annotated[datetime, "when it first came"]
-    last_seen: Annotated[datetime, "when it last came"]
-    example: Annotated[int | None, "index of one item that is dead of it"]
+    message: Annotated[str, "its message; what differs from item to item is replaced"]
+    frame: Annotated[str, "the top frame in your code"]
+    failures: Annotated[int, "failed attempts"]
+    dead: Annotated[int, "dead letters of this cause"]
+    first_seen: Annotated[datetime, "when it first occurred"]
+    last_seen: Annotated[datetime, "when it last occurred"]
+    example: Annotated[int | None, "index of one of its dead letters"]
     job: Annotated[str | Absent, "the job's id; only where several jobs are listed"] = ABSENT
-    items: Annotated[tuple[DeadLetter, ...] | Absent, "items that are dead of it; only in `headway dead show`"] = ABSENT
+    items: Annotated[tuple[DeadLetter, ...] | Absent, "its dead letters; only in `headway dead show`"] = ABSENT
 
 
 class DeadLetter(NamedTuple):
-    """An item that failed for good."""
+    """An item that failed permanently."""
 
     idx: Annotated[int, "the item's index"]
     key: Annotated[str | None, "its key, if it has one"]
-    error: Annotated[str, "what its last failure said"]
+    error: Annotated[str, "the error of its last failure"]
     cause: Annotated[int | None, "the number of its cause"]
     failures: Annotated[int, "failed attempts that counted"]
-    died_at: Annotated[datetime, "when it was given up for the first time"]
+    died_at: Annotated[datetime, "when it first failed permanently"]
     job: Annotated[str | Absent, "the job's id; only in `headway dead export`"] = ABSENT
     payload: Annotated[Any, "what the function is called with; only with `--payload`, and then unmasked"] = ABSENT
     printed: Annotated[
-        str | Absent | None, "what its last attempt printed; in `headway dead show` of the first item of each cause"
+        str | Absent | None, "output of its last attempt; in `headway dead show`, of the first item of each cause"
     ] = ABSENT
 
 
 class Records(NamedTuple):
-    """The database a job is kept in."""
+    """The database that stores a job."""
 
     name: Annotated[str, "its address without the password, or its file"]
     bytes: Annotated[int, "its size"]
 
 
 class Runs(NamedTuple):
-    """`headway runs`: every start and resume of a job, the first one first."""
+    """`headway runs`: every start and resume of a job, oldest first."""
 
     job: Annotated[str, "the job's id"]
     runs: Annotated[tuple[Run, ...], "its runs"]
@@ -83,21 +86,22 @@ class JobSheet(NamedTuple):
     """`headway show`: everything about one job."""
 
     job: Annotated[Job, "the job"]
-    running: Annotated[int, "items that are claimed or being worked on"]
-    rate: Annotated[float | None, "items per second of the run in progress, over its last minutes"]
-    eta_seconds: Annotated[float | None, "seconds left, the likely figure; null while it cannot be said"]
-    runs: Annotated[tuple[Run, ...], "its runs, the first one first"]
-    causes: Annotated[tuple[Cause, ...], "causes of failure, those with most dead letters first"]
-    database: Annotated[Records, "where it is kept"]
-    paused_by: Annotated[str | None, "who asked the run in progress to pause; null if it is not paused"] = None
-    eta_low_seconds: Annotated[float | None, "the lower end of the range of `eta_seconds`"] = None
+    running: Annotated[int, "items in progress: noted as running, or the mean of the last minutes if that is larger"]
+    rate: Annotated[float | None, "current items per second of the run in progress; null if paused or nothing finishes"]
+    eta_seconds: Annotated[float | None, "remaining items divided by `rate`; null while unknown"]
+    runs: Annotated[tuple[Run, ...], "its runs, oldest first"]
+    causes: Annotated[tuple[Cause, ...], "causes of failure, those with the most dead letters first"]
+    database: Annotated[Records, "where it is stored"]
+    paused_by: Annotated[str | None, "who paused the run in progress; null if it is not paused"] = None
+    eta_low_seconds: Annotated[float | None, "lower end of the range of `eta_seconds`"] = None
     eta_high_seconds: Annotated[float | None, "its upper end: the range holds four times out of five"] = None
     durations: Annotated[Durations | None, "how long items took; null while no time was recorded"] = None
-    note: Annotated[str | None, "why a worker would not take part in the job's fleet, if one would not"] = None
+    note: Annotated[str | None, "why a worker refused to join the job's fleet, if one did"] = None
+    stalled: Annotated[str | None, "text of the open alert `stalled_job` of this job"] = None
 
     @property
     def kept(self) -> int:
-        """Done items that the newest run kept from before it."""
+        """Return how many done items the newest run kept from earlier runs."""
         return kept_items(self.job, self.runs[-1].kept) if self.runs else 0
 
     def as_json(self) -> Json:
@@ -117,47 +121,123 @@ def kept_items(job: Job | ledger.JobInfo, kept: int) -> int:
 
 
 def read_runs(job: ledger.Job) -> Runs:
-    return Runs(job.id, tuple(run_view(run) for run in job.runs()))
+    """Read the runs of a job."""
+    return Runs(job.id, run_views(job, job.info(), job.runs()))
 
 
 def read_sheet(job: ledger.Job) -> JobSheet:
-    """Counts, runs, causes and speed of one job."""
-    info, runs = job.info(), job.runs()
-    rate, forecast = _speed(job, info, runs)
-    asked = job.asked(runs[-1].no) if info.held and runs else None
-    paused = asked is not None and asked.paused
-    early, likely, late = forecast if forecast is not None and not paused else (None, None, None)
-    return JobSheet(
+    """Read counts, runs, causes and speed of one job."""
+    return read_sheet_and_minutes(job, PAST_SECONDS)[0]
+
+
+def read_sheet_and_minutes(job: ledger.Job, past: float | None = None) -> tuple[JobSheet, Minutes, Speed, float]:
+    """Read the sheet of a job, its counts by the minute, its speed and the database's time.
+
+    The counts cover the last ``past`` seconds, or the whole job. They are read once, for the speed and for pictures.
+    """
+    info, runs, now = job.info(), job.runs(), job.database.now()
+    first = now - past if past is not None else (runs[0].started_at if runs else info.created_at).timestamp()
+    minutes = [(minute, done, failed, seconds) for minute, done, failed, _, seconds in job.minutes(int(first // 60))]
+    found = speed_of(info, runs[-1].started_at.timestamp(), runs[-1].kept, minutes, now) if runs else Speed()
+    early, likely, late = found.forecast or (None, None, None)
+    asked = job.asked(runs[-1].no) if info.status == "paused" and runs else None
+    sheet = JobSheet(
         job=job_view(info),
-        running=job.progress().running,
-        rate=None if rate is None else round(rate, 3),
-        eta_seconds=None if likely is None else round(likely, 1),
-        runs=tuple(run_view(run) for run in runs),
+        running=items_in_progress(job.progress().running, info.remaining - info.failed, found.at_work),
+        rate=_rounded(found.rate, 3),
+        eta_seconds=_rounded(likely, 1),
+        runs=run_views(job, info, runs),
         causes=tuple(cause_view(cause) for cause in job.causes()),
         database=Records(job.database.name, job.database.size()),
-        paused_by=asked.actor if asked is not None and paused else None,
-        eta_low_seconds=None if early is None else round(early, 1),
-        eta_high_seconds=None if late is None else round(late, 1),
+        paused_by=None if asked is None else asked.actor,
+        eta_low_seconds=_rounded(early, 1),
+        eta_high_seconds=_rounded(late, 1),
         durations=read_durations(job, info.total),
         note=job.fleet_note(),
+        stalled=read_stalled(job.database).get(job.id) if info.holder is not None else None,
     )
+    return sheet, minutes, found, now
 
 
-def _speed(job: ledger.Job, info: ledger.JobInfo, runs: list[ledger.Run]) -> tuple[float | None, Forecast | None]:
-    """Items per second of the run in progress, over its last minutes, and when it will be through."""
-    if not info.held or not runs:
-        return None, None
-    now = job.database.now()
-    past = read_job_series(job, now - PAST_SECONDS, now)
-    return pace(past, runs[-1].started_at.timestamp(), now, info.remaining, info.done - kept_items(info, runs[-1].kept))
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
 
 
-def run_view(run: ledger.Run) -> Run:
+def speed_of(info: JobInfo, began: float, kept: int, minutes: Minutes, now: float) -> Speed:
+    """Return the speed of a job's newest run, which began at ``began``. A job that is paused or not running has none."""
+    if not info.held or info.paused:
+        return Speed()
+    past = series_between(minutes, now - PAST_SECONDS, now)
+    return speed(past, began, now, info.remaining, info.done - kept_items(info, kept))
+
+
+def read_speeds(
+    database: Database, jobs: Sequence[JobInfo], runs: Sequence[Row] | None = None
+) -> dict[int, tuple[Series, Speed]]:
+    """Read the last half hour and the speed of those jobs that run, by two queries for all of them.
+
+    ``runs`` is the result of `statistics.newest_runs`, if the caller has it.
+    """
+    from headway.ledger.store import statistics
+
+    running = {info.no: info for info in jobs if info.held}
+    if not running:
+        return {}
+    with database.read() as tx:
+        now = tx.now()
+        newest = statistics.newest_runs(tx, list(running)) if runs is None else runs
+        minutes = statistics.minutes_of(tx, list(running), int((now - PAST_SECONDS) // 60))
+    known = {row[0]: row for row in newest}
+    found = {}
+    for no, info in running.items():
+        _, _, kept, began, *_ = known.get(no, (no, 0, 0, info.created_at.timestamp()))
+        past = series_between(minutes[no], now - PAST_SECONDS, now)
+        found[no] = past, speed_of(info, began, kept, minutes[no], now)
+    return found
+
+
+def read_stalled(database: Database) -> dict[str, str]:
+    """Return the jobs that the alerts judge as stalled: id -> text of the alert."""
+    from headway.alerts.records import open_alerts
+
+    with database.read() as tx:
+        return {alert.subject: alert.text for alert in open_alerts(tx) if alert.rule == "stalled_job"}
+
+
+def run_views(job: ledger.Job, info: JobInfo, runs: Sequence[ledger.Run]) -> tuple[Run, ...]:
+    """Return the runs of a job with the reason why each ended early."""
+    stops: dict[int, tuple[str, str]] = {}
+    if any(run.outcome == "interrupted" for run in runs):
+        from headway.ledger.store.search import stops_of
+
+        with job.database.read() as tx:
+            stops = stops_of(tx, job.id)
+    return tuple(_run_view(run, info, stops.get(run.no)) for run in runs)
+
+
+def _run_view(run: ledger.Run, info: JobInfo, stop: tuple[str, str] | None) -> Run:
     settings = {name: redact(value) if isinstance(value, str) else value for name, value in run.settings.items()}
-    return Run(run.no, run.outcome, run.host, run.pid, run.kept, run.started_at, run.ended_at, settings)
+    ended = run.ended_at
+    if ended is None and run.outcome == "lost":  # no later run has recorded its end yet
+        ended = max(run.started_at, info.updated_at)
+    return Run(run.no, run.outcome, run.host, run.pid, run.kept, run.started_at, ended, settings, _why(run, stop))
+
+
+def _why(run: ledger.Run, stop: tuple[str, str] | None) -> str | None:
+    """Return in a sentence why a run ended before the work was done."""
+    if run.outcome == "stopped":
+        most = run.settings.get("max_failures")
+        return "Too many items failed permanently" + (f" (--max-failures {most})." if most is not None else ".")
+    if run.outcome == "interrupted":
+        if stop is None:
+            return "Interrupted by Ctrl-C or a signal to its process."
+        actor, reason = stop
+        return redact(f"Stopped by {actor}{f': {reason}' if reason else ''}.")
+    return {"lost": "Its process died.", "failed": "The run itself failed; see its output."}.get(run.outcome or "")
 
 
 def cause_view(cause: ledger.Cause) -> Cause:
+    """Return the view of a cause."""
     return Cause(
         cause.no, cause.type, cause.message, cause.frame, cause.count, cause.dead, cause.first_seen, cause.last_seen,
         cause.example,

@@ -1,36 +1,36 @@
-"""What was finished and what failed over time, from the counts that are kept by the minute."""
+"""Finished and failed work over time, from the counts by the minute."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from headway._sql import marks
-
 if TYPE_CHECKING:
-    from headway import ledger
     from headway._sql import Database
 
-#: Ranges that can be asked for: name -> (minutes of it, minutes to a point).
+#: Name of a range -> (its minutes, minutes per point).
 RANGES = {"1h": (60, 1), "24h": (1440, 20), "7d": (10_080, 120)}
-#: Points of a job's own history, at most.
+#: Maximum number of points in the history of a job.
 POINTS = 160
+
+#: (minute, done, failed, seconds); a minute may appear several times.
+Minutes = Sequence[tuple[int, int, int, float]]
 
 
 class Point(NamedTuple):
-    """One stretch of time."""
+    """One step of a series."""
 
     minute: Annotated[int, "its first minute, Unix time / 60"]
     done: Annotated[int, "items and tasks that succeeded"]
-    failed: Annotated[int, "attempts that did not"]
+    failed: Annotated[int, "failed attempts"]
     seconds: Annotated[float, "time spent in attempts"]
 
 
 class Series(NamedTuple):
-    """Stretches of equal length, without a gap; the last one is not over yet."""
+    """Steps of equal length without a gap; the last step is not over."""
 
-    step: Annotated[int, "minutes of each"]
-    points: Annotated[tuple[Point, ...], "the oldest first"]
+    step: Annotated[int, "minutes per point"]
+    points: Annotated[tuple[Point, ...], "oldest first"]
 
     @property
     def done(self) -> int:
@@ -42,51 +42,44 @@ class Series(NamedTuple):
 
 
 def read_series(database: Database, range: str = "1h") -> Series:
-    """All jobs and the queue together. Only jobs that changed since then are asked: the others have nothing to add."""
+    """Read the work of all jobs and of the queue."""
+    from headway.ledger.store import statistics as jobs
+    from headway.queue.store import statistics as tasks
+
     length, step = RANGES[range]
     with database.read() as tx:
         now = tx.now()
         first = _first(now, length, step)
-        recent = tx.all("SELECT no FROM jobs WHERE updated_at >= ? ORDER BY updated_at DESC LIMIT 500", (first * 60.0,))
-        numbers = [no for (no,) in recent]
-        rows = tx.all(
-            "SELECT slot, sum(done), sum(failed), sum(seconds) FROM ("
-            f"SELECT minute / ? AS slot, done, failed, seconds FROM minutes WHERE job IN ({marks(len(numbers))}) "
-            "AND minute >= ? UNION ALL "
-            "SELECT minute / ?, minute_done, minute_failed, minute_seconds FROM jobs WHERE updated_at >= ? AND minute >= ? "
-            "UNION ALL SELECT minute / ?, completed, failures, run_seconds FROM task_minutes WHERE minute >= ?"
-            ") all_of_it GROUP BY slot",
-            (step, *numbers, first, step, first * 60.0, first, step, first),
-        )
+        rows = jobs.work_by_slot(tx, first, step)
+        rows += [row[1:5] for row in tasks.work_by_slot(tx, first, step)]
     return _series(rows, first, int(now // 60), step)
 
 
 def read_queue_series(database: Database, range: str = "1h") -> dict[str, tuple[Series, tuple[int, ...]]]:
-    """Each queue: what was finished and failed, and what was submitted, over time."""
+    """Read what each queue finished, and how many tasks were submitted to it per point."""
+    from headway.queue.store import statistics as tasks
+    from headway.queue.task import PRIORITIES
+
     length, step = RANGES[range]
     with database.read() as tx:
         now = tx.now()
         first = _first(now, length, step)
-        rows = tx.all(
-            "SELECT queue, minute / ?, sum(completed), sum(failures), sum(run_seconds), sum(submitted) FROM task_minutes "
-            "WHERE minute >= ? GROUP BY 1, 2",
-            (step, first),
-        )
+        rows = tasks.work_by_slot(tx, first, step)
     found = {}
-    for queue in ("urgent", "high", "normal", "low"):
+    for queue in (priority.value for priority in PRIORITIES):
         own = [row[1:] for row in rows if row[0] == queue]
         series = _series([row[:4] for row in own], first, int(now // 60), step)
-        came = {int(slot) * step: int(submitted) for slot, _, _, _, submitted in own}
-        found[queue] = (series, tuple(came.get(point.minute, 0) for point in series.points))
+        submitted = {int(slot) * step: int(count) for slot, _, _, _, count in own}
+        found[queue] = (series, tuple(submitted.get(point.minute, 0) for point in series.points))
     return found
 
 
-def read_job_series(job: ledger.Job, start: float, end: float) -> Series:
-    """One job from its beginning on, in as many stretches as a picture can show."""
+def series_between(minutes: Minutes, start: float, end: float) -> Series:
+    """Return the series of a job between two Unix times, in at most `POINTS` steps."""
     first, last = int(start // 60), int(end // 60)
     step = max(1, -(-(last - first + 1) // POINTS))
     first -= first % step
-    rows = [(minute // step, done, failed, seconds) for minute, done, failed, _, seconds in job.minutes(first)]
+    rows = [(minute // step, done, failed, seconds) for minute, done, failed, seconds in minutes if minute >= first]
     return _series(rows, first, last, step)
 
 
@@ -95,12 +88,13 @@ def _first(now: float, length: int, step: int) -> int:
     return minute - minute % step
 
 
-def _series(rows: Sequence[tuple[int, int, int, float]], first: int, last: int, step: int) -> Series:
+def _series(rows: Minutes, first: int, last: int, step: int) -> Series:
+    """Add up rows of (slot, done, failed, seconds), where a slot has ``step`` minutes."""
     sums: dict[int, list[float]] = {}
     for slot, *values in rows:
-        held = sums.setdefault(int(slot) * step, [0, 0, 0])
-        for place, value in enumerate(values):
-            held[place] += value or 0
+        total = sums.setdefault(int(slot) * step, [0, 0, 0])
+        for position, value in enumerate(values):
+            total[position] += float(value or 0)
     points = []
     for minute in range(first, last + 1, step):
         done, failed, seconds = sums.get(minute, (0, 0, 0.0))

@@ -1,4 +1,16 @@
-"""How fast a job is and when it will be ready, from the counts that are kept by the minute."""
+"""The rate, the forecast and the number of items in progress of a running job.
+
+The definitions are the only ones: `headway show`, the pages, the live updates and the API use them. They need nothing
+but the counts by the minute.
+
+- The *rate* is current: successful items per second over the newest minutes of this run that span at least
+  `PACE_SECONDS` and hold `PACE_ITEMS`, or over the whole run. Items of earlier runs never count. A paused run has no rate,
+  and neither has a run that has finished nothing for an unusually long time.
+- The *likely* time left is the remaining items divided by that rate. The range around it follows the trend of the pace.
+- The items *in progress* are those that the run has noted as running (it notes an item after one second), or the mean
+  number of items at work over the newest minutes, whichever is larger. The mean covers items that are too short to be
+  noted.
+"""
 
 from __future__ import annotations
 
@@ -7,75 +19,94 @@ from typing import Annotated, NamedTuple
 from headway.core import forecast
 from headway.views.jobs.series import Series
 
-#: The rate of a job is that of its last minutes.
-RATE_MINUTES = 5
-#: No forecast before so many items are done in these minutes.
+#: Minimum of items for a forecast.
 FORECAST_ITEMS = 30
-#: A forecast starts from the pace of the last minutes that have so many seconds and items together.
+#: The rate covers the newest minutes with at least this many seconds and items.
 PACE_SECONDS = 90.0
 PACE_ITEMS = 60
-#: So many silences in a run are pauses; more are its manner.
+#: Up to this many gaps are pauses, which do not lower the rate. More gaps mean a bursty workload.
 PAUSES = 2
-#: How far back its minutes are looked at, seconds.
+#: Length of the history that the rate and the forecast use, in seconds.
 PAST_SECONDS = 1800.0
 
 
 class Forecast(NamedTuple):
-    """When a job will be ready, in seconds from now."""
+    """When a job will finish, in seconds from now."""
 
-    early: Annotated[float, "not before"]
-    likely: Annotated[float, "at the pace of the last minutes, and as that has been changing"]
-    late: Annotated[float, "if its pace varies as it did"]
+    early: Annotated[float, "lower end of the range"]
+    likely: Annotated[float, "remaining items divided by the current rate"]
+    late: Annotated[float, "upper end of the range"]
 
 
-def pace(
-    past: Series, began: float, now: float, remaining: int, done_in_run: int
-) -> tuple[float | None, Forecast | None]:
-    """Items per second of the run, over its last minutes, and when it will be ready.
+class Speed(NamedTuple):
+    """How fast a run is now."""
 
-    It counts this run only, never what was kept: a resumed job is not faster than it is.
-    """
-    start, done = began, done_in_run
-    if now - began > (RATE_MINUTES + 1) * 60:
-        recent = [p for p in past.points if p.minute * 60 >= now - (RATE_MINUTES + 1) * 60]
-        start, done = (recent[0].minute * 60.0 if recent else now), sum(p.done for p in recent)
-    rate = done / max(1.0, now - start)
-    if not done or rate <= 0:
-        return None, None
-    if done < FORECAST_ITEMS or remaining <= 0:
-        return rate, None
-    pieces = _pieces(past, began, now)
-    if not pieces:  # the clock was set: what was done lies before the run or after now
-        return rate, None
+    rate: float | None = None
+    forecast: Forecast | None = None
+    #: Mean number of items at work.
+    at_work: float = 0.0
+
+
+class _Piece(NamedTuple):
+    """A minute of the run in which an item succeeded, with the gap before it."""
+
+    seconds: float
+    items: float
+    gap: float
+
+
+def speed(past: Series, began: float, now: float, remaining: int, done_in_run: int) -> Speed:
+    """Measure a run that is not paused. ``past`` has steps of one minute, ``began`` and ``now`` are Unix times."""
+    at_work = _at_work(past, began, now, remaining)
+    pieces, silent = _pieces(past, began, now, done_in_run)
+    if not pieces or silent > max(PACE_SECONDS, 2 * max(piece.gap for piece in pieces)):
+        return Speed(at_work=at_work)
+    gaps = sum(piece.gap > 0 for piece in pieces)
+    lengths = [(piece.seconds + (piece.gap if gaps > PAUSES else 0.0), piece.items) for piece in pieces]
+    lengths[-1] = (lengths[-1][0] + silent, lengths[-1][1])
     seconds = seen = 0.0
-    for piece in reversed(pieces):
-        seconds, seen = seconds + piece[0], seen + piece[1]
+    for length, items in reversed(lengths):
+        seconds, seen = seconds + length, seen + items
         if seconds >= PACE_SECONDS and seen >= PACE_ITEMS:
             break
-    found = forecast.forecast(pieces[1:-1], remaining, seconds / seen, seen)
-    return rate, Forecast(found.low, found.seconds, found.high)
+    rate = seen / max(1.0, seconds)
+    if done_in_run < FORECAST_ITEMS or remaining <= 0:
+        return Speed(rate, None, at_work)
+    found = forecast.forecast(lengths[1:-1], remaining, 1 / rate, seen)
+    likely = remaining / rate
+    return Speed(rate, Forecast(min(found.low, likely), likely, max(found.high, likely)), at_work)
 
 
-def _pieces(past: Series, began: float, now: float) -> list[tuple[float, float]]:
-    """(seconds, items) of the minutes of the run in which something ended.
+def items_in_progress(noted: int, pending: int, at_work: float) -> int:
+    """Return how many items are in progress. ``noted`` items are recorded as running, ``pending`` ones are unfinished."""
+    return max(noted, min(pending, round(at_work)))
 
-    Once or twice nothing ended for a while: that was a pause and says nothing about the pace. More often: the work comes in
-    bursts, and the silence before each is part of it.
-    """
-    pieces: list[tuple[float, float]] = []
-    silences: list[float] = []
-    silent, stretches = 0.0, 0
-    for point in past.points:
+
+def _pieces(past: Series, began: float, now: float, done_in_run: int) -> tuple[list[_Piece], float]:
+    """Return the productive minutes of the run, and the seconds since the last of them."""
+    pieces: list[_Piece] = []
+    silent = 0.0
+    inside = [point for point in past.points if began - 60 * past.step < point.minute * 60.0 < now]
+    for point in inside:
         start, end = max(began, point.minute * 60.0), min(now, (point.minute + past.step) * 60.0)
-        if end <= start:
-            continue
-        if point.done == 0:
+        items = point.done
+        if start == began:  # the previous run may have finished items in the same minute
+            items = min(items, max(0, done_in_run - sum(other.done for other in inside if other.minute > point.minute)))
+        if items == 0:
             silent += end - start
             continue
-        stretches += silent > 0
-        pieces.append((end - start, float(point.done)))
-        silences.append(silent)
+        pieces.append(_Piece(end - start, float(items), silent if pieces else 0.0))
         silent = 0.0
-    if stretches <= PAUSES:
-        return pieces
-    return [(seconds + before, items) for (seconds, items), before in zip(pieces, silences, strict=True)]
+    return pieces, silent
+
+
+def _at_work(past: Series, began: float, now: float, remaining: int) -> float:
+    """Return the mean number of items at work over the minutes that cover the last `PACE_SECONDS`."""
+    seconds = spent = 0.0
+    for point in reversed(past.points):
+        start, end = max(began, point.minute * 60.0), min(now, (point.minute + past.step) * 60.0)
+        if end > start:
+            seconds, spent = seconds + end - start, spent + point.seconds
+            if seconds >= PACE_SECONDS:
+                break
+    return min(float(remaining), spent / max(1.0, seconds)) if seconds else 0.0

@@ -1,4 +1,4 @@
-"""Who may use the web application, what they did, and what an action answers."""
+"""Tokens of the web application, the audit trail as activity, and the result of an action."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from headway.views.shape import ABSENT, Absent, Json, document
 from headway.views.system.records import facts
 
 if TYPE_CHECKING:
-    from headway._sql import Database, Value
+    from headway._sql import Database
 
 
 class Token(NamedTuple):
-    """What is kept of a token."""
+    """A token, without its secret part."""
 
     id: Annotated[str, "its public part"]
-    name: Annotated[str, "whose it is"]
+    name: Annotated[str, "its owner"]
     role: Annotated[str, "viewer, operator, admin, or user: their own tasks only"]
-    created_at: Annotated[datetime, "when it was made"]
-    created_by: Annotated[str, "who made it"]
-    expires_at: Annotated[datetime | None, "when it ends; null if it has no end"]
+    created_at: Annotated[datetime, "when it was created"]
+    created_by: Annotated[str, "who created it"]
+    expires_at: Annotated[datetime | None, "when it expires; null: never"]
     revoked_at: Annotated[datetime | None, "when it was revoked"]
 
 
 class Tokens(NamedTuple):
-    """`headway token list`: the tokens, the oldest first."""
+    """`headway token list`: the tokens, oldest first."""
 
     tokens: Annotated[tuple[Token, ...], "the tokens"]
 
@@ -36,20 +36,20 @@ class Tokens(NamedTuple):
 
 
 class ActivityEntry(NamedTuple):
-    """One thing somebody did."""
+    """An entry of the audit trail."""
 
-    no: Annotated[int, "its place in the trail; grows"]
+    no: Annotated[int, "its number; grows"]
     at: Annotated[datetime, "when"]
     actor: Annotated[str, "who"]
-    action: Annotated[str, "what: retry, forget, queue.pause, task.cancel, login, ..."]
-    job: Annotated[str, "the job's id; empty if it is about none"]
-    detail: Annotated[Mapping[str, Any], "the facts of it, with the reason where one was given"]
+    action: Annotated[str, "retry, forget, queue.pause, task.cancel, login, ..."]
+    job: Annotated[str, "the job's id, or empty"]
+    detail: Annotated[Mapping[str, Any], "details, with the reason if one was given"]
 
 
 class Activity(NamedTuple):
-    """`/api/v1/activity`: who did what, the newest first. `headway audit` shows the same, the oldest first."""
+    """`/api/v1/activity`: who did what, newest first. `headway audit` shows the same, oldest first."""
 
-    activity: Annotated[tuple[ActivityEntry, ...], "what was done"]
+    activity: Annotated[tuple[ActivityEntry, ...], "the entries"]
     next_before: Annotated[int | None, "`before` of the next page; null on the last"]
 
     def as_json(self) -> Json:
@@ -57,14 +57,12 @@ class Activity(NamedTuple):
 
 
 class Acted(NamedTuple):
-    """What an action did."""
+    """The result of an action."""
 
-    action: Annotated[str, "its name, as in the activity"]
-    text: Annotated[str, "what it did, in a sentence"]
-    touched: Annotated[int, "how many it changed"]
-    command: Annotated[str | Absent, "what to run, when nothing that runs now does the work; secrets are masked"] = (
-        ABSENT
-    )
+    action: Annotated[str, "the action, as in the activity"]
+    text: Annotated[str, "the result in a sentence"]
+    touched: Annotated[int, "number of changed objects"]
+    command: Annotated[str | Absent, "command to run, if no running process does the work; secrets are masked"] = ABSENT
 
     def as_json(self) -> Json:
         return document(self)
@@ -78,19 +76,12 @@ def read_activity(
     before: int | None = None,
     limit: int = 50,
 ) -> Activity:
-    """What was done after the entry ``before``, counted from the newest; one more is read, to know of a next page."""
+    """Read a page of the audit trail, newest first. ``before`` is `next_before` of the previous page."""
+    from headway.ledger.store import statistics
     from headway.ledger.values import utc
 
-    where: list[str] = ["true"]
-    values: list[Value] = []
-    for condition, wanted in (("job = ?", job), ("actor = ?", actor), ("seq < ?", before)):
-        if wanted is not None:
-            where.append(condition)
-            values.append(wanted)
-    rows = database.all(
-        f"SELECT seq, at, actor, action, job, detail FROM audit WHERE {' AND '.join(where)} ORDER BY seq DESC LIMIT ?",
-        (*values, limit + 1),
-    )
+    with database.read() as tx:
+        rows = statistics.activity(tx, job=job, actor=actor, before=before, limit=limit + 1)
     page = tuple(
         ActivityEntry(no, utc(at), redact(who), what, name, facts(detail))
         for no, at, who, what, name, detail in rows[:limit]

@@ -19,11 +19,11 @@ from headway.errors import InvalidInput
 from headway.ledger.control import Control
 from headway.ledger.values import note_of
 from headway.views.jobs.items import Items, ItemSheet, read_item, read_items
-from headway.views.jobs.job import Cause, JobSheet, Run, cause_view, read_sheet
+from headway.views.jobs.job import Cause, JobSheet, Run, cause_view
 from headway.views.jobs.listing import Job, find_job, job_view
 from headway.views.jobs.map import Cell, ItemMap, read_map
-from headway.views.jobs.series import Series, read_job_series
-from headway.views.overview import JobLine, JobPage, Times, read_death_times, read_job_page, read_line
+from headway.views.jobs.series import Series
+from headway.views.overview import JobLine, JobPage, Times, read_death_times, read_job_detail, read_job_page
 from headway.views.reading import Reader
 from headway.web.pages import draw
 from headway.web.pages.render import Pages, clock, num
@@ -51,18 +51,13 @@ class Found(NamedTuple):
 
 def read_job(reader: Reader, id: str) -> Found:
     job = find_job(reader.ledger, id)
-    database = reader.database
-    now = database.now()
-    sheet = read_sheet(job)
+    now, sheet, line, series = read_job_detail(job)
     runs = sheet.runs
-    start = (runs[0].started_at if runs else sheet.job.created_at).timestamp()
-    end = now if sheet.job.holder else max(start, sheet.job.updated_at.timestamp())
     causes = [cause._replace(job=id) for cause in sheet.causes if cause.dead][:6]
     controlled = sheet.job.holder is not None and runs and runs[-1].settings.get("mode") != "loop"
     return Found(
-        datetime.fromtimestamp(now, UTC), sheet, read_line(database, job.no, sheet.job),
-        read_job_series(job, start, end), read_map(job, since=runs[-1].started_at.timestamp() if runs else None),
-        job.asked(runs[-1].no) if controlled else None, read_death_times(database, causes),
+        now, sheet, line, series, read_map(job, since=runs[-1].started_at.timestamp() if runs else None),
+        job.asked(runs[-1].no) if controlled else None, read_death_times(reader.database, causes),
     )  # fmt: skip
 
 

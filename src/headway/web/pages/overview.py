@@ -119,7 +119,7 @@ def read_now(reader: Reader, range: str) -> Now:
     """Everything on the page, in one call off the loop."""
     database = reader.database
     causes = read_causes(database, limit=20)
-    running = read_job_page(database, status="processing", limit=RUNNING)
+    running = read_job_page(database, running=True, limit=RUNNING)
     others = [line for line in read_job_page(database, limit=8).lines if not line.job.holder]
     return Now(
         at=datetime.fromtimestamp(database.now(), UTC),

@@ -1,0 +1,156 @@
+"""Queries for people who watch the queue: counts by the minute, durations, causes of failure, failed attempts, workers.
+
+Every function works inside the caller's transaction.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from headway._sql import Row, Tx
+from headway.queue.store.workers import is_gone
+
+#: The cause of a failed task is the cause of its last attempt.
+_LAST_ATTEMPT = "a.no = (SELECT max(l.no) FROM task_attempts l WHERE l.task = t.no)"
+
+
+# ---- minutes and durations ---------------------------------------------------------------------------------------------
+
+
+def work_by_slot(tx: Tx, first: int, step: int) -> list[Row]:
+    """Return (queue, slot, completed, failures, seconds, submitted) since the minute ``first``, ``step`` minutes a slot."""
+    return tx.all(
+        "SELECT queue, minute / ?, sum(completed), sum(failures), sum(run_seconds), sum(submitted) FROM task_minutes "
+        "WHERE minute >= ? GROUP BY 1, 2",
+        (step, first),
+    )
+
+
+def work_by_kind(tx: Tx, first: int) -> list[Row]:
+    """Return (kind, completed, failures, seconds) since the minute ``first``."""
+    return tx.all(
+        "SELECT kind, sum(completed), sum(failures), sum(run_seconds) FROM task_minutes WHERE minute >= ? GROUP BY kind",
+        (first,),
+    )
+
+
+def newest_durations(tx: Tx, since: float, limit: int) -> list[Row]:
+    """Return (queue, kind, seconds waited, seconds run) of the tasks that ended last."""
+    return tx.all(
+        "SELECT queue, kind, started_at - run_at, ended_at - started_at FROM tasks "
+        "WHERE ended_at IS NOT NULL AND ended_at >= ? AND started_at IS NOT NULL ORDER BY ended_at DESC LIMIT ?",
+        (since, limit),
+    )
+
+
+# ---- waiting tasks -----------------------------------------------------------------------------------------------------
+
+
+def waits_for_more_than(tx: Tx, most: int) -> bool:
+    """Return whether more than ``most`` tasks are ready to run."""
+    row = tx.one(
+        "SELECT count(*) FROM (SELECT 1 FROM tasks WHERE status = 'QUEUED' AND ready = 1 LIMIT ?) AS waiting",
+        (most + 1,),
+    )
+    return row is not None and int(row[0]) > most
+
+
+def waiting_parties(tx: Tx) -> list[Row]:
+    """Return (queue, party, tasks) of the waiting tasks. The party is the partition key, otherwise the user."""
+    return tx.all(
+        "SELECT queue, party, count(*) FROM tasks WHERE status = 'QUEUED' GROUP BY queue, party "
+        "ORDER BY count(*) DESC, party"
+    )
+
+
+def serving(tx: Tx) -> dict[str, int]:
+    """Return the number of online workers of each queue."""
+    rows = tx.all("SELECT owner, queues, seen_at FROM task_workers WHERE ended_at IS NULL")
+    now = tx.now()
+    found: dict[str, int] = {}
+    for owner, queues, seen_at in rows:
+        if not is_gone(owner, seen_at, now):
+            for queue in queues.split(","):
+                found[queue] = found.get(queue, 0) + 1
+    return found
+
+
+# ---- failed tasks ------------------------------------------------------------------------------------------------------
+
+
+class FailedTasks(NamedTuple):
+    """Tasks that failed for good by one cause."""
+
+    no: int
+    kind: str
+    type: str
+    message: str
+    frame: str
+    failures: int
+    dead: int
+    first_seen: float
+    last_seen: float
+    example: str | None
+
+
+def failed_by_cause(tx: Tx, limit: int) -> list[FailedTasks]:
+    """Return the causes of the tasks that failed for good, those with the most tasks first."""
+    rows = tx.all(
+        "SELECT c.no, c.kind, c.type, c.message, c.frame, c.count, f.dead, c.first_seen, c.last_seen, f.example "
+        "FROM task_causes c JOIN (SELECT a.cause AS cause, count(*) AS dead, max(t.id) AS example FROM tasks t "
+        f"JOIN task_attempts a ON a.task = t.no WHERE t.status = 'FAILED' AND {_LAST_ATTEMPT} GROUP BY a.cause) f "
+        "ON f.cause = c.no ORDER BY f.dead DESC, c.no LIMIT ?",
+        (limit,),
+    )
+    return [FailedTasks(*row) for row in rows]
+
+
+def failed_ids(tx: Tx, *, cause: int | None, after: int, limit: int) -> list[tuple[int, str]]:
+    """Return (number, id) of tasks that failed for good, of one cause or of all, by number."""
+    by_cause = f"AND EXISTS (SELECT 1 FROM task_attempts a WHERE a.task = t.no AND a.cause = ? AND {_LAST_ATTEMPT}) "
+    rows = tx.all(
+        f"SELECT t.no, t.id FROM tasks t WHERE t.status = 'FAILED' AND t.no > ? {by_cause if cause is not None else ''}"
+        "ORDER BY t.no LIMIT ?",
+        (after, limit) if cause is None else (after, cause, limit),
+    )
+    return [(int(no), str(id)) for no, id in rows]
+
+
+def failed_in_all(tx: Tx) -> int:
+    """Return the number of tasks that failed for good."""
+    row = tx.one("SELECT count(*) FROM tasks WHERE status = 'FAILED'")
+    return int(row[0]) if row else 0
+
+
+def failed_attempts(tx: Tx, task: str) -> list[Row]:
+    """Return (no, outcome, error, worker, at, seconds, traceback) of a task's failed attempts, oldest first."""
+    return tx.all(
+        "SELECT a.no, a.outcome, a.error, a.worker, a.at, a.seconds, a.detail FROM task_attempts a "
+        "JOIN tasks t ON t.no = a.task WHERE t.id = ? ORDER BY a.no",
+        (task,),
+    )
+
+
+def hinted_at(tx: Tx, task: str) -> float | None:
+    """Return when the task's id was last given to RQ; None if RQ does not know it."""
+    row = tx.one("SELECT hinted_at FROM tasks WHERE id = ?", (task,))
+    return None if row is None or row[0] is None else float(row[0])
+
+
+# ---- workers -----------------------------------------------------------------------------------------------------------
+
+
+def listed_workers(tx: Tx) -> list[Row]:
+    """Return every listed worker, online ones first. A worker that nobody has marked as lost yet is lost all the same."""
+    now = tx.now()
+    rows = tx.all(
+        "SELECT name, host, pid, state, queues, task, completed, failed, rss, version, wanted, wanted_by, wanted_at, "
+        "started_at, seen_at, owner, ended_at FROM task_workers ORDER BY ended_at IS NOT NULL, started_at, name"
+    )
+    found = []
+    for *facts, owner, ended_at in rows:
+        seen_at = facts[-1]
+        if ended_at is None and is_gone(owner, seen_at, now):
+            facts[3] = "lost"
+        found.append(tuple(facts))
+    return found
