@@ -49,6 +49,7 @@ COMMANDS: dict[str, str] = {
     "workers": "headway.cli.services.queue:workers",
     "watch": "headway.cli.services.watch:watch",
     "relay": "headway.cli.services.relay:relay",
+    "notify": "headway.cli.services.notify:notify",
     "serve": "headway.cli.services.serve:serve",
     "open": "headway.cli.services.serve:open_",
     "token": "headway.cli.services.serve:token",
@@ -70,7 +71,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Projects": ("progress", "project"),
     "States": ("states",),
     "Queue": ("worker", "queues", "tasks", "task", "queue", "workers"),
-    "Watch and serve": ("serve", "open", "token", "watch", "relay", "alerts", "demo"),
+    "Watch and serve": ("serve", "open", "token", "watch", "relay", "notify", "alerts", "demo"),
     "Maintenance": ("doctor", "config", "audit", "forget", "purge", "completion"),
 }
 
@@ -129,6 +130,8 @@ EXAMPLES: dict[str, str] = {
     "workers remove": "headway workers remove web-1.4711.a1b2c3d4",
     "watch": "headway watch --queue digits --channel digits:events --stuck-timeout 3600",
     "relay": "headway relay --status",
+    "notify": "headway notify test",
+    "notify test": "headway notify test slack://hooks.slack.com/services/T000/B000/SECRET",
     "serve": "headway serve --open",
     "open": "headway open --link",
     "token": "headway token create anna --role operator",

@@ -46,8 +46,10 @@ if TYPE_CHECKING:
     from headway.events.sinks import SlackSink as SlackSink
     from headway.events.sinks import WebhookSink as WebhookSink
     from headway.events.sinks import configured_sinks as configured_sinks
+    from headway.events.sinks import open_configured as open_configured
     from headway.events.sinks import open_sink as open_sink
     from headway.events.sinks import open_sinks as open_sinks
+    from headway.events.sinks import test_event as test_event
     from headway.events.store.redis import RedisOutbox as RedisOutbox
 
 #: Name -> the module that is imported when the name is first used.
@@ -69,8 +71,10 @@ _LAZY = {
     "TYPES": "schema",
     "WebhookSink": "sinks",
     "configured_sinks": "sinks",
+    "open_configured": "sinks",
     "open_sink": "sinks",
     "open_sinks": "sinks",
+    "test_event": "sinks",
     "schema": "schema",
     "start": "relay",
     "verify": "signature",

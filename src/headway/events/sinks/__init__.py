@@ -7,16 +7,32 @@ command     a program with the event on stdin
 addresses   from an address to its sink        http    one POST within one deadline
 """
 
-from headway.events.sinks.addresses import SinkSettings, configured_sinks, open_sink, open_sinks
+from headway.events.sinks.addresses import SinkSettings, configured_sinks, open_configured, open_sink, open_sinks
 from headway.events.sinks.command import CommandSink
 from headway.events.sinks.mail import MailServer, MailSink
+from headway.events.sinks.messages import test_event
 from headway.events.sinks.redis import RedisChannelSink, RedisStreamSink
 from headway.events.sinks.sink import CallableSink, ConfiguredSink, LogSink, Sink, wants
 from headway.events.sinks.slack import SlackSink
 from headway.events.sinks.webhook import WebhookSink
 
 __all__ = [
-    "CallableSink", "CommandSink", "ConfiguredSink", "LogSink", "MailServer", "MailSink", "RedisChannelSink",
-    "RedisStreamSink", "Sink", "SinkSettings", "SlackSink", "WebhookSink", "configured_sinks", "open_sink", "open_sinks",
+    "CallableSink",
+    "CommandSink",
+    "ConfiguredSink",
+    "LogSink",
+    "MailServer",
+    "MailSink",
+    "RedisChannelSink",
+    "RedisStreamSink",
+    "Sink",
+    "SinkSettings",
+    "SlackSink",
+    "WebhookSink",
+    "configured_sinks",
+    "open_configured",
+    "open_sink",
+    "open_sinks",
+    "test_event",
     "wants",
 ]  # fmt: skip

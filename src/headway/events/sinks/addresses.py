@@ -17,6 +17,7 @@ from __future__ import annotations
 import fnmatch
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
@@ -42,26 +43,26 @@ class SinkSettings:
 
     secret: str | None = None  # signs webhooks
     web_url: str | None = None  # address of the dashboard, for links in messages
-    mail: MailServer | None = None
+    mail: Callable[[], MailServer | None] = lambda: (
+        None
+    )  # called for mailto: only; raises if its settings are incomplete
 
 
 def configured_sinks(config: Settings) -> list[Sink]:
     """Open the sinks of the settings ``sinks`` and ``webhook``. Raises `InvalidInput` for the first invalid one."""
-    found = open_sinks(config["sinks"], config["webhook"], settings=settings_of(config))
-    if any(isinstance(sink, MailSink) for sink in map(_unwrapped, found)):
-        MailServer.of(config)  # complete, or an error before anything is sent
-    return found
+    return open_sinks(config["sinks"], config["webhook"], settings=_settings_of(config))
 
 
-def settings_of(config: Settings) -> SinkSettings:
-    """Read what sinks need besides their address."""
+def open_configured(address: str, config: Settings) -> Sink:
+    """Open the sink of one address with the secret, the web address and the mail server of the settings."""
+    return open_sink(address, settings=_settings_of(config))
+
+
+def _settings_of(config: Settings) -> SinkSettings:
     secret, web_url = config["webhook_secret"], config["web_url"]
-    mail = MailServer.of(config) if config["smtp_host"] else None
-    return SinkSettings(str(secret) if secret else None, str(web_url) if web_url else None, mail)
-
-
-def _unwrapped(sink: Sink) -> Sink:
-    return sink.sink if isinstance(sink, ConfiguredSink) else sink
+    return SinkSettings(
+        str(secret) if secret else None, str(web_url) if web_url else None, lambda: MailServer.of(config)
+    )
 
 
 def open_sinks(
@@ -124,7 +125,7 @@ def _open(address: str, settings: SinkSettings) -> Sink:
     if scheme in SLACK_SCHEMES and address.startswith(f"{scheme}://"):
         return SlackSink(address, web_url=settings.web_url)
     if scheme == "mailto":
-        return MailSink(address, settings.mail, web_url=settings.web_url)
+        return MailSink(address, settings.mail(), web_url=settings.web_url)
     if scheme in ("redis", "rediss", "unix"):
         return _open_redis(address)
     if scheme == "command":

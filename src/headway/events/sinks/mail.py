@@ -149,9 +149,12 @@ class MailSink:
             log.warning("a recipient was refused", sink=self.name, address=recipient, reason=redact(str(answer)))
 
     def _send(self, smtp: SMTP, server: MailServer, event: Event) -> Mapping[str, object]:
+        import smtplib
         import ssl
 
-        smtp.connect(server.host, server.port or PORTS[server.tls])
+        code, greeting = smtp.connect(server.host, server.port or PORTS[server.tls])
+        if code != 220:  # only the constructor of smtplib checks this
+            raise smtplib.SMTPConnectError(code, greeting)
         if server.tls == "starttls":
             smtp.starttls(context=ssl.create_default_context())
         if server.user and server.password:
@@ -163,9 +166,12 @@ class MailSink:
 
     def _message(self, server: MailServer, event: Event) -> Any:
         from email.message import EmailMessage
+        from email.policy import SMTP
         from email.utils import format_datetime
 
-        text, mail = message_of(event, self._web_url), EmailMessage()
+        text = message_of(event, self._web_url)
+        # Python folds a long subject right after its colon, and some readers then show it with a leading space.
+        mail = EmailMessage(SMTP.clone(max_line_length=900))
         mail["Subject"] = text.sentence[:200]
         mail["From"] = server.sender
         mail["To"] = ", ".join(self._recipients)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import uuid
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import NamedTuple
 from urllib.parse import quote
 
@@ -19,6 +21,14 @@ TEST = "notify.test"
 
 #: Characters of a sentence.
 LENGTH = 500
+
+
+def test_event() -> Event:
+    """Return a new event of type notify.test."""
+    id = f"{TEST}:{uuid.uuid4().hex[:12]}"
+    return Event(
+        id, TEST, datetime.now(UTC), "headway.notify", "test", 1, {"text": "This is a test message from Headway."}
+    )
 
 
 class Message(NamedTuple):
@@ -45,7 +55,7 @@ def _described(event: Event) -> tuple[str, str, str]:
             total, done, failed = (_number(data, name) for name in ("total", "succeeded", "failed"))
             if event.source != "headway.ledger":  # a project of the finish line
                 ended = f"Project {event.job} finished: {done:,} of {total:,} items succeeded, {failed:,} failed."
-                return ended, f"headway progress {subject}", f"/projects/{quote(event.job, safe='')}"
+                return ended, f"headway progress {subject}", "/projects"
             page = f"/jobs/{quote(event.job, safe='')}"
             if failed:
                 ended = (
@@ -60,10 +70,14 @@ def _described(event: Event) -> tuple[str, str, str]:
             failed_task = f"Task {event.job} ({data.get('kind')}){user} failed after {tries} tries{why}"
             return failed_task, f"headway task show {subject}", f"/tasks/{quote(event.job, safe='')}"
         case "alert.opened":
-            return f"Alert ({data.get('severity')}): {data.get('text')}", "headway alerts", "/alerts"
+            return (
+                f"Alert ({data.get('severity')}): {data.get('text')}",
+                f"headway alerts ack {_number(data, 'alert')}",
+                "/alerts",
+            )
         case "alert.closed":
             lasted = f" It was open for {_number(data, 'seconds'):,} s."
-            return f"Alert closed: {data.get('text')}{lasted}", "headway alerts", "/alerts"
+            return f"Alert closed: {data.get('text')}{lasted}", "headway alerts --history", "/alerts"
         case _ if event.type == TEST:
             return "This is a test message from Headway. Notifications work.", "headway relay --status", "/"
     return f"{event.type}: {event.job}", "", ""
