@@ -189,7 +189,7 @@ class SqlLeases:
         """
         holder, token, _ = self._row(tx, lease.key)
         if token != lease.token or holder is None or is_anothers(holder, lease.owner):
-            raise StaleClaim("The lease lapsed and somebody else took it; nothing was recorded.")
+            raise StaleClaim("The lease expired and another process acquired it; nothing was recorded.")
 
     def release(self, tx: Tx, lease: Lease) -> bool:
         """Release the lease. Return False and change nothing if this owner no longer has it."""
@@ -204,13 +204,10 @@ class SqlLeases:
         return True
 
     def _row(self, tx: Tx, key: Value) -> tuple[str | None, int, float | None]:
-        locked = " FOR UPDATE" if tx.engine == "postgresql" else ""  # in SQLite the transaction holds the write lock
-        row = tx.one(
-            f"SELECT holder, token, lease_until FROM {self._table} WHERE {self._key} = ?{locked}",
-            (key,),
-        )
+        sql = f"SELECT holder, token, lease_until FROM {self._table} WHERE {self._key} = ?{tx.for_update}"
+        row = tx.one(sql, (key,))
         if row is None:
-            raise NotFound("What was to be leased is not there any more.")
+            raise NotFound("The leased row no longer exists.")
         return row[0], int(row[1]), row[2]
 
     def _write(self, tx: Tx, key: Value, owner: Owner, token: int, seconds: float) -> None:
@@ -221,9 +218,7 @@ class SqlLeases:
 
 
 def _held(owner: Owner | None) -> Held:
-    return Held(
-        f"{owner or 'another process'} has it", hint="It is free again when that process ends or gives it back."
-    )
+    return Held(f"{owner or 'another process'} has it", hint="It is free again when that process ends or releases it.")
 
 
 def is_anothers(holder: str, owner: Owner) -> bool:

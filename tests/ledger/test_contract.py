@@ -16,7 +16,7 @@ from headway.errors import InvalidInput, JobHeld, NotFound, StaleClaim
 from headway.events import SqlOutbox
 from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, NewItem, Recorded
 from headway.ledger.content import fingerprint
-from headway.ledger.values import OF_ITEMS
+from headway.ledger.store.items import TABLES as OF_ITEMS
 from tests.services.waiting import eventually
 
 BOOM = Failure("ValueError", "no price for product 17", "ads.py:make_ad", "Traceback ...")

@@ -661,7 +661,7 @@ def test_a_slot_whose_block_was_lost_by_a_failover_records_nothing_in_the_next_o
     ledger.database.write("DELETE FROM blocks")
     ledger.database.write("UPDATE jobs SET frontier = 0, version = ?", before)
     assert indices(b.claim_some(3)) == [0, 1, 2]
-    assert ledger.database.all("SELECT no, token FROM blocks") == [(1, next(iter(a._blocks.values())).token)]
+    assert ledger.database.all("SELECT no, token FROM blocks") == [(1, next(iter(a._blocks)).row.token)]
     a.note_running(a.hold, [(1, "a worker 1")])
     assert ledger.database.all("SELECT 1 FROM progress") == []
     assert a.record([what]).stale == [0]

@@ -228,7 +228,7 @@ def test_a_handle_whose_number_another_job_got_after_the_database_went_back_chan
 ):
     ledger.database.write("UPDATE jobs SET id = 'another' WHERE no = ?", (job.no,))
     before = [ledger.database.all(f"SELECT * FROM {table}") for table in TABLES]
-    with pytest.raises(NotFound, match="another one has its number"):
+    with pytest.raises(NotFound, match="another job has its number"):
         write(job)
     assert [ledger.database.all(f"SELECT * FROM {table}") for table in TABLES] == before
 
@@ -297,7 +297,7 @@ def test_nobody_records_anything_in_a_job_that_was_put_aside(ledger: Ledger, job
         lambda: ledger.hold(job, {}),
     ]
     for call in calls:
-        with pytest.raises(StaleClaim, match="put aside"):
+        with pytest.raises(StaleClaim, match="was archived"):
             call()
     info = job.info()
     assert (info.done, info.total, info.failures) == (0, 10, 0)

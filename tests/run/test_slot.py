@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headway.ledger import Ledger, control
+from headway.ledger import Ledger
 from headway.ledger.control import Control
 from headway.ledger.fleet import fleet
 from headway.ledger.fleet.share import Share
@@ -55,7 +55,7 @@ def test_a_slot_that_is_asked_to_stop_twice_finishes_what_runs(
             later += 1
         elif (tmp_path / "begun").exists():
             if job_is_stopped_first and not found.stopping:
-                control.ask(share.database, share.no, "stop", actor="anna", stopping=1)
+                share._request("stop", "anna", "", stopping=1)
             else:
                 stopping = True  # from the next time on
         if later > 3:

@@ -232,7 +232,7 @@ def test_a_job_that_does_not_run_is_asked_nothing_and_no_number_of_workers_is_gu
     with pytest.raises(Refused, match="ads is not running"):
         actions.pause_run(reader, ADMIN, "ads")
     for workers in (0, -1, 10_001):
-        with pytest.raises(InvalidInput, match="no number of workers"):
+        with pytest.raises(InvalidInput, match="number of workers must be"):
             actions.scale_run(reader, ADMIN, "ads", workers)
     assert reader.activity() == before
 

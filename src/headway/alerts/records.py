@@ -246,8 +246,6 @@ def unmute(database: Database, rule: str, *, by: str, subject: str = "", reason:
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-_LOCKED = {"sqlite": "", "postgresql": " FOR UPDATE"}
-
 
 def _alert(row: Row) -> Alert:
     alert = Alert(*row)

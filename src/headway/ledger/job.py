@@ -8,20 +8,32 @@ from functools import partial
 from itertools import islice
 
 from headway._lease import Owner, renewing, write_owner
-from headway._sql import Database, Row, Tx, Value, listed
+from headway._sql import Database, Row, Tx
 from headway.core.retry import RetryPolicy
 from headway.errors import InvalidInput, NotFound
-from headway.ledger import control
 from headway.ledger.content import is_intact
-from headway.ledger.control import Control
+from headway.ledger.control import ControlledJob
 from headway.ledger.fleet import claims
-from headway.ledger.fleet.claims import DAMAGED, DUE
+from headway.ledger.fleet.claims import DAMAGED
 from headway.ledger.job_lease import Hold, renew
-from headway.ledger.store.bulk import put_items
-from headway.ledger.store.index_range import OPEN, next_untried
-from headway.ledger.store.recorder import Recorder, audit, current_user, plain_successes, put_one_done
+from headway.ledger.store import items as stored
+from headway.ledger.store import jobs, runs
+from headway.ledger.store.audit import audit
+from headway.ledger.store.contract import NewRow, TriedBefore, item_store
+from headway.ledger.store.index_range import next_untried
+from headway.ledger.store.recorder import Recorder
 from headway.ledger.store.report import Reports
-from headway.ledger.values import OF_ITEMS, Done, Failed, Item, NewItem, Outcome, Recorded, check_index, check_text
+from headway.ledger.values import (
+    NOTHING_RECORDED,
+    Done,
+    Failed,
+    Item,
+    NewItem,
+    Outcome,
+    Recorded,
+    check_index,
+    check_text,
+)
 from headway.telemetry import Log
 
 log = Log("ledger")
@@ -29,20 +41,11 @@ log = Log("ledger")
 #: Rows written per transaction. It bounds the size of SQLite's write-ahead log.
 CHUNK = 5000
 
-#: Makes an unfinished item available again at once. A dead letter that was not run in its last pass stays a dead
-#: letter.
-GIVE_BACK = (
-    "UPDATE progress SET lease_until = NULL, holder = NULL, next_attempt_at = CASE WHEN EXISTS (SELECT 1 FROM dead_letters d "
-    "WHERE d.job = progress.job AND d.idx = progress.idx) THEN NULL ELSE CAST(? AS DOUBLE PRECISION) END"
-)
-
 #: Receives the recorded outcome of items whose payload was damaged.
 OnDamaged = Callable[[Recorded], object]
 
 #: It has no counts of waiting or dead items: only the job's holder needs them.
-_ONE_DONE = Recorded(
-    done=1, failed=0, dead=0, repeated=0, completed=False, due={}, died=(), waiting=0, given_up=0, stale=()
-)
+_ONE_DONE = replace(NOTHING_RECORDED, done=1)
 
 
 def ignore(_: Recorded) -> None:
@@ -53,15 +56,11 @@ def _checked_key(key: str | None) -> str | None:
     return None if key is None else check_text(key, "an item's key")
 
 
-class _NotThatSimple(Exception):
-    """Rolls back a fast path of recording."""
+class Job(Reports, ControlledJob):
+    """A stateless handle of a job.
 
-
-NewRow = tuple[int, int, str | None, str | None, int | None]
-
-
-class Job(Reports):
-    """A stateless handle of a job. `Reports` has the queries; this class has the changes."""
+    `Reports` has the queries and `ControlledJob` the requests to the current run; this class has the changes.
+    """
 
     def __init__(self, database: Database, no: int, id: str, hold: Hold | None = None) -> None:
         super().__init__(database, no, id)
@@ -79,7 +78,7 @@ class Job(Reports):
         hold = hold or self._hold
         recorder = Recorder(tx, self.no) if hold is None else Recorder(tx, self.no, token=hold.token, owner=hold.owner)
         if recorder.id != self.id:  # a restored database can assign a job number a second time
-            raise NotFound(f"Job {self.id} is not in the database any more; another one has its number.")
+            raise NotFound(f"Job {self.id} was deleted; another job has its number.")
         return recorder
 
     # ---- registering -----------------------------------------------------------------------------------------------
@@ -107,16 +106,9 @@ class Job(Reports):
 
     def _insert(self, tx: Tx, rows: list[NewRow]) -> int:
         recorder = self.open(tx)
-        if tx.engine == "postgresql":
-            new = put_items(tx, self.no, rows)
-        else:
-            new = tx.insert(
-                "INSERT INTO input_products (job, idx, key, payload, fingerprint) VALUES (?, ?, ?, ?, ?) "
-                "ON CONFLICT (job, idx) DO NOTHING",
-                rows,
-            )
-        recorder.total += new
-        recorder.frontier = min(recorder.frontier, *(row[1] for row in rows))
+        new = item_store(tx.engine).insert_items(tx, rows)
+        recorder.row.total += new
+        recorder.row.frontier = min(recorder.row.frontier, *(row[1] for row in rows))
         recorder.close(settle=False)
         return new
 
@@ -125,8 +117,8 @@ class Job(Reports):
 
         def work(tx: Tx) -> bool:
             recorder = self.open(tx)
-            tx.execute("UPDATE jobs SET digest = ? WHERE no = ?", (digest, self.no))
-            recorder.sealed = 1
+            jobs.set_digest(tx, self.no, digest)
+            recorder.row.sealed = 1
             return recorder.close(settle=settle)
 
         return self._database.run(work, operation="seal")
@@ -136,26 +128,9 @@ class Job(Reports):
 
         def work(tx: Tx) -> None:
             recorder = self.open(tx)
-            tx.executemany(
-                # The progress row is the only record of a successful run and is deleted below: copy it to the attempts.
-                "INSERT INTO attempts (job, idx, no, outcome, error, worker, at, seconds) SELECT p.job, p.idx, "
-                "coalesce((SELECT max(a.no) FROM attempts a WHERE a.job = p.job AND a.idx = p.idx), 0) + 1, "
-                "'done', '', p.worker, p.updated_at, p.seconds FROM progress p "
-                "WHERE p.job = ? AND p.idx = ? AND p.status = 'done'",
-                [(self.no, item.idx) for item in items],
-            )
-            tx.executemany(
-                "UPDATE input_products SET key = ?, payload = ?, fingerprint = ? WHERE job = ? AND idx = ?",
-                [(item.key, item.payload, item.fingerprint, self.no, item.idx) for item in items],
-            )
-            for table in ("progress", "dead_letters", "results", "printed"):
-                tx.executemany(
-                    f"DELETE FROM {table} WHERE job = ? AND idx = ?", [(self.no, item.idx) for item in items]
-                )
-            recorder.frontier = min(recorder.frontier, *(item.idx for item in items))
-            recorder.recount()
-            self._lower_kept(tx, recorder.done)
-            recorder.close(settle=False)
+            stored.replace(tx, self.no, items)
+            recorder.row.frontier = min(recorder.row.frontier, *(item.idx for item in items))
+            self._recount(recorder)
 
         if items:
             self._database.run(work, operation="replace_items")
@@ -165,30 +140,24 @@ class Job(Reports):
 
         def work(tx: Tx) -> None:
             recorder = self.open(tx)
-            for table in OF_ITEMS:
-                tx.executemany(f"DELETE FROM {table} WHERE job = ? AND idx = ?", [(self.no, idx) for idx in indices])
-            recorder.recount()
-            self._lower_kept(tx, recorder.done)
-            recorder.close(settle=False)
+            stored.delete(tx, self.no, indices)
+            self._recount(recorder)
 
         if indices:
             self._database.run(work, operation="drop")
 
-    def _lower_kept(self, tx: Tx, done: int) -> None:
-        """Lower the open run's count of kept items after items were removed or replaced."""
-        tx.execute("UPDATE runs SET kept = ? WHERE job = ? AND outcome IS NULL AND kept > ?", (done, self.no, done))
+    def _recount(self, recorder: Recorder) -> None:
+        """Recompute the counters after items were removed or replaced."""
+        recorder.row.recount()
+        runs.lower_kept(recorder.tx, self.no, recorder.row.done)
+        recorder.close(settle=False)
 
     def put_empty_results(self) -> None:
         """Give every done item that returned nothing the result ``null``, so that result files list it."""
 
         def work(tx: Tx) -> None:
             self.open(tx)
-            tx.execute(
-                "INSERT INTO results (job, idx, result) SELECT p.job, p.idx, 'null' FROM progress p "
-                "WHERE p.job = ? AND p.status = 'done' AND p.unkept IS NULL "
-                "AND NOT EXISTS (SELECT 1 FROM results r WHERE r.job = p.job AND r.idx = p.idx) ORDER BY p.idx",
-                (self.no,),
-            )
+            stored.put_null_results(tx, self.no)
 
         self._database.run(work, operation="put_empty_results")
 
@@ -197,7 +166,7 @@ class Job(Reports):
 
         def work(tx: Tx) -> None:
             self.open(tx)
-            tx.execute("UPDATE outputs SET seq = 0, size = 0 WHERE job = ?", (self.no,))
+            jobs.rewrite_outputs(tx, self.no)
 
         self._database.run(work, operation="rewrite_outputs")
 
@@ -227,12 +196,7 @@ class Job(Reports):
         while True:
             with self._database.read() as tx:
                 now = tx.now()
-                rows = tx.all(
-                    "SELECT i.idx, i.key, i.payload, i.fingerprint, p.attempts, p.next_attempt_at, p.updated_at "
-                    "FROM progress p JOIN input_products i ON i.job = p.job AND i.idx = p.idx "
-                    f"WHERE p.job = ? AND {OPEN} AND {DUE} ORDER BY p.next_attempt_at, p.idx LIMIT ?",
-                    (self.no, now + within, now, limit),
-                )
+                rows = stored.due(tx, self.no, now, within, limit)
             intact = [
                 (Item(idx, key, payload, attempts), at - now if failed_at <= now else 0.0)
                 for idx, key, payload, mark, attempts, at, failed_at in rows
@@ -245,16 +209,10 @@ class Job(Reports):
     def last_pass(self, limit: int, *, on_damaged: OnDamaged = ignore) -> list[Item]:
         """Return dead letters that have not had their last pass and may succeed on a retry."""
         while True:
-            rows = self._database.all(
-                "SELECT i.idx, i.key, i.payload, i.fingerprint, p.attempts FROM dead_letters d "
-                "JOIN input_products i ON i.job = d.job AND i.idx = d.idx "
-                "JOIN progress p ON p.job = d.job AND p.idx = d.idx "
-                "WHERE d.job = ? AND d.last_pass = 0 ORDER BY d.idx LIMIT ?",
-                (self.no, limit),
-            )
+            rows = stored.last_pass(self._database, self.no, limit)
             intact = [
                 Item(idx, key, payload, attempts)
-                for idx, key, payload, mark, attempts in rows
+                for idx, key, payload, mark, attempts, _ in rows
                 if is_intact(payload, mark)
             ]
             if not self._give_up_damaged(rows, intact, on_damaged):
@@ -277,7 +235,7 @@ class Job(Reports):
         can no longer record it. An expired claim costs the item an attempt.
         """
         if limit < 1 or not 0 < lease < 10**9:
-            raise InvalidInput("A claim needs a limit of at least 1 and a lease above 0 seconds.")
+            raise InvalidInput(f"A claim needs limit >= 1 and a lease above 0 seconds (got {limit!r} and {lease!r}).")
         check_text(worker, "a worker's name")
         owner = Owner.current()
 
@@ -285,7 +243,8 @@ class Job(Reports):
             recorder = self.open(tx)
             items = claims.take(recorder, limit)
             # Computed inside the transaction: the lease starts now, not before the wait for a busy database.
-            claims.write(recorder, items, worker, write_owner(owner, lease), lease)
+            holder, now = write_owner(owner, lease), recorder.now
+            stored.claim(tx, self.no, items, worker, holder, now, now + lease)
             recorder.close(settle=True)  # an expired claim may have used the last attempt of the last open item
             return items
 
@@ -294,16 +253,11 @@ class Job(Reports):
     def renew(self, items: Sequence[Item], *, lease: float = 30.0) -> int:
         """Renew claims for ``lease`` seconds. Return how many are still valid."""
         if not 0 < lease < 10**9:
-            raise InvalidInput("A claim needs a lease above 0 seconds.")
+            raise InvalidInput(f"A claim needs a lease above 0 seconds (got {lease!r}).")
         owner = Owner.current()
 
         def work(tx: Tx) -> int:
-            until, holder = tx.now() + lease, write_owner(owner, lease)
-            return tx.executemany(
-                "UPDATE progress SET lease_until = ?, next_attempt_at = ?, holder = ? "
-                "WHERE job = ? AND idx = ? AND token = ? AND lease_until IS NOT NULL AND status <> 'done'",
-                [(until, until, holder, self.no, item.idx, item.token) for item in items],
-            )
+            return stored.renew_claims(tx, self.no, items, write_owner(owner, lease), tx.now() + lease)
 
         return self._database.run(work, operation="renew")
 
@@ -315,14 +269,7 @@ class Job(Reports):
 
         def work(tx: Tx) -> None:
             recorder = self.open(tx, hold)
-            until = recorder.now + hold.lease
-            tx.executemany(
-                "INSERT INTO progress (job, idx, status, updated_at, worker, next_attempt_at, lease_until) "
-                "VALUES (?, ?, 'pending', ?, ?, ?, ?) ON CONFLICT (job, idx) DO UPDATE SET worker = excluded.worker, "
-                "next_attempt_at = excluded.next_attempt_at, lease_until = excluded.lease_until, holder = NULL "
-                "WHERE progress.status <> 'done'",
-                [(self.no, idx, recorder.now, worker, until, until) for idx, worker in items],
-            )
+            stored.note_running(tx, self.no, items, recorder.now, recorder.now + hold.lease)
 
         if items:
             self._database.run(work, operation="note_running")
@@ -332,10 +279,7 @@ class Job(Reports):
 
         def work(tx: Tx) -> None:
             recorder = self.open(tx, hold)
-            tx.executemany(
-                f"{GIVE_BACK} WHERE job = ? AND idx = ? AND status <> 'done' AND lease_until IS NOT NULL",
-                [(recorder.now, self.no, idx) for idx in indices],
-            )
+            stored.release(tx, self.no, indices, recorder.now)
 
         if indices:
             self._database.run(work, operation="give_back")
@@ -357,54 +301,26 @@ class Job(Reports):
         With ``settle``, the call that records the last item also finishes the job and appends its event. With
         ``register``, unknown indices are registered first. ``policy`` overrides the job's retry policy.
         """
-        if len(outcomes) == 1 and (hold or self._hold) is None and self._put_one_done(outcomes[0], register=register):
+        if len(outcomes) == 1 and (hold or self._hold) is None and self._record_one(outcomes[0], register=register):
             return _ONE_DONE
 
-        if (recorded := self._put_new_done(outcomes, hold, settle=settle)) is not None:
-            return recorded
-
-        def work(tx: Tx) -> Recorded:
+        def work(tx: Tx, *, compare: bool) -> Recorded:
             recorder = self.open(tx, hold)
-            recorded = recorder.write(outcomes, policy, register=register)
+            recorded = recorder.write(outcomes, policy, register=register, compare=compare)
             return replace(recorded, completed=recorder.close(settle=settle))
 
-        return self._database.run(work, operation="record")
-
-    def _put_new_done(self, outcomes: Sequence[Outcome], hold: Hold | None, *, settle: bool) -> Recorded | None:
-        """Record a batch of successes of untried items (PostgreSQL). Returns None if it is not such a batch."""
-        successes = [] if self._database.engine == "sqlite" else plain_successes(outcomes)
-        if not successes:
-            return None
-
-        def work(tx: Tx) -> Recorded:
-            recorder = self.open(tx, hold)
-            if not recorder.write_new(successes):
-                raise _NotThatSimple
-            completed = recorder.close(settle=settle)
-            return Recorded(len(successes), 0, 0, 0, completed, {}, (), recorder.failed, recorder.dead, ())
-
         try:
-            return self._database.run(work, operation="record")
-        except _NotThatSimple:
-            return None
+            return self._database.run(partial(work, compare=False), operation="record")
+        except TriedBefore:
+            return self._database.run(partial(work, compare=True), operation="record")
 
-    def _put_one_done(self, outcome: Outcome, *, register: bool) -> bool:
-        # SQLite only, where the transaction holds the write lock from its start. On PostgreSQL, writing an item before
-        # locking the job's row could deadlock with a transaction that locks them in the other order.
-        if self._database.engine != "sqlite":
+    def _record_one(self, outcome: Outcome, *, register: bool) -> bool:
+        """Record a plain success by the shortest path, if the engine has one."""
+        if not isinstance(outcome, Done) or outcome.token is not None or outcome.unkept:
             return False
-        if not isinstance(outcome, Done) or outcome.result is not None or outcome.token is not None:
+        if outcome.result is not None or outcome.printed is not None:
             return False
-
-        def work(tx: Tx) -> None:
-            if not put_one_done(tx, self.no, outcome, register=register):
-                raise _NotThatSimple
-
-        try:
-            self._database.run(work, operation="record")
-        except _NotThatSimple:
-            return False
-        return True
+        return item_store(self._database.engine).record_one(self._database, self.no, outcome, register=register)
 
     def finish(self, hold: Hold | None = None) -> bool:
         """Finish the job if every item is done or dead. Return whether this call finished it."""
@@ -413,46 +329,6 @@ class Job(Reports):
             return self.open(tx, hold).close(settle=True)
 
         return self._database.run(work, operation="finish")
-
-    # ---- controlling the current run -------------------------------------------------------------------------------
-
-    def pause(self, *, actor: str | None = None, reason: str = "") -> Control:
-        """Ask the run to complete its current items and start no more. Raises `Refused` if there is no run.
-
-        The run obeys within a second and reports who asked. The request is in the audit trail.
-        """
-        return control.ask(self._database, self.no, "pause", actor=actor or current_user(), paused=True, reason=reason)
-
-    def resume(self, *, actor: str | None = None, reason: str = "") -> Control:
-        """Ask a paused run to continue."""
-        return control.ask(
-            self._database, self.no, "resume", actor=actor or current_user(), paused=False, reason=reason
-        )
-
-    def stop(self, *, now: bool = False, actor: str | None = None, reason: str = "") -> Control:
-        """Ask the run to end after its current items. With ``now``, it abandons them."""
-        level = 2 if now else 1
-        asked = control.ask(
-            self._database, self.no, "stop", actor=actor or current_user(), stopping=level, reason=reason
-        )
-        self.on_stop()
-        return asked
-
-    def on_stop(self) -> None:
-        """End a fleet's run if none of its slots is working, because no process would end it."""
-        from headway.ledger.fleet import fleet
-
-        fleet.attend(self._database, self.no)
-
-    def scale(self, workers: int, *, actor: str | None = None, reason: str = "") -> Control:
-        """Ask the run to work on ``workers`` items at once."""
-        return control.ask(
-            self._database, self.no, "scale", actor=actor or current_user(), workers=workers, reason=reason
-        )
-
-    def asked(self, run: int) -> Control:
-        """Return the current control requests for a run."""
-        return control.read(self._database, self.no, run)
 
     # ---- dead letters ----------------------------------------------------------------------------------------------
 
@@ -473,29 +349,16 @@ class Job(Reports):
 
         def work(tx: Tx) -> int:
             recorder = self.open(tx)
-            where = "job = ?"
-            parameters: list[Value] = [self.no]
-            if cause is not None:
-                where, parameters = f"{where} AND cause = ?", [*parameters, cause]
-            if indices is not None:
-                them, numbers = listed(tx.engine, list(indices), "bigint")
-                where, parameters = f"{where} AND idx IN ({them})", [*parameters, numbers]
-            dead = tx.all(f"SELECT idx FROM dead_letters WHERE {where}", parameters)
-            if not dead:
+            count = stored.revive(tx, self.no, recorder.now, cause=cause, indices=indices)
+            if not count:
                 return 0
-            tx.execute(f"DELETE FROM dead_letters WHERE {where}", parameters)
-            tx.executemany(
-                "UPDATE progress SET status = 'pending', attempts = 0, next_attempt_at = ?, lease_until = NULL, "
-                "holder = NULL, updated_at = ? WHERE job = ? AND idx = ?",
-                [(recorder.now, recorder.now, self.no, idx) for (idx,) in dead],
-            )
-            recorder.dead -= len(dead)
-            audit(tx, recorder.now, actor, "retry", self.id, {"count": len(dead), "cause": cause, "reason": reason})
+            recorder.row.dead -= count
+            audit(tx, recorder.now, actor, "retry", self.id, {"count": count, "cause": cause, "reason": reason})
             recorder.close(settle=False)
             fleet.reopen(recorder)
-            return len(dead)
+            return count
 
         count = self._database.run(work, operation="retry_dead")
         if count:
-            log.info("dead letters are tried again", job=self.id, count=count, cause=cause)
+            log.info("dead letters are retried", job=self.id, count=count, cause=cause)
         return count

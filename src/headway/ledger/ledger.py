@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator
-from datetime import UTC, datetime
 from typing import Any, Self
 
 from headway import events
@@ -13,27 +12,19 @@ from headway.core.ids import check_id
 from headway.core.retry import ITEM, RetryPolicy
 from headway.errors import InvalidInput, JobHeld, NotFound
 from headway.ledger import job_lease
-from headway.ledger.job import CHUNK, Job
+from headway.ledger.fleet import store as fleets
+from headway.ledger.job import Job
 from headway.ledger.job_lease import Hold
-from headway.ledger.store.index_range import last_of
-from headway.ledger.store.recorder import Recorder, audit, current_user
+from headway.ledger.store import audit as audit_trail
+from headway.ledger.store import items, jobs
+from headway.ledger.store.audit import audit, current_user
+from headway.ledger.store.contract import item_store
+from headway.ledger.store.recorder import Recorder
 from headway.ledger.store.report import all_jobs
-from headway.ledger.values import MAX_INDEX, OF_ITEMS, JobInfo
+from headway.ledger.values import JobInfo
 from headway.telemetry import Log
 
 log = Log("ledger")
-
-_NEXT_NUMBER = (
-    "max((SELECT coalesce(max(no), 0) FROM jobs), "
-    "(SELECT coalesce(max(CAST(value AS INTEGER)), 0) FROM meta WHERE name = 'last_forgotten')) + 1"
-)
-_REMEMBER_NUMBER = (
-    "INSERT INTO meta (name, value) VALUES ('last_forgotten', ?) ON CONFLICT (name) DO UPDATE SET "
-    "value = max(CAST(value AS INTEGER), CAST(excluded.value AS INTEGER))"
-)
-
-#: The jobs that `Ledger.purge` deletes. Checked again in the deleting transaction, because jobs change meanwhile.
-_OLD = "(finished_at IS NOT NULL OR archived = 1) AND updated_at < ?"
 
 
 class Ledger:
@@ -61,10 +52,10 @@ class Ledger:
 
     def job(self, id: str) -> Job:
         """Return the job with this id, or raise `NotFound`."""
-        row = self.database.one("SELECT no FROM jobs WHERE id = ?", (check_id(id, "a job id"),))
-        if row is None:
+        no = jobs.number_of(self.database, check_id(id, "a job id"))
+        if no is None:
             raise NotFound(f"There is no job {id!r} in {self.database.name}.", hint="List them: headway jobs")
-        return Job(self.database, row[0], id)
+        return Job(self.database, no, id)
 
     def create(
         self,
@@ -82,24 +73,12 @@ class Ledger:
         """
         check_id(id, "a job id")
         if type(max_retries) is not int or not 0 <= max_retries <= 1_000_000:
-            raise InvalidInput(f"{max_retries!r} is no number of retries.", hint="Use a whole number from 0.")
-
-        # Job numbers are never reused: a process still working on a deleted job must not write to another one.
-        # PostgreSQL's sequence ensures this. SQLite would assign the largest existing number plus one.
-        number, next_number = ("no, ", f"{_NEXT_NUMBER}, ") if self.database.engine == "sqlite" else ("", "")
+            raise InvalidInput(f"max_retries must be a whole number from 0 to 1,000,000 (got {max_retries!r:.60}).")
 
         def work(tx: Tx) -> int:
-            now = tx.now()
-            tx.execute(
-                f"INSERT INTO jobs ({number}id, origin, function, source, keyed_by, max_retries, created_at, updated_at, "
-                f"retry_base, retry_factor, retry_cap, retry_jitter) SELECT {next_number}?, value, ?, ?, ?, ?, ?, ?, ?, ?, "
-                "?, ? FROM meta WHERE name = 'database' ON CONFLICT (id) DO NOTHING",
-                (id, function, source, keyed_by, max_retries, now, now,
-                 policy.base, policy.factor, policy.cap, policy.jitter),
-            )  # fmt: skip
-            row = tx.one("SELECT no FROM jobs WHERE id = ?", (id,))
-            assert row is not None
-            return int(row[0])
+            return jobs.create(
+                tx, id, function=function, source=source, keyed_by=keyed_by, max_retries=max_retries, policy=policy
+            )
 
         return Job(self.database, self.database.run(work, operation="create"), id)
 
@@ -114,9 +93,14 @@ class Ledger:
 
         def work(tx: Tx) -> None:
             job.open(tx)
-            tx.execute(
-                "UPDATE jobs SET function = ?, source = ?, command = ?, keyed_by = ?, max_retries = ? WHERE no = ?",
-                (function, source, command, keyed_by, max_retries, job.no),
+            jobs.describe(
+                tx,
+                job.no,
+                function=function,
+                source=source,
+                command=command,
+                keyed_by=keyed_by,
+                max_retries=max_retries,
             )
 
         self.database.run(work, operation="describe")
@@ -156,13 +140,13 @@ class Ledger:
         """
 
         def work(tx: Tx) -> str | JobHeld | None:
-            row = tx.one("SELECT no FROM jobs WHERE id = ?", (id,))
-            if row is None:
+            no = jobs.number_of(tx, id)
+            if no is None:
                 return None
-            if (held := job_lease.refusal(tx, row[0], id)) is not None:
+            if (held := job_lease.refusal(tx, no, id)) is not None:
                 return held
             now = tx.now()
-            aside = _put_aside(tx, row[0], id, now)
+            aside = jobs.archive(tx, no, id, now)
             audit(tx, now, actor or current_user(), "reset", id, {"archived_as": aside})
             return aside
 
@@ -180,17 +164,13 @@ class Ledger:
     def purge(self, *, older_than: float, actor: str | None = None) -> list[str]:
         """Delete finished and archived jobs unchanged for ``older_than`` seconds, and delivered events of that age."""
         limit = self.database.now() - older_than
-        old = self.database.all(f"SELECT no, id FROM jobs WHERE {_OLD} ORDER BY no", (limit,))
         gone = []
-        for no, id in old:
+        for no, id in jobs.old(self.database, limit):
             try:
                 if self._delete(no, id, "purge", actor, unless_changed_since=limit) is not None:
                     gone.append(id)
-            except (
-                JobHeld,
-                NotFound,
-            ) as error:  # another process resumed or deleted it meanwhile
-                log.info("a job is left as it is", job=id, error=str(error))
+            except (JobHeld, NotFound) as error:  # another process resumed or deleted it meanwhile
+                log.info("a job was not purged", job=id, error=str(error))
         self.database.run(lambda tx: events.purge(tx, limit), operation="purge")
         return gone
 
@@ -210,21 +190,20 @@ class Ledger:
             if (held := job_lease.refusal(tx, no, id)) is not None:
                 return held
             limit = unless_changed_since
-            if limit is not None and tx.one(f"SELECT 1 FROM jobs WHERE no = ? AND {_OLD}", (no, limit)) is None:
+            if limit is not None and not jobs.is_old(tx, no, limit):
                 return None
-            recorder = Recorder(tx, no, archived_too=True)
-            if tx.engine == "sqlite":
-                tx.execute(_REMEMBER_NUMBER, (str(no),))
-            _put_aside(tx, no, id, recorder.now)  # if we are killed below, the id is free and `purge` does the rest
+            row = Recorder(tx, no, archived_too=True).row
+            item_store(tx.engine).retire_number(tx, no)
+            jobs.archive(tx, no, id, row.now)  # if we are killed below, the id is free and `purge` does the rest
             # A slot records under its block alone. A job with blocks belongs to a fleet and was refused above, unless
             # the database was edited from outside. Then this statement waits for a slot that is recording, and later
             # records find no block.
-            tx.execute("DELETE FROM blocks WHERE job = ?", (no,))
-            facts: dict[str, object] = {"total": recorder.total, "done": recorder.done}
+            fleets.delete_blocks(tx, no)
+            facts: dict[str, object] = {"total": row.total, "done": row.done}
             if reason:
                 facts["reason"] = reason
-            audit(tx, recorder.now, actor or current_user(), action, id, facts)
-            return int(recorder.total)
+            audit(tx, row.now, actor or current_user(), action, id, facts)
+            return row.total
 
         total = self.database.run(begin, operation=action)
         if isinstance(total, JobHeld):
@@ -232,15 +211,9 @@ class Ledger:
         if total is None:
             return None
 
-        def step(tx: Tx) -> bool:
-            last = last_of(tx, "input_products", no, -1, CHUNK)
-            for table in OF_ITEMS:
-                tx.execute(f"DELETE FROM {table} WHERE job = ? AND idx <= ?", (no, MAX_INDEX if last is None else last))
-            return last is not None
-
-        while self.database.run(step, operation=action):
-            pass  # in chunks, so that the write-ahead log stays small
-        self.database.run(lambda tx: tx.execute("DELETE FROM jobs WHERE no = ?", (no,)), operation=action)
+        while self.database.run(lambda tx: items.delete_chunk(tx, no), operation=action):
+            pass
+        self.database.run(lambda tx: jobs.delete(tx, no), operation=action)
         return total
 
     def note(self, action: str, job: str, detail: dict[str, object], *, actor: str | None = None) -> None:
@@ -251,19 +224,4 @@ class Ledger:
 
     def audit_trail(self, job: str | None = None) -> Iterator[tuple[float, str, str, str, str]]:
         """Yield (time, actor, action, job, detail as JSON), oldest first."""
-        where, parameters = ("WHERE job = ?", (job,)) if job else ("", ())
-        yield from self.database.all(
-            f"SELECT at, actor, action, job, detail FROM audit {where} ORDER BY seq", parameters
-        )
-
-
-def _put_aside(tx: Tx, no: int, id: str, now: float) -> str:
-    """Archive the job under a new id, and return it. A new token fences the former holder."""
-    aside = f"{id[:100]}.{datetime.fromtimestamp(now, UTC):%Y%m%dT%H%M%S}.{no}"
-    job_lease.end_lost_runs(tx, no, now)
-    tx.execute(
-        "UPDATE jobs SET id = ?, archived = 1, updated_at = ?, token = token + 1, holder = NULL, lease_until = NULL "
-        "WHERE no = ?",
-        (aside, now, no),
-    )
-    return aside
+        yield from audit_trail.entries(self.database, job)

@@ -31,7 +31,6 @@ from headway.errors import InputChanged, InvalidInput, StaleClaim
 from headway.ledger.content import bounded_meta, canonical, fingerprint
 from headway.ledger.job import Job
 from headway.ledger.ledger import Ledger
-from headway.ledger.store.index_range import stretches
 from headway.ledger.store.recorder import META_ERROR_KEPT
 from headway.ledger.values import DeadLetter, Done, Failed, Item, NewItem, Outcome, check_index
 from headway.telemetry import Log, metrics, names_a_secret, redact
@@ -167,15 +166,7 @@ class ProgressManager:
 
     def pending(self) -> Iterator[int]:
         """Yield the indices still to process: never tried, or failed and not dead."""
-        database, job = self._ledger.database, self._job.no
-        for near in stretches(database, "input_products", job, -1, 1000):
-            rows = database.all(
-                "SELECT idx FROM input_products WHERE job = ? AND idx > ? AND idx <= ? AND idx NOT IN "
-                "(SELECT p.idx FROM progress p WHERE p.job = ? AND p.idx > ? AND p.idx <= ? AND p.status = 'done') "
-                "AND idx NOT IN (SELECT d.idx FROM dead_letters d WHERE d.job = ? AND d.idx > ? AND d.idx <= ?) ORDER BY idx",
-                (job, *near, job, *near, job, *near),
-            )
-            yield from (idx for (idx,) in rows)
+        yield from self._job.not_done()
 
     def dead_letters(self) -> Iterator[DeadLetter]:
         """Yield the dead letters, each with its last error."""

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 #: The largest index: the maximum of both engines' BIGINT.
 MAX_INDEX = 2**63 - 1
-#: The tables with rows per item, in deletion order: the item itself is deleted last.
-OF_ITEMS = ("progress", "results", "printed", "dead_letters", "attempts", "input_products")
 
 #: Prefix of the worker names that `Job.note_running` writes. Such notes expire with the hold.
 NOTED = "run "
@@ -121,6 +119,11 @@ class Recorded:
     stale: Sequence[int]
 
 
+NOTHING_RECORDED = Recorded(
+    done=0, failed=0, dead=0, repeated=0, completed=False, due={}, died=(), waiting=0, given_up=0, stale=()
+)
+
+
 class Progress(NamedTuple):
     """A job's progress. Computed from the counters, never stored."""
 
@@ -132,6 +135,20 @@ class Progress(NamedTuple):
     retrying: int
     dead: int
     running: int
+
+
+class Control(NamedTuple):
+    """The current requests to a run."""
+
+    #: Grows with every request.
+    version: int = 0
+    paused: bool = False
+    #: 1: finish the current items. 2: abandon them.
+    stopping: int = 0
+    #: How many items to run at once. None: as at the start.
+    workers: int | None = None
+    #: The user or program that made the last request.
+    actor: str = ""
 
 
 class JobInfo(NamedTuple):

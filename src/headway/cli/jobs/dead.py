@@ -149,7 +149,7 @@ def retry(job: str, database: str | None, *, cause: int | None, items: tuple[str
 
     The next run of the job takes them. What they failed of stays in their history.
     """
-    from headway.ledger.store.recorder import current_user
+    from headway.ledger.store.audit import current_user
 
     if cause is not None and items:
         raise UsageError("--cause and --item cannot be combined.", hint="Name the cause, or the items.")

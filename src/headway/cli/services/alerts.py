@@ -188,6 +188,6 @@ def _put_change(change: Change) -> None:
 
 
 def _who() -> str:
-    from headway.ledger.store.recorder import current_user
+    from headway.ledger.store.audit import current_user
 
     return current_user()

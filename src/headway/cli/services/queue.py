@@ -42,7 +42,7 @@ def open_queue(database: str | None) -> TaskQueue:
 
 
 def who() -> str:
-    from headway.ledger.store.recorder import current_user
+    from headway.ledger.store.audit import current_user
 
     return current_user()
 

@@ -142,7 +142,7 @@ def create(name: str, database: str | None, *, role: str, days: float | None) ->
     """
     from headway._sql import connect
     from headway.config import Config
-    from headway.ledger.store.recorder import current_user
+    from headway.ledger.store.audit import current_user
     from headway.web.auth import tokens
 
     with connect(Config(cli={"database": database}).text("database")) as store:
@@ -188,7 +188,7 @@ def list_(database: str | None, *, as_json: bool) -> None:
 @database_option
 def revoke(id: str, database: str | None, *, yes: bool) -> None:
     """End a token, and every login by it. A running server knows it within seconds."""
-    from headway.ledger.store.recorder import current_user
+    from headway.ledger.store.audit import current_user
     from headway.web.auth import tokens
 
     with open_store(database) as store:

@@ -5,27 +5,21 @@ Everything runs in the caller's transaction, while it has the job's row locked (
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 
-from headway._lease import has_ended, shorten, stride
+from headway._lease import has_ended, stride
 from headway._sql import Row
 from headway.core.failure import Failure
 from headway.ledger.content import is_intact
-from headway.ledger.store.index_range import OPEN, next_untried
+from headway.ledger.store import items as stored
+from headway.ledger.store.index_range import next_untried
 from headway.ledger.store.recorder import Recorder
 from headway.ledger.values import MAX_INDEX, Failed, Item
 
 LOST = Failure("ProcessLost", "the process that worked on this item was killed or lost its lease")
 DAMAGED = Failure("DamagedPayload", "the payload in the database is not what was registered; it was not run")
 
-#: Matches items whose wait is over, or whose failure lies in the future because the clock was set back.
-DUE = "(p.next_attempt_at <= ? OR (p.updated_at > ? AND p.lease_until IS NULL AND p.next_attempt_at IS NOT NULL))"
-_CLAIMABLE = (
-    "SELECT i.idx, i.key, i.payload, i.fingerprint, p.attempts, coalesce(p.token, 0), p.lease_until, p.worker, p.holder "
-    "FROM progress p JOIN input_products i ON i.job = p.job AND i.idx = p.idx WHERE p.job = ? "
-    f"AND {OPEN}"
-)
 #: The claims of a claimant that has none yet.
 NOTHING: Mapping[int, int] = MappingProxyType({})
 
@@ -35,19 +29,6 @@ def take(recorder: Recorder, limit: int) -> list[Item]:
     items = due_or_lapsed(recorder, limit)
     items += _fresh(recorder, limit - len(items))
     return items or abandoned(recorder, limit)
-
-
-def write(recorder: Recorder, items: Sequence[Item], worker: str, holder: str, lease: float) -> None:
-    """Write the claims of ``worker``, which last ``lease`` seconds."""
-    until = recorder.now + lease
-    recorder.tx.executemany(
-        "INSERT INTO progress (job, idx, status, updated_at, worker, next_attempt_at, token, lease_until, holder) "
-        "VALUES (?, ?, 'pending', ?, ?, ?, ?, ?, ?) ON CONFLICT (job, idx) DO UPDATE SET "
-        "worker = excluded.worker, next_attempt_at = excluded.next_attempt_at, token = excluded.token, "
-        "lease_until = excluded.lease_until, holder = excluded.holder",
-        # The item may be claimed again at the moment its lease expires.
-        [(recorder.no, item.idx, recorder.now, worker, until, item.token, until, holder) for item in items],
-    )
 
 
 def due_or_lapsed(recorder: Recorder, limit: int, own: Mapping[int, int] = NOTHING) -> list[Item]:
@@ -61,10 +42,7 @@ def due_or_lapsed(recorder: Recorder, limit: int, own: Mapping[int, int] = NOTHI
     while (wanted := limit - len(items)) > 0:
         # Double the page: after the clock was set forward, every claim seems to have expired.
         most = wanted + 2 * len(seen)
-        rows = recorder.tx.all(
-            f"{_CLAIMABLE} AND {DUE} ORDER BY p.next_attempt_at, p.idx LIMIT ?",
-            (recorder.no, recorder.now, recorder.now, most),
-        )
+        rows = stored.claimable(recorder.tx, recorder.no, recorder.now, most)
         new = [row for row in rows if row[0] not in seen]
         free = [row for row in new if _is_free(recorder, row, own)]
         taken = free[:wanted]
@@ -81,17 +59,9 @@ def abandoned(recorder: Recorder, limit: int, own: Mapping[int, int] = NOTHING) 
     Only tried when nothing else is left, because the end of their lease frees them anyway. Leases that end too late are
     shortened first.
     """
-    shorten_all(recorder)
-    rows = recorder.tx.all(
-        f"{_CLAIMABLE} AND p.holder IS NOT NULL AND p.lease_until IS NOT NULL ORDER BY p.next_attempt_at, p.idx",
-        (recorder.no,),
-    )
+    stored.shorten_claims(recorder.tx, recorder.no)
+    rows = stored.claimed(recorder.tx, recorder.no)
     return _take_over(recorder, [row for row in rows if _is_free(recorder, row, own)])[:limit]
-
-
-def shorten_all(recorder: Recorder) -> None:
-    """Restart claims that were written before the database's clock was set back (`headway._lease.shorten`)."""
-    shorten(recorder.tx, "progress", f"job = ? AND {OPEN}", (recorder.no,), ends=("lease_until", "next_attempt_at"))
 
 
 def _is_free(recorder: Recorder, row: Row, own: Mapping[int, int]) -> bool:
@@ -127,8 +97,8 @@ def _fresh(recorder: Recorder, limit: int) -> list[Item]:
     """Return untried items from the frontier on, and move the frontier past everything seen."""
     items: list[Item] = []
     while (wanted := limit - len(items)) > 0:
-        rows, seen = next_untried(recorder.tx, recorder.no, recorder.frontier - 1, wanted)
-        recorder.frontier = min(seen + 1, MAX_INDEX)
+        rows, seen = next_untried(recorder.tx, recorder.no, recorder.row.frontier - 1, wanted)
+        recorder.row.frontier = min(seen + 1, MAX_INDEX)
         if not rows:
             break
         intact = [Item(idx, key, payload, 0, stride()) for idx, key, payload, mark in rows if is_intact(payload, mark)]

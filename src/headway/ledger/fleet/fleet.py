@@ -16,61 +16,33 @@ The transaction that finds nothing left finishes the job under the job's row: on
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
+from typing import Any
 
-from headway._lease import has_ended, shorten
+from headway._lease import has_ended
 from headway._sql import Database, Row, Tx
-from headway.errors import Refused
-from headway.ledger import control
-from headway.ledger.fleet import claims
+from headway.ledger.fleet import store
+from headway.ledger.fleet.store import Fleet
 from headway.ledger.job_lease import Hold
-from headway.ledger.store.index_range import OPEN
+from headway.ledger.store import items, jobs, runs
 from headway.ledger.store.recorder import Recorder
 from headway.telemetry import Log
 
+__all__ = ["Fleet", "all_fleets", "attend", "counts_before", "end", "hand_over", "note", "read", "reopen", "settle"]
+
 log = Log("ledger")
 
-#: End of a fleet's lease: it never expires, it is ended explicitly.
+#: End of a fleet's lease: it never expires and is ended explicitly.
 FOR_EVER = 1e11
-SELECT_FLEET = "SELECT job, run, token, work, queue, slots, most, died, pass, stopped, note, noted_at FROM fleets"
-
-
-class Fleet(NamedTuple):
-    """The state of a job's fleet."""
-
-    job: int
-    run: int
-    token: int
-    work: str
-    queue: str
-    slots: int | None
-    most: int | None
-    died: int
-    has_pass: bool
-    stopped: bool
-    note: str | None
-    noted_at: float | None
 
 
 def read(database: Database, job: int) -> Fleet | None:
     """Return the job's fleet, or None."""
-    row = database.one(f"{SELECT_FLEET} WHERE job = ?", (job,))
-    return None if row is None else fleet_of(row)
+    return store.read(database, job)
 
 
 def all_fleets(database: Database) -> list[tuple[str, Fleet]]:
     """Return (job id, fleet) of every job that a fleet works on."""
-    rows = database.all(
-        "SELECT j.id, f.job, f.run, f.token, f.work, f.queue, f.slots, f.most, f.died, f.pass, f.stopped, f.note, "
-        "f.noted_at FROM fleets f JOIN jobs j ON j.no = f.job ORDER BY f.job"
-    )
-    return [(row[0], fleet_of(row[1:])) for row in rows]
-
-
-def fleet_of(row: Row) -> Fleet:
-    """Build a `Fleet` from a row of `SELECT_FLEET`."""
-    job, run, token, work, queue, slots, most, died, has_pass, stopped, note, noted_at = row
-    return Fleet(job, run, token, work, queue, slots, most, died, bool(has_pass), bool(stopped), note, noted_at)
+    return store.read_all(database)
 
 
 def hand_over(
@@ -86,28 +58,30 @@ def hand_over(
     """Hand the job, which this process holds, over to the fleet."""
 
     def change(tx: Tx) -> None:
-        recorder = Recorder(tx, hold.job, token=hold.token, owner=hold.owner)
+        row = Recorder(tx, hold.job, token=hold.token, owner=hold.owner).row
         holder = json.dumps({"host": hold.owner.host, "pid": hold.owner.pid, "fleet": hold.run})
-        tx.execute("UPDATE jobs SET holder = ?, lease_until = ? WHERE no = ?", (holder, FOR_EVER, hold.job))
-        (settings,) = tx.one("SELECT settings FROM runs WHERE job = ? AND no = ?", (hold.job, hold.run)) or ("{}",)
-        before = {"failures": recorder.failures, "dead": recorder.dead}
+        jobs.set_holder(tx, hold.job, hold.token, holder, FOR_EVER)
+        before = {"failures": row.failures, "dead": row.dead}
         order = {"work": work, "most": most, "pass": has_pass, "before": before}
-        known = {**json.loads(settings), "fleet": True, "slots": slots, "queue": queue, "order": order}
-        tx.execute("UPDATE runs SET settings = ? WHERE job = ? AND no = ?", (json.dumps(known), hold.job, hold.run))
-        for table in ("blocks", "fleets"):
-            tx.execute(f"DELETE FROM {table} WHERE job = ?", (hold.job,))
-        tx.execute(
-            "INSERT INTO fleets (job, run, token, work, queue, slots, most, pass) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (hold.job, hold.run, hold.token, work, queue, slots, most, int(has_pass)),
-        )
+        known = {**runs.settings(tx, hold.job, hold.run), "fleet": True, "slots": slots, "queue": queue, "order": order}
+        runs.set_settings(tx, hold.job, hold.run, known)
+        store.insert(tx, _new(hold.job, hold.run, hold.token, known))
 
     database.run(change, operation="fleet.start")
 
 
+def _new(job: int, run: int, token: int, settings: dict[str, Any]) -> Fleet:
+    """Return the fleet that the settings of a run describe."""
+    order = settings["order"]
+    return Fleet(
+        job, run, token, order["work"], settings["queue"], settings["slots"], order["most"],
+        died=0, has_pass=order["pass"], stopped=False, note=None, noted_at=None,
+    )  # fmt: skip
+
+
 def counts_before(database: Database, job: int, run: int) -> tuple[int, int] | None:
     """Return the failures and dead letters that the job had when the run began, or None if unknown."""
-    row = database.one("SELECT settings FROM runs WHERE job = ? AND no = ?", (job, run))
-    before = (json.loads(row[0]).get("order") or {}).get("before") if row is not None else None
+    before = (runs.settings(database, job, run).get("order") or {}).get("before")
     return None if before is None else (before["failures"], before["dead"])
 
 
@@ -118,42 +92,24 @@ def reopen(recorder: Recorder) -> bool:
     sweeper of any worker submits new slots.
     """
     tx, no = recorder.tx, recorder.no
-    row = tx.one(
-        "SELECT r.no, r.host, r.pid, r.settings, r.outcome, j.holder, j.token FROM runs r JOIN jobs j ON j.no = r.job "
-        "WHERE r.job = ? ORDER BY r.no DESC LIMIT 1",
-        (no,),
-    )
-    if row is None:
+    last = runs.last(tx, no)
+    if last is None:
         return False
-    run, host, pid, settings, outcome, holder, token = row
-    known = json.loads(settings)
-    order = known.get("order")
-    if holder is not None or outcome != "finished" or order is None:
+    run, host, pid, settings, outcome = last
+    known: dict[str, Any] = json.loads(settings)
+    if recorder.row.holder is not None or outcome != "finished" or known.get("order") is None:
         return False
-    tx.execute(
-        "UPDATE jobs SET token = ?, holder = ?, lease_until = ? WHERE no = ?",
-        (token + 1, json.dumps({"host": host, "pid": pid, "fleet": run}), FOR_EVER, no),
-    )
-    tx.execute(
-        "UPDATE runs SET token = ?, outcome = NULL, ended_at = NULL WHERE job = ? AND no = ?", (token + 1, no, run)
-    )
-    tx.execute("DELETE FROM controls WHERE job = ? AND run = ?", (no, run))
-    tx.execute(
-        "INSERT INTO fleets (job, run, token, work, queue, slots, most, pass) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (no, run, token + 1, order["work"], known["queue"], known["slots"], order["most"], int(order["pass"])),
-    )
+    token = recorder.row.token + 1
+    jobs.set_holder(tx, no, token, json.dumps({"host": host, "pid": pid, "fleet": run}), FOR_EVER)
+    runs.reopen(tx, no, run, token)
+    store.insert(tx, _new(no, run, token, known))
     log.info("the fleet's run goes on", job=recorder.id)
     return True
 
 
 def note(database: Database, job: int, run: int, text: str) -> None:
-    """Record why a worker refused to take part, for display."""
-    database.run(
-        lambda tx: tx.execute(
-            "UPDATE fleets SET note = ?, noted_at = ? WHERE job = ? AND run = ?", (text[:500], tx.now(), job, run)
-        ),
-        operation="fleet.note",
-    )
+    """Store why a worker refused to take part, for display."""
+    database.run(lambda tx: store.note(tx, job, run, text), operation="fleet.note")
 
 
 def attend(database: Database, job: int) -> bool:
@@ -165,99 +121,69 @@ def attend(database: Database, job: int) -> bool:
         return False
 
     def work(tx: Tx) -> bool:
-        found = tx.one(f"{SELECT_FLEET} WHERE job = ?", (job,))
-        if found is None:
+        fleet = store.read(tx, job)
+        if fleet is None:
             return False
-        fleet = fleet_of(found)
         recorder = Recorder(tx, job, token=fleet.token)
-        asked = control.read_in(tx, job, fleet.run)
-        if asked.stopping or fleet.stopped:
+        requests = runs.control(tx, job, fleet.run)
+        if requests.stopping or fleet.stopped:
             _shorten_all(recorder)
-            if not _is_active(tx, job, recorder.now):
+            if not _is_active(recorder):
                 end(recorder, fleet, "stopped" if fleet.stopped else "interrupted")
             return False
         if settle(recorder, fleet):
             return False
-        return not asked.paused and _has_work(recorder, fleet)
+        return not requests.paused and _has_work(recorder, fleet)
 
     return database.run(work, operation="fleet.attend")
 
 
-def _is_active(tx: Tx, job: int, now: float) -> bool:
+def _claimants(recorder: Recorder) -> list[Row]:
+    """Return (holder, lease_until) of every claim on a block or an item."""
+    return [*store.claimants(recorder.tx, recorder.no), *items.claimants(recorder.tx, recorder.no)]
+
+
+def _is_active(recorder: Recorder) -> bool:
     """Return whether a live slot has a block or an item of the job."""
-    return any(not has_ended(holder, until, now) for holder, until in (*_of_blocks(tx, job), *_of_items(tx, job)))
+    return any(not has_ended(holder, until, recorder.now) for holder, until in _claimants(recorder))
 
 
 def _shorten_all(recorder: Recorder) -> None:
     """Shorten claims that end too late (see `headway._lease.shorten`), before checking for live slots."""
-    shorten(recorder.tx, "blocks", "job = ?", (recorder.no,))
-    claims.shorten_all(recorder)
-
-
-def _of_blocks(tx: Tx, job: int) -> list[Row]:
-    """Return (holder, end of lease) of each block."""
-    return tx.all("SELECT holder, lease_until FROM blocks WHERE job = ?", (job,))
-
-
-def _of_items(tx: Tx, job: int) -> list[Row]:
-    """Return (holder, end of lease) of the items that slots claimed one by one."""
-    return tx.all(
-        f"SELECT holder, max(lease_until) FROM progress WHERE job = ? AND {OPEN} AND lease_until IS NOT NULL "
-        "AND holder IS NOT NULL GROUP BY holder",
-        (job,),
-    )
+    store.shorten_blocks(recorder.tx, recorder.no)
+    items.shorten_claims(recorder.tx, recorder.no)
 
 
 def _has_work(recorder: Recorder, fleet: Fleet) -> bool:
     """Return whether there is something to claim now or within 2 seconds."""
-    tx, no, soon = recorder.tx, recorder.no, recorder.now + 2.0
-    if tx.one("SELECT 1 FROM input_products WHERE job = ? AND idx >= ? LIMIT 1", (no, recorder.frontier)) is not None:
+    tx, no = recorder.tx, recorder.no
+    if store.has_items_from(tx, no, recorder.row.frontier):
         return True
     _shorten_all(recorder)
-    blocks = _of_blocks(tx, no)
-    if any(has_ended(holder, until, recorder.now) for holder, until in (*blocks, *_of_items(tx, no))):
+    if any(has_ended(holder, until, recorder.now) for holder, until in _claimants(recorder)):
         return True
-    due = tx.one(f"SELECT 1 FROM progress WHERE job = ? AND {OPEN} AND next_attempt_at <= ? LIMIT 1", (no, soon))
-    if due is not None:
+    if items.is_due(tx, no, recorder.now + 2.0):
         return True
-    if not blocks and fleet.has_pass and _is_recorded(recorder):
-        waiting = tx.one(
-            "SELECT 1 FROM dead_letters d JOIN progress p ON p.job = d.job AND p.idx = d.idx "
-            "WHERE d.job = ? AND d.last_pass = 0 AND p.lease_until IS NULL LIMIT 1",
-            (no,),
-        )
-        return waiting is not None
-    return not blocks and not recorder.failed and not is_busy(tx, no)
-
-
-def is_busy(tx: Tx, job: int) -> bool:
-    """Return whether anything is claimed, by a live slot or a dead one."""
-    return tx.one("SELECT 1 FROM blocks WHERE job = ? LIMIT 1", (job,)) is not None or tx.one(
-        f"SELECT 1 FROM progress WHERE job = ? AND {OPEN} AND lease_until IS NOT NULL LIMIT 1", (job,)
-    ) is not None  # fmt: skip
+    if store.has_blocks(tx, no):
+        return False
+    if fleet.has_pass and recorder.row.is_recorded:
+        return bool(items.last_pass(tx, no, 1, unclaimed=True))
+    return not recorder.row.failed and not items.is_any_claimed(tx, no)
 
 
 def settle(recorder: Recorder, fleet: Fleet) -> bool:
     """End the run and finish the job if nothing is left to do. Return whether it did."""
-    if recorder.tx.one("SELECT 1 FROM blocks WHERE job = ? LIMIT 1", (recorder.no,)) is not None:
-        return False
-    if not _is_through(recorder, fleet):
+    if store.has_blocks(recorder.tx, recorder.no) or not _is_complete(recorder, fleet):
         return False
     end(recorder, fleet, "finished")
     return True
 
 
-def _is_recorded(recorder: Recorder) -> bool:
-    """Return whether every item is done or dead."""
-    return bool(recorder.sealed) and recorder.done + recorder.dead >= recorder.total
-
-
-def _is_through(recorder: Recorder, fleet: Fleet) -> bool:
+def _is_complete(recorder: Recorder, fleet: Fleet) -> bool:
     """Return whether every item is done or dead, and every dead letter had its last pass."""
-    if not _is_recorded(recorder):
+    if not recorder.row.is_recorded:
         return False
-    waiting = "SELECT 1 FROM dead_letters WHERE job = ? AND last_pass = 0 LIMIT 1"
-    return not fleet.has_pass or recorder.tx.one(waiting, (recorder.no,)) is None
+    return not fleet.has_pass or not items.awaits_last_pass(recorder.tx, recorder.no)
 
 
 def end(recorder: Recorder, fleet: Fleet, outcome: str) -> None:
@@ -265,34 +191,15 @@ def end(recorder: Recorder, fleet: Fleet, outcome: str) -> None:
 
     An interrupted run counts as finished if everything was recorded.
     """
-    tx, no = recorder.tx, recorder.no
-    for first, done, seconds in tx.all("SELECT first, done, seconds FROM blocks WHERE job = ?", (no,)):
-        recorder.count_done(done, seconds)
-        recorder.frontier = min(recorder.frontier, first)
-    tx.execute(
-        "UPDATE progress SET lease_until = NULL, holder = NULL, next_attempt_at = CASE WHEN EXISTS (SELECT 1 FROM "
-        "dead_letters d WHERE d.job = progress.job AND d.idx = progress.idx) THEN NULL ELSE CAST(? AS DOUBLE PRECISION) END "
-        f"WHERE job = ? AND {OPEN} AND lease_until IS NOT NULL",
-        (recorder.now, no),
-    )
-    if outcome == "interrupted" and _is_through(recorder, fleet):
+    tx, no, row = recorder.tx, recorder.no, recorder.row
+    for first, done, seconds in store.counts(tx, no):
+        row.count_done(done, seconds)
+        row.frontier = min(row.frontier, first)
+    items.release_all(tx, no, recorder.now)
+    if outcome == "interrupted" and _is_complete(recorder, fleet):
         outcome = "finished"
     recorder.close(settle=outcome == "finished")
-    tx.execute("DELETE FROM blocks WHERE job = ?", (no,))
-    tx.execute("DELETE FROM fleets WHERE job = ?", (no,))
-    tx.execute("UPDATE jobs SET holder = NULL, lease_until = NULL WHERE no = ? AND token = ?", (no, fleet.token))
-    tx.execute(
-        "UPDATE runs SET outcome = ?, ended_at = CASE WHEN started_at > ? THEN started_at ELSE ? END "
-        "WHERE job = ? AND no = ?",
-        (outcome, recorder.now, recorder.now, no, fleet.run),
-    )
+    store.delete(tx, no)
+    jobs.free(tx, no, fleet.token)
+    runs.end(tx, no, fleet.run, outcome, recorder.now)
     log.info("the fleet's run has ended", job=recorder.id, reason=outcome)
-
-
-def refuse_engine(database: Database) -> None:
-    """Raise `Refused` unless the database is PostgreSQL."""
-    if database.engine != "postgresql":
-        raise Refused(
-            "A fleet needs PostgreSQL: a SQLite file is one machine's.",
-            hint="Give it one: HEADWAY_DATABASE=postgresql://user@host/name",
-        )

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
 from headway._lease import Owner, has_ended, stride, write_owner
-from headway._sql import NOW, Database, Row, Tx, marks
+from headway._sql import Database, Row, Tx
 from headway.core.retry import RetryPolicy
 from headway.errors import NotFound, StaleClaim
-from headway.ledger import control
 from headway.ledger.content import is_intact
-from headway.ledger.control import Control
-from headway.ledger.fleet import claims
+from headway.ledger.fleet import claims, store
 from headway.ledger.fleet.claims import DAMAGED
-from headway.ledger.fleet.fleet import SELECT_FLEET, Fleet, fleet_of, is_busy, settle
-from headway.ledger.job import GIVE_BACK, Job, OnDamaged, ignore
+from headway.ledger.fleet.fleet import settle
+from headway.ledger.fleet.store import BlockRow, Claimant, Fleet
+from headway.ledger.job import Job, OnDamaged, ignore
 from headway.ledger.job_lease import Hold
-from headway.ledger.store.bulk import put_new_done
+from headway.ledger.store import items as stored
+from headway.ledger.store import runs
+from headway.ledger.store.contract import TriedBefore, item_store
 from headway.ledger.store.index_range import untried
 from headway.ledger.store.recorder import Recorder
-from headway.ledger.values import MAX_INDEX, Done, Failed, Item, Outcome, Recorded
+from headway.ledger.values import MAX_INDEX, NOTHING_RECORDED, Control, Done, Failed, Item, Outcome, Recorded
 from headway.telemetry import Log
 
 log = Log("ledger")
@@ -40,40 +41,11 @@ BLOCK_BYTES = 16 * 2**20
 DEATHS = 2
 
 
-#: The next items and their payload sizes. The subquery hides the limit from the planner: see
-#: `headway.ledger.store.index_range`.
-_NEAR = (
-    "SELECT idx, coalesce(octet_length(payload), 0) AS size FROM input_products WHERE job = ? AND idx >= ? "
-    "ORDER BY idx LIMIT (SELECT ?)"
-)
-#: Checks the fence and adds to the count in one statement. The slot is checked too: a restored database can issue a
-#: block's number and token a second time.
-_COUNT_BLOCK = (
-    "UPDATE blocks SET done = done + ?, seconds = seconds + ? WHERE job = ? AND no = ? AND token = ? AND slot = ? "
-    f"RETURNING {NOW['postgresql']}"
-)
-#: Matches an item's claim while the claimant still holds it.
-_CLAIM = "WHERE job = ? AND idx = ? AND token = ? AND status <> 'done' AND lease_until IS NOT NULL"
-
-
-def _new_token(recorder: Recorder) -> int:
-    """Return a token that no block of this job has had. Block numbers are reused; the job's version grows with every
-    claim."""
-    return int(recorder.version) + 1
-
-
-_BlockRow = tuple[int, int, int, int, int]  # the first fields of a `Block`
-
-
 @dataclass(slots=True)
 class Block:
     """A block claimed by this slot. ``open`` has its items that are not recorded yet."""
 
-    no: int
-    first: int
-    last: int
-    token: int
-    takeovers: int
+    row: BlockRow
     open: set[int] = field(default_factory=set)
     is_read: bool = False
 
@@ -83,16 +55,67 @@ class Block:
         return self.is_read and not self.open
 
 
+class Blocks:
+    """The blocks that a slot has claimed, by number and by item."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, Block] = {}
+        self._of: dict[int, int] = {}  # item -> its block
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(list(self._blocks.values()))
+
+    def __contains__(self, idx: int) -> bool:
+        return idx in self._of
+
+    def get(self, no: int) -> Block | None:
+        """Return the block with this number, or None."""
+        return self._blocks.get(no)
+
+    def of(self, idx: int) -> Block:
+        """Return the block of an item."""
+        return self._blocks[self._of[idx]]
+
+    def add(self, row: BlockRow) -> Block:
+        """Add a claimed block."""
+        block = self._blocks[row.no] = Block(row)
+        return block
+
+    def set_open(self, block: Block, indices: Sequence[int]) -> None:
+        """Set the items of a block that are not recorded yet."""
+        block.open.update(indices)
+        block.is_read = True
+        self._of.update((idx, block.row.no) for idx in indices)
+
+    def close(self, idx: int) -> None:
+        """Remove an item that was recorded, or that has a claim of its own now."""
+        block = self._blocks.get(self._of.pop(idx, -1))
+        if block is not None:
+            block.open.discard(idx)
+
+    def drop(self, block: Block) -> None:
+        """Remove a block with its items."""
+        del self._blocks[block.row.no]
+        for idx in block.open:
+            self._of.pop(idx, None)
+
+    def drop_ended(self) -> None:
+        """Remove the blocks without open items."""
+        self._blocks = {no: block for no, block in self._blocks.items() if not block.ended}
+
+    def held(self, tx: Tx, job: int, slot: str, indices: Iterable[int]) -> set[int]:
+        """Return those of ``indices`` whose block the slot still has. Locks the blocks, as a fence."""
+        ours = [idx for idx in indices if idx in self._of]
+        tokens = store.own_tokens(tx, job, slot, {self._of[idx] for idx in ours})
+        return {idx for idx in ours if tokens.get(self._of[idx]) == self.of(idx).row.token}
+
+
 class _Claimed(NamedTuple):
-    block: _BlockRow | None
+    block: BlockRow | None
     items: list[Item]
     is_over: bool = False
     dead: frozenset[int] = frozenset()  # the dead letters among the items, which get their last pass
     suspects: frozenset[int] = frozenset()
-
-
-class _NotThatSimple(Exception):
-    """Rolls back the fast path of recording."""
 
 
 class Share(Job):
@@ -108,8 +131,7 @@ class Share(Job):
         self.hold = SlotHold(fleet.job, fleet.token, fleet.run, lease, Owner.current(), slot)
         # Identifies this slot's blocks. Host and process id are not enough: a restarted container has the same ones.
         self._me = self.hold.owner.claim
-        self._blocks: dict[int, Block] = {}
-        self._of: dict[int, int] = {}  # item -> its block
+        self._blocks = Blocks()
         self._tokens: dict[int, int] = {}  # items claimed one by one
         self._last_pass: set[int] = set()
         self._excused = False
@@ -121,6 +143,9 @@ class Share(Job):
         #: The run has finished, was stopped, or no longer belongs to the fleet.
         self.is_over = False
 
+    def _claimant(self, now: float) -> Claimant:
+        return Claimant(self._me, write_owner(self.hold.owner, self.lease), now + self.lease)
+
     # ---- claiming --------------------------------------------------------------------------------------------------
 
     def claim_some(self, size: int, *, on_damaged: OnDamaged = ignore) -> list[Item]:
@@ -128,21 +153,18 @@ class Share(Job):
         while True:
             claimed = self._database.run(partial(self._claim, size=size), operation="fleet.claim")
             self.is_over |= claimed.is_over
-            # Blocks without open items were counted and deleted by `_fold`.
-            self._blocks = {no: block for no, block in self._blocks.items() if not block.ended}
-            items = self._take_singles(claimed)
+            self._blocks.drop_ended()  # `_fold` has counted and deleted them
+            items = self._add_singles(claimed)
             if claimed.block is None:
                 return items
-            block = Block(*claimed.block)
-            if (before := self._blocks.get(block.no)) is not None:
+            if (before := self._blocks.get(claimed.block.no)) is not None:
                 self._lose(before)  # another slot finished the block, so its number was reused
-            self._blocks[block.no] = block
-            items += self._read(block, on_damaged)
+            items += self._read(self._blocks.add(claimed.block), on_damaged)
             if items:
                 return items
             size = min(4 * size, BLOCK_MOST)  # an earlier run did all of it: skip ahead faster
 
-    def _take_singles(self, claimed: _Claimed) -> list[Item]:
+    def _add_singles(self, claimed: _Claimed) -> list[Item]:
         for item in claimed.items:
             assert item.token is not None
             self._tokens[item.idx] = item.token
@@ -151,144 +173,94 @@ class Share(Job):
         return [item._replace(token=None) for item in claimed.items]  # the share presents the token, not the worker
 
     def _claim(self, tx: Tx, size: int) -> _Claimed:
-        row = tx.one(f"{SELECT_FLEET} WHERE job = ? AND run = ?", (self.no, self.fleet.run))
-        if row is None:
+        fleet = store.read(tx, self.no, self.fleet.run)
+        if fleet is None:
             return _Claimed(None, [], is_over=True)
-        fleet = fleet_of(row)
         recorder = Recorder(tx, self.no, token=fleet.token)
         self._fold(recorder)
-        block = self._lapsed(recorder)
+        block = self._take_block(recorder, store.expired_blocks(tx, self.no, recorder.now))
         items = claims.due_or_lapsed(recorder, min(size, SINGLES), self._tokens)
         if not block and len(items) < size:
             # Claim a block along with the retries, of which there may be just one: every claim locks the job's row
             # anyway.
             block = self._next_block(recorder, size - len(items))
         if not block and not items:
-            block = self._abandoned_block(recorder)
+            # Blocks of slots that are known to be dead. Only tried when nothing else is left, because their leases
+            # expire anyway. `fleet.attend` shortens leases that end too late.
+            block = self._take_block(recorder, store.foreign_blocks(tx, self.no, self._me))
             items = [] if block else claims.abandoned(recorder, min(size, SINGLES), self._tokens)
         if not block and not items and fleet.has_pass and self._only_dead_left(recorder):
-            items = self._dead_ones(recorder, min(size, SINGLES))
+            items = self._last_passes(recorder, min(size, SINGLES))
         none = frozenset[int]()
         dead, suspects = self._write_claims(recorder, items) if items else (none, none)
         is_over = not block and not items and settle(recorder, fleet)
         if not is_over:
             if not block and not items:
-                self._look_everywhere(recorder)
+                self._search_from_start(recorder)
             recorder.close(settle=False)
         return _Claimed(block, items, is_over, dead, suspects)
 
     def _fold(self, recorder: Recorder) -> None:
         """Add the counts of this slot's blocks to the job's row, and delete blocks without open items."""
-        rows = recorder.tx.all(
-            "SELECT no, token, done, seconds FROM blocks WHERE job = ? AND slot = ? FOR UPDATE", (self.no, self._me)
-        )
-        for no, token, done, seconds in rows:
+        for no, token, done, seconds in store.own_counts(recorder.tx, self.no, self._me):
             block = self._blocks.get(no)
-            recorder.count_done(done, seconds)
-            if block is not None and block.token == token and block.ended:
-                recorder.tx.execute("DELETE FROM blocks WHERE job = ? AND no = ?", (self.no, no))
+            recorder.row.count_done(done, seconds)
+            if block is not None and block.row.token == token and block.ended:
+                store.delete_block(recorder.tx, self.no, no)
             elif done:
-                recorder.tx.execute("UPDATE blocks SET done = 0, seconds = 0 WHERE job = ? AND no = ?", (self.no, no))
+                store.clear_count(recorder.tx, self.no, no)
 
-    def _lapsed(self, recorder: Recorder) -> _BlockRow | None:
-        rows = recorder.tx.all(
-            "SELECT no, first, last, token, takeovers, holder, lease_until FROM blocks WHERE job = ? AND lease_until <= ? "
-            "ORDER BY no LIMIT 20 FOR UPDATE",
-            (self.no, recorder.now),
-        )
-        return self._take_block(recorder, rows)
-
-    def _abandoned_block(self, recorder: Recorder) -> _BlockRow | None:
-        """Claim a block whose slot is known to be dead, although its lease has not expired.
-
-        Only tried when nothing else is left, because the lease expires anyway. `fleet.attend` shortens leases that end
-        too late.
-        """
-        rows = recorder.tx.all(
-            "SELECT no, first, last, token, takeovers, holder, lease_until FROM blocks WHERE job = ? AND slot <> ? "
-            "ORDER BY no FOR UPDATE",
-            (self.no, self._me),
-        )
-        return self._take_block(recorder, rows)
-
-    def _take_block(self, recorder: Recorder, rows: list[Row]) -> _BlockRow | None:
+    def _take_block(self, recorder: Recorder, rows: list[Row]) -> BlockRow | None:
+        """Take over the first block whose slot is known to be dead or has left it."""
         for no, first, last, token, before, holder, until in rows:
             mine = self._blocks.get(no)
-            if (mine is not None and mine.token == token) or not has_ended(holder, until, recorder.now):
+            if (mine is not None and mine.row.token == token) or not has_ended(holder, until, recorder.now):
                 continue
             takeovers = before + (holder != "")  # an empty holder means that its slot has left the block
-            recorder.tx.execute(
-                "UPDATE blocks SET slot = ?, holder = ?, token = ?, lease_until = ?, takeovers = ? WHERE job = ? AND no = ?",
-                (self._me, write_owner(self.hold.owner, self.lease), _new_token(recorder), recorder.now + self.lease,
-                 takeovers, self.no, no),
-            )  # fmt: skip
+            block = BlockRow(no, first, last, _new_token(recorder), takeovers)
+            store.take_over(recorder.tx, self.no, block, self._claimant(recorder.now))
             log.warning("a block is taken over", job=self.id, count=last - first + 1, worker=self.slot)
-            return no, first, last, _new_token(recorder), takeovers
+            return block
         return None
 
-    def _next_block(self, recorder: Recorder, size: int) -> _BlockRow | None:
-        tx, first = recorder.tx, recorder.frontier
+    def _next_block(self, recorder: Recorder, size: int) -> BlockRow | None:
+        tx, row = recorder.tx, recorder.row
         # Take at most half of a fair share of the rest, so that the last blocks are small and all slots end together.
         # Take at least a twentieth of the requested size, or the end of a job would be nothing but claims.
-        left = recorder.total - recorder.done - recorder.dead - recorder.failed
-        if first < recorder.total:
-            left = min(left, recorder.total - first)  # exclude items that other slots hold and have not recorded
-        slots = tx.one("SELECT count(DISTINCT slot) FROM blocks WHERE job = ? AND slot <> ?", (self.no, self._me))
-        fair = math.ceil(max(0, left) / (2 * ((slots[0] if slots else 0) + 1)))
+        left = row.total - row.done - row.dead - row.failed
+        if row.frontier < row.total:
+            left = min(left, row.total - row.frontier)  # exclude items that other slots hold and have not recorded
+        fair = math.ceil(max(0, left) / (2 * (store.count_other_slots(tx, self.no, self._me) + 1)))
         size = max(1, min(size, BLOCK_MOST, max(fair, size // 20)))
-        row = tx.one(f"SELECT min(idx), max(idx), sum(size) FROM ({_NEAR}) AS found", (self.no, first, size))
-        if row is None or row[0] is None:
+        found = store.next_range(tx, self.no, row.frontier, size, BLOCK_BYTES)
+        if found is None:
             return None
-        first, last, bytes_in_all = row
-        if bytes_in_all > BLOCK_BYTES:
-            # Take as many items as fit. The first one is taken whatever its size.
-            row = tx.one(
-                f"SELECT max(idx) FROM (SELECT idx, sum(size) OVER (ORDER BY idx) AS upto FROM ({_NEAR}) AS near) AS found "
-                "WHERE upto <= ? OR idx = ?",
-                (self.no, first, size, BLOCK_BYTES, first),
-            )
-            assert row is not None
-            (last,) = row
-        recorder.frontier = min(last + 1, MAX_INDEX)
-        number = tx.one("SELECT coalesce(max(no), 0) + 1 FROM blocks WHERE job = ?", (self.no,))
-        assert number is not None
-        token = _new_token(recorder)
-        tx.execute(
-            "INSERT INTO blocks (job, no, first, last, slot, holder, token, lease_until) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (self.no, number[0], first, last, self._me, write_owner(self.hold.owner, self.lease), token,
-             recorder.now + self.lease),
-        )  # fmt: skip
-        return number[0], first, last, token, 0
+        row.frontier = min(found[1] + 1, MAX_INDEX)
+        return store.insert_block(tx, self.no, *found, _new_token(recorder), self._claimant(recorder.now))
 
-    def _look_everywhere(self, recorder: Recorder) -> None:
+    def _search_from_start(self, recorder: Recorder) -> None:
         """Recount the job if items are missing although no slot works on any.
 
         This means that the counters or the frontier are wrong, which happens only if the database was edited from
         outside. The search then restarts at the first item.
         """
-        if recorder.done + recorder.dead >= recorder.total or recorder.failed:
+        tx, row = recorder.tx, recorder.row
+        if row.done + row.dead >= row.total or row.failed:
             return
-        if is_busy(recorder.tx, self.no):
+        if store.has_blocks(tx, self.no) or stored.is_any_claimed(tx, self.no):
             return
-        log.error("items are missing; they are looked for from the first one on", job=self.id)
-        recorder.recount()
-        if recorder.done + recorder.dead < recorder.total:
-            recorder.frontier = 0
+        log.error("items are missing; the search for them restarts at the first one", job=self.id)
+        row.recount()
+        if row.done + row.dead < row.total:
+            row.frontier = 0
 
     def _only_dead_left(self, recorder: Recorder) -> bool:
-        return (
-            recorder.done + recorder.dead >= recorder.total
-            and recorder.tx.one("SELECT 1 FROM blocks WHERE job = ? LIMIT 1", (self.no,)) is None
-        )
+        row = recorder.row
+        return row.done + row.dead >= row.total and not store.has_blocks(recorder.tx, self.no)
 
-    def _dead_ones(self, recorder: Recorder, limit: int) -> list[Item]:
-        rows = recorder.tx.all(
-            "SELECT i.idx, i.key, i.payload, i.fingerprint, p.attempts, coalesce(p.token, 0) FROM dead_letters d "
-            "JOIN input_products i ON i.job = d.job AND i.idx = d.idx "
-            "JOIN progress p ON p.job = d.job AND p.idx = d.idx "
-            "WHERE d.job = ? AND d.last_pass = 0 AND p.lease_until IS NULL ORDER BY d.idx LIMIT ?",
-            (self.no, limit),
-        )
+    def _last_passes(self, recorder: Recorder, limit: int) -> list[Item]:
+        """Return dead letters for their last pass. Damaged ones are recorded as such."""
+        rows = stored.last_pass(recorder.tx, self.no, limit, unclaimed=True)
         sound = [row for row in rows if is_intact(row[2], row[3])]
         damaged = [Failed(row[0], DAMAGED, retryable=False) for row in rows if not is_intact(row[2], row[3])]
         if damaged:
@@ -301,35 +273,21 @@ class Share(Job):
         The claim names no worker until `note_running` does. If this slot is killed before that, the item is not charged
         an attempt and becomes a suspect.
         """
-        rows = recorder.tx.all(
-            "SELECT p.idx, d.idx IS NOT NULL, p.lease_until IS NOT NULL FROM progress p LEFT JOIN dead_letters d "
-            f"ON d.job = p.job AND d.idx = p.idx WHERE p.job = ? AND p.idx IN ({marks(len(items))})",
-            (self.no, *(item.idx for item in items)),
-        )
-        until, holder = recorder.now + self.lease, write_owner(self.hold.owner, self.lease)
-        recorder.tx.executemany(
-            "UPDATE progress SET worker = NULL, next_attempt_at = ?, token = ?, lease_until = ?, holder = ? "
-            "WHERE job = ? AND idx = ?",
-            [(until, item.token, until, holder, self.no, item.idx) for item in items],
-        )
+        tx, me = recorder.tx, self._claimant(recorder.now)
+        rows = store.claimed_states(tx, self.no, [item.idx for item in items])
+        stored.claim(tx, self.no, items, None, me.holder, recorder.now, me.until)
         # A charged item has no lease. An item that still has one was claimed by a dead slot, but not noted as running.
         dead = frozenset(idx for idx, is_dead, _ in rows if is_dead)
         return dead, frozenset(idx for idx, _, has_lease in rows if has_lease)
 
     def _read(self, block: Block, on_damaged: OnDamaged) -> list[Item]:
         """Return the untried items of a block: the remaining ones, if it was taken over."""
-        rows = untried(self._database, self.no, (block.first - 1, block.last))
-        block.open.update(row[0] for row in rows)
-        block.is_read = True
-        if block.takeovers >= DEATHS:
+        rows = untried(self._database, self.no, (block.row.first - 1, block.row.last))
+        self._blocks.set_open(block, [row[0] for row in rows])
+        if block.row.takeovers >= DEATHS:
             self.suspects |= block.open
-        self._of.update((row[0], block.no) for row in rows)
         sound = [Item(idx, key, payload, 0) for idx, key, payload, mark in rows if is_intact(payload, mark)]
-        if len(sound) < len(rows):
-            whole = {item.idx for item in sound}
-            damaged = [row[0] for row in rows if row[0] not in whole]
-            log.error("payloads in the database are damaged", job=self.id, count=len(damaged), idx=damaged[0])
-            on_damaged(self.record([Failed(idx, DAMAGED, retryable=False) for idx in damaged]))
+        self._give_up_damaged(rows, sound, on_damaged)
         return sound
 
     # ---- renewing --------------------------------------------------------------------------------------------------
@@ -337,26 +295,19 @@ class Share(Job):
     def renew_share(self) -> None:
         """Renew every claim of this slot and detect the blocks it has lost."""
 
-        def work(tx: Tx) -> list[Row]:
-            now, holder = tx.now(), write_owner(self.hold.owner, self.lease)
-            return tx.returned(
-                "UPDATE blocks SET lease_until = ?, holder = ? WHERE job = ? AND slot = ? RETURNING no, token",
-                (now + self.lease, holder, self.no, self._me),
-            )
+        def work(tx: Tx) -> dict[int, int]:
+            return store.renew_blocks(tx, self.no, self._claimant(tx.now()))
 
-        kept: dict[int, int] = dict(self._database.run(work, operation="fleet.renew"))
-        claims = [Item(idx, None, None, 0, token) for idx, token in self._tokens.items()]
-        if claims:
-            self.renew(claims, lease=self.lease)
-        for block in list(self._blocks.values()):
-            if kept.get(block.no) != block.token:
+        kept = self._database.run(work, operation="fleet.renew")
+        if self._tokens:
+            self.renew([Item(idx, None, None, 0, token) for idx, token in self._tokens.items()], lease=self.lease)
+        for block in self._blocks:
+            if kept.get(block.row.no) != block.row.token:
                 self._lose(block)
 
     def _lose(self, block: Block) -> None:
         log.warning("a block was given to another slot", job=self.id, worker=self.slot, count=len(block.open))
-        del self._blocks[block.no]
-        for idx in block.open:
-            self._of.pop(idx, None)
+        self._blocks.drop(block)
         self.lost |= block.open
         self.suspects -= block.open
 
@@ -367,27 +318,21 @@ class Share(Job):
         """
         if self._excused:
             return
-        ours = [(idx, worker) for idx, worker in items if idx in self._of]
-        claimed = [(worker, self.no, idx, self._tokens[idx]) for idx, worker in items if idx in self._tokens]
+        ours = [(idx, worker) for idx, worker in items if idx in self._blocks]
+        claimed = [(idx, self._tokens[idx], worker) for idx, worker in items if idx in self._tokens]
 
         def work(tx: Tx) -> dict[int, int]:
-            known = self._still_ours(tx, {self._of[idx] for idx, _ in ours})
-            until, holder = tx.now() + self.lease, write_owner(self.hold.owner, self.lease)
-            noted = [(idx, worker, stride()) for idx, worker in ours if self._of[idx] in known]
-            tx.executemany(
-                "INSERT INTO progress (job, idx, status, updated_at, worker, next_attempt_at, token, lease_until, holder) "
-                "VALUES (?, ?, 'pending', ?, ?, ?, ?, ?, ?) ON CONFLICT (job, idx) DO NOTHING",
-                [
-                    (self.no, idx, until - self.lease, worker, until, token, until, holder)
-                    for idx, worker, token in noted
-                ],
-            )
-            tx.executemany(f"UPDATE progress SET worker = ? {_CLAIM}", claimed)
+            held = self._blocks.held(tx, self.no, self._me, [idx for idx, _ in ours])
+            now = tx.now()
+            me = self._claimant(now)
+            noted = [(idx, worker, stride()) for idx, worker in ours if idx in held]
+            stored.claim_untried(tx, self.no, noted, me.holder, now, me.until)
+            stored.name_workers(tx, self.no, claimed)
             return {idx: token for idx, _, token in noted}
 
         if ours or claimed:
             for idx, token in self._database.run(work, operation="note_running").items():
-                self._blocks[self._of.pop(idx)].open.discard(idx)
+                self._blocks.close(idx)
                 self._tokens[idx] = token
 
     def excuse_running(self) -> None:
@@ -396,47 +341,28 @@ class Share(Job):
         The kill is not the fault of any item, so none is charged an attempt.
         """
         self._excused = True
-        claims = [(self.no, idx, token) for idx, token in self._tokens.items()]
-        if claims:
-            self._database.run(
-                lambda tx: tx.executemany(f"UPDATE progress SET worker = NULL {_CLAIM}", claims), operation="excuse"
-            )
-
-    def _still_ours(self, tx: Tx, numbers: Iterable[int]) -> set[int]:
-        """Return which of these blocks this slot still holds. Locks them until the transaction ends, as a fence."""
-        wanted = sorted(numbers)
-        if not wanted:
-            return set()
-        rows = tx.all(
-            f"SELECT no, token FROM blocks WHERE job = ? AND slot = ? AND no IN ({marks(len(wanted))}) ORDER BY no FOR UPDATE",
-            (self.no, self._me, *wanted),
-        )
-        return {no for no, token in rows if self._blocks[no].token == token}
+        unnamed = [(idx, token, None) for idx, token in self._tokens.items()]
+        if unnamed:
+            self._database.run(lambda tx: stored.name_workers(tx, self.no, unnamed), operation="excuse")
 
     def give_back(self, indices: Sequence[int], hold: Hold | None = None) -> None:
         """Release items that were claimed one by one and not finished. No attempt is counted."""
-        claims = [(idx, self._tokens.pop(idx)) for idx in indices if idx in self._tokens]
-
-        def work(tx: Tx) -> None:
-            now = tx.now()
-            tx.executemany(f"{GIVE_BACK} {_CLAIM}", [(now, self.no, idx, token) for idx, token in claims])
-
-        if claims:
-            self._database.run(work, operation="give_back")
+        released = [(idx, self._tokens.pop(idx)) for idx in indices if idx in self._tokens]
+        if released:
+            self._database.run(lambda tx: stored.release_claims(tx, self.no, released, tx.now()), operation="give_back")
 
     def leave(self) -> bool:
         """Release everything not recorded, and end the run if nothing is left. Return whether this call ended it."""
         self.give_back(list(self._tokens))
 
         def work(tx: Tx) -> bool:
-            row = tx.one(f"{SELECT_FLEET} WHERE job = ? AND run = ?", (self.no, self.fleet.run))
-            if row is None:
+            fleet = store.read(tx, self.no, self.fleet.run)
+            if fleet is None:
                 return False
             recorder = Recorder(tx, self.no, token=self.fleet.token)
             self._fold(recorder)
-            # Other slots may claim the rest of our blocks at once.
-            tx.execute("UPDATE blocks SET lease_until = 0, holder = '' WHERE job = ? AND slot = ?", (self.no, self._me))
-            ended = settle(recorder, fleet_of(row))
+            store.leave_blocks(tx, self.no, self._me)
+            ended = settle(recorder, fleet)
             if not ended:
                 recorder.close(settle=False)
             return ended
@@ -462,27 +388,19 @@ class Share(Job):
         Items that this slot no longer holds are returned as ``stale``. The job is finished by the slot that finds
         nothing left, not here.
         """
-        plain = [each for each in outcomes if isinstance(each, Done) and each.idx in self._of]
-        fast = self._record_done(plain) if plain else _NOTHING
+        plain = [each for each in outcomes if isinstance(each, Done) and each.idx in self._blocks]
+        fast = self._record_done(plain) if plain else NOTHING_RECORDED
         if fast is None:
-            plain, fast = [], _NOTHING
+            plain, fast = [], NOTHING_RECORDED
         quick = {each.idx for each in plain}
         rest = [each for each in outcomes if each.idx not in quick]
-        slow = self._record_rest(rest, policy) if rest else _NOTHING
+        slow = self._record_rest(rest, policy) if rest else NOTHING_RECORDED
         for outcome in outcomes:
-            self._forget(outcome.idx)
-        return Recorded(
-            fast.done + slow.done, slow.failed, slow.dead, slow.repeated, False, slow.due, slow.died, slow.waiting,
-            slow.given_up, [*fast.stale, *slow.stale],
-        )  # fmt: skip
-
-    def _forget(self, idx: int) -> None:
-        self._tokens.pop(idx, None)
-        self._last_pass.discard(idx)
-        self.suspects.discard(idx)
-        block = self._blocks.get(self._of.pop(idx, -1))
-        if block is not None:
-            block.open.discard(idx)
+            self._tokens.pop(outcome.idx, None)
+            self._last_pass.discard(outcome.idx)
+            self.suspects.discard(outcome.idx)
+            self._blocks.close(outcome.idx)
+        return replace(slow, done=fast.done + slow.done, completed=False, stale=[*fast.stale, *slow.stale])
 
     def _record_done(self, outcomes: list[Done]) -> Recorded | None:
         """Record successes of untried items. Returns None, with nothing recorded, if one was tried before."""
@@ -490,49 +408,45 @@ class Share(Job):
         def work(tx: Tx) -> Recorded:
             by_block: dict[int, list[Done]] = {}
             for outcome in outcomes:
-                by_block.setdefault(self._of[outcome.idx], []).append(outcome)
+                by_block.setdefault(self._blocks.of(outcome.idx).row.no, []).append(outcome)
             kept: list[Done] = []
             stale: list[int] = []
             now = 0.0
-            for no in sorted(by_block):
-                part = by_block[no]
+            for _, part in sorted(by_block.items()):
+                block = self._blocks.of(part[0].idx).row
                 seconds = sum(outcome.seconds or 0.0 for outcome in part)
-                row = tx.one(_COUNT_BLOCK, (len(part), seconds, self.no, no, self._blocks[no].token, self._me))
-                if row is not None:
+                counted = store.count_done(tx, block, self.no, self._me, len(part), seconds)
+                if counted is not None:
                     kept += part
-                    now = row[0]
+                    now = counted
                 else:
                     stale += [outcome.idx for outcome in part]
-            if kept and not put_new_done(tx, self.no, now, kept):
-                raise _NotThatSimple
-            return replace(_NOTHING, done=len(kept), stale=stale)
+            if kept:
+                item_store(tx.engine).insert_done(tx, self.no, now, kept)
+            return replace(NOTHING_RECORDED, done=len(kept), stale=stale)
 
         try:
             return self._database.run(work, operation="record")
-        except _NotThatSimple:
+        except TriedBefore:
             return None
 
     def _record_rest(self, outcomes: list[Outcome], policy: RetryPolicy | None) -> Recorded:
         def work(tx: Tx) -> Recorded:
             recorder = Recorder(tx, self.no, token=self.fleet.token)
-            ours = self._still_ours(tx, {self._of[each.idx] for each in outcomes if each.idx in self._of})
+            ours = self._blocks.held(tx, self.no, self._me, [each.idx for each in outcomes])
             stale: list[int] = []
             guarded: list[Outcome] = []
             for outcome in outcomes:
                 if outcome.idx in self._tokens:
                     guarded.append(outcome._replace(token=self._tokens[outcome.idx]))
-                elif self._of.get(outcome.idx) in ours:
+                elif outcome.idx in ours:
                     guarded.append(outcome)
                 else:
                     stale.append(outcome.idx)
-            recorded = recorder.write(guarded, policy)
+            recorded = recorder.write(guarded, policy, compare=True)
             died = len([idx for idx in recorded.died if idx not in self._last_pass])
             if died:
-                tx.execute(
-                    "UPDATE fleets SET died = died + ?, stopped = CASE WHEN most IS NOT NULL AND died + ? >= most "
-                    "THEN 1 ELSE stopped END WHERE job = ? AND run = ?",
-                    (died, died, self.no, self.fleet.run),
-                )
+                store.count_died(tx, self.no, self.fleet.run, died)
             recorder.close(settle=False)
             return replace(recorded, stale=[*recorded.stale, *stale])
 
@@ -541,15 +455,24 @@ class Share(Job):
     # ---- finishing and control -------------------------------------------------------------------------------------
 
     def finish(self, hold: Hold | None = None) -> bool:
+        """Leave the job: see `leave`."""
         return self.leave()
 
     def asked(self, run: int) -> Control:
         """Return the control requests for this slot. It must also stop if the run is over or too many items died."""
-        asked = control.read(self._database, self.no, run)
-        row = self._database.one("SELECT stopped FROM fleets WHERE job = ? AND run = ?", (self.no, run))
-        stopping = max(asked.stopping, 1 if row is None or row[0] else 0)
+        requests = runs.control(self._database, self.no, run)
+        fleet = store.read(self._database, self.no, run)
+        stopping = max(requests.stopping, 1 if fleet is None or fleet.stopped else 0)
         # Scaling changes the number of slots, not the number of items that one slot runs at once.
-        return asked._replace(stopping=stopping, workers=None, version=asked.version + (stopping != asked.stopping))
+        return requests._replace(
+            stopping=stopping, workers=None, version=requests.version + (stopping != requests.stopping)
+        )
+
+
+def _new_token(recorder: Recorder) -> int:
+    """Return a token that no block of this job has had. Block numbers are reused; the job's version grows with every
+    claim."""
+    return recorder.row.version + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -560,9 +483,5 @@ class SlotHold(Hold):
 
     @property
     def mark(self) -> str:
+        """Return the name that this slot's workers begin with."""
         return self.slot
-
-
-_NOTHING = Recorded(
-    done=0, failed=0, dead=0, repeated=0, completed=False, due={}, died=(), waiting=0, given_up=0, stale=()
-)

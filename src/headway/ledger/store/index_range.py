@@ -2,14 +2,17 @@
 
 A newly filled table has no statistics until autovacuum runs, a minute later or more. Until then the planner assumes
 that a job is 1/200 of its table, and a range of it 1/200 of that. A plan that is cheap for a handful of rows may then
-read the whole job for every page. The statements here leave the planner no such choice.
+read the whole job for every page. The statements here leave the planner no such choice. ANALYZE after registering does
+not help: a running job fills ``progress`` row by row. ``tests/ledger/test_fresh_tables.py`` measures the rows that every
+statement reads, and fails without these forms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from headway._sql import Database, Row, Tx, array, marks
+from headway._sql import Database, Row, Tx
+from headway.ledger.store.contract import item_store
 
 #: Maximum number of rows in one range.
 MOST = 20_000
@@ -59,14 +62,5 @@ def next_untried(source: Database | Tx, job: int, after: int, limit: int) -> tup
 
 
 def rows_at(tx: Tx, columns: str, job: int, indices: Sequence[int]) -> list[Row]:
-    """Return ``columns`` of the progress rows at these indices. Each is looked up by its key."""
-    if tx.engine == "sqlite":
-        return tx.all(
-            f"SELECT {columns} FROM progress WHERE job = ? AND idx IN ({marks(len(indices))})", (job, *indices)
-        )
-    return tx.all(
-        f"SELECT p.* FROM unnest(CAST(? AS BIGINT[])) AS wanted (at) CROSS JOIN LATERAL "
-        # The LIMIT keeps the planner from flattening the subquery.
-        f"(SELECT {columns} FROM progress WHERE job = ? AND idx = wanted.at LIMIT 1) AS p",
-        (array(indices), job),
-    )
+    """Return ``columns`` of the progress rows at these indices. Each is found by its key."""
+    return item_store(tx.engine).progress_at(tx, columns, job, indices)

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headway._lease import has_ended
-from headway._sql import Database, Engine, Row, Tx, Value, listed
+from headway._sql import Database, Row, Tx, Value, listed
 from headway.errors import InvalidInput, NotFound
+from headway.ledger.store import items as stored
+from headway.ledger.store.contract import item_store
 from headway.ledger.store.index_range import OPEN, last_of, rows_at, stretches
 from headway.ledger.values import (
     NOTED,
@@ -63,21 +65,10 @@ _JOB = (
     "CASE WHEN holder IS NOT NULL THEN (SELECT c.paused FROM controls c WHERE c.job = jobs.no "
     "AND c.run = (SELECT max(r.no) FROM runs r WHERE r.job = jobs.no)) END FROM jobs"
 )
-#: Joins an item's row in another table. On PostgreSQL, LATERAL forces a lookup by key. Without statistics the planner
-#: might execute a plain join as a scan of the whole job or as a nested loop over the chunk.
-_OF_ITEM: dict[Engine, str] = {
-    "sqlite": "LEFT JOIN {table} {name} ON {name}.job = i.job AND {name}.idx = i.idx",
-    "postgresql": "LEFT JOIN LATERAL (SELECT * FROM {table} o WHERE o.job = i.job AND o.idx = i.idx LIMIT 1) {name} ON true",
-}
-_ITEM = {
-    engine: "SELECT i.idx, i.key, p.status, d.idx, p.lease_until, coalesce(p.attempts, 0), p.updated_at, p.seconds, p.worker, "
-    "p.meta, p.next_attempt_at, i.payload, p.holder, "
-    "coalesce(d.error, (SELECT a.error FROM attempts a WHERE a.job = i.job AND a.idx = i.idx ORDER BY a.no DESC LIMIT 1)), "
-    "coalesce(d.cause, (SELECT a.cause FROM attempts a WHERE a.job = i.job AND a.idx = i.idx ORDER BY a.no DESC LIMIT 1)) "
-    f"FROM input_products i {of_item.format(table='progress', name='p')} "
-    f"{of_item.format(table='dead_letters', name='d')}"
-    for engine, of_item in _OF_ITEM.items()
-}
+
+
+def _item(tx: Tx) -> str:
+    return item_store(tx.engine).item_query
 
 
 def _traceback(detail: str | None, of_cause: str | None) -> str | None:
@@ -195,7 +186,7 @@ class Reports:
         """Return the job's row. Raises `NotFound` if the job was deleted."""
         found = find_jobs(self._database, "WHERE no = ?", (self.no,))
         if not found:
-            raise NotFound(f"Job {self.id} was forgotten.")
+            raise NotFound(f"Job {self.id} was deleted.")
         return found[0]
 
     def progress(self) -> Progress:
@@ -240,7 +231,7 @@ class Reports:
     ) -> list[ItemInfo]:
         """Return one page of items by index, starting after ``after``."""
         if status is not None and status not in STATES:
-            raise InvalidInput(f"{status!r} is no state of an item.", hint="Use one of: " + ", ".join(STATES))
+            raise InvalidInput(f"status must be {', '.join(STATES)} (got {status!r}).")
         with self._database.read() as tx:
             live = Live(tx, self.no)
             condition, values = "true", list[Value]()
@@ -258,11 +249,11 @@ class Reports:
 
             if among:
                 found = " AND ".join(f"i.idx IN ({each})" for each in among)
-                sql = f"{_ITEM[tx.engine]} WHERE i.job = ? AND ({condition}) AND {found} ORDER BY i.idx LIMIT ?"
+                sql = f"{_item(tx)} WHERE i.job = ? AND ({condition}) AND {found} ORDER BY i.idx LIMIT ?"
                 rows = tx.all(sql, (self.no, *values, limit))
             elif status == "pending" and (first := _untouched_from(tx, self.no)) > after + 1:
                 found = f"i.idx IN ({_OPEN} AND +o.idx > ? AND +o.idx < ?)"
-                sql = f"{_ITEM[tx.engine]} WHERE i.job = ? AND ({condition}) AND {found} ORDER BY i.idx LIMIT ?"
+                sql = f"{_item(tx)} WHERE i.job = ? AND ({condition}) AND {found} ORDER BY i.idx LIMIT ?"
                 rows = tx.all(sql, (self.no, *values, self.no, after, first, limit))
                 rows += self._walk(tx, condition, values, "input_products", first - 1, limit - len(rows))
             else:
@@ -281,7 +272,7 @@ class Reports:
             if (wanted := limit - len(rows)) <= 0:
                 break
             rows += tx.all(
-                f"{_ITEM[tx.engine]} WHERE i.job = ? AND i.idx > ? AND i.idx <= ? AND ({condition}) ORDER BY i.idx LIMIT ?",
+                f"{_item(tx)} WHERE i.job = ? AND i.idx > ? AND i.idx <= ? AND ({condition}) ORDER BY i.idx LIMIT ?",
                 (self.no, *near, *values, wanted),
             )
         return rows
@@ -292,9 +283,12 @@ class Reports:
         with self._database.read() as tx:
             live = Live(tx, self.no)
             if isinstance(name, str):
-                rows = tx.all(f"{_ITEM[tx.engine]} WHERE i.job = ? AND i.key = ?", (self.no, name))
+                rows = tx.all(f"{_item(tx)} WHERE i.job = ? AND i.key = ?", (self.no, name))
             if not rows and str(name).isdecimal():
-                rows = tx.all(f"{_ITEM[tx.engine]} WHERE i.job = ? AND i.idx = ?", (self.no, check_index(int(name))))
+                rows = tx.all(
+                    f"{_item(tx)} WHERE i.job = ? AND i.idx = ?",
+                    (self.no, check_index(int(name))),
+                )
         if not rows:
             raise NotFound(f"Job {self.id} has no item {name!r}.", hint=f"List them: headway items {self.id}")
         return _item_info(rows[0], live)
@@ -360,6 +354,11 @@ class Reports:
             (self.no,), after=(-1,), size=5000,
         ):  # fmt: skip
             yield from page
+
+    def not_done(self) -> Iterator[int]:
+        """Yield the indices of items that are neither done nor dead."""
+        for near in stretches(self._database, "input_products", self.no, -1, PAGE):
+            yield from stored.not_done(self._database, self.no, *near)
 
     def worked_on(self, indices: Sequence[int]) -> set[int]:
         """Return those of ``indices`` that have been tried: done, failed or dead."""

@@ -38,7 +38,7 @@ from headway import alerts
 from headway.core.ids import check_id
 from headway.core.text import duration, plural
 from headway.errors import HeadwayError, InvalidInput, NotFound
-from headway.ledger.store.recorder import audit
+from headway.ledger.store.audit import audit
 from headway.queue.settings import declared_per_user
 from headway.queue.store import insert as admission
 from headway.queue.store import tasks as records

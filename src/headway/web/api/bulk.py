@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from headway.core.text import plural
 from headway.errors import InvalidInput, NotFound
-from headway.ledger.store.recorder import audit
+from headway.ledger.store.audit import audit
 from headway.queue.settings import declared_per_user
 from headway.queue.store import insert as admission
 from headway.queue.task import UserBusy

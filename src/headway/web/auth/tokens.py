@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headway.core.ids import check_user_id
 from headway.errors import InvalidInput, NotFound
-from headway.ledger.store.recorder import audit
+from headway.ledger.store.audit import audit
 from headway.ledger.values import maybe_utc, utc
 from headway.views.system.access import Token, Tokens
 from headway.web.site import RIGHTS, Role, User
