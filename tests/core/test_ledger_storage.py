@@ -335,7 +335,7 @@ def test_the_log_of_a_manager_tells_of_updates_retries_failures_and_the_dead(
     assert facts["items registered"]["count"] == 3
     assert (facts["item failed"]["idx"], facts["item failed"]["attempt"]) == (1, 1)
     assert facts["item is dead"]["error"] == "timeout"
-    assert facts["dead letters are tried again"]["count"] == 1
+    assert facts["dead letters are retried"]["count"] == 1
     assert "a failure of an item that is done was ignored" in messages
     with contextlib.closing(ProgressManager(tmp_path / "a.db", max_retries=1)):
         facts = {record.message: record.fields for record in caplog.records if hasattr(record, "fields")}

@@ -15,7 +15,7 @@ import pytest
 
 import headway
 from headway._sql import Tx, connect, migrations
-from headway._sql.database import Transient
+from headway._sql.driver import Transient
 from headway._sql.postgresql import PostgreSQL
 from headway.errors import InvalidInput, Unavailable
 from headway.ledger import Ledger, NewItem

@@ -245,7 +245,7 @@ def test_reads_wait_for_a_server_that_comes_back_as_long_as_writes_do(
         proxy.cut()
 
         def come_back() -> None:
-            eventually(lambda: caplog.text.count("tried again") >= 3, 60)
+            eventually(lambda: caplog.text.count("retried") >= 3, 60)
             proxy.pass_through()
 
         thread = threading.Thread(target=come_back)
@@ -263,7 +263,7 @@ def test_the_pauses_between_tries_grow(far_url: str, proxy: TcpProxy, caplog: py
         caplog.clear()
         with pytest.raises(Unavailable):
             database.one("SELECT 1")
-    moments = [record.created for record in caplog.records if "tried again" in record.message]
+    moments = [record.created for record in caplog.records if "retried" in record.message]
     pauses = [after - before for before, after in pairwise(moments)]
     assert len(pauses) == 3
     for pause, least in zip(pauses, [0.05, 0.15, 0.45], strict=True):

@@ -1,8 +1,13 @@
-"""The records: one small door to SQLite and PostgreSQL.
+"""Access to SQLite and PostgreSQL.
 
-`connect` takes an address and gives a `Database`. Its verbs are in ``database.py``, its connections in ``pool.py``, an
-open transaction in ``tx.py``, the numbered migrations in ``schema.py``; what differs between the engines in
-``sqlite.py`` and ``postgresql.py``.
+`connect` opens a `Database` by its address.
+
+    database.py     Database: transactions, retries, metrics
+    engine.py       Engine: the contract of sqlite.py and postgresql.py
+    pool.py         Pool: the connections of one database
+    tx.py           Tx: an open transaction
+    schema.py       the numbered migrations
+    joined.py       join: our statements in a transaction of the caller
 """
 
 from __future__ import annotations
@@ -33,13 +38,13 @@ log = Log("sql")
 def connect(url: str, *, create: bool = True, stop: threading.Event | None = None) -> Database:
     """Open ``sqlite:///file.db`` (three slashes: relative, four: absolute), ``sqlite:///:memory:`` or ``postgresql://...``.
 
-    With ``create`` the database is made or brought to this schema version; without it a missing one is `NotFound`.
+    With ``create`` a missing database is created. Without it, a missing one raises `NotFound`. An older schema is migrated.
     """
     database = _sqlite(url, create=create, stop=stop) if _split(url).scheme == "sqlite" else _postgresql(url, stop)
     try:
         database.check(writable=create)
         if not create and not database.exists():
-            raise _missing(f"There are no records of headway in {database.name}.")
+            raise _missing(f"There are no Headway tables in {database.name}.")
         database.migrate()
     except BaseException:
         database.close()
@@ -67,9 +72,9 @@ def _sqlite(url: str, *, create: bool, stop: threading.Event | None) -> Database
     options = parse_qs(_split(url).query, keep_blank_values=True)
     synchronous = options.pop("synchronous", ["full"])[-1].upper()
     if synchronous not in ("FULL", "NORMAL"):
-        raise InvalidInput(f"synchronous={synchronous.lower()} is not known.", hint="Use full (default) or normal.")
+        raise InvalidInput(f"synchronous must be full or normal (got {synchronous.lower()}).")
     if options:
-        raise InvalidInput(f"{next(iter(options))!r} is no option of a SQLite database.", hint="There is: synchronous.")
+        raise InvalidInput(f"Unknown SQLite option {next(iter(options))!r}.", hint="The only option is synchronous.")
     path = sqlite_path(url)
     if path is None:
         return SQLite(None, synchronous=synchronous, stop=stop)
@@ -90,25 +95,25 @@ def _no_address(url: str) -> InvalidInput:
 def _missing(what: str) -> NotFound:
     return NotFound(
         what,
-        hint="Start a job first (headway run ...), or name the right one: --database sqlite:///FILE",
+        hint="Start a job first (headway run ...), or set another database: --database sqlite:///FILE",
     )
 
 
 def sqlite_path(url: str) -> Path | None:
-    """The file an address names, or leads to by a link; None for a database in memory or on a server."""
+    """Return the path of a SQLite file, with symbolic links resolved. None for a database in memory or on a server."""
     parts = _split(url)
-    location = unquote(parts.path[1:], errors="surrogateescape")  # a file's name is bytes, of whatever encoding
+    location = unquote(parts.path[1:], errors="surrogateescape")  # a file name is bytes in any encoding
     if parts.scheme != "sqlite" or location == ":memory:":
         return None
-    if not location or "\0" in location:  # an empty name would be a database that is gone with the process
+    if not location or "\0" in location:  # SQLite would open a temporary database for an empty name
         raise _no_address(url)
     if os.path.islink(location):
-        return Path(os.path.realpath(location))  # beside which SQLite has its log, and where it would make the file
+        return Path(os.path.realpath(location))  # SQLite places the file and its -wal there
     return Path(location)
 
 
 def absolute(url: str) -> str:
-    """The address as it means the same database also after this process changed its directory, or somebody a link to it."""
+    """Make a SQLite address independent of the working directory and of symbolic links."""
     path = sqlite_path(url)
     if path is None:
         return url
@@ -118,8 +123,8 @@ def absolute(url: str) -> str:
 
 def _split(url: str) -> SplitResult:
     try:
-        parts = urlsplit(url, allow_fragments=False)  # a file's name may have a #
-        if "," not in parts.netloc:  # PostgreSQL takes several hosts
+        parts = urlsplit(url, allow_fragments=False)  # a file name may contain #
+        if "," not in parts.netloc:  # PostgreSQL accepts several hosts
             _ = parts.port
     except ValueError as error:
         raise _no_address(url) from error
@@ -129,7 +134,7 @@ def _split(url: str) -> SplitResult:
 
 
 def _create_when_possible(path: Path, stop: threading.Event | None) -> None:
-    """The directory may be on a mount that is just coming up: ask again for a moment before giving up."""
+    """Create a SQLite file. Retry for a moment if its directory is missing: it may be on a mount that is not up yet."""
     failures = 0
     while True:
         try:
@@ -139,9 +144,9 @@ def _create_when_possible(path: Path, stop: threading.Event | None) -> None:
             failures += 1
             if STORE.exhausted(failures):
                 raise StorageError(
-                    f"The directory {path.parent} does not exist.", hint="Make it, or name another file: --database"
+                    f"The directory {path.parent} does not exist.", hint="Create it, or set another file: --database"
                 ) from error
-            log.warning("the directory is not there yet", path=str(path.parent), attempt=failures)
+            log.warning("the directory of the database does not exist yet", path=str(path.parent), attempt=failures)
             pause(STORE.delay(failures), stop)
         except FileExistsError:
-            return  # another process made it first: use theirs
+            return  # another process has created it

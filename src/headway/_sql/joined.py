@@ -1,11 +1,10 @@
-"""Our statements inside a transaction that somebody else began and will end, on a connection of theirs.
+"""Our statements inside a transaction of the caller, on the caller's connection.
 
-What is written exists exactly if they commit: it *is* their transaction. A savepoint around it makes our failures
-harmless to them, and our search path and row format are gone again when we are done.
+Our rows exist exactly if the caller commits. A savepoint keeps our failures from the caller's transaction, and our search
+path and row format are restored at the end.
 
-Taken are a psycopg 3 connection, a SQLAlchemy Session or Connection over psycopg, and a ``sqlite3`` connection (or
-SQLAlchemy's over it) to the same file. Whether it is the same database is asked of the database itself, by the identity
-it was given when it was made.
+Accepted are a psycopg 3 connection, a SQLAlchemy Session or Connection over psycopg, and a ``sqlite3`` connection (or
+SQLAlchemy's over it) to the same file. The database's uuid, which is written at its creation, shows that it is the same.
 """
 
 from __future__ import annotations
@@ -28,8 +27,11 @@ _SAVEPOINT = "joined_by_headway"
 
 @contextmanager
 def join(database: Database, connection: object) -> Iterator[Tx]:
-    """A `Tx` in the caller's transaction. `InvalidInput` if the connection is of another kind, leads to another
-    database, commits by itself, or is in a state in which nothing can be written."""
+    """Yield a `Tx` in the caller's transaction.
+
+    Raises `InvalidInput` if the connection is of another kind, leads to another database, is in autocommit mode, or is in
+    a state that allows no writes.
+    """
     with database.translated():
         driver = _driver_connection(connection)
         psycopg: Any = sys.modules.get("psycopg")
@@ -44,8 +46,10 @@ def join(database: Database, connection: object) -> Iterator[Tx]:
 
 
 def is_two_phase(connection: object) -> bool:
-    """Whether the caller's transaction is to be prepared before it is committed: PostgreSQL prepares none that notifies.
-    The driver keeps that to itself; one that does not tell is taken for an ordinary one."""
+    """Return whether the caller's transaction is in two phases. PostgreSQL cannot prepare one that notifies.
+
+    psycopg keeps this in a private attribute. Without it, the transaction counts as an ordinary one.
+    """
     return getattr(_driver_connection(connection), "_tpc", None) is not None
 
 
@@ -54,7 +58,7 @@ def _refused(what: str, hint: str = f"Give {_KINDS}.") -> InvalidInput:
 
 
 def _driver_connection(given: Any) -> Any:
-    """What is below SQLAlchemy, which is told that a transaction has begun: else it would not commit it."""
+    """Return the driver connection below SQLAlchemy, after SQLAlchemy has begun a transaction: else it commits nothing."""
     modules = [kind.__module__ for kind in type(given).__mro__]
     if not any(module.startswith("sqlalchemy.") for module in modules):
         return given
@@ -64,7 +68,7 @@ def _driver_connection(given: Any) -> Any:
         )
     connection = given.connection() if callable(getattr(given, "connection", None)) else given
     if not hasattr(connection, "exec_driver_sql"):
-        raise _refused(f"A {type(given).__qualname__} is no connection.")
+        raise _refused(f"A {type(given).__qualname__} is not a connection.")
     connection.exec_driver_sql("SELECT 1")
     return connection.connection.driver_connection
 
@@ -74,7 +78,7 @@ def _same_database(database: Database, found: object) -> None:
     if own is None or found != own[0]:
         raise _refused(
             "It leads to another database than the queue's.",
-            f"The queue is in {database.name}: connect to that, or give the queue this database.",
+            f"The queue is in {database.name}: connect to that, or use this database for the queue.",
         )
 
 
@@ -88,11 +92,11 @@ def _in_postgresql(database: Database, connection: Any, psycopg: Any) -> Iterato
         raise _refused("It is closed.")
     status, states = connection.info.transaction_status, psycopg.pq.TransactionStatus
     if status == states.INERROR:
-        raise _refused("Its transaction has failed already.", "Roll it back, and begin again.")
+        raise _refused("Its transaction has already failed.", "Roll it back, and begin again.")
     if connection.pgconn.pipeline_status != psycopg.pq.PipelineStatus.OFF:
         raise _refused("It is in pipeline mode.", "Submit before or after the block: with connection.pipeline(): ...")
     if status == states.ACTIVE:
-        raise _refused("Somebody else is using it at this moment.", "Use a connection in one thread at a time.")
+        raise _refused("Another thread is using it now.", "Use a connection in one thread at a time.")
     if connection.autocommit and status == states.IDLE:
         raise _refused(
             "It commits each statement by itself.",
@@ -100,19 +104,19 @@ def _in_postgresql(database: Database, connection: Any, psycopg: Any) -> Iterato
         )
     if database.engine != "postgresql":
         raise _refused("It leads to another database than the queue's.", f"The queue is in {database.name}.")
-    # The class itself and its rows as tuples, whatever the caller's connection makes by default.
+    # The plain class with tuple rows: the caller's connection may have other defaults.
     cursor = psycopg.Cursor(connection, row_factory=psycopg.rows.tuple_row)
     cursor.execute(f"SAVEPOINT {_SAVEPOINT}")
     try:
         path = cursor.execute("SHOW search_path").fetchone()[0]
-        # Temporary tables of the caller's come last; not named, they would come first.
+        # The caller's temporary tables come last. If pg_temp were not named, they would come first.
         cursor.execute("SELECT set_config('search_path', 'headway,public,pg_temp', true)")
         found = cursor.execute("SELECT to_regclass('headway.meta')").fetchone()[0]
         row = cursor.execute("SELECT value FROM headway.meta WHERE name = 'database'").fetchone() if found else None
         _same_database(database, row and row[0])
 
         def execute(sql: str, parameters: Sequence[Value]) -> Cursor:
-            return cursor.execute(_percent(sql), parameters) if parameters else cursor.execute(sql)  # type: ignore[no-any-return]  # psycopg is imported by its name
+            return cursor.execute(_percent(sql), parameters) if parameters else cursor.execute(sql)  # type: ignore[no-any-return]  # psycopg is Any here
 
         def executemany(sql: str, rows: Iterable[Sequence[Value]]) -> Cursor:
             cursor.executemany(_percent(sql), rows)
@@ -122,8 +126,8 @@ def _in_postgresql(database: Database, connection: Any, psycopg: Any) -> Iterato
         cursor.execute("SELECT set_config('search_path', %s, true)", (path,))
         cursor.execute(f"RELEASE SAVEPOINT {_SAVEPOINT}")
     except BaseException:
-        with suppress(psycopg.Error):  # the connection is lost, and with it the transaction
-            cursor.execute(f"ROLLBACK TO SAVEPOINT {_SAVEPOINT}")  # the search path too
+        with suppress(psycopg.Error):  # the connection is lost, and the transaction with it
+            cursor.execute(f"ROLLBACK TO SAVEPOINT {_SAVEPOINT}")  # also restores the search path
             cursor.execute(f"RELEASE SAVEPOINT {_SAVEPOINT}")
         raise
     finally:
@@ -140,7 +144,7 @@ def _in_sqlite(database: Database, connection: sqlite3.Connection) -> Iterator[T
 
     def execute(sql: str, parameters: Sequence[Value]) -> Cursor:
         cursor = connection.cursor()
-        cursor.row_factory = None  # tuples, whatever the caller's connection makes by default
+        cursor.row_factory = None  # tuples: the caller's connection may have another default
         return cursor.execute(sql, parameters)
 
     def executemany(sql: str, rows: Iterable[Sequence[Value]]) -> Cursor:
@@ -155,7 +159,7 @@ def _in_sqlite(database: Database, connection: sqlite3.Connection) -> Iterator[T
                 raise _refused(
                     "It commits each statement by itself.", "Begin a transaction: connection.execute('BEGIN IMMEDIATE')"
                 )
-            # What is decided by reading must still hold when it is written: no other writer in between.
+            # IMMEDIATE: our decisions by reading must still hold when we write, so no other writer may come between.
             connection.execute("BEGIN IMMEDIATE")
             began = True
         connection.execute(f"SAVEPOINT {_SAVEPOINT}")
@@ -165,7 +169,7 @@ def _in_sqlite(database: Database, connection: sqlite3.Connection) -> Iterator[T
         yield tx
         connection.execute(f"RELEASE {_SAVEPOINT}")
     except BaseException:
-        with suppress(sqlite3.Error):  # SQLITE_FULL and the like have rolled back everything by themselves
+        with suppress(sqlite3.Error):  # errors like SQLITE_FULL have already rolled back everything
             if began:
                 connection.rollback()
             elif saved:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -16,24 +17,28 @@ from headway.telemetry import metrics
 
 
 class _Ticket:
-    """Stands for one connection from before it is opened. It ends with it, also where nobody closes it: an exception of a
-    signal handler may strike between any two steps of a call."""
+    """Counts one connection from before it is opened until it is garbage-collected.
+
+    An exception in a signal handler can lose a connection between any two steps without closing it.
+    """
 
     __slots__ = ("__weakref__",)
 
 
 class Pool(ABC):
-    """Threads each get a connection of their own while they use one. After a fork the child starts an empty pool: the
-    inherited connections are kept aside unclosed, because closing them would disturb the parent."""
+    """Lends each thread a connection of its own. A forked child starts with an empty pool.
+
+    The inherited connections stay referenced and unclosed, because closing them would disturb the parent.
+    """
 
     engine: Engine
-    #: The address as it may be shown: without a password.
+    #: The address without its password, for messages.
     name: str
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._lock = threading.Lock()
-        self._idle: list[Any] = []  # driver connections; each engine's subclass knows which
+        self._idle: list[Any] = []  # driver connections
         self._guard = ForkGuard(f"The connection to {name}")
         self._inherited: list[Any] = []
         self._tickets: WeakSet[_Ticket] = WeakSet()  # of open connections, idle or in use
@@ -42,30 +47,33 @@ class Pool(ABC):
 
     @abstractmethod
     def _open(self) -> Any:
-        """A new driver connection."""
+        """Open a new driver connection."""
 
     @abstractmethod
     def _broken(self, connection: Any) -> bool:
-        """Whether a connection that was used cannot be used again."""
+        """Return whether a used connection cannot be used again."""
 
     def close(self) -> None:
+        """Close the idle connections. Those in use are closed when they are given back."""
         with self._lock:
             self._closed = True
-            idle, self._idle = self._idle, []
         if not self._guard.crossed:
-            for connection in idle:
-                self._drop(connection)
+            self._drop_idle()
 
     def _give(self, connection: Any) -> None:
         if self._broken(connection):
-            # What broke this one (the server went away) broke the idle ones too: each would cost a try of its own.
-            idle, self._idle = self._idle, []
-            for one in (connection, *idle):
-                self._drop(one)
+            # The cause (a restarted server) probably broke the idle ones too: each would cost a failed attempt.
+            self._drop(connection)
+            self._drop_idle()
         elif self._closed:
             self._drop(connection)
         else:
-            self._idle.append(connection)  # atomic; the last one used is the next one taken
+            self._idle.append(connection)  # atomic; the last one used is used next
+
+    def _drop_idle(self) -> None:
+        idle, self._idle = self._idle, []
+        for connection in idle:
+            self._drop(connection)
 
     def _drop(self, connection: Any) -> None:
         connection.close()
@@ -86,7 +94,7 @@ class Pool(ABC):
         try:
             return self._idle.pop()
         except IndexError:
-            ticket = self._issue_ticket()  # before it is open: a fork in between must not overlook it
+            ticket = self._issue_ticket()  # before it opens: a fork in between must see it
             connection = self._open()
             connection.ticket = ticket
             metrics.gauge("headway_sql_connections", self._connections, engine=self.engine)
@@ -97,8 +105,17 @@ class Pool(ABC):
         self._tickets.add(ticket)
         return ticket
 
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count a connection that is not the pool's, such as one that a fork waits for."""
+        ticket = self._issue_ticket()
+        try:
+            yield
+        finally:
+            self._tickets.discard(ticket)
+
     def _leave_inheritance(self) -> None:
-        """In a forked child: begin with nothing. Locks too: a thread of the parent may have held them."""
+        """Start empty in a forked child, with new locks: a thread of the parent may have held the old ones."""
         if self._guard.crossed:
             self._lock = threading.Lock()
             self._inherited, self._idle, self._tickets = self._idle, [], WeakSet()
@@ -108,12 +125,11 @@ class Pool(ABC):
 _pools: WeakSet[Pool] = WeakSet()
 
 
-def _begin_with_nothing() -> None:
-    """While the child still has one thread: of several that come first at once, each would begin anew, and take away the
-    locks and connections by which the others work already."""
+def _empty_pools() -> None:
+    """Empty every pool in a forked child while it has one thread. Threads that did it later would race."""
     for pool in list(_pools):
-        with suppress(HeadwayError):  # it may not be used here: whoever tries is told
-            pool._leave_inheritance()  # noqa: SLF001  # it is the pool's own step
+        with suppress(HeadwayError):  # it cannot be used here; its first use raises
+            pool._leave_inheritance()  # noqa: SLF001 - a module-level part of the pool
 
 
-os.register_at_fork(after_in_child=_begin_with_nothing)
+os.register_at_fork(after_in_child=_empty_pools)

@@ -1,13 +1,12 @@
-"""PostgreSQL, through psycopg 3, which is imported when it is used.
+"""PostgreSQL, by psycopg 3, which is imported at its first use.
 
-*Nothing waits for ever.* The server ends a statement after `STATEMENT_SECONDS`; and because a server that is stopped
-ends nothing, this side waits `GRACE_SECONDS` longer and then gives the connection up. COMMIT is a statement like any other.
+Every wait has a limit. The server cancels a statement after `STATEMENT_SECONDS`. A stopped server cancels nothing, so this
+side waits `GRACE_SECONDS` longer and then closes the connection. COMMIT is a statement like any other.
 
-*Nothing is done twice.* Each connection that writes has a row in the table ``transactions``, and every transaction begins
-by writing its number there, in the round trip of its BEGIN. When the answer to COMMIT is lost, that row says whether the
-transaction was committed: it is locked by the transaction until that has ended, and it is content like any other, so it
-is right after a crash and on the server that takes over. (A transaction id would not be: after a crash the server may
-give the same one to somebody else.)
+No transaction is repeated after its commit. Each connection that writes has a row in the table ``transactions``. Every
+transaction first writes its number there, in the round trip of its BEGIN. If the answer to COMMIT is lost, that row shows
+whether the transaction was committed. The transaction locks the row until it ends. The row is ordinary content, so it is
+right after a crash and after a failover. (A transaction id is not: after a crash the server may assign it again.)
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from headway._sql.database import UNACCEPTABLE, Database, Transient, unacceptable
+from headway._sql.database import Database
+from headway._sql.driver import UNACCEPTABLE, Transient, unacceptable
 from headway._sql.schema import index_name, migrations, refuse_newer, without_index_builds
 from headway._sql.tx import NOW, Cursor, Engine, Row, Tx, Value
 from headway.core.retry import RetryPolicy
@@ -43,26 +43,24 @@ log = Log("sql")
 if TYPE_CHECKING:
     from psycopg import Connection
 
-#: Seconds to connect, and seconds a statement may take; a migration may take longer.
+#: Time limits in seconds: to connect, for a statement, for a statement of a migration.
 CONNECT_SECONDS = 5
 STATEMENT_SECONDS = 20.0
 SLOW_SECONDS = 3600.0
-#: Seconds a statement of a migration waits for a lock, and writers behind it for the statement.
+#: Seconds that a statement of a migration waits for a lock. Other writers queue behind it meanwhile.
 MIGRATION_LOCK_SECONDS = 2.0
-#: So much longer we wait for the server to say that a statement took too long.
+#: Seconds to wait beyond a time limit for the server to report it.
 GRACE_SECONDS = 5.0
-#: Rows of connections that have not written for so long are removed.
+#: Rows in ``transactions`` of connections that have not written for this many seconds are deleted.
 FORGET_SECONDS = 7 * 86400
 
-#: What was acknowledged survives a crash, also where the database or the role is set to commit before it is on disk. The
-#: other values are their owner's choice: all of them wait for the disk.
+#: Commits wait for the disk, even if the database or the role turns that off. Other values of the setting wait too.
 _DURABLE = "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'"
-_KNOW_SESSION = (
+_REGISTER_SESSION = (
     f"INSERT INTO headway.transactions VALUES (%s, 0, {NOW['postgresql']}) "
     "ON CONFLICT (session) DO UPDATE SET at = excluded.at RETURNING no"
 )
-# By the server's clock, which wrote the times: ours may be wrong. Not what somebody is just using, and not so many that it
-# takes long: whoever comes next forgets the others.
+# Uses the server's clock, which wrote the times. Skips rows in use. Later calls delete the rows beyond the limit.
 _FORGET = (
     "DELETE FROM headway.transactions WHERE session = ANY (ARRAY(SELECT session FROM headway.transactions "
     f"WHERE at < {NOW['postgresql']} - {FORGET_SECONDS} LIMIT 1000 FOR UPDATE SKIP LOCKED))"
@@ -71,7 +69,7 @@ _REMEMBER = f"UPDATE headway.transactions SET no = %d, at = {NOW['postgresql']} 
 
 
 class PostgreSQL(Database):
-    """Everything lives in the schema ``headway``, so that our short table names collide with nobody's."""
+    """A PostgreSQL database. All tables are in the schema ``headway``, so that their short names collide with no others."""
 
     engine: Engine = "postgresql"
     # A restart of the server takes seconds, not the milliseconds of a busy SQLite file.
@@ -81,12 +79,6 @@ class PostgreSQL(Database):
     def __init__(self, url: str, *, stop: threading.Event | None) -> None:
         super().__init__(redact(url), stop=stop)
         self._url = url
-
-    def check(self, *, writable: bool) -> None:
-        """Nothing to look at before the schema is."""
-
-    def verify(self) -> None:
-        """The server checks its own pages."""
 
     def migrate(self) -> None:
         """Bring the schema to this version.
@@ -117,7 +109,7 @@ class PostgreSQL(Database):
                     (json.dumps([*self._missing_indexes(tx), *later]),),
                 )
 
-        # First without a transaction that writes: a reader of a standby, or one who may not write, needs none.
+        # First without a transaction that writes: a reader of a standby, or a user without the right to write, needs none.
         if self._ask(self._found_version) != len(steps):
             self._transact(work, "migrate", slow=True)
         if missing := self._ask(self._missing_indexes):
@@ -128,7 +120,7 @@ class PostgreSQL(Database):
         return [str(statement) for statement in json.loads(row[0])] if row else []
 
     def _build_indexes(self, statements: Sequence[str]) -> None:
-        """Build indexes while others write. What fails is tried again when the database is opened next."""
+        """Build indexes without blocking writers. A failed build is repeated when the database is opened next."""
         psycopg = _psycopg()
         connection = self.own_connection()  # its settings end with it
         connection.seconds = SLOW_SECONDS
@@ -143,35 +135,34 @@ class PostgreSQL(Database):
                 found = connection.execute(
                     "SELECT indisvalid FROM pg_index WHERE indexrelid = to_regclass(%s)", (f"headway.{name}",)
                 ).fetchone()
-                if found is not None and not found[0]:  # an attempt that failed left it behind
+                if found is not None and not found[0]:  # left by a failed attempt
                     connection.execute(f"DROP INDEX CONCURRENTLY {name}")
                 if found is None or not found[0]:
                     connection.execute(statement.replace("CREATE INDEX", "CREATE INDEX CONCURRENTLY", 1))
             connection.execute("DELETE FROM headway.meta WHERE name = 'indexes'")
         except psycopg.Error as error:
             log.warning(
-                "an index is not built yet; it is tried again when the database is opened next",
+                "an index could not be built; the next opening of the database retries",
                 operation="migrate", error=redact(str(error)).strip(),
             )  # fmt: skip
         finally:
             connection.close()
 
     def _found_version(self, tx: Tx) -> int:
-        """The schema's version, 0 where there is none; refuses a newer one and tables that are not ours."""
+        """Return the schema's version, 0 if there is none. Refuses newer schemas and foreign tables."""
         found = 0
         if tx.one("SELECT 1 FROM pg_tables WHERE schemaname = 'headway' AND tablename = 'meta'") is not None:
             row = tx.one("SELECT value FROM headway.meta WHERE name = 'schema'")
             found = int(row[0]) if row else 0
         elif tx.one("SELECT 1 FROM pg_tables WHERE schemaname = 'headway'") is not None:
             raise StoreForeign(
-                f"The schema 'headway' in {self.name} holds tables that are not ours.",
+                f"The schema 'headway' in {self.name} contains tables of another program.",
                 hint="Use another database: --database postgresql://.../headway",
             )
         refuse_newer(self.name, found, migrations("postgresql"))
         return found
 
     def exists(self) -> bool:
-        """Whether a headway was here before."""
         return self.one("SELECT 1 FROM pg_tables WHERE schemaname = 'headway' AND tablename = 'meta'") is not None
 
     def size(self) -> int:
@@ -187,19 +178,19 @@ class PostgreSQL(Database):
         psycopg = _psycopg()
         try:
             in_address = psycopg.conninfo.conninfo_to_dict(self._url).get("options")
-            given = in_address or os.environ.get("PGOPTIONS", "")  # as libpq has it; ours would take their place
+            given = in_address or os.environ.get("PGOPTIONS", "")  # like libpq; our options would replace them
             connection: Connection[Row] = _bounded_connection().connect(
                 self._url,
                 autocommit=True,
-                client_encoding="UTF8",  # of a database without an encoding (SQL_ASCII) texts would come as bytes
+                client_encoding="UTF8",  # a database without an encoding (SQL_ASCII) would return bytes
                 connect_timeout=CONNECT_SECONDS,
                 application_name="headway",
                 keepalives_idle=10,
                 keepalives_interval=5,
                 keepalives_count=2,
                 tcp_user_timeout=15_000,  # keepalives do not run while something sent is unacknowledged
-                # The last one of a name is in force. By a snapshot of its beginning, which the database or the role may be
-                # set to, a transaction that waited for a lock would decide by what was before whoever had it.
+                # The last value of a setting wins. With a stricter isolation level, which the database or the role may set,
+                # a transaction that waited for a lock would decide by a snapshot from before that lock.
                 options=f"{given} -c search_path=headway,public -c default_transaction_isolation=read\\ committed "
                 "-c array_nulls=on -c idle_in_transaction_session_timeout=60000 "
                 f"-c statement_timeout={int(STATEMENT_SECONDS * 1000)}",
@@ -226,14 +217,14 @@ class PostgreSQL(Database):
     def _away(self, error: Exception) -> Unavailable:
         return Unavailable(
             f"PostgreSQL at {self.name} cannot be reached: {redact(str(error)).strip().splitlines()[0]}",
-            hint="Check that it runs and that the address is right; then run the same command again.",
+            hint="Check that it runs and that the address is right. Then run the same command again.",
         )
 
     def _tx(self, connection: Connection[Row]) -> Tx:
         cursor = connection.cursor()
 
         def execute(sql: str, parameters: Sequence[Value]) -> Cursor:
-            # Without parameters psycopg takes the text as it is: nothing in it may be doubled then.
+            # Without parameters psycopg does not replace %%.
             return cursor.execute(_percent(sql), parameters) if parameters else cursor.execute(sql)
 
         def executemany(sql: str, rows: Iterable[Sequence[Value]]) -> Cursor:
@@ -243,20 +234,20 @@ class PostgreSQL(Database):
         return Tx("postgresql", execute, executemany)
 
     def _begin(self, connection: Any, *, slow: bool) -> None:
-        if slow:  # a migration: it begins where the table `transactions` may not be yet, and reads what it has to do
+        if slow:  # a migration: the table `transactions` may not exist yet, and a repetition finds nothing to do
             connection.seconds = SLOW_SECONDS
             connection.execute(f"BEGIN; SET LOCAL statement_timeout = {int(SLOW_SECONDS * 1000)}", prepare=False)
             return
         if not connection.begun:
-            connection.execute(_KNOW_SESSION, (connection.session,), prepare=False)
-            if connection.session.startswith("0"):  # one in sixteen, by chance: it reads the whole table
+            connection.execute(_REGISTER_SESSION, (connection.session,), prepare=False)
+            if connection.session.startswith("0"):  # one connection in sixteen: it reads the whole table
                 connection.execute(_FORGET, prepare=False)
         connection.begun += 1
         remember = _REMEMBER % (connection.begun, connection.session)
         cursor = connection.execute(f"BEGIN; {remember}", prepare=False)
         cursor.nextset()
-        if cursor.rowcount != 1:  # it wrote nothing for so long that its row was removed
-            connection.execute(_KNOW_SESSION, (connection.session,), prepare=False)
+        if cursor.rowcount != 1:  # its row was deleted, because it had not written for long
+            connection.execute(_REGISTER_SESSION, (connection.session,), prepare=False)
             connection.execute(remember, prepare=False)
 
     def _unanswered(self, connection: Any) -> tuple[str, int, int] | None:
@@ -268,27 +259,27 @@ class PostgreSQL(Database):
         session, no, pid = transaction
         psycopg = _psycopg()
         unknown = Unavailable(
-            f"Whether PostgreSQL at {self.name} recorded the last transaction is not known: it is still under way there.",
+            f"PostgreSQL at {self.name} has not ended the last transaction yet, so its outcome is unknown.",
             hint="Run the same command again when the server answers.",
         )
         connection = self._take()
         try:
             connection.execute("BEGIN; SET LOCAL lock_timeout = 1000")
-            # This waits for a transaction that is under way: it has locked the row.
-            row = connection.execute(_KNOW_SESSION, (session,)).fetchone()
+            # Waits for an open transaction, which has locked the row.
+            row = connection.execute(_REGISTER_SESSION, (session,)).fetchone()
             connection.execute("COMMIT")
             return bool(row[0] >= no)
         except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
             self._rollback(connection)
-            # Its client is gone, which the server may not notice for a long time, and then not commit but roll back.
-            with suppress(psycopg.Error):  # the server may not let us, or be gone: it is asked again in any case
+            # Its connection is lost, which the server may notice late. It then rolls back.
+            with suppress(psycopg.Error):  # without the right to terminate it, the next attempt asks again
                 connection.execute(
                     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s "
                     "AND application_name = 'headway' AND usename = current_user AND backend_xid IS NOT NULL",
                     (pid,),
                 )
             raise Transient(unknown) from error
-        except self._errors() as error:
+        except self._errors as error:
             self._rollback(connection)
             raise self._translate(error) from error
         finally:
@@ -313,12 +304,13 @@ class PostgreSQL(Database):
             try:
                 connection.execute("ROLLBACK")
             except psycopg.Error:
-                connection.close()  # the error that brought us here is the one to report
+                connection.close()  # the original error is raised
 
     def _broken(self, connection: Connection[Row]) -> bool:
         psycopg = _psycopg()
         return connection.closed or connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE
 
+    @property
     def _errors(self) -> tuple[type[Exception], ...]:
         error: type[Exception] = _psycopg().Error
         return (error, *UNACCEPTABLE)
@@ -326,46 +318,46 @@ class PostgreSQL(Database):
     def _translate(self, error: Exception) -> HeadwayError | Transient:
         psycopg = _psycopg()
         errors = psycopg.errors
-        # The server's own sentence, not its DETAIL and CONTEXT: they repeat whole rows, payloads included.
-        said = redact(error.diag.message_primary or "" if isinstance(error, psycopg.Error) else "").strip()
-        said = said or redact(str(error)).strip()
+        # Only the primary message: DETAIL and CONTEXT repeat whole rows, with payloads.
+        text = redact(error.diag.message_primary or "" if isinstance(error, psycopg.Error) else "").strip()
+        text = text or redact(str(error)).strip()
         match error:
             case errors.DiskFull() | errors.OutOfMemory():
                 return StoreFull(f"PostgreSQL at {self.name} has no space left.")
             case errors.InsufficientPrivilege() | errors.ReadOnlySqlTransaction():
                 return StoreReadOnly(
-                    f"PostgreSQL at {self.name} does not let us write: {said}.",
-                    hint="Name a server that takes writes (a standby does not) and a user that may write to the schema "
-                    "headway: --database postgresql://user@host/name",
+                    f"PostgreSQL at {self.name} refused a write: {text}.",
+                    hint="Use a primary server (a standby is read-only) and a user that may write to the schema headway: "
+                    "--database postgresql://user@host/name",
                 )
             case errors.QueryCanceled():
-                return Transient(StorageError(f"A statement took PostgreSQL at {self.name} too long: {said}"))
+                return Transient(StorageError(f"A statement took PostgreSQL at {self.name} too long: {text}"))
             case errors.SerializationFailure() | errors.DeadlockDetected() | errors.LockNotAvailable():
-                return Transient(StorageError(f"PostgreSQL at {self.name} was too busy: {said}"))
+                return Transient(StorageError(f"PostgreSQL at {self.name} was too busy: {text}"))
             case OverflowError() | UnicodeEncodeError():
                 return unacceptable(error)
-            case (
-                psycopg.DataError() | errors.ProgramLimitExceeded()
-            ):  # too large for an index, which no waiting changes
-                return InvalidInput(f"A value cannot be kept in {self.name}: {said}")
+            case psycopg.DataError() | errors.ProgramLimitExceeded():  # the latter: too large for an index
+                return InvalidInput(f"A value cannot be stored in {self.name}: {text}")
             case psycopg.IntegrityError():
-                return StorageError(f"A constraint of {self.name} was violated: {said}")
+                return StorageError(f"A constraint of {self.name} was violated: {text}")
             case psycopg.OperationalError() | psycopg.InterfaceError():
                 return Transient(self._away(error))
             case _:
-                return StorageError(f"PostgreSQL at {self.name} failed: {said}")
+                return StorageError(f"PostgreSQL at {self.name} failed: {text}")
 
 
 @lru_cache(maxsize=1)
 def _psycopg() -> Any:
-    """Imported by a thread of its own. An exception of a signal handler strikes the main thread: inside the import,
-    psycopg would take it for a missing library, and the next import would find half of the modules."""
+    """Import psycopg in a separate thread, where no signal handler can raise.
+
+    psycopg would report an exception inside its import as a missing library, and leave half-imported modules.
+    """
     found: list[Any] = []
 
     def load() -> None:
         try:
             import psycopg
-        except BaseException as error:  # noqa: BLE001 - the caller's to raise
+        except BaseException as error:  # noqa: BLE001 - raised below
             found.append(error)
         else:
             found.append(psycopg)
@@ -382,13 +374,13 @@ def _psycopg() -> Any:
 
 @lru_cache(maxsize=1)
 def _bounded_connection() -> Any:
-    """A connection of psycopg's that waits for an answer no longer than it is allowed."""
+    """Return a subclass of psycopg's connection that bounds every wait for an answer."""
     psycopg = _psycopg()
     active = psycopg.pq.TransactionStatus.ACTIVE
 
     base: Any = psycopg.Connection
 
-    class Bounded(base):  # type: ignore[misc]  # its type is known when psycopg is imported
+    class Bounded(base):  # type: ignore[misc]  # known only after the import
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             self.seconds = STATEMENT_SECONDS
@@ -400,13 +392,13 @@ def _bounded_connection() -> Any:
             return super().wait(self._bounded(gen), *arguments, **options)
 
         def _bounded(self, gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-            """``gen`` asks to be called when the socket is ready, and psycopg calls at least ten times a second."""
+            """Drive ``gen`` until its deadline. psycopg calls it at least ten times a second."""
             try:
                 wanted = next(gen)
                 deadline = time.monotonic() + self.seconds + GRACE_SECONDS
                 while True:
                     ready = yield wanted
-                    # One who waits for notifications has asked nothing, and may wait.
+                    # A connection that waits for notifications is not active and may wait.
                     if not ready and time.monotonic() > deadline and self.pgconn.transaction_status == active:
                         self.close()
                         raise psycopg.OperationalError(

@@ -16,9 +16,9 @@ Steps = list[tuple[int, list[str]]]
 
 @lru_cache(maxsize=2)
 def migrations(engine: Engine) -> Steps:
-    """(version, statements) of every ``migrations/NNNN_name.sql``, in order, for one engine.
+    """Return (version, statements) of every ``migrations/NNNN_name.sql``, in order, for one engine.
 
-    A line that ends in ``-- sqlite`` or ``-- postgresql`` is for that engine alone; no other difference exists.
+    A line that ends in ``-- sqlite`` or ``-- postgresql`` is for that engine only.
     """
     other = "postgresql" if engine == "sqlite" else "sqlite"
     steps = []
@@ -51,9 +51,9 @@ def index_name(statement: str) -> str:
 
 
 def without_index_builds(steps: Steps) -> tuple[Steps, list[str]]:
-    """Separate the index builds on existing tables from ``steps``: they would block writers for as long as they take.
+    """Separate the index builds on existing tables from ``steps``, because they block writers.
 
-    Unique indexes stay: what follows may rely on them. An index that a later step drops is not built at all.
+    Unique indexes stay, because later steps may rely on them. An index that a later step drops is not built at all.
     """
     made = {
         found[1] for _, statements in steps for text in statements if (found := re.match(r"CREATE TABLE (\w+)", text))
@@ -75,5 +75,6 @@ def without_index_builds(steps: Steps) -> tuple[Steps, list[str]]:
 
 
 def refuse_newer(name: str, found: int, steps: Steps) -> None:
+    """Raise `StoreNewer` if a newer release has migrated the database."""
     if found > len(steps):
-        raise StoreNewer(f"{name} has schema {found}; this headway knows up to {len(steps)}.")
+        raise StoreNewer(f"{name} has schema {found}; this release supports up to {len(steps)}.")

@@ -1,4 +1,4 @@
-"""SQLite, through the standard library."""
+"""SQLite, by the standard library's driver."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
 
 from headway._sql import sqlite_file
-from headway._sql.database import UNACCEPTABLE, Database, Transient, unacceptable
+from headway._sql.database import Database
+from headway._sql.driver import UNACCEPTABLE, Transient, unacceptable
 from headway._sql.schema import migrations, refuse_newer
 from headway._sql.tx import Engine, Row, Tx, Value, check_query
 from headway.core.lifecycle import refuse_within
@@ -24,30 +25,35 @@ from headway.telemetry import metrics
 
 T = TypeVar("T")
 
-#: How long a writer waits for another process's transaction before it gives up.
+#: Seconds that a writer waits for another process's transaction.
 LOCK_SECONDS = 30.0
 
-#: So often is looked whether the file and its -wal are still those that were opened; for the file also at every commit.
+#: Seconds between checks that the file and its -wal are still those that were opened. The file is also checked after
+#: every commit.
 LOOK_SECONDS = 0.1
 
 
 class SQLite(Database):
-    """WAL, synchronous=FULL, BEGIN IMMEDIATE. Writers of this process queue on a lock, so that they do not starve
-    each other in SQLite's own busy wait; other processes are waited for up to `LOCK_SECONDS`, interruptibly."""
+    """A SQLite file, in WAL mode with synchronous=FULL, or a database in memory.
+
+    Writers of this process queue on a lock, so that they do not starve each other in SQLite's busy wait. They wait for other
+    processes up to `LOCK_SECONDS`, interruptibly.
+    """
 
     engine: Engine = "sqlite"
+    _errors: tuple[type[Exception], ...] = (sqlite3.Error, UnicodeDecodeError, *UNACCEPTABLE)
 
     def __init__(self, path: Path | None, *, synchronous: str, stop: threading.Event | None) -> None:
         super().__init__(f"sqlite:///{path}" if path else "sqlite:///:memory:", stop=stop)
-        self.path = Path(os.path.abspath(path)) if path else None  # a program may change its directory
+        self.path = Path(os.path.abspath(path)) if path else None  # independent of the working directory
         self._target = str(self.path or ":memory:")
         self._synchronous = synchronous
         self._writing = threading.RLock()
-        self._writer: sqlite3.Connection | None = None  # whose transaction is under way
+        self._writer: sqlite3.Connection | None = None  # the connection whose transaction is open
         self.forking = False
         self._file: sqlite_file.OpenFile | None = None
         self._looked_at = 0.0
-        #: Which content of the file is read as it lies there (`OpenFile.version_at_rest`); None: as usual, through its log.
+        #: The version of a file without a log that is read in place (`OpenFile.version_at_rest`). None: opened normally.
         self._at_rest: tuple[int, int] | None = None
         self._watches: WeakSet[Watch] = WeakSet()
         _open_files.add(self)
@@ -63,7 +69,7 @@ class SQLite(Database):
             refuse_newer(self.name, row[0], steps)
             return int(row[0])
 
-        # First without the lock of a writer: a reader of a database in use, or of one it may not write, needs none.
+        # First without the write lock: readers of a busy or read-only database need none.
         if self._ask(found_version) == len(steps):
             return
 
@@ -81,17 +87,16 @@ class SQLite(Database):
         if rows != [("ok",)]:
             raise StoreCorrupt(f"The database {self.path} is damaged: {rows[0][0]}.")
         if self._file is not None:
+            self._wait_for_fork()
             with self._counted():
                 sqlite_file.check_identity(self._file)
 
-    def exists(self) -> bool:
-        return True  # a file that is not there is not opened, and one that is there was checked
-
     def check(self, *, writable: bool) -> None:
-        """Refuse a file that is not a headway database, or beside which lies the -wal of another one."""
+        """Raise unless the file is a Headway database and its -wal belongs to it."""
         if self.path is not None:
             self._file = sqlite_file.OpenFile(self.path)
             sqlite_file.check_header(self._file, writable=writable)
+            self._wait_for_fork()
             with self._counted():
                 sqlite_file.check_identity(self._file)
             self._at_rest = self._file.version_at_rest()
@@ -111,9 +116,9 @@ class SQLite(Database):
         return size
 
     def watch(self) -> Watch:
-        """A way to see that somebody wrote, by a connection of its own; whoever asks for it closes it."""
+        """Return a watch for commits of other connections. The caller closes it."""
         watch = Watch(self)
-        self._watches.add(watch)  # before it opens anything: a fork in between must not overlook it
+        self._watches.add(watch)  # before it opens: a fork in between must see it
         watch.changed()
         return watch
 
@@ -122,19 +127,9 @@ class SQLite(Database):
         if self._file is not None:
             self._file.check_place()
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Around a connection that is not the pool's: a fork waits for its end."""
-        self._wait_for_fork()
-        ticket = self._issue_ticket()
-        try:
-            yield
-        finally:
-            self._tickets.discard(ticket)
-
     def _wait_for_fork(self) -> None:
         while self.forking:
-            time.sleep(0.001)  # for 2 s at the most: see close_before_fork
+            time.sleep(0.001)  # up to 2 s: see close_before_fork
 
     def _open(self) -> sqlite3.Connection:
         connection = None
@@ -151,7 +146,7 @@ class SQLite(Database):
             )
             connection.at_rest = at_rest
             if self.path is not None and at_rest is None:
-                # Set on every connection: the journal mode is kept in the file, the others are not.
+                # The file stores the journal mode. The other settings belong to the connection.
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute(f"PRAGMA synchronous = {self._synchronous}")
                 connection.execute("PRAGMA journal_size_limit = 8388608")
@@ -165,17 +160,19 @@ class SQLite(Database):
 
     def _take(self) -> Any:
         if self.path is None:
-            self._one_at_a_time.acquire()  # an in-memory database *is* its one connection
+            self._one_at_a_time.acquire()  # an in-memory database is its one connection
         try:
             self._leave_inheritance()
             self._wait_for_fork()
             if self._file is not None and (now := time.monotonic()) - self._looked_at > LOOK_SECONDS:
                 self._file.check_place()
                 if self._at_rest is not None:
-                    self._see_whether_it_rests(self._file)
-                elif self._connections:  # else the -wal is none of ours, and whoever uses it may remove it
+                    if (found := self._file.version_at_rest()) != self._at_rest:
+                        self._at_rest = found  # another process wrote by another path to the file
+                        self._drop_idle()
+                elif self._connections:  # without a connection of ours, others may remove the -wal
                     self._file.check_wal()
-                self._looked_at = now  # not before: a look that failed would vouch for whoever asks next
+                self._looked_at = now  # only after success, so that the next caller repeats a failed check
             connection = self._idle_or_new()
             if self._file is not None and self._at_rest is None and not self._file.knows_wal:
                 self._file.check_wal()
@@ -186,7 +183,7 @@ class SQLite(Database):
             raise
 
     def _idle_or_new(self) -> Any:
-        """Where no more files can be opened, one that another thread has is waited for as a lock is: see `_begin`."""
+        """Open a connection. Without free descriptors, wait for another thread's connection like for a lock."""
         deadline = time.monotonic() + LOCK_SECONDS / (STORE.retries + 1)
         while True:
             try:
@@ -196,34 +193,25 @@ class SQLite(Database):
                     raise
             pause(0.01, self.stop)
 
-    def _see_whether_it_rests(self, file: sqlite_file.OpenFile) -> None:
-        """Somebody may write to the file by another way to it: then what is open does not know the new content."""
-        found = file.version_at_rest()
-        if found != self._at_rest:
-            self._at_rest = found
-            idle, self._idle = self._idle, []
-            for connection in idle:
-                self._drop(connection)
-
     def _give(self, connection: Any) -> None:
         super()._give(connection)
         if self.path is None:
             self._one_at_a_time.release()
 
     def one(self, sql: str, parameters: Sequence[Value] = ()) -> Row | None:
-        # Written out: asking whether an item is done takes 10 microseconds, and two context managers as much again.
+        # Inlined: a query by key takes 10 microseconds, and the general path as much again.
         check_query(sql)
         try:
             connection = self._take()
             try:
                 row: Row | None = connection.execute(sql, parameters).fetchone()
                 return row
-            except self._errors() as error:
+            except self._errors as error:
                 raise self._translate(error) from error
             finally:
                 self._give(connection)
         except Transient:
-            return super().one(sql, parameters)  # with its pauses
+            return super().one(sql, parameters)  # with retries
 
     def _tx(self, connection: sqlite3.Connection) -> Tx:
         return Tx("sqlite", connection.execute, connection.executemany)
@@ -238,10 +226,12 @@ class SQLite(Database):
                 self._end_interrupted()
 
     def _end_interrupted(self) -> None:
-        """Close a writer that an exception of a signal handler kept from ending its transaction. Nobody may hold it any
-        more, and still it would live, and lock everybody out: a connection and its statements refer to each other."""
+        """Close a writer whose transaction a signal handler's exception has left open.
+
+        It would stay alive and lock the database: a connection and its statements refer to each other.
+        """
         connection, self._writer = self._writer, None
-        with suppress(sqlite3.ProgrammingError):  # it was closed when it was given back
+        with suppress(sqlite3.ProgrammingError):  # already closed when it was given back
             if connection is not None and connection.in_transaction:
                 self._drop(connection)
 
@@ -250,17 +240,17 @@ class SQLite(Database):
             if self.path is None or self._connections or any(watch.is_open for watch in _all(self._watches)):
                 if self._file is not None:
                     self._file.mark_inherited()
-                self._guard.check()  # its one connection, or one that was in use, belongs to the parent: see below
-            self._writing = threading.RLock()  # a thread of the parent may hold the other one
+                self._guard.check()  # a connection in use belongs to the parent: see below
+            self._writing = threading.RLock()  # a thread of the parent may hold the old one
             self.forking = False
         super()._leave_inheritance()
 
     def close_before_fork(self) -> None:
-        """Close what lies idle, giving other threads a moment to finish.
+        """Close idle connections, and wait up to 2 s for other threads to finish.
 
-        SQLite keeps one book of locks per process and file. A child would inherit the book and not the locks: its new
-        connections would think themselves protected while the parent, on closing, deletes the ``-wal`` they write to.
-        So nothing open may cross a fork; where something does, the child refuses to use the database.
+        SQLite tracks the locks of each file per process. A child would inherit that record but not the locks: the parent,
+        on closing, would delete the ``-wal`` that the child writes to. So no open connection may cross a fork. If one does,
+        the child refuses to use the database.
         """
         deadline = time.monotonic() + 2.0
         self.forking = True
@@ -269,18 +259,18 @@ class SQLite(Database):
             watch.close_before_fork()
         while self.path is not None and self._connections and time.monotonic() < deadline:
             while self._idle:
-                with suppress(IndexError):  # another thread was quicker to take it
+                with suppress(IndexError):  # another thread has taken it
                     self._drop(self._idle.pop())
             if self._connections:
                 if not collected:
-                    gc.collect()  # one that an interrupted call lost is closed by this
+                    gc.collect()  # closes connections that an interrupted call has lost
                     collected = True
                 time.sleep(0.001)
 
     def _begin(self, connection: sqlite3.Connection, *, slow: bool) -> None:
-        self._end_interrupted()  # should the exception have struck where that is done
+        self._end_interrupted()  # an exception may have interrupted the earlier call of it
         self._writer = connection
-        # This try's share of the whole wait; `run` says in the log that it tries again.
+        # This attempt's share of the whole wait. `run` logs and retries.
         deadline = time.monotonic() + LOCK_SECONDS / (STORE.retries + 1)
         while True:
             try:
@@ -291,52 +281,38 @@ class SQLite(Database):
                     raise
             pause(0.001, self.stop)
 
-    def _begin_read(self, connection: sqlite3.Connection) -> None:
-        connection.execute("BEGIN")
-
     def _commit(self, connection: sqlite3.Connection) -> None:
         connection.execute("COMMIT")
-        # Afterwards: a file that is in its place now was in its place when the commit reached it.
+        # Checked afterwards: a file that is in its place now was there when the commit reached it.
         self.check_place()
 
-    def _unanswered(self, connection: sqlite3.Connection) -> None:
-        return None  # COMMIT is a call of a library: it answers, or the process is gone
-
-    def _was_committed(self, transaction: object) -> bool:
-        raise AssertionError("no transaction of SQLite is left unanswered")
-
     def _broken(self, connection: _Connection) -> bool:
-        # A signal handler raised between BEGIN and the end of the call: in the pool it would lock everybody out.
+        # A signal handler may raise between BEGIN and the end of the call. An open transaction would lock the database.
         return connection.in_transaction or connection.at_rest != self._at_rest
 
     def _drop(self, connection: sqlite3.Connection) -> None:
         super()._drop(connection)
         if self._file is not None and not self._connections:
-            self._file.forget_wal()  # whoever closes last removes it
+            self._file.forget_wal()  # the last process to close the database removes it
 
     def _rollback(self, connection: sqlite3.Connection) -> None:
-        if connection.in_transaction:  # SQLITE_FULL and the like have already rolled back by themselves
+        if connection.in_transaction:  # errors like SQLITE_FULL have already rolled back
             connection.execute("ROLLBACK")
-
-    def _errors(self) -> tuple[type[Exception], ...]:
-        return (sqlite3.Error, UnicodeDecodeError, *UNACCEPTABLE)
 
     def _translate(self, error: Exception) -> HeadwayError | Transient:
         if not isinstance(error, sqlite3.Error | UnicodeDecodeError):
             return unacceptable(error)
         if sqlite_file.lacks_descriptors(error):
-            # Another thread gives its connection back, or whatever took the descriptors ends.
             return Transient(StorageError(f"{self.path} cannot be opened: this process has too many open files."))
         found = sqlite_file.translate(error, self.path)
         return Transient(found) if _is_busy(error) else found
 
 
 class Watch:
-    """Says whether somebody wrote, by ``PRAGMA data_version`` on a connection of its own: a commit of any other one changes
-    it, wherever that is.
+    """Detects commits of other connections, in any process, by ``PRAGMA data_version``.
 
-    This connection must not cross a fork either (see `SQLite.close_before_fork`). So it is closed before each, and opened
-    again at the next look; what happened in between is not known, and counts as a change.
+    Its own connection must not cross a fork either (see `SQLite.close_before_fork`). It is closed before each fork and
+    opened again by the next check, which counts the unknown time between as a change.
     """
 
     def __init__(self, database: SQLite) -> None:
@@ -347,17 +323,17 @@ class Watch:
         self._version: int | None = None
 
     def changed(self) -> bool:
-        """Whether somebody may have written since the last look."""
+        """Return whether another connection may have committed since the last call."""
         with self._lock:
             if self._closed or self._database.forking:
                 return False
             if self._connection is None:
-                self._database.check_place()  # SQLite would make a file that is not there
+                self._database.check_place()  # SQLite would create a missing file
                 self._connection, self._version = self._database.own_connection(), None
             try:
                 version = int(self._connection.execute("PRAGMA data_version").fetchone()[0])
             except sqlite3.OperationalError:
-                version = None  # locked for a moment (recovery)
+                version = None  # locked for a moment, such as in recovery
             before, self._version = self._version, version
             return version is None or version != before
 
@@ -370,15 +346,15 @@ class Watch:
         self.close_before_fork()
 
     def close_before_fork(self) -> None:
-        with self._lock:  # for one look at the most: whoever has it must not find its connection closed
+        with self._lock:  # waits for at most one check
             connection, self._connection = self._connection, None
             if connection is not None:
                 connection.close()
 
 
 class _Connection(sqlite3.Connection):
-    ticket: object  # the pool's
-    at_rest: tuple[int, int] | None  # which content it reads
+    ticket: object
+    at_rest: tuple[int, int] | None  # the version that it reads
 
 
 _open_files: WeakSet[SQLite] = WeakSet()
@@ -386,7 +362,7 @@ _open_files: WeakSet[SQLite] = WeakSet()
 
 def _all(those: WeakSet[T]) -> list[T]:
     while True:
-        with suppress(RuntimeError):  # another thread has added one meanwhile
+        with suppress(RuntimeError):  # another thread has added one
             return list(those)
 
 

@@ -1,6 +1,6 @@
-"""An open transaction, and what statements are made of.
+"""An open transaction, and the parts of statements that depend on the engine.
 
-Statements are written once, with ``?`` for parameters and in the dialect both engines share.
+Statements use ``?`` for parameters and the dialect that both engines share.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, Literal, Protocol
 
 Engine = Literal["sqlite", "postgresql"]
 Value = str | int | float | bytes | None
-Row = tuple[Any, ...]  # a column's type is said where it is read
+Row = tuple[Any, ...]  # the reader of a column knows its type
 
-#: Rows that `Tx.insert` puts into one statement; more bring nothing.
+#: Rows per statement of `Tx.insert`. More are not faster.
 ROWS_TOGETHER = 50
 
 #: The database's own clock, seconds since 1970, as an expression of each engine.
@@ -27,7 +27,7 @@ NOW: dict[Engine, str] = {
 
 
 class Cursor(Protocol):
-    """What we use of a DB-API cursor; both drivers have it."""
+    """The part of a DB-API cursor that we use."""
 
     @property
     def rowcount(self) -> int: ...
@@ -64,44 +64,46 @@ class Tx:
         return NOW[self.engine]
 
     def execute(self, sql: str, parameters: Sequence[Value] = ()) -> int:
-        """Run one statement; how many rows it touched."""
+        """Run one statement. Return the number of rows it changed."""
         return self._execute(sql, parameters).rowcount
 
     def executemany(self, sql: str, rows: Iterable[Sequence[Value]]) -> int:
-        """Run one statement for every row; how many rows were touched in all."""
+        """Run one statement for every row of parameters. Return the number of rows changed in all."""
         return self._executemany(sql, rows).rowcount
 
     def insert(self, sql: str, rows: Sequence[Sequence[Value]]) -> int:
-        """Run an INSERT, written for one row, for all of them; how many rows were touched in all.
+        """Run an INSERT that is written for one row for all ``rows``. Return the number of rows changed.
 
-        Many rows share a statement: on SQLite every statement that a constraint may abort first saves the pages it is
-        going to change, which costs more than the row itself.
+        Many rows share a statement: SQLite saves the pages that a statement is going to change if a constraint may abort
+        it, which costs more than the row itself.
         """
         many, count, together = _for_many(sql), 0, len(rows) - len(rows) % ROWS_TOGETHER
         for start in range(0, together, ROWS_TOGETHER):
             values = list(chain.from_iterable(rows[start : start + ROWS_TOGETHER]))
             count += self._execute(many, values).rowcount
         if together == len(rows) - 1:
-            count += self._execute(sql, rows[-1]).rowcount  # psycopg takes twice as long for many, though they are one
+            count += self._execute(sql, rows[-1]).rowcount  # executemany of one row takes psycopg twice as long
         elif together < len(rows):
             count += self._executemany(sql, rows[together:]).rowcount
         return count
 
     def one(self, sql: str, parameters: Sequence[Value] = ()) -> Row | None:
+        """Run a query. Return its first row, or None."""
         return self._execute(sql, parameters).fetchone()
 
     def all(self, sql: str, parameters: Sequence[Value] = ()) -> list[Row]:
+        """Run a query. Return its rows."""
         return self._execute(sql, parameters).fetchall()
 
     def returned(self, sql: str, parameters: Sequence[Value] = ()) -> list[Row]:
-        """Run one statement; the rows it returns, none if it is not one that returns any."""
+        """Run one statement. Return its rows, or an empty list if it returns none."""
         cursor = self._execute(sql, parameters)
-        # For its description psycopg makes an object of every column, which takes longer than a few rows do.
+        # psycopg builds the description from one object per column, which takes longer than a few rows do.
         returns: Any = getattr(cursor, "rownumber", None) if self.engine == "postgresql" else cursor.description
         return cursor.fetchall() if returns is not None else []
 
     def now(self) -> float:
-        """The database's own time, seconds since 1970. Leases are measured by it, never by a client's clock."""
+        """Return the database's time, seconds since 1970. Leases are measured by it, never by a client's clock."""
         row = self.one(f"SELECT {NOW[self.engine]}")
         assert row is not None
         return float(row[0])
@@ -109,30 +111,36 @@ class Tx:
 
 @lru_cache(maxsize=64)
 def _for_many(sql: str) -> str:
-    """``INSERT … VALUES (?, ?) …`` with its row repeated."""
+    """Return ``INSERT … VALUES (?, ?) …`` with its row repeated."""
     head, row, tail = re.split(r"(?<=VALUES )(\([^)]*\))", sql, maxsplit=1)
     return head + ", ".join([row] * ROWS_TOGETHER) + tail
 
 
 def marks(count: int) -> str:
-    """``?,?,?`` for an IN list. For none of them ``NULL``: to neither engine that is a syntax error, and no value is in
-    it. (Nor is one *not* in it: ``NOT IN`` an empty list must be left out by its caller.)"""
+    """Return ``?,?,?`` for an IN list, or ``NULL`` for an empty one, which no value is in.
+
+    No value is *not* in it either: the caller must omit a ``NOT IN`` with an empty list.
+    """
     return ",".join("?" * count) or "NULL"
 
 
 def listed(engine: Engine, values: Sequence[str] | Sequence[int], kind: str = "text") -> tuple[str, str]:
-    """For ``column IN (…)``, a query and its one parameter: of those an engine takes some ten thousand at the most. ``kind``:
-    the column's, of PostgreSQL."""
+    """Return a subquery for ``column IN (…)`` and its one parameter. An engine accepts only some ten thousand parameters.
+
+    ``kind`` is the column's type in PostgreSQL.
+    """
     if engine == "sqlite":
         return "SELECT value FROM json_each(?)", json.dumps(values)
     return f"SELECT unnest(CAST(? AS {kind}[]))", array(values)
 
 
 def array(values: Sequence[str | float | None]) -> str:
-    """An array as PostgreSQL reads it from a text: ``CAST(? AS bigint[])``, ``unnest(CAST(? AS text[]))``. A column of a
-    batch as one parameter costs the server a fraction of what the same rows cost as JSON."""
+    """Encode an array as PostgreSQL parses it from text: ``CAST(? AS bigint[])``, ``unnest(CAST(? AS text[]))``.
+
+    A batch's column as one array costs the server a fraction of the same rows as JSON.
+    """
     kinds = set(map(type, values))
-    # Most columns are of one kind, and then the interpreter's own loop writes them. A subclass is another kind.
+    # Most columns have one type, and map() formats them quickly. A subclass is another type.
     if kinds <= {int} or kinds <= {float}:
         return "{" + ",".join(map(repr, values)) + "}"
     if kinds == {type(None)}:
@@ -143,13 +151,13 @@ def array(values: Sequence[str | float | None]) -> str:
 def _element(value: str | float | None) -> str:
     if value is None:
         return "NULL"
-    # By value: a subclass may write itself in another way (an IntEnum does).
+    # A subclass may have another repr (an IntEnum does).
     if isinstance(value, str):
         return '"' + str.replace(value, "\\", "\\\\").replace('"', '\\"') + '"'
     return int.__repr__(value) if isinstance(value, int) else float.__repr__(value)
 
 
-#: Words that change something. ``FOR UPDATE`` is none of them: it asks for a lock that outlives no single statement.
+#: Keywords of statements that write. ``FOR UPDATE`` only locks, and not beyond its statement.
 _CHANGES = re.compile(
     r"\b(INSERT|(?<!FOR )(?<!FOR NO KEY )UPDATE|DELETE|MERGE|CREATE|ALTER|DROP|TRUNCATE|NOTIFY)\b|pg_notify",
     re.IGNORECASE,
@@ -159,6 +167,6 @@ _TEXT = re.compile(r"'[^']*'|\"[^\"]*\"|--[^\n]*")
 
 @lru_cache(maxsize=512)
 def check_query(sql: str) -> None:
-    """Refuse a statement that writes where only reading is repeated safely. For the programmer who mixes them up."""
+    """Raise `ValueError` for a statement that writes. `Database.one` and `all` may execute a statement twice."""
     if found := _CHANGES.search(_TEXT.sub("", sql)):
         raise ValueError(f"{found[0]} writes: use Database.write or Database.run, not one() or all().")

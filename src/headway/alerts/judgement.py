@@ -118,7 +118,7 @@ class Judgement:
         alert = records.open_alert(self._tx, one, self._rules.limits.get(one.rule) or 0.0, at)
         muted = records.is_muted(self._muted, one.rule, one.subject)
         if not muted:
-            records.tell_opened(self._tx, alert, at)
+            records.publish_opening(self._tx, alert, at)
             alert = alert._replace(published=True)
         self._changes.append(Change("opened", alert, muted))
         return alert
@@ -132,7 +132,7 @@ class Judgement:
         """Alerts that opened under a mute and outlasted it."""
         for key, alert in self._open.items():
             if not alert.published and not records.is_muted(self._muted, *key):
-                records.tell_opened(self._tx, alert, self._now)
+                records.publish_opening(self._tx, alert, self._now)
                 self._open[key] = opened = alert._replace(published=True)
                 self._changes.append(Change("opened", opened, muted=False))
 

@@ -1,13 +1,14 @@
-"""The rows of alerts: one for each from its opening to its closing, with its two events in the same transactions.
+"""The tables of alerts, mutes and rules.
 
-An event's id is made of the database's uuid and the alert's number, so it is the same whoever tells it and however often.
-An alert of a muted rule opens and closes like any other, and no event says so; if it is still open when the mute ends, it
-is told then. What was never told as opened is never told as closed.
+Opening and closing an alert each append an event in the same transaction. Its id contains the database's uuid and the
+alert's number, so a repetition appends the same event.
+
+An alert of a muted rule opens and closes without events. If it is still open at the end of the mute, it is published then.
+An alert that was not published when it opened is not published when it closes.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -17,8 +18,9 @@ from headway._sql import Database, Row, Tx, marks
 from headway.alerts.rules import BY_NAME, RULES, Reading, Severity
 from headway.errors import InvalidInput, NotFound
 from headway.events import Event, append
+from headway.ledger.store.audit import audit
 
-#: The longest mute, seconds: a rule that nobody wants any more is switched off in the settings.
+#: Longest mute in seconds. The settings turn a rule off permanently.
 MOST_MUTED = 366 * 86_400.0
 NAME_LIMIT = 500
 
@@ -28,7 +30,7 @@ _COLUMNS = (
 )
 
 
-#: Of a rule: its name, its limit, the highest value, whose it is, when that was.
+#: The last evaluation of a rule: its name, limit, highest value, the subject of that value, time.
 Note = tuple[str, float | None, float | None, str | None, float]
 
 
@@ -51,7 +53,7 @@ class Alert(NamedTuple):
 
 
 class Mute(NamedTuple):
-    """A rule, or one subject of it, that nobody wants to hear of until then."""
+    """A rule, or one subject of it, whose alerts are not published until a time."""
 
     rule: str
     subject: str
@@ -65,16 +67,18 @@ class Mute(NamedTuple):
 
 
 def open_alerts(tx: Tx) -> list[Alert]:
+    """Return the open alerts, oldest first."""
     return [_alert(row) for row in tx.all(f"SELECT {_COLUMNS} FROM alerts WHERE closed_at IS NULL ORDER BY no")]
 
 
 def closed_alerts(tx: Tx, limit: int) -> list[Alert]:
-    """The latest first."""
+    """Return closed alerts, latest first."""
     sql = f"SELECT {_COLUMNS} FROM alerts WHERE closed_at IS NOT NULL ORDER BY closed_at DESC, no DESC LIMIT ?"
     return [_alert(row) for row in tx.all(sql, (limit,))]
 
 
 def mutes(tx: Tx, now: float) -> list[Mute]:
+    """Return the mutes in force."""
     return [
         Mute(*row)
         for row in tx.all("SELECT rule, subject, until, by, at FROM alert_mutes WHERE until > ? ORDER BY rule, subject", (now,))
@@ -82,13 +86,13 @@ def mutes(tx: Tx, now: float) -> list[Mute]:
 
 
 def notes(tx: Tx) -> dict[str, Note]:
-    """What each rule saw when it was judged last, by its name."""
+    """Return the last evaluation of each rule, by its name."""
     rows = tx.all("SELECT name, threshold, value, subject, checked_at FROM alert_rules")
     return {row[0]: row for row in rows}
 
 
 def had(tx: Tx, rule: str, subjects: Sequence[str]) -> set[str]:
-    """Those of ``subjects`` that the rule has an alert of, open or closed."""
+    """Return those of ``subjects`` for which the rule has an alert, open or closed."""
     found: set[str] = set()
     for start in range(0, len(subjects), 500):
         part = subjects[start : start + 500]
@@ -98,14 +102,16 @@ def had(tx: Tx, rule: str, subjects: Sequence[str]) -> set[str]:
 
 
 def is_muted(muted: Sequence[Mute], rule: str, subject: str) -> bool:
+    """Return whether a mute covers the subject of a rule."""
     return any(mute.rule == rule and mute.subject in ("", subject) for mute in muted)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Changing, under the evaluator's lease
+# Changes by the evaluator, under its lease
 
 
 def open_alert(tx: Tx, reading: Reading, threshold: float, opened_at: float) -> Alert:
+    """Insert an alert. `publish_opening` appends its event."""
     severity = BY_NAME[reading.rule].severity
     row = tx.one(
         "INSERT INTO alerts (rule, subject, severity, text, value, peak, threshold, opened_at) "
@@ -117,34 +123,23 @@ def open_alert(tx: Tx, reading: Reading, threshold: float, opened_at: float) -> 
                  opened_at, None, published=False, acknowledged_by=None, acknowledged_at=None)  # fmt: skip
 
 
-def tell_opened(tx: Tx, alert: Alert, now: float) -> None:
+def publish_opening(tx: Tx, alert: Alert, now: float) -> None:
+    """Append the event of an opened alert."""
     tx.execute("UPDATE alerts SET published = 1 WHERE no = ?", (alert.no,))
-    event = _event(
-        tx,
-        alert,
-        type="alert.opened",
-        now=now,
-        more={},
-    )
-    append(tx, event)
+    append(tx, _event(tx, alert, type="alert.opened", now=now, more={}))
 
 
 def close_alert(tx: Tx, alert: Alert, now: float) -> None:
-    now = max(now, alert.opened_at)  # a clock that was set back ends nothing before it began
+    """Close an alert, and append its event if its opening was published."""
+    now = max(now, alert.opened_at)  # the clock may have been set back
     tx.execute("UPDATE alerts SET closed_at = ? WHERE no = ?", (now, alert.no))
     if alert.published:
         more: dict[str, str | float] = {"closed_at": _iso(now), "seconds": round(now - alert.opened_at, 3)}
-        event = _event(
-            tx,
-            alert,
-            type="alert.closed",
-            now=now,
-            more=more,
-        )
-        append(tx, event)
+        append(tx, _event(tx, alert, type="alert.closed", now=now, more=more))
 
 
 def update_values(tx: Tx, changes: Sequence[tuple[Alert, Reading]]) -> None:
+    """Store the current readings of open alerts."""
     if changes:
         tx.executemany(
             "UPDATE alerts SET text = ?, value = ?, peak = CASE WHEN peak < ? THEN ? ELSE peak END WHERE no = ?",
@@ -153,7 +148,7 @@ def update_values(tx: Tx, changes: Sequence[tuple[Alert, Reading]]) -> None:
 
 
 def write_rules(tx: Tx, notes: Sequence[Note]) -> None:
-    """What each rule saw that was judged."""
+    """Store the evaluation of each rule."""
     tx.insert(
         "INSERT INTO alert_rules (name, threshold, value, subject, checked_at) VALUES (?, ?, ?, ?, ?) "
         "ON CONFLICT (name) DO UPDATE SET threshold = excluded.threshold, value = excluded.value, "
@@ -163,7 +158,7 @@ def write_rules(tx: Tx, notes: Sequence[Note]) -> None:
 
 
 def hold_mark(tx: Tx, rule: str, since: float) -> None:
-    """The rule has not seen everything: the next look begins where this one did, ``since`` if it was the first."""
+    """Keep the time of a rule's last evaluation, because this one was incomplete. ``since`` is used if it was the first."""
     tx.execute(
         "INSERT INTO alert_rules (name, checked_at) VALUES (?, ?) ON CONFLICT (name) DO NOTHING",
         (rule, since),
@@ -171,28 +166,27 @@ def hold_mark(tx: Tx, rule: str, since: float) -> None:
 
 
 def purge(tx: Tx, before: float) -> int:
-    """Delete alerts that were closed before then; how many."""
+    """Delete alerts that were closed before ``before``. Return how many."""
     tx.execute("DELETE FROM alert_mutes WHERE until < ?", (before,))
     return tx.execute("DELETE FROM alerts WHERE closed_at < ?", (before,))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Changing, by a person
+# Changes by users
 
 
 def acknowledge(database: Database, no: int, *, by: str, reason: str = "") -> Alert:
-    """Somebody knows of it and sees to it. Acknowledged again, it stays with who was first."""
+    """Mark an open alert as being handled by ``by``. A repeated call keeps the first user."""
     who = _name(by)
 
     def work(tx: Tx) -> Alert:
-        row = (
-            tx.one(f"SELECT {_COLUMNS} FROM alerts WHERE no = ?{_LOCKED[tx.engine]}", (no,)) if 0 < no < 2**63 else None
-        )
+        sql = f"SELECT {_COLUMNS} FROM alerts WHERE no = ?{tx.for_update}"
+        row = tx.one(sql, (no,)) if 0 < no < 2**63 else None
         if row is None:
             raise NotFound(f"There is no alert {no}.", hint="See them all: headway alerts")
         alert = _alert(row)
         if alert.closed_at is not None:
-            raise InvalidInput(f"Alert {no} is closed already.", hint="See what is open: headway alerts")
+            raise InvalidInput(f"Alert {no} is already closed.", hint="List the open ones: headway alerts")
         if alert.acknowledged_by is not None:
             return alert
         now = tx.now()
@@ -205,12 +199,12 @@ def acknowledge(database: Database, no: int, *, by: str, reason: str = "") -> Al
 
 
 def mute(database: Database, rule: str, *, seconds: float, by: str, subject: str = "", reason: str = "") -> Mute:
-    """Tell nothing of a rule, or of one subject of it, for so long. Said again, the newer word counts."""
+    """Publish no alerts of a rule, or of one subject of it, for ``seconds``. Replaces an earlier mute."""
     known, who = _rule(rule), _name(by)
     if not (math.isfinite(seconds) and 0 < seconds <= MOST_MUTED):
         raise InvalidInput(
-            f"A mute lasts for more than 0 s and at most {MOST_MUTED / 86_400:.0f} days, not {seconds!s:.40} s.",
-            hint=f'Switch a rule off for good: alert_{known} = "off" in headway.toml',
+            f"A mute must last more than 0 s and at most {MOST_MUTED / 86_400:.0f} days (got {seconds!s:.40} s).",
+            hint=f'Turn a rule off permanently: alert_{known} = "off" in headway.toml',
         )  # fmt: skip
     about = _name(subject, "The subject") if subject else ""
 
@@ -229,7 +223,7 @@ def mute(database: Database, rule: str, *, seconds: float, by: str, subject: str
 
 
 def unmute(database: Database, rule: str, *, by: str, subject: str = "", reason: str = "") -> bool:
-    """Whether it had been muted. What opened meanwhile and is still open is told by the next evaluation."""
+    """End a mute. Return whether there was one. The next evaluation publishes the alerts that are still open."""
     known, who = _rule(rule), _name(by)
 
     def work(tx: Tx) -> bool:
@@ -254,39 +248,34 @@ def _alert(row: Row) -> Alert:
 
 def _rule(name: str) -> str:
     if name not in BY_NAME:
-        raise NotFound(f"There is no rule {name!s:.80}.", hint=f"There are: {', '.join(rule.name for rule in RULES)}")
+        raise NotFound(f"There is no rule {name!s:.80}.", hint=f"Use one of: {', '.join(rule.name for rule in RULES)}")
     return name
 
 
-def _name(text: str, what: str = "Who does it") -> str:
+def _name(text: str, what: str = "The user") -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidInput(f"{what} is no valid text.") from error
+        raise InvalidInput(f"{what} contains a lone surrogate.") from error
     if not text.strip() or len(text) > NAME_LIMIT or "\0" in text:
-        raise InvalidInput(f"{what} is to be said in 1 to {NAME_LIMIT} characters.")
+        raise InvalidInput(f"{what} must have 1 to {NAME_LIMIT} characters without NUL.")
     return text
 
 
 def _audit(tx: Tx, now: float, by: str, action: str, detail: Mapping[str, object], reason: str) -> None:
-    if reason:
-        detail = {**detail, "reason": reason}
-    tx.execute(
-        "INSERT INTO audit (at, actor, action, job, detail) VALUES (?, ?, ?, '', ?)",
-        (now, by, action, json.dumps(detail, ensure_ascii=False)),
-    )
+    audit(tx, now, by, action, "", {**detail, "reason": reason} if reason else detail)
 
 
 def _event(tx: Tx, alert: Alert, *, type: str, now: float, more: Mapping[str, str | float]) -> Event:
     row = tx.one("SELECT value FROM meta WHERE name = 'database'")
     assert row is not None
     return Event(
-        # With the moment: a database restored from a copy gives its numbers again.
+        # With the time: a database restored from a copy assigns its numbers again.
         id=f"{row[0]}-{type}-{alert.no}-{round(alert.opened_at * 1000)}",
         type=type,
         at=datetime.fromtimestamp(now, UTC),
         source="headway.alerts",
-        job=f"alerts/{alert.rule}",  # no job can have this id: no sink of one job hears it
+        job=f"alerts/{alert.rule}",  # not a valid job id, so no sink of one job receives it
         version=1 if type == "alert.opened" else 2,
         data={
             "alert": alert.no, "rule": alert.rule, "subject": alert.subject, "severity": alert.severity,
