@@ -118,7 +118,7 @@ def test_options_in_the_environment_are_given_to_the_server_unless_the_address_h
 def test_a_value_that_no_index_holds_is_refused_as_such_and_not_taken_for_a_server_that_is_away(postgres_url: str):
     letters = random.Random(4)  # not one after another: PostgreSQL would make that small enough
     name = "".join(chr(letters.randrange(0x10000, 0x20000)) for _ in range(3_000))
-    with connect(postgres_url) as database, pytest.raises(InvalidInput, match="cannot be kept"):
+    with connect(postgres_url) as database, pytest.raises(InvalidInput, match="cannot be stored"):
         database.write("INSERT INTO meta VALUES (?, '')", (name,))
 
 
@@ -173,7 +173,7 @@ def test_a_server_that_lets_nobody_end_a_transaction_leaves_the_outcome_unknown_
             eventually(lambda: tx.one(waiting, (somebody.info.backend_pid,)), 30)
             proxy.lose_commits("request")
 
-        with pytest.raises(Unavailable, match="is not known"):
+        with pytest.raises(Unavailable, match="outcome is unknown"):
             database.run(work)
         locking.join(30)
         somebody.rollback()
@@ -280,7 +280,7 @@ def test_an_index_that_cannot_be_built_now_is_built_later_and_nobody_waits_for_i
             connect(postgres_url).close()
             writer.execute("DELETE FROM progress")
             assert "idx_late" not in indexes(postgres_url)
-            assert any("not built yet" in record.getMessage() for record in caplog.records)
+            assert any("could not be built" in record.getMessage() for record in caplog.records)
         connect(postgres_url).close()
         assert "idx_late" in indexes(postgres_url)
         assert writer.execute("SELECT 1 FROM meta WHERE name = 'indexes'").fetchone() is None

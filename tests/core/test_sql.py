@@ -511,7 +511,7 @@ def test_a_directory_that_appears_later_is_waited_for(tmp_path: Path, caplog: py
     path = tmp_path / "mount" / "a.db"
 
     def appear() -> None:
-        eventually(lambda: "not there yet" in caplog.text, 20)
+        eventually(lambda: "does not exist yet" in caplog.text, 20)
         path.parent.mkdir()
 
     thread = threading.Thread(target=appear)
@@ -529,7 +529,7 @@ def test_a_directory_that_never_appears_is_an_error_after_growing_pauses(
     with pytest.raises(StorageError, match="does not exist") as caught:
         connect(sqlite_url(tmp_path / "nowhere" / "a.db"))
     assert str(tmp_path / "nowhere") in str(caught.value)
-    moments = [record.created for record in caplog.records if "not there yet" in record.message]
+    moments = [record.created for record in caplog.records if "does not exist yet" in record.message]
     pauses = [after - before for before, after in pairwise(moments)]
     assert len(pauses) == 4
     for number, pause in enumerate(pauses):

@@ -180,7 +180,7 @@ def test_a_commit_that_is_never_answered_ends_in_unavailable(postgres_url: str, 
             os.kill(row[0], signal.SIGSTOP)
 
         try:
-            with pytest.raises(Unavailable, match="still under way"):
+            with pytest.raises(Unavailable, match="has not ended the last transaction"):
                 database.run(work)
         finally:
             os.kill(pids[0], signal.SIGCONT)

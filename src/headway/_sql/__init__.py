@@ -72,7 +72,9 @@ def _sqlite(url: str, *, create: bool, stop: threading.Event | None) -> Database
     options = parse_qs(_split(url).query, keep_blank_values=True)
     synchronous = options.pop("synchronous", ["full"])[-1].upper()
     if synchronous not in ("FULL", "NORMAL"):
-        raise InvalidInput(f"synchronous must be full or normal (got {synchronous.lower()}).")
+        raise InvalidInput(
+            f"synchronous must be full or normal (got {synchronous.lower()}).", hint="Leave it out to use full."
+        )
     if options:
         raise InvalidInput(f"Unknown SQLite option {next(iter(options))!r}.", hint="The only option is synchronous.")
     path = sqlite_path(url)

@@ -1,10 +1,10 @@
-"""Alerts: what needs somebody, told once when it begins and once when it is over.
+"""Alerts: problems that need a person, published once when they open and once when they close.
 
-rules       what is watched, and from which value on
-readings    what the rules see: counters that others keep
-judgement   which alerts open and close: hysteresis, mutes, timers
-records     the rows, their events, and what people do with them
-evaluator   `Evaluator`: a round every few seconds, by one process of a deployment
+rules       the rules and their limits
+readings    the current values, read from counters of the other packages
+judgement   opening and closing alerts: hysteresis, mutes, timers
+records     the tables, their events, and the changes by users
+evaluator   `Evaluator`: evaluates the rules every few seconds, in one process of a deployment
 """
 
 from headway.alerts.evaluator import Evaluator

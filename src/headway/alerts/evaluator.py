@@ -1,12 +1,11 @@
-"""The evaluator: judges the rules every few seconds. One is active in a whole deployment, under a lease.
+"""The evaluator: evaluates the rules every few seconds. A lease ensures that a deployment has one active evaluator.
 
-A round first looks, outside any transaction that writes. Then one transaction prolongs the lease, compares what was seen with
-the alerts that are open, and writes every opening and closing with its event, every timer, and what each rule saw. So a kill
-between any two lines leaves the round before or the round after, and nothing between. The transaction shows the lease's
-token: an evaluator that was stopped for a while and replaced writes nothing more. Two that believe themselves active would
-still tell once, for a subject has one open alert by a unique index.
+A round first reads, outside any transaction that writes. Then one transaction renews the lease, compares the readings with
+the open alerts, and writes all changes, events, timers and evaluations. So a kill leaves either all of a round or nothing.
+The transaction checks the lease's token: an evaluator that was suspended and replaced writes nothing. Even two active
+evaluators would publish an alert once, because a unique index allows one open alert per subject.
 
-While the store is away, the log of this process says so. When it is back, the alert ``store_away`` says from when to when.
+While the store is unreachable, this process logs that. Afterwards the alert ``store_away`` states the time.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ log = Log("alerts")
 
 #: Seconds between two rounds.
 INTERVAL = 10.0
-#: A killed evaluator is replaced after so long; on the same machine at once.
+#: Seconds after which a killed evaluator is replaced. On the same machine it is replaced at once.
 LEASE = 30.0
 LEASE_NAME = "alerts"
 PURGE_SECONDS = 3600.0
@@ -45,9 +44,9 @@ _AWAY = RetryPolicy(retries=0, base=1.0, cap=30.0, jitter=0.2)
 
 
 class Evaluator:
-    """See the module. `tick` is one round.
+    """Evaluates the rules. `tick` is one round, `run` is the loop.
 
-    ``clock`` measures how long the store takes and is away; what is judged is judged by the database's clock.
+    ``clock`` measures latency and outages of the store. The rules use the database's clock.
     """
 
     def __init__(
@@ -62,10 +61,10 @@ class Evaluator:
         self._rules: Callable[[], Rules] = (lambda: rules) if isinstance(rules, Rules) else rules
         self._leases = SqlLeases()
         self._lease: Lease | None = None
-        self._took: float | None = None  # seconds of the last round's transaction
-        self._away_since: float | None = None  # when the first of the rounds began that did not reach the database
+        self._took: float | None = None  # duration of the last transaction
+        self._away_since: float | None = None  # start of the first round without the database
         self._redis: Redis | None = None
-        self._redis_url: str | None = None  # of the last round
+        self._redis_url: str | None = None  # in the last round
         self._redis_away_since: float | None = None
         self._purged_at: float | None = None
         self._pid = os.getpid()
@@ -76,28 +75,28 @@ class Evaluator:
         return self._lease is not None
 
     def run(self, stop: threading.Event) -> None:
-        """Rounds until ``stop``; a failed one is said in the log and tried again."""
+        """Run rounds until ``stop`` is set. A failed round is logged and repeated."""
         failures, delay = 0, 0.0
         while not stop.wait(delay):
             try:
                 delay, failures = self.tick(), 0
-            except Exception as error:  # noqa: BLE001 - an evaluator that ended would be missed only when it is needed
+            except Exception as error:  # noqa: BLE001 - the loop must survive any error
                 failures += 1
                 delay = _AWAY.delay(failures)
-                log.warning(
-                    "the alerts cannot be judged; it is tried again", attempt=failures, error=describe(error).text
-                )
+                log.warning("the alerts could not be evaluated; retrying", attempt=failures, error=describe(error).text)
         self.close()
 
     def tick(self, *, at: float | None = None) -> float:
-        """One round, if this is the active evaluator; seconds until the next. ``at`` is the moment to judge by instead of
-        the database's."""
+        """Run one round if this is the active evaluator. Return the seconds until the next.
+
+        ``at`` replaces the database's time.
+        """
         self._mind_fork()
         rules, began = self._rules(), self._clock()
         if rules.redis != self._redis_url:
             self._leave_redis()
             self._redis_url, self._redis_away_since = rules.redis, None
-        if rules.redis is None:  # nothing to judge, which is neither well nor unknown
+        if rules.redis is None:  # no Redis to check
             rules = replace(rules, limits={**rules.limits, "redis_memory": None})
         try:
             changes = self._round(rules, at)
@@ -107,20 +106,20 @@ class Evaluator:
             raise
         self._away_since = None
         for change in changes:
-            self._say(change)
+            self._report(change)
         if self._lease is not None:
             self._purge(rules, at)
         return INTERVAL
 
     def close(self) -> None:
-        """Give the lease back, so that another need not wait for its end."""
+        """Release the lease, so that another evaluator can acquire it at once."""
         self._mind_fork()
         lease, self._lease = self._lease, None
         if lease is not None:
             try:
                 self._database.run(lambda tx: self._leases.release(tx, lease), operation="alerts.release")
-            except HeadwayError as error:  # it lapses by itself
-                log.warning("the lease of the alerts could not be given back", error=str(error))
+            except HeadwayError as error:  # it expires
+                log.warning("the lease of the alerts could not be released", error=str(error))
         self._leave_redis()
 
     def _leave_redis(self) -> None:
@@ -136,13 +135,13 @@ class Evaluator:
         lease = self._lease
         assert lease is not None
         rows = fetch(self._database, rules, at)
-        rows.others = self._look_elsewhere(rules)
+        rows.others = self._measure(rules)
         seen = judge(rows, rules)
         away = self._clock() - self._away_since if self._away_since is not None else 0.0
 
         def work(tx: Tx) -> list[Change]:
             self._leases.renew(tx, lease)
-            # Nobody may want these jobs: then it is here that one whose process died is found in time.
+            # Without a waiting process, only this call notices a lease that ends too late after the clock was set back.
             shorten(tx, "jobs", "finished_at IS NULL")
             return Judgement(tx, rules, rows.now).write(seen, away)
 
@@ -150,18 +149,18 @@ class Evaluator:
         try:
             changes = self._database.run(work, operation="alerts")
         except (StaleClaim, NotFound):
-            self._lease = None  # somebody else judges now, or the database was put back to before anybody did
+            self._lease = None  # another evaluator is active, or the database was restored to an earlier moment
             return []
         self._took = self._clock() - began
         return changes
 
     def _mind_fork(self) -> None:
-        """In a forked child the lease and the connection are the parent's: neither used nor given back here."""
+        """Drop the lease and the connection in a forked child: they belong to the parent."""
         if self._pid != os.getpid():
             self._pid, self._lease, self._redis = os.getpid(), None, None
 
     def _acquire(self) -> bool:
-        owner = Owner.current()  # outside the transaction: repeated, it is the same acquisition
+        owner = Owner.current()  # outside the transaction, so that a repetition is the same acquisition
         found = self._database.run(
             lambda tx: self._leases.acquire(tx, LEASE_NAME, owner, LEASE), operation="alerts.acquire"
         )
@@ -171,8 +170,8 @@ class Evaluator:
         log.info("this is the active evaluator of the alerts")
         return True
 
-    def _look_elsewhere(self, rules: Rules) -> dict[str, list[Reading]]:
-        """What is not read from the database: how long it takes, and Redis. What is not known is left out."""
+    def _measure(self, rules: Rules) -> dict[str, list[Reading]]:
+        """Return the readings of the database's latency and of Redis. Rules without a known value are missing."""
         found: dict[str, list[Reading]] = {"store_away": []}
         if self._took is not None:
             text = f"A small transaction of the database took {duration(self._took)}."
@@ -187,9 +186,9 @@ class Evaluator:
             if self._redis_away_since is None:
                 self._redis_away_since = began
             away = self._clock() - self._redis_away_since
-            text = f"Redis has been out of reach for {duration(away)}: {error}"
+            text = f"Redis has been unreachable for {duration(away)}: {error}"
             found["store_away"] = [reading(rules, "store_away", "redis", away, text, at_once=True)]
-            log.warning("Redis cannot be asked for its memory", error=str(error))
+            log.warning("Redis did not report its memory", error=str(error))
             return found
         self._redis_away_since = None
         known = share is not None and rules.limits.get("redis_memory") is not None
@@ -198,7 +197,7 @@ class Evaluator:
         return found
 
     def _redis_share(self, rules: Rules) -> float | None:
-        """Of the memory it may use; None where nobody said how much that is. Ends within the limits of `connect`."""
+        """Return the used share of Redis's memory limit, or None without a limit."""
         from headway import _redis
 
         assert self._redis_url is not None
@@ -219,12 +218,13 @@ class Evaluator:
                 lambda tx: records.purge(tx, (tx.now() if at is None else at) - rules.kept), operation="alerts.purge"
             )
 
-    def _say(self, change: Change) -> None:
+    def _report(self, change: Change) -> None:
+        """Count and log a change, and pass it to `on_change`."""
         metrics.count("headway_alerts", rule=change.alert.rule, change=change.change)
         say = log.warning if change.change == "opened" and not change.muted else log.info
         say(f"alert {change.change}: {change.alert.text}", key=f"{change.alert.rule} {change.alert.no}")
         if self._on_change is not None:
             try:
                 self._on_change(change)
-            except Exception as error:  # noqa: BLE001 - the change is written; who listens has a fault of its own
-                log.error("who was to hear of an alert failed", error=describe(error).text)  # noqa: TRY400
+            except Exception as error:  # noqa: BLE001 - the change is committed; the callback's error must not stop the loop
+                log.error("the callback for alerts failed", error=describe(error).text)  # noqa: TRY400

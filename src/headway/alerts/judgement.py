@@ -1,7 +1,7 @@
-"""What a round makes of what was seen: which alerts open and close, and which timers go on.
+"""Opens and closes alerts by the readings of a round.
 
-Everything is decided by the rows and the readings, inside the caller's transaction: repeated because it was busy or because
-another evaluator takes over, it decides the same.
+All decisions depend only on rows and readings, inside the caller's transaction. A repetition of the transaction, also by
+another evaluator, decides the same.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from headway._sql import Tx
 from headway.alerts import records
-from headway.alerts.readings import said
+from headway.alerts.readings import shown
 from headway.alerts.records import Alert
 from headway.alerts.rules import Reading, Rules
 from headway.core.text import duration
@@ -19,9 +19,9 @@ from headway.telemetry import Log
 
 log = Log("alerts")
 
-#: A timer that nobody looked at for longer begins anew: what happened meanwhile is not known.
+#: Seconds without a reading after which a timer restarts, because the value in between is unknown.
 GAP = 60.0
-#: Alerts that one round opens; the others follow in the next.
+#: Maximum alerts that one round opens. The others follow in the next round.
 OPENINGS = 100
 
 _Key = tuple[str, str]  # rule, subject
@@ -36,7 +36,7 @@ class Change(NamedTuple):
 
 
 class Judgement:
-    """One round's transaction."""
+    """The decisions of one round, in its transaction."""
 
     def __init__(self, tx: Tx, rules: Rules, now: float) -> None:
         self._tx, self._rules, self._now = tx, rules, now
@@ -46,15 +46,18 @@ class Judgement:
             (rule, subject): (since, seen_at)
             for rule, subject, since, seen_at in tx.all("SELECT rule, subject, since, seen_at FROM alert_timers")
         }
-        self._running: dict[_Key, float] = {}  # timers that go on: since when
+        self._running: dict[_Key, float] = {}  # the timers that continue, with their start
         self._openings = 0
-        self._left = 0  # alerts that wait for the next round
+        self._left = 0  # alerts deferred to the next round
         self._changes: list[Change] = []
 
     def write(self, seen: Mapping[str, Sequence[Reading]], away: float) -> list[Change]:
-        """``seen``: by the name of the rule; one that could not be judged is missing and stays as it is. ``away``: for how
-        many seconds the database had been out of reach before this round."""
-        self._tell_unmuted()
+        """Write the round's changes, and return them.
+
+        ``seen`` has the readings by rule. Alerts of a missing rule are left unchanged. ``away`` is the time in seconds that
+        the database was unreachable before this round.
+        """
+        self._publish_unmuted()
         self._was_away(away)
         current: list[tuple[Alert, Reading]] = []
         notes: list[records.Note] = []
@@ -69,7 +72,7 @@ class Judgement:
             for one in self._news(found) if rule == "new_cause" else found:
                 if one.above and (rule, one.subject) not in self._open:
                     self._perhaps_open(one)
-            if rule == "new_cause" and self._left > left:  # those that were left are looked at again
+            if rule == "new_cause" and self._left > left:  # the deferred ones are read again
                 records.hold_mark(self._tx, rule, self._now - (self._rules.limits.get(rule) or 0.0))
             else:
                 notes.append(self._note(rule, found))
@@ -77,11 +80,11 @@ class Judgement:
         records.write_rules(self._tx, notes)
         self._write_timers(seen)
         if self._left:
-            log.warning("more alerts are to be opened than one round opens; the others follow", count=self._left)
+            log.warning("too many alerts for one round; the others open in the next", count=self._left)
         return self._changes
 
     def _news(self, found: Sequence[Reading]) -> list[Reading]:
-        """Causes that were never told: each is told once."""
+        """Return the causes that have had no alert. Each cause has at most one."""
         known = records.had(self._tx, "new_cause", [one.subject for one in found])
         return [one for one in found if one.subject not in known]
 
@@ -97,9 +100,9 @@ class Judgement:
             self._opened(one, self._now)
 
     def _perhaps_close(self, alert: Alert, one: Reading | None) -> None:
-        """Its value is low, or it has none any more."""
+        """Close an alert if its value has been low, or missing, for long enough."""
         key = (alert.rule, alert.subject)
-        if alert.rule == "new_cause":  # news for a while, then no more
+        if alert.rule == "new_cause":  # closes after a fixed time
             if self._now - alert.opened_at >= (self._rules.limits.get("new_cause") or 0.0):
                 self._closed(alert)
         elif one is None or one.above is False:
@@ -110,7 +113,7 @@ class Judgement:
                 self._closed(alert)
 
     def _since(self, key: _Key) -> float:
-        """Since when it stands so: from now on, unless it was seen so all the time."""
+        """Return the start of a timer: now, unless it has run without a gap."""
         since, seen_at = self._timers.get(key, (self._now, self._now))
         return since if since <= seen_at <= self._now <= seen_at + GAP else self._now
 
@@ -128,8 +131,8 @@ class Judgement:
         self._open.pop((alert.rule, alert.subject), None)
         self._changes.append(Change("closed", alert._replace(closed_at=self._now), not alert.published))
 
-    def _tell_unmuted(self) -> None:
-        """Alerts that opened under a mute and outlasted it."""
+    def _publish_unmuted(self) -> None:
+        """Publish open alerts whose mute has ended."""
         for key, alert in self._open.items():
             if not alert.published and not records.is_muted(self._muted, *key):
                 records.publish_opening(self._tx, alert, self._now)
@@ -137,8 +140,11 @@ class Judgement:
                 self._changes.append(Change("opened", opened, muted=False))
 
     def _was_away(self, seconds: float) -> None:
-        """The database is back: an alert that opened and closed while nobody could write it. Where another evaluator judged
-        meanwhile, or told it already, only we were cut off: so it was away for no longer than since the last round."""
+        """Record an alert for the time in which the database was unreachable.
+
+        If another evaluator wrote meanwhile, only this process was cut off. So the time counts from the last round at the
+        earliest.
+        """
         limit = self._rules.limits.get("store_away")
         if limit is None or seconds < limit:
             return
@@ -146,9 +152,7 @@ class Judgement:
         if last is not None and last[0] is not None and last[0] <= self._now:
             seconds = min(seconds, self._now - last[0])
         if seconds >= limit:
-            text = said(
-                f"The database was out of reach for {duration(seconds)}; what happened meanwhile was not judged."
-            )
+            text = shown(f"The database was unreachable for {duration(seconds)}. No rules were evaluated meanwhile.")
             one = Reading("store_away", "database", seconds, text, above=True)
             self._closed(self._opened(one, self._now - seconds))
 

@@ -1,7 +1,7 @@
-"""What the rules see: one short look at counters that others keep, never at items.
+"""The current values of the rules, read from counters and never from items.
 
-`fetch` reads rows, in one consistent moment and by few statements whose cost does not grow with items or finished tasks.
-Everything after it is a function of those rows: a row that one rule cannot make sense of costs that rule, and no other.
+`fetch` reads one consistent snapshot, in a few statements whose cost does not grow with items or finished tasks. The rules
+are functions of that snapshot: a malformed row disables the rule that reads it, and no other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hashlib import sha256
 from math import ceil
 
 from headway._lease import has_ended, read_owner
-from headway._sql import Database, Row
+from headway._sql import Database, Row, Tx
 from headway.alerts.lost_workers import departures
 from headway.alerts.rules import Reading, Rules
 from headway.core.text import cut, duration, plural, printable
@@ -22,14 +22,14 @@ from headway.telemetry import Log, redact
 log = Log("alerts")
 
 QUEUES = ("urgent", "high", "normal", "low")
-#: A cause may be committed this much later than it was first seen, by a clock this much behind.
+#: Seconds by which the commit of a cause may follow its ``first_seen``.
 CAUSE_MARGIN = 300.0
 TEXT_LIMIT = 500
 
 
 @dataclass(slots=True)
 class Rows:
-    """What `fetch` read, at ``now`` by the database's clock."""
+    """The snapshot of `fetch`, at ``now`` by the database's clock."""
 
     now: float
     workers: list[Row]
@@ -40,98 +40,114 @@ class Rows:
     jobs: list[Row]
     causes: list[Row]
     sinks: list[Row]
-    #: What does not come from the database: name of the rule -> its readings. A rule that is missing here was not judged.
+    #: Readings by rule that do not come from the database. A missing rule has no known value.
     others: dict[str, list[Reading]] = field(default_factory=dict)
 
 
 def fetch(database: Database, rules: Rules, at: float | None) -> Rows:
-    """``at`` is the moment to judge by instead of the database's."""
-    backlog = int(rules.limits.get("backlog") or 0) or 10_000
+    """Read the snapshot. ``at`` replaces the database's time."""
     with database.read() as tx:
         now = tx.now() if at is None else at
-        looked = tx.one("SELECT checked_at FROM alert_rules WHERE name = 'new_cause'")
-        since = now - (rules.limits.get("new_cause") or 0.0) if looked is None else min(now, looked[0])
         window = int((now - rules.failure_window) // 60)
         return Rows(
             now=now,
             workers=tx.all(
                 "SELECT name, owner, queues, state, wanted, task, started_at, seen_at, ended_at, kinds FROM task_workers"
             ),
-            # In the order of service and no further than the limit: a queue of millions costs no more than one of that size.
-            waiting=tx.all(
-                " UNION ALL ".join(
-                    f"SELECT '{queue}', count(*), min(run_at) FROM (SELECT run_at FROM tasks WHERE status = 'QUEUED' "
-                    f"AND ready = 1 AND place = {place} ORDER BY place, turn, no LIMIT {backlog}) q{place}"
-                    for place, queue in enumerate(QUEUES)
-                )
-            ),
+            waiting=_waiting(tx, int(rules.limits.get("backlog") or 0) or 10_000),
             kinds=waiting_kinds(tx),
-            paused=tx.all("SELECT name FROM task_queues WHERE paused = 1 AND (paused_until IS NULL OR paused_until > ?)",
-                          (now,)),
+            paused=tx.all(
+                "SELECT name FROM task_queues WHERE paused = 1 AND (paused_until IS NULL OR paused_until > ?)", (now,)
+            ),
             task_runs=tx.all(
                 "SELECT kind, sum(completed), sum(failures) FROM task_minutes WHERE minute > ? GROUP BY kind", (window,)
             ),
-            # The current minute of a job is in its own row.
-            jobs=tx.all(
-                "SELECT j.id, j.finished_at, j.updated_at, j.holder, j.lease_until, "
-                "coalesce(m.done, 0) + CASE WHEN j.minute > ? THEN j.minute_done ELSE 0 END, "
-                "coalesce(m.failed, 0) + CASE WHEN j.minute > ? THEN j.minute_failed ELSE 0 END, "
-                "EXISTS (SELECT 1 FROM controls c WHERE c.job = j.no AND c.paused = 1 "
-                "AND c.run = (SELECT max(r.no) FROM runs r WHERE r.job = j.no)) "
-                "FROM jobs j LEFT JOIN (SELECT job, sum(done) AS done, sum(failed) AS failed FROM minutes "
-                "WHERE minute > ? AND job IN (SELECT no FROM jobs WHERE updated_at > ?) GROUP BY job) m ON m.job = j.no "
-                "WHERE j.archived = 0 AND (j.finished_at IS NULL OR j.updated_at > ?)",
-                (window, window, window, window * 60.0, window * 60.0),
-            ),
-            causes=tx.all(
-                "SELECT 'job', j.id, j.function, c.type, c.message, c.frame FROM causes c JOIN jobs j ON j.no = c.job "
-                "WHERE c.first_seen > ? UNION ALL "
-                "SELECT 'task', kind, kind, type, message, frame FROM task_causes WHERE first_seen > ?",
-                (since - CAUSE_MARGIN, since - CAUSE_MARGIN),
-            ),
-            # Sinks of one job are served by that job's process.
+            jobs=_jobs(tx, window),
+            causes=_new_causes(tx, rules, now),
+            # The process of a job serves that job's own sinks.
             sinks=tx.all(
                 "SELECT s.name, (SELECT o.at FROM outbox o WHERE o.seq > s.since AND NOT EXISTS "
                 "(SELECT 1 FROM deliveries d WHERE d.sink = s.name AND d.seq = o.seq) ORDER BY o.seq LIMIT 1) "
                 "FROM sinks s WHERE s.job IS NULL"
             ),
-        )  # fmt: skip
+        )
+
+
+def _waiting(tx: Tx, most: int) -> list[Row]:
+    """Return (queue, waiting tasks, oldest). Counting stops at ``most`` tasks, so a longer queue costs no more."""
+    return tx.all(
+        " UNION ALL ".join(
+            f"SELECT '{queue}', count(*), min(run_at) FROM (SELECT run_at FROM tasks WHERE status = 'QUEUED' "
+            f"AND ready = 1 AND place = {place} ORDER BY place, turn, no LIMIT {most}) q{place}"
+            for place, queue in enumerate(QUEUES)
+        )
+    )
+
+
+def _jobs(tx: Tx, window: int) -> list[Row]:
+    """Return unfinished and recent jobs with their runs since the minute ``window``.
+
+    Columns: id, finished_at, updated_at, holder, lease_until, done, failed, paused.
+    """
+    return tx.all(
+        "SELECT j.id, j.finished_at, j.updated_at, j.holder, j.lease_until, "
+        # The current minute of a job is in its own row.
+        "coalesce(m.done, 0) + CASE WHEN j.minute > ? THEN j.minute_done ELSE 0 END, "
+        "coalesce(m.failed, 0) + CASE WHEN j.minute > ? THEN j.minute_failed ELSE 0 END, "
+        "EXISTS (SELECT 1 FROM controls c WHERE c.job = j.no AND c.paused = 1 "
+        "AND c.run = (SELECT max(r.no) FROM runs r WHERE r.job = j.no)) "
+        "FROM jobs j LEFT JOIN (SELECT job, sum(done) AS done, sum(failed) AS failed FROM minutes "
+        "WHERE minute > ? AND job IN (SELECT no FROM jobs WHERE updated_at > ?) GROUP BY job) m ON m.job = j.no "
+        "WHERE j.archived = 0 AND (j.finished_at IS NULL OR j.updated_at > ?)",
+        (window, window, window, window * 60.0, window * 60.0),
+    )
+
+
+def _new_causes(tx: Tx, rules: Rules, now: float) -> list[Row]:
+    """Return the causes of jobs and tasks since the last evaluation of ``new_cause``."""
+    last = tx.one("SELECT checked_at FROM alert_rules WHERE name = 'new_cause'")
+    since = now - (rules.limits.get("new_cause") or 0.0) if last is None else min(now, last[0])
+    return tx.all(
+        "SELECT 'job', j.id, j.function, c.type, c.message, c.frame FROM causes c JOIN jobs j ON j.no = c.job "
+        "WHERE c.first_seen > ? UNION ALL "
+        "SELECT 'task', kind, kind, type, message, frame FROM task_causes WHERE first_seen > ?",
+        (since - CAUSE_MARGIN, since - CAUSE_MARGIN),
+    )
 
 
 def judge(rows: Rows, rules: Rules) -> dict[str, list[Reading]]:
-    """name -> what each rule found. A rule that could not be judged is missing: unknown is not well."""
+    """Return the readings by rule. A rule whose rows are malformed is missing, so that its alerts stay open."""
     found = dict(rows.others)
-    for name, look in _LOOKS.items():
+    for name, evaluate in _EVALUATIONS.items():
         if rules.limits.get(name) is None:
-            found[name] = []  # it is off: what it opened closes
+            found[name] = []  # disabled: its alerts close
             continue
         try:
-            found[name] = list(look(rows, rules))
-        except Exception as error:  # noqa: BLE001 - one odd row costs its rule, and the others are judged
-            log.error("a rule cannot be judged", key=name, error=f"{type(error).__name__}: {error}")  # noqa: TRY400
+            found[name] = list(evaluate(rows, rules))
+        except Exception as error:  # noqa: BLE001 - the other rules are evaluated
+            log.error("a rule could not be evaluated", key=name, error=f"{type(error).__name__}: {error}")  # noqa: TRY400
     return found
 
 
 def reading(rules: Rules, rule: str, subject: str, value: float, text: str, *, at_once: bool = False) -> Reading:
+    """Return a reading. Its text is redacted, which takes time, only if it opens an alert."""
     above = rules.judge(rule, value)
-    return Reading(
-        rule, subject, value, said(text) if above else "", above, at_once
-    )  # to look for secrets takes its time
+    return Reading(rule, subject, value, shown(text) if above else "", above, at_once)
 
 
-def said(text: str) -> str:
-    """One line that shows no secret and fills no page."""
+def shown(text: str) -> str:
+    """Return the text as one bounded line without secrets."""
     return cut(printable(redact(text)), TEXT_LIMIT)
 
 
 def _workers(rows: Rows, rules: Rules) -> Iterator[Reading]:
     limit = rules.limits["worker_lost"] or 0.0
     for lost in departures(rows.workers, rows.now, limit):
-        text = f"Worker {lost.name} gave its last sign of life {duration(lost.silent)} ago"
-        text += f", while it ran task {lost.task}" if lost.task else ""
-        text += "; another worker took its place." if lost.is_replaced else "; none came in its place."
+        text = f"Worker {lost.name} sent its last heartbeat {duration(lost.silent)} ago"
+        text += f" while it ran task {lost.task}" if lost.task else ""
+        text += "; another worker replaced it." if lost.is_replaced else "; no worker replaced it."
         # A supervisor replaces a worker within the limit, which needs no operator.
-        yield Reading("worker_lost", lost.name, lost.silent, said(text), above=not lost.is_replaced,
+        yield Reading("worker_lost", lost.name, lost.silent, shown(text), above=not lost.is_replaced,
                       at_once=lost.silent >= limit)  # fmt: skip
 
 
@@ -143,7 +159,7 @@ def _backlog(rows: Rows, rules: Rules) -> Iterator[Reading]:
 
 
 def _delay(rows: Rows, rules: Rules) -> Iterator[Reading]:
-    """A queue that somebody paused is meant to wait."""
+    """Paused queues have no delay."""
     paused = {name for (name,) in rows.paused}
     for queue, _, oldest in rows.waiting:
         wait = 0.0 if oldest is None or queue in paused else max(0.0, rows.now - oldest)
@@ -178,7 +194,7 @@ def _failures(rows: Rows, rules: Rules) -> Iterator[Reading]:
 
 
 def _stalled(rows: Rows, rules: Rules) -> Iterator[Reading]:
-    """A finished job is over; one without a holder was given back on purpose: interrupted, stopped or not begun."""
+    """Skip finished jobs and jobs without a holder, which were interrupted, stopped or never started."""
     for job, finished_at, updated_at, holder, until, *_, paused in rows.jobs:
         if finished_at is not None or holder is None or (paused and not has_ended(holder, until, rows.now)):
             continue
@@ -186,15 +202,17 @@ def _stalled(rows: Rows, rules: Rules) -> Iterator[Reading]:
         known = read_owner(holder)
         who = str(known.owner) if known else "a process"
         if has_ended(holder, until, rows.now):
-            text = f"Job {job}: {who} died while running it, and nobody continued it. Nothing is lost; run it again."
-            yield Reading("stalled_job", job, silent, said(text), above=True)
+            text = (
+                f"Job {job}: {who} died while running it, and no run has continued it. Nothing is lost; run it again."
+            )
+            yield Reading("stalled_job", job, silent, shown(text), above=True)
         else:
             text = f"Job {job} has recorded nothing for {duration(silent)}, though {who} holds it."
             yield reading(rules, "stalled_job", job, silent, text, at_once=True)
 
 
 def _causes(rows: Rows, _: Rules) -> Iterator[Reading]:
-    """By what failed and why, whichever job it was in: the same fault in tomorrow's job is not news."""
+    """Identify a cause by its function and error, not by its job: it is not new in tomorrow's job."""
     seen = set()
     for scope, where, function, type, message, frame in rows.causes:
         identity = f"{scope}\0{function}\0{type}\0{message}\0{frame}"
@@ -203,7 +221,7 @@ def _causes(rows: Rows, _: Rules) -> Iterator[Reading]:
             seen.add(subject)
             place = f" at {frame}" if frame else ""
             text = f"New in {scope} {where}: {type}: {message}{place}"
-            yield Reading("new_cause", subject, 0.0, said(text), above=True, at_once=True)
+            yield Reading("new_cause", subject, 0.0, shown(text), above=True, at_once=True)
 
 
 def _lag(rows: Rows, rules: Rules) -> Iterator[Reading]:
@@ -213,7 +231,7 @@ def _lag(rows: Rows, rules: Rules) -> Iterator[Reading]:
         yield reading(rules, "event_lag", sink, wait, text)
 
 
-_LOOKS: dict[str, Callable[[Rows, Rules], Iterator[Reading]]] = {
+_EVALUATIONS: dict[str, Callable[[Rows, Rules], Iterator[Reading]]] = {
     "worker_lost": _workers,
     "backlog": _backlog,
     "delay": _delay,

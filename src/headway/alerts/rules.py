@@ -1,8 +1,8 @@
-"""The rules: what is watched, from which value on it needs somebody, and how long that must last.
+"""The rules, their limits, and how long a value must exceed its limit.
 
-Each rule has one number, its limit, in the setting ``alert_NAME``; ``off`` switches it off. An alert opens when its value
-has stood at or above the limit for ``alert_open_after`` seconds, and closes when it has stood below a lower limit
-(``alert_close_share`` of the first) for ``alert_close_after`` seconds. Between the two nothing changes.
+The setting ``alert_NAME`` is the limit of a rule; ``off`` disables the rule. An alert opens when its value has been at or
+above the limit for ``alert_open_after`` seconds. It closes when the value has been below a lower limit
+(``alert_close_share`` of the first) for ``alert_close_after`` seconds. Between the two limits nothing changes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Severity = Literal["critical", "warning"]
 
 
 class Rule(NamedTuple):
-    """One thing that is watched. Its limit is in `Rules`."""
+    """A condition that opens alerts. Its limit is in `Rules`."""
 
     name: str
     severity: Severity
@@ -28,6 +28,7 @@ class Rule(NamedTuple):
 
     @property
     def setting(self) -> str:
+        """The setting with the limit."""
         return f"alert_{self.name}"
 
 
@@ -35,14 +36,17 @@ class Rule(NamedTuple):
 RULES: tuple[Rule, ...] = (
     Rule("store_away", "critical", "s", "the database or Redis could not be reached"),
     Rule(
-        "stalled_job", "critical", "s", "a job is held and records nothing, or its process died and nobody continued it"
+        "stalled_job",
+        "critical",
+        "s",
+        "a job is held and records nothing, or its process died and no run has continued it",
     ),
-    Rule("failure_spike", "critical", "share", "so large a share of the runs of a job or a kind of task failed"),
-    Rule("worker_lost", "warning", "s", "a worker ended without a word, and no other came in its place"),
+    Rule("failure_spike", "critical", "share", "a large share of the runs of a job or a kind of task failed"),
+    Rule("worker_lost", "warning", "s", "a worker died and no other replaced it"),
     Rule("no_handler", "warning", "s", "tasks of a kind wait that no online worker runs"),
     Rule("delay", "warning", "s", "the oldest task of a queue waits too long"),
     Rule("backlog", "warning", "tasks", "too many tasks of a queue wait"),
-    Rule("new_cause", "warning", "s", "something fails for a reason that was never seen before"),
+    Rule("new_cause", "warning", "s", "something fails for a new reason"),
     Rule("store_slow", "warning", "s", "a small transaction takes too long"),
     Rule("redis_memory", "warning", "share", "Redis uses too much of its memory"),
     Rule("event_lag", "warning", "s", "a sink is behind with its events"),
@@ -52,9 +56,9 @@ BY_NAME = {rule.name: rule for rule in RULES}
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The numbers in force. The defaults are those of the settings (a test compares)."""
+    """The current limits and durations. The defaults equal those of the settings (a test compares them)."""
 
-    #: name -> its limit; None or missing: the rule is off.
+    #: Rule -> limit. None or missing: the rule is disabled.
     limits: Mapping[str, float | None] = field(
         default_factory=lambda: {
             "store_away": 30.0, "stalled_job": 900.0, "failure_spike": 0.2, "worker_lost": 30.0,
@@ -65,15 +69,15 @@ class Rules:
     open_after: float = 60.0
     close_after: float = 120.0
     close_share: float = 0.8
-    failure_runs: int = 20  # fewer runs in the window are no spike
+    failure_runs: int = 20  # minimum runs in the window for a failure spike
     failure_window: float = 300.0
-    kept: float = 30 * 86_400.0  # how long closed alerts are kept
-    redis: str | None = None  # its address; None: there is none to judge
-    redis_bytes: int | None = None  # what Redis may use, where it has no maxmemory
+    kept: float = 30 * 86_400.0  # seconds until closed alerts are deleted
+    redis: str | None = None  # address; None: there is no Redis to check
+    redis_bytes: int | None = None  # limit if Redis has no maxmemory
 
     @classmethod
     def of(cls, config: Config) -> Rules:
-        """As the settings say; they were checked when they were read."""
+        """Return the limits from the settings, which `Config` has validated."""
         megabytes, days = config["queue_redis_memory"], config["retention_days"]
         return cls(
             limits={rule.name: _number(config[rule.setting]) for rule in RULES},
@@ -88,7 +92,7 @@ class Rules:
         )
 
     def judge(self, rule: str, value: float) -> bool | None:
-        """True: the alert would open; False: it would close; None: between the two, where nothing changes."""
+        """Return True if the value opens an alert, False if it closes one, None if it changes nothing."""
         limit = self.limits.get(rule)
         if limit is None or value < limit * self.close_share:
             return False
@@ -105,13 +109,13 @@ def _number(value: object) -> float | None:
 
 
 class Reading(NamedTuple):
-    """What one rule found about one subject."""
+    """The current value of one rule for one subject."""
 
     rule: str
     subject: str
     value: float
     text: str
-    #: As `Rules.judge` says.
+    #: The result of `Rules.judge`.
     above: bool | None
-    #: The value is itself a time that has passed, or a fact: it need not stand any longer.
+    #: Open the alert without waiting: the value is itself a duration, or a fact.
     at_once: bool = False

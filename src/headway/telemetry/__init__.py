@@ -1,4 +1,4 @@
-"""What headway says about itself: structured log lines without secrets, and metrics."""
+"""Structured log lines without secrets, and metrics."""
 
 from headway.telemetry.log import FIELDS, Field, LineFormatter, Log, configure
 from headway.telemetry.measurements import BUCKETS, Histogram, Metrics, MetricsSink, metrics

@@ -1,7 +1,7 @@
 """Structured log lines.
 
-Library use stays quiet (a NullHandler on the ``headway`` logger) until the program configures logging or calls
-`configure`. Field names are fixed by `FIELDS`, so that a line can be found by the same word everywhere.
+As a library Headway logs nothing (a NullHandler on the ``headway`` logger) until the program configures logging or calls
+`configure`. `FIELDS` fixes the field names, so that a search for a name finds the lines of every package.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headway.telemetry.redaction import error_text, redact
 
 Field = str | int | float | bool | None
 
-#: Every structured field a headway log line may carry.
+#: The fields that a log line may have.
 FIELDS = frozenset(
     [
         "operation",
@@ -53,18 +53,17 @@ FIELDS = frozenset(
     ]
 )
 
-#: Characters of a message and of each fact. Whoever logs a text of megabytes gets its beginning and its end.
+#: Maximum characters of a message and of each field. A longer text is logged as its beginning and its end.
 LINE_LIMIT = 16_384
 
 logging.getLogger("headway").addHandler(logging.NullHandler())
 
-
-#: What a message begins with, by level, so that trouble is seen in a log of any format.
+#: Prefix of a message by level, which makes problems visible in a log of any format.
 MARKS = {logging.WARNING: "🟡 ", logging.ERROR: "🔴 ", logging.CRITICAL: "🔴 "}
 
 
 class Log:
-    """A logger whose calls take the facts as keywords: ``log.info("item failed", job=..., idx=...)``.
+    """A logger with structured fields: ``log.info("item failed", job=..., idx=...)``.
 
     The messages of warnings and errors begin with the mark of their level (`MARKS`).
     """
@@ -75,34 +74,39 @@ class Log:
         self._logger = logging.getLogger(f"headway.{name}")
 
     def debug(self, message: str, **fields: Field) -> None:
+        """Log at level DEBUG."""
         self._write(logging.DEBUG, message, fields)
 
     def info(self, message: str, **fields: Field) -> None:
+        """Log at level INFO."""
         self._write(logging.INFO, message, fields)
 
     def warning(self, message: str, **fields: Field) -> None:
+        """Log at level WARNING."""
         self._write(logging.WARNING, message, fields)
 
     def error(self, message: str, **fields: Field) -> None:
+        """Log at level ERROR."""
         self._write(logging.ERROR, message, fields)
 
     def critical(self, message: str, **fields: Field) -> None:
+        """Log at level CRITICAL."""
         self._write(logging.CRITICAL, message, fields)
 
     def _write(self, level: int, message: str, fields: Mapping[str, Field]) -> None:
         if self._logger.isEnabledFor(level):
             unknown = fields.keys() - FIELDS
             if unknown:
-                raise ValueError(f"unknown log field(s) {sorted(unknown)}: add them to telemetry.FIELDS")
+                raise ValueError(f"Unknown log fields {sorted(unknown)}: add them to telemetry.FIELDS.")
             marked = MARKS.get(level, "") + message
             self._logger.log(level, marked, extra={"fields": fields})
 
 
 class LineFormatter(logging.Formatter):
-    """``2026-11-15T14:02:11Z WARNING ledger: item failed  job=ads idx=17`` or the same as one JSON object.
+    """Formats ``2026-11-15T14:02:11Z WARNING ledger: item failed job=ads idx=17``, or the same as a JSON object.
 
-    Values are JSON-encoded in both forms: a line break inside an error cannot forge a second log line, and what a
-    terminal would obey (escape codes, reversed text) is shown instead.
+    Values are JSON-encoded in both forms. A line break inside an error cannot forge a second log line, and control
+    characters for terminals (escape codes, reversed text) are visible.
     """
 
     def __init__(self, *, as_json: bool) -> None:
@@ -110,6 +114,7 @@ class LineFormatter(logging.Formatter):
         self._as_json = as_json
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record, with secrets redacted."""
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         name = record.name.removeprefix("headway.")
         fields: Mapping[str, Field] = getattr(record, "fields", {})
@@ -124,7 +129,7 @@ class LineFormatter(logging.Formatter):
         return f"{when} {record.levelname} {name}: {_encoded(message)[1:-1]}{facts}"
 
 
-#: What JSON leaves as it is although a terminal obeys it, a line splitter splits at it, or UTF-8 cannot write it.
+#: Characters that JSON does not escape, but that control a terminal, break a line, or have no UTF-8 encoding.
 _UNPRINTABLE = re.compile(r"[\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -133,7 +138,7 @@ def _encoded(value: object) -> str:
 
 
 def configure(*, level: str = "INFO", as_json: bool = False, stream: IO[str] | None = None) -> None:
-    """Send headway's log to ``stream`` (stderr); calling it again replaces the earlier choice."""
+    """Send Headway's log to ``stream`` (default: stderr). A second call replaces the first."""
     logger = logging.getLogger("headway")
     for handler in [handler for handler in logger.handlers if isinstance(handler.formatter, LineFormatter)]:
         logger.removeHandler(handler)

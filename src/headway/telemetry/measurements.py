@@ -29,25 +29,28 @@ class Histogram:
     total: float = 0.0
 
     def observe(self, value: float) -> None:
+        """Count a value in its bucket."""
         self.counts[bisect_left(BUCKETS, value)] += 1
         self.total += value
 
     @property
     def count(self) -> int:
+        """The number of observed values."""
         return sum(self.counts)
 
 
 class MetricsSink(Protocol):
-    """Something that wants every measurement as it happens (StatsD, a test). It must not raise or block."""
+    """Receives every measurement at once, such as for StatsD. It must not raise or block."""
 
-    def measured(self, name: str, kind: str, value: float, labels: Mapping[str, str]) -> None: ...
+    def measured(self, name: str, kind: str, value: float, labels: Mapping[str, str]) -> None:
+        """Receive a measurement. ``kind`` is counter, gauge or histogram."""
 
 
 class Metrics:
-    """Counters, gauges and histograms of this process. Cheap enough to keep always; exported on demand."""
+    """Counters, gauges and histograms of this process. Always collected, because that is cheap; exported on demand."""
 
     def __init__(self) -> None:
-        # May be taken again within: a signal handler that does anything with us counts as well.
+        # Reentrant: a signal handler may count while its thread holds the lock.
         self._lock = threading.RLock()
         self._counters: dict[tuple[str, Labels], float] = {}
         self._gauges: dict[tuple[str, Labels], float] = {}
@@ -55,17 +58,20 @@ class Metrics:
         self._sinks: list[MetricsSink] = []
 
     def count(self, name: str, value: float = 1, **labels: str) -> None:
+        """Add ``value`` to a counter."""
         key = (name, _labels(labels))
         with self._lock:
             self._counters[key] = self._counters.get(key, 0) + value
         self._tell(name, "counter", value, labels)
 
     def gauge(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge."""
         with self._lock:
             self._gauges[(name, _labels(labels))] = value
         self._tell(name, "gauge", value, labels)
 
     def observe(self, name: str, value: float, **labels: str) -> None:
+        """Add a value to a histogram."""
         key = (name, _labels(labels))
         with self._lock:
             histogram = self._histograms.get(key)
@@ -76,6 +82,7 @@ class Metrics:
 
     @contextmanager
     def timed(self, name: str, *, clock: Callable[[], float] = time.perf_counter, **labels: str) -> Iterator[None]:
+        """Observe the seconds that the block takes."""
         began = clock()
         try:
             yield
@@ -83,22 +90,24 @@ class Metrics:
             self.observe(name, clock() - began, **labels)
 
     def add_sink(self, sink: MetricsSink) -> None:
+        """Send every later measurement to ``sink`` too."""
         self._sinks.append(sink)
 
     def value(self, name: str, **labels: str) -> float:
-        """A counter's or gauge's value (0 when it was never touched)."""
+        """Return the value of a counter or gauge, 0 if it was never set."""
         key = (name, _labels(labels))
         with self._lock:
             return self._counters.get(key, self._gauges.get(key, 0.0))
 
     def histogram(self, name: str, **labels: str) -> Histogram:
+        """Return a copy of a histogram."""
         key = (name, _labels(labels))
         with self._lock:
             kept = self._histograms.get(key, Histogram())
             return Histogram(list(kept.counts), kept.total)
 
     def collect(self) -> list[tuple[str, str, Labels, float | Histogram]]:
-        """Everything as (name, kind, labels, value), a consistent copy."""
+        """Return a consistent copy of every metric as (name, kind, labels, value)."""
         with self._lock:
             rows: list[tuple[str, str, Labels, float | Histogram]] = []
             rows += [(name, "counter", labels, value) for (name, labels), value in list(self._counters.items())]
@@ -110,6 +119,7 @@ class Metrics:
         return rows
 
     def renew_lock(self) -> None:
+        """Replace the lock in a forked child, where a thread of the parent may have held it."""
         self._lock = threading.RLock()
 
     def _tell(self, name: str, kind: str, value: float, labels: Mapping[str, str]) -> None:
@@ -119,5 +129,4 @@ class Metrics:
 
 #: The metrics of this process.
 metrics = Metrics()
-# Another thread may have been counting at the moment of the fork; in the child nobody would ever let go of its lock.
 os.register_at_fork(after_in_child=metrics.renew_lock)

@@ -1,4 +1,4 @@
-"""The measurements in the form Prometheus reads."""
+"""The metrics in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headway.telemetry.measurements import BUCKETS, Histogram, Metrics, metrics
 
 
 class MetricsServer:
-    """``/metrics`` of this process on a thread, made by `serve_metrics`."""
+    """The HTTP server of `serve_metrics`, in a thread."""
 
     def __init__(self, server: Any, thread: threading.Thread) -> None:
         self._server = server
@@ -20,6 +20,7 @@ class MetricsServer:
         self.port: int = server.server_port
 
     def close(self) -> None:
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -32,16 +33,16 @@ class MetricsServer:
 
 
 def serve_metrics(port: int, *, source: Metrics = metrics) -> MetricsServer:
-    """Serve the metrics to this machine (127.0.0.1) for Prometheus; port 0 takes a free one, see `MetricsServer.port`.
+    """Serve this process's metrics at ``127.0.0.1:port/metrics``.
 
-    The numbers belong to no one but this process: nothing is stored, nothing is sent anywhere.
+    Port 0 selects a free port: see `MetricsServer.port`.
     """
     prometheus = _prometheus()
     return MetricsServer(*prometheus.start_http_server(port, addr="127.0.0.1", registry=_registry(prometheus, source)))
 
 
 def exposition(source: Metrics = metrics) -> bytes:
-    """The metrics in the text format of Prometheus, for a ``/metrics`` of one's own."""
+    """Return the metrics in the text format of Prometheus, for your own ``/metrics`` route."""
     prometheus = _prometheus()
     text: bytes = prometheus.generate_latest(_registry(prometheus, source))
     return text
@@ -56,7 +57,7 @@ def _prometheus() -> Any:
 
 
 def _registry(prometheus: Any, source: Metrics) -> Any:
-    """A registry that reads ``source`` anew at every scrape."""
+    """Return a registry that reads ``source`` at every scrape."""
     from prometheus_client import core
 
     families: dict[str, Any] = {

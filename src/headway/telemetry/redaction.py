@@ -1,12 +1,12 @@
-"""Passwords, tokens and keys stay out of what is stored, logged and shown.
+"""Redacts passwords, tokens and keys in text that is stored, logged or shown.
 
-A secret is known by its name (``password=...``), by its shape (``ghp_...``), by its place (``scheme://user:HERE@host``)
-or because a variable of the environment with a telling name has that value. Each rule says which span of the original
-text is secret; the spans are united and replaced at the end. So no rule depends on what another left over, and a text
-may be cut first and redacted afterwards: the rules see far enough beyond the cut to know a secret that lies across it.
+A secret is recognised by its name (``password=...``), its format (``ghp_...``), its position (``scheme://user:HERE@host``),
+or as the value of an environment variable with such a name. Each rule returns the spans of the original text that are
+secret; `redact` merges the spans and replaces them. So the rules do not depend on each other. A long text is cut before it
+is redacted: the rules read far enough beyond the cut to recognise a secret that lies across it.
 
-The time grows with the text, not with its square: no pattern begins with a repetition, repetitions are possessive or
-bounded, and what a rule consumed it does not read again.
+The time is linear in the length of the text: no pattern begins with a repetition, repetitions are possessive or bounded,
+and no rule reads its match again.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import NamedTuple
 from urllib.parse import quote, unquote
 
 MASK = "***"
-#: How far beyond a cut the rules look: longer than any key or token in common use.
+#: Characters that the rules read beyond a cut: more than any common key or token has.
 _SIGHT = 8192
 
 _SENSITIVE = (
     r"(?:pass(?:words?|wd|phrase|code)|(?<!by)(?<!com)(?<!tres)(?<!over)(?<!sur)"
-    # a pass over something is none: --last-pass, first_pass
+    # excludes a pass over data: --last-pass, first_pass
     r"(?<!last[-_])(?<!first[-_])(?<!next[-_])(?<!final[-_])(?<!one[-_])(?<!two[-_])(?<!multi[-_])pass"
     r"|pwd|secrets?|token|credentials?|auth"
     r"|signature|(?<![a-z])(?:t?otp|sig|cvv|cvc|pin)"
     r"|(?:api|access|private|secret|client|master|signing|encryption|account|fernet)[-_ ]?key(?:_base)?)"
 )
 
-# ---- what people say about passwords ---------------------------------------------------------------------------------
+# ---- prose about passwords ------------------------------------------------------------------------------------------
 
-#: After "password" or "token:" these words begin a sentence, not a secret.
+#: Words that, after "password" or "token:", begin a sentence and are not a secret.
 _PROSE = frozenset(
     """
     a absent accepted access again all already also an and another any are argument arguments as at attempt attempts auth
@@ -53,15 +53,15 @@ _PROSE = frozenset(
     this those to too ttl type types unavailable unexpected unknown unset until update updated updating usage used valid
     validated validation value values verification verified verify via was weak were when while will with without would
     wrong yes yet
-    """.split()  # noqa: SIM905 - two hundred words read better so
+    """.split()  # noqa: SIM905 - a list of two hundred strings is less readable
 )
-#: Words with digits that people put beside a password or a token.
+#: Technical terms with digits that often follow "password" or "token".
 _TERMS = re.compile(
     r"(?:utf-?\d+|base-?\d+|sha-?\d+|md5|argon2\w*|bcrypt\d?|pbkdf2\w*|oauth-?[\d.]+|x509|[hre]s\d{3}|ed25519|v?\d[\d.]*)",
     re.IGNORECASE,
 )
 _NOTHING = frozenset(["none", "null", "nil", "true", "false", "yes", "no", "undefined", '""', "''", MASK])
-#: What stands for a value: a parameter of SQL, dots, a word in angle brackets.
+#: Placeholders for a value: an SQL parameter, dots, a word in angle brackets.
 _STAND_IN = re.compile(r"\?|%s|%\([a-z_]+\)s|\$\d\d?|\.{2,}\W*|<[a-z_ -]+>|\{[a-z_]*\}?|\*+\W*")
 _EDGES = "'\"`.,;:!?()[]{}<>"
 
@@ -72,13 +72,13 @@ def _is_prose(value: str) -> bool:
 
 
 def _begins_a_sentence(found: re.Match[str]) -> bool:
-    """``token: whoever has it``: a plain word, and another after it."""
+    """Return whether the value is a plain word and followed by another one, as in ``token: whoever has it``."""
     value, after = found["secret"], found.string[found.end("secret") : found.end("secret") + 2]
     return value.replace("'", "").isalpha() and value.islower() and after[:1] == " " and after[1:].isalpha()
 
 
 def _looks_made_up(value: str, least: int) -> bool:
-    """Whether a bare word is rather a key than a word: letters with digits, mixed case, or signs no word has."""
+    """Return whether a word resembles a key: letters with digits, mixed case, or punctuation inside."""
     word = value.strip(_EDGES)
     if len(word) < least or _TERMS.fullmatch(word) or word[0] in "/~<" or "://" in word:
         return False
@@ -90,7 +90,7 @@ def _looks_made_up(value: str, least: int) -> bool:
 
 
 def _is_named_secret(found: re.Match[str]) -> bool:
-    """``name = value``: all but what says that there is none, a sentence after a colon, a count, a path."""
+    """Decide on ``name = value``. Not secret: an empty value, a sentence after a colon, a count, a path."""
     name, separator, value = found["name"].lower(), found["separator"], found["secret"]
     bare = value.strip("\\'\"").lower()
     if (
@@ -112,8 +112,8 @@ def _is_named_secret(found: re.Match[str]) -> bool:
     return not (name == "signature" and bare[0] in "(<")
 
 
-def _is_said_secret(found: re.Match[str]) -> bool:
-    """``password hunter2``, ``token abc123def``: by quotes, by looks, or by what follows."""
+def _is_stated_secret(found: re.Match[str]) -> bool:
+    """Decide on ``password hunter2``, ``token abc123def``: by quotes, by resemblance to a key, or by the next word."""
     name, value = found["name"].lower(), found["secret"]
     a_password = name.startswith(("pass", "pwd"))
     if (
@@ -128,7 +128,7 @@ def _is_said_secret(found: re.Match[str]) -> bool:
 
 
 def _is_short_number(value: str, digits: int) -> bool:
-    """A count or a position: too short to be a secret."""
+    """Return whether the value is a number too short to be a secret, such as a count."""
     word = value.strip(_EDGES)
     return word.isdigit() and len(word) < digits
 
@@ -138,7 +138,7 @@ def _is_option(found: re.Match[str]) -> bool:
 
 
 def _is_credential(found: re.Match[str]) -> bool:
-    """After ``Bearer`` or ``Basic``, which are words too: no word is as long and as mixed as a credential."""
+    """Decide on the word after ``Bearer`` or ``Basic``, which may occur in prose, by its length and characters."""
     value = found["secret"]
     return value.lower().strip(_EDGES) not in _PROSE and (
         len(value) >= 24 or value.endswith("=") or _looks_made_up(value, 6)
@@ -152,9 +152,9 @@ def _always(_: re.Match[str]) -> bool:
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 _QUOTED = r"""(?:[bruf]{0,2}(?:"(?:\\.|[^"\\\n])*+"?|'(?:\\.|[^'\\\n])*+'?))"""
-# JSON inside JSON: the quote ends where the same number of backslashes stands before it again.
+# JSON inside JSON: the closing quote has as many backslashes as the opening one.
 _ESCAPED = r"""(?:(?P<q>\\{1,8}["'])(?:(?!(?<!\\)(?P=q)).){0,4096}+(?:(?P=q))?)"""
-# What follows a delimiter without a space, and is no further name=value, still belongs to the secret.
+# Text after a delimiter without a space still belongs to the secret, unless it is another name=value.
 _BARE = (
     r"""(?:(?:[^\s,;&)}\]]++|(?=[,;&)}\]]))(?:[,;&)}\]]++(?!['"]?[a-z_][\w.-]{0,40}+['"]?\s*+[=:])"""
     r"""(?=[^\s,;&)}\]\w]{0,5}\w)[^\s,;&)}\]]++)*+)"""
@@ -166,7 +166,7 @@ Decision = Callable[[re.Match[str]], bool]
 
 
 class _Rule(NamedTuple):
-    """What a secret looks like (group ``secret``), and words without one of which it cannot occur."""
+    """A pattern with the group ``secret``. ``hints``: the text must contain one of them, or the pattern is not tried."""
 
     hints: tuple[str, ...]
     pattern: re.Pattern[str]
@@ -180,9 +180,8 @@ def _rule(hints: str, pattern: str, decide: Decision = _always, flags: int = re.
 _NAMES = "pass pwd secret token credential auth signature otp sig cvv cvc pin key"
 
 
-@lru_cache(maxsize=1)
-def _rules() -> tuple[_Rule, ...]:
-    """Compiled when first needed: that takes longer than a short command."""
+def _named_rules() -> tuple[_Rule, ...]:
+    """Return the rules for values with a telling name."""
     return (
         # password=..., "api_key": "...", X-Auth-Token: ..., ['secret'] = ..., also as JSON inside JSON
         _rule(
@@ -205,22 +204,34 @@ def _rules() -> tuple[_Rule, ...]:
             rf"""(?P<secret>{_QUOTED}|[^\s'"]*[^\s'",.;:)])""",
             _is_option,
         ),
+    )
+
+
+def _command_rules() -> tuple[_Rule, ...]:
+    """Return the rules for options of well-known commands."""
+    return (
         _rule("sshpass", r"\bsshpass\s+-p\s*(?P<secret>\S+)"),
         _rule("redis-cli", r"\bredis-cli\b[^\n]{0,200}?\s-a\s+(?P<secret>\S+)"),
         _rule("mysql", r"\bmysql(?:dump|admin)?\b[^\n]{0,200}?\s-p(?P<secret>[^\s-]\S*)", flags=0),
         _rule("curl", r"\bcurl\b[^\n]{0,200}?\s(?:-u|--user)[\s=]+[^\s:]{1,100}:(?P<secret>\S+)"),
+    )
+
+
+def _prose_rules() -> tuple[_Rule, ...]:
+    """Return the rules for secrets in sentences and in calls."""
+    return (
         # password hunter2, passwd 'x', password x for, token abc123def
         _rule(
             "pass pwd token secret key otp",
             r"""\b(?P<name>pass(?:word|wd|phrase|code)|pwd|token|secret|(?:api|access|secret)[ _-]key|otp)\b['"]?[ \t]++"""
             rf"""(?:(?:is|was)[ \t]++)?(?P<secret>{_QUOTED}|[^\s'"]++)(?P<for>[ \t]+for\b)?""",
-            _is_said_secret,
+            _is_stated_secret,
         ),
         _rule(
             "otp pin code",
             r"\b(?:t?otp|pin|passcode|(?:verification|security|one-time) code)(?:\s+(?:is|was))?\s+(?P<secret>\d{4,8})\b",
         ),
-        # Two strings in brackets, after a word about signing in or beginning with a well-known user.
+        # Two strings in parentheses, after a word about signing in or if the first is a well-known user.
         _rule(
             "auth log credential",
             rf"""(?:\b\w{{0,20}}?auth(?!or)|\blog(?:ged|ging)? ?in\b|\bcredential)[^\n()]{{0,60}}\(\s*+{_QUOTED},\s*+"""
@@ -230,13 +241,18 @@ def _rules() -> tuple[_Rule, ...]:
             "('user (\"user ('admin (\"admin ('root (\"root ('guest (\"guest ('postgres ('default",
             rf"""\(['"](?:user(?:name)?|admin(?:istrator)?|root|guest|postgres|default)['"],\s*+(?P<secret>{_QUOTED})\s*+\)""",
         ),
-        # HTTP
+    )
+
+
+def _http_rules() -> tuple[_Rule, ...]:
+    """Return the rules for HTTP headers and query parameters."""
+    return (
         _rule("bearer basic", r"\b(?:bearer|basic)\s+(?P<secret>[A-Za-z0-9+/=._~-]{6,8192}+)", _is_credential),
         _rule(
             "authorization",
             r"""\b(?:proxy-)?authorization\\*+['"]?\s*+[:=]\s*+\\*+['"]?\w{1,32}[ \t]++(?P<secret>[^\s'"\\]++)""",
         ),
-        # Authorization: hunter2hunter2, without a scheme, as many services have it
+        # Authorization: hunter2hunter2, without a scheme
         _rule(
             "authorization",
             r"""\bauthorization\\*+['"]?\s*+[:=]\s*+\\*+['"]?(?P<secret>[^\s'"\\,;]{8,8192}+)""",
@@ -248,7 +264,12 @@ def _rules() -> tuple[_Rule, ...]:
             rf"""\b(?:set-)?cookie\\*+['"]?\s*+[:=]\s*+(?P<secret>{_ESCAPED}|{_QUOTED}|(?=[^\r\n=]{{1,200}}=)[^\r\n]++)""",
         ),
         _rule("?key= &key=", r"[?&]key=(?P<secret>[^\s&#'\"]{16,})"),
-        # Well-known shapes of keys.
+    )
+
+
+def _format_rules() -> tuple[_Rule, ...]:
+    """Return the rules for well-known formats of keys and tokens."""
+    return (
         _rule(
             "sk- k_live k_test whsec_ ghp_ gho_ ghu_ ghs_ ghr_ github_pat glpat- xox xapp- akia asia aiza ya29. sg. npm_ pypi-"
             " hf_ hvs. _v1_ shpat_ shpss_ shpca_ key- :aa eyj",
@@ -265,7 +286,9 @@ def _rules() -> tuple[_Rule, ...]:
 
 @lru_cache(maxsize=1)
 def _rules_by_hints() -> tuple[tuple[tuple[str, ...], tuple[_Rule, ...]], ...]:
-    return tuple((hints, tuple(rules)) for hints, rules in groupby(_rules(), key=lambda rule: rule.hints))
+    """Return the rules in groups with equal hints. Compiled at the first use: it takes longer than a short command."""
+    every = (*_named_rules(), *_command_rules(), *_prose_rules(), *_http_rules(), *_format_rules())
+    return tuple((hints, tuple(rules)) for hints, rules in groupby(every, key=lambda rule: rule.hints))
 
 
 # ---- addresses -------------------------------------------------------------------------------------------------------
@@ -275,7 +298,7 @@ _NEXT_ADDRESS = re.compile(r"[,;|]\s*[a-z][a-z0-9+.-]{1,30}://", re.IGNORECASE)
 _WEB = frozenset(["http", "https", "ws", "wss", "ftp", "grpc", "tcp"])
 _PORT = re.compile(r"\d{2,5}(?=[/?,]|$)")
 _KEY_AS_USER = re.compile(r"(?=[^@]*\d)[\w-]{20,200}@")
-# Hosts and paths under which whoever knows the path may write.
+# Hosts and paths of webhooks: knowing the path is the permission to write.
 _HOOK = re.compile(r"hook|api\.telegram\.org/bot|/trigger/[^/]+/with/key/|hooks\.|/services/T", re.IGNORECASE)
 _SEGMENT = re.compile(r"(?<=/)[\w:%.~@=+-]{7,}[\w~=+-]")
 
@@ -284,7 +307,7 @@ def _in_addresses(text: str) -> Iterator[tuple[int, int]]:
     for found in _ADDRESS.finditer(text):
         scheme, start = (found[1] or "").lower(), found.start(2)
         rest = found[2]
-        # Several addresses in one word, as in a list of servers.
+        # One word may contain several addresses, as in a list of servers.
         ends = [match.start() for match in _NEXT_ADDRESS.finditer(rest)]
         for begin, end in zip([0, *ends], [*ends, len(rest)], strict=True):
             piece = rest[begin:end]
@@ -296,11 +319,11 @@ def _in_addresses(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _in_address(scheme: str, rest: str, at: int) -> Iterator[tuple[int, int]]:
-    """``rest`` is what follows ``://``, without spaces and quotes."""
+    """Yield the secret spans of an address. ``rest`` is the text after ``://``, without spaces and quotes."""
     last = rest.rfind("@")
     colon = rest.find(":")
     if -1 < colon < last and "/" not in rest[:colon]:
-        # A password may hold anything, so it ends at the last @; but an address without one may have an @ in its path.
+        # A password may contain any character, so it ends at the last @. An address without one may have an @ in its path.
         port = _PORT.match(rest, colon + 1)
         a_port = (
             port is not None
@@ -342,7 +365,7 @@ def _private_keys(text: str) -> Iterator[tuple[int, int]]:
         if begin is not None:
             yield begin.start(), end.end() if end else len(text)
         elif end is not None:
-            # The beginning was cut off: everything before it that could be of a key.
+            # The beginning was cut off: include all preceding text that could belong to a key.
             before = text[max(at, end.start() - _SIGHT) : end.start()]
             odd = [found.end() for found in _NOT_OF_A_KEY.finditer(before)]
             yield end.start() - len(before) + (odd[-1] if odd else 0), end.end()
@@ -353,18 +376,21 @@ def _private_keys(text: str) -> Iterator[tuple[int, int]]:
 
 # ---- names and values of the environment -----------------------------------------------------------------------------
 
-# Nothing but a digit or a separator may follow: an author, a passenger and a count of tokens are no secrets.
+# Only a digit or a separator may follow: "author", "passenger" and "tokens" are not secrets.
 _SECRET_VARIABLE = re.compile(rf"{_SENSITIVE}(?![a-z])|[_-]key$", re.IGNORECASE)
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def names_a_secret(name: str) -> bool:
-    """Whether what goes by this name is not to be shown: ``password``, ``API_TOKEN``, ``ENCRYPTION_KEY``."""
+    """Return whether values with this name are secret: ``password``, ``API_TOKEN``, ``ENCRYPTION_KEY``."""
     return _SECRET_VARIABLE.search(_CAMEL.sub("_", name)) is not None
 
 
 def _secret_values(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Values of variables whose name says *secret*, and passwords of addresses; short ones would blank out ordinary words."""
+    """Return the values of secret variables and the passwords of addresses.
+
+    Short values are omitted, because they would mask ordinary words.
+    """
     values: set[str] = set()
     for name, value in environment.items():
         if "://" in value:
@@ -379,7 +405,7 @@ _known_secrets: tuple[str, ...] | None = None
 
 
 def forget_secrets() -> None:
-    """Read the environment again at the next `redact` (after settings were reloaded)."""
+    """Read the environment again at the next `redact`, such as after a reload of the settings."""
     global _known_secrets
     _known_secrets = None
 
@@ -399,10 +425,10 @@ def _known(text: str) -> Iterator[tuple[int, int]]:
 
 
 def redact(text: str, limit: int | None = None) -> str:
-    """``text`` without passwords, tokens and keys.
+    """Return ``text`` without passwords, tokens and keys.
 
-    With a ``limit`` the answer has at most so many characters: the beginning, how long it was, and the end. Of a longer
-    text only the parts near both ends are read, so a text of any length costs no more than a short one.
+    With a ``limit`` the result has at most that many characters: the beginning, the original length, and the end. Only the
+    parts near both ends are read, so the time does not grow with the text.
     """
     text = _plain(text)
     if limit is None or len(text) <= limit:
@@ -414,7 +440,7 @@ def redact(text: str, limit: int | None = None) -> str:
     seen_from = max(0, len(text) - tail - _SIGHT)
     window = _open_key(text, seen_from) + text[seen_from:]
     end = len(window) - tail
-    # Half a word at the cut might be half a secret longer than we can see.
+    # A partial word at the cut might be part of a secret that begins before the window.
     while end < len(window) and not window[end - 1].isspace():
         end += 1
     ending = _shown(window, end, len(window))
@@ -422,12 +448,12 @@ def redact(text: str, limit: int | None = None) -> str:
 
 
 def _plain(text: str) -> str:
-    """Of `str` itself: a class derived from it has methods of its own, and they may do anything."""
+    """Return a plain `str`: a subclass may override methods."""
     return text if type(text) is str else str.__getitem__(text, slice(None))
 
 
 def _open_key(text: str, at: int) -> str:
-    """The first line of the private key that ``at`` lies in, if it does."""
+    """Return the first line of the private key that contains ``at``, or an empty string."""
     begin = text.rfind("-----BEGIN ", 0, at)
     if begin == -1 or text.find("-----END ", begin, at) > -1:
         return ""
@@ -436,7 +462,7 @@ def _open_key(text: str, at: int) -> str:
 
 
 def _shown(text: str, start: int, end: int) -> str:
-    """The part of ``text`` from ``start`` to ``end``, with what is secret by the whole of it replaced."""
+    """Return ``text[start:end]`` with its secrets masked, which the rules find in the whole text."""
     if start >= end:
         return ""
     parts, at = [], start
@@ -449,7 +475,7 @@ def _shown(text: str, start: int, end: int) -> str:
 
 
 def _united(text: str) -> list[tuple[int, int]]:
-    """The secret spans of ``text`` in order, without overlaps."""
+    """Return the secret spans of ``text`` in order, without overlaps."""
     spans = list(_known(text))
     if "://" in text:
         spans += _in_addresses(text)
@@ -469,11 +495,12 @@ def _united(text: str) -> list[tuple[int, int]]:
     return united
 
 
+#: Replaces the message of an exception whose ``__str__`` raises.
 UNSPEAKABLE = "(its message cannot be shown)"
 
 
 def error_message(error: BaseException) -> str:
-    """``str(error)``, whatever the exception does when it is asked."""
+    """Return ``str(error)``, or `UNSPEAKABLE` if that raises."""
     try:
         return _plain(str(error))
     except BaseException:  # noqa: BLE001 - a broken __str__ must not hide the failure itself
@@ -481,6 +508,6 @@ def error_message(error: BaseException) -> str:
 
 
 def error_text(error: BaseException, limit: int) -> str:
-    """``Type: message``, redacted and bounded; what the type says (an ``AuthError``) helps to know a secret."""
+    """Return ``Type: message``, redacted and bounded. The type (an ``AuthError``) helps to recognise a secret."""
     name = type.__getattribute__(type(error), "__name__")
     return redact(f"{name}: {error_message(error)}", limit)
