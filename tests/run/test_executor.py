@@ -171,7 +171,7 @@ def test_an_executor_that_runs_everything_inside_submit_will_do(database: str):
 def test_a_batch_that_takes_long_gives_back_what_it_has_not_begun(
     make: Make, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from headway.run.pool import batch
+    from headway.run.worker import batch
 
     def work(n: int) -> None:
         if n >= 300:

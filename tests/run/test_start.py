@@ -167,7 +167,7 @@ def test_the_command_line_starts_workers_anew_when_it_is_told_to_and_they_end_wi
     pid = int((tmp_path / "pid").read_text())
     command = Path(f"/proc/{pid}/cmdline")
     if command.exists():
-        assert b"headway.run.pool.worker" in command.read_bytes()
+        assert b"headway.run.worker.worker" in command.read_bytes()
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
 

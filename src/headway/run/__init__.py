@@ -37,12 +37,12 @@ from headway.run.display.display import Display, open_display
 from headway.run.held_job import OpenJob
 from headway.run.items import GivenItems, WatchedItems
 from headway.run.output.results import ItemResult, Keep, as_they_came, in_order
-from headway.run.pool.attempt import GiveUp
 from headway.run.pool.executor import Executor
 from headway.run.pool.loop import Ending, Settings
 from headway.run.session import check_output, configured_sinks, perform, policy_of, settings_of, take, tell
 from headway.run.tracking import Tracker
 from headway.run.tracking import start as start_tracking
+from headway.run.worker.attempt import GiveUp
 
 if TYPE_CHECKING:
     from headway.run.fleet.start import FleetOptions

@@ -21,7 +21,7 @@ from headway.core.retry import RetryPolicy
 from headway.errors import HeadwayError, StaleClaim
 from headway.ledger import Done, Failed, Hold, Item, Job, Ledger, Progress, describe, fingerprint
 from headway.ledger.content import bounded_meta
-from headway.run.pool.attempt import GiveUp
+from headway.run.worker.attempt import GiveUp
 
 PAGE = 500
 

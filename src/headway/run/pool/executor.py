@@ -2,7 +2,7 @@
 
 The executor needs a ``submit`` like that of `concurrent.futures`; nothing else is asked of it. It belongs to the user
 and is never shut down. The ledger stays in this process. Batches go out by ``submit``, and their outcomes come back
-as the results of futures (`headway.run.pool.batch`). Done callbacks run in the executor's threads, where they only queue
+as the results of futures (`headway.run.worker.batch`). Done callbacks run in the executor's threads, where they only queue
 the future and wake the loop.
 """
 
@@ -29,8 +29,8 @@ from headway.ledger import Failure, Hold, Item, Job, Ledger, describe
 from headway.run.display.display import Display
 from headway.run.output.files import CsvOutput, Output
 from headway.run.output.results import Keep
-from headway.run.pool import batch
 from headway.run.pool.loop import BATCH_BYTES, Pool, Settings, items_of
+from headway.run.worker import batch
 
 #: Items that take at least this long are not queued behind a running batch.
 AHEAD_SECONDS = 0.1

@@ -21,9 +21,9 @@ from headway.errors import HeadwayError
 from headway.ledger import Item
 from headway.run.output.console import Console
 from headway.run.output.results import Keep
-from headway.run.pool import worker as worker_process
-from headway.run.pool.protocol import Slots, Wire, work_frame
 from headway.run.program import Work
+from headway.run.worker import worker as worker_process
+from headway.run.worker.protocol import Slots, Wire, work_frame
 
 RECALL = '{"recall":true}'
 STOP = '{"stop":true}'
@@ -273,7 +273,7 @@ class Crew:
         with tempfile.TemporaryFile() as page:
             page.truncate(Slots.size(count))
             descriptors = theirs.fileno(), page.fileno(), package.fileno()
-            code = "from headway.run.pool.worker import spawned; spawned()"
+            code = "from headway.run.worker.worker import spawned; spawned()"
             streams = {} if self._console is None else self._console.streams()
             process = subprocess.Popen(
                 [sys.executable, "-c", code, *map(str, (*descriptors, count))],

@@ -32,7 +32,7 @@ from headway._version import __version__
 from headway.core.lifecycle import LOOK_SECONDS, Stopwatch
 from headway.run.output.capture import Printing
 from headway.run.output.results import Keep
-from headway.run.pool.attempt import TimeIsUp, TimeLimit, decoded, failed_row, kept_result, watch
+from headway.run.worker.attempt import TimeIsUp, TimeLimit, decoded, failed_row, kept_result, watch
 
 #: A batch that has run this many seconds gives back the items it has not begun.
 SPELL_SECONDS = 0.5
@@ -162,7 +162,7 @@ def run(
 ) -> Any:
     """Run the items of ``work`` (idx, attempts, payload) one after the other.
 
-    Returns their outcomes in the format of `headway.run.pool.protocol`. After ``failures`` failures the rest is given back.
+    Returns their outcomes in the format of `headway.run.worker.protocol`. After ``failures`` failures the rest is given back.
     The ticket number makes every call distinct: Dask treats calls with equal arguments as one.
     """
     page = _open(orders.page) if slot is not None else None

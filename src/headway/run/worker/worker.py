@@ -32,9 +32,9 @@ from headway.core.lifecycle import STOP_SIGNALS
 from headway.errors import HeadwayError
 from headway.run.output.capture import Printing
 from headway.run.output.results import Keep
-from headway.run.pool.attempt import TimeLimit, decoded, failed_row, kept_result
-from headway.run.pool.protocol import Slots, Wire, unpack_work
 from headway.run.program import CannotStartNow, Program, ProgramFailed, Work
+from headway.run.worker.attempt import TimeLimit, decoded, failed_row, kept_result
+from headway.run.worker.protocol import Slots, Wire, unpack_work
 from headway.telemetry import Log
 
 log = Log("run")
