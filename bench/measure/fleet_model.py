@@ -3,7 +3,7 @@
     python bench/measure/fleet_model.py [bench/results/scale.json ...] [--workers N ...]
 
 It computes what no machine here can try: a thousand workers and 10^9 items. A slot does what `headway.run.fleet.slot` and
-`headway.run.pool.loop` do, by their own constants; what each step costs PostgreSQL was measured by `bench/scale.py` (`Costs`).
+`headway.run.pool` do, by their own constants; what each step costs PostgreSQL was measured by `bench/scale.py` (`Costs`).
 With results of that benchmark it is first compared with the measured runs. Everything is counted in events: a step asks the
 network, a processor of the server, the log's flush or the job's row, and waits for its turn. Given a seed, it always says the
 same.
@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-#: As in `headway.run.pool.loop` and `headway.run.fleet.slot`; a test compares them.
+#: As in `headway.run.pool` and `headway.run.fleet.slot`; a test compares them.
 COMMIT_PAUSE = 0.02
 COMMIT_SECONDS = 0.25
 COMMIT_MOST = 4000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 
@@ -10,7 +11,7 @@ from bench.measure import fleet_model as model
 from bench.measure.fleet_model import Costs, Site, simulate
 from headway.ledger.fleet import share
 from headway.run.fleet import slot
-from headway.run.pool import loop as pool
+from headway.run.pool import gate, outcomes, runner
 
 #: Everything but what a test makes scarce.
 FREE = Costs(
@@ -67,8 +68,13 @@ def test_where_the_jobs_row_is_scarce_blocks_grow_until_it_is_not():
 
 
 def test_the_model_works_by_the_constants_of_the_code():
-    for name in ("COMMIT_PAUSE", "COMMIT_MOST", "BATCH_SECONDS", "BATCH_MOST"):
-        assert getattr(model, name) == getattr(pool, name)
-    for name in ("BLOCK_SECONDS", "BLOCK_SECONDS_MOST", "CLAIM_TIMES", "COMMIT_SECONDS"):
-        assert getattr(model, name) == getattr(slot, name)
+    constants: dict[ModuleType, tuple[str, ...]] = {
+        runner: ("COMMIT_PAUSE",),
+        outcomes: ("COMMIT_MOST",),
+        gate: ("BATCH_SECONDS", "BATCH_MOST"),
+        slot: ("BLOCK_SECONDS", "BLOCK_SECONDS_MOST", "CLAIM_TIMES", "COMMIT_SECONDS"),
+    }
+    for module, names in constants.items():
+        for name in names:
+            assert getattr(model, name) == getattr(module, name)
     assert model.BLOCK_MOST == share.BLOCK_MOST

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,10 +17,11 @@ from headway.ledger import Done, Ledger, NewItem
 from headway.ledger.fleet import fleet
 from headway.queue.worker.execution import RunningTask
 from headway.run.display.display import open_display
-from headway.run.fleet.slot import SharedBacklog, SlotLedger, SlotShare
+from headway.run.fleet.slot import SharedBacklog, SlotShare
 from headway.run.output.results import Keep
-from headway.run.pool.local import LocalPool
-from headway.run.pool.loop import Settings
+from headway.run.pool.local import LocalRunner
+from headway.run.pool.loop import RunLoop
+from headway.run.pool.runner import HeldJob, RunContext, Settings
 
 
 @pytest.fixture
@@ -60,8 +60,7 @@ class Slot:
         items = list(self._backlog.ready)
         self._backlog.ready.clear()
         self._share.record([Done(item.idx) for item in items])
-        for item in items:
-            self._backlog.settled(item.idx)
+        self._backlog.held.difference_update(item.idx for item in items)
 
 
 @contextmanager
@@ -112,15 +111,14 @@ def test_a_slot_that_gets_less_than_it_asks_for_does_not_ask_for_more(share: Slo
     assert slot.blocks[-1] <= 20  # so that slots end together; it was all that was left
 
 
-def test_a_slot_that_has_nothing_else_to_do_records_at_once_and_so_comes_to_large_blocks_soon(
-    share: SlotShare, postgres_with_tables: str
-):
-    with Ledger.open(postgres_with_tables) as ledger:
-        pool = LocalPool(
-            SlotLedger(ledger, share), share, share.hold, str, Settings(workers=1, last_pass=False, commit_seconds=60.0),
-            display=open_display("none", stream=sys.stderr), shutdown=Shutdown(), keep=Keep(),
-            backlog=lambda _, on_damaged: SharedBacklog(share, 1, on_damaged),
-        )  # fmt: skip
-        began = time.monotonic()
-        assert pool.run().done == 10_000
+def test_a_slot_that_has_nothing_else_to_do_records_at_once_and_so_comes_to_large_blocks_soon(share: SlotShare):
+    loop = RunLoop(
+        HeldJob(share, share.hold, lambda _: share.renew_share()),
+        Settings(workers=1, last_pass=False, commit_seconds=60.0),
+        RunContext(open_display("none", stream=None), Shutdown()), Keep(),
+        lambda parts: LocalRunner(parts, str),
+        lambda _, on_damaged: SharedBacklog(share, 1, on_damaged),
+    )  # fmt: skip
+    began = time.monotonic()
+    assert loop.run().done == 10_000
     assert time.monotonic() - began < 60  # it would wait so long for company after its first item, and after its eighth

@@ -305,7 +305,7 @@ def test_an_executor_that_gives_no_futures_is_refused(database: str):
         def submit(self, function: Any, *arguments: Any) -> int:
             return 7
 
-    with pytest.raises(InvalidInput, match="gave a int, which is no future"):
+    with pytest.raises(InvalidInput, match="returned a int, which is not a future"):
         mapped(functions.double, [1], Wrong(), database)
 
 

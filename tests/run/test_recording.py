@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -19,8 +18,9 @@ from headway.ledger import Ledger, NewItem
 from headway.run.display.display import open_display
 from headway.run.output.results import Keep
 from headway.run.pool.backlog import Backlog, MakeBacklog
-from headway.run.pool.local import LocalPool
-from headway.run.pool.loop import Ending, Settings
+from headway.run.pool.local import LocalRunner
+from headway.run.pool.loop import RunLoop
+from headway.run.pool.runner import Ending, HeldJob, RunContext, Settings
 from tests.services.waiting import eventually
 
 Run = Callable[..., Ending]
@@ -42,11 +42,9 @@ def run(url: str) -> Run:
             job.seal(settle=False)
             hold = ledger.hold(job, {})
             settings = Settings(policy=RetryPolicy(0, 0.0), last_pass=False, **options)
-            pool = LocalPool(
-                ledger, job.held_by(hold), hold, function, settings,
-                display=open_display("none", stream=sys.stderr), shutdown=Shutdown(), keep=Keep(), backlog=backlog,
-            )  # fmt: skip
-            return pool.run()
+            held = HeldJob(job.held_by(hold), hold, lambda running: ledger.renew(hold, running))
+            context = RunContext(open_display("none", stream=None), Shutdown())
+            return RunLoop(held, settings, context, Keep(), lambda parts: LocalRunner(parts, function), backlog).run()
 
     return run
 
@@ -87,7 +85,7 @@ def test_what_was_written_down_as_running_is_recorded_when_it_ends(url: str, run
 
 
 def test_much_is_recorded_at_once(url: str, run: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headway.run.pool.loop.COMMIT_MOST", 50)
+    monkeypatch.setattr("headway.run.pool.outcomes.COMMIT_MOST", 50)
 
     def work(item: int) -> bool | None:
         return is_recorded(url, 51) if item == 60 else None

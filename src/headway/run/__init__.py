@@ -38,7 +38,7 @@ from headway.run.held_job import OpenJob
 from headway.run.items import GivenItems, WatchedItems
 from headway.run.output.results import ItemResult, Keep, as_they_came, in_order
 from headway.run.pool.executor import Executor
-from headway.run.pool.loop import Ending, Settings
+from headway.run.pool.runner import Ending, Settings
 from headway.run.session import check_output, configured_sinks, perform, policy_of, settings_of, take, tell
 from headway.run.tracking import Tracker
 from headway.run.tracking import start as start_tracking

@@ -410,7 +410,7 @@ class WatchedItems:
 
 
 class PipedItems:
-    """Items that arrive on a pipe during the run (`headway.run.pool.loop.Feed`).
+    """Items that arrive on a pipe during the run (`headway.run.pool.runner.Feed`).
 
     They are compared with the job's items as they arrive, so the same pipe resumes a job.
     """

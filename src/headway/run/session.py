@@ -20,9 +20,10 @@ from headway.run import plan as plans
 from headway.run.display.display import Display
 from headway.run.output.files import CsvOutput, Output, keeps_results, open_output, refuse_foreign, refuse_incomplete
 from headway.run.output.results import Keep
-from headway.run.pool.executor import Executor, ExecutorPool, capacity, check_executor
-from headway.run.pool.local import LocalPool
-from headway.run.pool.loop import Ending, Feed, Pool, Settings
+from headway.run.pool.executor import Executor, ExecutorRunner, capacity, check_executor
+from headway.run.pool.local import LocalRunner
+from headway.run.pool.loop import RunLoop
+from headway.run.pool.runner import Ending, Feed, HeldJob, RunContext, Runner, RunParts, Settings
 from headway.run.program import Work
 from headway.telemetry import Log
 
@@ -96,19 +97,15 @@ def perform(
         keep = replace(keep, all_results=keep.results and keeps_results(job))
         if settings.start.why:
             display.say(settings.start.why)
-        pool: Pool
-        if executor is None:
-            pool = LocalPool(
-                ledger, job, hold, function, settings,
-                display=display, shutdown=shutdown, output=file, keep=keep, feed=feed,
-            )  # fmt: skip
-        else:
+
+        def runner(parts: RunParts) -> Runner:
+            if executor is None:
+                return LocalRunner(parts, function)
             assert callable(function)
-            pool = ExecutorPool(
-                ledger, job, hold, function, settings,
-                executor=executor, display=display, shutdown=shutdown, output=file, keep=keep,
-            )  # fmt: skip
-        ending = pool.run()
+            return ExecutorRunner(parts, function, executor)
+
+        held = HeldJob(job, hold, lambda running: ledger.renew(hold, running))
+        ending = RunLoop(held, settings, RunContext(display, shutdown, file, feed), keep, runner).run()
         outcome = ending.outcome
     finally:
         if file is not None:

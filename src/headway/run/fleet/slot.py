@@ -13,13 +13,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from headway.core.lifecycle import Shutdown
 from headway.core.retry import RetryPolicy
 from headway.errors import HeadwayError, InvalidInput, NotFound, StaleClaim
-from headway.ledger import Hold, Item, Job, JobInfo, Ledger, Recorded
+from headway.ledger import Item, Job, JobInfo, Ledger, Recorded
 from headway.ledger.control import Control
 from headway.ledger.fleet import fleet
 from headway.ledger.fleet.fleet import Fleet
@@ -33,8 +33,9 @@ from headway.run.display.display import open_display
 from headway.run.fleet import code_version as stamps
 from headway.run.output.results import Keep
 from headway.run.pool.backlog import BYTES, Backlog
-from headway.run.pool.local import LocalPool
-from headway.run.pool.loop import Settings
+from headway.run.pool.local import LocalRunner
+from headway.run.pool.loop import RunLoop
+from headway.run.pool.runner import HeldJob, RunContext, Settings
 from headway.run.program import Program, Work
 from headway.telemetry import Log
 
@@ -157,13 +158,14 @@ def _work_off(
         workers=order["workers"], mode=order["mode"], policy=RetryPolicy(**order["policy"]),
         timeout=order["timeout"], rate=order["rate"], last_pass=False, commit_seconds=COMMIT_SECONDS,
     )  # fmt: skip
-    pool = LocalPool(
-        SlotLedger(ledger, share), share, share.hold, work, settings,
-        display=open_display("none", stream=sys.stderr), shutdown=shutdown, keep=Keep(**order["keep"]),
-        backlog=lambda _, on_damaged: SharedBacklog(share, order["workers"], on_damaged),
+    loop = RunLoop(
+        HeldJob(share, share.hold, lambda _: share.renew_share()), settings,
+        RunContext(open_display("none", stream=None), shutdown), Keep(**order["keep"]),
+        lambda parts: LocalRunner(parts, work),
+        lambda _, on_damaged: SharedBacklog(share, order["workers"], on_damaged),
     )  # fmt: skip
     try:
-        ending = pool.run()
+        ending = loop.run()
     except StaleClaim:
         return {"ended": "the job is not the fleet's any more"}
     finally:
@@ -240,17 +242,6 @@ def wanted_slots(job: Job, known: Fleet) -> int:
         return known.slots
     row = job.database.one("SELECT count(*) FROM task_workers WHERE ended_at IS NULL")
     return max(1, int(row[0]) if row else 1)
-
-
-class SlotLedger(Ledger):
-    """The ledger for a slot's pool: `renew` renews the slot's share."""
-
-    def __init__(self, ledger: Ledger, share: SlotShare) -> None:
-        super().__init__(ledger.database)
-        self._share = share
-
-    def renew(self, hold: Hold, running: Collection[int] = ()) -> None:
-        self._share.renew_share()
 
 
 class SharedBacklog(Backlog):

@@ -32,7 +32,7 @@ from headway.run.fleet.slot import KIND, add_slots, is_shared, party, seal_id, w
 from headway.run.output.files import open_output
 from headway.run.output.results import Keep
 from headway.run.plan import Plan
-from headway.run.pool.loop import Ending, Settings
+from headway.run.pool.runner import Ending, Settings
 from headway.run.program import Program, Work
 from headway.telemetry import Log
 

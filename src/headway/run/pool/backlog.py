@@ -15,6 +15,8 @@ from headway.ledger import Item, Job, JobInfo, Recorded
 #: Maximum read-ahead, in items and in approximate bytes of payload.
 MOST = 4000
 BYTES = 8 * 2**20
+#: Maximum payload characters of a batch.
+BATCH_BYTES = 2**20
 #: Interval for finding dead letters that were retried during the run, seconds.
 LOOK_SECONDS = 5.0
 
@@ -34,6 +36,8 @@ class Backlog:
         self.held: set[int] = set()
         #: When the next retry is due, on the monotonic clock; None if no item waits.
         self.next_due: float | None = 0.0
+        #: Whether the run stops: items that come back are not run again.
+        self._is_closed = False
         self._look_at = 0.0
         self._untouched_left = True
         self._cursor = -1
@@ -83,6 +87,15 @@ class Backlog:
         self._take(self._job.last_pass(self._page, on_damaged=self._on_damaged))
         return bool(self.ready)
 
+    def take(self, count: int) -> list[Item]:
+        """Take up to ``count`` ready items, fewer if they are large."""
+        items: list[Item] = []
+        size = 0
+        while len(items) < count and size < BATCH_BYTES:
+            items.append(self.ready.popleft())
+            size += len(items[-1].payload or "")
+        return items
+
     def more_arrived(self) -> None:
         """Note that new items were registered."""
         self._untouched_left = True
@@ -94,16 +107,23 @@ class Backlog:
     def put_back(self, items: Iterable[Item]) -> None:
         """Return items to the front of the queue: not begun, or to be run again."""
         self.ready.extendleft(reversed(list(items)))
+        self._drop_if_closed()
 
-    def settled(self, idx: int) -> None:
-        """Note that the item's outcome is in the ledger."""
-        self.held.discard(idx)
+    def suspect(self, items: Iterable[Item]) -> None:
+        """Run each of these items alone, because one of them killed or disturbed the others."""
+        self.suspects.extend(items)
+        self._drop_if_closed()
 
-    def release(self) -> None:
-        """Drop all waiting items; they stay in the ledger."""
-        for waiting in (self.ready, self.suspects, self.slot_suspects):
-            self.held.difference_update(item.idx for item in waiting)
-            waiting.clear()
+    def close(self) -> None:
+        """Drop all waiting items, now and when they come back. They stay in the ledger."""
+        self._is_closed = True
+        self._drop_if_closed()
+
+    def _drop_if_closed(self) -> None:
+        if self._is_closed:
+            for waiting in (self.ready, self.suspects, self.slot_suspects):
+                self.held.difference_update(item.idx for item in waiting)
+                waiting.clear()
 
     @property
     def empty(self) -> bool:

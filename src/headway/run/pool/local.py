@@ -1,4 +1,4 @@
-"""A pool of worker processes on this machine, with detection of items that kill their worker."""
+"""Items run in worker processes on this machine, with detection of items that kill their worker."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from headway.core.lifecycle import Shutdown
+from headway.core.text import plural
 from headway.errors import HeadwayError
-from headway.ledger import Failure, Hold, Item, Job, Ledger
-from headway.run.display.display import Display
+from headway.ledger import Failure
 from headway.run.output.console import Console
-from headway.run.output.files import CsvOutput, Output
-from headway.run.output.results import Keep
-from headway.run.pool.backlog import Backlog, MakeBacklog
-from headway.run.pool.loop import BATCH_BYTES, NOTE_SECONDS, Feed, Pool, Settings, items_of
 from headway.run.pool.processes import CannotStart, Crew, WorkerHandle
+from headway.run.pool.runner import NOTE_SECONDS, Runner, RunParts
 from headway.run.program import TERM_SECONDS as PROGRAM_TERM_SECONDS
 from headway.run.program import TIMED_OUT, Program, Work
+from headway.run.worker.worker import WorkerOrder
 from headway.telemetry import Log, metrics
 
 log = Log("run")
@@ -32,37 +29,22 @@ START_SECONDS = 1.0
 START_SECONDS_MOST = 15.0
 
 
-class LocalPool(Pool):
-    """The pool that runs items in local worker processes."""
+class LocalRunner(Runner):
+    """Runs items in worker processes on this machine."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        job: Job,
-        hold: Hold,
-        function: Work,
-        settings: Settings,
-        *,
-        display: Display,
-        shutdown: Shutdown,
-        output: Output | CsvOutput | None = None,
-        keep: Keep,
-        feed: Feed | None = None,
-        backlog: MakeBacklog = Backlog,
-    ) -> None:
-        super().__init__(
-            ledger, job, hold, settings,
-            display=display, shutdown=shutdown, output=output, keep=keep, feed=feed, backlog=backlog,
-        )  # fmt: skip
-        self._console = Console() if display.live and Console.is_needed() else None
-        self._crew = Crew(
-            self._selector, function,
-            start=settings.start.how, mode=settings.mode, size=settings.workers, mark=hold.mark, timeout=settings.timeout,
-            keep=keep, console=self._console,
-        )  # fmt: skip
+    def __init__(self, parts: RunParts, work: Work) -> None:
+        self._parts, self._settings = parts, parts.settings
+        self._backlog, self._gate, self._outcomes = parts.backlog, parts.gate, parts.outcomes
+        self._say = parts.context.display.say
+        #: Captures output on the terminal of the bar.
+        self._console = Console() if parts.context.display.live and Console.is_needed() else None
+        if self._console is not None:
+            parts.selector.register(self._console, selectors.EVENT_READ, self._console)
+        order = WorkerOrder(work, parts.settings.mode, parts.settings.timeout, parts.keep)
+        self._crew = Crew(parts.selector, order, parts.settings, parts.held.hold.mark, self._console)
         # Async workers and programs enforce the timeout themselves. The parent kills them only after this extra time.
-        self._slack = 2.0 if settings.mode == "async" else 0.0
-        if isinstance(function, Program):
+        self._slack = 2.0 if parts.settings.mode == "async" else 0.0
+        if isinstance(work, Program):
             self._slack = PROGRAM_TERM_SECONDS + 5.0
         self._stillborn = 0
         #: Earliest time of the next worker start, and since when starts have failed.
@@ -70,24 +52,48 @@ class LocalPool(Pool):
         self._short_since: float | None = None
         #: Since when no program could be started while none ran, and whether a shortage was reported.
         self._programs_short_since: float | None = None
-        self._said_short = False
+        self._reported_shortage = False
         #: Index and start time of the last slot suspect.
         self._examined: tuple[int, float] = (-1, 0.0)
 
     @property
-    def _busy(self) -> int:
+    def busy(self) -> int:
         return self._crew.busy
 
     @property
-    def _idle(self) -> bool:
+    def idle(self) -> bool:
         return self._crew.idle
 
-    def _recall(self) -> None:
+    def recall(self) -> None:
         for worker in self._crew:
             self._crew.recall(worker)
 
-    def _resize(self, size: int) -> None:
+    def resize(self, size: int) -> None:
         self._crew.resize(size)
+
+    def abandon(self) -> None:
+        """Kill the running items and take the last reports."""
+        for worker in self._crew:
+            worker.kill()
+            for frame in worker.last_frames():
+                self._take(worker, frame)
+
+    def close(self) -> None:
+        self._crew.close()
+        if self._console is not None:
+            for line in self._console.close():
+                self._say(line)
+
+    # ---- handing out -----------------------------------------------------------------------------------------------
+
+    def hand_out(self, now: float) -> None:
+        try:
+            self._hand_to_crew(now)
+        except CannotStart as error:
+            if self._crew.started >= self._crew.processes and self._crew.size <= self._settings.workers:
+                self._cannot_replace(error, now)
+            else:
+                self._cannot_start(error)
 
     def _cannot_start(self, error: HeadwayError) -> None:
         """Raise ``error``, unless the run was enlarged on request.
@@ -97,8 +103,8 @@ class LocalPool(Pool):
         if self._crew.size <= self._settings.workers:
             raise error
         self._stillborn = 0
-        self._display.say(f"{error} Going on with {items_of(self._settings.workers)} at once, as at the start.")
-        self._resize(self._settings.workers)
+        self._say(f"{error} Going on with {plural(self._settings.workers, 'item')} at once, as at the start.")
+        self.resize(self._settings.workers)
 
     def _cannot_replace(self, error: CannotStart, now: float) -> None:
         """Go on with the living workers and retry later.
@@ -107,31 +113,10 @@ class LocalPool(Pool):
         """
         if self._short_since is None:
             self._short_since = now
-            self._display.say(f"{error} It is tried again.")
+            self._say(f"{error} It is tried again.")
         if not len(self._crew) and now - self._short_since > START_SECONDS_MOST:
             raise error
         self._start_at = now + START_SECONDS
-
-    def _abandon(self) -> None:
-        """Kill the running items and take the last reports."""
-        for worker in self._crew:
-            worker.kill()
-            for frame in worker.last_frames():
-                self._take(worker, frame)
-
-    def _close(self) -> None:
-        self._crew.close()
-
-    # ---- handing out -----------------------------------------------------------------------------------------------
-
-    def _hand_out(self, now: float) -> None:
-        try:
-            self._hand_to_crew(now)
-        except CannotStart as error:
-            if self._crew.started >= self._crew.processes and self._crew.size <= self._settings.workers:
-                self._cannot_replace(error, now)
-            else:
-                self._cannot_start(error)
 
     def _hand_to_crew(self, now: float) -> None:
         backlog = self._backlog
@@ -146,7 +131,7 @@ class LocalPool(Pool):
                 self._crew.give(examiner, [backlog.suspects.popleft()])
         if not backlog.ready:
             return
-        batch = self._batch_size()
+        batch = self._parts.batches.size
         # The least busy first, so that the last items of a job are spread over all workers.
         for worker in sorted(self._common(now), key=lambda each: len(each.out)):
             if worker.stopping or worker.wire.pending:
@@ -155,8 +140,9 @@ class LocalPool(Pool):
             room = slots * (2 * batch if batch > 1 else 1) - len(worker.out)
             if room >= slots * batch / 2:
                 fair = -(-len(backlog.ready) // self._crew.processes)
-                count = self._allowed(min(room, slots * batch, max(slots, fair), len(backlog.ready)), now)
-                self._give(worker, count)
+                count = self._gate.allow(min(room, slots * batch, max(slots, fair), len(backlog.ready)), now)
+                if items := backlog.take(count):
+                    self._crew.give(worker, items, may_fail=self._may_fail(worker))
             if not backlog.ready:
                 return
 
@@ -181,42 +167,31 @@ class LocalPool(Pool):
 
         It is noted as running before it begins. So if this process is killed, only noted items can be charged.
         """
-        if any(idx not in self._noted for worker in self._crew for idx in worker.out):
+        if any(idx not in self._outcomes.noted for worker in self._crew for idx in worker.out):
             return
         free = [each for each in self._common(now) if len(each.out) < each.slots.count and not each.wire.pending]
-        if free and self._allowed(1, now):
+        if free and self._gate.allow(1, now):
             item = self._backlog.slot_suspects.popleft()
-            self._note([(item.idx, free[0].name)])
+            self._outcomes.note([(item.idx, free[0].name)])
             self._examined = (item.idx, time.monotonic())
             self._crew.give(free[0], [item], may_fail=self._may_fail(free[0]))
 
-    def _give(self, worker: WorkerHandle, count: int) -> None:
-        """Send up to ``count`` items, fewer if they are large."""
-        items: list[Item] = []
-        size = 0
-        while len(items) < count and size < BATCH_BYTES:
-            items.append(self._backlog.ready.popleft())
-            size += len(items[-1].payload or "")
-        if items:
-            self._crew.give(worker, items, may_fail=self._may_fail(worker))
-
     def _may_fail(self, worker: WorkerHandle) -> int | None:
-        """Return this worker's share of the failures that are left.
-
-        After that many, it returns what it has not begun. The shares never exceed the total, except that every worker
-        may run one item per slot.
-        """
-        left = self._failures_left()
-        if left is None:
-            return None
+        """Return this worker's share of the failures that are left."""
         others = [each for each in self._crew if each is not worker]
         idle = sum(1 for each in others if not each.out)
-        return max(1, (left - sum(each.may_fail for each in others)) // (idle + 1))
+        return self._gate.share_of_failures(sum(each.may_fail for each in others), idle + 1)
 
     # ---- reports of workers ----------------------------------------------------------------------------------------
 
-    def _attend(self, source: Any, events: int) -> None:
-        worker: WorkerHandle = source
+    def handle(self, source: Any, events: int) -> None:
+        if isinstance(source, Console):
+            for line in source.lines():
+                self._say(line)
+        else:
+            self._handle_worker(source, events)
+
+    def _handle_worker(self, worker: WorkerHandle, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             with suppress(OSError):  # a dead worker is handled when its stream ends
                 worker.wire.push()
@@ -232,21 +207,17 @@ class LocalPool(Pool):
         if "back" in frame:
             worker.recalled = False
             self._backlog.put_back(worker.out.pop(idx) for idx in frame["back"] if idx in worker.out)
-            if self._stop_reason is not None:
-                self._backlog.release()
             return
         if "short" in frame:
             self._programs_are_short(frame["short"])
             return
         if "alone" in frame:
-            self._backlog.suspects.extend(worker.out.pop(idx) for idx in frame["alone"] if idx in worker.out)
-            if self._stop_reason is not None:
-                self._backlog.release()
+            self._backlog.suspect(worker.out.pop(idx) for idx in frame["alone"] if idx in worker.out)
             return
         worker.reported, self._stillborn, self._programs_short_since = True, 0, None
         worker.failures += len(frame["failed"])
         worker.printed.update(frame["printed"])
-        self._take_outcomes(worker.out, frame, worker.name, worker.printed)
+        self._outcomes.take(worker.out, frame, worker.name, worker.printed)
 
     def _programs_are_short(self, reason: str) -> None:
         """Handle a worker that could not start a program.
@@ -254,12 +225,10 @@ class LocalPool(Pool):
         Its items wait for running programs to end; if none run, only for a while.
         """
         now = time.monotonic()
-        if not self._said_short:
-            self._said_short = True
-            self._display.say(
-                f"No more programs can be started at once: {reason}. The others wait; no attempt is counted."
-            )
-        if self._busy or self._programs_short_since is None:
+        if not self._reported_shortage:
+            self._reported_shortage = True
+            self._say(f"No more programs can be started at once: {reason}. The others wait; no attempt is counted.")
+        if self.busy or self._programs_short_since is None:
             self._programs_short_since = now
         elif now - self._programs_short_since > START_SECONDS_MOST:
             raise CannotStart(f"No program could be started for {START_SECONDS_MOST:g} s: {reason}.")
@@ -280,10 +249,10 @@ class LocalPool(Pool):
             why = " (did the function close file descriptors that are not its own?)" if cut_off else ""
             failure = Failure("WorkerDied", f"the worker process {how} while it ran this item{why}")
             seconds = time.monotonic() - running[idx] if idx in running else None
-            self._fail(idx, item.attempts, failure, "failed", seconds, worker.name)
+            self._outcomes.fail(item, failure, worker.name, seconds)
         elif suspects:
             # One of several items is to blame: rerun each alone, without counting an attempt.
-            self._backlog.suspects.extend(worker.out.pop(idx) for idx in suspects)
+            self._backlog.suspect(worker.out.pop(idx) for idx in suspects)
         elif not worker.reported and not worker.stopping:
             self._stillborn += 1
             if self._stillborn >= STILLBORN_MOST:
@@ -297,7 +266,7 @@ class LocalPool(Pool):
 
     # ---- chores, ten times a second --------------------------------------------------------------------------------
 
-    def _look_after(self, now: float) -> list[tuple[int, str, float]]:
+    def check(self, now: float) -> list[tuple[int, str, float]]:
         for worker in self._crew.dead():
             for frame in worker.last_frames():
                 self._take(worker, frame)
@@ -314,20 +283,12 @@ class LocalPool(Pool):
                 self._crew.dismiss(worker)
         return all_running
 
-    def _slept_since(self, began: float) -> float:
-        """Return how long this process was suspended while an item ran.
-
-        The item may have been suspended too, so this does not count towards its timeout.
-        """
-        known = (*self._standstills, self._gap)
-        return sum(min(seconds, woke_at - began) for woke_at, seconds in known if woke_at > began)
-
     def _end_overdue(self, worker: WorkerHandle, running: list[tuple[int, float]], now: float) -> None:
         limit = self._settings.timeout
         if limit is None:
             return
         limit += self._slack
-        overdue = [(idx, began) for idx, began in running if now - began - self._slept_since(began) > limit]
+        overdue = [(idx, began) for idx, began in running if now - began - self._parts.standstills.since(began) > limit]
         if not overdue:
             return
         worker.kill()
@@ -336,13 +297,13 @@ class LocalPool(Pool):
             self._take(worker, frame)
         if self._settings.mode == "async" and len(running) > 1:
             # Its loop is blocked by an unknown item: rerun each alone, without counting an attempt.
-            self._backlog.suspects.extend(worker.out.pop(idx) for idx, _ in running if idx in worker.out)
+            self._backlog.suspect(worker.out.pop(idx) for idx, _ in running if idx in worker.out)
             overdue = []
         for idx, began in overdue:
             item = worker.out.pop(idx, None)
             if item is not None:  # it was not among the last reports
                 failure = Failure(TIMED_OUT, f"no result within {self._settings.timeout:g} s")
-                self._fail(idx, item.attempts, failure, "timeout", now - began, worker.name)
+                self._outcomes.fail(item, failure, worker.name, now - began, outcome="timeout")
         # Other items of that process are not to blame: rerun them without counting an attempt.
         self._backlog.put_back(worker.out.values())
         worker.out.clear()

@@ -20,10 +20,10 @@ from headway.core.lifecycle import Budget, check_descriptors, signal_name
 from headway.errors import HeadwayError
 from headway.ledger import Item
 from headway.run.output.console import Console
-from headway.run.output.results import Keep
-from headway.run.program import Work
+from headway.run.pool.runner import Settings
 from headway.run.worker import worker as worker_process
 from headway.run.worker.protocol import Slots, Wire, work_frame
+from headway.run.worker.worker import WorkerOrder
 
 RECALL = '{"recall":true}'
 STOP = '{"stop":true}'
@@ -106,25 +106,18 @@ class Crew:
     def __init__(
         self,
         selector: selectors.BaseSelector,
-        function: Work,
-        *,
-        start: str,
-        mode: str,
-        size: int,
+        order: WorkerOrder,
+        settings: Settings,
         mark: str,
-        timeout: float | None,
-        keep: Keep,
         console: Console | None,
     ) -> None:
-        self._selector = selector
-        self._function, self._mode, self._timeout, self._keep, self._console = function, mode, timeout, keep, console
-        self._mark = mark
-        self._package = _package(function, mode, timeout, keep) if start == "spawn" else None
+        self._selector, self._order, self._mark, self._console = selector, order, mark, console
+        self._package = _package(order) if settings.start.how == "spawn" else None
         #: Workers started so far.
         self.started = 0
         self._members: dict[int, WorkerHandle] = {}
         #: Number of processes, and items each one runs at once.
-        self.processes, self._slots = (size, 1) if mode == "process" else (1, size)
+        self.processes, self._slots = (settings.workers, 1) if order.mode == "process" else (1, settings.workers)
 
     def __iter__(self) -> Iterator[WorkerHandle]:
         return iter(list(self._members.values()))
@@ -197,7 +190,7 @@ class Crew:
         async mode a new process replaces the old one.
         """
         current = [worker for worker in self if not worker.alone and not worker.stopping]
-        if self._mode == "process":
+        if self._order.mode == "process":
             self.processes, surplus = size, current[size:]
         else:
             self._slots, surplus = size, current
@@ -299,19 +292,18 @@ class Crew:
             if self._console is not None:
                 self._console.enter_worker()
             discard_inherited()
-            wire = Wire(theirs, blocking=True)
-            worker_process.main(wire, slots, self._function, mode=self._mode, timeout=self._timeout, keep=self._keep)
+            worker_process.main(Wire(theirs, blocking=True), slots, self._order)
         finally:
             os._exit(70)
 
 
-def _package(function: Work, mode: str, timeout: float | None, keep: Keep) -> IO[bytes]:
+def _package(order: WorkerOrder) -> IO[bytes]:
     """Write what a spawned worker needs to an unnamed file.
 
     No other process can write to it, so unpickling it in our children is safe.
     """
     file = tempfile.TemporaryFile()  # noqa: SIM115 - `Crew.close` closes it
-    pickle.dump({"path": sys.path, "work": pickle.dumps((function, mode, timeout, keep))}, file)
+    pickle.dump({"path": sys.path, "work": pickle.dumps(order)}, file)
     file.flush()
     return file
 

@@ -74,6 +74,7 @@ class Page:
         _, _, self.owner, machine = _HEADER.unpack_from(self._memory, 0)
         #: Whether this is the owner's machine and pid namespace, so that pids and clocks agree.
         self.ours = machine.rstrip(b"\0") == _machine()
+        self._free = list(range(SLOTS))
 
     @classmethod
     def make(cls) -> Page:
@@ -109,9 +110,17 @@ class Page:
             pass
         return True
 
-    def clear(self, slot: int) -> None:
-        """Reset a slot."""
-        _SLOT.pack_into(self._memory, _HEADER.size + slot * _SLOT.size, 0, 0.0, 0, 0)
+    def allot(self) -> int | None:
+        """Allot an empty slot; None if all are in use."""
+        slot = self._free.pop() if self._free else None
+        if slot is not None:
+            _SLOT.pack_into(self._memory, _HEADER.size + slot * _SLOT.size, 0, 0.0, 0, 0)
+        return slot
+
+    def free(self, slot: int | None) -> None:
+        """Return a slot."""
+        if slot is not None:
+            self._free.append(slot)
 
     def begin(self, slot: int, idx: int, now: float) -> None:
         """Record that the slot runs item ``idx`` since ``now``."""
@@ -121,18 +130,18 @@ class Page:
         """Record that the slot's item has ended."""
         _RUNNING.pack_into(self._memory, _HEADER.size + slot * _SLOT.size, 0)
 
-    def running(self, slot: int) -> tuple[int, float] | None:
+    def running(self, slot: int | None) -> tuple[int, float] | None:
         """Return (idx, start on the machine's monotonic clock) of the running item."""
-        idx, began, _, _ = self._slot(slot)
+        idx, began, _, _ = self._read(slot)
         return (idx - 1, began) if idx else None
 
-    def last(self, slot: int) -> tuple[int, int] | None:
+    def last(self, slot: int | None) -> tuple[int, int] | None:
         """Return (idx, pid) of the last item begun, whether or not it has ended."""
-        _, _, last, pid = self._slot(slot)
+        _, _, last, pid = self._read(slot)
         return (last - 1, pid) if last else None
 
-    def _slot(self, slot: int) -> tuple[int, float, int, int]:
-        return _SLOT.unpack_from(self._memory, _HEADER.size + slot * _SLOT.size)
+    def _read(self, slot: int | None) -> tuple[int, float, int, int]:
+        return (0, 0.0, 0, 0) if slot is None else _SLOT.unpack_from(self._memory, _HEADER.size + slot * _SLOT.size)
 
 
 def _machine() -> bytes:

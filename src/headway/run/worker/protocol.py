@@ -37,13 +37,17 @@ _RUNNING = struct.Struct("<q")
 _HEADER = 8
 
 
+def payload_text(item: Item) -> str:
+    """Return the payload to send. One that was changed to a non-text value is sent as "", which fails as damaged."""
+    payload: object = "null" if item.payload is None else item.payload
+    return payload if isinstance(payload, str) else ""
+
+
 def work_frame(items: Iterable[Item], failures: int | None) -> str:
     """Build a work frame. ``failures`` is the total at which the worker gives the rest back."""
     heads, payloads = [], []
     for item in items:
-        payload: object = "null" if item.payload is None else item.payload
-        # A payload that was changed to a non-text value is sent as "", which fails as damaged.
-        text = payload if isinstance(payload, str) else ""
+        text = payload_text(item)
         heads.append(f"[{item.idx},{item.attempts},{len(text)}]")
         payloads.append(text)
     limit = "null" if failures is None else failures

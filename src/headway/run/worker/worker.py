@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NoReturn
 
@@ -52,13 +53,21 @@ ROOM_SECONDS = 1.0
 #: Exit code of a worker that cannot reach its parent; used only in logs.
 CUT_OFF = 71
 
-Function = Callable[[Any], Any]  # the user's function: takes JSON, returns anything
-
 #: Result, exception and output of an async item.
 _Attempted = tuple[Any, BaseException | None, str | None]
 
 
-def main(wire: Wire, slots: Slots, function: Work, *, mode: str, timeout: float | None, keep: Keep) -> NoReturn:
+@dataclass(frozen=True, slots=True)
+class WorkerOrder:
+    """What a worker process runs, and how."""
+
+    work: Work
+    mode: str
+    timeout: float | None
+    keep: Keep
+
+
+def main(wire: Wire, slots: Slots, order: WorkerOrder) -> NoReturn:
     """Serve until told to stop, then exit. It does not return: a fork's finalizers belong to the parent."""
     for number in STOP_SIGNALS:
         # The parent decides when the worker ends. A handler, because children of the function would inherit SIG_IGN.
@@ -68,11 +77,8 @@ def main(wire: Wire, slots: Slots, function: Work, *, mode: str, timeout: float 
     _print_line_by_line()
     code = 1
     try:
-        worker = Worker(wire, slots, function, timeout=timeout, keep=keep)
-        os.register_at_fork(
-            before=worker.before_fork, after_in_parent=worker.after_fork, after_in_child=worker.leave_in_child
-        )
-        if mode == "async":
+        worker = RunWorker(wire, slots, order)
+        if order.mode == "async":
             asyncio.run(worker.serve_async())
         elif slots.count == 1:
             worker.serve(0)
@@ -96,12 +102,12 @@ def spawned() -> NoReturn:
     given = pickle.loads(data)  # noqa: S301 - written by our own parent to an unnamed file
     sys.argv[1:] = []
     sys.path[:] = given["path"]  # before the function is imported
-    function, mode, timeout, keep = pickle.loads(given["work"])  # noqa: S301 - as above
+    order = pickle.loads(given["work"])  # noqa: S301 - as above
     end = socket.socket(fileno=wire)
     end.set_inheritable(False)
     slots = Slots(count, page)
     os.close(page)
-    main(Wire(end, blocking=True), slots, function, mode=mode, timeout=timeout, keep=keep)
+    main(Wire(end, blocking=True), slots, order)
 
 
 def _print_line_by_line() -> None:
@@ -119,35 +125,24 @@ def _nothing(_: object) -> None:
     """Stand in for the function when the worker runs a program."""
 
 
-class Worker:
+class RunWorker:
     """The worker process from inside; its parent has a `headway.run.pool.processes.WorkerHandle`."""
 
-    def __init__(self, wire: Wire, slots: Slots, function: Work, *, timeout: float | None, keep: Keep) -> None:
-        self._wire = wire
-        self._descriptor = wire.fileno()
-        self._inode = os.fstat(self._descriptor).st_ino
-        self._slots = slots
-        self._printing = Printing(several=slots.count > 1) if keep.printed != "none" else None
-        if self._printing is not None and not isinstance(function, Program):
+    def __init__(self, wire: Wire, slots: Slots, order: WorkerOrder) -> None:
+        self._slots, self._timeout, self._keep = slots, order.timeout, order.keep
+        self._link = ParentLink(wire, slots)
+        self._reports = Reports(self._link)
+        self._children = ForkedChildren(wire)
+        self._program = order.work if isinstance(order.work, Program) else None
+        self._function: Callable[[Any], Any] = _nothing if isinstance(order.work, Program) else order.work
+        self._printing = Printing(several=slots.count > 1) if order.keep.printed != "none" else None
+        if self._printing is not None and self._program is None:
             self._printing.enter_worker()
-        self._program = function if isinstance(function, Program) else None
-        self._function: Function = _nothing if isinstance(function, Program) else function
-        self._timeout = timeout
-        self._keep = keep
         self._todo: deque[tuple[int, int, str]] = deque()
         self._wake = threading.Semaphore(0)
+        #: Notified when a program ends, because another one may start then.
         self._room = threading.Condition()
         self._stopping = False
-        self._sending = threading.Lock()
-        self._done: deque[tuple[int, float, str | Literal[False] | None]] = deque()
-        self._failed: deque[tuple[Any, ...]] = deque()
-        self._printed: deque[tuple[int, str]] = deque()
-        self._failures = 0
-        self._most_failures: int | None = None
-        self._flushed_at = time.monotonic()
-        self._size = 0  # size of the unreported results; a racy sum, which can only cost memory
-        self._is_child = False
-        self._mask = threading.local()
         self._on_work: Callable[[int], None] = self._wake_threads
         threading.Thread(target=self._listen, name="headway-listen", daemon=True).start()
 
@@ -198,7 +193,7 @@ class Worker:
                 running.add(task)
                 task.add_done_callback(partial(finish, slot, idx, attempts, began))
             if not running:
-                self.flush()
+                self._reports.flush()
                 if self._stopping and not ended.done():
                     ended.set_result(None)
 
@@ -210,10 +205,12 @@ class Worker:
                 result, error, printed = cancelled if task.cancelled() else task.result()
                 if error is None:
                     if printed and self._keep.printed == "all":
-                        self._printed.append((idx, printed))
+                        self._reports.add_printed(idx, printed)
                     self._report(idx, attempts, began, result)
                 elif issubclass(type(error), asyncio.CancelledError) and self._slots.count > 1:
-                    self._report_disturbed(idx)  # cancelled by itself or by another item, which cannot be told apart
+                    self._link.send(
+                        {"alone": [idx]}
+                    )  # cancelled by itself or by another item, which cannot be told apart
                 else:
                     self._report_failure(idx, attempts, began, error, printed)
                 self._slots.end(slot)
@@ -239,9 +236,9 @@ class Worker:
             async with TimeLimit(self._timeout) if self._timeout is not None else nullcontext():
                 result = await self._function(payload)
         except BaseException as error:  # noqa: BLE001 - whatever the user's function raises is the item's outcome
-            self._end_child()
+            self._children.end_if_child()
             return None, error, self._end_printing(None)
-        self._end_child()
+        self._children.end_if_child()
         return result, None, self._end_printing(None) if self._keep.printed == "all" else None
 
     # ---- one item --------------------------------------------------------------------------------------------------
@@ -253,7 +250,7 @@ class Worker:
             except IndexError:
                 if self._stopping:
                     return None
-                self.flush()
+                self._reports.flush()
                 self._wake.acquire()
 
     def _run(self, slot: int, idx: int, attempts: int, text: str) -> None:
@@ -273,16 +270,16 @@ class Worker:
             self._await_room(str(error))
             return
         except BaseException as error:  # noqa: BLE001 - whatever the user's function raises is the item's outcome
-            if self._is_child:
-                self._end_child()
+            if self._children.is_child:
+                os._exit(0)
             self._report_failure(idx, attempts, began, error, self._end_printing(None))
         else:
-            if self._is_child:
-                self._end_child()
+            if self._children.is_child:
+                os._exit(0)
             if self._keep.printed == "all":
                 printed = self._end_printing(printed)
                 if printed:
-                    self._printed.append((idx, printed))
+                    self._reports.add_printed(idx, printed)
             self._report(idx, attempts, began, result)
         self._slots.end(slot)
         if self._program is not None:
@@ -291,9 +288,8 @@ class Worker:
 
     def _await_room(self, reason: str) -> None:
         """Wait until another program has ended. Meanwhile the item counts as not begun and can be recalled."""
-        self.flush()
-        with self._sending:
-            self._send({"short": reason})
+        self._reports.flush()
+        self._link.send({"short": reason})
         with self._room:
             self._room.wait(ROOM_SECONDS)
 
@@ -313,82 +309,130 @@ class Worker:
         except (HeadwayError, MemoryError) as error:
             self._report_failure(idx, attempts, began, error)
             return
-        self._done.append((idx, now - began, kept))
-        self._size += len(kept) if kept else 0
-        if now - self._flushed_at > FLUSH_SECONDS or len(self._done) >= FLUSH_COUNT or self._size >= FLUSH_SIZE:
-            self.flush()
+        self._reports.add_done(idx, began, now, kept)
 
     def _report_failure(
         self, idx: int, attempts: int, began: float, error: BaseException, printed: str | None = None
     ) -> None:
         if type(error) is ProgramFailed:
             printed = self._end_printing(error.printed)
-        self._failed.append(failed_row(idx, attempts, time.monotonic() - began, error, printed))
-        self._failures += 1
-        if self._most_failures is not None and self._failures >= self._most_failures:
-            self.flush()
+        self._reports.add_failed(failed_row(idx, attempts, time.monotonic() - began, error, printed))
+        if self._reports.failed_too_often:
+            self._reports.flush()
             self._give_back(ending=False)
-        elif time.monotonic() - self._flushed_at > FLUSH_SECONDS:
-            self.flush()
 
-    def _report_disturbed(self, idx: int) -> None:
-        with self._sending:
-            self._send({"alone": [idx]})
+    def flush(self) -> None:
+        """Report all finished items."""
+        self._reports.flush()
 
-    # ---- children of the function ----------------------------------------------------------------------------------
+    # ---- requests of the parent ------------------------------------------------------------------------------------
 
-    def before_fork(self) -> None:
-        """Block the stop signals until the child has default handlers.
+    def _listen(self) -> None:
+        try:
+            while self._await_frame():
+                for frame in self._link.frames():
+                    if "work" in frame:
+                        self._take_work(frame)
+                    else:
+                        self._give_back(ending="stop" in frame)
+        finally:
+            # The parent is gone. The function may run for another hour: kill it and all it started now.
+            _end_group()
 
-        Otherwise the worker's handler would swallow them.
-        """
+    def _await_frame(self) -> bool:
+        """Wait for a frame. Meanwhile flush finished items while the function is busy with a long one."""
+        while not self._link.wait(2 * FLUSH_SECONDS if self._reports.pending else 0.25):
+            self._reports.flush_if_late()
+        return self._link.receive()
+
+    def _take_work(self, frame: dict[str, Any]) -> None:
+        self._reports.failure_limit = frame["failures"]
+        self._todo.extend(unpack_work(frame))
+        if self._reports.failed_too_often:
+            self._give_back(ending=False)  # sent before the parent received the last failures
+        self._on_work(len(frame["work"]))
+
+    def _give_back(self, *, ending: bool) -> None:
+        back = []
+        with suppress(IndexError):
+            while True:
+                back.append(self._todo.popleft()[0])
+        if ending:
+            self._stopping = True
+            self._on_work(self._slots.count)
+        self._link.send({"back": back})
+
+    def _wake_threads(self, count: int) -> None:
+        for _ in range(min(count, self._slots.count)):
+            self._wake.release()
+
+
+class ForkedChildren:
+    """Detaches the processes that the function forks: default signal handlers, no socket, no further items."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._mask = threading.local()
+        #: Whether this process is such a child.
+        self.is_child = False
+        os.register_at_fork(before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._leave)
+
+    def end_if_child(self) -> None:
+        """Exit in a child that returned from the function. It would run the remaining items a second time."""
+        if self.is_child:
+            os._exit(0)
+
+    def _before_fork(self) -> None:
+        # Until the child has default handlers, the worker's handler would swallow its stop signals.
         self._mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
-    def after_fork(self) -> None:
-        """Restore the signal mask in the parent."""
+    def _after_fork(self) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask.before)
 
-    def leave_in_child(self) -> None:
-        """Detach a child that the function forked: default signal handlers, no socket."""
-        self._is_child = True
+    def _leave(self) -> None:
+        self.is_child = True
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         self._wire.close()
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask.before)
 
-    def _end_child(self) -> None:
-        """Exit in a forked child that returned from the function.
 
-        Otherwise it would run the remaining items a second time.
-        """
-        if self._is_child:
-            os._exit(0)
+class ParentLink:
+    """The worker's connection to its parent. Several threads send."""
 
-    # ---- talking to the parent -------------------------------------------------------------------------------------
+    def __init__(self, wire: Wire, slots: Slots) -> None:
+        self._wire, self._slots = wire, slots
+        self._descriptor = wire.fileno()
+        self._inode = os.fstat(self._descriptor).st_ino
+        self._poll = select.poll()
+        self._poll.register(self._descriptor, select.POLLIN)
+        #: Held while a frame is composed and sent.
+        self.sending = threading.RLock()
 
-    def flush(self) -> None:
-        """Report finished items.
+    def send(self, frame: dict[str, Any]) -> None:
+        """Send a frame. End the worker if its parent is gone."""
+        with self.sending:
+            self._check_socket()
+            try:
+                self._wire.send(json.dumps(frame))
+            except (BrokenPipeError, ConnectionResetError):
+                _end_group()
+            except OSError:
+                self._end_cut_off()
 
-        Other threads append meanwhile; taking items one by one loses and duplicates nothing.
-        """
-        with self._sending:
-            self._flushed_at, self._size = time.monotonic(), 0
-            done = [self._done.popleft() for _ in range(len(self._done))]
-            failed = [self._failed.popleft() for _ in range(len(self._failed))]
-            # Output is appended before its item: for every item in ``done`` it is here or was sent earlier.
-            printed = [self._printed.popleft() for _ in range(len(self._printed))]
-            if done or failed:
-                self._send({"done": done, "failed": failed, "printed": printed})
+    def wait(self, seconds: float) -> bool:
+        """Return whether data arrives within ``seconds``."""
+        return bool(self._poll.poll(1000 * seconds))
 
-    def _send(self, frame: dict[str, Any]) -> None:
+    def receive(self) -> bool:
+        """Read what has arrived. Return False if the parent is gone."""
         self._check_socket()
-        try:
-            self._wire.send(json.dumps(frame))
-        except (BrokenPipeError, ConnectionResetError):
-            _end_group()
-        except OSError:
-            self._end_cut_off()
+        return self._wire.receive()
+
+    def frames(self) -> Iterator[dict[str, Any]]:
+        """Yield the frames that have arrived completely."""
+        return self._wire.frames()
 
     def _check_socket(self) -> None:
         """End the worker if its descriptor is no longer its socket.
@@ -407,49 +451,64 @@ class Worker:
         self._slots.mark_cut_off()
         os._exit(CUT_OFF)
 
-    def _listen(self) -> None:
-        try:
-            poll = select.poll()
-            poll.register(self._descriptor, select.POLLIN)
-            while self._await_frame(poll):
-                for frame in self._wire.frames():
-                    if "work" in frame:
-                        self._take_work(frame)
-                    else:
-                        self._give_back(ending="stop" in frame)
-        finally:
-            # The parent is gone. The function may run for another hour: kill it and all it started now.
-            _end_group()
 
-    def _take_work(self, frame: dict[str, Any]) -> None:
-        self._most_failures = frame["failures"]
-        self._todo.extend(unpack_work(frame))
-        if self._most_failures is not None and self._failures >= self._most_failures:
-            self._give_back(ending=False)  # sent before the parent received the last failures
-        self._on_work(len(frame["work"]))
+class Reports:
+    """Finished items on their way to the parent, sent in groups.
 
-    def _await_frame(self, poll: select.poll) -> bool:
-        """Wait for a frame. Meanwhile flush finished items while the function is busy with a long one."""
-        while not poll.poll(2000 * FLUSH_SECONDS if self._done or self._failed else 250):
-            if time.monotonic() - self._flushed_at > FLUSH_SECONDS:
-                self.flush()
-        self._check_socket()
-        return self._wire.receive()
+    Several threads add items. Each row is taken once, so none is lost or sent twice.
+    """
 
-    def _give_back(self, *, ending: bool) -> None:
-        back = []
-        with suppress(IndexError):
-            while True:
-                back.append(self._todo.popleft()[0])
-        if ending:
-            self._stopping = True
-            self._on_work(self._slots.count)
-        with self._sending:
-            self._send({"back": back})
+    def __init__(self, link: ParentLink) -> None:
+        self._link = link
+        self._done: deque[tuple[int, float, str | Literal[False] | None]] = deque()
+        self._failed: deque[tuple[Any, ...]] = deque()
+        self._printed: deque[tuple[int, str]] = deque()
+        self._flushed_at = time.monotonic()
+        self._size = 0  # size of the unreported results; a racy sum, which can only cost memory
+        self._failures = 0
+        #: Number of failures after which the worker gives back the rest of its items.
+        self.failure_limit: int | None = None
 
-    def _wake_threads(self, count: int) -> None:
-        for _ in range(min(count, self._slots.count)):
-            self._wake.release()
+    @property
+    def pending(self) -> bool:
+        """Whether items wait to be reported."""
+        return bool(self._done or self._failed)
+
+    @property
+    def failed_too_often(self) -> bool:
+        return self.failure_limit is not None and self._failures >= self.failure_limit
+
+    def add_done(self, idx: int, began: float, ended: float, result: str | Literal[False] | None) -> None:
+        """Add an item that is done, with its result as kept."""
+        self._done.append((idx, ended - began, result))
+        self._size += len(result) if result else 0
+        if ended - self._flushed_at > FLUSH_SECONDS or len(self._done) >= FLUSH_COUNT or self._size >= FLUSH_SIZE:
+            self.flush()
+
+    def add_failed(self, row: tuple[Any, ...]) -> None:
+        """Add an item that failed, as a row of `headway.run.worker.attempt.failed_row`."""
+        self._failed.append(row)
+        self._failures += 1
+        self.flush_if_late()
+
+    def add_printed(self, idx: int, text: str) -> None:
+        """Add the output of an item. Call it before `add_done`, so that the output is not sent later."""
+        self._printed.append((idx, text))
+
+    def flush_if_late(self) -> None:
+        """Report finished items if the last report is `FLUSH_SECONDS` old."""
+        if time.monotonic() - self._flushed_at > FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Report finished items now."""
+        with self._link.sending:
+            self._flushed_at, self._size = time.monotonic(), 0
+            done = [self._done.popleft() for _ in range(len(self._done))]
+            failed = [self._failed.popleft() for _ in range(len(self._failed))]
+            printed = [self._printed.popleft() for _ in range(len(self._printed))]
+            if done or failed:
+                self._link.send({"done": done, "failed": failed, "printed": printed})
 
 
 @contextmanager
