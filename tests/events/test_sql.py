@@ -251,7 +251,7 @@ def test_an_on_complete_that_fails_is_called_again_in_a_moment_and_at_the_next_r
 ):
     from headway.run import session as performing
 
-    monkeypatch.setattr(performing, "TELL_SECONDS", 0.1)
+    monkeypatch.setattr(performing, "DELIVERY_SECONDS", 0.1)
     calls: list[str] = []
 
     def fail(found: Event) -> None:

@@ -368,7 +368,7 @@ def test_an_executor_that_was_shut_down_is_an_error_and_another_one_goes_on(make
     closed.shutdown()
     with pytest.raises(HeadwayError, match="takes no more work: RuntimeError: cannot schedule new futures") as caught:
         mapped(functions.double, range(5), closed, database)
-    assert "Make a new executor" in (caught.value.hint or "")
+    assert "create a new executor" in (caught.value.hint or "")
     assert mapped(functions.double, range(5), make("thread"), database).done == 5
 
 

@@ -23,14 +23,14 @@ from typing import Any
 import pytest
 
 import headway
+from headway.config import Config
 from headway.errors import InputChanged, InvalidInput, ItemsFailed, JobHeld, NotFound, StaleClaim
 from headway.events import Event
 from headway.ledger import Job, Ledger
 from headway.run import Settings
-from headway.run import plan as plans
 from headway.run.function import default_job, earlier_default_job, source_form
 from headway.run.items import GivenItems
-from headway.run.session import take
+from headway.run.session import RunRequest, Session
 from tests.services.waiting import eventually
 
 PRODUCTS = [{"n": n} for n in range(30)]
@@ -633,25 +633,30 @@ def test_a_job_that_is_open_elsewhere_is_refused(database: str):
             headway.map(abs, [1], job="ads", database=database, progress="none", accept_changes=True)
 
 
+def request(database: str, name: str) -> RunRequest:
+    return RunRequest(Config(cli={"database": database}), Settings(workers=1), abs, name)
+
+
 def test_a_job_that_another_process_did_while_the_items_were_read_is_not_put_aside(database: str, log: Path):
     def work(item: dict[str, int]) -> None:
         note(log, item["n"])
 
     with Ledger.open(database) as ledger:
-        plan = plans.look(ledger, "ads", "work", GivenItems(PRODUCTS, key=None, limit=10_000))
+        session = Session(request(database, "work"))
+        plan = session.compare("ads", GivenItems(PRODUCTS, key=None, limit=10_000))
         headway.map(work, PRODUCTS, job="ads", database=database, workers=1, progress="none")
-        with pytest.raises(JobHeld, match="at the same moment"):
-            take(ledger, plan, Settings(workers=1))
+        with pytest.raises(JobHeld, match="at the same moment"), session:
+            session.hold(plan)
         assert [(job.id, job.done, job.held) for job in ledger.jobs(archived=True)] == [("ads", 30, False)]
 
 
 def test_a_plan_for_items_that_another_process_replaced_is_not_carried_out(database: str):
     headway.map(abs, [-1, -2], job="ads", database=database, workers=1, progress="none")
-    with Ledger.open(database) as ledger:
-        plan = plans.look(ledger, "ads", "builtins:abs", GivenItems([-1, -2], key=None, limit=10_000))
-        headway.map(abs, [-3], job="ads", database=database, workers=1, progress="none", fresh=True)
-        with pytest.raises(JobHeld, match="at the same moment"):
-            take(ledger, plan, Settings(workers=1))
+    session = Session(request(database, "builtins:abs"))
+    plan = session.compare("ads", GivenItems([-1, -2], key=None, limit=10_000))
+    headway.map(abs, [-3], job="ads", database=database, workers=1, progress="none", fresh=True)
+    with pytest.raises(JobHeld, match="at the same moment"), session:
+        session.hold(plan)
 
 
 def test_a_child_that_leaves_the_block_of_its_parent_does_not_release_the_job(database: str):

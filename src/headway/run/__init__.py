@@ -15,9 +15,9 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
@@ -32,14 +32,14 @@ from headway.events import CallableSink, Event, Sink
 from headway.ledger import Cause, DeadLetter, Ledger
 from headway.run import arguments
 from headway.run import function as functions
-from headway.run import plan as plans
-from headway.run.display.display import Display, open_display
+from headway.run.display.display import open_display
 from headway.run.held_job import OpenJob
 from headway.run.items import GivenItems, WatchedItems
 from headway.run.output.results import ItemResult, Keep, as_they_came, in_order
 from headway.run.pool.executor import Executor
 from headway.run.pool.runner import Ending, Settings
-from headway.run.session import check_output, configured_sinks, perform, policy_of, settings_of, take, tell
+from headway.run.session import RunRequest, Session, configured_sinks
+from headway.run.settings import policy_of, settings_of
 from headway.run.tracking import Tracker
 from headway.run.tracking import start as start_tracking
 from headway.run.worker.attempt import GiveUp
@@ -250,47 +250,37 @@ def map(
         )
     options = _fleet_options(config, function, encode, slots, fleet=fleet, any_version=any_version)
     sinks: list[Sink] = configured_sinks(config)
-    shutdown = _given_shutdown.get() or Shutdown()
-    place = absolute(config.text("database"))  # items that run in this process may change directory
+    if on_complete is not None:
+        sinks.append(CallableSink(f"on_complete {id}", on_complete, job=id))
+    request = RunRequest(
+        config, settings, function, name, _given_shutdown.get() or Shutdown(),
+        Keep(results=results, encode=encode, printed=keep_output), None if output is None else Path(output), sinks,
+        executor, options, fresh=fresh, accept_changes=accept_changes,
+    )  # fmt: skip
+    address = absolute(config.text("database"))  # items that run in this process may change directory
     display = open_display(config.text("progress"), stream=sys.stderr, color=config.text("color"))
-    source = WatchedItems(given, shutdown, display.say)
     with (
         _hinting(config),
-        _interrupting(shutdown),
-        Ledger.open(config.text("database"), stop=shutdown.abandon) as ledger,
-        on_signals(shutdown),
+        _interrupting(request.shutdown),
+        Session(request) as session,
+        on_signals(request.shutdown),
     ):
-        if job is None and plans.find(ledger, id) is None:
-            id = _recorded_id(ledger, function) or id
-        if on_complete is not None:
-            sinks.append(CallableSink(f"on_complete {id}", on_complete, job=id))
-        plan = plans.look(ledger, id, name, source, fresh=fresh)
-        if not accept_changes:
-            plans.refuse_doubt(plan)
-        if output is not None:
-            check_output(Path(output), ledger, plan)
-        if job is None and plan.existing is None and (other := _other_version(ledger, id, name)) is not None:
+        if job is None and session.find(id) is None:
+            id = _recorded_id(session, function) or id
+        plan = session.compare(id, WatchedItems(given, request.shutdown, display.say))
+        session.check(plan)
+        if job is None and plan.existing is None and (other := _other_version(session, id, name)) is not None:
             display.say(f'Job {id} is new: the code of {name} changed. To go on with the earlier one: job="{other}"')
-        keep = Keep(results=results, encode=encode, printed=keep_output)
-        if options is not None:
-            ending = _perform_by_fleet(
-                ledger, plan, function, settings, options, config,
-                keep=keep, accept=accept_changes, display=display, shutdown=shutdown, sinks=sinks,
-                output=None if output is None else Path(output),
-            )  # fmt: skip
-            held = ledger.job(id)
-        else:
-            held, hold = take(ledger, plan, settings, accept=accept_changes)
-            ending = perform(
-                ledger, held, hold, function, settings,
-                display=display, shutdown=shutdown, output=None if output is None else Path(output), sinks=sinks,
-                keep=keep, executor=executor,
-            )  # fmt: skip
-        if ending.outcome == "interrupted":
+        held = session.hold(plan)
+        ending = session.work(display)
+        if ending is None:
+            stop = f"headway stop {id} {settings.database_option}".rstrip()
+            display.say(f"Job {id} goes on without this process. Stop it:  {stop}")
+        if ending is None or ending.outcome == "interrupted":
             raise Stopping(f"Job {id} was interrupted; call it again to go on.")
         info = held.info()
         result = Result(
-            id, place, ending.outcome, info.total, info.done, ending.kept, info.dead,
+            id, address, ending.outcome, info.total, info.done, ending.kept, info.dead,
             ending.failures, ending.seconds, held.causes(), decode, given.typed_keys(),
         )  # fmt: skip
         if raise_on_dead:
@@ -298,16 +288,16 @@ def map(
         return result
 
 
-def _recorded_id(ledger: Ledger, function: Callable[[Any], Any]) -> str | None:
+def _recorded_id(session: Session, function: Callable[[Any], Any]) -> str | None:
     """Return the job id that an earlier Headway version gave this function, if that job exists."""
     id = functions.earlier_default_job(function)
-    return None if plans.find(ledger, id) is None else id
+    return None if session.find(id) is None else id
 
 
-def _other_version(ledger: Ledger, id: str, name: str) -> str | None:
+def _other_version(session: Session, id: str, name: str) -> str | None:
     """Return the latest unnamed job of a function with the same name."""
     stem = id.rpartition("-")[0]
-    others = [info for info in ledger.jobs() if info.function == name and info.id.rpartition("-")[0] == stem]
+    others = [info for info in session.jobs() if info.function == name and info.id.rpartition("-")[0] == stem]
     return max(others, key=lambda info: info.updated_at).id if others else None
 
 
@@ -334,32 +324,6 @@ def _fleet_options(
     options = FleetOptions(slots, any_version=any_version)
     check(config, function, options)
     return options
-
-
-def _perform_by_fleet(
-    ledger: Ledger,
-    plan: plans.Plan,
-    function: Callable[[Any], Any],
-    settings: Settings,
-    options: FleetOptions,
-    config: Config,
-    *,
-    keep: Keep,
-    accept: bool,
-    display: Display,
-    shutdown: Shutdown,
-    sinks: Sequence[Sink],
-    output: Path | None,
-) -> Ending:
-    """Hand the job to the fleet, unless it has it already, and wait for the end."""
-    from headway.run.fleet import start as fleets
-
-    return fleets.start_and_follow(
-        ledger, plan, function, settings, options, config,
-        keep=replace(keep, all_results=keep.results and output is not None), display=display, shutdown=shutdown,
-        take=lambda: take(ledger, plan, settings, accept=accept), output=output,
-        tell=lambda: tell(ledger, sinks, shutdown.abandon),
-    )  # fmt: skip
 
 
 #: Commands in hints that need the database option.
@@ -471,24 +435,20 @@ def _open_job(
     fresh: bool,
     accept_changes: bool,
 ) -> OpenJob:
-    sinks = configured_sinks(config)
-    ledger = Ledger.open(config.text("database"), create=source is not None)
-    try:
-        policy = policy_of(config)
-        settings = Settings(workers=1, mode="loop", policy=policy)
+    settings = Settings(workers=1, mode="loop", policy=policy_of(config))
+    request = RunRequest(config, settings, sinks=configured_sinks(config), fresh=fresh, accept_changes=accept_changes)
+    session = Session(request, create=source is not None)
+    with ExitStack() as opened:
+        opened.enter_context(session)
         if source is None:
-            held = ledger.job(job)
-            hold = ledger.hold(held, {"mode": "loop"})
-            held = held.held_by(hold)
+            session.hold_existing(job)
         else:
-            plan = plans.look(ledger, job, "", source, fresh=fresh)
-            if not accept_changes:
-                plans.refuse_doubt(plan)
-            held, hold = take(ledger, plan, settings, accept=accept_changes)
-        return OpenJob(ledger, held, hold, policy, tell=partial(tell, ledger, sinks))
-    except BaseException:
-        ledger.close()
-        raise
+            plan = session.compare(job, source)
+            session.check(plan)
+            session.hold(plan)
+        held = OpenJob(session, settings.policy)
+        opened.pop_all()  # `held` releases the job
+        return held
 
 
 #: Trackers of this process that hold a job, by (database, job).
@@ -527,8 +487,8 @@ def track(
     check_id(job, "a job id")
     arguments.check_key(key)
     arguments.check_flags(fresh=fresh, accept_changes=accept_changes)
-    place = absolute(config.text("database")), job
-    if (earlier := _trackers.pop(place, None)) is not None:
+    key_of_job = absolute(config.text("database")), job
+    if (earlier := _trackers.pop(key_of_job, None)) is not None:
         earlier.close()
 
     def opened(source: GivenItems) -> OpenJob:
@@ -538,5 +498,5 @@ def track(
     display = open_display(config.text("progress"), stream=sys.stderr, color=config.text("color"), shared=True)
     with _hinting(config):
         tracker = start_tracking(opened, items, key=key, limit=limit, display=display)
-    _trackers[place] = tracker
+    _trackers[key_of_job] = tracker
     return tracker

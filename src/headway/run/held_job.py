@@ -12,16 +12,19 @@ import json
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from headway.core.lifecycle import ForkGuard
 from headway.core.retry import RetryPolicy
 from headway.errors import HeadwayError, StaleClaim
-from headway.ledger import Done, Failed, Hold, Item, Job, Ledger, Progress, describe, fingerprint
+from headway.ledger import Done, Failed, Item, Job, Progress, describe, fingerprint
 from headway.ledger.content import bounded_meta
 from headway.run.worker.attempt import GiveUp
+
+if TYPE_CHECKING:
+    from headway.run.session import Session
 
 PAGE = 500
 
@@ -146,11 +149,10 @@ class _Share:
 class OpenJob:
     """The right to work on a job until it is closed. A thread renews the lease."""
 
-    def __init__(
-        self, ledger: Ledger, job: Job, hold: Hold, policy: RetryPolicy, tell: Callable[[], None] = lambda: None
-    ) -> None:
-        """Start renewing. ``tell`` delivers pending events once the job has finished."""
-        self._ledger, self._job, self._hold, self._policy, self._tell = ledger, job, hold, policy, tell
+    def __init__(self, session: Session, policy: RetryPolicy) -> None:
+        """Start renewing the hold of ``session``. Closing this releases it."""
+        self._session, self._held, self._policy = session, session.held, policy
+        self._job = self._held.job
         self._guard = ForkGuard("The job")
         self._stop = threading.Event()
         self._lost: StaleClaim | None = None
@@ -159,7 +161,7 @@ class OpenJob:
         self._sharing = threading.Lock()
         self._loops = 0
         self._entered: dict[int, int] = {}
-        self._share = _Share(job, self._entered)
+        self._share = _Share(self._job, self._entered)
         self._renewing = threading.Thread(target=self._renew, name="headway-renew", daemon=True)
         self._renewing.start()
 
@@ -238,7 +240,7 @@ class OpenJob:
         self.check()
         if self._lost is not None:
             raise self._lost
-        self._job.record(outcomes, hold=self._hold, policy=self._policy)
+        self._job.record(outcomes, hold=self._held.hold, policy=self._policy)
         with self._sharing:
             for outcome in outcomes:
                 self._share.recorded(outcome)
@@ -252,15 +254,15 @@ class OpenJob:
         if threading.current_thread() is not self._renewing:  # garbage collection may call this in the renewing thread
             self._renewing.join()
         try:
-            self._job.finish(self._hold)
+            self._job.finish(self._held.hold)
             finished = self._job.info().finished_at is not None
-            self._ledger.release(self._hold, "finished" if finished else outcome)
+            self._session.release("finished" if finished else outcome)
             if finished:
-                self._tell()
+                self._session.deliver()
         except StaleClaim:
             pass  # another process took over the job
         finally:
-            self._ledger.close()
+            self._session.close()
 
     def __enter__(self) -> Self:
         return self
@@ -271,9 +273,9 @@ class OpenJob:
         self.close()
 
     def _renew(self) -> None:
-        while not self._stop.wait(self._hold.lease / 3):
+        while not self._stop.wait(self._held.hold.lease / 3):
             try:
-                self._ledger.renew(self._hold)
+                self._held.renew(())
             except StaleClaim as error:
                 self._lost = error
                 return

@@ -1,4 +1,4 @@
-"""``headway run``: the main job."""
+"""``headway run``: options and their validation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from headway.cli import database_option, say, typed
-from headway.cli.jobs import run_request as orders
 from headway.errors import HeadwayError, InvalidInput, UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class RunCommand(click.Command):
-    """Everything after ``--`` is a program with its arguments, whatever it looks like."""
+    """A command that keeps everything after ``--`` as a program with its arguments."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--" in args:
@@ -141,14 +140,15 @@ def run(
     130 or 143 interrupted, state saved.
     """
     from headway import telemetry
+    from headway.cli.jobs import run_request
     from headway.config import Config
     from headway.core.ids import check_id
     from headway.core.lifecycle import Shutdown, on_signals
-    from headway.run.display.display import open_display
     from headway.run.items import FileItems, WatchedItems
     from headway.run.output.results import Keep
     from headway.run.program import Program
-    from headway.run.session import configured_sinks, settings_of
+    from headway.run.session import RunRequest, configured_sinks
+    from headway.run.settings import settings_of
 
     with warnings.catch_warnings(record=True) as caught:
         config = Config(
@@ -173,15 +173,15 @@ def run(
             from headway.web import run_page as beside
 
             beside.check()
-        call = _work(function, ctx.meta.get(PROGRAM), stdin=stdin, stdout=stdout, key=key)
-        name = call.text if isinstance(call, Program) else function or ""
-        crew = None
+        work = _work(function, ctx.meta.get(PROGRAM), stdin=stdin, stdout=stdout, key=key)
+        name = work.text if isinstance(work, Program) else function or ""
+        options = None
         if fleet:
             words = ctx.meta.get(PROGRAM)
             program = (
                 None if words is None else {"words": words, "stdin": stdin, "stdout": stdout or "text", "key": key}
             )
-            crew = _fleet(config, call, program, slots, priority, any_version=any_version, items=items)
+            options = _fleet_options(config, work, program, slots, priority, any_version=any_version, items=items)
         elif detach or slots or priority or any_version:
             raise UsageError("--slots, --priority, --detach and --any-version are for a fleet.", hint="Add --fleet.")
         if detach and (output is not None or serve):
@@ -189,41 +189,30 @@ def run(
                 "--detach returns at once: it writes no file and shows no page.",
                 hint="Later:  headway results JOB --output FILE,  headway serve",
             )
-        order = orders.Order(
-            config=config,
-            call=call,
-            function=name,
-            settings=settings_of(config, call, name, last_pass=last_pass, fleet=fleet),
-            job=None if job is None else check_id(job, "a job id"),
-            output=output,
-            keep=Keep(results=results, printed=keep_output),
-            fresh=fresh,
-            accept=accept_changes,
-            serve=serve,
-            as_json=as_json,
-            shutdown=Shutdown(),
-            sinks=configured_sinks(config),  # a wrong address is said before anything is written
-            fleet=crew,
-            detach=detach,
-        )
+        request = RunRequest(
+            config, settings_of(config, work, name, last_pass=last_pass, fleet=fleet), work, name, Shutdown(),
+            Keep(results=results, printed=keep_output), output,
+            configured_sinks(config),  # before anything is written, because an address may be wrong
+            fleet=options, fresh=fresh, accept_changes=accept_changes, command=run_request.command(),
+        )  # fmt: skip
+        order = run_request.Order(request, None if job is None else check_id(job, "a job id"), serve, as_json, detach)
         limit = int(config["payload_limit"] or 0)
-        with on_signals(order.shutdown):
+        with on_signals(request.shutdown):
             if items == "-" and not _is_a_file(pipe := _standard_input()):
                 if dry_run or accept_changes:
                     raise InvalidInput(
                         "A pipe can be read only once, so nothing can be compared beforehand.", hint="Use a file."
                     )
-                return orders.run_pipe(order, pipe, format_, key, limit)
+                return run_request.run_pipe(order, pipe, format_, key, limit)
             path = Path("/dev/stdin" if items == "-" else items)
             file = FileItems(path, format=format_, key=key, limit=limit, name=items, accept=order.accepts)
-            display = open_display(config.text("progress"), stream=sys.stderr, color=config.text("color"))
-            source = WatchedItems(file, order.shutdown, display.say)
-            return orders.dry_run(order, source) if dry_run else orders.run_file(order, source)
+            source = WatchedItems(file, request.shutdown, order.display().say)
+            return run_request.dry_run(order, source) if dry_run else run_request.run_file(order, source)
 
 
 @contextmanager
 def _errors_as_progress(config: Config) -> Iterator[None]:
-    """With ``--progress json`` an error is a line of JSON too."""
+    """Print errors as JSON lines with ``--progress json``."""
     try:
         yield
     except HeadwayError as error:
@@ -246,7 +235,7 @@ def _work(
     stdout: Literal["text", "json"] | None,
     key: str | None,
 ) -> Work:
-    """The function or the program that was named."""
+    """Return the named function or program."""
     from headway.run import function as functions
     from headway.run.program import Program
 
@@ -269,9 +258,9 @@ def _work(
     return functions.load(function)
 
 
-def _fleet(
+def _fleet_options(
     config: Config,
-    call: Work,
+    work: Work,
     program: dict[str, Any] | None,
     slots: int | None,
     priority: str | None,
@@ -279,19 +268,18 @@ def _fleet(
     any_version: bool,
     items: str,
 ) -> FleetOptions:
-    """What was asked of a fleet, checked."""
+    """Return the validated fleet options."""
     from headway.run.fleet.start import FleetOptions, check
 
     if items == "-" and not _is_a_file(_standard_input()):
         raise UsageError("A fleet needs all items beforehand, and a pipe has no end.", hint="Write them to a file.")
     options = FleetOptions(slots, priority or "normal", any_version, program)
-    check(config, call, options)
+    check(config, work, options)
     return options
 
 
 def _check_words() -> None:
-    """The command is kept, with the names of files in it, and no database keeps bytes that are no text. Said before anything
-    is written; a function's name or an item is checked elsewhere."""
+    """Refuse arguments that are not UTF-8, because the command is stored with the job as text."""
     for word in sys.argv[1:]:
         try:
             word.encode()
@@ -304,7 +292,7 @@ def _check_words() -> None:
 
 
 def _standard_input() -> int:
-    """Its descriptor, if items can come from there: under cron or a service it is /dev/null, or closed."""
+    """Return the descriptor of standard input. Refuse /dev/null and a closed one, as under cron or a service."""
     if sys.stdin is not None:
         descriptor = sys.stdin.fileno()
         mode = os.fstat(descriptor).st_mode
@@ -317,5 +305,5 @@ def _standard_input() -> int:
 
 
 def _is_a_file(descriptor: int) -> bool:
-    """Whether standard input was redirected from a file: that can be read again."""
+    """Return whether standard input was redirected from a file, which can be read again."""
     return stat.S_ISREG(os.fstat(descriptor).st_mode)

@@ -1,4 +1,4 @@
-"""What ``headway run`` was asked for, checked, and how it is carried out and told."""
+"""How ``headway run`` carries out a validated request and reports it."""
 
 from __future__ import annotations
 
@@ -6,32 +6,31 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from headway.cli import say, typed
 from headway.core.text import plural
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, JobHeld
+from headway.ledger import Job
+from headway.run import plan as plans
+from headway.run.display.display import (
+    Display,
+    RunSnapshot,
+    interrupted,
+    open_display,
+    summary,
+    terminal_columns,
+)
+from headway.run.items import Accept, PipedItems, Source
+from headway.run.plan import Changes, Plan
+from headway.run.pool.runner import Ending
+from headway.run.session import RunRequest, Session
 from headway.telemetry import redact
-
-if TYPE_CHECKING:
-    from headway.config import Config
-    from headway.core.lifecycle import Shutdown
-    from headway.events import Sink
-    from headway.ledger import Hold, Job, Ledger
-    from headway.run import Ending, Settings
-    from headway.run.display.display import Display
-    from headway.run.fleet.start import FleetOptions
-    from headway.run.items import Accept, PipedItems, Source
-    from headway.run.output.results import Keep
-    from headway.run.plan import Changes, Plan
-    from headway.run.program import Work
 
 #: Options that belong to one start only and are left out of the command that continues it.
 _ONCE = {"--fresh", "--accept-changes", "--dry-run"}
@@ -39,55 +38,43 @@ _ONCE = {"--fresh", "--accept-changes", "--dry-run"}
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What was asked for, checked."""
+    """The validated options of ``headway run``."""
 
-    config: Config
-    call: Work
-    function: str
-    settings: Settings
+    request: RunRequest
     job: str | None
-    output: Path | None
-    keep: Keep
-    fresh: bool
-    accept: bool
     serve: bool
     as_json: bool
-    shutdown: Shutdown
-    sinks: Sequence[Sink]
-    fleet: FleetOptions | None
     detach: bool
 
     @property
     def accepts(self) -> Accept | None:
-        """What says whether an item can be worked on, if anything does."""
-        return None if callable(self.call) else self.call.check
+        """The check that every item must pass, if there is one."""
+        work = self.request.work
+        return None if work is None or callable(work) else work.check
+
+    def id(self, session: Session, source: str) -> str:
+        """Return the job's id: as named, else made of the function and the source."""
+        return self.job or plans.default_id(session.ledger, self.request.name, source)
+
+    def display(self) -> Display:
+        """Open the display on stderr."""
+        config = self.request.config
+        return open_display(config.text("progress"), stream=sys.stderr, color=config.text("color"))
 
 
-def _look(order: Order, source: Source) -> tuple[Ledger | None, Plan]:
-    """Find out what would be done. A database that is not there is not made for that."""
-    from headway.errors import NotFound
-    from headway.ledger import Ledger
-    from headway.run import plan as plans
-
-    ledger = None
-    try:
-        ledger = Ledger.open(order.config.text("database"), create=False, stop=order.shutdown.abandon)
-        ledger.database.verify()
-    except NotFound:
-        pass
-    id = order.job or plans.default_id(ledger, order.function, source.name)
-    return ledger, plans.look(ledger, id, order.function, source, fresh=order.fresh)
+@contextmanager
+def _planned(order: Order, source: Source) -> Iterator[tuple[Session, Plan]]:
+    """Open a session and compare the items. A missing database is not created for that."""
+    with Session(order.request, create=False) as session:
+        if session.ledger is not None:
+            session.ledger.database.verify()
+        yield session, session.compare(order.id(session, source.name), source)
 
 
 def dry_run(order: Order, source: Source) -> int:
-    """Say what the same command would do without --dry-run; where that would be refused, so is this."""
-    from headway.errors import JobHeld
-    from headway.run import plan as plans
-    from headway.run.session import check_output
-
-    ledger, plan = _look(order, source)
-    with ledger or nullcontext():
-        ahead = plans.preview(ledger, plan)
+    """Print what the same command would do without --dry-run. Refuse what it would refuse."""
+    with _planned(order, source) as (session, plan):
+        ahead = plans.preview(session.ledger, plan)
         if order.as_json:
             facts = {
                 "job": plan.id, "new": plan.changes.new, "kept": ahead.kept, "changed": len(plan.changes.changed),
@@ -96,130 +83,72 @@ def dry_run(order: Order, source: Source) -> int:
             click.echo(json.dumps({"schema": "headway.dry-run/1", **facts}))
         else:
             say(
-                f"Run {plan.id} would work on {plural(ahead.to_do, 'item')} with {order.function}: {plan.changes}, "
+                f"Run {plan.id} would work on {plural(ahead.to_do, 'item')} with {order.request.name}: {plan.changes}, "
                 f"{ahead.kept:,} kept."
             )
             say(f"The first ones: {', '.join(ahead.first_keys)}." if ahead.first_keys else "Nothing is left to do.")
             say("Nothing was written.")
-        if not order.accept:
-            plans.refuse_doubt(plan)
-        if order.output is not None:
-            check_output(order.output, ledger, plan)
+        session.check(plan)
         if plan.existing is not None and plan.existing.held:
             raise JobHeld(f"Job {plan.id} is being run.", hint=f"See how far it is: headway show {plan.id}")
         return 3 if ahead.dead else 0
 
 
 def run_file(order: Order, source: Source) -> int:
-    from headway.ledger import Ledger
-    from headway.run import plan as plans
-    from headway.run.fleet import start as fleets
-    from headway.run.session import check_output, take
-
-    found, plan = _look(order, source)
-    if not order.accept:
-        plans.refuse_doubt(plan)
-    if order.output is not None:
-        check_output(order.output, found, plan)
-    ledger = found or Ledger.open(order.config.text("database"), stop=order.shutdown.abandon)
-    with ledger:
-        if order.fleet is not None and (run := fleets.running(plan)) is not None:
-            fleets.rejoin(ledger, ledger.job(plan.id), order.config)
-            return _follow(order, ledger, ledger.job(plan.id), run, f"Run {plan.id} is the fleet's already")
-        job, hold = take(ledger, plan, order.settings, command=_command(), accept=order.accept)
-        if order.fleet is not None:
-            text = _greeting(job, plan.changes if plan.existing is not None else None)
-            keep = replace(order.keep, all_results=order.keep.results and order.output is not None)
-            fleets.hand(ledger, job, hold, order.call, order.settings, keep, order.config, order.fleet)
-            return _follow(order, ledger, ledger.job(job.id), hold.run, text)
-        text = _greeting(job, plan.changes if plan.existing is not None else None)
-        return _perform(order, ledger, job, hold, text, feed=None)
+    """Run the items of a file; return the exit code."""
+    with _planned(order, source) as (session, plan):
+        session.check(plan)
+        job = session.hold(plan)
+        if session.joined:
+            return _work(order, session, job, f"Run {plan.id} is the fleet's already")
+        return _work(order, session, job, _greeting(job, plan.changes if plan.existing is not None else None))
 
 
 def run_pipe(order: Order, pipe: int, format: str | None, key: str | None, limit: int) -> int:
-    from headway.ledger import Ledger
-    from headway.run import plan as plans
-    from headway.run.items import PipedItems
-    from headway.run.output.files import refuse_foreign, refuse_incomplete
-    from headway.run.session import describe
+    """Run the items that arrive on a pipe; return the exit code."""
 
-    with Ledger.open(order.config.text("database"), stop=order.shutdown.abandon) as ledger:
-        id = order.job or plans.default_id(ledger, order.function, "-")
-        existing = None if order.fresh else plans.find(ledger, id)
-        if existing is not None:
-            plans.refuse_other(existing, order.function, key)
-        if order.output is not None:
-            refuse_foreign(order.output, ledger, id)
-            if existing is not None:
-                refuse_incomplete(ledger.job(id))
-        if order.fresh:
-            ledger.archive(id)
-        job = ledger.create(id)
-        hold = ledger.hold(job, describe(order.settings), policy=order.settings.policy)
-        job = job.held_by(hold)
-        try:
-            ledger.describe(
-                job, function=order.function, source="-", command=_command(), keyed_by=key,
-                max_retries=order.settings.policy.retries,
-            )  # fmt: skip
-            feed = PipedItems(job, pipe, format=format, key=key, limit=limit, accept=order.accepts)
-        except BaseException:
-            ledger.release(hold, "failed")
-            raise
-        return _perform(order, ledger, job, hold, _greeting(job, None), feed=feed)
+    def feed(job: Job) -> PipedItems:
+        return PipedItems(job, pipe, format=format, key=key, limit=limit, accept=order.accepts)
+
+    with Session(order.request) as session:
+        job = session.hold_stream(order.id(session, "-"), key, feed)
+        return _work(order, session, job, _greeting(job, None))
 
 
-def _perform(order: Order, ledger: Ledger, job: Job, hold: Hold, text: str, *, feed: PipedItems | None) -> int:
-    from headway.run.display.display import open_display
-    from headway.run.session import perform
-
-    display = open_display(order.config.text("progress"), stream=sys.stderr, color=order.config.text("color"))
-    display.begin(text)
-    if _looks_like_a_number_of_workers(order):
-        display.say(f"-j names the job, which is called {job.id} now. For that many items at once: --workers {job.id}")
-    with _page(order, job, display):
-        ending = perform(
-            ledger, job, hold, order.call, order.settings,
-            display=display, shutdown=order.shutdown, output=order.output, keep=order.keep, feed=feed, sinks=order.sinks,
-        )  # fmt: skip
-    return _conclude(order, display, job, ending)
-
-
-def _looks_like_a_number_of_workers(order: Order) -> bool:
-    """Whoever comes from GNU parallel, make or xargs means that by -j."""
-    given = order.job or ""
-    return given.isascii() and given.isdigit() and len(given) <= 3 and order.config.origin("workers") == "default"
-
-
-def _follow(order: Order, ledger: Ledger, job: Job, run: int, text: str) -> int:
-    """Show a run of the fleet until it is over, or until this command is to end: the run goes on then."""
-    from headway.run.display.display import open_display
-    from headway.run.fleet import start as fleet
-    from headway.run.session import tell
-
+def _work(order: Order, session: Session, job: Job, text: str) -> int:
+    """Work off the job, or follow a fleet that does; return the exit code."""
     again = typed(f"Follow it:  headway show {job.id} --watch    Stop it:  headway stop {job.id}")
     if order.detach:
         say(f"{text}. {again}")
         if order.as_json:
             click.echo(json.dumps({"schema": "headway.run/1", "job": job.id, "outcome": "detached", "exit_code": 0}))
         return 0
-    display = open_display(order.config.text("progress"), stream=sys.stderr, color=order.config.text("color"))
+    display, shutdown = order.display(), order.request.shutdown
     display.begin(text)
+    if _looks_like_a_number_of_workers(order):
+        display.say(f"-j names the job, which is called {job.id} now. For that many items at once: --workers {job.id}")
     with _page(order, job, display):
-        ending = fleet.follow(ledger, job, run, display=display, shutdown=order.shutdown)
-    if ending is None:
-        display.conclude(
-            [f"Job {job.id} goes on without this command. {again}"],
-            {"job": job.id, "outcome": "detached", "exit_code": order.shutdown.exit_code},
-        )
-        return order.shutdown.exit_code
-    fleet.conclude(job, ending, order.output, lambda: tell(ledger, order.sinks, order.shutdown.abandon))
-    return _conclude(order, display, job, ending)
+        ending = session.work(display)
+    if ending is not None:
+        return _conclude(order, display, job, ending)
+    display.conclude(
+        [f"Job {job.id} goes on without this command. {again}"],
+        {"job": job.id, "outcome": "detached", "exit_code": shutdown.exit_code},
+    )
+    return shutdown.exit_code
+
+
+def _looks_like_a_number_of_workers(order: Order) -> bool:
+    """Return whether -j was meant as a number of workers, as in GNU parallel, make and xargs."""
+    given = order.job or ""
+    return (
+        given.isascii() and given.isdigit() and len(given) <= 3 and order.request.config.origin("workers") == "default"
+    )
 
 
 @contextmanager
 def _page(order: Order, job: Job, display: Display) -> Iterator[None]:
-    """With --serve: the job's page, until the run is over. That it cannot be opened or fails ends no run, and is said."""
+    """With --serve, serve the job's page until the run is over. If that fails, say so and go on."""
     if not order.serve:
         yield
         return
@@ -228,7 +157,7 @@ def _page(order: Order, job: Job, display: Display) -> Iterator[None]:
     from headway.web.run_page import Beside
 
     try:
-        beside = Beside(order.config.text("database"))
+        beside = Beside(order.request.config.text("database"))
     except (HeadwayError, OSError) as error:
         display.say(f"There is no page: {redact(str(error))}")
         yield
@@ -243,15 +172,13 @@ def _page(order: Order, job: Job, display: Display) -> Iterator[None]:
 
 
 def _conclude(order: Order, display: Display, job: Job, ending: Ending) -> int:
-    """Say how it ended and what to type next; the exit code."""
-    from headway.run.display.display import RunSnapshot, interrupted, summary, terminal_columns
-
+    """Print how the run ended and the next command; return the exit code."""
     info = job.info()
     code = 3 if info.dead else 0
     if ending.outcome == "stopped":
         code = 4
     elif ending.outcome == "interrupted":
-        code = order.shutdown.exit_code if order.shutdown.signum is not None else 143
+        code = order.request.shutdown.exit_code if order.request.shutdown.signum is not None else 143
     shown = RunSnapshot(
         total=info.total if info.sealed else None, kept=ending.kept, done=ending.done, running=0, retrying=info.failed,
         dead=info.dead, failures=ending.failures,
@@ -264,7 +191,7 @@ def _conclude(order: Order, display: Display, job: Job, ending: Ending) -> int:
     if order.as_json:
         click.echo(json.dumps({"schema": "headway.run/1", **facts}))
     columns = terminal_columns(sys.stderr, os.environ) if sys.stderr is not None and sys.stderr.isatty() else 120
-    options = order.config.database_option
+    options = order.request.config.database_option
     if ending.outcome == "finished":
         causes = [cause for cause in job.causes() if cause.dead]
         retries = max(0, ending.failures - ending.died)
@@ -283,7 +210,7 @@ def _conclude(order: Order, display: Display, job: Job, ending: Ending) -> int:
 
 
 def _greeting(job: Job, changes: Changes | None) -> str:
-    """The line above the bar: what is started or resumed."""
+    """Return the line above the bar: whether the run starts or resumes."""
     info = job.info()
     earlier = job.runs()[:-1]
     if not earlier:
@@ -306,8 +233,8 @@ def _clock(moment: datetime) -> str:
     return local.strftime("%H:%M" if today else "%d %b %H:%M")
 
 
-def _command() -> str:
-    """What to type to continue; it is kept and shown, so a password in it is not."""
+def command() -> str:
+    """Return the command that resumes the run. It is stored and shown, so passwords in it are redacted."""
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
     return redact(shlex.join(["headway", *(word for word in words[:end] if word not in _ONCE), *words[end:]]))

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway._sql import Database, Tx
 from headway.config import Config
 from headway.core.lifecycle import Shutdown
 from headway.errors import HeadwayError, InvalidInput, JobHeld
-from headway.ledger import Hold, Job, Ledger
+from headway.ledger import Job, Ledger
 from headway.ledger.fleet import fleet
 from headway.ledger.fleet.fleet import Fleet
 from headway.queue.settings import connection_settings, declared_per_user
@@ -29,12 +27,13 @@ from headway.run import function as functions
 from headway.run.display.display import Display, RunSnapshot
 from headway.run.fleet import code_version as stamps
 from headway.run.fleet.slot import KIND, add_slots, is_shared, party, seal_id, wanted_slots
-from headway.run.output.files import open_output
-from headway.run.output.results import Keep
 from headway.run.plan import Plan
-from headway.run.pool.runner import Ending, Settings
+from headway.run.pool.runner import Ending, HeldJob
 from headway.run.program import Program, Work
 from headway.telemetry import Log
+
+if TYPE_CHECKING:
+    from headway.run.session import RunRequest
 
 log = Log("run")
 
@@ -95,42 +94,48 @@ def open_queue(config: Config, database: Database) -> TaskQueue:
     return add_slots(TaskQueue(**known))
 
 
-def start(
-    ledger: Ledger,
-    job: Job,
-    hold: Hold,
-    call: Work,
-    settings: Settings,
-    keep: Keep,
-    config: Config,
-    options: FleetOptions,
-) -> None:
-    """Hand the job to the fleet. This process holds the job, and its items are registered."""
-    policy = settings.policy
-    stamp = (
-        stamps.of_program(options.program["words"][0]) if options.program is not None else stamps.of_function(call)  # type: ignore[arg-type]  # `check` ensured that it is a function
-    )
-    slots = options.slots
+def start(ledger: Ledger, held: HeldJob, request: RunRequest) -> None:
+    """Hand a held job over to the fleet. Its items are registered."""
+    options, settings, keep = request.fleet, request.settings, request.keep
+    assert options is not None
+    assert request.work is not None
+    if options.program is None:
+        assert callable(request.work)
+        stamp = stamps.of_function(request.work)
+    else:
+        stamp = stamps.of_program(options.program["words"][0])
     order = {
-        "function": None if options.program is not None else _importable(call),
+        "function": None if options.program is not None else _importable(request.work),
         "program": None if options.program is None else dict(options.program),
         "workers": settings.workers,
         "mode": settings.mode,
-        "policy": {name: getattr(policy, name) for name in ("retries", "base", "factor", "cap", "jitter")},
+        "policy": {name: getattr(settings.policy, name) for name in ("retries", "base", "factor", "cap", "jitter")},
         "timeout": settings.timeout,
         # Each slot gets an equal share of the rate, by default for one slot per worker.
-        "rate": None if settings.rate is None else settings.rate / (slots or _workers(ledger.database)),
-        "keep": {"results": keep.results, "all_results": keep.all_results, "printed": keep.printed},
+        "rate": None if settings.rate is None else settings.rate / (options.slots or _workers(ledger.database)),
+        "keep": {
+            "results": keep.results,
+            "all_results": keep.results and request.output is not None,
+            "printed": keep.printed,
+        },
         "stamp": dict(stamp),
         "any_version": options.any_version,
     }
-    with open_queue(config, ledger.database) as queue:
-        sealed = queue.sealed(seal_id(job.no, hold.run), json.dumps(order))
+    with open_queue(request.config, ledger.database) as queue:
+        sealed = queue.sealed(seal_id(held.job.no, held.hold.run), json.dumps(order))
         fleet.hand_over(
-            ledger.database, hold, work=sealed, queue=options.priority, slots=slots, most=settings.max_failures,
-            has_pass=settings.last_pass,
+            ledger.database, held.hold, work=sealed, queue=options.priority, slots=options.slots,
+            most=settings.max_failures, has_pass=settings.last_pass,
         )  # fmt: skip
-        _attend(queue, job)
+        _attend(queue, held.job)
+
+
+def may_have(job: Job) -> bool:
+    """Return whether a fleet has the job, or the database cannot tell."""
+    try:
+        return bool((job.info().holder or {}).get("fleet"))
+    except HeadwayError:
+        return True
 
 
 def rejoin(ledger: Ledger, job: Job, config: Config) -> None:
@@ -214,77 +219,6 @@ def running(plan: Plan) -> int | None:
             hint=f"Let it finish, or stop it:  headway stop {plan.id}    Then run the same command again.",
         )
     return run
-
-
-def start_and_follow(
-    ledger: Ledger,
-    plan: Plan,
-    call: Work,
-    settings: Settings,
-    options: FleetOptions,
-    config: Config,
-    *,
-    keep: Keep,
-    display: Display,
-    shutdown: Shutdown,
-    take: Callable[[], tuple[Job, Hold]],
-    tell: Callable[[], None],
-    output: Path | None,
-) -> Ending:
-    """Hand the job to the fleet, unless it has it already, and wait for the end.
-
-    If this process must stop first, the job continues, and a message says so.
-    """
-    run = running(plan)
-    if run is None:
-        job, hold = take()
-        hand(ledger, job, hold, call, settings, keep, config, options)
-        run = hold.run
-    else:
-        rejoin(ledger, ledger.job(plan.id), config)
-    job = ledger.job(plan.id)
-    ending = follow(ledger, job, run, display=display, shutdown=shutdown)
-    if ending is None:
-        stop = f"headway stop {job.id} {settings.database_option}".rstrip()
-        display.say(f"Job {job.id} goes on without this process. Stop it:  {stop}")
-        return Ending("interrupted", 0, 0, 0, 0, 0, 0, completed=False, seconds=0.0)
-    conclude(job, ending, output, tell)
-    return ending
-
-
-def hand(
-    ledger: Ledger,
-    job: Job,
-    hold: Hold,
-    call: Work,
-    settings: Settings,
-    keep: Keep,
-    config: Config,
-    options: FleetOptions,
-) -> None:
-    """Call `start`; release the job if it fails before the hand-over."""
-    try:
-        start(ledger, job, hold, call, settings, keep, config, options)
-    except BaseException:
-        with suppress(HeadwayError):
-            if not (job.info().holder or {}).get("fleet"):
-                ledger.release(hold, "failed")
-        raise
-
-
-def conclude(job: Job, ending: Ending, output: Path | None, tell: Callable[[], None]) -> None:
-    """Write the file of results and deliver events at the end of a followed run.
-
-    Slots record results only in the ledger, so the file is written here.
-    """
-    if output is not None:
-        file = open_output(job, output)
-        try:
-            file.write()
-        finally:
-            file.close()
-    if ending.outcome != "interrupted":
-        tell()
 
 
 def follow(ledger: Ledger, job: Job, run: int, *, display: Display, shutdown: Shutdown) -> Ending | None:
