@@ -366,7 +366,7 @@ def test_more_threads_than_the_machine_has_run_no_item_twice(place: Path):
     """Those that could be started do the work; a worker that gave up would leave each of its items to be tried alone."""
     write_items(place, 600)
     limit = (
-        "import os, resource, sys; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30)); "
+        "import os, resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)); "
         "os.execv(sys.executable, sys.argv[1:])"
     )
     run = [sys.executable, "-m", "headway", "run", "jobs:slow", "-i", "items.jsonl", "-w", "4000", "--mode", "thread"]

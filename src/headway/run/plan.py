@@ -16,6 +16,7 @@ from pathlib import Path
 
 from headway.errors import InputChanged
 from headway.ledger import Job, JobInfo, Ledger, NewItem
+from headway.ledger.store import finished_items
 from headway.run.items import Read, Source
 
 #: Length of generated ids; longer ones are used on a collision.
@@ -131,15 +132,14 @@ def preview(ledger: Ledger | None, plan: Plan) -> Preview:
         waiting += [item.name for item, _ in job.due(3, within=10**8)]
         known = plan.existing
         return Preview(known.remaining, known.done, known.dead, tuple(waiting[:3]))
-    finished = {idx: True for idx, _ in _ended(job, "progress", "AND status = 'done' ")}
-    finished |= {idx: False for idx, _ in _ended(job, "dead_letters")}
+    is_done = dict.fromkeys(finished_items.done(job), True) | dict.fromkeys(finished_items.dead(job), False)
     matched = _match_keys(job, plan.source) if plan.source.key is not None else _match_contents(job, plan.source)
     to_do = kept = dead = 0
     first: list[tuple[int, Read]] = []
     for position, read, idx in matched:
-        if idx in finished:
-            kept += finished[idx]
-            dead += not finished[idx]
+        if idx in is_done:
+            kept += is_done[idx]
+            dead += not is_done[idx]
             continue
         to_do += 1
         if len(first) < 3:
@@ -149,17 +149,6 @@ def preview(ledger: Ledger | None, plan: Plan) -> Preview:
 
 def _names(reads: Iterable[tuple[int, Read]]) -> tuple[str, ...]:
     return tuple(read.key or str(position) for position, read in islice(reads, 3))
-
-
-def _ended(job: Job, table: str, condition: str = "") -> Iterator[tuple[int, int]]:
-    """Yield (idx, 1) of every item with a row in the table, by index."""
-    after = -1
-    while rows := job.database.all(
-        f"SELECT idx, 1 FROM {table} WHERE job = ? AND idx > ? {condition}ORDER BY idx LIMIT (SELECT 5000)",
-        (job.no, after),
-    ):  # hides the limit from the planner: see `headway.ledger.store.index_range`
-        yield from rows
-        after = rows[-1][0]
 
 
 def refuse_doubt(plan: Plan) -> None:

@@ -18,10 +18,11 @@ from headway.core.lifecycle import Shutdown
 from headway.errors import HeadwayError, JobHeld, NotFound, Stopping
 from headway.events import CallableSink, Sink
 from headway.ledger import Hold, Job, JobInfo, Ledger
+from headway.ledger.store import output_files
 from headway.run import plan as plans
 from headway.run.display.display import Display
 from headway.run.items import Source
-from headway.run.output.files import keeps_results, open_output, refuse_foreign, refuse_incomplete
+from headway.run.output.files import open_output, refuse_foreign, refuse_incomplete
 from headway.run.output.results import Keep
 from headway.run.plan import Plan
 from headway.run.pool.executor import Executor, ExecutorRunner
@@ -234,7 +235,7 @@ class Session:
         request, held = self._request, self.held
         file = None if request.output is None else open_output(held.job, request.output)
         try:
-            keep = replace(request.keep, all_results=request.keep.results and keeps_results(held.job))
+            keep = replace(request.keep, all_results=request.keep.results and output_files.has_any(held.job))
             if request.settings.start.why:
                 display.say(request.settings.start.why)
             context = RunContext(display, request.shutdown, file, self._feed)

@@ -25,6 +25,7 @@ from headway.ledger.fleet import fleet
 from headway.ledger.fleet.fleet import Fleet
 from headway.ledger.fleet.share import BLOCK_MOST, Share
 from headway.queue.handlers import Handler
+from headway.queue.store import fleet_slots
 from headway.queue.task_queue import TaskQueue
 from headway.queue.worker import app, supervisor
 from headway.queue.worker.execution import RunningTask
@@ -203,26 +204,13 @@ class SlotShare(Share):
         self._looked = now
         if self._is_surplus():
             return "there were more slots than are wanted"
-        if now - self._began > TURN_SECONDS and self._others_wait():
+        if now - self._began > TURN_SECONDS and fleet_slots.others_wait(self._database, party(self.no), self._task.id):
             return "others waited for their turn"
         return ""
 
     def _is_surplus(self) -> bool:
-        wanted = wanted_slots(self, self.fleet)
-        before = self._database.one(
-            "SELECT count(*) FROM tasks WHERE status = 'RUNNING' AND kind = ? AND party = ? "
-            "AND no < (SELECT no FROM tasks WHERE id = ?)",
-            (KIND, party(self.no), self._task.id),
-        )
-        return before is not None and before[0] >= wanted
-
-    def _others_wait(self) -> bool:
-        row = self._database.one(
-            "SELECT 1 FROM tasks WHERE status = 'QUEUED' AND ready = 1 AND place <= (SELECT place FROM tasks WHERE id = ?) "
-            "AND party <> ? LIMIT 1",
-            (self._task.id, party(self.no)),
-        )
-        return row is not None
+        older = fleet_slots.count_older(self._database, KIND, party(self.no), self._task.id)
+        return older >= wanted_slots(self, self.fleet)
 
 
 def party(job: int) -> str:
@@ -240,8 +228,7 @@ def wanted_slots(job: Job, known: Fleet) -> int:
         return asked.workers
     if known.slots is not None:
         return known.slots
-    row = job.database.one("SELECT count(*) FROM task_workers WHERE ended_at IS NULL")
-    return max(1, int(row[0]) if row else 1)
+    return max(1, fleet_slots.count_workers(job.database))
 
 
 class SharedBacklog(Backlog):

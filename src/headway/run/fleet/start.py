@@ -21,6 +21,7 @@ from headway.ledger import Job, Ledger
 from headway.ledger.fleet import fleet
 from headway.ledger.fleet.fleet import Fleet
 from headway.queue.settings import connection_settings, declared_per_user
+from headway.queue.store import fleet_slots
 from headway.queue.task import Priority
 from headway.queue.task_queue import TaskQueue
 from headway.run import function as functions
@@ -104,6 +105,8 @@ def start(ledger: Ledger, held: HeldJob, request: RunRequest) -> None:
         stamp = stamps.of_function(request.work)
     else:
         stamp = stamps.of_program(options.program["words"][0])
+    # Each slot gets an equal share of the rate, by default for one slot per worker.
+    slots = options.slots or max(1, fleet_slots.count_workers(ledger.database))
     order = {
         "function": None if options.program is not None else _importable(request.work),
         "program": None if options.program is None else dict(options.program),
@@ -111,8 +114,7 @@ def start(ledger: Ledger, held: HeldJob, request: RunRequest) -> None:
         "mode": settings.mode,
         "policy": {name: getattr(settings.policy, name) for name in ("retries", "base", "factor", "cap", "jitter")},
         "timeout": settings.timeout,
-        # Each slot gets an equal share of the rate, by default for one slot per worker.
-        "rate": None if settings.rate is None else settings.rate / (options.slots or _workers(ledger.database)),
+        "rate": None if settings.rate is None else settings.rate / slots,
         "keep": {
             "results": keep.results,
             "all_results": keep.results and request.output is not None,
@@ -150,11 +152,6 @@ def _attend(queue: TaskQueue, job: Job) -> None:
         submit_missing(queue, job, known)
 
 
-def _workers(database: Database) -> int:
-    row = database.one("SELECT count(*) FROM task_workers WHERE ended_at IS NULL")
-    return max(1, int(row[0]) if row else 1)
-
-
 def submit_missing(queue: TaskQueue, job: Job, known: Fleet) -> int:
     """Submit the slots that the job lacks; return how many.
 
@@ -169,20 +166,11 @@ def submit_missing(queue: TaskQueue, job: Job, known: Fleet) -> int:
     }  # fmt: skip
 
     def work(tx: Tx) -> int:
-        if tx.one("SELECT 1 FROM fleets WHERE job = ? AND run = ? FOR UPDATE", (known.job, known.run)) is None:
+        if not fleet_slots.lock(tx, known.job, known.run):
             return 0
-        soon = tx.now() + max(AGAIN_SECONDS, slot["delay"])
-        tx.execute(
-            "UPDATE tasks SET run_at = ?, version = version + 1 WHERE status = 'QUEUED' AND ready = 0 AND run_at > ? "
-            "AND kind = ? AND party = ?",
-            (soon, soon, KIND, party(known.job)),
-        )
-        row = tx.one(
-            "SELECT (SELECT count(*) FROM tasks WHERE status = 'QUEUED' AND queue = ? AND party = ?) + "
-            "(SELECT count(*) FROM tasks WHERE status = 'RUNNING' AND kind = ? AND party = ?)",
-            (known.queue, party(known.job), KIND, party(known.job)),
-        )
-        missing = max(0, min(wanted - (int(row[0]) if row else 0), SLOTS_TOGETHER))
+        fleet_slots.bring_forward(tx, KIND, party(known.job), tx.now() + max(AGAIN_SECONDS, slot["delay"]))
+        missing = wanted - fleet_slots.count(tx, KIND, party(known.job), known.queue)
+        missing = max(0, min(missing, SLOTS_TOGETHER))
         queue.submit_many([slot] * missing)  # commits separately: if this transaction is retried, it counts them
         return missing
 
@@ -196,8 +184,6 @@ class Fleets:
         self._queue = queue
 
     def __call__(self) -> None:
-        if self._queue.database.engine != "postgresql":
-            return
         for id, known in fleet.all_fleets(self._queue.database):
             try:
                 if fleet.attend(self._queue.database, known.job):
@@ -252,10 +238,10 @@ class _Watched:
 
     def look(self) -> str | None:
         """Update the display; return the outcome if the run has ended."""
-        row = self._job.database.one("SELECT outcome FROM runs WHERE job = ? AND no = ?", (self._job.no, self._run))
+        outcomes = [run.outcome for run in self._job.runs() if run.no == self._run]
         self.snapshot = self._snapshot()
         self._display.show(self.snapshot)
-        return "interrupted" if row is None else row[0]
+        return outcomes[0] if outcomes else "interrupted"
 
     def _snapshot(self) -> RunSnapshot:
         info, asked = self._job.info(), self._job.asked(self._run)
@@ -279,8 +265,7 @@ class _Watched:
         known = fleet.read(self._job.database, self._job.no)
         if known is not None and known.note:
             self._say(known.note)
-        row = self._job.database.one("SELECT count(*) FROM task_workers WHERE ended_at IS NULL")
-        if row is not None and row[0] == 0:
+        if not fleet_slots.count_workers(self._job.database):
             self._say("No worker is there yet. Start one on any machine:  headway worker")
 
     def _say(self, text: str) -> None:

@@ -14,10 +14,10 @@ import os
 import time
 from pathlib import Path
 
-from headway._lease import has_ended
-from headway._sql import Database, Tx
+from headway._sql import Database
 from headway.errors import Held, InvalidInput, StorageError
 from headway.ledger import Job, Ledger
+from headway.ledger.store import output_files
 from headway.run.output.results import lines, write_whole
 from headway.telemetry import Log
 
@@ -71,10 +71,10 @@ def refuse_unwritable(path: Path) -> None:
 
 
 def _is_ours(database: Database, path: Path, head: bytes, id: str) -> bool:
-    rows = database.all(
-        "SELECT j.id, j.archived FROM outputs o JOIN jobs j ON j.no = o.job WHERE o.path = ?", (os.path.realpath(path),)
+    owners = output_files.owners(database, os.path.realpath(path))
+    noted = bool(owners) and all(
+        name == id or (archived and name.startswith(f"{id[:100]}.")) for name, archived in owners
     )
-    noted = bool(rows) and all(name == id or (archived and name.startswith(f"{id[:100]}.")) for name, archived in rows)
     # The job is recorded before the first line is written, so another file may be there now. After a power cut the
     # file may hold a part of the first line, or only zeros.
     return noted and (_head_of(path).startswith(head) or not head.strip(b"\0"))
@@ -107,11 +107,6 @@ def refuse_incomplete(job: Job) -> None:
         )
 
 
-def keeps_results(job: Job) -> bool:
-    """Return whether the job has ever written a file. If so, it must keep all results."""
-    return job.database.one("SELECT 1 FROM outputs WHERE job = ? LIMIT 1", (job.no,)) is not None
-
-
 class CsvOutput:
     """The results as a CSV table.
 
@@ -120,14 +115,7 @@ class CsvOutput:
 
     def __init__(self, job: Job, path: Path) -> None:
         self._job, self._path = job, path
-        name = os.path.realpath(path)
-        job.database.run(  # record ownership before the file is touched
-            lambda tx: tx.execute(
-                "INSERT INTO outputs (job, path, seq, size) VALUES (?, ?, 0, 0) ON CONFLICT (job, path) DO NOTHING",
-                (job.no, name),
-            ),
-            operation="output",
-        )
+        output_files.add(job, os.path.realpath(path))  # before the file is touched
 
     def write_sometimes(self) -> None:
         """Do nothing while the run is in progress."""
@@ -172,13 +160,13 @@ class Output:
         self._name = os.path.realpath(path)
         self._every = every
         self._written_at = time.monotonic()
-        row = job.database.one("SELECT seq, size FROM outputs WHERE job = ? AND path = ?", (job.no, self._name))
-        self._seq, self._size = row or (0, 0)
+        known = output_files.position(job, self._name)
+        self._seq, self._size = known or (0, 0)
         self._file = self._open()
         try:
             job.put_empty_results()
-            if row is None:
-                job.database.run(self._note, operation="output")  # record ownership before the file is changed
+            if known is None:
+                self._note()  # record ownership before the file is changed
             if not self._stands():
                 self._begin_anew()
             os.ftruncate(self._file, self._size)
@@ -218,14 +206,7 @@ class Output:
         That holder can only write the lines that this run writes in the same positions, because both follow the
         ledger's order.
         """
-        database = self._job.database
-        rows = database.all(
-            "SELECT o.job, j.holder, j.lease_until FROM outputs o JOIN jobs j ON j.no = o.job WHERE o.path = ?",
-            (self._name,),
-        )
-        now = database.now()
-        held = [job for job, holder, until in rows if holder is not None and not has_ended(holder, until, now)]
-        return held == [self._job.no]
+        return output_files.live_writers(self._job.database, self._name) == [self._job.no]
 
     def _cannot(self, error: OSError) -> InvalidInput:
         return InvalidInput(f"The results cannot be written to {self._path}: {error.strerror}.")
@@ -242,7 +223,7 @@ class Output:
         the file, so this run's offsets are no longer valid.
         """
         self._written_at = time.monotonic()
-        self._job.database.run(self._job.open, operation="output")
+        output_files.check_hold(self._job)
         self._find_again()
         while rows := self._job.results(self._seq):
             lines = b"".join(map(_line, rows))
@@ -259,7 +240,7 @@ class Output:
                     hint="They are safe in the ledger. Free some space and run the same command again.",
                 ) from error
             self._seq, self._size = rows[-1][0], at
-            self._job.database.run(self._note, operation="output")
+            self._note()
 
     def _find_again(self) -> None:
         """Check that the file still has its name and content.
@@ -300,13 +281,8 @@ class Output:
         log.warning("the file of results was removed or changed; it is written anew", path=str(self._path))
         self._seq = self._size = 0
 
-    def _note(self, tx: Tx) -> None:
-        self._job.open(tx)
-        tx.execute(
-            "INSERT INTO outputs (job, path, seq, size) VALUES (?, ?, ?, ?) "
-            "ON CONFLICT (job, path) DO UPDATE SET seq = excluded.seq, size = excluded.size",
-            (self._job.no, self._name, self._seq, self._size),
-        )
+    def _note(self) -> None:
+        output_files.put_position(self._job, self._name, self._seq, self._size)
 
     def close(self) -> None:
         os.close(self._file)

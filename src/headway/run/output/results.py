@@ -23,6 +23,7 @@ from uuid import UUID
 from headway.core.text import plural
 from headway.errors import StorageError
 from headway.ledger import Job
+from headway.ledger.store import finished_items
 
 #: Maximum characters of a result, unless a file of results was requested.
 RESULT_LIMIT = 1 << 20
@@ -88,19 +89,12 @@ def in_order(job: Job, *, with_input: bool = False) -> Iterator[ItemResult]:
     """Yield every kept result by index."""
     after = -1
     while page := job.results_by_index(after):
-        inputs = _inputs(job, after, page[-1][0]) if with_input else {}
+        inputs = dict(finished_items.payloads(job, after, page[-1][0])) if with_input else {}
         for idx, key, text in page:
             if text is not None:
-                yield ItemResult(idx, key, json.loads(text), inputs.get(idx))
+                given = inputs.get(idx)
+                yield ItemResult(idx, key, json.loads(text), None if given is None else json.loads(given))
         after = page[-1][0]
-
-
-def _inputs(job: Job, after: int, last: int) -> dict[int, Any]:
-    """Return the payloads of the items with an index above ``after``, up to ``last``."""
-    rows = job.database.all(
-        "SELECT idx, payload FROM input_products WHERE job = ? AND idx > ? AND idx <= ?", (job.no, after, last)
-    )
-    return {idx: None if text is None else json.loads(text) for idx, text in rows}
 
 
 def as_they_came(job: Job, after: int = 0) -> Iterator[tuple[int, ItemResult]]:
