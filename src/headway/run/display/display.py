@@ -62,14 +62,7 @@ PROGRESS_KEYS = {
 SHORTEST_BAR = 10
 LONGEST_BAR = 60
 
-_GREEN, _BLUE, _DIM, _RED, _YELLOW, _RESET = (
-    "\x1b[32m",
-    "\x1b[34m",
-    "\x1b[2m",
-    "\x1b[31m",
-    "\x1b[33m",
-    "\x1b[0m",
-)
+_GREEN, _BLUE, _DIM, _RED, _YELLOW, _RESET = (f"\x1b[{code}m" for code in (32, 34, 2, 31, 33, 0))
 
 #: Begin and end of a synchronised update; other terminals ignore these sequences.
 _HOLD, _SHOW = "\x1b[?2026h", "\x1b[?2026l"
@@ -118,7 +111,7 @@ def open_display(
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
     if stream is None:
-        return _Silent(_Writer(None))
+        return _Silent(_Writer(None), clock)
     if kind == "auto":
         kind = "bar" if stream.isatty() and environment.get("TERM") != "dumb" else "plain"
         if type(stream).__module__.startswith("ipykernel"):
@@ -136,7 +129,7 @@ def open_display(
         case "json":
             return _Json(writer, clock)
         case _:
-            return _Silent(writer)
+            return _Silent(writer, clock)
 
 
 def terminal_columns(stream: TextIO, environment: Mapping[str, str]) -> int:
@@ -242,7 +235,29 @@ def _clip(text: str, width: int) -> str:
 # Displays
 
 
-class _Bar:
+class _Base:
+    """What displays have in common: the estimator, and the lines of the summary."""
+
+    live: ClassVar[bool] = False
+
+    def __init__(self, writer: _Writer, clock: Callable[[], float]) -> None:
+        self._write, self._clock = writer.write, clock
+        self._estimator = Estimator(clock)
+
+    def begin(self, text: str) -> None:
+        self.say(text)
+
+    def say(self, text: str) -> None:
+        """Print a message."""
+
+    def give_way(self, text: str) -> None:
+        """Do nothing: only the bar has to make room."""
+
+    def conclude(self, lines: Sequence[str], facts: Mapping[str, object]) -> None:
+        self._write("".join(f"{line}\n" for line in lines))
+
+
+class _Bar(_Base):
     """Two live lines.
 
     The cursor rests at the start of the first line. So clearing to the end of the screen removes both, even after the
@@ -262,10 +277,10 @@ class _Bar:
         ascii_only: bool,
         shared: bool,
     ) -> None:
-        self._write, self._clock, self._columns = writer.write, clock, columns
+        super().__init__(writer, clock)
+        self._columns = columns
         self._above = "\n" if shared else ""
         self._colored, self._ascii = colored, ascii_only
-        self._estimator = Estimator(clock)
         self._drawn_at = float("-inf")
         self._drawn = self._ended = False
         #: Whether an unfinished line of other code is where the bar would be.
@@ -299,9 +314,6 @@ class _Bar:
             self._write("\n")
         self._draw(snapshot, after="\n")
         self._drawn = False
-
-    def conclude(self, lines: Sequence[str], facts: Mapping[str, object]) -> None:
-        self._write("".join(f"{line}\n" for line in lines))
 
     def _clear(self) -> None:
         if self._drawn:
@@ -362,26 +374,13 @@ class _Bar:
         return _clip("   ".join(fields), room)
 
 
-class _Unmoved:
-    """Base of displays that need not make room for other output."""
-
-    live: ClassVar[bool] = False
-
-    def give_way(self, text: str) -> None:
-        pass
-
-
-class _Line(_Unmoved):
+class _Line(_Base):
     """One line that is rewritten from its start. All notebook front ends (JupyterLab, VS Code) support that."""
 
     def __init__(self, writer: _Writer, clock: Callable[[], float]) -> None:
-        self._write, self._clock = writer.write, clock
-        self._estimator = Estimator(clock)
+        super().__init__(writer, clock)
         self._drawn_at = float("-inf")
         self._length = 0
-
-    def begin(self, text: str) -> None:
-        self.say(text)
 
     def show(self, snapshot: RunSnapshot) -> None:
         self._estimator.update(snapshot)
@@ -396,9 +395,6 @@ class _Line(_Unmoved):
         self._estimator.update(snapshot)
         self._draw(self._text(snapshot, ended=True), end="\n")
 
-    def conclude(self, lines: Sequence[str], facts: Mapping[str, object]) -> None:
-        self._write("".join(f"{line}\n" for line in lines))
-
     def _text(self, snapshot: RunSnapshot, *, ended: bool = False) -> str:
         percent = f"{_tenths(snapshot.percent):.1f}%" if snapshot.percent is not None else ""
         state = "" if ended else _state(snapshot, self._estimator)
@@ -411,18 +407,14 @@ class _Line(_Unmoved):
         self._length = 0 if end else len(text)
 
 
-class _Plain(_Unmoved):
+class _Plain(_Base):
     """Lines for a log: few, timestamped, without control characters."""
 
     def __init__(self, writer: _Writer, clock: Callable[[], float]) -> None:
-        self._write, self._clock = writer.write, clock
-        self._estimator = Estimator(clock)
+        super().__init__(writer, clock)
         self._printed_at = clock()
         self._printed: RunSnapshot | None = None
         self._stalled = False
-
-    def begin(self, text: str) -> None:
-        self.say(text)
 
     def show(self, snapshot: RunSnapshot) -> None:
         self._estimator.update(snapshot)
@@ -438,9 +430,6 @@ class _Plain(_Unmoved):
     def end(self, snapshot: RunSnapshot) -> None:
         self._estimator.update(snapshot)
         self._print(snapshot, ended=True)
-
-    def conclude(self, lines: Sequence[str], facts: Mapping[str, object]) -> None:
-        self._write("".join(f"{line}\n" for line in lines))
 
     def _is_time(self) -> bool:
         return self._clock() - self._printed_at >= PLAIN_SECONDS
@@ -461,12 +450,11 @@ class _Plain(_Unmoved):
         self._printed_at, self._printed = self._clock(), snapshot
 
 
-class _Json(_Unmoved):
+class _Json(_Base):
     """NDJSON with the keys of `PROGRESS_KEYS`."""
 
     def __init__(self, writer: _Writer, clock: Callable[[], float]) -> None:
-        self._write, self._clock = writer.write, clock
-        self._estimator = Estimator(clock)
+        super().__init__(writer, clock)
         self._printed_at = float("-inf")
 
     def begin(self, text: str) -> None:
@@ -490,56 +478,30 @@ class _Json(_Unmoved):
 
     def _progress(self, event: str, snapshot: RunSnapshot) -> None:
         estimator = self._estimator
-        forecast, percent, rate, silence = (
-            estimator.forecast,
-            snapshot.percent,
-            estimator.rate,
-            estimator.stalled,
-        )
+        forecast, percent, rate, silence = estimator.forecast, snapshot.percent, estimator.rate, estimator.stalled
         self._put(
-            event,
-            total=snapshot.total,
-            kept=snapshot.kept,
-            done=snapshot.position,
-            running=snapshot.running,
-            retrying=snapshot.retrying,
-            dead=snapshot.dead,
-            failures=snapshot.failures,
-            percent=None if percent is None else round(percent, 2),
-            rate=None if rate is None else round(rate, 3),
+            event, total=snapshot.total, kept=snapshot.kept, done=snapshot.position, running=snapshot.running,
+            retrying=snapshot.retrying, dead=snapshot.dead, failures=snapshot.failures,
+            percent=None if percent is None else round(percent, 2), rate=None if rate is None else round(rate, 3),
             eta_seconds=round(forecast.seconds, 1) if forecast else None,
             eta_low_seconds=round(forecast.low, 1) if forecast else None,
             eta_high_seconds=round(forecast.high, 1) if forecast else None,
-            stalled_seconds=None if silence is None else round(silence, 1),
-            last_error=snapshot.last_error or None,
-            last_error_count=snapshot.last_error_count,
-            paused_by=snapshot.paused_by or None,
-        )
+            stalled_seconds=None if silence is None else round(silence, 1), last_error=snapshot.last_error or None,
+            last_error_count=snapshot.last_error_count, paused_by=snapshot.paused_by or None,
+        )  # fmt: skip
 
     def _put(self, event: str, **facts: object) -> None:
         self._write(json.dumps({"t": _now(), "event": event, **facts}) + "\n")
 
 
-class _Silent(_Unmoved):
+class _Silent(_Base):
     """Shows only the final summary."""
 
-    def __init__(self, writer: _Writer) -> None:
-        self._write = writer.write
-
-    def begin(self, text: str) -> None:
-        pass
-
     def show(self, snapshot: RunSnapshot) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
+        """Show nothing."""
 
     def end(self, snapshot: RunSnapshot) -> None:
-        pass
-
-    def conclude(self, lines: Sequence[str], facts: Mapping[str, object]) -> None:
-        self._write("".join(f"{line}\n" for line in lines))
+        """Show nothing."""
 
 
 def _now() -> str:

@@ -55,6 +55,8 @@ CUT_OFF = 71
 
 #: Result, exception and output of an async item.
 _Attempted = tuple[Any, BaseException | None, str | None]
+#: The same of an item whose task another item cancelled before it began.
+_CANCELLED: _Attempted = (None, asyncio.CancelledError("its task was cancelled"), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +202,7 @@ class RunWorker:
         def finish(slot: int, idx: int, attempts: int, began: float, task: asyncio.Task[_Attempted]) -> None:
             with _or_exit():
                 running.discard(task)
-                # The default for a task that another item cancelled before it began.
-                cancelled = None, asyncio.CancelledError("its task was cancelled"), None
-                result, error, printed = cancelled if task.cancelled() else task.result()
+                result, error, printed = _CANCELLED if task.cancelled() else task.result()
                 if error is None:
                     if printed and self._keep.printed == "all":
                         self._reports.add_printed(idx, printed)
