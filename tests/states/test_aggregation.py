@@ -227,7 +227,7 @@ def test_waiting_for_a_number_is_over_when_everybody_is_that_far_or_further():
     assert job((0, "a", 5), (1, "a", FINISHED), (2, "a", 9)).wait_for("a", 5, timeout=1).state.status == 5
     with pytest.raises(WaitTimeout, match=r"1 of 3 tasks have not reached 'a': 0"):
         job((0, "a", 4), (1, "a", FINISHED), (2, "a", 9)).wait_for("a", 5, timeout=0.05)
-    with pytest.raises(InvalidInput, match="from the start"):
+    with pytest.raises(InvalidInput, match="status must be above 0"):
         job().wait_for("a", 0)
 
 

@@ -223,7 +223,7 @@ def test_a_tombstone_stops_writers_and_newcomers_but_not_readers(place: Place):
 def test_writing_to_a_job_that_was_deleted_says_so(place: Place):
     store = place.open()
     states.delete_job(place.url, "job")
-    with pytest.raises(NotFound, match="no job 'job'"):
+    with pytest.raises(NotFound, match="'job' is no longer in this store"):
         store.set_state(State("job", 0, "a"))
 
 

@@ -266,7 +266,7 @@ def test_a_document_that_is_no_state_costs_itself_only(
     subscription = store.subscribe()
     client.document("jobs/job/states/1-x").set(poison)
     client.document("jobs/job/states/nonsense").set(poison)
-    eventually(lambda: any("cannot be read" in record.getMessage() for record in caplog.records), 60)
+    eventually(lambda: any("is corrupt" in record.getMessage() for record in caplog.records), 60)
     store.set_state(State("job", 0, "a", 5))
     assert replayed(subscription) == []
     assert [state.status for state in live(subscription)] == [5]
@@ -280,7 +280,7 @@ def test_a_document_that_is_no_state_costs_itself_only(
 def test_the_project_is_demanded_and_never_taken_from_the_environment(url: str, monkeypatch: pytest.MonkeyPatch):
     for name in ("GOOGLE_CLOUD_PROJECT", "GCLOUD_PROJECT", "FIRESTORE_PROJECT_ID"):
         monkeypatch.setenv(name, "inferred")
-    with pytest.raises(InvalidInput, match="names no project"):
+    with pytest.raises(InvalidInput, match="does not name a project"):
         states.open_store(url, "job", 1)
 
 
@@ -455,7 +455,7 @@ def test_a_conflict_is_tried_again_and_is_never_called_an_outage(place: Place, c
     assert store.set_state(State("job", 0, "a", 1)).version == 1
     monkeypatch.setattr("headway.states.store.firestore.CONFLICT", RetryPolicy(retries=2, base=0.01))
     counter.refuse = lambda method, _: grpc.StatusCode.ABORTED if method == "Commit" else None
-    with pytest.raises(StorageError, match="Others write the same") as caught:
+    with pytest.raises(StorageError, match="Other processes keep writing") as caught:
         store.set_state(State("job", 0, "a", 2))
     assert "cannot be reached" not in str(caught.value)
 
@@ -463,6 +463,6 @@ def test_a_conflict_is_tried_again_and_is_never_called_an_outage(place: Place, c
 def test_without_credentials_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
     monkeypatch.delenv("FIRESTORE_EMULATOR_HOST", raising=False)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "missing.json"))
-    with pytest.raises(Unavailable, match="no credentials") as caught:
+    with pytest.raises(Unavailable, match="No credentials") as caught:
         states.open_store("firestore://some-project", "job", 1)
     assert "GOOGLE_APPLICATION_CREDENTIALS" in caught.value.hint

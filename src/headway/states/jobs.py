@@ -85,11 +85,11 @@ def purge(url: str, *, older_than: float | None = None, now: datetime | None = N
     if older_than is None:
         older_than = math.inf
     elif not older_than >= 0:  # also rejects NaN
-        raise InvalidInput(f"older_than={older_than:g} is no time that has passed.", hint="Use a number from 0.")
+        raise InvalidInput(f"older_than must be a number of seconds from 0 (got {older_than:g}).")
     try:
         before = None if older_than == math.inf else (now or datetime.now(UTC)) - timedelta(seconds=older_than)
     except OverflowError as error:
-        raise InvalidInput(f"older_than={older_than:g} is before any time there is.") from error
+        raise InvalidInput(f"older_than={older_than:g} seconds is before the year 1.") from error
     removed = []
     with closing(open_backend(url, create=False)) as backend:
         for record in list(backend.jobs()):

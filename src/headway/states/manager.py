@@ -51,14 +51,14 @@ LAST_STATUS = "last_status"
 
 #: Maximum length of an error or warning text, after the colored dot. A longer text keeps its beginning and end,
 #: because searching megabytes for secrets would take seconds.
-_SAID_LIMIT = MESSAGE_LIMIT - 2
+_TEXT_LIMIT = MESSAGE_LIMIT - 2
 
 
 class TaskFailed(HeadwayError):
     """Raised by `Manager.wait_for` when a task reported an error."""
 
     exit_code = 3
-    hint = "See it: headway states JOB. It can be waited out: ignore_errors."
+    hint = "See the error: headway states JOB. To wait for a retry, use ignore_errors."
 
 
 class WaitTimeout(HeadwayError, TimeoutError):
@@ -96,8 +96,8 @@ class Manager:
         task_index = checked_task(task_index, num_tasks)
         if (store.job_id, store.num_tasks) != (job_id, num_tasks):
             raise InvalidInput(
-                f"The store keeps {store.job_id!r} with {store.num_tasks} tasks, not {job_id!r} with {num_tasks}.",
-                hint="Give the number that open_store returned: the one stored with the job is in force.",
+                f"The store belongs to {store.job_id!r} with {store.num_tasks} tasks, not {job_id!r} with {num_tasks}.",
+                hint="Use the number of tasks that open_store returned: it is the one stored with the job.",
             )
         self._job_id = job_id
         self._task_index = task_index
@@ -169,7 +169,7 @@ class Manager:
 
         The message is ``🔴`` and the error with secrets redacted. The payload keeps the previous progress as ``last_status``.
         """
-        text = storable(f"{RED} {redact(_said(error) or type(error).__name__, _SAID_LIMIT)}")
+        text = storable(f"{RED} {redact(_text_of(error) or type(error).__name__, _TEXT_LIMIT)}")
         return self._write(self._setback(self._own(state, _error_status(error), text, payload, event_id)))
 
     def set_warning(
@@ -181,7 +181,7 @@ class Manager:
         event_id: str | None = None,
     ) -> State:
         """Write status -2 with ``🟡`` and the warning. The payload keeps the previous progress as ``last_status``."""
-        text = storable(f"{YELLOW} {redact(warning, _SAID_LIMIT)}")
+        text = storable(f"{YELLOW} {redact(warning, _TEXT_LIMIT)}")
         return self._write(self._setback(self._own(state, WARNING, text, payload, event_id)))
 
     def _write(self, state: State) -> State:
@@ -203,8 +203,8 @@ class Manager:
             raise InvalidInput(f"This manager belongs to the job {self._job_id!r}, not {state.job_id!r}.")
         if state.task_id != self._task_index or isinstance(state.task_id, bool):
             raise InvalidInput(
-                f"This manager may write the states of task {self._task_index} only, not of task {state.task_id!r}.",
-                hint="Tasks tell each other things by their own states.",
+                f"This manager writes the states of task {self._task_index} only, not of task {state.task_id!r}.",
+                hint="To signal another task, write a state of this task and let the other one subscribe.",
             )
         return replace(
             state,
@@ -334,7 +334,7 @@ class Manager:
         """
         status, tag = checked_status(status), checked_id(tag, "a tag")
         if status <= 0:
-            raise InvalidInput(f"Every task has reached status {status} from the start.", hint="Wait for one above 0.")
+            raise InvalidInput(f"status must be above 0 (got {status}): every task begins with 0.")
         limit = checked_seconds(timeout, "timeout")
         deadline = None if limit is None else clock() + limit
         while True:
@@ -364,7 +364,7 @@ class Manager:
         shown = ", ".join(map(str, sorted(behind)[:10])) + (", ..." if len(behind) > 10 else "")
         return WaitTimeout(
             f"After {timeout:g} s {len(behind)} of {self._num_tasks} tasks have not reached {tag!r}: {shown}.",
-            hint=f"See where they are: headway states {self._job_id} --tag {tag}",
+            hint=f"See their states: headway states {self._job_id} --tag {tag}",
         )
 
     # ---- the job ---------------------------------------------------------------------
@@ -383,7 +383,7 @@ class Manager:
 
     def _live_store(self, operation: str) -> LiveStore:
         if not isinstance(self._store, LiveStore):
-            raise InvalidInput(f"{operation} is not among what a {type(self._store).__name__} can do.")
+            raise InvalidInput(f"A {type(self._store).__name__} does not support {operation}.")
         return self._store
 
     def close(self) -> None:
@@ -407,7 +407,7 @@ def effective_status(state: State) -> int:
     return state.status
 
 
-def _said(error: BaseException | str) -> str:
+def _text_of(error: BaseException | str) -> str:
     try:
         return str(error)
     except Exception:  # noqa: BLE001  (an exception whose str() fails must still be reported)
@@ -421,7 +421,7 @@ def _rank(state: State) -> tuple[int, int, str]:
 def _error_status(error: BaseException | str) -> int:
     try:
         code = getattr(error, "status_code", None)
-    except Exception:  # noqa: BLE001  (a property of the caller's exception; see _said)
+    except Exception:  # noqa: BLE001  (a property of the caller's exception; see _text_of)
         code = None
     if isinstance(code, int) and not isinstance(code, bool) and -(2**31) <= int.__int__(code) < 0 and code != WARNING:
         return int.__int__(code)

@@ -26,11 +26,11 @@ class Spool:
         self._end = 0  # where the next record is written
         # Offset of the next page, and the records of the current one. One attribute, so that a signal handler that
         # raises leaves both or neither changed.
-        self._place: tuple[int, deque[bytes]] = (0, deque())
+        self._position: tuple[int, deque[bytes]] = (0, deque())
         self._count = 0
 
     def __bool__(self) -> bool:
-        read, page = self._place
+        read, page = self._position
         return bool(page) or read < self._end
 
     def __len__(self) -> int:
@@ -51,28 +51,28 @@ class Spool:
 
     def popleft(self) -> tuple[State, float]:
         """Remove and return the oldest state."""
-        if not self._place[1]:
+        if not self._position[1]:
             self._fill()
-        state, arrived = _decode(self._place[1].popleft())
+        state, arrived = _decode(self._position[1].popleft())
         self._count -= 1
         if not self:
-            self._place, self._end, self._count = (0, deque()), 0, 0
+            self._position, self._end, self._count = (0, deque()), 0, 0
             self._file.truncate(0)
         return state, arrived
 
     def _fill(self) -> None:
-        size, read = PAGE, self._place[0]
+        size, read = PAGE, self._position[0]
         while True:
             data = os.pread(self._file.fileno(), min(size, self._end - read), read)
             whole = data.rfind(b"\n") + 1
             if whole:
                 break
             size *= 2  # one record is longer than the page
-        self._place = (read + whole, deque(data[:whole].splitlines()))
+        self._position = (read + whole, deque(data[:whole].splitlines()))
 
     def close(self) -> None:
         """Delete the file and drop its records."""
-        self._place, self._end, self._count = (0, deque()), 0, 0
+        self._position, self._end, self._count = (0, deque()), 0, 0
         self._file.close()
 
 

@@ -1,7 +1,7 @@
-"""The values: a `State`, the `StateEvent` that carries it, and the one rule for what may be stored.
+"""`State` and `StateEvent`, and the validation of states.
 
-`checked` is the edge: whatever passes it can be kept by every store, whatever does not is refused before anything
-is written, with the same words whichever store is behind.
+Every store can keep and return what `checked` accepts. What it rejects is rejected before any write, with the same
+message for every store.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from headway.core.ids import check_id
 from headway.errors import InvalidInput
 from headway.events import Json
 
-#: Nobody has reported yet; what a missing state counts as.
+#: The status of a task that has not reported.
 NOT_STARTED = 0
-#: Set by `Manager.set_started`; every other positive number below `FINISHED` is the program's own progress.
+#: Set by `Manager.set_started`. Programs may use the other positive numbers below `FINISHED` for progress.
 STARTED = 1
-#: Set by `Manager.set_finished`; the highest status there is, so it wins only when everybody has it.
+#: Set by `Manager.set_finished`. It is the highest status, so it is a job's lowest one only if every task has it.
 FINISHED = 2**31 - 1
-#: Set by `Manager.set_error`, unless the exception brings a ``status_code`` of its own.
+#: Set by `Manager.set_error`, unless the exception has a ``status_code``.
 ERROR = -1
-#: Set by `Manager.set_warning`. It is lower than `ERROR`: see `Summary.worst_error` for what it must not hide.
+#: Set by `Manager.set_warning`. It is lower than `ERROR`, so `Summary.worst_error` shows errors separately.
 WARNING = -2
 
 RED, GREEN, YELLOW, BLACK = "\U0001f534", "\U0001f7e2", "\U0001f7e1", "⚫"
 
-#: Longest message, in characters.
+#: Maximum length of a message, in characters.
 MESSAGE_LIMIT = 4_096
-#: Largest payload, in bytes of JSON.
+#: Maximum size of a payload, in bytes of JSON.
 PAYLOAD_LIMIT = 262_144
-#: Deepest payload. Firestore keeps 20 levels of a document, and the payload is one of them.
+#: Maximum nesting of a payload. Firestore allows 20 levels in a document, including the payload itself.
 DEPTH_LIMIT = 18
-#: Most tasks one job may have.
+#: Maximum number of tasks of a job.
 TASKS_LIMIT = 1_000_000
 
-#: What a state is about within its job: (task_id, tag).
+#: Identifies a state within its job: (task_id, tag).
 Key = tuple[int, str]
 StatusClass = Literal["not_started", "running", "finished", "warning", "error"]
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Where one task of a job is with one tag.
+    """The status of one task of a job for one tag.
 
-    ``timestamp`` and ``version`` are the store's: what a writer puts there is ignored. ``event_id`` names the write;
-    writing again with the id that is stored already changes nothing and gives the stored state.
+    The store sets ``timestamp`` and ``version`` and ignores the writer's values. ``event_id`` identifies the write:
+    repeating a write with the stored event id changes nothing and returns the stored state.
     """
 
     job_id: str
@@ -69,10 +69,11 @@ class State:
 
     @property
     def key(self) -> Key:
+        """Task and tag."""
         return (self.task_id, self.tag)
 
     def as_dict(self) -> dict[str, Json]:
-        """Everything, in JSON's types and with stable names."""
+        """Return all fields as JSON values. The names are stable."""
         return {
             "job_id": self.job_id,
             "task_id": self.task_id,
@@ -89,9 +90,13 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class StateEvent:
-    """What a subscription gives: a state that stood when it began (``replay``), the end of those (no ``state``),
-    then every change (neither). ``skipped`` is how many earlier changes of the same key this one stands for, because
-    the reader was too far behind to be given each."""
+    """An event of a subscription.
+
+    - ``replay``: a state that was current when the subscription began.
+    - ``state`` is None: the sentinel between the replay and the changes.
+    - otherwise a change. ``skipped`` counts the earlier changes of the key that it replaces, because the reader was too
+      slow.
+    """
 
     state: State | None
     replay: bool = False
@@ -99,20 +104,21 @@ class StateEvent:
 
     @property
     def replay_complete(self) -> bool:
-        """Whether this is the one event between what was current and what happens."""
+        """Whether this is the sentinel between the replay and the changes."""
         return self.state is None
 
 
-#: The sentinel: all that stood was told, from here on it is news.
+#: The sentinel: all current states have been replayed.
 REPLAY_COMPLETE = StateEvent(None)
 
 
 def replay_order(state: State) -> tuple[datetime, int, str, int]:
-    """Oldest first; states of one commit have equal times and go by task, tag and version."""
+    """Sort key of a replay: oldest first. States of one commit have equal times; task, tag and version order them."""
     return (state.timestamp or datetime.min.replace(tzinfo=UTC), state.task_id, state.tag, state.version)
 
 
 def status_class(status: int) -> StatusClass:
+    """Return the class of a status."""
     if status == NOT_STARTED:
         return "not_started"
     if status == FINISHED:
@@ -123,18 +129,18 @@ def status_class(status: int) -> StatusClass:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The edge. What passes is an exact `int` or `str`: an enumeration's member has a hash of its own, so it would be another
-# key of a dictionary, and a store would keep its name or its number as it pleases.
+# Validation. It returns exact `int` and `str` objects. A member of an enumeration has another hash, so it would be a
+# second key in a dictionary, and a store might keep its name instead of its value.
 
 
 def checked(state: State, num_tasks: int) -> State:
-    """``state`` as it may be stored, its event id made if it has none; `InvalidInput` says what is wrong with it."""
+    """Return ``state`` ready to be stored, with an event id. Raises `InvalidInput` for a value no store could keep."""
     message = _checked_text(state.message, "The message")
     if len(message) > MESSAGE_LIMIT:
-        raise InvalidInput(f"The message has {len(message):,} characters; at most {MESSAGE_LIMIT:,} are kept.")
+        raise InvalidInput(f"The message must have at most {MESSAGE_LIMIT:,} characters (got {len(message):,}).")
     schema_version = _exact_int(state.schema_version)
     if schema_version is None or not 1 <= schema_version < 2**31:
-        raise InvalidInput(f"{_shown(state.schema_version)} cannot be a schema version: it is a whole number from 1.")
+        raise InvalidInput(f"schema_version must be a whole number from 1 (got {_shown(state.schema_version)}).")
     return State(
         checked_id(state.job_id, "a job id"),
         checked_task(state.task_id, num_tasks),
@@ -149,28 +155,31 @@ def checked(state: State, num_tasks: int) -> State:
     )
 
 
-# Seeded by the operating system, whose own numbers cost more than the rest of the check. Not the generator programs
-# seed themselves (`random.seed(1)` in two processes would give both the same ids), and seeded anew in a forked child.
+# A generator of our own: programs that call `random.seed(1)` in two processes would get the same ids. It is seeded by
+# the operating system once, because `os.urandom` per id would take longer than the rest of the validation.
 _ids = random.Random()
 os.register_at_fork(after_in_child=_ids.seed)
 
 
 def new_event_id() -> str:
+    """Return a random id of 128 bits, in hexadecimal."""
     return f"{_ids.getrandbits(128):032x}"
 
 
 def checked_id(value: object, what: str) -> str:
+    """Return ``value`` if it is a valid id. ``what`` names it in the error."""
     return _known_id(value, what) if type(value) is str else str.__str__(check_id(value, what))
 
 
 @lru_cache(maxsize=4_096)
 def _known_id(value: str, what: str) -> str:
-    """The same few tags are written again and again."""
+    """Cache the check: a program writes the same few tags again and again."""
     return check_id(value, what)
 
 
 def checked_task(task_id: object, num_tasks: int) -> int:
-    if type(task_id) is int and 0 <= task_id < num_tasks:  # nearly always: a read takes a few microseconds in all
+    """Return ``task_id`` if the job has that task."""
+    if type(task_id) is int and 0 <= task_id < num_tasks:  # the usual case, first for speed
         return task_id
     number = _exact_int(task_id)
     if number is None or not 0 <= number < num_tasks:
@@ -179,32 +188,34 @@ def checked_task(task_id: object, num_tasks: int) -> int:
 
 
 def checked_num_tasks(num_tasks: object) -> int:
+    """Return ``num_tasks`` if it is a valid number of tasks."""
     number = _exact_int(num_tasks)
     if number is None or not 1 <= number <= TASKS_LIMIT:
         raise InvalidInput(
-            f"{_shown(num_tasks)} cannot be a number of tasks: it is a whole number from 1 to {TASKS_LIMIT:,}."
+            f"The number of tasks must be a whole number from 1 to {TASKS_LIMIT:,} (got {_shown(num_tasks)})."
         )
     return number
 
 
 def checked_status(status: object) -> int:
+    """Return ``status`` if it is a whole number of 32 bits."""
     number = _exact_int(status)
     if number is None or not -(2**31) <= number < 2**31:
-        raise InvalidInput(f"{_shown(status)} cannot be a status: it is a whole number of 32 bits.")
+        raise InvalidInput(f"status must be a whole number of 32 bits (got {_shown(status)}).")
     return number
 
 
 def checked_seconds(seconds: float | None, what: str) -> float | None:
-    """A time limit as a lock can wait for it; None is no limit."""
+    """Return a timeout that a lock accepts. None means no limit. ``what`` names it in the error."""
     if seconds is None:
         return None
-    if not seconds >= 0:  # NaN is neither
-        raise InvalidInput(f"{what} cannot be {_shown(seconds)}: it is a number of seconds from 0.")
+    if not seconds >= 0:  # also rejects NaN
+        raise InvalidInput(f"{what} must be a number of seconds from 0 (got {_shown(seconds)}).")
     return float(min(seconds, threading.TIMEOUT_MAX))
 
 
 def checked_payload(payload: object) -> dict[str, Json] | None:
-    """A copy of ``payload`` that its writer cannot change any more; refused if a store could not give it back."""
+    """Return a deep copy of ``payload``. Raises `InvalidInput` if a store could not return it unchanged."""
     if payload is None:
         return None
     if not isinstance(payload, Mapping):
@@ -212,7 +223,7 @@ def checked_payload(payload: object) -> dict[str, Json] | None:
     copy, most = _copied(payload, 1)
     if most > PAYLOAD_LIMIT and (length := len(encoded(copy))) > PAYLOAD_LIMIT:
         raise InvalidInput(
-            f"The payload has {length:,} bytes of JSON; at most {PAYLOAD_LIMIT:,} are kept.",
+            f"The payload must have at most {PAYLOAD_LIMIT:,} bytes of JSON (got {length:,}).",
             hint="Store it elsewhere and put its address into the payload.",
         )
     found: dict[str, Json] = copy
@@ -220,7 +231,7 @@ def checked_payload(payload: object) -> dict[str, Json] | None:
 
 
 def _copied(value: Any, depth: int) -> tuple[Any, int]:
-    """A copy in exact types, and the most bytes it can have as JSON, which spares writing out what is small."""
+    """Return a copy in exact types and an upper bound of its size as JSON. Small payloads need no exact size."""
     if depth > DEPTH_LIMIT:
         raise InvalidInput(f"The payload is nested deeper than {DEPTH_LIMIT} levels.")
     if value is None or isinstance(value, bool):
@@ -240,7 +251,8 @@ def _copied(value: Any, depth: int) -> tuple[Any, int]:
     if isinstance(value, list | tuple):
         if any(isinstance(inner, list | tuple) for inner in value):
             raise InvalidInput(
-                "A list directly inside a list cannot be kept by every store.", hint="Put the inner one into an object."
+                "The payload has a list directly inside a list. Firestore cannot store that.",
+                hint="Put the inner list into an object.",
             )
         copies = [_copied(inner, depth + 1) for inner in value]
         return [copy for copy, _ in copies], 2 + sum(size + 1 for _, size in copies)
@@ -254,26 +266,29 @@ def _checked_number(value: float) -> float:
             raise InvalidInput("A number in the payload has more than 64 bits.", hint="Write it as text.")
         return number
     if not math.isfinite(value):
-        raise InvalidInput(f"{float.__repr__(value)} is not a number of JSON.", hint="Use null or a text for it.")
+        raise InvalidInput(
+            f"The payload contains {float.__repr__(value)}. JSON has no such number.",
+            hint="Use null or a text instead.",
+        )
     return float.__float__(value)
 
 
 def _checked_name(name: object) -> str:
     if not isinstance(name, str) or not name or (name.startswith("__") and name.endswith("__")):
-        raise InvalidInput(f"{_shown(name)} cannot be a name in a payload: it is a text, not empty and not '__x__'.")
+        raise InvalidInput(f"A name in a payload must be a text, not empty and not '__x__' (got {_shown(name)}).")
     return _checked_text(name, "A name in the payload")
 
 
 def _checked_text(text: object, what: str) -> str:
     if not isinstance(text, str):
-        raise InvalidInput(f"{what} is {type(text).__name__}, not text.")
+        raise InvalidInput(f"{what} must be text, not {type(text).__name__}.")
     if "\0" in text:
-        raise InvalidInput(f"{what} holds a NUL character, which not every store can keep.")
+        raise InvalidInput(f"{what} contains a NUL character. PostgreSQL cannot store it.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidInput(
-            f"{what} holds half a surrogate pair at character {error.start}: it is not Unicode."
+            f"{what} contains half a surrogate pair at character {error.start}. It is not valid Unicode."
         ) from error
     return str.__str__(text)
 
@@ -283,7 +298,7 @@ def _exact_int(value: object) -> int | None:
 
 
 def _shown(value: object) -> str:
-    """``value`` for an error's text. Another object's repr may be endless, or fail (an int of 5000 digits)."""
+    """Return ``value`` for an error message, at most 60 characters. Does not call the repr of an unknown object."""
     if isinstance(value, str):
         return repr(str.__str__(value)[:60])
     if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(int.__int__(value)) < 2**64):
@@ -292,26 +307,28 @@ def _shown(value: object) -> str:
 
 
 def storable(text: str, limit: int = MESSAGE_LIMIT) -> str:
-    """``text`` made to pass the edge. For what comes from an exception: a report of an error must not fail itself."""
+    """Return ``text`` with characters no store can keep replaced, and cut to ``limit``. For texts of exceptions."""
     whole = text.replace("\0", "�").encode("utf-8", "replace").decode()
     return whole if len(whole) <= limit else whole[: limit - 1] + "…"
 
 
 # ------------------------------------------------------------------------------------------------------------
-# As JSON text, which SQL and Redis keep
+# JSON text for SQL and Redis
 
 
-_encoder = json.JSONEncoder(separators=(",", ":"), default=dict)  # made once: `json.dumps` would make one for each call
+_encoder = json.JSONEncoder(separators=(",", ":"), default=dict)  # reused: `json.dumps` would build one per call
 
 
 def encoded(payload: Mapping[str, Json]) -> str:
+    """Return a payload as compact JSON."""
     return _encoder.encode(payload)
 
 
 def decoded(text: str | None) -> dict[str, Json] | None:
+    """Parse a payload, or return None for none."""
     return None if text is None else json.loads(text)
 
 
 def moment(seconds: float) -> datetime:
-    """The store's own time, as stored: seconds since 1970."""
+    """Return a stored time (seconds since 1970) as an aware datetime."""
     return datetime.fromtimestamp(seconds, UTC)

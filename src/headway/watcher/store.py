@@ -103,8 +103,7 @@ class SqlProcessedStore:
     def newest(self, registry: Registry) -> float:
         return _first(
             self._database.one(
-                "SELECT coalesce(max(at), 0) FROM watched WHERE queue = ? AND registry = ?",
-                (self._queue, registry),
+                "SELECT coalesce(max(at), 0) FROM watched WHERE queue = ? AND registry = ?", (self._queue, registry)
             )
         )
 
@@ -226,11 +225,7 @@ class RedisProcessedStore:
                 [
                     write
                     for member in some
-                    for write in (
-                        ("HDEL", key, member),
-                        ("ZREM", found, member),
-                        ("ZREM", at, member),
-                    )
+                    for write in (("HDEL", key, member), ("ZREM", found, member), ("ZREM", at, member))
                 ]
             )
 

@@ -181,9 +181,13 @@ class Backend(Protocol):
         """Return the job's record, creating it if needed. Atomic: concurrent callers get the same record."""
         ...
 
-    def find(self, job_id: str) -> JobRecord | None: ...
+    def find(self, job_id: str) -> JobRecord | None:
+        """Return the job's record, or None."""
+        ...
 
-    def jobs(self) -> Iterator[JobRecord]: ...
+    def jobs(self) -> Iterator[JobRecord]:
+        """Return the records of all jobs."""
+        ...
 
     def write(self, state: State, job: JobRecord, writer: str) -> State:
         """Store ``state`` with the key's next version and the server's time, in one transaction.
@@ -213,7 +217,9 @@ class Backend(Protocol):
         """
         ...
 
-    def listen(self, job: JobRecord) -> Listener: ...
+    def listen(self, job: JobRecord) -> Listener:
+        """Connect a new listener."""
+        ...
 
     def close(self) -> None: ...
 
@@ -228,7 +234,7 @@ class JobGone(NotFound):
     A job created later under the same name is a different job.
     """
 
-    hint = "Open the store again to go on with what is there now."
+    hint = "Open the store again to use the current job of that name."
 
 
 class WentBack(Unavailable):
@@ -237,28 +243,28 @@ class WentBack(Unavailable):
     States delivered before may no longer exist. Subscriptions end with this error. Reads and writes continue.
     """
 
-    hint = "Subscribe again: what is current now is told from the beginning."
+    hint = "Subscribe again: the new subscription begins with the current states."
 
 
 def no_such_job(job_id: str) -> NotFound:
     """Return the error for a job that does not exist."""
-    return NotFound(f"There is no job {job_id!r} in this store.", hint="See what there is: headway states jobs")
+    return NotFound(f"There is no job {job_id!r} in this store.", hint="List the jobs: headway states jobs")
 
 
 def job_gone(job_id: str, *, remade: bool = False, marked: bool = False) -> JobGone:
     """Return the error for a job that was deleted, re-created (``remade``) or ``marked`` as deleted."""
     if marked:
-        return JobGone(f"The job {job_id!r} was marked as deleted: no more states will come.")
+        return JobGone(f"The job {job_id!r} was marked as deleted. It accepts no more states.")
     if remade:
-        return JobGone(f"The job {job_id!r} was deleted and made again since this store was opened.")
-    return JobGone(f"There is no job {job_id!r} in this store any more: it was deleted, or the store was wiped.")
+        return JobGone(f"The job {job_id!r} was deleted and re-created since this store was opened.")
+    return JobGone(f"The job {job_id!r} is no longer in this store: it was deleted, or the store was wiped.")
 
 
 def marked_deleted(job_id: str) -> Refused:
     """Return the error for a write to a job that is marked as deleted."""
     return Refused(
-        f"The job {job_id!r} is marked as deleted and takes no more states.",
-        hint=f"Remove it for good: headway states delete {job_id}; then it can be made again.",
+        f"The job {job_id!r} is marked as deleted and accepts no more states.",
+        hint=f"To use the name again, remove the job: headway states delete {job_id}",
     )
 
 
@@ -296,5 +302,5 @@ def readable(rows: Iterable[T], parse: Callable[[T], State], job_id: str) -> lis
         try:
             states.append(parse(row))
         except (ValueError, TypeError, KeyError, LookupError, AttributeError) as error:
-            log.error("a stored state cannot be read and is left out", jobID=job_id, error=repr(error)[:200])  # noqa: TRY400
+            log.error("a stored state is corrupt and is skipped", jobID=job_id, error=repr(error)[:200])  # noqa: TRY400
     return states

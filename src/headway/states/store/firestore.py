@@ -69,7 +69,7 @@ class FirestoreStates:
         project, database = parts.netloc, unquote(parts.path.strip("/")) or "(default)"
         if not project:
             raise InvalidInput(
-                f"{redact(url)!r} names no project.",
+                f"{redact(url)!r} does not name a project.",
                 hint="Use firestore://PROJECT; the project is never taken from the environment.",
             )
         self._database = f"projects/{project}/databases/{database}"
@@ -140,8 +140,8 @@ class FirestoreStates:
                 return call(once, CONFLICT, retry_on=Aborted)
             except Aborted as error:
                 raise StorageError(
-                    f"Others write the same documents of Firestore all the time: {redact(str(error))}",
-                    hint="Let fewer processes write one task, or less often.",
+                    f"Other processes keep writing the same documents of Firestore: {redact(str(error))}",
+                    hint="Let fewer processes write the states of one task, or write less often.",
                 ) from error
 
     # ---- the job -------------------------------------------------------------------------------------------------

@@ -60,26 +60,26 @@ class FirestoreListener:
 
     def snapshot(self, since: Mark) -> Snapshot:
         if not self._listening.wait(service.CALL_SECONDS):  # no write after the listing may be missed
-            raise Unavailable(f"Firestore has not begun to tell within {service.CALL_SECONDS:g} s.")
+            raise Unavailable(f"Firestore did not start the stream within {service.CALL_SECONDS:g} s.")
         snapshot = self._states.read_all(self._job, since)
         self._deleted = snapshot.deleted
         return snapshot
 
     def changes(self) -> list[Change]:
-        seen, look = self._next(), False
+        seen, check = self._next(), False
         changes: list[Change] = []
         for document in seen:
             before = self._created.get(document.key)
             if document.state is None:
-                look = True
+                check = True
                 self._created.pop(document.key, None)
             elif before != document.created:
-                look = True
+                check = True
                 self._created[document.key] = document.created
                 if before is not None:
                     changes.append(Change(document.key, None))  # removed and re-created in between
             changes.append(Change(document.key, document.state))
-        if (look or not seen) and not self._woken and not self._states.same(self._job, deleted=self._deleted):
+        if (check or not seen) and not self._woken and not self._states.same(self._job, deleted=self._deleted):
             raise Relist
         return changes
 
@@ -134,7 +134,7 @@ class FirestoreListener:
         if "filter" in response and response.filter.count != len(self._delivered):
             raise Relist  # the service's document count differs: we missed a change
         if "target_change" in response:
-            self._turn(response.target_change)
+            self._change_target(response.target_change)
         return []
 
     def _found(self, document: Any) -> list[_Seen]:
@@ -151,12 +151,12 @@ class FirestoreListener:
         except ValueError:
             return []  # not a state document
 
-    def _turn(self, turn: Any) -> None:
-        if turn.target_change_type.name == "REMOVE":
-            raise Unavailable(f"Firestore stopped telling: {turn.cause.message or turn.cause.code}")
-        if turn.target_change_type.name == "RESET":
+    def _change_target(self, change: Any) -> None:
+        if change.target_change_type.name == "REMOVE":
+            raise Unavailable(f"Firestore ended the stream: {change.cause.message or change.cause.code}")
+        if change.target_change_type.name == "RESET":
             self._current = set()  # the service will send all current documents again
-        elif turn.target_change_type.name == "CURRENT":
+        elif change.target_change_type.name == "CURRENT":
             self._listening.set()
             gone = set() if self._current is None else self._delivered - self._current
             self._current = None

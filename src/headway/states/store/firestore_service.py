@@ -41,8 +41,8 @@ def connect(emulator: str | None) -> tuple[FirestoreClient, Any]:
             channel = FirestoreGrpcTransport.create_channel(options=_CHANNEL)
         except GoogleAuthError as error:
             raise Unavailable(
-                f"There are no credentials for Firestore: {redact(str(error))}",
-                hint="Name the service account's file in GOOGLE_APPLICATION_CREDENTIALS, or: gcloud auth login",
+                f"No credentials for Firestore were found: {redact(str(error))}",
+                hint="Set GOOGLE_APPLICATION_CREDENTIALS to the file of the service account, or run: gcloud auth login",
             ) from error
     return FirestoreClient(transport=FirestoreGrpcTransport(channel=channel)), channel
 
@@ -68,7 +68,7 @@ def translating() -> Iterator[None]:
         raise
     except (exceptions.PermissionDenied, exceptions.Unauthenticated) as error:
         raise Unavailable(
-            f"Firestore refused us: {redact(error.message)}",
+            f"Firestore denied access: {redact(error.message)}",
             hint="The service account needs roles/datastore.user in that project.",
         ) from error
     except (
@@ -77,10 +77,10 @@ def translating() -> Iterator[None]:
     ) as error:  # fmt: skip
         _away(error)
     except exceptions.GoogleAPICallError as error:
-        raise StorageError(f"Firestore did not do it: {redact(str(error))}") from error
+        raise StorageError(f"Firestore rejected the request: {redact(str(error))}") from error
 
 
 def _away(error: Exception) -> NoReturn:
     raise Unavailable(
-        f"Firestore cannot be reached: {redact(str(error))}", hint="Check the network and the project's name."
+        f"Firestore cannot be reached: {redact(str(error))}", hint="Check the network and the name of the project."
     ) from error

@@ -1,12 +1,12 @@
-"""States in Redis: a hash of the newest, a stream of the changes, both written by one script.
+"""States in Redis: a hash of the current states and a stream of the changes, both written by one script.
 
-They are as durable as that Redis is (``appendonly yes``); a Redis that was wiped has lost the job, and writers and
-subscribers are told so. Blocking reads of the stream wake the reader; every entry carries the job's change number, so a
-reader notices that the stream was cut or the job made anew, and lists again.
+They are as durable as that Redis (``appendonly yes``). If it is wiped, the job is gone, and writers and subscribers get
+`JobGone`. A blocking read of the stream wakes the listener. Every entry carries the job's change number, so the listener
+detects a trimmed stream or a re-created job, and lists again.
 
-A Redis that came back older (restored from an RDB file, a failover) has the same job with fewer changes, or others. A
-reader remembers the entry it heard last: the store continues what it heard only if that entry is still in the stream. If
-the stream was cut past it, the server must at least be the same process with the same data (its run and replication ids).
+A Redis that was restored to an earlier moment (an RDB file, a failover) has the same job with fewer or other changes. The
+store continues the changes read so far only if the stream still contains the entry read last. If that entry was trimmed,
+the server must at least be the same process with the same data (run id and replication id).
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ if TYPE_CHECKING:
 
 log = Log("states")
 
-#: Entries of the stream kept for listeners that are behind or lost their connection.
+#: Entries of the stream that are kept for listeners that are behind or lost their connection.
 LOG_LENGTH = 16_384
-#: Entries read at once.
+#: Stream entries per read.
 BATCH = 512
-#: Entries of the log read at once for a history.
+#: Stream entries per read of a history.
 HISTORY_PAGE = 1_000
-#: A blocking read answers at least this often; a server that does not is taken for dead after `SILENCE`.
+#: A blocking read answers at least this often, in milliseconds. A server counts as dead after `SILENCE` seconds.
 HEARTBEAT_MS = 2_000
 SILENCE = 6.0
-#: A server that is away for a moment when a store is opened.
+#: Retries while opening a store, for a short outage.
 OPENING = RetryPolicy(retries=3, base=0.25, cap=1.0)
 
-#: A connection that was answered so lately is taken for alive.
+#: A connection counts as alive for this many seconds after a reply.
 WARM_SECONDS = 1.0
-#: Nothing of the stream was read yet.
+#: The position before the first entry of a stream.
 BEGINNING = "0-0"
 
 
@@ -70,7 +70,7 @@ class RedisStates:
     def __init__(self, url: str) -> None:
         self._url = url
         self._client: Redis = _redis.connect(url, role="state", name="states")
-        self._warm: list[tuple[Any, float]] = []  # connections that were answered, and when
+        self._warm: list[tuple[Any, float]] = []  # idle connections and the time of their last reply
         self._closed = False
         self._eviction = _redis.EvictionWatch(
             url, lambda what: log.critical(f"{what}", reason="CONFIG SET maxmemory-policy")
@@ -79,7 +79,7 @@ class RedisStates:
             call(self._preflight, OPENING, retry_on=_Away)
         except _Away as away:
             self._client.close()
-            raise away.said from away.__cause__
+            raise away.final from away.__cause__
         except BaseException:
             self._client.close()
             raise
@@ -88,8 +88,8 @@ class RedisStates:
         try:
             _redis.preflight(self._client, role="state", where=self._url)
         except _redis.failures() as error:
-            said = _redis.translate(error, self._url)
-            raise (_Away(said) if _redis.is_transient(error) else said) from error
+            final = _redis.translate(error, self._url)
+            raise (_Away(final) if _redis.is_transient(error) else final) from error
 
     @contextmanager
     def _translating(self) -> Iterator[None]:
@@ -100,20 +100,23 @@ class RedisStates:
         except _redis.failures() as error:
             raise _redis.translate(error, self._url) from error
         except BaseException:
-            # Somebody's signal handler raised. A connection that was interrupted while it introduced itself goes back to
-            # the pool open, and speaks to database 0 from then on, where there is no job.
+            # A signal handler raised. A connection that was interrupted during its handshake returns to the pool open, but
+            # connected to database 0 instead of ours.
             self._client.connection_pool.disconnect(inuse_connections=False)
             raise
         finally:
-            if self._closed:  # meanwhile; looked at after the connection was put back, so one of us sees it
-                self._end_idle()
+            if self._closed:  # meanwhile, so `close` did not see the connection, which is idle again
+                self._close_idle()
 
     def _run(self, name: str, keys: Sequence[str], *arguments: str | int) -> Any:
-        """One script, once. A connection that was in use a moment ago is taken past the client's pool, whose care for it
-        costs as much as the round trip; one that failed, or was interrupted before its answer was read, is closed."""
+        """Run a script once.
+
+        Recently used connections bypass the client's pool, whose health check takes as long as the round trip. A
+        connection that failed, or was interrupted before its reply was read, is closed.
+        """
         with self._translating():
             self._eviction.look(self._client)
-            connection = self._take()
+            connection = self._connection()
             try:
                 answer = _redis.script(name).on(connection, keys, arguments)
             except BaseException:
@@ -123,14 +126,14 @@ class RedisStates:
             self._warm.append((connection, time.monotonic()))
             return answer
 
-    def _take(self) -> Any:
+    def _connection(self) -> Any:
         try:
-            connection, used = self._warm.pop()  # atomic; the last one used is the next one taken
+            connection, used = self._warm.pop()  # atomic; the most recently used one
         except IndexError:
             return _redis.borrow(self._client)
         if time.monotonic() - used < WARM_SECONDS:
             return connection
-        self._client.connection_pool.release(connection)  # the server may have closed it: the pool looks
+        self._client.connection_pool.release(connection)  # the server may have closed it: the pool checks
         return _redis.borrow(self._client)
 
     def register(self, job_id: str, num_tasks: int, *, history: bool) -> JobRecord:
@@ -162,14 +165,14 @@ class RedisStates:
             raise marked_deleted(state.job_id)
         if word == "DUPLICATE":
             return _state(state.job_id, found[0])
-        # Every field said: `dataclasses.replace` would cost a tenth of the write.
+        # All fields are passed: `dataclasses.replace` would add a tenth to the write.
         return State(
             state.job_id, state.task_id, state.tag, state.status, state.message, moment(int(found[1]) / 1e6),
             int(found[0]), state.event_id, state.payload, state.schema_version,
         )  # fmt: skip
 
     def read_all(self, job: JobRecord, since: Mark) -> Snapshot:
-        """Everything of one moment. Its mark: the change number, the newest entry of the stream, and the server."""
+        """Return all states of one moment. The mark is the change number, the newest stream entry and the server."""
         keys = _keys(job.job_id)
         change, position, server = since or (0, BEGINNING, "")
         with self._translating(), self._client.pipeline(transaction=True) as pipeline:
@@ -188,9 +191,9 @@ class RedisStates:
             continuous = True
         elif last:
             continuous = int(last[0][1]["change"]) == change
-        else:  # it was cut off, or never was in this server's past
-            cut = bool(oldest) and int(oldest[0][1]["change"]) > int(change)
-            continuous = cut and same_server == server and int(now) >= int(change)
+        else:  # trimmed, or never written to this server
+            trimmed = bool(oldest) and int(oldest[0][1]["change"]) > int(change)
+            continuous = trimmed and same_server == server and int(now) >= int(change)
         resumes = since is not None and (
             int(now) == change or any(_follows(entry, incarnation, int(change)) for _, entry in following)
         )
@@ -204,7 +207,7 @@ class RedisStates:
         )
 
     def read_history(self, job_id: str, task_id: int, tag: str, *, after: int, limit: int) -> list[State]:
-        """The log in pages, so that the server serves others in between. States of other keys are not decoded."""
+        """Read the stream in pages, so that the server can serve others in between. Decodes only the states of this key."""
         wanted, stream = f"{json.dumps([task_id, tag])[:-1]},", _redis.STATE_LOG(job_id=job_id)
         found: list[State] = []
         entries: Any = [(BEGINNING, {})]
@@ -233,33 +236,32 @@ class RedisStates:
         return RedisListener(self, self._url, job)
 
     def unblock(self, client_id: int) -> None:
-        """End a blocking read that another connection of ours waits in."""
-        with suppress(*_redis.failures()):  # a server that is away has ended it already
+        """End a blocking read on another connection of this process."""
+        with suppress(*_redis.failures()):  # an unreachable server has ended it already
             self._client.client_unblock(client_id)
 
     def close(self) -> None:
-        """Calls that are under way end as if it were open, and close their connections: cut off, nobody would know whether
-        their states were written."""
+        """Close the idle connections. Running calls finish and close theirs, so that no write is left without a reply."""
         self._closed = True
-        self._end_idle()
+        self._close_idle()
 
-    def _end_idle(self) -> None:
-        with suppress(IndexError):  # none is left
+    def _close_idle(self) -> None:
+        with suppress(IndexError):  # the list is empty
             while True:
                 self._client.connection_pool.release(self._warm.pop()[0])
         self._client.connection_pool.disconnect(inuse_connections=False)
 
 
 class _Away(Exception):
-    """The server cannot be reached just now; ``said`` is what to raise when it stays so."""
+    """The server cannot be reached at the moment. ``final`` is the error to raise if that lasts."""
 
-    def __init__(self, said: HeadwayError) -> None:
-        super().__init__(str(said))
-        self.said = said
+    def __init__(self, final: HeadwayError) -> None:
+        super().__init__(str(final))
+        self.final = final
 
 
 class RedisListener:
-    """Follows one job's stream on a connection of its own."""
+    """Follows one job's stream on a dedicated connection."""
 
     def __init__(self, states: RedisStates, url: str, job: JobRecord) -> None:
         self._states = states
@@ -271,16 +273,16 @@ class RedisListener:
         self._server = ""
         self._client = _redis.connect(url, role="state", name="states-listener", timeout=SILENCE, max_connections=1)
         try:
-            # The reply of a blocking read needs nothing of redis-py's command layer, which costs as much as the read.
+            # redis-py's command layer is bypassed: for a blocking read it takes as long as the read.
             self._connection: Any = self._client.connection_pool.get_connection()
-            self._id = int(self._ask("CLIENT", "ID"))
+            self._id = int(self._command("CLIENT", "ID"))
         except BaseException as error:
             self._client.close()
             if isinstance(error, _redis.failures()):
                 raise _redis.translate(error, url) from error
             raise
 
-    def _ask(self, *command: str | int) -> Any:
+    def _command(self, *command: str | int) -> Any:
         self._connection.send_command(*command)
         return self._connection.read_response()
 
@@ -299,7 +301,7 @@ class RedisListener:
     def changes(self) -> list[Change]:
         stream = _redis.STATE_LOG(job_id=self._job.job_id)
         try:
-            reply = self._ask("XREAD", "COUNT", BATCH, "BLOCK", HEARTBEAT_MS, "STREAMS", stream, self._position)
+            reply = self._command("XREAD", "COUNT", BATCH, "BLOCK", HEARTBEAT_MS, "STREAMS", stream, self._position)
             if reply is None:
                 self._check(stream)
                 return []
@@ -311,20 +313,20 @@ class RedisListener:
             if not _follows(entry, self._job.incarnation, self._change):
                 if not states:
                     raise Relist
-                break  # first what came before it
+                break  # deliver the entries before it first; the next call relists
             self._change, self._position = self._change + 1, position
             states.append(entry["state"])
         found = readable(states, lambda value: _state(self._job.job_id, value), self._job.job_id)
         return [Change(state.key, state) for state in found]
 
     def _check(self, stream: str) -> None:
-        """A stream that was deleted or put back wakes nobody, so silence is the time to ask."""
+        """Raise `Relist` if the stream was deleted or restored. Neither wakes a blocking read, so silence is checked."""
         job = _redis.STATE_JOB(job_id=self._job.job_id)
-        incarnation, deleted, change = self._ask("HMGET", job, "incarnation", "deleted", "change")
+        incarnation, deleted, change = self._command("HMGET", job, "incarnation", "deleted", "change")
         if incarnation != self._job.incarnation or (deleted == "1") != self._deleted:
             raise Relist
         if int(change) < self._change or (
-            self._position != BEGINNING and not self._ask("XRANGE", stream, self._position, self._position)
+            self._position != BEGINNING and not self._command("XRANGE", stream, self._position, self._position)
         ):
             raise Relist
 
@@ -348,7 +350,7 @@ def _keys(job_id: str) -> tuple[str, ...]:
 
 
 def _server(info: dict[str, Any]) -> str:
-    """Which process with which past: both ids change when it is restarted, the second also when it takes over."""
+    """Return the run id and the replication id. A restart changes both, a failover the second."""
     return f"{info.get('run_id', '')}/{info.get('master_replid', '')}"
 
 
@@ -360,7 +362,7 @@ def _body(state: State) -> str:
 
 def _state(job_id: str, stored: str) -> State:
     version, event_id, microseconds, body = stored.split(" ", 3)
-    # What a newer headway adds comes after the payload and is left alone.
+    # A newer version may append fields after the payload.
     task_id, tag, status, message, schema_version, payload, *_ = json.loads(body)
     return State(
         job_id, task_id, tag, status, message, moment(int(microseconds) / 1e6), int(version), event_id, payload,
