@@ -25,8 +25,8 @@ from headway.queue.task import Status
 from headway.queue.task_queue import TaskQueue
 from headway.queue.worker.worker import Worker
 from headway.watcher import EventForm, Publisher
-from headway.watcher.logic import Kind, Report
 from headway.watcher.publisher import OUTCOMES
+from headway.watcher.reports import Kind, Report
 from tests.core.databases import everywhere
 from tests.events.scene import event
 from tests.events.validator import problems

@@ -16,7 +16,7 @@ from headway.errors import ServerRefused, Unavailable
 from headway.events import Event
 from headway.watcher import EventForm, Publisher
 from headway.watcher.adapters import connect as connect_redis
-from headway.watcher.logic import Report
+from headway.watcher.reports import Report
 from headway.watcher.runner import main
 from tests.services.redis import RedisServer
 from tests.services.waiting import eventually

@@ -6,7 +6,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from headway.watcher import notify
+from headway.watcher import watcher
 from tests.services.postgres import PostgresServer
 from tests.services.redis import RedisServer
 from tests.watcher.scene import Scene
@@ -15,8 +15,8 @@ from tests.watcher.scene import Scene
 @pytest.fixture
 def scene(redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     """A Redis that announces changes of sorted sets, nobody watching yet."""
-    assert notify.WAIT_S <= 0.5, "a watcher that is told to stop does so within half a second"
-    monkeypatch.setattr(notify, "WAIT_S", 0.02)  # every test stops one
+    assert watcher.WAIT_S <= 0.5, "a watcher that is told to stop does so within half a second"
+    monkeypatch.setattr(watcher, "WAIT_S", 0.02)  # every test stops one
     client = redis_server.client()
     client.config_set("notify-keyspace-events", "Kz")
     client.config_resetstat()

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from headway._sql import connect
 from headway.watcher import NotificationWatcher, ProcessedStore, SqlProcessedStore, WatcherPorts, WatcherSettings
-from headway.watcher.logic import channel
 from headway.watcher.ports import ExecutionRecord, Member, Message, QueueKeys, ResultRecord, RqJobRecord
+from headway.watcher.reports import channel
 
 QUEUE = "digits"
 KEYS = QueueKeys(failed="F", started="W", canceled="C")

@@ -19,12 +19,12 @@ import headway.watcher
 from headway.errors import ServerRefused, StorageError, Unavailable
 from headway.watcher import adapters
 from headway.watcher.adapters import connect
-from headway.watcher.logic import Kind
+from headway.watcher.reports import Kind
 from tests.services.waiting import eventually
 from tests.watcher.scene import Scene
 
 SOURCE = Path(headway.watcher.__file__).parent
-FILES = sorted(SOURCE.glob("*.py"))
+FILES = sorted(SOURCE.rglob("*.py"))
 
 
 class Canned:
@@ -73,7 +73,7 @@ def test_a_message_of_an_unknown_kind_is_refused(monkeypatch):
     link = connect(server.url).pubsub()
     link.psubscribe("p")
     monkeypatch.setattr(adapters, "_KINDS", {})
-    with pytest.raises(ServerRefused, match="unknown kind"):
+    with pytest.raises(ServerRefused, match="unknown type"):
         eventually(lambda: link.get_message(0.0))
 
 
@@ -159,8 +159,8 @@ def test_without_redis_installed_it_says_what_to_install():
 
 @pytest.mark.req("S4-36")
 def test_the_parts_are_where_they_are_looked_for():
-    names = {path.stem for path in FILES}
-    assert {"notify", "runner", "adapters", "ports", "logic", "publisher", "store"} <= names
+    names = {path.stem for path in FILES} | {path.parent.name for path in FILES}
+    assert {"watcher", "runner", "adapters", "ports", "reports", "publisher", "store"} <= names
 
 
 @pytest.mark.req("S4-15")

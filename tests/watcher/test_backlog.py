@@ -10,7 +10,7 @@ import pytest
 from redis.exceptions import RedisError
 
 from headway._sql import connect
-from headway.watcher import NotificationWatcher, SqlProcessedStore, notify
+from headway.watcher import NotificationWatcher, SqlProcessedStore
 from headway.watcher.adapters import default_ports
 from tests.services.waiting import eventually
 from tests.watcher.scene import Scene
@@ -203,7 +203,7 @@ def test_a_restart_does_not_give_a_running_job_more_time(scene: Scene):
 @pytest.mark.parametrize("queues", [("digits",), ("digits", "a", "b", "c", "d", "e", "f", "g")], ids=len)
 def test_an_idle_watcher_costs_at_most_three_commands_a_minute(scene: Scene, monkeypatch, queues):
     """Half an hour of it, with time made by hand; the server counts (commandstats, every command on its own)."""
-    monkeypatch.setattr(notify, "WAIT_S", 0.0002)
+    monkeypatch.setattr("headway.watcher.watcher.WAIT_S", 0.0002)
     scene.burst(5)
     seconds = itertools.count()
     now = [float(next(seconds))]
@@ -214,7 +214,7 @@ def test_an_idle_watcher_costs_at_most_three_commands_a_minute(scene: Scene, mon
     for second in range(1800):
         now[0] += 1
         watcher.tick()
-        while watcher._pinged_at is not None:
+        while watcher._link._pinged_at is not None:
             watcher.tick()
         if second == 300:
             first_minutes = sum(scene.commands().values()) - before

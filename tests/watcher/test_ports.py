@@ -11,8 +11,8 @@ from typing import Protocol
 import pytest
 
 from headway.watcher.adapters import connect
-from headway.watcher.logic import channel, pattern
 from headway.watcher.ports import Message, PubSubProto, RedisProto
+from headway.watcher.reports import channel, pattern
 from tests.services.waiting import eventually
 from tests.watcher.fakes import FakeRedis
 from tests.watcher.scene import Scene

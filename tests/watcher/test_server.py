@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from headway.errors import ConfigError, HeadwayError, InvalidInput, Unavailable
-from headway.watcher import RedisProcessedStore, notify
+from headway.watcher import RedisProcessedStore, link
 from headway.watcher.adapters import PubSubAdapter, checked_url, connect
-from headway.watcher.notify import preflight
+from headway.watcher.link import preflight
 from headway.watcher.runner import main
 from tests.services.redis import RedisServer, installations
 from tests.services.waiting import eventually
@@ -41,14 +41,14 @@ def test_flags_that_do_not_are_refused_with_what_to_set(scene: Scene, flags):
 
 @pytest.mark.parametrize("flags", ["Kz", "AK", "K", "Ez", ""])
 def test_a_probe_agrees_with_the_flags_where_config_is_denied(scene: Scene, monkeypatch, flags):
-    monkeypatch.setattr(notify, "PROBE_S", 0.3)
+    monkeypatch.setattr(link, "PROBE_S", 0.3)
     scene.redis.config_set("notify-keyspace-events", flags)
     scene.redis.execute_command("ACL", "SETUSER", "operator", "on", ">word", "~*", "&*", "+@all", "-config")
     redis = connect(scene.url.replace("redis://", "redis://operator:word@"))
     if flags in SUFFICIENT:
         preflight(redis)
     else:
-        with pytest.raises(ConfigError, match="A probe was not announced"):
+        with pytest.raises(ConfigError, match="a test change was not announced"):
             preflight(redis)
     assert scene.redis.keys("headway:probe:*") == []
 
@@ -114,7 +114,7 @@ def test_without_a_server_it_ends_with_a_clear_error(scene: Scene):
     ],
 )
 def test_an_address_that_cannot_be_used_as_it_stands_is_refused(url):
-    with pytest.raises(InvalidInput, match="REDIS_URL is not an address that can be used") as caught:
+    with pytest.raises(InvalidInput, match="REDIS_URL is not a valid address") as caught:
         connect(url)
     assert "redis://user:password@host:6379/0" in caught.value.hint
 
@@ -165,7 +165,7 @@ def test_a_cut_link_ends_the_watcher(scene: Scene):
 
 @pytest.mark.req("S4-20")
 def test_a_link_that_is_dead_without_saying_so_ends_the_watcher(scene: Scene, monkeypatch):
-    monkeypatch.setattr(notify, "REPLY_S", 0.5)
+    monkeypatch.setattr(link, "REPLY_S", 0.5)
     watching = scene.start(ping_s=0.2)
     scene.server.sigstop()
     error = watching.ended()
@@ -175,7 +175,7 @@ def test_a_link_that_is_dead_without_saying_so_ends_the_watcher(scene: Scene, mo
 
 @pytest.mark.req("S4-20")
 def test_a_link_whose_bytes_vanish_ends_the_watcher_and_the_next_one_catches_up(scene: Scene, tcp_proxy, monkeypatch):
-    monkeypatch.setattr(notify, "REPLY_S", 0.5)
+    monkeypatch.setattr(link, "REPLY_S", 0.5)
     proxy = tcp_proxy(scene.server.port)
     watching = scene.start(redis_url=f"redis://127.0.0.1:{proxy.port}/0", ping_s=0.2)
     proxy.black_hole()
@@ -218,7 +218,7 @@ def test_a_setting_lost_while_watching_is_found_by_the_sweep_which_tells_first_w
 def test_a_watcher_that_was_blinded_notices_it_at_the_next_sweep_although_nothing_happens(
     scene: Scene, monkeypatch, rights
 ):
-    monkeypatch.setattr(notify, "PROBE_S", 0.5)
+    monkeypatch.setattr(link, "PROBE_S", 0.5)
     scene.redis.execute_command("ACL", "SETUSER", "operator", "on", ">word", "~*", "&*", *rights.split())
     url = scene.url.replace("redis://", "redis://operator:word@")
     watching = scene.start(redis_url=url, sweep_s=0.3)

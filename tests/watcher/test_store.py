@@ -11,7 +11,7 @@ from headway._sql import connect
 from headway.errors import StoreCorrupt
 from headway.watcher import ProcessedStore, RedisProcessedStore, SqlProcessedStore
 from headway.watcher.adapters import connect as connect_redis
-from headway.watcher.store import Follow, Seen
+from headway.watcher.store.contract import Follow, Seen
 
 Open = Callable[[str], ProcessedStore]
 

@@ -341,7 +341,7 @@ def test_an_odd_server_gets_a_clear_error_and_no_second_look_at_the_token(odd: s
         with pytest.raises(ServerRefused, match="answered 302"):
             client.jobs()
         assert Odd.seen == ["Bearer secret"]  # the redirection was not followed
-        with pytest.raises(ServerRefused, match="not as a server of headway"):
+        with pytest.raises(ServerRefused, match="not like a Headway server"):
             client.queues()
         with pytest.raises(HeadwayError, match="shape"):
             client.workers()
@@ -425,7 +425,7 @@ def test_what_cannot_be_a_token_is_refused_and_not_repeated(token: str):
 
 @pytest.mark.parametrize("address", ["https://a..b", f"http://{'a' * 300}"])
 def test_a_name_that_no_host_has_is_refused(address: str):
-    with pytest.raises(InvalidInput, match="is no server"):
+    with pytest.raises(InvalidInput, match="is not the address of a server"):
         Client(address)
 
 

@@ -1,4 +1,4 @@
-"""A server of headway from Python: what `headway.views` reads, asked over HTTP.
+"""Access a Headway server from Python: read what `headway.views` offers, and act, over HTTP.
 
     with Client("https://headway.internal", token=TOKEN) as client:
         for job in client.jobs().jobs:
@@ -8,8 +8,8 @@
     async with AsyncClient("https://headway.internal", token=TOKEN) as client:
         sheet = await client.ask(Client.job, "ads")
 
-It has the methods of `headway.views.reading.Reader`, with the same answers, so that the command line works against a server:
-``headway jobs --database https://headway.internal``, with the token in ``HEADWAY_TOKEN``.
+`Client` has the methods of `headway.views.reading.Reader` and returns the same objects. So the command line works with a
+server too: ``headway jobs --database https://headway.internal``, with the token in ``HEADWAY_TOKEN``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Client`, the questions and actions of a server; `AsyncClient`, the same for event loops."""
+"""`Client`: the queries and actions of a Headway server. `AsyncClient`: the same for event loops."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Rows asked for at a time by what reads everything.
+#: Rows per request of the methods that read all pages.
 PAGE = 1000
 
 
 class Client:
-    """A server. Every method is one request, or where it gives an iterator one per page; any thread may call them."""
+    """A Headway server. A method sends one request, or one per page. Thread-safe."""
 
     def __init__(self, address: str, token: str | None = None, *, timeout: float = TIMEOUT) -> None:
         self._connection = Connection(address, token, timeout=timeout)
         self.address = self._connection.address
 
     def close(self) -> None:
+        """Close the connection."""
         self._connection.close()
 
     def __enter__(self) -> Self:
@@ -58,7 +59,7 @@ class Client:
     # ---- jobs --------------------------------------------------------------------------------------------------------
 
     def jobs(self, *, archived: bool = False, before: str | None = None, limit: int | None = None) -> Jobs:
-        """All jobs, the one that changed last first; with ``limit`` a page, the newest job first."""
+        """Return all jobs, most recently changed first. With ``limit``, return one page, newest job first."""
         from headway.views.jobs.listing import Jobs
 
         if limit is not None:
@@ -72,11 +73,13 @@ class Client:
             before = page.next
 
     def job(self, id: str) -> JobSheet:
+        """Return a job with its details."""
         from headway.views.jobs.job import JobSheet
 
         return parse(JobSheet, self._connection.get(f"/jobs/{part(id)}"))
 
     def runs(self, id: str) -> Runs:
+        """Return a job's runs."""
         from headway.views.jobs.job import Runs
 
         return parse(Runs, self._connection.get(f"/jobs/{part(id)}/runs"))
@@ -104,11 +107,13 @@ class Client:
             after = found.next_after
 
     def item(self, id: str, name: str, *, payload: bool = False) -> ItemSheet:
+        """Return an item with its attempts."""
         from headway.views.jobs.items import ItemSheet
 
         return parse(ItemSheet, self._connection.get(f"/jobs/{part(id)}/items/{part(name)}", payload=payload))
 
     def log(self, id: str) -> Iterator[LogEntry]:
+        """Iterate over a job's log, oldest entry first."""
         after: int | None = -1
         while after is not None:
             page = self.log_page(id, after=after)
@@ -116,16 +121,19 @@ class Client:
             after = page.next_after if isinstance(page.next_after, int) else None
 
     def log_page(self, id: str, *, after: int = -1, limit: int = PAGE) -> JobLog:
+        """Return one page of a job's log: up to ``limit`` entries above ``after``."""
         from headway.views.jobs.items import JobLog
 
         return parse(JobLog, self._connection.get(f"/jobs/{part(id)}/log", after=after, limit=limit))
 
     def item_map(self, id: str) -> JobMap:
+        """Return the map of a job's items."""
         from headway.views.jobs.map import JobMap
 
         return parse(JobMap, self._connection.get(f"/jobs/{part(id)}/map"))
 
     def dead(self, id: str | None = None) -> Dead:
+        """Return the dead letters of a job, or of all jobs, by cause."""
         from headway.views.jobs.dead import Dead
 
         return parse(Dead, self._connection.get("/dead", job=id))
@@ -139,12 +147,14 @@ class Client:
     def dead_letters(
         self, id: str, *, cause: int | None = None, payload: bool = False, after: int = -1, limit: int = 50
     ) -> DeadLetters:
+        """Return one page of a job's dead letters."""
         from headway.views.jobs.dead import DeadLetters
 
         path = f"/jobs/{part(id)}/dead/letters"
         return parse(DeadLetters, self._connection.get(path, cause=cause, payload=payload, after=after, limit=limit))
 
     def export_dead(self, id: str, *, cause: int | None = None, payload: bool = False) -> Iterator[DeadLetter]:
+        """Iterate over a job's dead letters."""
         after: int | None = -1
         while after is not None:
             page = self.dead_letters(id, cause=cause, payload=payload, after=after, limit=PAGE)
@@ -152,6 +162,7 @@ class Client:
             after = page.next_after
 
     def alerts(self, *, history: int = 50) -> Alerts:
+        """Return the open alerts and the last ``history`` closed ones."""
         from headway.views.system.alerts import Alerts
 
         return parse(Alerts, self._connection.get("/alerts", history=history))
@@ -159,12 +170,13 @@ class Client:
     # ---- the queue ---------------------------------------------------------------------------------------------------
 
     def queues(self) -> Queues:
+        """Return the queues."""
         from headway.views.queue import Queues
 
         return parse(Queues, self._connection.get("/queues"))
 
     def queue_settings(self) -> QueueSettings:
-        """As the server's host sees them."""
+        """Return the queue settings of the server."""
         from headway.views.queue import QueueSettings
 
         return parse(QueueSettings, self._connection.get("/queue-settings"))
@@ -179,54 +191,68 @@ class Client:
         before: str | None = None,
         limit: int = 50,
     ) -> Tasks:
+        """Return one page of tasks, newest first."""
         from headway.views.queue import Tasks
 
-        asked = status and status.lower()
         return parse(
             Tasks,
             self._connection.get(
-                "/tasks", status=asked, queue=queue, kind=kind, user=user_id, before=before, limit=limit
+                "/tasks",
+                status=status and status.lower(),
+                queue=queue,
+                kind=kind,
+                user=user_id,
+                before=before,
+                limit=limit,
             ),
         )
 
     def task(self, id: str) -> TaskSheet:
+        """Return a task with its details."""
         from headway.views.queue import TaskSheet
 
         return parse(TaskSheet, self._connection.get(f"/tasks/{part(id)}"))
 
     def workers(self) -> Workers:
+        """Return the workers."""
         from headway.views.queue import Workers
 
         return parse(Workers, self._connection.get("/workers"))
 
     def task_causes(self, *, limit: int = 50) -> TaskCauses:
+        """Return the causes of failed tasks."""
         from headway.views.failed import TaskCauses
 
         return parse(TaskCauses, self._connection.get("/task-causes", limit=limit))
 
     def rq_causes(self) -> RqCauses:
+        """Return the causes of failed RQ jobs."""
         from headway.views.failed import RqCauses
 
         return parse(RqCauses, self._connection.get("/rq-causes"))
 
     def performance(self, *, range: Literal["1h", "24h", "7d"] = "24h") -> Performances:
+        """Return the measured performance over a period."""
         from headway.views.system.performance import Performances
 
         return parse(Performances, self._connection.get("/performance", range=range))
 
-    # ---- the rest ----------------------------------------------------------------------------------------------------
+    # ---- projects, states, the server ---------------------------------------------------------------------------------
 
     def projects(self, *, after: str = "", limit: int = 50) -> Projects:
+        """Return one page of the projects."""
         from headway.views.projects import Projects
 
         return parse(Projects, self._connection.get("/projects", after=after, limit=limit))
 
     def project(self, id: str) -> ProjectProgress:
+        """Return the progress of a project."""
         from headway.views.projects import ProjectProgress
 
         return parse(ProjectProgress, self._connection.get(f"/projects/{part(id)}"))
 
     def states_jobs(self) -> StatesJobs:
+        """Return the jobs that have states."""
         from headway.views.states import StatesJobs
 
         return parse(StatesJobs, self._connection.get("/states"))
@@ -240,7 +266,7 @@ class Client:
         after: str | None = None,
         limit: int | None = None,
     ) -> States:
-        """All current states of a job; with ``limit`` a page."""
+        """Return all current states of a job, or one page with ``limit``."""
         from headway.views.shape import ABSENT
         from headway.views.states import State, States
 
@@ -258,6 +284,7 @@ class Client:
             after = page.next_after
 
     def relay(self) -> RelayStatus:
+        """Return the status of the relay."""
         from headway.views.system.relay import RelayStatus
 
         return parse(RelayStatus, self._connection.get("/relay"))
@@ -265,12 +292,13 @@ class Client:
     def activity(
         self, *, job: str | None = None, actor: str | None = None, before: int | None = None, limit: int = 50
     ) -> Activity:
+        """Return one page of the audit trail, newest entry first."""
         from headway.views.system.access import Activity
 
         return parse(Activity, self._connection.get("/activity", job=job, actor=actor, before=before, limit=limit))
 
     def audit(self, job: str | None = None) -> Audit:
-        """The whole trail, the oldest first."""
+        """Return the whole audit trail, oldest entry first."""
         from headway.views.system.records import Audit, AuditEntry
 
         entries: list[AuditEntry] = []
@@ -282,80 +310,97 @@ class Client:
             page = self.activity(job=job, before=page.next_before, limit=PAGE)
 
     def settings(self) -> Settings:
+        """Return the server's settings."""
         from headway.views.system.records import Settings
 
         return parse(Settings, self._connection.get("/settings"))
 
     def health(self) -> Health:
+        """Return the server's health."""
         from headway.views.system.health import Health
 
         return parse(Health, self._connection.get("/health"))
 
-    # ---- changing ----------------------------------------------------------------------------------------------------
+    # ---- actions ----------------------------------------------------------------------------------------------------
 
     def retry_dead(
         self, job: str, *, cause: int | None = None, items: Sequence[str | int] = (), reason: str = ""
     ) -> Acted:
+        """Retry dead items of a job: those of a cause, the named ``items``, or all."""
         return self._act(f"/jobs/{part(job)}/retry", cause=cause, items=list(items), reason=reason)
 
     def retry_all_dead(self, *, reason: str = "") -> Acted:
-        """Every dead letter of every job."""
+        """Retry the dead items of all jobs."""
         return self._act("/dead/retry", reason=reason)
 
     def retry_tasks(self, *, cause: int | None = None, reason: str = "") -> Acted:
-        """Failed tasks of a cause, or all of them."""
+        """Retry the failed tasks of a cause, or all failed tasks."""
         return self._act("/task-causes/retry", cause=cause, reason=reason)
 
     def requeue_cause(self, cause: str, *, until: datetime | None = None, reason: str = "") -> Acted:
-        """Failed jobs of RQ; those that had failed by ``until`` (`RqCause.last_seen`), or all."""
+        """Requeue the failed RQ jobs of a cause, or only those that failed by ``until`` (`RqCause.last_seen`)."""
         from headway.views.shape import iso
 
         return self._act(f"/rq-causes/{part(cause)}/requeue", until=iso(until), reason=reason)
 
     def forget(self, job: str, *, reason: str = "") -> Acted:
+        """Delete a job with all its records."""
         return self._act(f"/jobs/{part(job)}/forget", reason=reason)
 
     def pause_run(self, job: str, *, reason: str = "") -> Acted:
+        """Pause the current run of a job."""
         return self._act(f"/jobs/{part(job)}/pause", reason=reason)
 
     def resume_run(self, job: str, *, reason: str = "") -> Acted:
+        """Resume a paused run."""
         return self._act(f"/jobs/{part(job)}/resume", reason=reason)
 
     def stop_run(self, job: str, *, now: bool = False, reason: str = "") -> Acted:
+        """Stop the current run. With ``now``, do not wait for the running items."""
         return self._act(f"/jobs/{part(job)}/stop", now=now, reason=reason)
 
     def scale_run(self, job: str, workers: int, *, reason: str = "") -> Acted:
+        """Set the number of workers of the current run."""
         return self._act(f"/jobs/{part(job)}/scale", workers=workers, reason=reason)
 
     def pause(self, queue: str, *, reason: str = "", seconds: float | None = None) -> Acted:
+        """Pause a queue, for ``seconds`` or until `resume`."""
         return self._act(f"/queues/{part(queue)}/pause", reason=reason, seconds=seconds)
 
     def resume(self, queue: str, *, reason: str = "") -> Acted:
+        """Resume a queue."""
         return self._act(f"/queues/{part(queue)}/resume", reason=reason)
 
     def cancel_task(self, task: str, *, reason: str = "") -> Acted:
+        """Cancel a task."""
         return self._act(f"/tasks/{part(task)}/cancel", reason=reason)
 
     def retry_task(self, task: str, *, reason: str = "") -> Acted:
+        """Retry a failed task."""
         return self._act(f"/tasks/{part(task)}/retry", reason=reason)
 
     def drain_worker(self, worker: str, *, reason: str = "") -> Acted:
+        """Ask a worker to exit after its current tasks."""
         return self._act(f"/workers/{part(worker)}/drain", reason=reason)
 
     def stop_worker(self, worker: str, *, reason: str = "") -> Acted:
+        """Stop a worker."""
         return self._act(f"/workers/{part(worker)}/stop", reason=reason)
 
     def remove_worker(self, worker: str, *, reason: str = "") -> Acted:
-        """One that was lost or has ended."""
+        """Remove a worker that is lost or has exited."""
         return self._act(f"/workers/{part(worker)}/remove", reason=reason)
 
     def acknowledge(self, alert: int, *, reason: str = "") -> Acted:
+        """Acknowledge an alert."""
         return self._act(f"/alerts/{alert}/acknowledge", reason=reason)
 
     def mute(self, rule: str, *, seconds: float = 3600.0, subject: str = "", reason: str = "") -> Acted:
+        """Mute an alert rule, or one ``subject`` of it."""
         return self._act(f"/alert-rules/{part(rule)}/mute", seconds=seconds, subject=subject, reason=reason)
 
     def unmute(self, rule: str, *, subject: str = "", reason: str = "") -> Acted:
+        """End the mute of an alert rule."""
         return self._act(f"/alert-rules/{part(rule)}/unmute", subject=subject, reason=reason)
 
     def _act(self, path: str, **body: object) -> Acted:
@@ -370,8 +415,8 @@ _ASYNC: weakref.WeakSet[AsyncClient] = weakref.WeakSet()
 class AsyncClient:
     """`Client` for event loops: ``await client.ask(Client.items, "ads", status="dead")``.
 
-    The questions are those of `Client`, with their types; each is asked in one of a few threads of its own, with a
-    connection each, so that the loop goes on. What gives an iterator is read page by page (`Client.log_page`).
+    `ask` calls a method of `Client` in one of ``connections`` threads, each with its own connection. Methods that return
+    an iterator are replaced by their paged form (`Client.log_page`).
     """
 
     def __init__(
@@ -382,13 +427,15 @@ class AsyncClient:
         _ASYNC.add(self)
 
     def begin(self) -> None:
-        """With threads that live: a forked child has none of its parent's, and would wait for them for ever."""
+        """Start new threads. A forked child does not inherit its parent's threads."""
         self._free = list(self._all)
         self._threads = ThreadPoolExecutor(len(self._all), thread_name_prefix="headway-client")
 
     async def ask(self, question: Callable[Concatenate[Client, P], T], *args: P.args, **options: P.kwargs) -> T:
+        """Call a method of `Client` in a thread and return its result."""
+
         def call() -> T:
-            client = self._free.pop()  # there are as many as there are threads
+            client = self._free.pop()  # one client per thread
             try:
                 return question(client, *args, **options)
             finally:
@@ -397,6 +444,7 @@ class AsyncClient:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     async def close(self) -> None:
+        """Close the connections without waiting for running calls."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for client in self._all:
             await asyncio.to_thread(client.close)

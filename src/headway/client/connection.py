@@ -1,7 +1,7 @@
-"""One connection to a server: JSON there and back, errors as they were raised there.
+"""`Connection`: JSON requests to a Headway server. It raises the errors that the server reports.
 
-It follows no redirection, because the token would go with it, and takes no password in the address. Without a token it
-looks for the token file of a server on this machine (`headway.local_servers`).
+It follows no redirect, because the token would be sent along, and accepts no password in the address. Without a token it
+uses the token file of a server on this machine (`headway.local_servers`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headway.telemetry import Log, redact
 
 log = Log("client")
 
-#: Seconds an answer may take, and bytes it may have.
+#: Timeout in seconds, and maximum size of a response in bytes.
 TIMEOUT: Final = 30.0
 LARGEST: Final = 256_000_000
 
@@ -38,7 +38,7 @@ _ALL: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 class Connection:
-    """Kept open between questions; used by one thread at a time, the others wait."""
+    """A persistent connection. One thread uses it at a time; the others wait."""
 
     def __init__(self, address: str, token: str | None, *, timeout: float = TIMEOUT) -> None:
         try:
@@ -47,18 +47,18 @@ class Connection:
         except ValueError:
             host = port = None
         if not is_server(address) or not host or parts.query or parts.fragment:
-            raise InvalidInput(f"{redact(address)!r} is no server.", hint="Use https://host or http://127.0.0.1:8700")
+            raise _invalid(address)
         if parts.username is not None or parts.password is not None:
-            raise InvalidInput("An address has no user or password in it.", hint="Put the token into HEADWAY_TOKEN.")
+            raise InvalidInput(
+                "The address must not contain a user or password.", hint="Put the token into HEADWAY_TOKEN."
+            )
         try:
             host.encode("idna")
         except UnicodeError:
+            raise _invalid(address) from None
+        if token is not None and not _SENDABLE.fullmatch(token):  # the error must not contain it
             raise InvalidInput(
-                f"{redact(address)[:200]!r} is no server.", hint="Use https://host or http://127.0.0.1:8700"
-            ) from None
-        if token is not None and not _SENDABLE.fullmatch(token):  # what it is is not repeated
-            raise InvalidInput(
-                "The token has characters that no token has.", hint="Use it as it was printed by: headway token create"
+                "The token contains invalid characters.", hint="Use the token as printed by: headway token create"
             )
         self.address = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         self._path = parts.path.rstrip("/")
@@ -70,37 +70,40 @@ class Connection:
         _ALL.add(self)
 
     def get(self, path: str, **parameters: Any) -> Any:
+        """Send a GET request and return the parsed response. Parameters that are None are left out."""
         given = {name: _text(value) for name, value in parameters.items() if value is not None}
-        return self._ask("GET", f"{path}?{urlencode(given)}" if given else path, None)
+        return self._request("GET", f"{path}?{urlencode(given)}" if given else path, None)
 
     def post(self, path: str, **body: Any) -> Any:
-        return self._ask("POST", path, {name: value for name, value in body.items() if value is not None})
+        """Send a POST request and return the parsed response. Fields that are None are left out."""
+        return self._request("POST", path, {name: value for name, value in body.items() if value is not None})
 
     def close(self) -> None:
+        """Close the connection. The next request opens a new one."""
         with self._lock:
             self._drop()
 
-    def _ask(self, method: str, path: str, body: Any) -> Any:
+    def _request(self, method: str, path: str, body: Any) -> Any:
         with self._lock:
             if self._open is not None and _was_closed(self._open):
-                self._drop()  # nothing was sent on it: what changes something may go on another
-            # One that closes just now is not seen. Then a question is asked again; what changes something may have been
-            # done already, so that the trouble is said instead.
+                self._drop()  # nothing was sent on it, so any request may use a new connection
+            # The server may close the connection just now. Then a GET is repeated once. A POST may have been executed
+            # already, so its error is raised.
             tries = 2 if self._open is not None and method == "GET" else 1
             while True:
                 tries -= 1
                 try:
-                    return self._once(method, path, body)
+                    return self._send(method, path, body)
                 except HeadwayError:
-                    raise  # it was read to its end
+                    raise  # the response was read completely
                 except BaseException as error:
-                    self._drop()  # an answer that was not read to its end would be taken for the next one's
+                    self._drop()  # the rest of the response would be read as the next one
                     if not isinstance(error, http.client.HTTPException | OSError):
                         raise
                     if not tries:
-                        raise self._away(error) from error
+                        raise self._unreachable(error) from error
 
-    def _once(self, method: str, path: str, body: Any) -> Any:
+    def _send(self, method: str, path: str, body: Any) -> Any:
         connection, end = self._connection(), time.monotonic() + self._timeout
         headers = {"Accept": "application/json", "User-Agent": f"headway/{__version__}"}
         token = self._token or (None if self._local is None else self._local.token)
@@ -111,15 +114,15 @@ class Connection:
             content, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
         connection.request(method, f"{self._path}/api/v1{path}", content, headers)
         response = connection.getresponse()
-        announced = response.length  # None where it comes in chunks, which say themselves that they are whole
+        announced = response.length  # None for a chunked response, whose end is detected by http.client
         text = _whole(response, end)
         if announced is not None and len(text) < min(announced, LARGEST + 1):
             raise http.client.IncompleteRead(text, announced - len(text))
         if announced is None and not response.chunked and not text:
-            raise http.client.IncompleteRead(text)  # it broke off in the head, before it said how long it is
+            raise http.client.IncompleteRead(text)  # cut within the headers
         if len(text) > LARGEST:
             self._drop()
-            raise ServerRefused(f"The answer of {self.address} is larger than {LARGEST:,} bytes.")
+            raise ServerRefused(f"The response of {self.address} is larger than {LARGEST:,} bytes.")
         return self._read(response.status, text)
 
     def _read(self, status: int, text: bytes) -> Any:
@@ -132,8 +135,8 @@ class Connection:
         error = document.get("error") if isinstance(document, dict) else None
         if not isinstance(error, dict):
             raise ServerRefused(
-                f"{self.address} answered {status}, and not as a server of headway does.",
-                hint="Check the address: it is that of headway serve.",
+                f"{self.address} answered {status}, but not like a Headway server.",
+                hint="Check the address. It must be the address of: headway serve",
             )
         raise _as_raised(status, error)
 
@@ -143,16 +146,16 @@ class Connection:
                 context = ssl.create_default_context()
                 self._open = http.client.HTTPSConnection(self._host, self._port, timeout=self._timeout, context=context)
             else:
-                if self._token and not _is_near(self._host):
+                if self._token and not _is_local(self._host):
                     log.warning("the token is sent without encryption", host=self._host)
-                # Read anew for every connection: a server that started again has another token.
+                # Read for every connection: a restarted server has another token.
                 self._local = None if self._token else find(self._host, self._port or http.client.HTTP_PORT)
                 host = self._host if self._local is None else self._local.connect_host
                 self._open = http.client.HTTPConnection(host, self._port, timeout=self._timeout)
         return self._open
 
     def leave_to_parent(self) -> None:
-        """In a forked child, before anything else runs there: what the parent asks on its connection is not for us."""
+        """Drop the connection in a forked child: it belongs to the parent."""
         self._lock = threading.Lock()
         self._drop()
 
@@ -161,18 +164,26 @@ class Connection:
             self._open.close()
             self._open = None
 
-    def _away(self, error: Exception) -> HeadwayError:
+    def _unreachable(self, error: Exception) -> HeadwayError:
         if isinstance(error, ssl.SSLCertVerificationError):
-            return Unavailable(f"{self.address} is not who it says it is: {error.verify_message}.")
+            return Unavailable(f"The certificate of {self.address} is not valid: {error.verify_message}.")
         reason = redact(str(error)) or type(error).__name__
         return Unavailable(
             f"The server at {self.address} cannot be reached: {reason}.", hint="Check that it runs: headway serve"
         )
 
 
+def _invalid(address: str) -> InvalidInput:
+    return InvalidInput(
+        f"{redact(address)[:200]!r} is not the address of a server.", hint="Use https://host or http://127.0.0.1:8700"
+    )
+
+
 def _was_closed(connection: http.client.HTTPConnection) -> bool:
-    """Whether the other side closed it while nobody asked; a server does so after some seconds. Nothing else is to be read
-    from a connection whose last answer was read to its end."""
+    """Return whether the server closed an idle connection, which it does after some seconds.
+
+    The last response was read completely, so nothing else can be readable.
+    """
     if connection.sock is None:
         return False
     waiting = selectors.DefaultSelector()
@@ -182,32 +193,32 @@ def _was_closed(connection: http.client.HTTPConnection) -> bool:
 
 
 def _whole(response: http.client.HTTPResponse, end: float) -> bytes:
-    """The answer, by that moment: one that comes in drops would keep its asker for ever."""
+    """Read the response until ``end``. The socket's timeout alone would not limit a response that arrives byte by byte."""
     parts, size = [], 0
     while size <= LARGEST and (some := response.read1(1_000_000)):
         parts.append(some)
         size += len(some)
         if time.monotonic() > end:
             raise TimeoutError("it did not answer in time")
-    response.close()  # read to its end, which the connection is told by this; it stays open for the next question
+    response.close()  # marks the response as read; the connection stays open for the next request
     return b"".join(parts)
 
 
 def part(text: str) -> str:
-    """An id as a part of a path."""
-    return quote(text, safe="") or "%20"  # an empty one would be another path
+    """Quote an id as one segment of a path."""
+    return quote(text, safe="") or "%20"  # an empty segment would be another path
 
 
 def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _is_near(host: str) -> bool:
+def _is_local(host: str) -> bool:
     return is_loopback(host) or host in ("localhost", socket.gethostname())
 
 
 def _as_raised(status: int, error: dict[str, Any]) -> HeadwayError:
-    """The error of the server, of its own class where this version knows it."""
+    """Return the server's error, in its class if this version has it."""
     message, hint = str(error.get("message", "")), str(error.get("hint", ""))
     kind = getattr(errors, str(error.get("type", "")), None)
     if not (isinstance(kind, type) and issubclass(kind, HeadwayError)) or kind is errors.MissingExtra:

@@ -1,4 +1,4 @@
-"""Executions under way: which run too long, whose worker is gone, and what became of those that were reported of."""
+"""`StartedView` finds stuck and lost executions. `OutcomeTracker` reports the outcome of executions reported earlier."""
 
 from __future__ import annotations
 
@@ -8,41 +8,42 @@ from math import inf
 from typing import Literal
 
 from headway.telemetry import Log
-from headway.watcher.logic import Report, clean_text, loss, outcome, overrun, sequel, split_member, stuck_after
-from headway.watcher.registry import KEEP_S, QueueContext, RegistryView
-from headway.watcher.store import Follow, Seen
+from headway.watcher.registry import KEEP_S, RegistryView
+from headway.watcher.reports import Report, clean_text, loss, outcome, overrun, sequel, split_member, stuck_after
+from headway.watcher.store.contract import Follow, Seen
+from headway.watcher.verdicts import QueueContext
 
 log = Log("watcher")
 
-#: A started registry is read at most this often: heartbeats touch it all the time, and nothing in it is urgent.
+#: Minimum seconds between two reads of a started registry. Heartbeats change it all the time, and nothing in it is urgent.
 SETTLE_S = 15.0
 
-#: The same while an outcome is awaited: that an execution left may be it, if its own key does not say so.
+#: The same while an outcome is awaited: an execution that left the registry may have it.
 FOLLOWING_S = 1.0
 
 
 @dataclass(slots=True)
 class Running:
-    """One execution in the started registry; times by Redis's clock."""
+    """An execution in the started registry. Times are Redis's."""
 
     created_at: float
-    #: Seconds it may take.
+    #: Seconds it may run.
     limit: float
-    #: Until when its worker vouches for it; every heartbeat moves it.
+    #: When its lease expires. Every heartbeat extends it.
     lease: float
-    #: What was reported of it: nothing, stuck, or lost.
+    #: What was reported about it: nothing, ``stuck`` or ``lost``.
     reported: str
 
     @property
     def due(self) -> float | None:
-        """When there will be something to tell of it, as things stand."""
+        """When it will be stuck or lost unless something changes, or None."""
         if self.reported == "lost":
             return None
         return self.lease if self.reported == "stuck" else min(self.lease, self.created_at + self.limit)
 
 
 class StartedView:
-    """The started registry, kept as a map from ``job_id:execution_id``. It has one entry per busy worker."""
+    """A copy of the started registry, by ``job_id:execution_id``. It has one entry per busy worker."""
 
     def __init__(
         self, key: str, context: QueueContext, *, stuck_timeout: float, lost_grace: float, sync: Callable[[], None]
@@ -57,27 +58,29 @@ class StartedView:
         self.read_at: float | None = None
 
     def hint(self, command: str) -> None:
-        """Something happened to the key; whatever it was, it means *look*."""
+        """Schedule a read of the registry after a command changed it."""
         settle = min(FOLLOWING_S, self._settle) if self._context.follows else self._settle
         moment = self._context.now() + settle
         self.read_at = moment if self.read_at is None else min(self.read_at, moment)
 
     @property
     def due(self) -> float | None:
-        """When to look next: because of a hint, or because something may be stuck or lost by then."""
+        """When to read or check next, or None: after a hint, or when an execution may be stuck or lost."""
         times = [self.read_at, *(running.due for running in self.running.values())]
         return min((time for time in times if time is not None), default=None)
 
     def diff(self) -> set[str]:
-        """Bring the map up to date; which executions left it. A new one comes with the time RQ noted for it, so that a
-        restart of ours changes nothing."""
+        """Read the registry. Return the executions that left it.
+
+        The start time of a new execution is RQ's, so a restart of the watcher changes nothing.
+        """
         self.read_at = None
         found: dict[str, float] = {}
         cursor = -1
         while cursor != 0:
             cursor, page = self._context.redis.zscan(self._key, max(cursor, 0), self._context.page_size)
             found.update(page)
-            self._meet([member for member in dict(page) if member not in self.running])
+            self._add([member for member in dict(page) if member not in self.running])
             self._context.breathe()
         left = self.running.keys() - found.keys()
         for member in left:
@@ -87,11 +90,11 @@ class StartedView:
         return left
 
     def lists(self, member: str) -> bool:
-        """Whether it is in the registry at this moment."""
+        """Return whether the execution is in the registry at this moment."""
         return member in self.running and self._context.redis.zscore(self._key, member) is not None
 
     def check(self) -> None:
-        """Report what is stuck or lost by now. Only then is an execution asked after on its own."""
+        """Report executions that are stuck or lost by now. Only those are read one by one."""
         now = self._context.now()
         overdue = [member for member, running in self.running.items() if running.due is not None and running.due <= now]
         if overdue:
@@ -131,14 +134,14 @@ class StartedView:
         self._context.publish("started", [report], [Seen(member, running.lease, kind, now)], [follow])
         running.reported = kind
 
-    def _meet(self, members: Sequence[str]) -> None:
-        """Executions seen for the first time by this process."""
+    def _add(self, members: Sequence[str]) -> None:
+        """Add executions that are new to this process."""
         if not members:
             return
         reported = self._context.store.look("started", members)
         for member, execution in zip(members, self._context.redis.executions(members), strict=True):
             self.running[member] = Running(
-                # Without its record (it expired with the lease) the best we know is that it runs now.
+                # Its record may have expired with the lease. Then it is known only that it runs now.
                 created_at=execution.created_at if execution.exists else self._context.now(),
                 limit=stuck_after(self._stuck_timeout, execution.timeout),
                 lease=inf,
@@ -146,15 +149,15 @@ class StartedView:
             )
 
     def forget(self) -> None:
-        """Drop what was reported of executions that left the registry long ago, and keep what is still in it."""
+        """Forget the reports of executions that left the registry long ago."""
         store, now = self._context.store, self._context.now()
         store.found("started", list(self.running), now)
         while stale := store.stale("started", now - KEEP_S, self._context.page_size):
             store.forget("started", stale)
 
 
-class Follower:
-    """Waits for the outcome of executions that were reported canceled, stuck or lost: they may end otherwise."""
+class OutcomeTracker:
+    """Reports the outcome of executions that were reported canceled, stuck or lost: they may still end otherwise."""
 
     def __init__(self, context: QueueContext, failed: RegistryView, started: StartedView) -> None:
         self._context = context
@@ -162,7 +165,7 @@ class Follower:
         self._started = started
 
     def resolve(self, members: Iterable[str]) -> None:
-        """Report what became of each, unless that is not decided yet or the failed registry shows it."""
+        """Report the outcome of each execution, unless it is still open or the failed registry reports it."""
         for member in members:
             follow = self._context.follows.get(member)
             if follow is not None:
@@ -171,7 +174,7 @@ class Follower:
 
     def _resolve(self, follow: Follow) -> None:
         job_id, execution_id = split_member(follow.member)
-        # In this order: RQ removes the execution and records its outcome at once, so one that is gone has a record.
+        # In this order: RQ removes the execution and records its outcome in one transaction.
         exists = self._context.redis.executions([follow.member])[0].exists
         record = self._context.redis.jobs([job_id], running=True, payload=self._context.payload)[0]
         kind = outcome(
@@ -189,7 +192,7 @@ class Follower:
                 return
             log.info("the outcome of a lost execution is no longer awaited", job=clean_text(job_id))
         elif kind == "reported":
-            self._failed.diff()  # it names the earlier event, so it has to come first
+            self._failed.diff()  # before the row is deleted, because the report refers to its event
         elif kind != follow.kind:
             reports = [
                 sequel(record, execution_id, kind, earlier=follow.kind, event=follow.event, now=self._context.now())

@@ -1,8 +1,8 @@
-"""What stands failed in RQ's registries, by cause, and putting one cause back into its queue.
+"""The failed jobs in RQ's registries, grouped by cause, and requeueing the jobs of a cause.
 
-RQ keeps a failed job until its ``failure_ttl`` is over, with the traceback of its last run. Jobs that failed alike (type,
-message without what differs from job to job, place in the user's code) are one cause. Nothing a job contains is
-unpickled, and a record that makes no sense costs itself only.
+RQ keeps a failed job for its ``failure_ttl``, with the traceback of its last run. Jobs that failed with the same type,
+message (without parts that differ from job to job) and frame of the user's code have one cause. Nothing a job contains is
+unpickled, and an invalid record affects only its own job.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from urllib.parse import parse_qs, urlsplit
 
 from headway.core.failure import normalise
 from headway.errors import NotFound
-from headway.watcher.logic import clean_text, exception_text, result_order, summary
+from headway.watcher.reports import clean_text, exception_text, result_order, summary
 
 if TYPE_CHECKING:
     from headway._sql import Database
     from headway.config import Config
     from headway.watcher.ports import RqJobRecord
 
-#: Failed jobs of a queue that are looked at, the newest in the registry first; hence also the most that are put back at once.
-LOOKED_AT: Final = 1000
+#: Maximum number of failed jobs read per queue, newest first. So it is also the maximum that is requeued at once.
+READ_LIMIT: Final = 1000
 _PAGE = 200
-_PLACE = re.compile(r'^ +File "(?P<file>[^"\n]+)", line \d+, in (?P<name>\S+)', re.MULTILINE)
+_FRAME = re.compile(r'^ +File "(?P<file>[^"\n]+)", line \d+, in (?P<name>\S+)', re.MULTILINE)
 _LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen ")
 
 
 class FailedJob(NamedTuple):
-    """One job, and when it failed (seconds)."""
+    """A failed job, and when it failed (seconds since 1970)."""
 
     id: str
     at: float
@@ -40,42 +40,42 @@ class FailedJob(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FailedCause:
-    """Jobs of one RQ queue that failed alike."""
+    """Jobs of one RQ queue that failed for the same cause."""
 
-    #: Follows from what it is: the same cause has the same id at the next look.
+    #: Derived from the other fields: the same cause has the same id in every read.
     id: str
     queue: str
     type: str
     message: str
     frame: str
-    #: The one that failed last first.
+    #: Most recent failure first.
     jobs: tuple[FailedJob, ...]
     first_seen: datetime
     last_seen: datetime
-    #: The text of the newest one, as it stands.
+    #: The message of the most recent failure.
     error: str
 
 
 @dataclass(frozen=True, slots=True)
 class FailedJobs:
-    """What the failed registries of the queues hold."""
+    """The failed jobs of all followed queues."""
 
     causes: tuple[FailedCause, ...]
-    #: How many jobs there are, and how many of them were looked at.
+    #: The number of failed jobs, and the number that was read.
     total: int
     looked_at: int
 
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """The RQ deployment that the watcher follows."""
+    """The RQ deployment that the watcher watches."""
 
     redis: str
     queues: tuple[str, ...]
 
 
 def followed(config: Config, database: Database) -> Followed | None:
-    """Which queues of which Redis: those that are configured, and those that a watcher noted in this database."""
+    """Return the configured queues and those that a watcher has recorded in this database."""
     address = config.text("watch_redis")
     suffix = f"@{_number(address)}"
     noted = [str(name) for (name,) in database.all("SELECT queue FROM watchers ORDER BY queue LIMIT 100")]
@@ -91,14 +91,14 @@ def _number(address: str) -> int:
 
 
 def read_failures(followed: Followed) -> FailedJobs:
-    """The causes, those with most jobs first. A Redis that does not answer within two seconds is `Unavailable`."""
+    """Return the causes, largest first. Raises `Unavailable` if Redis does not answer within two seconds."""
     from headway.watcher.adapters import RqAdapter, connect
 
     redis, groups, total, looked_at = connect(followed.redis, timeout=2.0), dict[str, _Group](), 0, 0
     try:
         for queue in followed.queues:
             key = RqAdapter().registries(queue).failed
-            members = [member for member, _ in redis.zrevrangebyscore(key, 0, LOOKED_AT)]
+            members = [member for member, _ in redis.zrevrangebyscore(key, 0, READ_LIMIT)]
             total += redis.zcard(key)
             looked_at += len(members)
             for start in range(0, len(members), _PAGE):
@@ -142,17 +142,16 @@ def _note(groups: dict[str, _Group], queue: str, record: RqJobRecord) -> None:
 
 
 def own_frame(text: str) -> str:
-    """``module.py:function`` of the innermost place that is no library's; empty where there is none."""
-    places = [found for found in _PLACE.finditer(text) if not _LIBRARY.search(found["file"])]
-    return clean_text(f"{places[-1]['file'].rpartition('/')[2]}:{places[-1]['name']}", 120) if places else ""
+    """Return ``module.py:function`` of the innermost frame outside libraries, or an empty text."""
+    frames = [found for found in _FRAME.finditer(text) if not _LIBRARY.search(found["file"])]
+    return clean_text(f"{frames[-1]['file'].rpartition('/')[2]}:{frames[-1]['name']}", 120) if frames else ""
 
 
 def requeue(followed: Followed, cause: FailedCause, jobs: Sequence[FailedJob]) -> list[str]:
-    """Put jobs of a cause back into their queue; those that RQ took back. One that somebody else put back, deleted or
-    damaged meanwhile is left out.
+    """Requeue jobs of a cause. Return those that RQ requeued, without jobs that are requeued, deleted or damaged already.
 
-    RQ takes a job out of the registry first and enqueues it then. Killed between the two it is in neither, and only its
-    record stays. Jobs are put back one after another, so it is one job at the most.
+    RQ first removes a job from the registry and then enqueues it. A crash between the two leaves only its record. Jobs
+    are requeued one by one, so this affects at most one job.
     """
     from headway.watcher.adapters import requeue_failed
 
@@ -160,8 +159,8 @@ def requeue(followed: Followed, cause: FailedCause, jobs: Sequence[FailedJob]) -
 
 
 def cause_of(found: FailedJobs, id: str) -> FailedCause:
-    """The cause of that id, or an error that says that nothing was changed."""
+    """Return the cause with an id. Raises `NotFound`."""
     for cause in found.causes:
         if cause.id == id:
             return cause
-    raise NotFound("No failed job of RQ has this cause any more.", hint="Nothing was changed; look again.")
+    raise NotFound("No failed job of RQ has this cause now.", hint="Nothing was changed. Reload the causes.")

@@ -1,7 +1,7 @@
-"""What the watcher needs from Redis and RQ, as few typed verbs; `adapters` has the real ones, tests have fakes.
+"""The interfaces between the watcher and Redis and RQ. `adapters` implements them; tests have fakes.
 
-Nothing else in this package knows redis-py or RQ. `WatcherPorts` holds the factories, so that a watcher opens what
-it needs in the process that uses it.
+The rest of this package does not import redis-py or RQ. `WatcherPorts` holds factories, so that a watcher opens its
+connections in the process that uses them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 #: A member of a registry and its score.
 Member = tuple[str, float]
 
-#: HSET key field value | HDEL key field | ZADD key [XX] score member | ZREM key member, as words.
+#: One command as words: HSET key field value, HDEL key field, ZADD key [XX] score member or ZREM key member.
 Write = tuple[str | float, ...]
 
 MessageKind = Literal["event", "subscribed", "unsubscribed", "pong"]
@@ -21,10 +21,10 @@ MessageKind = Literal["event", "subscribed", "unsubscribed", "pong"]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One thing that arrived on the subscribed link.
+    """A message of the subscribed connection.
 
-    ``channel`` is the channel of an event, the channel or pattern of a confirmation, empty for a pong. ``name`` is
-    the name of the command that changed the key; which member it changed is never said.
+    ``channel`` is the channel of an event, the channel or pattern of a confirmation, or empty for a pong. ``name`` is the
+    command that changed the key. Redis does not say which member it changed.
     """
 
     kind: MessageKind
@@ -34,7 +34,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class QueueKeys:
-    """Where RQ keeps the registries of one queue."""
+    """The keys of one queue's registries."""
 
     failed: str
     started: str
@@ -43,7 +43,7 @@ class QueueKeys:
 
 @dataclass(frozen=True, slots=True)
 class ResultRecord:
-    """How one execution of a job ended, as RQ recorded it. ``id`` grows with every result of the job."""
+    """RQ's record of the end of one execution. The ids of a job's results increase."""
 
     id: str
     outcome: Literal["successful", "failed", "retried"]
@@ -51,13 +51,13 @@ class ResultRecord:
     worker: str
     started_at: str
     ended_at: str
-    #: What RQ kept of the exception: base64 of a zlib stream, not yet opened.
+    #: The exception as RQ stored it: base64 of a zlib stream.
     exception: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class RqJobRecord:
-    """What is left of a job. When its hash is gone, ``exists`` is False and the rest is empty."""
+    """A job and its results. If the job's hash is gone, ``exists`` is False and the fields of the hash are empty."""
 
     job_id: str
     exists: bool
@@ -67,17 +67,17 @@ class RqJobRecord:
     started_at: str = ""
     ended_at: str = ""
     worker: str = ""
-    #: Id of an execution that is under way, if there is one.
+    #: Id of the running execution, or empty.
     running: str = ""
     #: Newest first.
     results: tuple[ResultRecord, ...] = ()
-    #: The call as RQ stored it: a zlib stream in whatever format the program chose. Never unpickled.
+    #: The call as RQ stored it: a zlib stream in the format that the program chose. It is never unpickled.
     payload: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionRecord:
-    """One run of a job, and the time its job may take (0: no limit)."""
+    """One execution of a job, and the job's timeout in seconds (0: none)."""
 
     exists: bool
     created_at: float
@@ -86,7 +86,7 @@ class ExecutionRecord:
 
 
 class PubSubProto(Protocol):
-    """A link that was told what to listen to. Any failure of it raises `Unavailable`; it never reconnects."""
+    """A connection with subscriptions. It never reconnects: every failure raises `Unavailable`."""
 
     def psubscribe(self, *patterns: str) -> None: ...
 
@@ -97,30 +97,29 @@ class PubSubProto(Protocol):
     def unsubscribe(self, *channels: str) -> None: ...
 
     def get_message(self, timeout: float) -> Message | None:
-        """The next message, waiting at most ``timeout`` seconds for it."""
+        """Return the next message, or None after ``timeout`` seconds."""
         ...
 
     def ping(self) -> None:
-        """Ask for a pong, which arrives as a message."""
+        """Send a ping. The pong arrives as a message."""
         ...
 
     def close(self) -> None: ...
 
 
 class GuardProto(Protocol):
-    """Notices whether any of some keys was touched, by whatever command: also by those that are not announced."""
+    """Detects changes of some keys by any command, also by commands that are not announced."""
 
     def untouched(self) -> bool:
-        """Whether none of them was touched since this was asked last, or since it was made. False when the server
-        cannot say."""
+        """Return whether no key changed since the last call or the creation. False if the server cannot tell."""
         ...
 
 
 class RedisProto(Protocol):
-    """The commands the watcher issues. `Unavailable` when the server cannot be reached in time or refuses us, another
-    `HeadwayError` when it refuses a command; neither is ever retried here.
+    """The watcher's commands. No command is retried.
 
-    What a job's keys hold is anybody's: a value of a wrong kind counts as absent and never raises.
+    Raises `Unavailable` if the server does not answer in time or denies access, and another `HeadwayError` if it rejects
+    a command. A value of a wrong type in a job's keys counts as absent and never raises.
     """
 
     @property
@@ -129,25 +128,25 @@ class RedisProto(Protocol):
     def pubsub(self) -> PubSubProto: ...
 
     def config_get(self, name: str) -> str | None:
-        """A setting of the server; None when it does not say: no such setting, or no right to ask."""
+        """Return a setting of the server. None if it does not exist or may not be read."""
         ...
 
     def time(self) -> float:
-        """The server's clock, seconds since 1970."""
+        """Return the server's time, in seconds since 1970."""
         ...
 
     def zrevrangebyscore(self, key: str, offset: int, count: int) -> list[Member]:
-        """``count`` members from the highest score down, after skipping ``offset``."""
+        """Return ``count`` members by descending score, after ``offset`` others."""
         ...
 
     def zrange(self, key: str, start: int, count: int) -> list[Member]:
-        """``count`` members by rank, from the lowest score up, beginning at rank ``start``."""
+        """Return ``count`` members by ascending score, from rank ``start``."""
         ...
 
     def zscan(self, key: str, cursor: int, count: int) -> tuple[int, list[Member]]:
-        """About ``count`` members, and the cursor to go on with; it begins and ends with 0.
+        """Return the next cursor and about ``count`` members. The first and the last cursor are 0.
 
-        A member that is there from the first call to the last is given at least once, whatever else changes.
+        A member that is present from the first call to the last is returned at least once.
         """
         ...
 
@@ -162,32 +161,35 @@ class RedisProto(Protocol):
     def unlink(self, key: str) -> None: ...
 
     def jobs(self, job_ids: Sequence[str], *, running: bool, payload: bool = False) -> list[RqJobRecord]:
-        """What is left of each job, in one round trip, in the order asked. What runs of it costs a command more; its
-        payload, which may be large, is read only when it is wanted."""
+        """Return the jobs in the given order, in one round trip.
+
+        ``running`` also reads the running execution, by one more command per job. ``payload`` also reads the payload,
+        which may be large.
+        """
         ...
 
     def have_results(self, job_ids: Sequence[str]) -> list[bool]:
-        """Of which jobs RQ still keeps results, in one round trip, in the order asked."""
+        """Return for each job whether RQ still keeps results of it, in one round trip."""
         ...
 
     def executions(self, members: Sequence[str]) -> list[ExecutionRecord]:
-        """Each member ``job_id:execution_id`` of the started registry, in one round trip, in the order asked."""
+        """Return the executions of members ``job_id:execution_id`` of the started registry, in one round trip."""
         ...
 
     def guard(self, keys: Sequence[str]) -> GuardProto: ...
 
     def publish(self, channel: str, stream: str, stream_length: int, bodies: Sequence[str]) -> None:
-        """Every body to ``channel``, and to ``stream`` first unless that is empty; in one round trip."""
+        """Publish every body to ``channel``, and first to ``stream`` unless it is empty. One round trip."""
         ...
 
     def close(self) -> None: ...
 
 
 class RedisHashes(Protocol):
-    """The further commands that keeping the record of reports in Redis takes."""
+    """The commands of `RedisProcessedStore`."""
 
     def setnx(self, key: str, value: str) -> str:
-        """Set it unless it is set; the value it has now."""
+        """Set a key unless it exists. Return its value."""
         ...
 
     def hmget(self, key: str, fields: Sequence[str]) -> list[str | None]: ...
@@ -195,34 +197,36 @@ class RedisHashes(Protocol):
     def hgetall(self, key: str) -> dict[str, str]: ...
 
     def highest(self, key: str) -> float | None:
-        """The highest score of a sorted set."""
+        """Return the highest score of a sorted set, or None."""
         ...
 
     def lowest(self, key: str, before: float, count: int) -> list[str]:
-        """Up to ``count`` members with a score below ``before``."""
+        """Return up to ``count`` members with a score below ``before``."""
         ...
 
     def together(self, changes: Sequence[Write]) -> None:
-        """All of them in one transaction."""
+        """Execute all commands in one transaction."""
         ...
 
 
 class RqProto(Protocol):
-    """RQ's names. They are asked for, never spelled out here: RQ changed them before."""
+    """RQ's key names. They come from RQ, because RQ has changed them before."""
 
-    def registries(self, queue: str) -> QueueKeys: ...
+    def registries(self, queue: str) -> QueueKeys:
+        """Return the keys of a queue's registries."""
+        ...
 
     def executions(self, job_id: str) -> str:
-        """The key that lists a job's executions under way."""
+        """Return the key of a job's running executions."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WatcherPorts:
-    """How to get a connection, RQ's names, and time."""
+    """Factories of connections and of RQ's names, and the clock."""
 
     redis: Callable[[str], RedisProto]
     hashes: Callable[[str], RedisHashes]
     rq: Callable[[], RqProto]
-    #: Seconds that never jump.
+    #: A monotonic clock, in seconds.
     clock: Callable[[], float]

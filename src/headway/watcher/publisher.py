@@ -1,5 +1,8 @@
-"""Tells a report to the world: one event on a channel, a durable copy in a stream when one is named, and in the outbox
-when sinks are configured, from where the relay takes it to them."""
+"""`Publisher`: publishes reports as events.
+
+Each event goes to a channel, to a stream if one is configured, and to the outbox if sinks are configured. From the
+outbox the relay delivers it to the sinks.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +13,38 @@ from dataclasses import dataclass, field
 from headway.events import Event, Json
 from headway.events.envelope import plain
 from headway.telemetry import Log, metrics
-from headway.watcher.logic import Report, oldest_first, payload_fields
 from headway.watcher.ports import RedisProto
+from headway.watcher.reports import Report, oldest_first, payload_fields
 
 log = Log("watcher")
 
 SOURCE = "headway.watcher"
 
-#: Events published at once that the log names one by one. Of a flood it has the number: a line costs as much as the event
-#: itself, and whoever looks for one finds it in the stream.
-NAMED = 10
+#: Up to this many events per batch are logged one by one. Of a larger batch only the number is logged, because a log line
+#: takes as long as the event itself.
+LOGGED_LIMIT = 10
 
-#: Kinds that are no failure but what became of a job reported before: they have an event name of their own, so that
-#: whoever counts failures by name stays right.
+#: Kinds that report the outcome of a job reported before. Their events have another type, so that counting failures by
+#: type stays correct.
 OUTCOMES = frozenset({"finished", "retried", "gone"})
 
 
 @dataclass(frozen=True, slots=True)
 class EventForm:
-    """What events are called, and what they carry besides the facts."""
+    """The types of the events, and what they contain besides the report."""
 
     failed: str = "digits.train.failed.v1"
     outcome: str = "digits.train.outcome.v1"
-    #: The same in every event: an environment, a region.
+    #: Added to every event: an environment, a region.
     fields: Mapping[str, Json] = field(default_factory=dict)
-    #: Keyword arguments of the job to repeat in the event, when the program serialises with JSON.
+    #: Keyword arguments of the job to repeat in the event, if the program serializes with JSON.
     payload_fields: Sequence[str] = ()
 
 
 class Publisher:
-    """Publishes to ``channel``, and in the same step to ``stream`` if it has a name (trimmed to about its length).
+    """Publishes to ``channel``, and in the same transaction to ``stream`` (unless empty), trimmed to ``stream_length``.
 
-    ``append`` puts events into the outbox; it comes first, and an event that is there already is not added again.
+    ``append`` writes events to the outbox first. It skips events that the outbox already has.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class Publisher:
         self._append = append
 
     def publish(self, queue: str, reports: Sequence[Report]) -> None:
-        """All of them in one round trip, oldest first. Raises when the server did not take them."""
+        """Publish reports in one round trip, oldest first. Raises if the server rejects them."""
         ordered = oldest_first(reports)
         events = [self.event(queue, report) for report in ordered]
         bodies = [event.as_json() for event in events]
@@ -70,13 +73,14 @@ class Publisher:
         self._redis.publish(self._channel, self._stream, self._stream_length, bodies)
         for kind, number in Counter(report.kind for report in ordered).items():
             metrics.count("headway_watcher_events", number, queue=queue, kind=kind)
-            if len(events) > NAMED:
+            if len(events) > LOGGED_LIMIT:
                 log.info("reported", event=kind, queue=queue, count=number)
-        if len(events) <= NAMED:
+        if len(events) <= LOGGED_LIMIT:
             for event, report in zip(events, ordered, strict=True):
                 log.info("reported", event=report.kind, queue=queue, job=report.job_id, eventID=event.id)
 
     def event(self, queue: str, report: Report) -> Event:
+        """Return the event of a report."""
         return Event(
             id=event_id(queue, report),
             type=self._form.outcome if report.kind in OUTCOMES else self._form.failed,
@@ -84,7 +88,7 @@ class Publisher:
             source=SOURCE,
             job=report.job_id,
             version=1,
-            data=_holdable(
+            data=_as_json(
                 {
                     **self._form.fields,
                     **payload_fields(report.payload, self._form.payload_fields),
@@ -106,11 +110,11 @@ class Publisher:
         )
 
 
-def _holdable(data: Mapping[str, Json]) -> Mapping[str, Json]:
-    """As JSON can hold it: nothing that a job contains (NaN, half a character) may keep the others from being told."""
+def _as_json(data: Mapping[str, Json]) -> Mapping[str, Json]:
+    """Replace values that JSON cannot represent (NaN, half a surrogate pair), so that every event can be published."""
     return {name: plain(value, lenient=True) for name, value in data.items()}
 
 
 def event_id(queue: str, report: Report) -> str:
-    """Fixed by the fact itself: whoever sees it twice, because the watcher died before it took note, can tell."""
+    """Return the id of a report's event. It is the same if the report is published again after a crash."""
     return f"{queue}:{report.job_id}:{report.identity}:{report.kind}"

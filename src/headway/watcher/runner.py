@@ -1,4 +1,4 @@
-"""The process: settings from the environment, one watcher, and an exit code a supervisor understands."""
+"""The watcher's process: reads settings from the environment, watches, and exits with the error's exit code."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from headway.core.lifecycle import Shutdown, on_signals, wait_for_children
 from headway.errors import ConfigError, HeadwayError
 from headway.events import Json
 from headway.telemetry import redact
-from headway.watcher.notify import NotificationWatcher, OpenStore, WatcherSettings
 from headway.watcher.ports import WatcherPorts
 from headway.watcher.publisher import EventForm
-from headway.watcher.store import RedisProcessedStore, SqlProcessedStore
+from headway.watcher.store.redis import RedisProcessedStore
+from headway.watcher.store.sql import SqlProcessedStore
+from headway.watcher.watcher import NotificationWatcher, OpenStore, WatcherSettings
 
 log = telemetry.Log("watcher")
 
@@ -28,13 +29,13 @@ REQUIRED = ("REDIS_URL", "RQ__QUEUE", "DIGITS_EVENTS_CHANNEL", "RQ_WATCHER_STUCK
 
 
 def script() -> NoReturn:
-    """The command ``rq_keyspace_watcher``."""
-    wait_for_children()  # of its sinks
+    """Run the command ``rq_keyspace_watcher``."""
+    wait_for_children()  # child processes of sinks
     sys.exit(main(os.environ))
 
 
 def main(environment: Mapping[str, str], ports: WatcherPorts | None = None, shutdown: Shutdown | None = None) -> int:
-    """Watch until SIGTERM or SIGINT (0), or until something is wrong: then one message, and that error's exit code."""
+    """Watch until SIGTERM or SIGINT, then return 0. On an error, log it and return its exit code."""
     try:
         config = Config(environment=environment)
         telemetry.configure(level="INFO", as_json=config.text("log_format") == "json")
@@ -46,24 +47,25 @@ def main(environment: Mapping[str, str], ports: WatcherPorts | None = None, shut
 
 
 def watch(environment: Mapping[str, str], config: Config, ports: WatcherPorts, shutdown: Shutdown) -> None:
+    """Open stores and sinks, and watch until the shutdown."""
     settings = settings_from(environment)
     sinks = events.configured_sinks(config)
     where = environment.get("RQ_WATCHER_STORE", "").strip() or config.text("database")
     with on_signals(shutdown), _stores(where, settings.redis_url, ports) as (open_store, database):
         if not sinks or database is None:
             if sinks:
-                log.warning("sinks are not told: RQ_WATCHER_STORE=redis has no outbox", count=len(sinks))
+                log.warning("sinks receive no events: RQ_WATCHER_STORE=redis has no outbox", count=len(sinks))
             NotificationWatcher(settings, ports, open_store).run(shutdown.stop)
             return
         with events.start(database=database, sinks=sinks, stop=shutdown.stop) as relay:
-            relay.subscribe()  # what is found at the first look may be old
+            relay.subscribe()  # before the watcher catches up, which publishes the first events
             append = partial(events.append_all, database)
             NotificationWatcher(settings, ports, open_store, append).run(shutdown.stop)
 
 
 def settings_from(environment: Mapping[str, str]) -> WatcherSettings:
-    """The four that must be set, and the others that may be."""
-    # With an end of line, as a secret has it that was written into a file, a channel is another channel.
+    """Return the settings. Raises `ConfigError` if a required variable is missing or a value is invalid."""
+    # A value that was read from a secret file may end with a line break.
     environment = {name: text.strip() for name, text in environment.items()}
     missing = [name for name in REQUIRED if not environment.get(name)]
     if missing:
@@ -78,12 +80,12 @@ def settings_from(environment: Mapping[str, str]) -> WatcherSettings:
         try:
             return float(text or default)
         except ValueError as error:
-            raise ConfigError(f"{name} is {redact(text or '')!r}; it has to be a number.") from error
+            raise ConfigError(f"{name} must be a number (got {redact(text or '')!r}).") from error
 
     def whole(name: str, default: int) -> int:
         given = number(name, default)
         if not given.is_integer():
-            raise ConfigError(f"{name} is {given}; it has to be a whole number.")
+            raise ConfigError(f"{name} must be a whole number (got {given}).")
         return int(given)
 
     default = WatcherSettings("redis://", ("-",), "-", 1.0)
@@ -119,7 +121,7 @@ def _fields(text: str) -> dict[str, Json]:
         parsed = None
     if not isinstance(parsed, dict):
         raise ConfigError(
-            "RQ_WATCHER_FIELDS has to be a JSON object, without NaN and with valid texts.",
+            "RQ_WATCHER_FIELDS must be a JSON object, without NaN and with valid Unicode.",
             hint='For example {"environment": "production"}',
         )
     return {str(name): value for name, value in parsed.items()}
@@ -131,7 +133,7 @@ def _no_constant(name: str) -> NoReturn:
 
 @contextmanager
 def _stores(url: str, redis_url: str, ports: WatcherPorts) -> Iterator[tuple[OpenStore, Database | None]]:
-    """Where reports are remembered: a database, or the watched Redis itself when ``url`` is the word redis."""
+    """Open the record of reports: a database, or the watched Redis if ``url`` is ``redis``."""
     if url == "redis":
         hashes = ports.hashes(redis_url)
         yield (lambda queue: RedisProcessedStore(hashes, queue)), None

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from headway.errors import ConfigError, InvalidInput, ServerRefused, Unavailable
-from headway.watcher import notify
-from headway.watcher.logic import channel, pattern
-from headway.watcher.notify import preflight, probe
+from headway.watcher import link
+from headway.watcher.link import preflight, probe
 from headway.watcher.ports import ExecutionRecord, Member, Message, ResultRecord, RqJobRecord
+from headway.watcher.reports import channel, pattern
 from tests.watcher.fakes import FakePubSub, FakeRedis, Stand, settings
 
 NOW = 1_000_000.0
@@ -69,7 +69,7 @@ def test_a_flood_of_announcements_means_one_look():
 
 
 def test_a_flood_without_an_end_does_not_keep_it_from_looking(monkeypatch):
-    monkeypatch.setattr(notify, "BATCH", 10)
+    monkeypatch.setattr(link, "BATCH", 10)
     stand = Stand().open()
     stand.redis.fail("a", "1-0")
     for _ in range(25):
@@ -858,7 +858,7 @@ def test_an_error_of_a_command_is_raised():
 def test_a_subscription_confirmed_a_second_time_means_that_the_link_was_made_anew():
     stand = Stand().open()
     stand.link.inbox.append(Message("subscribed", pattern(0, "F")))
-    with pytest.raises(Unavailable, match="mended behind our back"):
+    with pytest.raises(Unavailable, match="cut and reconnected"):
         stand.watcher.tick()
 
 

@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.watcher import EventForm, Publisher
-from headway.watcher.logic import (
+from headway.watcher.ports import ResultRecord, RqJobRecord
+from headway.watcher.publisher import event_id
+from headway.watcher.reports import (
     Report,
     cancellation,
     exception_text,
@@ -30,8 +32,6 @@ from headway.watcher.logic import (
     stuck_after,
     summary,
 )
-from headway.watcher.ports import ResultRecord, RqJobRecord
-from headway.watcher.publisher import event_id
 from tests.watcher.fakes import FakeRedis
 
 TRACEBACK = """Traceback (most recent call last):

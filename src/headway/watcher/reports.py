@@ -1,4 +1,4 @@
-"""What a registry, a job's record and a message mean. Pure functions: no connection, no clock."""
+"""`Report`, and the functions that build reports from RQ's records. They use no connection and no clock."""
 
 from __future__ import annotations
 
@@ -18,40 +18,43 @@ from headway.events import Json
 from headway.telemetry import redact
 from headway.watcher.ports import ResultRecord, RqJobRecord
 
-#: failed: its code raised, or RQ ended it at its timeout. killed: the process that ran it died (a signal, memory).
-#: lost: the worker is gone, its lease on the execution lapsed. stuck: runs longer than it may. canceled and stopped:
-#: somebody asked for it. The other two are later outcomes of a job that was reported canceled, stuck or lost.
+#: - failed: the job raised, or RQ ended it at its timeout.
+#: - killed: its process died (a signal, out of memory).
+#: - lost: its worker disappeared and the lease on the execution expired.
+#: - stuck: it runs longer than allowed.
+#: - canceled, stopped: a user requested it.
+#: - finished, retried, gone: the outcome of a job that was reported canceled, stuck or lost before.
 Kind = Literal["failed", "killed", "lost", "stuck", "canceled", "stopped", "finished", "retried", "gone"]
 
-#: user: a person asked for it. system: nobody did.
+#: user: a user requested it. system: a failure.
 ErrorKind = Literal["user", "system"]
 
 CANCELED_MESSAGE = "Job canceled"
 
-#: Commands that only add to a sorted set or change a score; whatever else happens to a registry may have removed.
+#: Commands that only add a member to a sorted set or change a score. Any other command may remove members.
 ADDITIONS = frozenset({"zadd", "zincr"})
 
-#: RQ ends a job itself at its timeout; only after this many seconds more is it stuck.
+#: RQ ends a job at its timeout. The job is reported stuck only after this many further seconds.
 TIMEOUT_GRACE_S = 5.0
 
 _MESSAGE_LIMIT = 500
-#: Read of a message before secrets are taken out of it and it is cut; more would only cost time.
+#: Characters of a message that are redacted before it is cut. More would only take time.
 _MESSAGE_READ = 4_096
-#: Kept of either end of a stored exception; the traceback's head and its last exception are there.
+#: Bytes kept of each end of a stored exception: the head of the traceback and the last exception.
 _EXCEPTION_END = 512 * 1024
 _EXCEPTION_LIMIT = 16 * 1024 * 1024
 _PAYLOAD_LIMIT = 1024 * 1024
 _TEXT_LIMIT = 1_000
-#: Two of these and the queue's name are an event's id, and PostgreSQL indexes 2,704 bytes. No less than a text of ASCII.
+#: Maximum bytes of a name. Two names and the queue's name form an event id, and PostgreSQL indexes up to 2,704 bytes.
 _NAME_BYTES = 1_010
 _LAST_SECOND = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
-#: Where the traceback of the exception that counts begins: at the start, or after what links it to an earlier one.
+#: The beginning of a traceback: at the start of the text, or after the line that links chained exceptions.
 _TRACEBACK = re.compile(
     r"(?:\A|(?:direct cause of the following exception:|another exception occurred:)[ |]*\n[ |]*\n)"
     r"(?P<margin>[ |]*)(?P<group>\+ Exception Group )?Traceback \(most recent call last\):\n"
 )
 _FRAME = re.compile(r' +File ".*", line \d+')
-# Neither this one nor `_MARGIN` looks beyond its line: what a job says may be half a million empty ones.
+# Neither this pattern nor `_MARGIN` matches beyond its line: a text may contain half a million empty lines.
 _SUBEXCEPTION = re.compile(r"^[|+ -]*\+-+ (?:\d+|\.\.\.) -+\n", re.MULTILINE)
 _GROUP_END = re.compile(r"^[|+ -]*\+-+\s*\Z", re.MULTILINE)
 _MARGIN = re.compile(r"^ *\| ?", re.MULTILINE)
@@ -60,13 +63,13 @@ _ERROR_TYPE = re.compile(r"^([^\W\d][\w.<>]*)(?::|$)")
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One fact about a job, ready to be told."""
+    """One fact about a job, to be published as an event."""
 
     job_id: str
     kind: Kind
     error_kind: ErrorKind
     message: str
-    #: What makes it this fact and no other: with the job it is the event's id.
+    #: Identifies the fact within its job. Part of the event's id.
     identity: str
     at: datetime
     error_type: str = ""
@@ -75,7 +78,7 @@ class Report:
     enqueued_at: str = ""
     started_at: str = ""
     ended_at: str = ""
-    #: It was asked to end while it ran, so it may still end otherwise.
+    #: Whether the job was running. It may still end otherwise.
     running: bool = False
     #: Id of the earlier event about the same execution.
     follows: str = ""
@@ -87,35 +90,35 @@ class Report:
 
 
 def notifies(flags: str) -> bool:
-    """Whether ``notify-keyspace-events`` tells changes of sorted sets by key. The server reorders the letters, so
-    they are a set: K, and z or everything (A)."""
+    """Return whether ``notify-keyspace-events`` announces changes of sorted sets: K, and z or A, in any order."""
     return "K" in flags and ("z" in flags or "A" in flags)
 
 
 def channel(db: int, key: str) -> str:
+    """Return the channel that announces changes of a key."""
     return f"__keyspace@{db}__:{key}"
 
 
 def pattern(db: int, key: str) -> str:
-    """The pattern that matches this key's channel and no other: a queue may be called ``q[1]`` or ``jobs*``."""
+    """Return a pattern that matches only this key's channel, even for a queue named ``q[1]`` or ``jobs*``."""
     return re.sub(r"([\\*?\[\]])", r"\\\1", channel(db, key))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What happened to a job
+# Reports
 
 
 def result_order(result_id: str) -> tuple[int, int]:
-    """A stream id as a pair that compares; (0, 0) for what is none."""
+    """Parse a stream id into a pair that can be compared. (0, 0) for an invalid id."""
     milliseconds, _, number = result_id.partition("-")
     return (int(milliseconds), int(number)) if milliseconds.isdigit() and number.isdigit() else (0, 0)
 
 
 def fresh_failures(record: RqJobRecord, seen: str | None, baseline: float) -> list[ResultRecord]:
-    """The failed executions that were not reported yet, oldest first.
+    """Return the failed executions that are not reported yet, oldest first.
 
-    Of a job met for the first time those since ``baseline`` (when the watcher first ran, seconds) count, and its
-    newest in any case: it is why the job is in the registry.
+    Of a job without earlier reports, these are the failures since ``baseline`` (when the queue was first watched), or at
+    least the newest one, which put the job into the registry.
     """
     failed = [result for result in record.results if result.outcome == "failed"]
     if seen is None:
@@ -124,12 +127,13 @@ def fresh_failures(record: RqJobRecord, seen: str | None, baseline: float) -> li
     else:
         last, kept = result_order(seen), {result_order(result.id) for result in record.results}
         if last not in kept and min(kept, default=last) < last:
-            last = (0, 0)  # older ones are there and it is not: a job of this name was made again, by a clock set back
+            last = (0, 0)  # the job was re-created under the same id after the clock had been set back
         fresh = [result for result in failed if result_order(result.id) > last]
     return fresh[::-1]
 
 
 def failure(record: RqJobRecord, result: ResultRecord) -> Report:
+    """Report a failed execution."""
     text = exception_text(result.exception)
     kind, error_kind = _kind(text, stopped=record.status == "stopped" and result is record.results[0])
     error_type, message = summary(text)
@@ -144,7 +148,7 @@ def failure(record: RqJobRecord, result: ResultRecord) -> Report:
         execution_id=result.execution_id,
         worker=result.worker,
         enqueued_at=record.enqueued_at,
-        # The job's own times are those of its latest execution, the result's those of the one it is about.
+        # The result's times, because the job's times are those of its latest execution.
         started_at=result.started_at,
         ended_at=result.ended_at,
         payload=record.payload,
@@ -152,7 +156,7 @@ def failure(record: RqJobRecord, result: ResultRecord) -> Report:
 
 
 def failure_without_result(record: RqJobRecord, identity: str, now: float) -> Report:
-    """A job in the failed registry of which RQ kept no result (``failure_ttl=0``, or deleted meanwhile)."""
+    """Report a job in the failed registry without a result (``failure_ttl=0``, or deleted meanwhile)."""
     return Report(
         job_id=record.job_id,
         kind="stopped" if record.status == "stopped" else "failed",
@@ -169,25 +173,26 @@ def failure_without_result(record: RqJobRecord, identity: str, now: float) -> Re
 
 
 def unreadable(job_id: str, kind: Literal["failed", "canceled"], score: float, now: float) -> Report:
-    """A job whose record makes no sense: that it failed or was canceled is known all the same."""
+    """Report a failed or canceled job whose record is invalid."""
     return Report(
         job_id=job_id,
         kind=kind,
         error_kind="user" if kind == "canceled" else "system",
-        message=f"Job {kind}; its record makes no sense",
+        message=f"Job {kind}; its record is invalid",
         identity=entry_name(score),
         at=_time(now),
     )
 
 
 def cancellation(record: RqJobRecord, identity: str, score: float, now: float) -> Report:
+    """Report a canceled job."""
     return Report(
         job_id=record.job_id,
         kind="canceled",
         error_kind="user",
         message=CANCELED_MESSAGE,
         identity=identity,
-        # RQ scores a cancellation by its time; a registry filled by other means may hold anything.
+        # RQ uses the time of the cancellation as its score. Other programs may have used any score.
         at=datetime.fromtimestamp(score if 0 < score < now + 86_400 else now, UTC),
         execution_id=record.running,
         worker=record.worker if record.running else "",
@@ -199,13 +204,13 @@ def cancellation(record: RqJobRecord, identity: str, score: float, now: float) -
 
 
 def overrun(record: RqJobRecord, execution_id: str, created_at: float, limit: float, now: float) -> Report:
-    """It runs longer than it may and is still in the started registry."""
+    """Report an execution that runs longer than allowed."""
     message = f"Job has been running for {now - created_at:.0f} s, more than the {limit:.0f} s it may take"
     return _unfinished(record, "stuck", message, execution_id=execution_id, created_at=created_at, now=now)
 
 
 def loss(record: RqJobRecord, execution_id: str, created_at: float, now: float) -> Report:
-    """The lease on the execution lapsed: no worker has given a sign of life for it."""
+    """Report an execution whose lease expired without a heartbeat."""
     message = "Worker lost: the lease on the execution lapsed without a heartbeat"
     return _unfinished(record, "lost", message, execution_id=execution_id, created_at=created_at, now=now)
 
@@ -230,7 +235,7 @@ def _unfinished(
 
 
 def sequel(record: RqJobRecord, execution_id: str, kind: Kind, *, earlier: str, event: str, now: float) -> Report:
-    """What became of an execution that was told of as ``earlier`` by ``event``."""
+    """Report the outcome of an execution that ``event`` reported as ``earlier``."""
     words = {
         "finished": "Job finished",
         "retried": "Job was put back for another try",
@@ -255,22 +260,22 @@ def sequel(record: RqJobRecord, execution_id: str, kind: Kind, *, earlier: str, 
 
 
 def moment(seconds: float) -> str:
-    """A time as RQ writes it into a job."""
+    """Return a time in the text format of RQ's jobs."""
     return _time(seconds).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def _time(seconds: float) -> datetime:
-    """A time that a stranger wrote; one that no calendar has is the nearest it has."""
+    """Return a time of a job's record, limited to the range of datetime."""
     return datetime.fromtimestamp(min(max(seconds, 0.0), _LAST_SECOND), UTC)
 
 
 def entry_name(score: float) -> str:
-    """What tells two entries of one member apart."""
+    """Return the identity of an entry of a member: its score."""
     return f"score {score:.17g}"
 
 
 def put_back_since(record: RqJobRecord, score: float) -> bool:
-    """Whether a canceled job was enqueued again after its cancellation, which is scored by its second."""
+    """Return whether a canceled job was enqueued again later. The score of a cancellation is in whole seconds."""
     try:
         return datetime.fromisoformat(record.enqueued_at).timestamp() >= score + 1
     except (ValueError, OverflowError):
@@ -288,18 +293,21 @@ def _kind(text: str, *, stopped: bool) -> tuple[Kind, ErrorKind]:
 
 
 def abandoned(text: str) -> bool:
-    """Whether RQ's own clean-up wrote this: it found the lease lapsed, and knows no execution."""
+    """Return whether RQ's clean-up wrote this exception, after the lease had expired. It names no execution."""
     return text.startswith("Moved to ") and "due to AbandonedJobError" in text
 
 
 def outcome(
     record: RqJobRecord, execution_id: str, *, execution_exists: bool, listed: bool, lost: bool
 ) -> Literal["open", "reported", "abandoned", "finished", "retried", "gone", "lost"]:
-    """What became of an execution that was reported canceled, stuck or lost.
+    """Return the outcome of an execution that was reported canceled, stuck or lost.
 
-    ``open``: not decided yet. ``reported``: a registry shows it. ``abandoned``: it was ``lost`` and RQ gave it up, but
-    its worker may come back. ``lost``: it ended without leaving a word. ``listed``: it is in the started registry, so
-    whatever the job's record says is about another execution.
+    - ``open``: not decided yet.
+    - ``reported``: the failed registry reports it.
+    - ``abandoned``: it was lost and RQ gave it up, but its worker may come back.
+    - ``lost``: it ended without a result.
+
+    ``listed`` says that the started registry contains it. The job's status is then about another execution.
     """
     for result in record.results:
         if result.execution_id == execution_id:
@@ -318,29 +326,29 @@ def outcome(
     if record.status == "canceled":
         return "open" if execution_exists else "lost"
     if record.status == "started" and record.running in ("", execution_id):
-        return "open"  # it runs, or its lease lapsed and nobody cleaned up yet
+        return "open"  # it runs, or RQ has not cleaned up after its lease expired
     return "finished" if record.status == "finished" else "retried"
 
 
 def stuck_after(stuck_timeout: float, job_timeout: float) -> float:
-    """Seconds a job may run before it is called stuck: never less than RQ itself allows it."""
+    """Return the seconds after which a job is stuck: at least the timeout that RQ enforces."""
     return max(stuck_timeout, job_timeout + TIMEOUT_GRACE_S) if job_timeout > 0 else stuck_timeout
 
 
 def split_member(member: str) -> tuple[str, str]:
-    """``job_id:execution_id`` of the started registry."""
+    """Split a member of the started registry, ``job_id:execution_id``."""
     job_id, _, execution_id = member.rpartition(":")
     return (job_id, execution_id) if job_id else (execution_id, "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Reading what RQ stored
+# Decoding what RQ stored
 
 
 def exception_text(stored: bytes) -> str:
-    """The stored exception, of a very long one its two ends.
+    """Return the text of a stored exception, or both ends of a very long one.
 
-    A stream that swells beyond reason or is damaged yields what was readable.
+    Of a damaged stream, or one that decompresses beyond the limit, the readable part is returned.
     """
     inflate = zlib.decompressobj()
     head, tail, total = b"", b"", 0
@@ -360,7 +368,7 @@ def exception_text(stored: bytes) -> str:
 
 
 def summary(text: str) -> tuple[str, str]:
-    """(type, one redacted line) of a traceback or of a sentence RQ wrote itself."""
+    """Return the type and one redacted line of a traceback. A message of RQ itself has no type."""
     beginnings = list(_TRACEBACK.finditer(text))
     if not beginnings and not _FRAME.match(text):
         return "", _one_line(text)
@@ -373,7 +381,7 @@ def summary(text: str) -> tuple[str, str]:
 
 
 def _exception(rest: str) -> str:
-    """What follows the frames of a traceback. Frames are indented, an exception's first line is not."""
+    """Return the text after the frames of a traceback. Frames are indented, the exception's first line is not."""
     lines = rest.split("\n")
     for number, line in enumerate(lines):
         if not line.startswith("  "):
@@ -382,7 +390,7 @@ def _exception(rest: str) -> str:
 
 
 def _group_summary(rest: str) -> tuple[str, str]:
-    """An exception group says what it is and how many it holds; what they are is said by their own lines."""
+    """Return the type of an exception group, and its line followed by the lines of its members."""
     own, *parts = _SUBEXCEPTION.split(rest)
     line = _one_line(_exception(_without_margin(own)))
     found = _ERROR_TYPE.match(line)
@@ -392,7 +400,7 @@ def _group_summary(rest: str) -> tuple[str, str]:
 
 
 def _first_exception(part: str) -> str:
-    """The exception's line of one member of a group, with or without a traceback before it."""
+    """Return the exception's line of one member of a group, which may begin with a traceback."""
     lines = part.lstrip("\n").split("\n")
     if lines[0].endswith("Traceback (most recent call last):"):
         lines = _exception("\n".join(lines[1:])).split("\n")
@@ -400,7 +408,7 @@ def _first_exception(part: str) -> str:
 
 
 def _without_margin(text: str) -> str:
-    """Without the bars that an exception group draws along its members."""
+    """Remove the bars that mark the members of an exception group."""
     return _MARGIN.sub("", _GROUP_END.sub("", text))
 
 
@@ -408,21 +416,21 @@ def _one_line(text: str) -> str:
     return redact(" ".join(text[:_MESSAGE_READ].split()))[:_MESSAGE_LIMIT]
 
 
-#: Half a character, and the one that PostgreSQL cannot keep.
-_HALF_OR_NUL = re.compile("[\ud800-\udfff\0]")
+#: Halves of surrogate pairs, and NUL, which PostgreSQL cannot store.
+_UNSTORABLE = re.compile("[\ud800-\udfff\0]")
 
 
 def clean_text(text: str, limit: int = _TEXT_LIMIT) -> str:
-    """A text that every receiver can read: valid Unicode, no NUL, not endless. A long one keeps what tells it apart."""
+    """Return valid Unicode without NUL, at most ``limit`` characters. A cut text ends with the hash of the whole."""
     raw = text.encode("utf-8", "surrogatepass")
-    text = _HALF_OR_NUL.sub("\ufffd", text)
+    text = _UNSTORABLE.sub("\ufffd", text)
     if len(text) <= limit:
         return text
     return f"{text[: limit - 17]}\u2026{sha256(raw).hexdigest()[:16]}"
 
 
 def _clean_name(text: str) -> str:
-    """The same for what an event is known by, which the outbox has in an index: that holds so many bytes, not characters."""
+    """Return a cleaned part of an event id, at most `_NAME_BYTES` bytes: the outbox has an index on it."""
     name = clean_text(text)
     whole = name.encode()
     if len(whole) <= _NAME_BYTES:
@@ -431,7 +439,7 @@ def _clean_name(text: str) -> str:
 
 
 def clean(report: Report) -> Report:
-    """The same report in texts that can be published, whatever the job contained."""
+    """Return the report with texts that can be published and stored."""
     return replace(
         report,
         job_id=_clean_name(report.job_id),
@@ -448,9 +456,9 @@ def clean(report: Report) -> Report:
 
 
 def payload_fields(payload: bytes, names: Iterable[str]) -> dict[str, Json]:
-    """The named keyword arguments of a job whose program serialises with JSON.
+    """Return the named keyword arguments of a job that was serialized with JSON.
 
-    RQ's default is pickle, which can run anything when it is read: such a payload is left closed.
+    RQ's default is pickle, which may execute code when it is loaded. Such a payload is not read.
     """
     wanted = tuple(names)
     if not wanted or not payload:
@@ -469,7 +477,7 @@ def payload_fields(payload: bytes, names: Iterable[str]) -> dict[str, Json]:
 
 
 def _plain(value: object) -> str | int | float | None:
-    """A text, number or boolean as JSON can carry it; None for anything else (NaN is none)."""
+    """Return a text, finite number or boolean. None for anything else."""
     match value:
         case str():
             return clean_text(value)
@@ -481,4 +489,5 @@ def _plain(value: object) -> str | int | float | None:
 
 
 def oldest_first(reports: Sequence[Report]) -> list[Report]:
+    """Sort reports by time."""
     return sorted(reports, key=lambda report: report.at)
