@@ -77,7 +77,8 @@ def test_a_fork_does_not_wait_for_a_checkpointer_whose_database_is_silent(
 
     def waiting_round() -> FrameType | None:
         """The frame of the checkpointer's round, if it waits for PostgreSQL."""
-        thread = line._checkpointer_thread
+        assert line._checkpointing is not None
+        thread = line._checkpointing.thread
         frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
         waits = False
         while frame is not None and frame.f_code.co_name != "_round":

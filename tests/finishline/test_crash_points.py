@@ -83,7 +83,15 @@ def crash_the_relay(line: FinishLine, server: RedisServer, *, step: int) -> int:
             for _ in range(3):
                 relay.tick()
 
-        died = killed_at(number, doomed, "events", "finishline/line.py", "finishline/store/records.py")
+        died = killed_at(
+            number,
+            doomed,
+            "events",
+            "finishline/line.py",
+            "finishline/commands.py",
+            "finishline/creation.py",
+            "finishline/store/records.py",
+        )
         successor = Relay(_outbox_of(line), [heard])
         eventually(partial(_empties, successor, state))
         ids = server.client(2).lrange(name, 0, -1)

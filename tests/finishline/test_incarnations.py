@@ -92,7 +92,14 @@ def test_a_project_deleted_while_it_is_rebuilt_does_not_come_back(
             redis_server.client(1).delete("smap:proj:p:rebuild")
             deleting.append(operator.delete("p"))
 
-        with at_line(number, delete, "finishline/rebuild.py", "finishline/line.py") as steps:
+        with at_line(
+            number,
+            delete,
+            "finishline/rebuild.py",
+            "finishline/line.py",
+            "finishline/commands.py",
+            "finishline/creation.py",
+        ) as steps:
             line.progress("p")
         if not steps.reached:
             line.delete("p")
@@ -120,7 +127,14 @@ def test_a_project_rebuilt_while_it_is_deleted_does_not_stay(kind: str, open_lin
             state.delete("smap:proj:p:rebuild")  # as if whoever deletes had been stopped for a minute
             other.progress("p")
 
-        with at_line(number, rebuild, "finishline/rebuild.py", "finishline/line.py") as steps:
+        with at_line(
+            number,
+            rebuild,
+            "finishline/rebuild.py",
+            "finishline/line.py",
+            "finishline/commands.py",
+            "finishline/creation.py",
+        ) as steps:
             assert line.delete("p")
         if not steps.reached:
             break
@@ -158,7 +172,14 @@ def test_what_sql_said_of_a_deleted_project_does_not_reach_the_next_of_its_name(
             operator.create("p", total=9)
 
         state.delete("smap:checkpointer")
-        with at_line(number, remake, "finishline/line.py", "finishline/checkpointer.py") as steps:
+        with at_line(
+            number,
+            remake,
+            "finishline/line.py",
+            "finishline/commands.py",
+            "finishline/creation.py",
+            "finishline/checkpointer.py",
+        ) as steps:
             call(line)
         if not steps.reached:
             break

@@ -151,7 +151,7 @@ def test_an_outage_of_five_seconds_is_one_critical_alert_and_the_next_outage_ano
             assert len(alerts) == len(logged(caplog, logging.CRITICAL)) == outage - 1 + expected
         redis_server.start()
         assert server.probe()
-    assert "is away since 5 s" in alerts[0]
+    assert "has been unreachable for 5 s" in alerts[0]
     server.close()
 
 

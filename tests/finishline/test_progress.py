@@ -100,7 +100,7 @@ def test_more_done_than_the_total_is_said_once(open_line: OpenLine, caplog: pyte
     line.create("p", total=1)
     line.items_done("p", [1, 2, 3])
     assert line.progress("p").percent == line.progress("p").percent == 100.0
-    assert caplog.text.count("more items are done than the total says") == 1
+    assert caplog.text.count("more items are counted than the total") == 1
 
 
 # ----------------------------------------------------------------------------------------------------------

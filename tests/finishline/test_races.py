@@ -54,13 +54,15 @@ def test_processes_forked_from_one_with_a_keeper_use_the_line_as_their_own(open_
     line = open_line("sqlite-journal", checkpointer=True, interval=0.05)
     line.create("p", total=40)
     line.item_done("p", 0)
-    assert line._checkpointer_thread is not None
+    assert line._checkpointing is not None
+    assert line._checkpointing.thread is not None
 
     def work(number: int) -> None:
         for item in range(10):
             line.item_done("p", number * 10 + item)
-        assert line._checkpointer_thread is not None
-        assert line._checkpointer_thread.is_alive()  # its own: threads do not survive a fork
+        assert line._checkpointing is not None
+        assert line._checkpointing.thread is not None
+        assert line._checkpointing.thread.is_alive()  # its own: threads do not survive a fork
         assert line.close()
 
     in_processes(work, 4)

@@ -249,7 +249,7 @@ def test_changes_are_ordered_by_the_record_even_when_redis_hears_of_them_in_anot
     assert late is not None
     line.set_total("p", 7)
     arguments = [late.version, late.total, late.status.value, int(late.crawled), late.epoch]
-    line._send("set_total", "finishline/change", "p", arguments)
+    line._commands.send("set_total", "finishline/change", "p", arguments)
     assert counts(redis_server)["total"] == "7"
 
 

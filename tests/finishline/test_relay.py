@@ -161,7 +161,7 @@ def test_an_event_of_a_project_that_no_database_can_name_keeps_no_other_from_bei
     eventually(lambda: relay.tick() and events(redis_server) == [])
     client.flushall()
     assert line.progress("p").live is False  # SQL knows that it was told
-    assert "of no project that SQL could know" in caplog.text
+    assert "belongs to no project in SQL" in caplog.text
 
 
 def test_after_a_wipe_the_relay_subscribes_again_and_goes_on(open_line: OpenLine, redis_server: RedisServer):

@@ -227,7 +227,7 @@ def test_a_count_between_what_sql_and_what_redis_hear_of_a_total_finishes_by_the
     late = line._records.change("p", total=2, status=None, crawled=None)  # committed, not yet told to Redis
     assert late is not None
     assert line.item_done("p", 1).outcome is Outcome.COUNTED
-    assert line._send("set_total", "finishline/change", "p", late.as_change()).outcome is Outcome.UPDATED
+    assert line._commands.send("set_total", "finishline/change", "p", late.as_change()).outcome is Outcome.UPDATED
     late = line._records.change("p", total=1, status=None, crawled=None)
     assert line.item_done("p", 1).completed  # it was through before, and the total it heard of made that all
     assert len(events(redis_server)) == 1

@@ -1,4 +1,4 @@
-"""Progress for servers that live in an event loop: however many ask, one round trip at a time."""
+"""Progress for asyncio programs: any number of queries, one round trip at a time."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from headway.telemetry import Log, metrics
 
 log = Log("finishline")
 
-#: Projects asked about in one pipeline.
+#: Projects in one pipeline.
 PIPELINE = 1_000
 
 
 class AsyncProgress:
-    """``await reader.progress(id)`` from any number of tasks.
+    """Reads progress for any number of tasks of one event loop: ``await reader.progress(id)``.
 
-    Questions that arrive while a round trip is under way, or in the same turn of the loop, share the next one; the
-    same project is asked about once. While Redis is away they fail at once, but for one probe a second.
+    Queries that arrive during a round trip, or in the same turn of the loop, share the next one. Queries for one project
+    share one command. While Redis is away they fail at once, except one probe per second.
     """
 
     def __init__(
         self, state_url: str, database: str | Database | None = None, *, timeout: float = _redis.TIMEOUT
     ) -> None:
-        """``database`` answers for projects that Redis no longer has. An address is opened here, which may block, and
-        closed by `close`."""
+        """Open a reader. ``database`` has the projects that Redis no longer has.
+
+        A database address is opened here, which may block, and closed by `close`.
+        """
         self._owned: Database | None = None
         if isinstance(database, str):
             database = self._owned = _sql.connect(database, create=False)
@@ -43,26 +45,26 @@ class AsyncProgress:
         )
         self._breaker = CircuitBreaker(threshold=1, cooldown=1.0, clock=time.monotonic)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._asked: dict[str, asyncio.Future[Progress | None]] = {}
+        self._queries: dict[str, asyncio.Future[Progress | None]] = {}
         self._worker: asyncio.Task[None] | None = None
 
     async def progress(self, project_id: str) -> Progress:
-        """As `FinishLine.progress`, but a project that Redis lost is answered from SQL and not rebuilt here."""
+        """Return the progress as `FinishLine.progress` does. A project that Redis lost is read from SQL and not rebuilt."""
         project_id = checked_project(project_id)
         loop = asyncio.get_running_loop()
         if self._loop not in (None, loop):
             raise InvalidInput(
-                "This reader was used in another event loop, to which its connections belong.",
-                hint="Make one for each loop: async with AsyncProgress(...) as reader",
+                "This reader was used in another event loop, which owns its connections.",
+                hint="Create one reader per loop: async with AsyncProgress(...) as reader",
             )
         self._loop = loop
-        waiting = self._asked.get(project_id)
+        waiting = self._queries.get(project_id)
         if waiting is None:
-            waiting = self._asked[project_id] = loop.create_future()
+            waiting = self._queries[project_id] = loop.create_future()
             if self._worker is None:
                 self._worker = loop.create_task(self._work())
                 self._worker.add_done_callback(self._ended)
-        # Others wait for the same answer: one who stops waiting must not take it from them.
+        # Other tasks may wait for the same answer: a cancelled task must not cancel it.
         found = await asyncio.shield(waiting)
         if found is not None:
             return found
@@ -72,14 +74,15 @@ class AsyncProgress:
         return row.progress() if row is not None else NOT_FOUND
 
     def _ended(self, worker: asyncio.Task[None]) -> None:
-        """A worker that was ended (a loop does so at its end), be it before its first step, ends all that wait for it."""
+        """Cancel the waiting queries when the worker was cancelled, for example at the end of the loop."""
         if self._worker is worker:
             self._worker = None
-            asked, self._asked = self._asked, {}
-            for waiting in asked.values():
+            left, self._queries = self._queries, {}
+            for waiting in left.values():
                 _fail(waiting, asyncio.CancelledError())
 
     async def close(self) -> None:
+        """Answer the waiting queries and close the connections."""
         if self._worker is not None:
             await self._worker
         await self._client.aclose()
@@ -93,24 +96,23 @@ class AsyncProgress:
         await self.close()
 
     async def _work(self) -> None:
-        """Answer until nobody asks. It yields first, so that all who ask in this turn of the loop are in."""
-        while self._asked:
+        """Answer until no query waits. Yields to the loop first, so that all queries of this turn share the round trip."""
+        while self._queries:
             await asyncio.sleep(0)
-            names = list(self._asked)[:PIPELINE]
-            asked = {name: self._asked.pop(name) for name in names}
-            await self._answer(asked)
-        self._worker = None  # in the step that saw nobody: who asks next begins another
+            names = list(self._queries)[:PIPELINE]
+            await self._answer({name: self._queries.pop(name) for name in names})
+        self._worker = None  # without a yield since the check above: the next query starts another worker
 
     async def _answer(self, asked: Mapping[str, asyncio.Future[Progress | None]]) -> None:
-        """Everybody who asked gets an answer or an error, whatever happens."""
+        """Give every query an answer or an error."""
         try:
             if not self._breaker.allow():
                 away = self._breaker.open_for or 0.0
                 raise Unavailable(
-                    f"Redis at {_redis.place(self._url)} is away since {away:.0f} s: the progress is not known.",
-                    hint="It is asked again every second; the counts are not lost.",
+                    f"Redis at {_redis.place(self._url)} has been unreachable for {away:.0f} s. The progress is unknown.",
+                    hint="Headway tries again every second. The counts are not lost.",
                 )
-            replies = await self._ask(list(asked))
+            replies = await self._read(list(asked))
         except BaseException as error:
             for waiting in asked.values():
                 _fail(waiting, error)
@@ -119,7 +121,7 @@ class AsyncProgress:
             return
         for (name, waiting), fields in zip(asked.items(), replies, strict=True):
             try:
-                if isinstance(fields, Exception):  # this one key is not a hash; the others are answered all the same
+                if isinstance(fields, Exception):  # only this key is not a hash
                     raise corrupt(name) from fields
                 found = from_hash(name, fields)
                 if not waiting.done():
@@ -127,7 +129,7 @@ class AsyncProgress:
             except HeadwayError as error:
                 _fail(waiting, error)
 
-    async def _ask(self, names: list[str]) -> list[Mapping[str, str] | Exception]:
+    async def _read(self, names: list[str]) -> list[Mapping[str, str] | Exception]:
         try:
             pipeline = self._client.pipeline(transaction=False)
             for name in names:
@@ -147,4 +149,4 @@ class AsyncProgress:
 def _fail(waiting: asyncio.Future[Progress | None], error: BaseException) -> None:
     if not waiting.done():
         waiting.set_exception(error)
-        waiting.exception()  # seen: that nobody waits any more is no cause for a complaint
+        waiting.exception()  # marks it as retrieved: asyncio must not log that no task awaited it

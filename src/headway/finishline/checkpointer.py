@@ -1,8 +1,8 @@
-"""The checkpointer: rounds that keep Redis and the SQL record together.
+"""The checkpointer: rounds that keep Redis and the SQL record consistent.
 
-Redis may lose everything (a crash without append-only file, FLUSHALL, expiry) or come back with an older state.
-A project that is missing is rebuilt aside and put in place in one step; one that lags behind its journal is raised
-by counting the journal again, which counts by identity and so adds only what is missing. Nothing is ever lowered.
+Redis may lose everything (a crash without append-only file, FLUSHALL, expiry) or come back with an older state. A missing
+project is staged and then installed in one step. A project behind its journal gets the journal counted again: counting is
+by identity, so only missing items are added. No counter is ever lowered.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from headway import _redis
 from headway._lease import Lease, Owner, RedisLeases
+from headway.core.lifecycle import Flag, undisturbed
 from headway.errors import HeadwayError, Held, StaleClaim, StoreCorrupt
 from headway.finishline.progress import Progress, Status, corrupt, from_hash
 from headway.finishline.rebuild import Rebuilder, project_keys
@@ -27,15 +28,14 @@ log = Log("finishline")
 
 #: Seconds between two checkpoints.
 INTERVAL = 5.0
-#: Seconds between two looks at projects whose event was delivered: they change only if Redis comes back older.
+#: Seconds between two checks of projects whose event is delivered. They change only if Redis comes back older.
 THOROUGH = 60.0
 
 
 class Checkpointer:
-    """One round is `tick`. Every process of a fleet may run it: a lease in Redis lets one of them do it.
+    """Runs rounds (`tick`). Any number of processes may run it: a lease in Redis lets one of them work.
 
-    A fork does not wait for a round: `FinishLine` gives a child new locks, sockets and a new checkpointer, and the
-    pools of the SQL databases do the same.
+    A fork need not wait for a round: `FinishLine` gives a forked child a new checkpointer with its own locks and sockets.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class Checkpointer:
         self._rebuilder = rebuilder
         self._interval = interval
         self._leases = RedisLeases(server.client)
-        self._token = 0  # of the last lease that was seen: a lower one means that Redis went back
-        self._run: str | None = None  # of the server, as it calls itself since it was started
+        self._token = 0  # of the last lease; a lower one means that Redis came back older
+        self._run: str | None = None  # run id of the server; a restart changes it
         self._thorough_at: float | None = None
         self._name = f"checkpointer.{uuid.uuid4().hex[:12]}"
         self._calls = 0
         self._round_lock = threading.Lock()
-        self._lagging: dict[str, int] = {}  # project -> the count it lagged at
+        self._lagging: dict[str, int] = {}  # project -> its count in the round that found it behind
 
     def tick(self) -> float:
-        """Rebuild what Redis lost, note how far the rest is; seconds until the next round."""
+        """Rebuild lost projects and write checkpoints of the others. Return the seconds until the next round."""
         was_away = self._server.away
         if not self._server.probe():
             return 1.0
@@ -67,11 +67,12 @@ class Checkpointer:
         return self._interval
 
     def run(self, stop: threading.Event) -> None:
+        """Run rounds until ``stop`` is set."""
         delay = 0.0
         while not stop.wait(delay):
             try:
                 delay = self.tick()
-            except Exception as error:  # noqa: BLE001  # whatever stopped this round must not stop the rounds to come
+            except Exception as error:  # noqa: BLE001  # an error must not stop later rounds
                 log.warning("a round of the checkpointer failed", operation="checkpoint", error=redact(str(error)))
                 delay = self._interval
 
@@ -84,21 +85,21 @@ class Checkpointer:
         due = self._thorough_at is None or time.monotonic() - self._thorough_at >= THOROUGH
         thorough = returned or went_back or due
         for page in self._records.recent(delivered=thorough):
-            self._look_after(page, returned=returned or went_back)
+            self._check_page(page, returned=returned or went_back)
             if lease is not None:
-                with suppress(StaleClaim):  # a long round; a second one beside it does no harm
+                with suppress(StaleClaim):  # a second round at the same time is harmless
                     self._leases.renew(lease)
         if thorough:
             self._thorough_at = time.monotonic()
 
     def _restarted(self) -> bool:
-        """Whether another server answers than in the last round: it may have been restored from an older dump."""
+        """Return whether the server restarted since the last round. It may have loaded an older dump."""
         info: Any = self._server.client.info("server")
         before, self._run = self._run, str(info.get("run_id"))
         return before not in (None, self._run)
 
     def _acquire(self) -> Lease | None:
-        """It is not released: it ends shortly before we come back, and until then nobody else needs to look."""
+        """Acquire the lease of a round. It is not released: it expires shortly before our next round."""
         try:
             return self._leases.acquire(_redis.CHECKPOINTER(), Owner.current(), self._interval * 0.9)
         except Held:
@@ -106,15 +107,15 @@ class Checkpointer:
 
     # ---- one page of projects ------------------------------------------------------------------------------
 
-    def _look_after(self, rows: Sequence[Row], *, returned: bool) -> None:
+    def _check_page(self, rows: Sequence[Row], *, returned: bool) -> None:
         ahead: list[tuple[Row, Progress]] = []
         for row, state, epoch, version in self._states(rows):
             try:
                 if state is not None and epoch not in (None, row.epoch):
-                    # Another project of this name: created since the row was read, or brought back by an older dump.
+                    # Another project of this name: created after the row was read, or from an older dump.
                     self._rebuilder.restore(row.id, wait=False)
                 elif state is None:
-                    if row.delivered_at is None:  # SQL answers for one that was told and that Redis let go
+                    if row.delivered_at is None:  # otherwise it is over, and SQL answers for it
                         self._rebuilder.restore(row.id, wait=False)
                 elif row.completed_at is not None:
                     self._compare_completed(row, state, returned=returned)
@@ -124,32 +125,31 @@ class Checkpointer:
                     self._compare(row, state, version, returned=returned)
                 else:
                     self._records.completed(row.id, row.epoch, state)
-            except HeadwayError as error:  # this one project's trouble; the others go on
-                log.warning(
-                    "a project cannot be looked after", operation="checkpoint", project_id=row.id, error=str(error)
-                )
+            except HeadwayError as error:  # of this project only
+                log.warning("a project cannot be checked", operation="checkpoint", project_id=row.id, error=str(error))
         changed = [(row, state) for row, state in ahead if (state.done, state.errors) != (row.done, row.errors)]
         if changed:
             self._records.checkpoint(changed)
 
     def _compare(self, row: Row, state: Progress, version: int, *, returned: bool) -> None:
-        if version < row.version:  # also where all it says was said before: a count that knows it is refused until then
-            self._change(row)  # before the count: it must not finish by an older total
+        if version < row.version:  # counts of the newer version are refused until then
+            self._change(row)  # before the count, which must not complete by an older total
         if state.done < row.done:
             self._raise(row, state, returned=returned)
 
     def _compare_completed(self, row: Row, state: Progress, *, returned: bool) -> None:
-        """One that SQL knows to be DONE must not say less than SQL. While its event waits, late items may still be between
-        the two; they are no reason to put it in place anew, and those that stay there are counted by identity."""
+        """Restore a project that is DONE in SQL and behind in Redis.
+
+        While its event waits, late items may be in SQL only for a moment. They do not cause a rebuild.
+        """
         if state.status is not Status.DONE or (row.delivered_at is not None and state.done < row.done):
-            self._say_older(row, state)
+            self._log_older(row, state)
             self._rebuilder.restore(row.id, wait=False)
         elif row.journaled and state.done < row.done:
             self._raise(row, state, returned=returned)
 
     def _states(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Progress | None, str | None, int]]:
-        """What Redis has of each, its epoch and its version, in one round trip. A damaged one is left out: the others go
-        on."""
+        """Read state, epoch and version of each project in one round trip. Damaged projects are logged and skipped."""
         pipeline = self._server.client.pipeline(transaction=False)
         for row in rows:
             pipeline.hgetall(_redis.PROJECT(project_id=row.id))
@@ -165,13 +165,16 @@ class Checkpointer:
                 log.warning("a project cannot be read", operation="checkpoint", project_id=row.id, error=str(error))
 
     def _raise(self, row: Row, state: Progress, *, returned: bool) -> None:
-        """Redis counts less than SQL. That is so for a moment whenever a call is between the two, and a loss when
-        it stays so over two rounds or the server has just come back."""
+        """Raise the count in Redis to that of SQL.
+
+        A running call causes the same difference for a moment. It is a loss if it lasts for two rounds, or if the server has
+        just come back.
+        """
         if not returned and self._lagging.get(row.id) != state.done:
             self._lagging[row.id] = state.done
             return
         self._lagging.pop(row.id, None)
-        self._say_older(row, state)
+        self._log_older(row, state)
         if not row.journaled:
             self._rebuilder.restore(row.id, wait=False)
             return
@@ -184,15 +187,48 @@ class Checkpointer:
                 [LIFE, self._name, self._calls, row.epoch, row.version, *items],
             )
 
-    def _say_older(self, row: Row, state: Progress) -> None:
+    def _log_older(self, row: Row, state: Progress) -> None:
         log.warning(
-            "Redis came back with an older state; it is raised to the record",
+            "Redis came back with an older state; the project is raised to its record",
             operation="raise", project_id=row.id, old=state.done, new=row.done,
         )  # fmt: skip
 
     def _change(self, row: Row) -> None:
-        """Total and status as SQL has them. Redis ignores it if it knows of this change or a later one."""
+        """Send total and status of SQL to Redis, which ignores them if its version is not older."""
         self._calls += 1
         _redis.script("finishline/change")(
             self._server.client, project_keys(row.id), [LIFE, self._name, self._calls, *row.as_change()]
         )
+
+
+class CheckpointerThread:
+    """The thread of a checkpointer, started by the first operation of a process."""
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self.thread: threading.Thread | None = None
+        self._checkpointer = checkpointer
+        self._starting = threading.Lock()
+        self._stop = Flag()
+
+    def start(self) -> None:
+        """Start the thread unless it runs."""
+        if self.thread is None:
+            undisturbed(self._start)  # a thread whose start is interrupted by a signal handler never runs
+
+    def _start(self) -> None:
+        with self._starting:
+            if self.thread is None:
+                thread = threading.Thread(
+                    target=self._checkpointer.run, args=(self._stop,), name="headway-checkpointer", daemon=True
+                )
+                self.thread = thread
+                thread.start()
+
+    def stop(self) -> None:
+        """Ask the thread to end."""
+        self._stop.set()
+
+    def join(self, seconds: float) -> None:
+        """Wait up to ``seconds`` for the end of the thread."""
+        if self.thread is not None:
+            self.thread.join(seconds)

@@ -1,4 +1,4 @@
-"""The words of the finish line: statuses, outcomes, progress, and what makes an item the same item."""
+"""Values of the finish line: statuses, outcomes, progress and the identity of items."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from enum import StrEnum
 from headway.core.ids import check_id
 from headway.errors import InvalidInput, StoreCorrupt
 
-#: Item numbers below this may be kept in a bitmap, of at most 8 MB; larger ones are texts.
+#: Item numbers below this may be bits of a bitmap of at most 8 MB. Larger numbers are stored as text.
 BITMAP_LIMIT = 2**26
-#: A total beyond this would lose its last digit in Lua, whose numbers are doubles.
+#: Numbers from here on lose digits in Lua, whose numbers are doubles.
 TOTAL_LIMIT = 2**53
 
 
 class Status(StrEnum):
-    """Where a project stands."""
+    """The status of a project. Each comment names what sets it."""
 
     INITIALIZING = "INITIALIZING"  # create
-    CRAWLING = "CRAWLING"  # set_status, by whoever discovers items; it cannot complete while it is here
+    CRAWLING = "CRAWLING"  # set_status, while items are discovered; the project cannot complete
     PROCESSING = "PROCESSING"  # finish_crawl, or set_status
-    DONE = "DONE"  # the finish line alone, once and for good
-    FAILED = "FAILED"  # set_status, by an operator who gave up; it does not complete from here
-    NOT_FOUND = "NOT_FOUND"  # nobody: it is the answer about a project that is not there
+    DONE = "DONE"  # the finish line only, and for good
+    FAILED = "FAILED"  # set_status, by an operator; the project cannot complete
+    NOT_FOUND = "NOT_FOUND"  # the answer for an unknown project; never stored
 
 
 class Outcome(StrEnum):
-    """What a call did."""
+    """The result of a call."""
 
-    CREATED = "CREATED"  # create: it was not there before
-    EXISTS = "EXISTS"  # create: it was there and was left as it is
+    CREATED = "CREATED"  # create: the project is new
+    EXISTS = "EXISTS"  # create: the project existed and is unchanged
     COUNTED = "COUNTED"  # an item was counted
     DUPLICATE = "DUPLICATE"  # the item had been counted before; nothing changed
     UPDATED = "UPDATED"  # total or status were set
-    COMPLETED = "COMPLETED"  # the project became DONE by this call; one call per project answers so
-    LATE = "LATE"  # total or status came when the project was DONE; nothing changed
+    COMPLETED = "COMPLETED"  # this call completed the project; exactly one call per project returns it
+    LATE = "LATE"  # the project was DONE already; nothing changed
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a call did, and ``done`` right after it, by the same step. ``counted``: items that were new."""
+    """The result of a call. ``done`` is the count after it, ``counted`` the number of new items."""
 
     outcome: Outcome
     done: int
@@ -52,15 +52,16 @@ class Answer:
 
     @property
     def completed(self) -> bool:
+        """Whether this call completed the project."""
         return self.outcome is Outcome.COMPLETED
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a project is. ``live`` is False when the SQL record answers for a project Redis has let go.
+    """The progress of a project. ``live`` is False if it comes from the SQL record because Redis no longer has it.
 
-    ``restored`` is set when the counts were rebuilt from a checkpoint of that time: what was counted between it
-    and the loss is missing.
+    ``restored`` is the time of the checkpoint from which the counts were rebuilt. Counts between it and the loss of Redis
+    are missing.
     """
 
     status: Status
@@ -72,10 +73,11 @@ class Progress:
 
     @property
     def percent(self) -> float:
-        """Share of the total that is through, at most 100; 0 while the total is not known."""
+        """Percentage of the total, at most 100; 0 while the total is unknown."""
         return min(100.0, self.done / self.total * 100) if self.total > 0 else 0.0
 
     def as_dict(self) -> dict[str, str | int | float | bool | None]:
+        """Return the progress as JSON values."""
         return {
             "status": self.status.value,
             "total": self.total,
@@ -91,7 +93,7 @@ NOT_FOUND = Progress(Status.NOT_FOUND, live=False)
 
 
 def from_hash(project_id: str, fields: Mapping[str, str]) -> Progress | None:
-    """What the hash says; None when there is none. A hash that is not ours is an error, never a zero."""
+    """Parse the hash of a project; None if it is empty. Raises `StoreCorrupt` for a damaged hash, never a wrong zero."""
     if not fields:
         return None
     try:
@@ -114,19 +116,20 @@ def _whole(text: str) -> int:
 
 
 def corrupt(project_id: str) -> StoreCorrupt:
+    """Return the error for a project whose keys in Redis are damaged."""
     return StoreCorrupt(
         f"The state of project {project_id!r} in Redis is damaged.",
-        hint=f"Delete the key smap:proj:{project_id}: with a database it is rebuilt from there.",
+        hint=f"Delete the key smap:proj:{project_id}. With a database the project is rebuilt from there.",
     )
 
 
 def checked_project(project_id: str) -> str:
-    """An id as a plain text: that of an enum's member would be written by its name in one place, its value in another."""
+    """Check a project id and return it as an exact `str`: the member of a StrEnum has two spellings."""
     return str.__str__(check_id(project_id, "a project id"))
 
 
 def identity(item_id: int | str) -> str:
-    """``#17`` or ``$text``. 17 and "17" are the same item, for an id that went through JSON may be either."""
+    """Return the identity of an item: ``#17`` or ``$text``. 17 and "17" are the same item, as JSON may change the type."""
     if type(item_id) is int and 0 <= item_id < BITMAP_LIMIT:
         return f"#{item_id}"
     text = _text(item_id)
@@ -139,39 +142,41 @@ def identity(item_id: int | str) -> str:
         if number < BITMAP_LIMIT:
             return f"#{number}"
     raw = text.encode()
-    if len(raw) > 32:  # a URL costs what a short id costs; a short id never looks like this, for 33 is too long
+    if len(raw) > 32:  # a digest, so that a URL costs as much as a short id; no short id has 33 characters
         return "$=" + hashlib.blake2b(raw, digest_size=16).hexdigest()
     return "$" + text
 
 
 def _text(item_id: object) -> str:
-    """As a plain text, also from a subclass (an enum's member); its own methods are not asked."""
+    """Return the id as an exact `str`, without calling methods of a subclass such as an enum."""
     if isinstance(item_id, str):
         return str.__str__(item_id)
     if isinstance(item_id, int) and not isinstance(item_id, bool):
-        if abs(int(item_id)) >= 10**512:  # its text would be refused, and Python refuses to make it
-            raise InvalidInput("This number cannot be an item id: it is too long.", hint="Use up to 512 digits.")
+        if abs(int(item_id)) >= 10**512:  # too long anyway, and Python refuses to convert such numbers
+            raise InvalidInput("The item id has too many digits.", hint="Use up to 512 digits.")
         return int.__repr__(item_id)
-    raise InvalidInput(f"A {type(item_id).__name__} cannot be an item id.", hint="Use a whole number or a text.")
+    raise InvalidInput(f"A {type(item_id).__name__} cannot be an item id.", hint="Use an integer or a string.")
 
 
 def _is_control(character: str) -> bool:
-    """Control characters, surrogates, line separators. Joiners and marks of direction belong to texts."""
+    """Return whether it is a control character, a surrogate or a line separator. Joiners and direction marks are allowed."""
     return unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
 
 
 def checked_total(total: int) -> int:
+    """Check a total. Raises `InvalidInput` unless it is an integer from 0 to 2^53."""
     if type(total) is not int or not 0 <= total < TOTAL_LIMIT:
         shown = (
             str(total)
             if type(total) is int and -TOTAL_LIMIT < total < 2 * TOTAL_LIMIT
             else f"This {type(total).__name__}"
         )
-        raise InvalidInput(f"{shown} cannot be a total.", hint="Use a whole number from 0 to 2^53.")
+        raise InvalidInput(f"{shown} cannot be a total.", hint="Use an integer from 0 to 2^53.")
     return total
 
 
 def checked_status(status: Status | str) -> Status:
+    """Check a status that callers may set. Raises `InvalidInput` for DONE, NOT_FOUND and unknown words."""
     try:
         known = Status(status)
     except ValueError:
@@ -179,6 +184,6 @@ def checked_status(status: Status | str) -> Status:
     if known in (Status.DONE, Status.NOT_FOUND):
         raise InvalidInput(
             f"{status!s:.40} cannot be set as a status.",
-            hint="Use INITIALIZING, CRAWLING, PROCESSING or FAILED; DONE is decided by the finish line.",
+            hint="Use INITIALIZING, CRAWLING, PROCESSING or FAILED. The finish line itself sets DONE.",
         )
     return known

@@ -1,4 +1,4 @@
-"""The SQL record of the sinks that took ``job.completed`` of a project."""
+"""Table ``project_deliveries``: which sinks took ``job.completed`` of a project."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = Log("finishline")
 
 
 class Deliveries:
-    """Record deliveries in SQL, so that a loss of Redis repeats none of them."""
+    """Records deliveries in SQL, so that a loss of Redis repeats none of them."""
 
     def __init__(self, database: Database, records: Records) -> None:
         self._database, self._records = database, records
@@ -24,10 +24,10 @@ class Deliveries:
         """Record that every sink took these events."""
         for event in events:
             if event.type != "job.completed":
-                continue  # another program's event
+                continue  # appended by another program
             found = _project(event)
             if found is None:
-                log.warning("a delivered event is of no project that SQL could know", eventID=event.id)
+                log.warning("a delivered event belongs to no project in SQL", eventID=event.id)
             else:
                 self._records.delivered(*found, event.data)
 

@@ -1,4 +1,4 @@
-"""The journal: every count, committed before it is acknowledged."""
+"""Table ``project_counts``, the journal: every count is committed before it is acknowledged."""
 
 from __future__ import annotations
 
@@ -6,34 +6,43 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headway._sql import Database, Tx, marks
+from headway._sql import Database, Engine, Tx, marks
 from headway.errors import HeadwayError, Refused
 from headway.finishline.store.records import no_project
 from headway.telemetry import metrics, redact
 
+#: Find a project. It must not be deleted before the commit: its counts would fail, and those of the group with them.
+#: On SQLite the transaction holds the write lock.
+_FIND: dict[Engine, str] = {
+    "sqlite": "SELECT no, journaled, epoch, version FROM projects WHERE id = ?",
+    "postgresql": "SELECT no, journaled, epoch, version FROM projects WHERE id = ? FOR KEY SHARE",
+}
+
 #: Rows in one INSERT.
 CHUNK = 200
-#: Counts that one transaction takes along at most.
+#: Counts of one transaction.
 GROUP = 5_000
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """Counts one caller wants committed, and what became of them."""
+    """Counts of one caller, and the result of their commit."""
 
     project_id: str
     items: dict[str, tuple[bool, str | None]]  # identity -> failed, error
-    settled: bool = False  # not an Event, whose lock an interrupted `set` would keep for ever
-    verdicts: dict[str, bool] = field(default_factory=dict)  # identity -> failed, as it stands in the journal
-    fresh: int = 0
-    epoch: str = ""  # of the project in whose journal they are
-    version: int = 0  # of its total and status at that moment
+    settled: bool = False  # a plain flag: an interrupted Event.set would leave its lock held
+    verdicts: dict[str, bool] = field(default_factory=dict)  # identity -> failed, as recorded in the journal
+    fresh: int = 0  # items that are new
+    epoch: str = ""  # of the project that has the counts
+    version: int = 0  # of its total and status
     trouble: BaseException | None = None
 
 
 class Journal:
-    """Counts, committed before they are acknowledged. Callers that arrive while a commit is under way share the
-    next one: whoever gets the lock writes for all who wait."""
+    """Commits counts in groups: callers that arrive during a commit share the next one.
+
+    The caller that gets the lock writes the entries of all waiting callers.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -41,14 +50,16 @@ class Journal:
         self._writing = threading.Lock()
 
     def write(self, project_id: str, items: dict[str, tuple[bool, str | None]]) -> Entry:
-        """Commit the counts. What each item counts as (an earlier word on it stands), how many were new, and which project
-        has them, with which total: it may be deleted and created again before Redis is told, or Redis be behind."""
+        """Commit the counts and return the entry with their verdicts: an earlier verdict on an item stands.
+
+        The entry names epoch and version of the project. Redis compares them: the project may be recreated, or Redis behind.
+        """
         entry = Entry(project_id, items)
         self._waiting.append(entry)  # atomic
         while not entry.settled:
             with self._writing:
                 if not entry.settled:
-                    if entry not in self._waiting:  # whoever took it along was interrupted before it said how it went
+                    if entry not in self._waiting:  # its writer was interrupted before it recorded the result
                         self._waiting.append(entry)
                     self._commit()
         if entry.trouble is not None:
@@ -64,26 +75,22 @@ class Journal:
         try:
             self._database.run(lambda tx: _write(tx, group), operation="project.journal")
             metrics.observe("headway_journal_group", len(group))
-        except HeadwayError as trouble:  # of the database: it is everybody's
+        except HeadwayError as trouble:  # an error of the database fails all entries
             for entry in group:
                 entry.trouble = trouble
-        # Any other exception is this caller's own (a signal handler raised it); the others write again.
+        # Any other exception belongs to this caller (a signal handler raised it); the other callers write again.
         for entry in group:
             entry.settled = True
 
 
 def _write(tx: Tx, group: Sequence[Entry]) -> None:
-    """All counts of the group in one transaction. Rows are sorted, so that two processes never lock crosswise."""
+    """Write the counts of a group in one transaction. Rows are sorted, so that two processes cannot deadlock."""
     numbers: dict[str, int] = {}
     known: dict[str, tuple[str, int]] = {}
-    # Not deleted before this is committed, or its rows would have no project, and fail those of the others with them.
-    kept = " FOR KEY SHARE" if tx.engine == "postgresql" else ""
     for entry in group:
         entry.trouble = None
         if entry.project_id not in numbers:
-            found = tx.one(
-                f"SELECT no, journaled, epoch, version FROM projects WHERE id = ?{kept}", (entry.project_id,)
-            )
+            found = tx.one(_FIND[tx.engine], (entry.project_id,))
             if found is None or not found[1]:
                 entry.trouble = no_journal(entry.project_id) if found else no_project(entry.project_id)
                 continue
@@ -106,7 +113,7 @@ def _write(tx: Tx, group: Sequence[Entry]) -> None:
             keys = {item: (numbers[entry.project_id], item) for item in entry.items}
             entry.verdicts = {item: current[key] if key in current else wanted[key][0] for item, key in keys.items()}
             entry.fresh = sum(key in fresh for key in keys.values())
-            fresh -= set(keys.values())  # two callers with one item: it was new for one of them
+            fresh -= set(keys.values())  # of two callers with the same item only the first counted it
 
 
 def _insert(tx: Tx, wanted: dict[tuple[int, str], tuple[bool, str | None]]) -> set[tuple[int, str]]:
@@ -139,13 +146,16 @@ def _current(tx: Tx, keys: Sequence[tuple[int, str]]) -> dict[tuple[int, str], b
 
 
 def no_journal(project_id: str) -> HeadwayError:
+    """Return the error for a project that has no journal."""
     return Refused(
         f"Project {project_id!r} was created without a journal.",
-        hint="Open the finish line with journal=False for it, or create the project anew with journal=True.",
+        hint="Open the finish line with journal=False, or delete the project and create it with journal=True.",
     )
 
 
 def cut(error: str | None) -> str | None:
-    """An error as it may be kept: without secrets, not too long, and of characters that every database takes. A name of a
-    file that is no Unicode must not keep its item, and those of all who share the transaction, from being counted."""
+    """Return an error message as it is stored: redacted, at most 500 characters, encodable by every database.
+
+    A file name that is not valid Unicode would otherwise fail the transaction of the whole group.
+    """
     return None if error is None else redact(error)[:500].encode("utf-8", "replace").decode().replace("\0", "?")

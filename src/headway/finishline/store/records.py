@@ -1,4 +1,4 @@
-"""The SQL record of each project: what is known of it when Redis is not asked."""
+"""Table ``projects``: the SQL record of each project."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from headway._sql import NOW, Database, Tx, require_open
+from headway._sql import Database, Tx, require_open
 from headway._sql import Row as SqlRow
 from headway.errors import NotFound
 from headway.finishline.progress import Progress, Status
@@ -25,7 +25,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A project as SQL knows it."""
+    """One row of ``projects``."""
 
     no: int
     id: str
@@ -43,6 +43,7 @@ class Row:
     delivered_at: float | None
 
     def progress(self) -> Progress:
+        """Return the progress that SQL knows."""
         restored = self.checkpoint_at if self.completed_at is None and not self.journaled else None
         return Progress(
             Status.DONE if self.completed_at is not None else self.status,
@@ -54,7 +55,7 @@ class Row:
         )
 
     def as_change(self) -> list[str | int]:
-        """Its total, status and end of the crawl, as ``change.lua`` is told of them."""
+        """Return the arguments of ``change.lua``: version, total, status, crawled, epoch."""
         status = "" if self.status is Status.DONE else self.status.value
         return [self.version, self.total, status, int(self.crawled), self.epoch]
 
@@ -65,14 +66,14 @@ def _row(values: SqlRow) -> Row:
 
 
 class Records:
-    """The table ``projects``."""
+    """Reads and writes the records of projects."""
 
     def __init__(self, database: Database) -> None:
         self._database = require_open(database)
         self._id: str | None = None
 
     def create(self, project_id: str, *, total: int, journaled: bool, live: bool) -> tuple[Row, bool]:
-        """The project's row and whether it is new. ``live``: Redis is about to hold it."""
+        """Insert the project unless it exists. Return its row and whether it is new. ``live``: Redis is about to get it."""
         epoch = uuid.uuid4().hex[:12]
 
         def work(tx: Tx) -> tuple[Row, bool]:
@@ -84,29 +85,31 @@ class Records:
             )
             row = _find(tx, project_id)
             assert row is not None
-            return row, bool(new) or row.epoch == epoch  # the same epoch: our own COMMIT whose answer was lost
+            return row, bool(new) or row.epoch == epoch  # the same epoch: our own commit whose reply was lost
 
         return self._database.run(work, operation="project.create")
 
     def database(self) -> str:
-        """Which database this is. A project in Redis names the one that has its record."""
+        """Return the id of this database. A project in Redis names the database that has its record."""
         if self._id is None:
             found = self._database.one("SELECT value FROM meta WHERE name = 'database'")
             self._id = str(found[0]) if found else ""
         return self._id
 
     def find(self, project_id: str) -> Row | None:
+        """Return the record of a project, or None."""
         found = self._database.one(f"SELECT {_COLUMNS} FROM projects WHERE id = ?", (project_id,))
         return _row(found) if found else None
 
     def not_live(self, row: Row) -> None:
-        """Redis could not take it: so far nothing has been counted there."""
+        """Record that Redis never had the project, so no counts can be lost."""
         self._database.run(
             lambda tx: tx.execute("UPDATE projects SET live_at = NULL WHERE id = ? AND epoch = ?", (row.id, row.epoch)),
             operation="project.not_live",
         )
 
     def live(self, row: Row) -> None:
+        """Record that Redis has the project."""
         self._database.run(
             lambda tx: tx.execute(
                 "UPDATE projects SET live_at = ? WHERE id = ? AND epoch = ? AND live_at IS NULL",
@@ -116,14 +119,14 @@ class Records:
         )
 
     def change(self, project_id: str, *, total: int | None, status: Status | None, crawled: bool | None) -> Row | None:
-        """Set what is given. A completed project stays as it is.
+        """Set the given values and return the row. A completed project does not change.
 
-        Its version is the time, or one more than before: Redis takes no older change for a newer one, and a database that
-        was put back to an earlier moment must not give the versions a second time that Redis has seen.
+        The new version is the time in milliseconds, or the old one plus 1. So it grows, and a database restored to an
+        earlier moment does not repeat versions that Redis has seen.
         """
 
         def work(tx: Tx) -> Row | None:
-            now = f"CAST({NOW[tx.engine]} * 1000 AS BIGINT)"
+            now = f"CAST({tx.clock} * 1000 AS BIGINT)"
             tx.execute(
                 "UPDATE projects SET total = coalesce(?, total), status = coalesce(?, status), "
                 f"crawled = coalesce(?, crawled), version = CASE WHEN version < {now} THEN {now} ELSE version + 1 END "
@@ -135,14 +138,17 @@ class Records:
         return self._database.run(work, operation="project.change")
 
     def delete(self, project_id: str, epoch: str) -> None:
+        """Delete the project of this epoch."""
         self._database.run(
             lambda tx: tx.execute("DELETE FROM projects WHERE id = ? AND epoch = ?", (project_id, epoch)),
             operation="project.delete",
         )
 
     def claim_completion(self, project_id: str, epoch: str, by: str) -> bool:
-        """Whether ``by`` is the call that is answered so: the first that asks, of all to whom Redis said that they completed
-        the project. There are several only when Redis forgot that it had said it."""
+        """Return whether ``by`` is the first call that claims to have completed the project.
+
+        Several calls claim it only if Redis lost its answer to the first one.
+        """
         found = self._database.run(
             lambda tx: tx.one(
                 "UPDATE projects SET completed_by = coalesce(completed_by, ?) WHERE id = ? AND epoch = ? "
@@ -154,11 +160,11 @@ class Records:
         return found is None or found[0] == by
 
     def completed(self, project_id: str, epoch: str, state: Progress) -> None:
-        """It is DONE with these counts; said again, nothing changes."""
+        """Record that the project is DONE with these counts. Repeating it changes nothing."""
         self._close(project_id, epoch, state, delivered=False)
 
     def delivered(self, project_id: str, epoch: str, data: Mapping[str, object]) -> None:
-        """Every sink took its event, whose ``data`` has the counts of that moment."""
+        """Record that every sink took the event, whose ``data`` has the final counts."""
         total, succeeded, failed = (_number(data.get(name)) for name in ("total", "succeeded", "failed"))
         self._close(project_id, epoch, Progress(Status.DONE, total, succeeded + failed, failed), delivered=True)
 
@@ -183,8 +189,10 @@ class Records:
         self._database.run(work, operation="project.completed")
 
     def checkpoint(self, states: Sequence[tuple[Row, Progress]]) -> None:
-        """Note how far Redis is, for projects without a journal. A checkpoint never goes back, and one of a project that
-        was deleted meanwhile is not noted for the next of its name, which SQLite may give the same number."""
+        """Record the counts of Redis for projects without a journal. A checkpoint never lowers a count.
+
+        The epoch is compared: after a deletion SQLite may give the same number to the next project of this name.
+        """
 
         def work(tx: Tx) -> None:
             now = tx.now()
@@ -198,8 +206,10 @@ class Records:
         self._database.run(work, operation="project.checkpoint")
 
     def recent(self, *, delivered: bool) -> Iterator[list[Row]]:
-        """Pages of the projects that Redis should have: those that are not completed, and those that were within the
-        last 7 days. Of the latter the ones whose event was delivered are looked at seldom, so they are asked for."""
+        """Yield pages of the projects that Redis should have: not completed, or completed within the last 7 days.
+
+        ``delivered`` includes those whose event was delivered.
+        """
         after = 0
         now = self._database.now()
         which = "" if delivered else "AND delivered_at IS NULL "
@@ -216,15 +226,16 @@ class Records:
             after = rows[-1][0]
 
     def is_over(self, row: Row) -> bool:
-        """Whether nothing is to be announced any more: its event was delivered, or it completed so long ago that Redis
-        let it go and what became of the event then is settled."""
+        """Return whether the event needs no further announcement: it was delivered, or Redis expired the project since."""
         if row.completed_at is None:
             return False
         return row.delivered_at is not None or row.completed_at < self._database.now() - LIFE
 
     def counts(self, row: Row) -> Iterator[list[tuple[str, bool]]]:
-        """The journal of a project in pages. A count committed meanwhile may be missing: its caller, who has yet
-        to tell Redis, does that himself."""
+        """Yield the journal of a project in pages.
+
+        A count that is committed meanwhile may be missing. Its caller sends it to Redis afterwards.
+        """
         after = ""
         while True:
             page = self._database.all(
@@ -244,11 +255,12 @@ def _find(tx: Tx, project_id: str) -> Row | None:
 
 
 def _number(value: object) -> int:
-    """A count of an event; what is none (anybody may append to the stream) counts as 0, and SQL keeps what it has."""
+    """Return a count of an event. Invalid values (any program may append to the stream) become 0, which changes nothing."""
     return value if type(value) is int and 0 <= value < 2**53 else 0
 
 
 def no_project(project_id: str) -> NotFound:
+    """Return the error for an unknown project."""
     return NotFound(
         f"There is no project {project_id!r}: it was never created, was deleted, or has expired.",
         hint=f"Create it: headway project create {project_id}",
