@@ -1,4 +1,4 @@
-"""A SQLite file as a thing on disk: made whole or not at all, recognised before it is trusted, its errors explained."""
+"""SQLite files on disk: atomic creation, checks before use, and explanations of errors."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from headway.telemetry import Log
 
 log = Log("sql")
 
-#: "Hdwy" in the file header says that the file is ours.
+#: "Hdwy", the application id in the header of our files.
 APPLICATION_ID = 0x48647779
 
-#: A file that was changed so much later than its -wal is looked through before it is trusted. A checkpoint takes less.
+#: Seconds by which a file may be newer than its -wal before its pages are checked. A checkpoint takes less.
 OVERLAID_SECONDS = 60.0
 
 _MAGIC = b"SQLite format 3\0"
 
 
 def create(path: Path, migrations: Sequence[tuple[int, list[str]]]) -> None:
-    """Make the file with its whole schema, readable by its owner only.
+    """Create the file with its whole schema, readable by its owner only.
 
-    It is built under another name and linked into place, so that a crash in between leaves no half-made file that
-    would later look like a lost database. Raises FileExistsError if somebody else was quicker.
+    It is built under another name and linked into place, so that a crash leaves no partial file, which would look like a
+    damaged database. Raises FileExistsError if another process has created it.
     """
     draft = path.with_name(f".{path.name}.{os.urandom(4).hex()}.new")
     try:
@@ -60,9 +60,7 @@ def create(path: Path, migrations: Sequence[tuple[int, list[str]]]) -> None:
         _fsync(draft)
         _place(draft, path)
         _fsync(path.parent)
-    except FileExistsError:
-        raise
-    except FileNotFoundError:
+    except (FileExistsError, FileNotFoundError):
         raise
     except OSError as error:
         raise _translate_os_error(error, path) from error
@@ -76,13 +74,13 @@ def create(path: Path, migrations: Sequence[tuple[int, list[str]]]) -> None:
 
 def _place(draft: Path, path: Path) -> None:
     try:
-        os.link(draft, path)  # unlike rename it fails when the name is taken
+        os.link(draft, path)  # unlike rename, it fails if the name exists
     except FileExistsError:
         raise
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
-        if path.exists():  # a file system without hard links has no better way to ask
+        if path.exists():  # this file system has no hard links, so the check cannot be atomic
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
         os.rename(draft, path)
 
@@ -96,7 +94,7 @@ def _fsync(path: Path) -> None:
 
 
 def exists(path: Path) -> bool:
-    """Whether something has this name; a directory we may not look into is an error, not a *no*."""
+    """Return whether the path exists. Raises if its directory may not be searched."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -107,12 +105,11 @@ def exists(path: Path) -> bool:
 
 
 class OpenFile:
-    """The one descriptor by which this process looks into a database file, open for as long as it has the database open.
+    """The single descriptor by which this process reads a database file outside SQLite.
 
-    POSIX drops *every* lock a process has on a file when the process closes *any* descriptor of it, SQLite's locks
-    included. Another process that closes the database would then take itself for its last user and remove the -wal
-    file under us, and what we write after that would be lost. So all of this process shares one descriptor per file,
-    and it is closed after SQLite has closed its own.
+    When a process closes any descriptor of a file, POSIX drops all of its locks on that file, including SQLite's. Another
+    process that closes the database would then seem to be its last user and remove the -wal, and our later writes would be
+    lost. So the process shares one descriptor per file, and closes it after SQLite has closed its own.
     """
 
     _lock = threading.Lock()
@@ -128,16 +125,14 @@ class OpenFile:
         try:
             with self._lock:
                 status = path.stat()
-                if not stat.S_ISREG(
-                    status.st_mode
-                ):  # asked before opening: to open a pipe is to wait for its other end
-                    kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
+                if not stat.S_ISREG(status.st_mode):  # checked first, because opening a pipe would block
+                    kind = "a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
                     raise StoreForeign(f"{path} is {kind}, not a database.")
                 self._file = (status.st_dev, status.st_ino)
                 if self._file in self._inherited:
                     raise HeadwayError(
-                        f"{path} was in use when this process was forked, and cannot be used here: SQLite takes itself "
-                        "to have locks on it that are the parent's.",
+                        f"{path} was in use when this process was forked, and cannot be used here: its locks belong to "
+                        "the parent process.",
                         hint="Fork when no thread is in the middle of a transaction, or start a new process (spawn).",
                     )
                 self._descriptor, users = self._open.get(self._file) or (os.open(path, os.O_RDONLY | os.O_CLOEXEC), 0)
@@ -146,14 +141,17 @@ class OpenFile:
             raise _translate_os_error(error, path) from error
 
     def read(self, offset: int, count: int) -> bytes:
+        """Read bytes of the file."""
         return os.pread(self._descriptor, count, offset)
 
     def version_at_rest(self) -> tuple[int, int] | None:
-        """What tells this content of the file from any later one, if it can be read as it lies there: where we may make
-        nothing beside it (a read-only mount, a backup) and no log with something in it lies there. SQLite cannot open it
-        in its usual way then, for want of the -shm file. None where it can, or must say itself why it cannot.
+        """Return the version of a file that must be read in place, or None if SQLite can open it normally.
 
-        Whoever writes to the file by another way to it begins with a log, which is there before the file changes."""
+        In a directory without write permission (a read-only mount, a backup) SQLite cannot create the -shm file. Without
+        pending changes in a -wal, the file can be read as it is. The version changes with its content.
+
+        A process that writes by another path to the file creates a -wal before the file changes.
+        """
         try:
             if os.access(os.path.dirname(self._name), os.W_OK) or os.stat(self._wal_name).st_size:
                 return None
@@ -165,24 +163,24 @@ class OpenFile:
         return status.st_mtime_ns, status.st_size
 
     def address(self, *, at_rest: bool) -> str:
-        """By which SQLite opens it to read."""
+        """Return the URI for opening the file to read."""
         return f"{Path(self._name).as_uri()}?{'immutable=1' if at_rest else 'mode=ro'}"
 
     def check_place(self) -> None:
-        """Raise unless the file still has its name. Whoever writes into one that was deleted or replaced is told by
-        SQLite that all is well, and what is written there is gone with the process."""
+        """Raise unless the path still names this file. SQLite reports no error for writes to a deleted or replaced file."""
         if self._found(self._name) != self._file:
             raise self._misplaced(self._name)
 
     @property
     def knows_wal(self) -> bool:
+        """Whether the identity of the ``-wal`` is recorded."""
         return self._wal is not None
 
     def check_wal(self) -> None:
-        """The same for its ``-wal`` file, which is one and the same while this process has the database open."""
+        """Raise if the ``-wal`` was replaced. It stays the same file while this process has the database open."""
         found = self._found(self._wal_name)
         if self._wal is None:
-            self._wal = found  # the first look after it was opened
+            self._wal = found  # the first check after opening
         elif found != self._wal:
             raise self._misplaced(self._wal_name)
 
@@ -196,24 +194,25 @@ class OpenFile:
 
     def _misplaced(self, name: str) -> StorageError:
         return StorageError(
-            f"{name} was deleted, moved or replaced while it was in use: what this process wrote last is not in it.",
+            f"{name} was deleted, moved or replaced while it was in use. It lacks the last writes of this process.",
             hint="Put the file back with its -wal file and run the same command again. Stop every run before you move it.",
         )
 
     def forget_wal(self) -> None:
-        """This process has closed the database: the next -wal may be another one."""
+        """Forget the -wal after this process has closed the database, because the next one may be another file."""
         self._wal = None
 
     def mark_inherited(self) -> None:
-        """A connection to this file was in use when this process was forked: nobody may open it here, by no new one."""
+        """Forbid this forked process to open the file, because a connection to it was in use during the fork."""
         self._inherited.add(self._file)
 
     @classmethod
     def renew_lock(cls) -> None:
-        """In a forked child: a thread of the parent may have held it."""
+        """Replace the lock in a forked child: a thread of the parent may have held it."""
         cls._lock = threading.Lock()
 
     def release(self) -> None:
+        """Close the descriptor after its last user. May be called more than once."""
         with self._lock:
             if self._released:
                 return
@@ -226,7 +225,7 @@ class OpenFile:
 
 
 def check_header(file: OpenFile, *, writable: bool) -> None:
-    """Refuse what is not a headway database by looking at its first bytes, before SQLite may change anything."""
+    """Raise unless the header is that of a Headway database. Called before SQLite opens the file."""
     path = file.path
     try:
         header = file.read(0, 100)
@@ -239,26 +238,24 @@ def check_header(file: OpenFile, *, writable: bool) -> None:
     if int.from_bytes(header[68:72], "big") != APPLICATION_ID:
         raise StoreForeign(f"{path} is a SQLite database of another program.")
     if writable and not os.access(path, os.W_OK):
-        raise StoreReadOnly(f"The database {path} may not be written.")
+        raise StoreReadOnly(f"The database {path} is not writable.")
     for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
-        with suppress(OSError):  # it is not there, or not ours: then it is its owner's business
+        with suppress(OSError):  # missing, or owned by another user
             mode = stat.S_IMODE(name.stat().st_mode)
             if mode & 0o077:
                 os.chmod(name, 0o600)
-                log.warning("others could read the database; its mode is now 0600", path=str(name))
+                log.warning("other users could read the database; its mode is now 0600", path=str(name))
             elif writable and not mode & 0o200:
-                os.chmod(name, 0o600)  # made by a reader while the database itself was read-only
+                os.chmod(name, 0o600)  # created by a reader while the database was read-only
 
 
 def check_identity(file: OpenFile) -> None:
-    """Notice a ``-wal`` file that belongs to another database: SQLite would replay it without a word.
+    """Raise if the ``-wal`` belongs to another database, because SQLite would replay it without an error.
 
-    It is looked at through a connection that may only read: one that may write would, on closing, copy the wrong
-    ``-wal`` into the database and be the end of it.
+    The check uses a read-only connection: one that can write would, on closing, copy the wrong ``-wal`` into the database.
 
-    The database's uuid is written when the file is made and never again, so the page that holds it must say the
-    same in the bare file as through SQLite, which looks into the ``-wal`` first. Every job row repeats the uuid,
-    because each commit rewrites that page.
+    The database's uuid is written only at its creation. So its page must be the same in the file as through SQLite, which
+    reads the ``-wal`` first. Every job's row repeats the uuid, because each commit rewrites that page.
     """
     path = file.path
     overlaid = _overlaid(path)
@@ -278,21 +275,21 @@ def check_identity(file: OpenFile) -> None:
             hint=f"Put the right -wal file back beside {path}, or move the wrong one away. Nothing was written.",
         )
     if overlaid:
-        # It fits, so it may be the file's own: of a copy or a move of both, or of a process that was killed. Only a person
-        # knows whether the file is a backup from which nothing was copied out of the log since: then it undoes the restore.
+        # The -wal fits: both may have been copied or moved, or a process was killed. If the file is a restored backup,
+        # the -wal has undone the restore, which only a person can know.
         log.warning(
-            "the -wal file is older than the database and fits it, so what it holds is in the database again; "
-            "was a backup put in its place? then remove the -wal file and put the backup there once more",
+            "the -wal file is older than the database and fits it, so its changes were replayed; "
+            "if the database is a restored backup, remove the -wal file and restore the backup again",
             path=str(path),
         )
 
 
 def _overlaid(path: Path) -> bool:
-    """Whether the file was put in its place long after its ``-wal`` was written last: a backup, maybe, restored over a log
-    that nobody removed. It has the same uuid, and what tells is that the two do not fit: see `_is_damaged`.
+    """Return whether the file is much newer than its ``-wal``, such as a backup restored over a remaining log.
 
-    SQLite writes the log first and the file soon after it. The file's time is that of its inode, which also a copy has
-    that keeps the times of its original."""
+    The uuid is the same then, but the pages may not fit: see `_is_damaged`. SQLite itself writes the log first and the file
+    soon after. The change time of the inode is also set for a copy that preserves the modification time.
+    """
     try:
         log_status, status = os.stat(f"{path}-wal"), os.stat(path)
     except OSError:
@@ -322,7 +319,7 @@ def _is_genuine(file: OpenFile, connection: sqlite3.Connection) -> bool:
 
 
 def size(path: Path) -> int:
-    """Bytes of the file and its companions."""
+    """Return the bytes of the file and its -wal and -shm."""
     total = 0
     for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
         with suppress(FileNotFoundError):
@@ -331,10 +328,10 @@ def size(path: Path) -> int:
 
 
 def translate(error: sqlite3.Error | UnicodeDecodeError, path: Path | None) -> HeadwayError:
-    """What an error of SQLite means to the person who runs us."""
+    """Translate an error of SQLite."""
     code = getattr(error, "sqlite_errorcode", None)
     where = f"The database {path}" if path else "The in-memory database"
-    # The second is how Python tells of an error whose own text quotes a damaged schema.
+    # Python raises UnicodeDecodeError if the error's own text quotes a damaged schema.
     if code is None and ("decode to UTF-8" in str(error) or isinstance(error, UnicodeDecodeError)):
         return StoreCorrupt(f"{where} is damaged: a text in it is not UTF-8.")
     if code is None:
@@ -346,16 +343,15 @@ def translate(error: sqlite3.Error | UnicodeDecodeError, path: Path | None) -> H
             return StoreCorrupt(f"{where} is damaged: {error}.")
         case sqlite3.SQLITE_CANTOPEN if path and _has_log_out_of_reach(path):
             return StoreReadOnly(
-                f"{where} cannot be read where nothing may be written: the last changes are in {path.name}-wal beside it.",
-                hint=f"Copy both files to a directory where you may write, and name the copy: --database "
-                f"sqlite:///{path.name}",
+                f"{where} cannot be read in a directory without write permission: its last changes are in {path.name}-wal.",
+                hint=f"Copy both files to a writable directory, and use the copy: --database sqlite:///{path.name}",
             )
         case sqlite3.SQLITE_READONLY | sqlite3.SQLITE_PERM | sqlite3.SQLITE_AUTH | sqlite3.SQLITE_CANTOPEN:
-            return StoreReadOnly(f"{where} may not be written: {error}.")
+            return StoreReadOnly(f"{where} is not writable: {error}.")
         case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
             return StorageError(
-                f"{where} is locked by another process that does not let go.",
-                hint="Look for a program that keeps it open in a transaction (a database browser?).",
+                f"{where} is locked by another process.",
+                hint="Find the program that keeps a transaction open, such as a database browser.",
             )
         case sqlite3.SQLITE_IOERR:
             return (
@@ -372,18 +368,18 @@ def translate(error: sqlite3.Error | UnicodeDecodeError, path: Path | None) -> H
 
 
 def lacks_descriptors(error: BaseException | None) -> bool:
-    """Whether SQLite could not open a file because this process may have no more of them; it says only that it could not."""
+    """Return whether SQLite failed to open a file for lack of descriptors. Its own error does not tell."""
     if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_CANTOPEN:
         return False
     try:
-        check_descriptors(3)  # the database, its log, the index of that
+        check_descriptors(3)  # the database, its -wal and -shm
     except OSError as found:
         return found.errno in (errno.EMFILE, errno.ENFILE)
     return False
 
 
 def _has_log_out_of_reach(path: Path) -> bool:
-    """Whether changes of the database lie in a log that SQLite cannot read for want of a place for its index."""
+    """Return whether SQLite cannot read pending changes in a -wal, because it cannot create the -shm."""
     try:
         return os.stat(f"{path}-wal").st_size > 0 and not os.access(path.absolute().parent, os.W_OK)
     except OSError:
@@ -391,7 +387,7 @@ def _has_log_out_of_reach(path: Path) -> bool:
 
 
 def _no_room(path: Path | None) -> bool:
-    """Whether a write failed for want of space; SQLite calls only some of these cases by their name."""
+    """Return whether a write failed for lack of space. SQLite's error code does not always tell."""
     if path is None:
         return False
     try:
@@ -407,5 +403,5 @@ def _translate_os_error(error: OSError, path: Path) -> HeadwayError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreFull(f"There is no space left for {path}.")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return StoreReadOnly(f"{path} may not be opened or made: {error.strerror}.")
+        return StoreReadOnly(f"{path} cannot be opened or created: {error.strerror}.")
     return StorageError(f"{path} cannot be opened: {error.strerror}.")
