@@ -289,7 +289,7 @@ def shorten(
             (*[end] * len(ends), *values, texts, end),
         )
     for owner in sorted(owners):
-        log.warning("the store's clock was set back: the leases of a process begin anew", key=table, worker=owner)
+        log.warning("the store's clock was set back: the leases of a process restart", key=table, worker=owner)
 
 
 @contextmanager
@@ -373,7 +373,7 @@ class RedisLeases:
 
         arguments = (held_as(lease), _milliseconds(lease.seconds))
         if _redis.script("lease/renew")(self._client, [str(lease.key)], arguments) != "RENEWED":
-            raise StaleClaim("The lease lapsed; somebody else may have it.")
+            raise StaleClaim("The lease expired; another process may have it.")
 
     def release(self, lease: Lease) -> bool:
         """Release the lease. Return False and change nothing if this owner no longer has it."""

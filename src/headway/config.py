@@ -288,7 +288,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("alert_store_away", 30.0, _optional(_positive), "seconds a store is away before it is an alert"),
     Option("alert_stalled_job", 900.0, _optional(_positive), "seconds a job may be held without a record"),
     Option("alert_failure_spike", 0.2, _optional(_within(0.001, 1.0)), "share of runs that may fail in the window"),
-    Option("alert_failure_runs", 20, _whole(1), "fewer runs than this in the window are no failure spike"),
+    Option("alert_failure_runs", 20, _whole(1), "minimum runs in the window for a failure spike"),
     Option("alert_failure_window", 300.0, _within(60.0, 86_400.0), "seconds that failures are counted over"),
     Option("alert_worker_lost", 30.0, _optional(_within(10.0, 86_400.0)), "seconds of silence before a worker is lost"),
     Option("alert_no_handler", 10.0, _optional(_positive), "seconds tasks may wait that no online worker runs"),

@@ -166,8 +166,8 @@ def _read(path: Path) -> LocalServer | None:
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
             return None
         try:
-            said = json.loads(file.read(_SIZE))
-            host, port, token = str(said["host"]), int(said["port"]), str(said["token"])
+            known = json.loads(file.read(_SIZE))
+            host, port, token = str(known["host"]), int(known["port"]), str(known["token"])
         except (OSError, ValueError, TypeError, KeyError):
             return None
     return LocalServer(host, port, token) if _TOKEN.fullmatch(token) else None

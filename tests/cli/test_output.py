@@ -299,7 +299,7 @@ def test_an_unknown_job_is_a_usage_error_that_names_its_likes(cli: Cli, tmp_path
 def test_reading_an_empty_postgresql_makes_nothing_in_it(cli: Cli, postgres_url: str):
     answer = cli("jobs", "--database", postgres_url)
     assert answer.code == 2
-    assert "no records of headway" in answer.err
+    assert "no Headway tables" in answer.err
     Ledger.open(postgres_url).close()
     assert cli("jobs", "--database", postgres_url, "--json").json["jobs"] == []
 

@@ -219,10 +219,10 @@ def test_a_log_that_is_older_than_its_file_and_fits_is_used_and_said_to_be(
     path.chmod(0o600)
     with Ledger.open(sqlite_url(path)) as ledger:
         assert ledger.job("ads").info().done == 30
-    assert caplog.text.count("was a backup put in its place?") == 1
+    assert caplog.text.count("if the database is a restored backup") == 1
     with Ledger.open(sqlite_url(path)):
         pass
-    assert caplog.text.count("was a backup put in its place?") == 1  # what it held is in the file, and it is gone
+    assert caplog.text.count("if the database is a restored backup") == 1  # what it held is in the file, and it is gone
 
 
 @pytest.mark.req("S3-29")
@@ -237,7 +237,7 @@ def test_a_log_that_holds_everything_since_the_backup_undoes_the_restore_and_it_
     shutil.copy(backup, path)
     with Ledger.open(sqlite_url(path)) as ledger:
         assert ledger.job("ads").info().done == 30
-    assert "was a backup put in its place?" in caplog.text
+    assert "if the database is a restored backup" in caplog.text
 
 
 @pytest.mark.req("S3-29")

@@ -201,7 +201,7 @@ def test_stats_says_counts_ratios_averages_rate_and_timing(progress: ProgressMan
     text = progress.stats()
     assert "6 of 10 done (60.0%)" in text
     assert "2 pending, 1 failed and to be retried, 1 dead" in text
-    assert "10 runs, 4 of them failed (40.0%)" in text
+    assert "10 runs, 4 failed (40.0%)" in text
     assert "0.50 retries per item tried on average" in text
     assert "10 runs a minute over 1 active minutes" in text or "over 2 active minutes" in text
     assert "updates by this process" in text
@@ -431,7 +431,7 @@ def test_a_payload_in_the_place_of_another_is_refused(progress: ProgressManager,
     """What was recorded of the one would count for the other."""
     progress.register(["a", "b", "c"])
     progress.mark_done(0)
-    with pytest.raises(InputChanged, match="is known with another payload"):
+    with pytest.raises(InputChanged, match="was registered with another payload"):
         progress.register(changed)
     assert list(progress.pending()) == [1, 2]
     assert progress.register(["a", "b", "c", "d"]) == 1, "the same with one more"

@@ -183,7 +183,7 @@ def acknowledge(database: Database, no: int, *, by: str, reason: str = "") -> Al
         sql = f"SELECT {_COLUMNS} FROM alerts WHERE no = ?{tx.for_update}"
         row = tx.one(sql, (no,)) if 0 < no < 2**63 else None
         if row is None:
-            raise NotFound(f"There is no alert {no}.", hint="See them all: headway alerts")
+            raise NotFound(f"There is no alert {no}.", hint="List them: headway alerts")
         alert = _alert(row)
         if alert.closed_at is not None:
             raise InvalidInput(f"Alert {no} is already closed.", hint="List the open ones: headway alerts")

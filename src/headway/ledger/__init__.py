@@ -37,29 +37,10 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "Attempt",
-    "Cause",
-    "DeadLetter",
-    "Done",
-    "Failed",
-    "Failure",
-    "Hold",
-    "Item",
-    "ItemInfo",
-    "Job",
-    "JobInfo",
-    "Ledger",
-    "NewItem",
-    "Outcome",
-    "Progress",
-    "ProgressManager",
-    "Recorded",
-    "Run",
-    "canonical",
-    "describe",
-    "fingerprint",
-    "normalise",
-]
+    "Attempt", "Cause", "DeadLetter", "Done", "Failed", "Failure", "Hold", "Item", "ItemInfo", "Job", "JobInfo",
+    "Ledger", "NewItem", "Outcome", "Progress", "ProgressManager", "Recorded", "Run", "canonical", "describe",
+    "fingerprint", "normalise",
+]  # fmt: skip
 
 _HOMES = {
     name: f"{__name__}.{module}" if module != "failure" else "headway.core.failure"
@@ -76,9 +57,11 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = found  # later lookups find it without __getattr__
-    return found
+if not TYPE_CHECKING:  # so that type checkers report unknown names
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = found  # later lookups find it without __getattr__
+        return found

@@ -12,7 +12,7 @@ from typing import Any
 from headway._lease import SqlLeases, has_ended
 from headway._sql import Database, Tx
 from headway.errors import InvalidInput, Refused
-from headway.ledger.store import jobs, runs
+from headway.ledger.store import jobs
 from headway.ledger.store.audit import audit, current_user
 from headway.ledger.values import Control
 
@@ -61,7 +61,7 @@ class ControlledJob:
 
     def asked(self, run: int) -> Control:
         """Return the current control requests for a run."""
-        return runs.control(self._database, self.no, run)
+        return jobs.control(self._database, self.no, run)
 
     def _request(
         self,
@@ -78,7 +78,7 @@ class ControlledJob:
 
         def work(tx: Tx) -> Control:
             id, run = _current_run(tx, self.no)
-            before = runs.control(tx, self.no, run)
+            before = jobs.control(tx, self.no, run)
             wanted = before._replace(
                 paused=before.paused if paused is None else paused,
                 stopping=max(before.stopping, stopping),
@@ -88,7 +88,7 @@ class ControlledJob:
                 return before
             wanted = wanted._replace(version=before.version + 1, actor=by[:200])
             now = tx.now()
-            runs.put_control(tx, self.no, run, wanted, now)
+            jobs.put_control(tx, self.no, run, wanted, now)
             detail: dict[str, object] = {"run": run}
             if workers is not None:
                 detail["workers"] = workers
@@ -106,7 +106,7 @@ def _current_run(tx: Tx, job: int) -> tuple[str, int]:
     Raises `Refused` if no run reads requests.
     """
     id, holder, lease_until, command = jobs.lock_holder(tx, job)
-    run = runs.last(tx, job)
+    run = jobs.last_run(tx, job)
     if run is None or holder is None or has_ended(holder, lease_until, tx.now()):
         raise Refused(f"Job {id} is not running.", hint=f"Continue it:  {command}" if command else None)
     # After the clock was set back, a holder that died on another machine would seem alive for that much longer.

@@ -17,7 +17,7 @@ from headway.ledger.fleet import claims
 from headway.ledger.fleet.claims import DAMAGED
 from headway.ledger.job_lease import Hold, renew
 from headway.ledger.store import items as stored
-from headway.ledger.store import jobs, runs
+from headway.ledger.store import jobs
 from headway.ledger.store.audit import audit
 from headway.ledger.store.contract import NewRow, TriedBefore, item_store
 from headway.ledger.store.index_range import next_untried
@@ -149,7 +149,7 @@ class Job(Reports, ControlledJob):
     def _recount(self, recorder: Recorder) -> None:
         """Recompute the counters after items were removed or replaced."""
         recorder.row.recount()
-        runs.lower_kept(recorder.tx, self.no, recorder.row.done)
+        jobs.lower_kept(recorder.tx, self.no, recorder.row.done)
         recorder.close(settle=False)
 
     def put_empty_results(self) -> None:

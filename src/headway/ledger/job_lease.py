@@ -12,7 +12,7 @@ from headway.core.failure import Failure
 from headway.core.retry import RetryPolicy
 from headway.errors import Held, JobHeld, NotFound
 from headway.ledger.fleet import store as fleets
-from headway.ledger.store import items, jobs, runs
+from headway.ledger.store import items, jobs
 from headway.ledger.store.audit import audit
 from headway.ledger.store.recorder import Recorder
 from headway.ledger.values import NOTED, Failed
@@ -60,10 +60,10 @@ def acquire(
             return _held(tx, job, recorder.id)
         if policy is not None:
             recorder.row.set_policy(policy)
-        runs.end_lost(tx, job, recorder.now)
+        jobs.end_lost_runs(tx, job, recorder.now)
         _correct(recorder)
         _charge_lost(recorder)
-        run = runs.insert(
+        run = jobs.insert_run(
             tx, job, token=found.token, owner=me, settings=settings, kept=recorder.row.done, now=recorder.now
         )
         recorder.close(settle=False)
@@ -124,7 +124,7 @@ def release(database: Database, hold: Hold, outcome: str) -> None:
         # After a restore of the database another run may have had the same token and number, and has ended since.
         # Its outcome stays.
         if _LEASES.release(tx, _lease(hold)):
-            runs.end(tx, hold.job, hold.run, outcome, recorder.now)
+            jobs.end_run(tx, hold.job, hold.run, outcome, recorder.now)
 
     try:
         database.run(work, operation="release")

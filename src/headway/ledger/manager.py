@@ -61,7 +61,7 @@ class ProgressManager:
             if not resume:
                 aside = self._ledger.archive(JOB)
                 if aside is not None:
-                    log.info("starting anew; the earlier progress was put aside", job=JOB, new=aside)
+                    log.info("starting over; the earlier progress was archived", job=JOB, new=aside)
             self._job: Job = self._ledger.create(JOB, max_retries=max_retries, policy=_AT_ONCE)
             info = self._job.info()
             if info.max_retries != max_retries:
@@ -105,7 +105,7 @@ class ProgressManager:
         lines = [
             f"{info.done:,} of {info.total:,} done ({info.percent:.1f}%)",
             f"{info.remaining - info.failed:,} pending, {info.failed:,} failed and to be retried, {info.dead:,} dead",
-            f"{runs:,} runs, {info.failures:,} of them failed ({share:.1f}%)",
+            f"{runs:,} runs, {info.failures:,} failed ({share:.1f}%)",
             f"{info.failures / tried if tried else 0.0:.2f} retries per item tried on average",
         ]
         minutes = self._job.minutes(0)
@@ -133,7 +133,9 @@ class ProgressManager:
         given = list(items)
         indices = sum(isinstance(item, int) and not isinstance(item, bool) for item in given)
         if 0 < indices < len(given):
-            raise InvalidInput("Some items are indices and some are payloads.", hint="Register the ones or the others.")
+            raise InvalidInput(
+                "Some items are indices and some are payloads.", hint="Register only indices or only payloads."
+            )
         if indices:
             new = [NewItem(check_index(item)) for item in given]
         else:
@@ -148,8 +150,8 @@ class ProgressManager:
         for idx, _, mark in self._job.fingerprints():
             if idx < len(items) and mark is not None and mark != items[idx].fingerprint:
                 raise InputChanged(
-                    f"Item {idx} is known with another payload than {items[idx].payload:.80}; nothing was registered.",
-                    hint="Register the items in the order of the first time, or start anew with resume=False.",
+                    f"Item {idx} was registered with another payload than {items[idx].payload:.80}. Nothing was changed.",
+                    hint="Register the items in their first order, or start over with resume=False.",
                 )
 
     def claim(self, worker: str | None = None, *, limit: int = 1, lease: float = 30.0) -> list[Item]:
@@ -201,7 +203,7 @@ class ProgressManager:
         recorded = self._job.record(outcomes, policy=_AT_ONCE, register=True)
         if recorded.stale:
             raise StaleClaim(
-                f"The claim on item {recorded.stale[0]} lapsed and somebody else has it; nothing was recorded.",
+                f"The claim on item {recorded.stale[0]} expired and another worker has it; nothing was recorded.",
                 hint="Claim with a longer lease, or renew it while the work goes on.",
             )
         return recorded.done
@@ -223,8 +225,8 @@ def _failure(idx: int, meta: Meta | None, token: int | None) -> Failed:
     if issubclass(type(error), BaseException):  # isinstance would read __class__, which the exception may override
         failure = describe(error)
     else:
-        said = _exact(error, "An error")
-        failure = Failure("", bounded_error(str(said)) if said else "Unknown error")
+        message = _exact(error, "An error")
+        failure = Failure("", bounded_error(str(message)) if message else "Unknown error")
     kept = _clean({**_exact(given, "Meta"), "error": shortened(failure.text, META_ERROR_KEPT)})
     return Failed(idx, failure, meta=bounded_meta(kept), token=token)
 

@@ -6,22 +6,7 @@ from headway.telemetry.prometheus import MetricsServer, exposition, serve_metric
 from headway.telemetry.redaction import error_message, error_text, forget_secrets, names_a_secret, redact
 
 __all__ = [
-    "BUCKETS",
-    "FIELDS",
-    "Field",
-    "Histogram",
-    "LineFormatter",
-    "Log",
-    "Metrics",
-    "MetricsServer",
-    "MetricsSink",
-    "configure",
-    "error_message",
-    "error_text",
-    "exposition",
-    "forget_secrets",
-    "metrics",
-    "names_a_secret",
-    "redact",
-    "serve_metrics",
-]
+    "BUCKETS", "FIELDS", "Field", "Histogram", "LineFormatter", "Log", "Metrics", "MetricsServer", "MetricsSink",
+    "configure", "error_message", "error_text", "exposition", "forget_secrets", "metrics", "names_a_secret",
+    "redact", "serve_metrics",
+]  # fmt: skip

@@ -20,37 +20,10 @@ Field = str | int | float | bool | None
 
 #: The fields that a log line may have.
 FIELDS = frozenset(
-    [
-        "operation",
-        "job",
-        "project_id",
-        "jobID",
-        "taskID",
-        "tag",
-        "version",
-        "eventID",
-        "error",
-        "idx",
-        "run",
-        "worker",
-        "attempt",
-        "count",
-        "total",
-        "done",
-        "failed",
-        "dead",
-        "seconds",
-        "path",
-        "queue",
-        "kind",
-        "key",
-        "sink",
-        "event",
-        "cause",
-        "old",
-        "new",
-        "reason",
-    ]
+    """
+    operation job project_id jobID taskID tag version eventID error idx run worker attempt count total done failed
+    dead seconds path queue kind key sink event cause old new reason
+    """.split()  # noqa: SIM905 - one name per line would be thirty lines
 )
 
 #: Maximum characters of a message and of each field. A longer text is logged as its beginning and its end.

@@ -23,7 +23,7 @@ from headway._sql import Database, Row, Tx
 from headway.ledger.fleet import store
 from headway.ledger.fleet.store import Fleet
 from headway.ledger.job_lease import Hold
-from headway.ledger.store import items, jobs, runs
+from headway.ledger.store import items, jobs
 from headway.ledger.store.recorder import Recorder
 from headway.telemetry import Log
 
@@ -63,8 +63,14 @@ def hand_over(
         jobs.set_holder(tx, hold.job, hold.token, holder, FOR_EVER)
         before = {"failures": row.failures, "dead": row.dead}
         order = {"work": work, "most": most, "pass": has_pass, "before": before}
-        known = {**runs.settings(tx, hold.job, hold.run), "fleet": True, "slots": slots, "queue": queue, "order": order}
-        runs.set_settings(tx, hold.job, hold.run, known)
+        known = {
+            **jobs.run_settings(tx, hold.job, hold.run),
+            "fleet": True,
+            "slots": slots,
+            "queue": queue,
+            "order": order,
+        }
+        jobs.set_run_settings(tx, hold.job, hold.run, known)
         store.insert(tx, _new(hold.job, hold.run, hold.token, known))
 
     database.run(change, operation="fleet.start")
@@ -81,7 +87,7 @@ def _new(job: int, run: int, token: int, settings: dict[str, Any]) -> Fleet:
 
 def counts_before(database: Database, job: int, run: int) -> tuple[int, int] | None:
     """Return the failures and dead letters that the job had when the run began, or None if unknown."""
-    before = (runs.settings(database, job, run).get("order") or {}).get("before")
+    before = (jobs.run_settings(database, job, run).get("order") or {}).get("before")
     return None if before is None else (before["failures"], before["dead"])
 
 
@@ -92,7 +98,7 @@ def reopen(recorder: Recorder) -> bool:
     sweeper of any worker submits new slots.
     """
     tx, no = recorder.tx, recorder.no
-    last = runs.last(tx, no)
+    last = jobs.last_run(tx, no)
     if last is None:
         return False
     run, host, pid, settings, outcome = last
@@ -101,7 +107,7 @@ def reopen(recorder: Recorder) -> bool:
         return False
     token = recorder.row.token + 1
     jobs.set_holder(tx, no, token, json.dumps({"host": host, "pid": pid, "fleet": run}), FOR_EVER)
-    runs.reopen(tx, no, run, token)
+    jobs.reopen_run(tx, no, run, token)
     store.insert(tx, _new(no, run, token, known))
     log.info("the fleet's run goes on", job=recorder.id)
     return True
@@ -125,7 +131,7 @@ def attend(database: Database, job: int) -> bool:
         if fleet is None:
             return False
         recorder = Recorder(tx, job, token=fleet.token)
-        requests = runs.control(tx, job, fleet.run)
+        requests = jobs.control(tx, job, fleet.run)
         if requests.stopping or fleet.stopped:
             _shorten_all(recorder)
             if not _is_active(recorder):
@@ -201,5 +207,5 @@ def end(recorder: Recorder, fleet: Fleet, outcome: str) -> None:
     recorder.close(settle=outcome == "finished")
     store.delete(tx, no)
     jobs.free(tx, no, fleet.token)
-    runs.end(tx, no, fleet.run, outcome, recorder.now)
+    jobs.end_run(tx, no, fleet.run, outcome, recorder.now)
     log.info("the fleet's run has ended", job=recorder.id, reason=outcome)

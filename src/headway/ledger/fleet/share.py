@@ -20,7 +20,7 @@ from headway.ledger.fleet.store import BlockRow, Claimant, Fleet
 from headway.ledger.job import Job, OnDamaged, ignore
 from headway.ledger.job_lease import Hold
 from headway.ledger.store import items as stored
-from headway.ledger.store import runs
+from headway.ledger.store import jobs
 from headway.ledger.store.contract import TriedBefore, item_store
 from headway.ledger.store.index_range import untried
 from headway.ledger.store.recorder import Recorder
@@ -460,7 +460,7 @@ class Share(Job):
 
     def asked(self, run: int) -> Control:
         """Return the control requests for this slot. It must also stop if the run is over or too many items died."""
-        requests = runs.control(self._database, self.no, run)
+        requests = jobs.control(self._database, self.no, run)
         fleet = store.read(self._database, self.no, run)
         stopping = max(requests.stopping, 1 if fleet is None or fleet.stopped else 0)
         # Scaling changes the number of slots, not the number of items that one slot runs at once.
