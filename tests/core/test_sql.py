@@ -12,6 +12,7 @@ import threading
 import time
 from contextlib import closing, suppress
 from dataclasses import replace
+from enum import IntEnum
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +21,7 @@ import psycopg
 import pytest
 
 from headway import _sql
-from headway._sql import Database, Tx, connect, migrations, postgresql, sqlite
+from headway._sql import Database, Tx, array, connect, migrations, postgresql, sqlite
 from headway._sql.postgresql import PostgreSQL
 from headway._sql.sqlite import SQLite
 from headway.core.failure import Failure
@@ -955,3 +956,33 @@ def test_an_interrupt_while_psycopg_is_loaded_reaches_the_caller_and_the_next_ca
         [sys.executable, "-c", INTERRUPTED_IMPORT, postgres_url], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["Late", "connected"]
+
+
+# ---- arrays of PostgreSQL --------------------------------------------------------------------------------------------
+
+
+class Number(IntEnum):
+    TWO = 2
+
+
+class Share(float):
+    def __repr__(self) -> str:
+        return "much"
+
+
+class Name(str):
+    __slots__ = ()
+
+    def replace(self, *_: object) -> str:
+        return "another"
+
+
+def test_subclasses_of_numbers_and_texts_are_written_by_value() -> None:
+    assert array([Number.TWO, True, Share(0.5), Name('a"b'), None]) == '{2,1,0.5,"a\\"b",NULL}'
+    assert [array([value, value]) for value in (Number.TWO, True, Share(0.5))] == ["{2,2}", "{1,1}", "{0.5,0.5}"]
+
+
+def test_a_column_of_one_kind_is_written_as_one_of_several_is() -> None:
+    for value in (7, -(2**63), 1e-6, float("inf"), None, "a"):
+        assert array([value, value]) == array([value, value, "x"]).replace(',"x"}', "}")
+    assert array([]) == "{}"

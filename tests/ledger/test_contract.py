@@ -160,12 +160,6 @@ def test_success_of_a_dead_item_removes_its_dead_letter_and_is_audited(ledger: L
     assert [action for _, _, action, _, _ in ledger.audit_trail("ads")] == ["rescued"]
 
 
-def test_a_batch_with_an_unknown_item_records_nothing(job: Job):
-    with pytest.raises(NotFound, match="99"):
-        job.record([Done(0), Done(99)])
-    assert job.info().done == 0
-
-
 @pytest.mark.req("S3-04")
 def test_history_has_every_run_fail_fail_done(job: Job):
     job.record([Failed(2, BOOM, seconds=0.5, worker="w1")], policy=NOW)

@@ -6,7 +6,7 @@ of strings for any number of rows.
 
 Reads of many items use ``LATERAL (… LIMIT 1)``, which forces one lookup by key per item. Without statistics (a table
 that was just filled) the planner might execute a plain join as a scan of the whole job, or as a nested loop over the
-batch. ``tests/ledger/test_fresh_tables.py`` measures the rows that every statement reads.
+batch. ``tests/ledger/test_query_plans.py`` measures the rows that every statement reads.
 """
 
 from __future__ import annotations
