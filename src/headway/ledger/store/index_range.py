@@ -2,9 +2,11 @@
 
 A newly filled table has no statistics until autovacuum runs, a minute later or more. Until then the planner assumes
 that a job is 1/200 of its table, and a range of it 1/200 of that. A plan that is cheap for a handful of rows may then
-read the whole job for every page. The statements here leave the planner no such choice. ANALYZE after registering does
-not help: a running job fills ``progress`` row by row. ``tests/ledger/test_query_plans.py`` measures the rows that every
-statement reads, and fails without these forms.
+read the whole job for every page. The statements here leave the planner no such choice.
+
+Measured with 200,000 items and no statistics, a page of 2,000 rows of ``progress`` takes 0.3 ms with ``LIMIT (SELECT ?)``
+and 25 ms with ``LIMIT ?``. After ANALYZE both take 0.3 ms, but a running job fills ``progress`` row by row.
+``tests/ledger/test_query_plans.py`` counts the rows that every statement reads, and fails without these forms.
 """
 
 from __future__ import annotations
