@@ -88,7 +88,7 @@ def test_the_page_of_a_job_that_needs_a_run_says_so_and_shows_the_command(fresh:
     page = html.unescape(fresh.ask("/jobs/one", token="viewer").text)
     head = page.partition("Timeline")[0]
     assert "needs a run" in head
-    assert "1 item waits for another try" in head
+    assert "1 item is pending again" in head
     assert answer["command"] in head
     assert "goes on where it stood" not in page
     assert "needs a run" in fresh.ask("/jobs?state=needs+a+run", token="viewer").text
@@ -108,7 +108,7 @@ def test_retrying_everything_names_the_jobs_that_need_a_run(reader: Reader):
 def test_a_retried_task_that_no_worker_takes_says_how_to_start_one(reader: Reader):
     actions.cancel_task(reader, OPERATOR, "t-anna")
     acted = actions.retry_task(reader, OPERATOR, "t-failed")
-    assert acted.text == "Task t-failed waits in normal. No worker is online. Start one:  headway worker"
+    assert acted.text == "Task t-failed requeued in normal. No worker is online. Start one:  headway worker"
     assert acted.command == "headway worker"
 
 
@@ -135,7 +135,7 @@ def test_a_queue_is_paused_with_a_reason_and_for_a_time_and_resumed(reader: Read
 def test_a_failed_task_gets_another_life_and_a_waiting_one_is_cancelled(reader: Reader):
     assert actions.cancel_task(reader, OPERATOR, "t-anna", reason="not needed").text == "Task t-anna is CANCELLED."
     assert actions.cancel_task(reader, OPERATOR, "t-anna").text.endswith("nothing was changed.")
-    assert actions.retry_task(reader, OPERATOR, "t-failed").text.startswith("Task t-failed waits in normal.")
+    assert actions.retry_task(reader, OPERATOR, "t-failed").text.startswith("Task t-failed requeued in normal.")
     assert last(reader) == ("olga", "task.retry", {"task": "t-failed", "kind": "caption", "reason": ""})
 
 
@@ -146,7 +146,7 @@ def test_a_worker_is_told_to_end_and_one_that_has_ended_is_not(reader: Reader, d
         actions.end_worker(reader, OPERATOR, ended.name, "drain")
     with TaskQueue(database) as queue:
         queue.database.write("UPDATE task_workers SET state = 'idle', ended_at = NULL, seen_at = ?", (time.time(),))
-    assert actions.end_worker(reader, OPERATOR, ended.name, "drain").text.endswith("finishes what it runs, and ends.")
+    assert actions.end_worker(reader, OPERATOR, ended.name, "drain").text.endswith("finish its current tasks and exit.")
     assert reader.workers().workers[0].wanted == "drain"
     with pytest.raises(NotFound):
         actions.end_worker(reader, OPERATOR, "nobody", "stop")
@@ -161,7 +161,7 @@ def test_a_lost_worker_is_taken_off_the_list_and_one_that_works_is_not(reader: R
         actions.remove_worker(reader, OPERATOR, worker.name)
     reader.database.write("UPDATE task_workers SET state = 'lost', ended_at = seen_at")
     acted = actions.remove_worker(reader, OPERATOR, worker.name, reason="replaced")
-    assert acted.text == f"The worker {worker.name} is off the list."
+    assert acted.text == f"Removed worker {worker.name} from the list."
     assert last(reader) == ("olga", "worker.remove", {"worker": worker.name, "state": "lost", "reason": "replaced"})
     assert reader.workers().workers == ()
     with pytest.raises(NotFound):
@@ -213,12 +213,12 @@ def run(reader: Reader) -> Hold:
 @pytest.mark.req("S2-41")
 def test_a_run_is_asked_to_pause_to_go_on_to_use_other_workers_and_to_stop(reader: Reader, run: Hold):
     job = reader.ledger.job("ads")
-    assert "begin nothing more" in actions.pause_run(reader, OPERATOR, "ads", reason="the disk  is full").text
+    assert "start no more" in actions.pause_run(reader, OPERATOR, "ads", reason="the disk  is full").text
     assert last(reader) == ("olga", "pause", {"run": run.run, "reason": "the disk is full"})
     assert (job.asked(run.run).paused, reader.job("ads").paused_by) == (True, "olga")
     actions.resume_run(reader, OPERATOR, "ads")
     assert last(reader) == ("olga", "resume", {"run": run.run})
-    assert actions.scale_run(reader, OPERATOR, "ads", 6).text.endswith("asked to work on 6 items at once.")
+    assert actions.scale_run(reader, OPERATOR, "ads", 6).text.endswith("to process 6 items at once.")
     assert last(reader) == ("olga", "scale", {"run": run.run, "workers": 6})
     actions.stop_run(reader, OPERATOR, "ads")
     assert job.asked(run.run).stopping == 1
@@ -312,7 +312,7 @@ def test_a_run_is_controlled_by_the_forms_of_its_page(fresh: Web, reader: Reader
     assert "/actions/resume" not in page
     post("pause", reason="lunch")
     page = fresh.ask("/jobs/ads", cookies=cookies).text
-    assert "the-operator asked it to pause" in page
+    assert "Paused by the-operator" in page
     assert 'action="/actions/resume"' in page
     post("resume")
     for nonsense in ("", "x", "0", "99999"):
@@ -321,7 +321,7 @@ def test_a_run_is_controlled_by_the_forms_of_its_page(fresh: Web, reader: Reader
     post("scale", workers="5")
     post("stop")
     page = fresh.ask("/jobs/ads", cookies=cookies).text
-    assert "the-operator asked it to stop" in page
+    assert "Stop requested by the-operator" in page
     assert 'action="/actions/stop"' not in page
     asked = reader.ledger.job("ads").asked(run.run)
     assert (asked.paused, asked.workers, asked.stopping) == (False, 5, 1)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
+from zoneinfo import ZoneInfo
 
 import pytest
 import uvicorn
@@ -211,7 +213,7 @@ def test_a_page_without_news_says_so_within_six_seconds_and_recovers(chromium: B
         visit.page.wait_for_timeout(300)  # what was under way has arrived
         visit.page.clock.run_for(7500)
         expect(visit.page.locator("#stale")).to_be_visible()
-        expect(visit.page.locator(".live")).to_contain_text("No news for")
+        expect(visit.page.locator(".live")).to_contain_text("No data for")
         expect(visit.page.locator("body")).to_have_class("stale")
         stage.silent = False
         visit.page.wait_for_timeout(300)
@@ -257,7 +259,7 @@ def test_what_an_operator_does_works_by_keyboard(chromium: Browser, served: Serv
         opener.focus()
         page.keyboard.press("Enter")
         dialog = page.locator("dialog[open]")
-        expect(dialog).to_contain_text("Nothing else is touched")
+        expect(dialog).to_contain_text("Attempts restart from 0")
         expect(dialog.locator("form")).to_have_attribute("action", "/actions/retry")
         page.keyboard.press("Escape")
         expect(page.locator("dialog[open]")).to_have_count(0)
@@ -266,7 +268,7 @@ def test_what_an_operator_does_works_by_keyboard(chromium: Browser, served: Serv
         page.keyboard.press("j")
         expect(page.locator("tbody th a").first).to_be_focused()
         page.goto("/about")
-        page.get_by_role("button", name="Switch single keys off").click()
+        page.get_by_role("button", name="Disable single-key shortcuts").click()
         page.keyboard.press("g")
         page.keyboard.press("d")
         expect(page).to_have_url(f"{served.address}/about")
@@ -293,7 +295,7 @@ def test_without_a_script_a_page_is_whole_and_a_dialog_still_opens(chromium: Bro
         page = visit.page
         page.goto("/")
         expect(page.locator(".live")).to_contain_text("Snapshot")
-        expect(page.locator("h1")).to_contain_text("need you")
+        expect(page.locator("h1")).to_contain_text("attention")
         expect(page.locator("svg.ch")).to_be_visible()
         expect(page.locator("[data-theme-toggle]")).to_be_hidden()
         page.goto("/dead")
@@ -323,15 +325,15 @@ def test_the_login_and_the_errors_are_pages_like_the_others(chromium: Browser, c
         assert looked_at() == {}
         page.get_by_label("Token").fill("hw_000000000000_wrong")
         page.keyboard.press("Enter")
-        expect(page.get_by_role("alert")).to_have_text("This token is not known, or has ended.")
+        expect(page.get_by_role("alert")).to_have_text("Unknown or expired token.")
         assert looked_at() == {}
         assert visit.wrong == []
         page.get_by_label("Token").fill(closed.tokens["viewer"])
         page.keyboard.press("Enter")
         page.wait_for_url("**/jobs?state=dead")
         for path, text in (
-            ("/nothing", "There is nothing under /nothing"),
-            ("/actions/retry", "is not how this is asked"),
+            ("/nothing", "There is no page /nothing"),
+            ("/actions/retry", "does not support GET"),
         ):
             page.goto(path)
             expect(page.get_by_role("heading", level=1)).to_contain_text(text)
@@ -450,13 +452,9 @@ def test_no_text_makes_a_page_wider_than_its_window(chromium: Browser, tmp_path:
 
 @pytest.mark.parametrize(
     ("zone", "said"),
-    [
-        ("UTC", "all times UTC"),
-        ("Asia/Kolkata", "your clock is at +05:30"),
-        ("America/New_York", "your clock is at -05:00"),
-    ],
+    [("UTC", "UTC"), ("Asia/Kolkata", "UTC+05:30"), ("America/New_York", "UTC-05:00")],
 )
-def test_times_are_utc_wherever_the_browser_is_and_it_says_how_far_away_that_is(
+def test_times_are_local_until_utc_is_chosen_and_utc_without_a_script(
     chromium: Browser, served: Served, stage: Stage, zone: str, said: str
 ):
     stage.silent = True
@@ -464,15 +462,55 @@ def test_times_are_utc_wherever_the_browser_is_and_it_says_how_far_away_that_is(
         page = visit.page
         page.clock.set_fixed_time("2026-11-17T04:00:00Z")  # winter in New York
         page.goto("/")
-        shown = page.locator("footer").inner_text()
-        assert said in shown
-        assert "all times UTC" in shown
-        assert (zone == "UTC") == ("your clock" not in shown)
-        assert re.search(r"\d\d:\d\d UTC", page.locator(".lead").inner_text())
+        expect(page.locator("#zone")).to_have_text(said)
+        utc = page.locator("#asof time").get_attribute("data-utc") or page.locator("#asof time").inner_text()
+        there = datetime.fromtimestamp(int(page.locator("#asof time").get_attribute("data-t") or 0), ZoneInfo(zone))
+        assert page.locator("#asof time").inner_text().endswith(f"{there:%H:%M:%S}")
+        if zone == "UTC":
+            expect(page.locator("[data-zone]")).to_have_count(0)
+        else:
+            page.get_by_role("button", name="Show UTC").click()
+            expect(page.locator("#zone")).to_have_text("UTC")
+            expect(page.locator("#asof time")).to_have_text(utc)
+            page.reload()
+            expect(page.locator("[data-zone]")).to_have_text("Show local time")  # the choice is remembered
     with Visit(chromium, served.address, timezone_id=zone, java_script_enabled=False) as visit:
         visit.page.goto("/jobs")
         assert re.search(r"Snapshot \d\d:\d\d:\d\d UTC", visit.page.locator(".live").inner_text())
-        assert "all times UTC" in visit.page.locator("footer").inner_text()
+        assert "Times are UTC" in visit.page.locator("footer").inner_text()
+
+
+@pytest.mark.parametrize("path", ["/", f"/jobs/{INVOICES}", "/queues/normal", "/performance"])
+def test_a_chart_tells_its_values_to_the_pointer_and_to_the_keyboard(
+    chromium: Browser, served: Served, stage: Stage, path: str
+):
+    with Visit(chromium, served.address) as visit:
+        chart, tip = visit.page.locator("[data-chart]").first, visit.page.locator(".tipbox")
+        visit.page.goto(path)
+        chart.hover(position={"x": 40, "y": 60})
+        expect(tip).to_have_text(re.compile(r": [\d,]+ (succeeded|items|completed|tasks|task|job)"))
+        first = tip.inner_text()
+        visit.page.mouse.move(0, 0)
+        expect(tip).to_be_hidden()
+        chart.focus()
+        visit.page.keyboard.press("Home")
+        visit.page.keyboard.press("ArrowRight")
+        expect(chart).to_have_attribute("aria-valuenow", "1")
+        assert (chart.get_attribute("aria-valuetext") or "") == tip.inner_text()
+        assert first
+        assert not visit.wrong
+
+
+def test_typed_text_survives_a_lost_connection(chromium: Browser, served: Served, stage: Stage):
+    with Visit(chromium, served.address) as visit:
+        page = visit.page
+        page.goto("/queues")
+        page.get_by_role("button", name="Pause normal").click()
+        page.locator("dialog[open] [name=reason]").fill("disk is full")
+        page.route("**/readyz", lambda route: route.abort())
+        page.locator("dialog[open]").get_by_role("button", name="Pause").click()
+        expect(page.locator("dialog[open] .unsent")).to_contain_text("Your input is kept")
+        assert page.locator("dialog[open] [name=reason]").input_value() == "disk is full"
 
 
 def test_the_way_back_from_a_filtered_list_shows_the_filter_that_the_list_has(

@@ -197,7 +197,7 @@ def test_an_item_is_found_by_its_name_with_its_attempts_and_frames(
         task.page.keyboard.press("Enter")
         task.page.wait_for_url(f"**/jobs/{INVOICES}/items/{key}")
         expect(task.page.locator("main")).to_contain_text("scene.py")
-        expect(task.page.locator("main")).to_contain_text("Try 3")
+        expect(task.page.locator("main")).to_contain_text("Attempt 3")
         assert task.clicks == 0
 
 
@@ -231,7 +231,7 @@ def test_a_queue_is_paused_by_two_clicks_with_a_reason_that_everybody_sees_and_r
         task.page.goto("/")
         task.clicks = 0
         task.click(task.page.get_by_role("button", name="Resume normal"))
-        expect(task.page.get_by_text("The queue normal goes on.")).to_be_visible()
+        expect(task.page.get_by_text("The queue normal is resumed.")).to_be_visible()
         assert task.clicks == 1
         assert taken() == 1
 
@@ -294,7 +294,7 @@ def test_without_a_script_an_action_is_done_and_said(chromium: Browser, house: H
         task.confirm("Pause", reason="no script")
         expect(task.page.get_by_text("The queue high is paused.")).to_be_visible()
         task.click(task.page.get_by_role("button", name="Resume high"))
-        expect(task.page.get_by_text("The queue high goes on.")).to_be_visible()
+        expect(task.page.get_by_text("The queue high is resumed.")).to_be_visible()
 
 
 def _me() -> Any:
@@ -375,9 +375,9 @@ def test_a_killed_worker_is_named_with_its_task_and_then_who_took_it_over(chromi
                 expect(task.page).to_have_url(re.compile(f"/workers#{lost.name}$"))
                 row = task.page.locator(f"[id='{lost.name}']")
                 expect(row).to_contain_text("lost")
-                expect(row.locator("[data-l='Heard of']")).to_contain_text(re.compile(r"\d+ (s|min).* ago"))
+                expect(row.locator("[data-l='Last heartbeat']")).to_contain_text(re.compile(r"\d+ (s|min).* ago"))
                 expect(row).to_contain_text(held[:16])
-                expect(row).to_contain_text(f"taken over by {successor.name}", timeout=30_000)
+                expect(row).to_contain_text(f"reassigned to {successor.name}", timeout=30_000)
                 assert task.clicks == 1
         (house.place / "free").touch()
         eventually(lambda: queue.get(held).status == "COMPLETED", timeout=60)
@@ -397,8 +397,10 @@ def test_a_worker_is_drained_by_two_clicks_finishes_its_task_and_leaves(
             task.click(chip.get_by_role("button", name=f"Drain {worker.name}"))
             task.confirm("Drain", reason="new kernel")
             assert task.clicks == 2
-            expect(task.page.locator(".flash")).to_contain_text(f"The worker {worker.name} finishes what it runs")
-            expect(chip).to_contain_text(re.compile("draining|told to drain"))
+            expect(task.page.locator(".flash")).to_contain_text(
+                f"Asked worker {worker.name} to finish its current tasks"
+            )
+            expect(chip).to_contain_text(re.compile("draining|drain requested"))
             assert queue.get(held).status == "RUNNING"
             free.touch()
             eventually(lambda: queue.get(held).status == "COMPLETED", timeout=60)
@@ -497,10 +499,10 @@ def test_a_store_that_goes_away_turns_the_page_red_and_it_recovers_by_itself(
         proxy.cut()
         expect(live).to_have_text("Store unreachable", timeout=15_000)
         expect(banner).to_be_visible()
-        expect(banner).to_contain_text("What is below is from")
+        expect(banner).to_contain_text("The data below is from")
         assert greens(task.page) == []
         answer = task.page.request.get("/jobs")
-        assert (answer.status, "what is not known is not zero" in answer.text()) == (503, True)
+        assert (answer.status, "no data is shown" in answer.text()) == (503, True)
         proxy.pass_through()
         expect(live).to_have_text("Live", timeout=60_000)
         expect(banner).to_be_hidden()
@@ -524,7 +526,7 @@ def test_another_person_sees_nothing_of_the_first_ones_by_page_address_or_live(
         frames: list[str] = []
         visit.page.on("websocket", lambda socket: socket.on("framereceived", lambda text: frames.append(str(text))))
         visit.page.goto("/me")
-        expect(visit.page.locator("main")).to_contain_text("Your caption waits.")
+        expect(visit.page.locator("main")).to_contain_text("Your caption is waiting.")
         heard_of_ben = lambda: [text for text in frames if "t-ben" in text]  # noqa: E731 - it is asked in a loop
         for _ in range(300):
             if heard_of_ben():

@@ -181,7 +181,7 @@ def test_everything_that_failed_is_seen_and_retried_through_the_client(serve: Se
         client.cancel_task("t-anna")  # a user has one active task
         with pytest.raises(NotFound, match="this cause"):
             client.retry_tasks(cause=cause.no + 1)
-        assert client.retry_tasks(cause=cause.no, reason="repaired").text.startswith("1 task waits again.")
+        assert client.retry_tasks(cause=cause.no, reason="repaired").text.startswith("1 task requeued.")
         assert client.retry_tasks().touched == 0
         picture = client.item_map("ads").map
         assert picture is not None

@@ -106,9 +106,9 @@ def test_a_number_of_another_life_of_the_server_is_no_place_in_this_one(seq: str
         channel = Channel("e")
         for count in range(7):
             channel.publish({"jobs": {"a": {"done": count}}})
-        assert channel.place(seq) is None
-        assert channel.place("e.7") == 7
-        assert channel.place("e.8") is None  # nobody was sent it
+        assert channel.number_of(seq) is None
+        assert channel.number_of("e.7") == 7
+        assert channel.number_of("e.8") is None  # nobody was sent it
 
     asyncio.run(play())
 

@@ -140,7 +140,7 @@ def test_every_page_is_the_same_on_postgresql(postgres_url: str):
             assert len(read(client, path).all("h1")) == 1
         page = read(client, "/")
         assert "paused by tomas" in page.text
-        assert "worker-d on db-b stopped answering" in page.text
+        assert "worker-d on db-b stopped responding" in page.text
         assert client.get("/find?q=inv-2025-000003").headers["location"] == f"/jobs/{INVOICES}/items/inv-2025-000003"
     stage.site.close()
 
@@ -171,7 +171,7 @@ def test_the_buttons_of_a_dialog_say_different_things(client: TestClient):
         for path in PATHS
         for dialog in re.findall(r"<dialog.*?</dialog>", client.get(path).text, re.DOTALL)
     ]
-    assert ["Keep it", "Cancel"] in chosen
+    assert ["Keep", "Cancel"] in chosen
     assert all(len({word.partition(" ")[0] for word in words}) == 2 for words in chosen)
 
 
@@ -204,21 +204,21 @@ def test_idle_workers_hide_none_that_works(tmp_path: Path):
             scene.change(database, f"INSERT INTO task_workers (name, {same}) {copy}", f"an-idle-one-{number}")
     stage = Stage(url)
     with TestClient(stage.app()) as client:
-        for path in ("/", "/queues"):
+        for path, count in (("/", 4), ("/queues", 6)):
             chips = client.get(path).text.partition('<ul class="chips">')[2].partition("</section>")[0]
             shown = re.findall(r'/workers#([^"]+)"', chips)
             assert shown[:2] == ["worker-a", "an-idle-one-0"]
-            assert len(shown) == 6
+            assert len(shown) == count
             assert "All 12 workers" in chips
     stage.site.close()
 
 
 def test_the_overview_says_first_what_needs_somebody(client: TestClient):
     page = read(client, "/")
-    assert re.search(r"\d things need you", page.text)
+    assert re.search(r"\d issues need attention", page.text)
     for word in ("Worker lost", "New error", "Paused"):
         assert word in page.text
-    assert "worker-d on db-b stopped answering" in page.text
+    assert "worker-d on db-b stopped responding" in page.text
     assert "paused by tomas, “database backup, please leave the disk alone”" in page.text
 
 
@@ -228,7 +228,7 @@ def test_a_queue_that_stands_still_with_workers_at_hand_needs_somebody(client: T
     kept = database.all("SELECT minute, queue, kind, share, submitted, completed, failed, failures FROM task_minutes")
     scene.change(database, "UPDATE task_minutes SET completed = 0, failures = 0, failed = 0 WHERE queue = 'normal'")
     page = read(client, "/").text
-    assert re.search(r"normal: \d+ tasks wait, and none was finished in the last minutes", page)
+    assert re.search(r"normal: \d+ tasks waiting; none finished in the last minutes", page)
     scene.change(database, "DELETE FROM task_minutes")
     names = "minute, queue, kind, share, submitted, completed, failed, failures"
     for row in kept:
@@ -245,7 +245,7 @@ def test_a_run_that_was_paused_by_hand_is_paused_and_not_stalled_and_is_resumed_
         scene.change(ledger.database, "UPDATE runs SET started_at = started_at - 4000")
     stage = Stage(url)
     page = client_of(stage).get("/").text
-    assert "ana asked its run to pause; 3,557 items wait" in page
+    assert "paused by ana; 3,557 items pending" in page
     assert "Stalled" not in page
     assert 'aria-label="Resume the run of embed-pages"' in page
     stage.site.close()
@@ -284,8 +284,8 @@ def test_an_empty_installation_says_how_to_begin(tmp_path: Path):
     client = TestClient(stage.app())
     assert "Nothing has run here yet" in read(client, "/").text
     assert "headway run" in read(client, "/jobs").text
-    assert "Nothing has failed for good" in read(client, "/dead").text
-    assert "You have not asked for anything yet" in read(client, "/me").text
+    assert "Nothing has failed permanently" in read(client, "/dead").text
+    assert "No tasks yet" in read(client, "/me").text
     for path in ("/queues", "/workers", "/tasks", "/projects", "/states", "/performance", "/activity", "/about"):
         read(client, path)
     stage.site.close()
@@ -297,7 +297,7 @@ def test_when_nothing_is_wrong_the_overview_says_so(tmp_path: Path):
         scene.thumbnails(ledger)
     stage = Stage(url)
     page = read(TestClient(stage.app()), "/")
-    assert "Nothing needs you" in page.text
+    assert "No issues" in page.text
     assert "Nothing is running" in page.text
     stage.site.close()
 
@@ -317,7 +317,7 @@ def test_the_numbers_of_a_job_are_those_of_the_store(client: TestClient, stage: 
     ):
         assert f"{count:,}" in page.text
     assert f"{sheet.runs[-1].kept:,} of them kept from before" in page.text
-    assert "It was killed once, in run 1, and went on where it stood" in page.text
+    assert "Killed once (run 1); resumed without loss" in page.text
     assert "headway run docjobs:extract_text" in page.text
 
 
@@ -356,11 +356,11 @@ def test_causes_are_rows_with_their_number_of_dead_items_in_the_button(client: T
 def test_an_item_shows_every_attempt_its_own_frames_and_a_masked_payload(client: TestClient, stage: Stage):
     letter = stage.site.reader.dead_items(INVOICES, limit=1).causes[0].items[0]  # type: ignore[index]  # asked for
     page = read(client, f"/jobs/{INVOICES}/items/{letter.key}")
-    assert "after 3 tries" in page.text
+    assert "after 3 attempts" in page.text
     for no in (1, 2, 3):
-        assert f"Try {no}" in page.text
+        assert f"Attempt {no}" in page.text
     assert "web/scene.py" in page.text
-    assert page.text.count("At the same place as the try after it.") == 2
+    assert page.text.count("Same traceback as the following attempt.") == 2
     assert "hunter2" not in page.text
     assert "***" in page.text
     stage.role = "viewer"
@@ -408,7 +408,7 @@ def test_of_items_whose_keys_are_numbers_each_link_and_each_button_means_the_ite
         for key in ("2", "3"):  # typed by somebody, it is a key
             assert client.get(f"/jobs/orders/items?key={key}").headers["location"] == f"/jobs/orders/items/{key}"
             assert f"<h1>{key}</h1>" in client.get(f"/jobs/orders/items/{key}").text
-        examples = re.findall(r'href="/jobs/orders/item/(\d+)">(\d+)</a>, 3 tries', client.get("/dead").text)
+        examples = re.findall(r'href="/jobs/orders/item/(\d+)">(\d+)</a>, 3 attempts', client.get("/dead").text)
         assert examples
         assert all(int(idx) + 1 == int(key) for idx, key in examples)
         acted = actions.FORMS["retry"](stage.site.reader, User("ada", "admin"), {"job": "orders"}, ["1"])
@@ -456,7 +456,7 @@ def test_a_failed_task_shows_where_it_failed_and_not_to_the_person_it_was_for(cl
     stage.role, stage.name = "user", str(task.user_id)
     page = read(client, f"/tasks/{task.id}").text
     assert "scene.py" not in page
-    assert "Run 1" in page
+    assert "Attempt 1" in page
     own = stage.site.reader.task(task.id, user_id=task.user_id)
     assert [run.traceback for run in own.runs] == [None] * len(own.runs)
 
@@ -504,7 +504,7 @@ def test_a_person_sees_how_far_their_own_task_is(client: TestClient, stage: Stag
     page = read(client, "/me")
     assert "Your export is half done." in page.text
     assert "Writing page 31 of 58" in page.text
-    assert "It waits behind your own running export" in page.text
+    assert "Waiting behind your running export" in page.text
     assert "tomas" not in page.text
 
 
@@ -592,7 +592,7 @@ def test_a_store_that_is_away_is_not_shown_as_an_empty_one(tmp_path: Path):
     answer = client.get("/")
     assert answer.status_code in (404, 503)
     page = Page(answer.text)
-    assert "need you" not in page.text
+    assert "attention" not in page.text
     assert "Nothing" not in page.text
     stage.site.close()
 

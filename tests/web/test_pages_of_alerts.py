@@ -42,10 +42,10 @@ def judge(stage: Stage) -> None:
 @pytest.mark.req("S2-40")
 def test_the_page_says_what_is_open_since_when_and_whether_anybody_looks(stage: Stage):
     with TestClient(stage.app()) as client:
-        assert "Nobody has judged the rules yet" in client.get("/alerts").text
+        assert "The rules were never evaluated" in client.get("/alerts").text
         judge(stage)
         page = client.get("/alerts").text
-        assert "1 alert is open" in page
+        assert "1 open alert" in page
         assert "12" in page
         assert "/actions/acknowledge" in page
         stage.role = "viewer"
@@ -80,12 +80,12 @@ def test_an_alert_that_somebody_sees_to_is_still_on_the_overview_and_needs_nobod
         assert "Store slow" in before
         [alert] = [one for one in stage.site.reader.alerts().alerts if one.rule == "store_slow"]
         assert f'name="alert" value="{alert.no}"' in before
-        needs = int(re.findall(r"<h1>(\d+) things? needs? you", before)[0])
+        needs = int(re.findall(r"<h1>(\d+) issues? needs? attention", before)[0])
         actions.acknowledge(stage.site.reader, OPERATOR, alert.no)
         after = client.get("/").text
         assert "Store slow" in after
-        assert "olga sees to it" in after
-        left = re.findall(r"<h1>(\d+) things? needs? you", after)
+        assert "acknowledged by olga" in after
+        left = re.findall(r"<h1>(\d+) issues? needs? attention", after)
         assert int(left[0] if left else 0) == needs - 1
         assert f'name="alert" value="{alert.no}"' not in after
 

@@ -85,9 +85,9 @@ def test_failed_jobs_of_rq_are_shown_by_cause_and_one_cause_is_requeued(
     alike = fail(redis, "img-01 has no digits", "img-02 has no digits", "img-03 has no digits")
     [other] = fail(redis, "disk is full")
     page = client.get("/dead").text
-    assert "4 jobs of RQ failed for good, for 2 reasons" in page
+    assert "4 jobs in RQ failed permanently, with 2 causes" in page
     assert "{id} has no digits" in page
-    assert "Requeue 3 jobs of digits that failed by Boom" in page
+    assert "Requeue 3 jobs of digits that failed with Boom" in page
 
     found = failures.read_failures(failures.followed(reader.config, reader.database))  # type: ignore[arg-type]  # it is
     assert [(len(cause.jobs), cause.type, cause.frame) for cause in found.causes] == [
@@ -97,7 +97,7 @@ def test_failed_jobs_of_rq_are_shown_by_cause_and_one_cause_is_requeued(
     [later] = fail(redis, "img-04 has no digits")
     until = str(round(shown.jobs[0].at * 1000))
     said = form(reader, "requeue", cause=shown.id, until=until, reason="the scanner is repaired")
-    assert said == "3 jobs of digits are in RQ's queue again."
+    assert said == "3 jobs of digits requeued in RQ."
     assert failed(redis) == {other, later}
     assert sorted(Queue("digits", connection=redis).get_job_ids()) == sorted(alike)
     told = activity(reader)[:2]
@@ -138,7 +138,7 @@ def test_a_job_of_rq_that_is_damaged_or_gone_stays_where_it_is_and_costs_no_othe
     [cause] = failures.read_failures(failures.followed(reader.config, reader.database)).causes  # type: ignore[arg-type]
     acted = bulk.requeue_cause(reader, OPERATOR, cause.id, until=cause.jobs[0].at)
     assert acted.touched == 1
-    assert "2 jobs could not be" in acted.text
+    assert "2 jobs not requeued" in acted.text
     assert failed(redis) == {jobs[0], jobs[1]}
     with pytest.raises(NotFound, match="any more"):
         bulk.requeue_cause(reader, OPERATOR, "0" * 12, until=cause.jobs[0].at)
@@ -150,7 +150,7 @@ def test_the_page_is_whole_without_rqs_redis_and_says_what_is_not_known(tmp_path
         page = client.get("/dead")
     stage.site.close()
     assert page.status_code == 200
-    assert "Not known" in page.text
+    assert "Unknown" in page.text
     assert "No job stands failed" not in page.text
 
 
@@ -199,13 +199,13 @@ def test_failed_tasks_of_one_cause_wait_again_and_one_whose_user_is_busy_stays(s
     reader = stage.site.reader
     numbers = {cause.type: cause.no for cause in read_task_causes(reader.database)}
     said = form(reader, "retry", tasks=str(numbers["ZeroDivisionError"]), reason="new data")
-    assert said.startswith("2 tasks wait again. 1 task of users who have an active task already stay failed.")
+    assert said.startswith("2 tasks requeued. Still failed: 1 task of users who already have an active task.")
     assert {task.id: task.status for task in reader.tasks().tasks} == {
         "active": "QUEUED", "div-0": "FAILED", "div-1": "QUEUED", "div-2": "QUEUED", "look-0": "FAILED", "look-1": "FAILED",
     }  # fmt: skip
     actor, action, facts = activity(reader)[0]
     assert (actor, action, facts["count"], facts["reason"]) == ("olga", "task.retry", 2, "new data")
-    assert form(reader, "retry", tasks="all").startswith("2 tasks wait again.")
+    assert form(reader, "retry", tasks="all").startswith("2 tasks requeued.")
     with pytest.raises(NotFound):
         form(reader, "retry", tasks=str(numbers["KeyError"]))
 
@@ -214,7 +214,7 @@ def test_no_more_tasks_are_retried_at_once_than_is_said_and_the_rest_is_said(
     stage: Stage, tasks: TaskQueue, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(bulk, "MOST", 2)
-    assert form(stage.site.reader, "retry", tasks="all").count("There are more: do it once again.") == 1
+    assert form(stage.site.reader, "retry", tasks="all").count("More remain: retry again.") == 1
 
 
 def test_a_selection_of_nothing_retries_nothing(stage: Stage):

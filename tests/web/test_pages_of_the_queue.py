@@ -56,11 +56,11 @@ def test_a_queue_looks_the_same_whether_workers_hear_of_tasks_through_rq_or_not(
     queue.cancel(gone.id)
 
     normal = row(pages.get("/queues").text, "normal")
-    counts = ("Waiting", "Done, failed, 1 h", "Who waits")
-    assert [normal[label] for label in counts] == ["2", "3, 1 all that failed 3, 1 in all", "no user 2"]
+    counts = ("Waiting", "Done, failed, 1 h", "Users waiting")
+    assert [normal[label] for label in counts] == ["2", "3, 1 all failed 3, 1 in total", "no user 2"]
     assert normal["Run p50 · p95"] != "\N{EN DASH}"
     high = row(pages.get("/queues").text, "high")
-    assert [high[label] for label in counts] == ["0", "0, 0 0, 0 in all", "\N{EN DASH}"]
+    assert [high[label] for label in counts] == ["0", "0, 0 0, 0 in total", "\N{EN DASH}"]
 
     listed = pages.get("/tasks").text
     assert all(task.id in listed for task in (*done, failed, *waiting, gone))
@@ -69,7 +69,7 @@ def test_a_queue_looks_the_same_whether_workers_hear_of_tasks_through_rq_or_not(
         everyone = (*done, failed, *waiting, gone)
         assert [task.id for task in everyone if f"/tasks/{task.id}" in listed] == [task.id for task in expected]
 
-    told = "was given its id" if queue.redis_url else "does not know it"
+    told = "notified" if queue.redis_url else "not notified"
     assert f"<dt>RQ</dt><dd>{told}" in pages.get(f"/tasks/{waiting[0].id}").text
 
     worker = row(pages.get("/workers").text, "w1")

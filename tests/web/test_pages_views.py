@@ -26,7 +26,7 @@ from headway.views.system.performance import read_performance
 from headway.web.pages import draw
 from headway.web.pages.jobs import frames, map_sentence
 from headway.web.pages.overview import moving
-from headway.web.pages.render import part, since, span, when
+from headway.web.pages.render import part, since, span, when, when_text
 from tests.web import scene
 
 BAD = Failure("ValueError", "bad", "x.py:f")
@@ -330,11 +330,12 @@ def test_a_percentage_never_says_all_before_it_is_all_nor_nothing_when_there_is_
 
 def test_times_are_said_as_people_say_them():
     now = scene_time(16, 12)
-    assert when(scene_time(16, 9), now) == "09:00"
-    assert when(scene_time(15, 9), now) == "yesterday 09:00"
-    assert when(scene_time(12, 9), now) == "Thursday 09:00"
-    assert when(scene_time(2, 9), now) == "2 Nov 09:00"
+    assert when_text(scene_time(16, 9), now) == "09:00"
+    assert when_text(scene_time(15, 9), now) == "yesterday 09:00"
+    assert when_text(scene_time(12, 9), now) == "Thursday 09:00"
+    assert when_text(scene_time(2, 9), now) == "2 Nov 09:00"
     assert when(None, now) == "\u2013"
+    assert when(scene_time(16, 9), now) == "<time data-t=1794819600>09:00</time>"
     assert since(scene_time(16, 13), now) == "now"  # a clock that is ahead
     assert [span(0.0004), span(0.136), span(0.99), span(75.0)] == ["0.4 ms", "136 ms", "1.0 s", "1 min 15 s"]
 

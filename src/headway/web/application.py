@@ -17,7 +17,9 @@ from headway.views.reading import Reader
 try:
     from fastapi import FastAPI
     from fastapi.exceptions import RequestValidationError
+    from starlette.datastructures import Headers
     from starlette.exceptions import HTTPException
+    from starlette.middleware.gzip import GZipMiddleware
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.routing import BaseRoute, Route, WebSocketRoute
@@ -38,7 +40,7 @@ from headway.web.pages.render import Pages
 from headway.web.site import Site
 
 if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from headway.config import Value
     from headway.finishline import AsyncProgress
@@ -61,7 +63,7 @@ class Application:
         self._progress: AsyncProgress | None = None
         self._pages = Pages(site)
         self._inner = self._routes()
-        self._gate = Gate(self._inner, self.access, self._failed)
+        self._gate = Gate(_Compressed(self._inner), self.access, self._failed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._gate(scope, receive, send)
@@ -155,14 +157,33 @@ class Application:
         return response
 
 
+class _Compressed:
+    """Compresses pages with gzip, except for requests from other sites.
+
+    A page contains secrets (its CSRF token) and reflects parameters. Compression would let another site that can make a
+    browser request pages and measure their sizes guess the secrets (BREACH). Our cookies are strict, so such requests have
+    no session; they are not compressed either. API answers stay uncompressed: their ETags name exact bytes.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._plain, self._packed = app, GZipMiddleware(app, minimum_size=1024, compresslevel=5)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        packs = scope["type"] == "http" and not gate.is_for_programs(gate.path_of(scope))
+        if packs and Headers(scope=scope).get("sec-fetch-site", "none") in ("none", "same-origin"):
+            await self._packed(scope, receive, send)
+        else:
+            await self._plain(scope, receive, send)
+
+
 def _in_our_words(error: Exception, request: Request) -> HeadwayError:
     match error:
         case RequestValidationError():
             return _invalid(error)
         case HTTPException(status_code=404):
-            return UnknownPath(f"There is nothing under {redact(request.url.path)[:200]}.")
+            return UnknownPath(f"There is no page {redact(request.url.path)[:200]}.")
         case HTTPException(status_code=405):
-            return WrongMethod(f"{request.method} is not how this is asked.")
+            return WrongMethod(f"{redact(request.url.path)[:200]} does not support {request.method}.")
         case HTTPException(status_code=400):  # raised by the gate if the body was too large or too slow
             cause = error.__cause__
             return cause if isinstance(cause, HeadwayError) else UsageError("The request cannot be read.")
@@ -175,7 +196,7 @@ def _invalid(error: RequestValidationError) -> HeadwayError:
     first: Mapping[str, Any] = error.errors()[0] if error.errors() else {}
     where = ".".join(str(part) for part in first.get("loc", ())[1:])
     what = "The body" if not where else redact(where)[:100]
-    return UsageError(f"{what} is not acceptable: {first.get('msg', 'it cannot be read')}.")
+    return UsageError(f"{what} is invalid: {first.get('msg', 'it cannot be read')}.")
 
 
 def app(

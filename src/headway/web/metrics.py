@@ -1,4 +1,4 @@
-"""``/metrics``, ``/healthz`` and ``/readyz``: for those who watch the server rather than the work."""
+"""``/metrics``, ``/healthz`` and ``/readyz``: monitoring of the server process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
     from headway.web.site import Site
 
-#: Seconds a store may take to say that it is there.
+#: Timeout in seconds for a store's ping.
 READY: Final = 2.0
 
 Endpoint = Callable[["Request"], Awaitable[Response]]
 
 
 def prometheus(site: Site) -> Endpoint:
-    """The measurements of this process. It takes the right to read: labels have the names of queues and sinks."""
+    """Return the endpoint of ``/metrics``. It needs the right ``read``, because labels contain names of queues and sinks."""
 
     async def get(request: Request) -> Response:
         require(site.user(request), "read")
@@ -36,12 +36,12 @@ def prometheus(site: Site) -> Endpoint:
 
 
 async def alive(_: Request) -> Response:
-    """This process answers. It asks no store: a store that is away is no reason to kill the server."""
+    """Answer ``/healthz``. It queries no store: an unreachable store is no reason to restart the server."""
     return PlainTextResponse("ok\n")
 
 
 def ready(site: Site) -> Endpoint:
-    """Whether the stores answer. To strangers it tells which, and nothing about them."""
+    """Return the endpoint of ``/readyz``. It names the stores and whether they answer, but no addresses."""
 
     async def get(_: Request) -> Response:
         checks = {"database": await _answers(site, site.reader.ping_database)}

@@ -1,4 +1,4 @@
-"""`headway serve`: the application on a port of this machine, until it is told to end."""
+"""`headway serve`: serve the application on a port until a signal arrives."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 HOST: Final = "127.0.0.1"
 PORT: Final = 8700
-#: Seconds that requests under way get to end.
+#: Seconds that running requests get at shutdown.
 GRACE: Final = 5
-#: Seconds that the head of a request may take, and bytes it may have. A connection is looked at so often: one that begins
-#: no request is closed after one to two of these.
+#: Timeout in seconds and size limit in bytes for a request head. Connections are checked at this interval: an idle one
+#: is closed after one to two intervals.
 HEAD_SECONDS: Final = 10.0
 HEAD_BYTES: Final = 262_144
-#: Seconds in which somebody has to take what is sent to them, 64 KB at a time.
+#: Seconds for a client to read the next 64 KB of a response.
 UNREAD_SECONDS: Final = 30.0
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, or an error that says what is in the way."""
+    """Return a listening socket. Raises `ConfigError` or `UsageError` if the address cannot be used."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"{host[:100]!r} is no address of this machine.", hint="Use 127.0.0.1, or 0.0.0.0 for all."
+            f"{host[:100]!r} is not an address of this machine.", hint="Use 127.0.0.1, or 0.0.0.0 for all."
         ) from error
     family, *_, address = found[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -51,10 +51,10 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise UsageError(
-                f"Port {port} of {host} is in use.", hint="Take another: --port 0 takes a free one."
+                f"Port {port} of {host} is in use.", hint="Choose another one, or --port 0 for any free port."
             ) from error
         raise UsageError(
-            f"Cannot listen on port {port} of {host}: {error.strerror}.", hint="Take another: --port"
+            f"Cannot listen on port {port} of {host}: {error.strerror}.", hint="Choose another one with --port."
         ) from error
     listener.set_inheritable(False)
     return listener
@@ -99,17 +99,38 @@ def serve(
     ready: Callable[[], object] = lambda: None,
     until: int | None = None,
 ) -> None:
-    """Serve until SIGINT, SIGTERM or SIGHUP, or until the descriptor ``until`` is at its end. ``ready`` is called when
-    requests are answered. Open pages are told the last state before their connections are closed."""
+    """Serve until SIGINT, SIGTERM or SIGHUP, or until end of file on the descriptor ``until``.
+
+    ``ready`` is called when the server accepts requests. Open pages receive the final state before the shutdown.
+    """
     try:
-        import httptools  # noqa: F401 - it parses, within our limits
+        import httptools  # noqa: F401 - uvicorn's parser whose limits `_protocol` relies on
         import uvicorn
-        import websockets  # noqa: F401 - without it uvicorn would answer live connections with an error of its own
+        import websockets  # noqa: F401 - without it uvicorn refuses live connections
     except ImportError as error:
         raise MissingExtra("web", "Serving the web application") from error
+    config = uvicorn.Config(
+        app,
+        http=_protocol(),
+        ws=_live(),
+        ws_per_message_deflate=False,  # saves 1 KB per second and costs 100 KB of memory per connection
+        ws_max_size=65_536,
+        proxy_headers=False,  # clients can forge them; the setting `web_proxies` names the trusted proxies
+        server_header=False,
+        access_log=False,
+        log_config=None,
+        timeout_graceful_shutdown=GRACE,
+        lifespan="on",
+    )
+    _raise_descriptor_limit()
+    _server(config, app, ready, until).run(sockets=[listener])
+
+
+def _server(config: Any, app: Application, ready: Callable[[], object], until: int | None) -> Any:
+    import uvicorn
 
     class Server(uvicorn.Server):
-        """Uvicorn raises the signal again when it has ended; to be told to end is no failure of a server."""
+        """A server that exits normally on a signal. Uvicorn's own would raise the signal again."""
 
         @contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -126,14 +147,14 @@ def serve(
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             if until is not None:
-                asyncio.get_running_loop().add_reader(until, self._look_at, until)
-            # What is loaded by now stays. Python would look through all of it for garbage every few hundred requests, and
-            # everybody would wait for that, a twentieth of a second and more.
+                asyncio.get_running_loop().add_reader(until, self._read_end, until)
+            # Everything loaded so far is permanent. Without freeze the collector scans it every few hundred requests,
+            # which stops all of them for 50 ms or more.
             gc.collect()
             gc.freeze()
             ready()
 
-        def _look_at(self, descriptor: int) -> None:
+        def _read_end(self, descriptor: int) -> None:
             if not os.read(descriptor, 4096):
                 asyncio.get_running_loop().remove_reader(descriptor)
                 self.should_exit = True
@@ -142,28 +163,14 @@ def serve(
             await app.tell()
             await super().shutdown(sockets)
 
-    config = uvicorn.Config(
-        app,
-        http=_protocol(),
-        ws=_live(),
-        ws_per_message_deflate=False,  # a kilobyte a second is not worth 100 KB of memory per connection
-        ws_max_size=65_536,
-        proxy_headers=False,  # anybody can write them; `web_proxies` says whose count
-        server_header=False,
-        access_log=False,
-        log_config=None,
-        timeout_graceful_shutdown=GRACE,
-        lifespan="on",
-    )
-    _take_descriptors()
-    Server(config).run(sockets=[listener])
+    return Server(config)
 
 
-# A connection that would keep its descriptor, of which there are so many, and do nothing with it is ended.
+# Idle connections are closed, because each one holds a file descriptor and their number is limited.
 
 
-class _Impatient(asyncio.Protocol):
-    """One that takes nothing of what it is sent is ended, whatever is still to be sent to it."""
+class _WriteTimeout(asyncio.Protocol):
+    """Aborts a connection whose client reads nothing for `UNREAD_SECONDS`."""
 
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
@@ -182,10 +189,10 @@ class _Impatient(asyncio.Protocol):
 def _live() -> type[asyncio.Protocol]:
     from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-    class Live(_Impatient, WebSocketsSansIOProtocol):
+    class Live(_WriteTimeout, WebSocketsSansIOProtocol):
         def keepalive_timeout(self) -> None:
             super().keepalive_timeout()
-            # Its end is written behind what it does not take, and would wait for that.
+            # The close frame is queued behind data that the client does not read.
             self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
 
     return Live
@@ -194,16 +201,15 @@ def _live() -> type[asyncio.Protocol]:
 def _protocol() -> type[asyncio.Protocol]:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-    class Protocol(_Impatient, HttpToolsProtocol):
-        """A connection that does not begin a request in time, begins it without an end or does not take the answer is closed.
-        The gate bounds what follows the head."""
+    class Protocol(_WriteTimeout, HttpToolsProtocol):
+        """Closes a connection that sends no request, an endless head, or does not read. The gate bounds bodies."""
 
         _incomplete, _size = True, 0
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self._looked_at: Any = self.cycle
-            self.loop.call_later(HEAD_SECONDS, self._look)
+            self._checked: Any = self.cycle
+            self.loop.call_later(HEAD_SECONDS, self._check)
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
@@ -219,21 +225,21 @@ def _protocol() -> type[asyncio.Protocol]:
             if self._incomplete and self._size > HEAD_BYTES:
                 self.transport.abort()
 
-        def _look(self) -> None:
+        def _check(self) -> None:
             if self.transport.is_closing() or self.transport.get_protocol() is not self:
-                return  # it ended, or is a live connection by now
+                return  # closed, or upgraded to a WebSocket
             cycle: Any = self.cycle  # None before the first request
-            if cycle is self._looked_at and (cycle is None or cycle.response_complete):
+            if cycle is self._checked and (cycle is None or cycle.response_complete):
                 self.transport.abort()
                 return
-            self._looked_at = self.cycle
-            self.loop.call_later(HEAD_SECONDS, self._look)
+            self._checked = self.cycle
+            self.loop.call_later(HEAD_SECONDS, self._check)
 
     return Protocol
 
 
-def _take_descriptors() -> None:
-    """A live page is a descriptor: take as many as this process is allowed, not the shell's 1,024."""
+def _raise_descriptor_limit() -> None:
+    """Raise the limit of open files to the hard limit, because each live page needs a descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(ValueError, OSError):

@@ -1,24 +1,24 @@
-"""What every page and every route stands on: the stores, who is asking, and a way to read without blocking the loop.
+"""The stores, users and thread pools that all pages and routes share.
 
     async def jobs(request):
-        found = await site.read(site.reader.jobs)                    # a view; runs in a thread, bounded
-        runs = await site.read(lambda: my_view(site.reader.ledger))  # a function of one's own over the open store
+        found = await site.read(site.reader.jobs)                    # a view; runs in a bounded thread pool
+        runs = await site.read(lambda: my_view(site.reader.ledger))  # any function over the open store
         user = site.user(request)                                    # user.name, user.role, user.may("retry")
         ...
         form: <input type="hidden" name="csrf" value="{{ site.csrf(request) }}">  posts to site.url(request, "/actions/retry")
 
-The stores are opened by the first read, in its thread: the server starts, and says that they are away, without them.
+The first read opens the stores, in its thread. The server therefore starts, and reports an outage, without them.
 
-**Live.** A page opens a WebSocket at `Site.live` (``?since=SEQ`` to go on where it was) and is sent messages of two kinds:
+**Live.** A page opens a WebSocket at `Site.live` (``?since=SEQ`` resumes after a reconnect). It receives two kinds of messages:
 
     {"seq": "k3f9.17", "at": "2026-11-16T15:00:00.000Z", "full":  {"jobs": {"ads": {...}}, "queues": {"low": {...}}, ...}}
     {"seq": "k3f9.18", "at": "...",                      "delta": {"jobs": {"ads": {...}, "old": null}}}
 
-A section (``jobs queues workers causes tasks store``) maps an id to a whole view, as the API has it. In a delta ``null``
-means that the entry is gone. ``seq`` is opaque: say it back. A message comes at least every 2 s, with an empty delta if
-nothing changed. While the store is away, ``store`` has the entry ``{"database": {"error": "..."}}`` and the rest stays as it
-was last known. A person who may see their own tasks only gets the section ``tasks`` alone. With ``?states=JOB`` the sections
-are ``states`` (``JOB/TASK/TAG`` to the state, without its payload) and ``store``.
+A section (``jobs queues workers causes tasks store``) maps an id to a complete view, as in the API. In a delta, ``null``
+removes the entry. ``seq`` is opaque; a client sends it back as ``since``. A message is sent at least every 2 s, with an
+empty delta if nothing changed. During an outage the section ``store`` has the entry ``{"database": {"error": "..."}}``, and
+the other sections keep their last known content. A user with the role ``user`` receives only ``tasks`` and ``store``. With
+``?states=JOB`` the sections are ``states`` (``JOB/TASK/TAG`` to the state, without its payload) and ``store``.
 """
 
 from __future__ import annotations
@@ -43,19 +43,17 @@ T = TypeVar("T")
 
 Role = Literal["viewer", "operator", "admin", "user"]
 
-#: Questions to the stores at once, and those that may wait for their turn; more are refused, so that none waits for long.
+#: Concurrent reads, and the maximum queue of reads. Further reads are refused, which bounds the wait.
 THREADS: Final = 8
 WAITING: Final = 256
-#: Changes at once. They have threads of their own: while somebody else keeps the store locked, all of them wait for it, and
-#: who only looks must not wait with them.
+#: Concurrent changes. They have a separate pool: changes wait while another process locks the store, reads must not.
 CHANGES: Final = 4
-#: Seconds an answer may take, and a change until it begins. The call itself has a limit of its own, and keeps its thread
-#: until then.
+#: Timeout in seconds for an answer, and for a change to start. The call has its own limit and keeps its thread until then.
 PATIENCE: Final = 15.0
-#: Seconds for which an answer to `Site.view` is shared while more tasks wait than the setting ``web_backlog``.
+#: Seconds for which `Site.view` shares an answer while more tasks wait than the setting ``web_backlog``.
 SHARED: Final = 2.0
 
-#: What a role may do. ``user`` is a person of an application: their own tasks, and nothing else.
+#: Rights by role. The role ``user`` is for an application's users, who see only their own tasks.
 RIGHTS: Final[dict[Role, frozenset[str]]] = {
     "user": frozenset({"own", "cancel"}),
     "viewer": frozenset({"own", "read"}),
@@ -80,52 +78,51 @@ RIGHTS: Final[dict[Role, frozenset[str]]] = {
 }
 
 
-#: Characters of a name that an application gives a user.
+#: Maximum length of a user's name, in characters.
 NAME: Final = 500
 
 
 def is_name(name: object) -> bool:
-    """Whether it can be part of a question that is asked for many people at once."""
+    """Return whether ``name`` can be part of a query that covers many users."""
     return type(name) is str and 0 < len(name) <= NAME and name.isprintable()
 
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Who is asking."""
+    """An authenticated user."""
 
     name: str
     role: Role
 
     def may(self, action: str) -> bool:
-        """Whether the role has the right: read, payload, retry, cancel, pause, resume, worker, run, forget, export,
-        token."""
+        """Return whether the role has a right (see `RIGHTS`)."""
         return action in RIGHTS[self.role]
 
     @property
     def owner(self) -> str | None:
-        """Whose tasks may be seen: only those of this user id, or with None everybody's."""
+        """The user id whose tasks this user may see; None: all tasks."""
         return self.name if self.role == "user" else None
 
 
 @dataclass(frozen=True, slots=True)
 class Flash:
-    """What an action did, told once on the page after it."""
+    """The result of an action, shown once on the next page."""
 
     kind: Literal["done", "failed"]
     text: str
 
 
-class _Desk:
-    """Threads for one kind of call, and how many of these are under way."""
+class _Pool:
+    """A thread pool with a bounded queue."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._under_way, self._room = 0, threads + WAITING
 
     def start(self, function: Callable[..., T], args: tuple[Any, ...], options: dict[str, Any]) -> Future[T]:
-        """Give it to a thread; refused when too many wait already."""
+        """Run ``function`` in a thread. Raises `Unavailable` when the queue is full."""
         if self._under_way >= self._room:
-            raise Unavailable("The server has too much to do just now.", hint="Try again in a moment.")
+            raise Unavailable("The server is overloaded.", hint="Try again in a moment.")
         self._under_way += 1
         began = time.perf_counter()
 
@@ -136,17 +133,18 @@ class _Desk:
         return self._pool.submit(call)
 
     def over(self, done: asyncio.Future[Any]) -> None:
-        """On the loop, once it is known how it ended."""
+        """Count a call as finished. The event loop calls it."""
         self._under_way -= 1
         if not done.cancelled():
-            done.exception()  # seen: that nobody waits for it any more is no cause for a complaint
+            done.exception()  # retrieved, or asyncio warns when the waiting request has gone
 
     def close(self) -> None:
+        """Cancel queued calls. Running calls end at their own limits."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _identity(function: Callable[..., Any]) -> Hashable:
-    """Return what two functions have in common that were made by the same code over the same values."""
+    """Return a key that is equal for closures of the same code over the same values."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
     if (
         code is None
@@ -160,26 +158,29 @@ def _identity(function: Callable[..., Any]) -> Hashable:
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One application's stores and limits. It is made by `headway.web.app`."""
+    """The stores and limits of one application. `headway.web.app` creates it."""
 
     database: str
     redis: str | None
     settings: Config
     reader: Reader
     live: str = "/api/v1/live"
-    _reading: _Desk = field(default_factory=lambda: _Desk(THREADS, "headway-web"), repr=False)
-    _changing: _Desk = field(default_factory=lambda: _Desk(CHANGES, "headway-change"), repr=False)
+    _reading: _Pool = field(default_factory=lambda: _Pool(THREADS, "headway-web"), repr=False)
+    _changing: _Pool = field(default_factory=lambda: _Pool(CHANGES, "headway-change"), repr=False)
     _under_way: dict[Hashable, asyncio.Future[Any]] = field(default_factory=dict, repr=False)
-    _changes: list[int] = field(default_factory=lambda: [0], repr=False)  # how many were made so far
-    #: question -> (time until which it is shared, answer), the oldest first
+    _changes: list[int] = field(default_factory=lambda: [0], repr=False)  # one number: changes so far
+    #: query -> (time until which its answer is shared, answer), oldest first
     _answers: dict[Hashable, tuple[float, Any]] = field(default_factory=dict, repr=False)
     _load: dict[str, float] = field(default_factory=dict, repr=False)
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     async def read(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
-        """``function(*args, **options)`` in a thread. The same question asked again meanwhile shares the first one's answer,
-        unless something was changed through this process in between: then it may be older than that change."""
+        """Call ``function`` in a thread. Raises `Unavailable` after `PATIENCE` seconds.
+
+        Equal concurrent calls share one answer. A call that starts after a change through this process is never
+        answered with data from before it.
+        """
         key = self._key(function, args, options)
         waiting = self._under_way.get(key) if key is not None else None
         if waiting is None:
@@ -189,19 +190,19 @@ class Site:
                 self._under_way[key] = waiting
                 waiting.add_done_callback(lambda _: self._under_way.pop(key, None))
         try:
-            # Others may wait for it too: one who stops waiting must not take it from them.
+            # Shielded, because other requests may wait for the same answer.
             found: T = await asyncio.wait_for(asyncio.shield(waiting), PATIENCE)
         except TimeoutError:
             raise Unavailable(
-                f"The store did not answer within {PATIENCE:.0f} s.", hint="Try again; see how it is: headway doctor"
+                f"The store did not answer within {PATIENCE:.0f} s.", hint="Try again, or check it: headway doctor"
             ) from None
         return found
 
     async def view(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
-        """Read for a person or program that administers: as `read`, but at most once per `SHARED` seconds under load.
+        """Read like `read`, but under load at most once per `SHARED` seconds.
 
-        Under load means that more tasks wait than the setting ``web_backlog``. Then the database serves workers first: an
-        answer is shared until it is `SHARED` seconds old or something was changed through this process.
+        Under load means that more tasks wait than the setting ``web_backlog``. The database then serves workers first.
+        A change through this process ends the sharing early.
         """
         key = self._key(function, args, options)
         now = time.monotonic()
@@ -232,17 +233,19 @@ class Site:
         return bool(self._load.get("loaded"))
 
     async def change(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
-        """The same for a call that changes something. It is never shared, and what is read after it is not older than it.
-        One that does not begin in time is not made at all; one that began is waited for."""
-        asked = self._changing.start(function, args, options)
-        waiting = asyncio.wrap_future(asked)
+        """Call a ``function`` that changes something; it is never shared.
+
+        A change that does not start within `PATIENCE` seconds is cancelled. A change that started is awaited.
+        """
+        call = self._changing.start(function, args, options)
+        waiting = asyncio.wrap_future(call)
         waiting.add_done_callback(self._changing.over)
         try:
             done, _ = await asyncio.wait((waiting,), timeout=PATIENCE)
-            if not done and asked.cancel():
+            if not done and call.cancel():
                 raise Unavailable(
-                    f"The change did not begin within {PATIENCE:.0f} s. Nothing was changed.",
-                    hint="Try again; see how the store is: headway doctor",
+                    f"The change did not start within {PATIENCE:.0f} s. Nothing was changed.",
+                    hint="Try again, or check the store: headway doctor",
                 )
             return await asyncio.shield(waiting)
         finally:
@@ -259,25 +262,26 @@ class Site:
     # ---- the request -------------------------------------------------------------------------------------------------
 
     def user(self, request: HTTPConnection) -> User:
-        """Who is asking. No route is reached without it."""
+        """Return the authenticated user. The gate sets it before any route runs."""
         user = request.scope["headway.user"]
         assert isinstance(user, User)
         return user
 
     def csrf(self, request: HTTPConnection) -> str:
-        """What a form sends back in its field ``csrf`` (a script: in the header ``X-CSRF-Token``)."""
+        """Return the CSRF token: the form field ``csrf``, or for a script the header ``X-CSRF-Token``."""
         return str(request.scope["headway.csrf"])
 
     def flash(self, request: HTTPConnection) -> Flash | None:
-        """What the action before this page did; told once."""
+        """Return the result of the preceding action, if there was one."""
         found = request.scope.get("headway.flash")
         return found if isinstance(found, Flash) else None
 
     def url(self, request: HTTPConnection, path: str) -> str:
-        """A path of this application, wherever it is mounted."""
+        """Prefix ``path`` with the path under which the application is mounted."""
         return str(request.scope.get("root_path", "")).rstrip("/") + path
 
     def close(self) -> None:
+        """Close the pools and the stores."""
         self._reading.close()
         self._changing.close()
         self.reader.close()

@@ -1,1 +1,1 @@
-"""The HTTP API and the actions behind it."""
+"""The HTTP API and the actions that it shares with the pages."""

@@ -22,6 +22,7 @@ A form posts to ``/actions/NAME`` and is redirected to the page in its field ``n
     stop    worker [reason]                      let the worker return its tasks and exit
     remove  worker [reason]                      remove a lost or ended worker from the list
     acknowledge  alert [reason]                  take charge of an alert
+    acknowledge  alerts [reason]                 take charge of several alerts (their numbers, separated by spaces)
     mute    rule [subject] [minutes] [reason]    suppress notifications of a rule for a while
     unmute  rule [subject] [reason]
 """
@@ -73,7 +74,7 @@ def require(user: User, right: str) -> None:
     """Raise `Forbidden` unless the user has the right."""
     if not user.may(right):
         raise Forbidden(
-            f"The role {user.role} may not do this ({right}).", hint="Ask somebody who may, or for a token."
+            f"The role {user.role} does not have the right {right}.", hint="Use a token of a role that has it."
         )
 
 
@@ -111,7 +112,7 @@ def forget(reader: Reader, user: User, job: str, *, reason: str = "") -> Acted:
     require(user, "forget")
     find_job(reader.ledger, job)
     total = reader.ledger.forget(job, actor=user.name, reason=masked(reason))
-    return Acted("forget", f"Job {job} and its {plural(total, 'item')} are deleted.", total)
+    return Acted("forget", f"Deleted job {job} with {plural(total, 'item')}.", total)
 
 
 # A run polls its control row several times a second and may end before it obeys. The answers therefore state the request,
@@ -122,29 +123,29 @@ def pause_run(reader: Reader, user: User, job: str, *, reason: str = "") -> Acte
     """Ask the run of a job to finish its current items and start no more."""
     require(user, "run")
     find_job(reader.ledger, job).pause(actor=user.name, reason=masked(reason))
-    return Acted("pause", f"The run of {job} is asked to finish what it works on and to begin nothing more.", 1)
+    return Acted("pause", f"Asked the run of {job} to finish its current items and start no more.", 1)
 
 
 def resume_run(reader: Reader, user: User, job: str, *, reason: str = "") -> Acted:
     """Ask a paused run to continue."""
     require(user, "run")
     find_job(reader.ledger, job).resume(actor=user.name, reason=masked(reason))
-    return Acted("resume", f"The run of {job} is asked to go on.", 1)
+    return Acted("resume", f"Asked the run of {job} to resume.", 1)
 
 
 def stop_run(reader: Reader, user: User, job: str, *, now: bool = False, reason: str = "") -> Acted:
     """Ask the run of a job to end; with ``now`` it abandons its current items."""
     require(user, "run")
     find_job(reader.ledger, job).stop(now=now, actor=user.name, reason=masked(reason))
-    how = "to abandon what it works on and to end" if now else "to end when what it works on is finished"
-    return Acted("stop", f"The run of {job} is asked {how}.", 1)
+    how = "abandon its current items and exit" if now else "finish its current items and exit"
+    return Acted("stop", f"Asked the run of {job} to {how}.", 1)
 
 
 def scale_run(reader: Reader, user: User, job: str, workers: int, *, reason: str = "") -> Acted:
     """Ask the run of a job to process ``workers`` items at once."""
     require(user, "run")
     find_job(reader.ledger, job).scale(workers, actor=user.name, reason=masked(reason))
-    return Acted("scale", f"The run of {job} is asked to work on {plural(workers, 'item')} at once.", 1)
+    return Acted("scale", f"Asked the run of {job} to process {plural(workers, 'item')} at once.", 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ def pause(reader: Reader, user: User, queue: str, *, reason: str = "", seconds: 
     chosen, said = _queue(queue), masked(reason)
     if seconds is not None and not 1 <= seconds <= LONGEST:
         raise InvalidInput(
-            f"{seconds:g} seconds are no pause.", hint=f"Use 1 to {LONGEST:,}, or none: until it is resumed."
+            f"seconds must be 1 to {LONGEST:,} (got {seconds:g}).", hint="Omit it to pause until somebody resumes."
         )
 
     def work(tx: Tx) -> datetime | None:
@@ -175,7 +176,7 @@ def resume(reader: Reader, user: User, queue: str, *, reason: str = "") -> Acted
     require(user, "resume")
     chosen, said = _queue(queue), masked(reason)
     was = reader.database.run(lambda tx: records.resume(tx, chosen, by=user.name, reason=said), operation="web.resume")
-    text = f"The queue {queue} goes on." if was else f"The queue {queue} was not paused."
+    text = f"The queue {queue} is resumed." if was else f"The queue {queue} was not paused."
     return Acted("queue.resume", text, int(was))
 
 
@@ -202,7 +203,7 @@ def cancel_task(reader: Reader, user: User, task: str, *, reason: str = "") -> A
     if not changed:
         return Acted("task.cancel", f"Task {task} is {found.status.value}; nothing was changed.", 0)
     text = (
-        f"Task {task} is {found.status.value}." if found.is_final else f"The worker of task {task} is told to end it."
+        f"Task {task} is {found.status.value}." if found.is_final else f"Asked the worker of task {task} to cancel it."
     )
     return Acted("task.cancel", text, 1)
 
@@ -221,7 +222,7 @@ def retry_task(reader: Reader, user: User, task: str, *, reason: str = "") -> Ac
 
     found = reader.database.run(work, operation="web.retry")
     text, command = needs_worker(reader)
-    return Acted("task.retry", f"Task {task} waits in {found.priority.value}.{text}", 1, command)
+    return Acted("task.retry", f"Task {task} requeued in {found.priority.value}.{text}", 1, command)
 
 
 def needs_worker(reader: Reader) -> tuple[str, str | Absent]:
@@ -241,8 +242,8 @@ def end_worker(reader: Reader, user: User, worker: str, how: Literal["drain", "s
     asked = reader.database.run(
         lambda tx: workers.end_worker(tx, worker, how, by=user.name, reason=said), operation="web.worker"
     )
-    done = "finishes what it runs, and ends" if asked == "drain" else "gives back what it runs, and ends"
-    return Acted(f"worker.{asked}", f"The worker {worker} {done}.", 1)
+    done = "finish its current tasks and exit" if asked == "drain" else "return its current tasks and exit"
+    return Acted(f"worker.{asked}", f"Asked worker {worker} to {done}.", 1)
 
 
 def remove_worker(reader: Reader, user: User, worker: str, *, reason: str = "") -> Acted:
@@ -250,7 +251,7 @@ def remove_worker(reader: Reader, user: User, worker: str, *, reason: str = "") 
     require(user, "worker")
     said = masked(reason)
     reader.database.run(lambda tx: workers.remove_worker(tx, worker, by=user.name, reason=said), operation="web.worker")
-    return Acted("worker.remove", f"The worker {worker} is off the list.", 1)
+    return Acted("worker.remove", f"Removed worker {worker} from the list.", 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -261,7 +262,7 @@ def acknowledge(reader: Reader, user: User, no: int, *, reason: str = "") -> Act
     """Record that the user takes charge of an alert."""
     require(user, "alert")
     alert = alerts.acknowledge(reader.database, no, by=user.name, reason=masked(reason))
-    return Acted("alert.acknowledge", f"{alert.acknowledged_by} sees to alert {no} ({alert.rule}).", 1)
+    return Acted("alert.acknowledge", f"Alert {no} ({alert.rule}) is acknowledged by {alert.acknowledged_by}.", 1)
 
 
 def mute(reader: Reader, user: User, rule: str, *, seconds: float, subject: str = "", reason: str = "") -> Acted:
@@ -269,14 +270,14 @@ def mute(reader: Reader, user: User, rule: str, *, seconds: float, subject: str 
     require(user, "alert")
     alerts.mute(reader.database, rule, seconds=seconds, by=user.name, subject=subject, reason=masked(reason))
     about = f"{rule} of {subject}" if subject else rule
-    return Acted("alert.mute", f"Nobody is told of {about} for {duration(seconds)}.", 1)
+    return Acted("alert.mute", f"No notifications of {about} for {duration(seconds)}.", 1)
 
 
 def unmute(reader: Reader, user: User, rule: str, *, subject: str = "", reason: str = "") -> Acted:
     """End a mute early."""
     require(user, "alert")
     stood = alerts.unmute(reader.database, rule, by=user.name, subject=subject, reason=masked(reason))
-    return Acted("alert.unmute", f"{rule} is told again." if stood else f"{rule} was not muted.", int(stood))
+    return Acted("alert.unmute", f"{rule} is no longer muted." if stood else f"{rule} was not muted.", int(stood))
 
 
 def _queue(name: str) -> Priority:
@@ -284,7 +285,7 @@ def _queue(name: str) -> Priority:
         return Priority(name)
     except ValueError:
         raise NotFound(
-            f"There is no queue {name[:40]!r}.", hint=f"There are {', '.join(one.value for one in Priority)}."
+            f"There is no queue {name[:40]!r}.", hint=f"Queues are {', '.join(one.value for one in Priority)}."
         ) from None
 
 
@@ -339,6 +340,11 @@ def _pause(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acte
 
 def _acknowledge(reader: Reader, user: User, fields: Fields, _: Sequence[str]) -> Acted:
     require(user, "alert")
+    if fields.get("alerts"):
+        from headway.web.api import bulk
+
+        numbers = [_whole(text, "alerts") or 0 for text in fields["alerts"].split()[: bulk.MOST]]
+        return bulk.acknowledge_all(reader, user, numbers, reason=fields.get("reason", ""))
     number = _whole(_named(fields, "alert"), "alert") or 0
     return acknowledge(reader, user, number, reason=fields.get("reason", ""))
 
@@ -408,7 +414,7 @@ def handler(site: Site, access: Access) -> Callable[[Request], Awaitable[Respons
         name, user = request.path_params["name"], site.user(request)
         act = FORMS.get(name)
         if act is None:
-            raise NotFound(f"There is no action {name[:40]!r}.", hint=f"There are {', '.join(FORMS)}.")
+            raise NotFound(f"There is no action {name[:40]!r}.", hint=f"Actions are {', '.join(FORMS)}.")
         fields = await login.form(request)
         access.check_form(request, fields.get("csrf", ""))
         items = [value for field, value in await login.form_pairs(request) if field == "item"]
@@ -430,7 +436,7 @@ def handler(site: Site, access: Access) -> Callable[[Request], Awaitable[Respons
 def _named(fields: Fields, name: str) -> str:
     value = fields.get(name, "")
     if not value:
-        raise InvalidInput(f"The form lacks its field {name}.")
+        raise InvalidInput(f"The form field {name} is missing.")
     return value
 
 
@@ -438,5 +444,5 @@ def _whole(text: str, name: str, *, digits: int = 9) -> int | None:
     if not text:
         return None
     if not text.isdecimal() or len(text) > digits:
-        raise InvalidInput(f"{text[:40]!r} is no {name}.", hint="Use a whole number.")
+        raise InvalidInput(f"{name} must be a whole number (got {text[:40]!r}).")
     return int(text)

@@ -1,12 +1,15 @@
-"""Actions on many records: failed tasks of a cause, all dead letters, a cause of a plain RQ deployment.
+"""Actions on many records: failed tasks of a cause, all dead letters, a cause in RQ, several alerts.
 
 Each action is bounded and reports what it did and what is left. Every transaction writes its own audit entry.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from headway import alerts
 from headway.core.text import plural
 from headway.errors import InvalidInput, NotFound
 from headway.ledger.store.audit import audit
@@ -55,7 +58,7 @@ def retry_tasks(reader: Reader, user: User, *, cause: int | None = None, reason:
                 except UserBusy:
                     full += 1  # raised before anything was written for it
                 except (InvalidInput, NotFound):
-                    continue  # another process changed it first
+                    continue  # changed by another process since
             if retried:
                 facts: dict[str, object] = {"cause": cause, "count": retried, "reason": masked(reason)}
                 audit(tx, tx.now(), user.name, "task.retry", "", facts)
@@ -65,11 +68,11 @@ def retry_tasks(reader: Reader, user: User, *, cause: int | None = None, reason:
         after, moved, busy = found[-1][0], moved + retried, busy + full
     if not moved and not busy and cause is not None:
         raise NotFound("No failed task has this cause any more.", hint="Nothing was changed.")
-    text = f"{plural(moved, 'task')} {'waits' if moved == 1 else 'wait'} again."
+    text = f"{plural(moved, 'task')} requeued."
     if busy:
-        text += f" {plural(busy, 'task')} of users who have an active task already stay failed."
+        text += f" Still failed: {plural(busy, 'task')} of users who already have an active task."
     if moved + busy >= MOST and read_failed_ids(reader.database, cause=cause, after=after, limit=1):
-        text += " There are more: do it once again."
+        text += " More remain: retry again."
     start, command = needs_worker(reader) if moved else ("", ABSENT)
     return Acted("task.retry", text + start, moved, command)
 
@@ -101,18 +104,34 @@ def retry_jobs(reader: Reader, user: User, *, reason: str = "") -> Acted:
     return Acted("retry", text, touched, command)
 
 
+def acknowledge_all(reader: Reader, user: User, numbers: Sequence[int], *, reason: str = "") -> Acted:
+    """Acknowledge several alerts, one transaction each. Alerts that closed since the page was shown are skipped."""
+    require(user, "alert")
+    done = 0
+    for no in numbers:
+        with suppress(InvalidInput, NotFound):
+            done += (
+                alerts.acknowledge(reader.database, no, by=user.name, reason=masked(reason)).acknowledged_by
+                == user.name
+            )
+    text = f"{plural(done, 'alert')} acknowledged."
+    if left := len(numbers) - done:
+        text += f" {plural(left, 'alert')} skipped: already closed, or acknowledged by another user."
+    return Acted("alert.acknowledge", text, done)
+
+
 def requeue_cause(reader: Reader, user: User, cause: str, *, until: float | None = None, reason: str = "") -> Acted:
     """Requeue failed RQ jobs of one cause that failed by ``until`` (Unix time).
 
-    So never more jobs are requeued than the user had seen. RQ is a separate store and cannot share a transaction. The
-    audit trail therefore gets an entry with the request before, and one with the result after.
+    ``until`` is the time of the page, so no jobs are requeued that the user had not seen. RQ is a separate store and
+    cannot share a transaction. The activity log therefore gets an entry for the request and one for the result.
     """
     from headway.watcher import failures
 
     require(user, "retry")
     deployment = failures.followed(reader.config, reader.database)
     if deployment is None:
-        raise NotFound("No RQ deployment is followed.", hint="Name its queues: the setting watch_queues.")
+        raise NotFound("No RQ deployment is configured.", hint="Name its queues in the setting watch_queues.")
     found = failures.cause_of(failures.read_failures(deployment), cause)
     chosen = [job for job in found.jobs if until is None or job.at <= until]
     facts: dict[str, object] = {
@@ -124,9 +143,9 @@ def requeue_cause(reader: Reader, user: User, cause: str, *, until: float | None
     moved = failures.requeue(deployment, found, chosen)
     _note(reader, user.name, "rq.requeued", {**facts, "jobs": len(moved)})
     left = len(chosen) - len(moved)
-    text = f"{plural(len(moved), 'job')} of {found.queue} {'is' if len(moved) == 1 else 'are'} in RQ's queue again."
+    text = f"{plural(len(moved), 'job')} of {found.queue} requeued in RQ."
     if left:
-        text += f" {plural(left, 'job')} could not be: somebody was faster, or the record is damaged."
+        text += f" {plural(left, 'job')} not requeued: changed by another process, or the record is damaged."
     return Acted("rq.requeue", text, len(moved))
 
 

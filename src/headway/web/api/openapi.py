@@ -1,8 +1,8 @@
-"""The OpenAPI document: what the routes declare, with named schemas, every error status and how to authenticate.
+"""The OpenAPI document: routes with named schemas, error statuses and authentication.
 
-FastAPI writes the paths, the parameters and the bodies. It adds 422 for invalid input, which this application never sends:
-invalid input is 400. Answers are inlined by the routes; here each view becomes a component of its own name, so that a
-generated client has one class for it.
+FastAPI generates the paths, parameters and bodies. It adds status 422, which this application never sends: invalid input is
+400. The routes inline their response schemas. This module moves each view to a named component, so that a generated client
+has one class for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from headway.web.api import problems
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-#: Error statuses by method, with what they mean. The gate in front of the routes sends most of them.
+#: Descriptions of the error statuses by method. The gate in front of the routes sends most of them.
 ERRORS: Final[dict[str, dict[int, str]]] = {
     "get": {
         400: "a parameter is invalid",
@@ -68,7 +68,7 @@ _NAMES: Final = {schema: name for name, schema in SCHEMAS.items()}
 
 
 def install(app: FastAPI) -> None:
-    """Let ``app`` serve this document instead of FastAPI's own."""
+    """Make ``app`` serve this document instead of FastAPI's."""
     written = app.openapi
 
     def document() -> dict[str, Any]:
@@ -80,7 +80,7 @@ def install(app: FastAPI) -> None:
 
 
 def complete(document: Json) -> Json:
-    """Return FastAPI's document with what the module names."""
+    """Return FastAPI's document with named schemas, error statuses and authentication."""
     schemas: Json = {
         name: schema
         for name, schema in document["components"]["schemas"].items()
@@ -104,7 +104,7 @@ def complete(document: Json) -> Json:
 
 
 def _named(schema: Any, schemas: Json, taken: frozenset[str]) -> Any:
-    """Return ``schema`` with every object of its own title moved to ``schemas``, and a reference in its place."""
+    """Move every object of ``schema`` to ``schemas`` under its title, and return the schema with references."""
     if isinstance(schema, list):
         return [_named(part, schemas, taken) for part in schema]
     if not isinstance(schema, dict):
@@ -112,8 +112,8 @@ def _named(schema: Any, schemas: Json, taken: frozenset[str]) -> Any:
     found = {key: _named(part, schemas, taken) for key, part in schema.items()}
     if found.get("type") != "object" or "properties" not in found:
         return found
-    about = {"description": found.pop("description")} if "description" in found else {}  # it is about the place
-    title = found["title"]  # a document within another one has no `schema`
+    about = {"description": found.pop("description")} if "description" in found else {}  # describes this use of it
+    title = found["title"]  # a nested document has no field `schema`
     name = found["title"] = _NAMES.get(title) or (f"{title}Entry" if title in SCHEMAS else title)
     if name in taken or schemas.setdefault(name, found) != found:
         raise TypeError(f"two schemas are called {name}")

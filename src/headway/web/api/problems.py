@@ -1,4 +1,4 @@
-"""Errors as HTTP answers for programs, in one shape; a page for people has the same status.
+"""Errors as HTTP responses. The API answers in JSON; an error page has the same status.
 
 {"schema": "headway.error/1", "error": {"type": "NotFound", "message": "...", "hint": "...", "exit_code": 2}}
 """
@@ -25,38 +25,38 @@ SCHEMA: Final = "headway.error/1"
 
 
 class Unauthenticated(UsageError):
-    """Nobody knows who is asking."""
+    """The request has no valid token, session or ticket."""
 
 
 class Forbidden(Refused):
-    """Whoever is asking may not do this."""
+    """The user has no right to do this."""
 
 
 class Throttled(Refused):
-    """Too many wrong tokens came from there."""
+    """Too many wrong tokens came from this address."""
 
 
 class TooLarge(UsageError):
-    """What was sent is larger than anything that is asked for here."""
+    """The request body exceeds the size limit."""
 
 
 class TooSlow(UsageError):
-    """What was sent did not come to its end in time."""
+    """The request body did not arrive in time."""
 
 
 class NotAcceptable(UsageError):
-    """What was sent is not of the kind that is asked for here."""
+    """The request body has the wrong content type."""
 
 
 class UnknownPath(errors.NotFound):
-    """There is nothing under this address."""
+    """The path does not exist."""
 
 
 class WrongMethod(UsageError):
-    """What is under this address is asked in another way."""
+    """The path does not support this method."""
 
 
-#: The status of each error; a class that is not here has that of the class above it.
+#: The status of each error. Subclasses have the status of their nearest listed base class.
 STATUS: Final[dict[type[BaseException], int]] = {
     Unauthenticated: 401,
     Forbidden: 403,
@@ -67,30 +67,32 @@ STATUS: Final[dict[type[BaseException], int]] = {
     Throttled: 429,
     UsageError: 400,
     errors.MissingExtra: 501,
-    errors.ConfigError: 500,  # the server's own settings, not what was asked
+    errors.ConfigError: 500,  # the server's settings are wrong, not the request
     errors.NotFound: 404,
     Refused: 409,
     errors.Unavailable: 503,
     errors.Stopping: 503,
     errors.ServerRefused: 502,
-    errors.StorageError: 503,  # full, damaged, moved away: nothing of it is to be seen until somebody put it right
+    errors.StorageError: 503,  # full, damaged or missing: unavailable until an operator repairs it
     HeadwayError: 500,
 }
 
 
 def status_of(error: BaseException) -> int:
+    """Return the HTTP status of an error."""
     return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
 
 
 def explained(error: Exception) -> HeadwayError:
-    """An error in our words. One that nobody expected is logged in full, and tells a stranger nothing."""
+    """Return an error that may be shown. An unexpected one is logged and replaced, because it may contain secrets."""
     if isinstance(error, HeadwayError):
         return error
     log.warning("a request failed", error=error_message(error))
-    return HeadwayError("The server failed at this request.", hint="What failed is in its log.")
+    return HeadwayError("The server failed to process this request.", hint="See its log for the cause.")
 
 
 def as_json(error: HeadwayError) -> Json:
+    """Return the JSON document of an error, with secrets masked."""
     return {
         "schema": SCHEMA,
         "error": {
@@ -103,14 +105,14 @@ def as_json(error: HeadwayError) -> Json:
 
 
 def answer(error: Exception) -> Response:
-    """For programs."""
+    """Return the JSON response for an error."""
     known = explained(error)
     text = json.dumps(as_json(known), ensure_ascii=True)
     return Response(text, status_of(known), headers_of(known), media_type="application/json")
 
 
 async def deny(scope: Scope, receive: Receive, send: Send, response: Response) -> None:
-    """Refuse a live connection as a plain request would be. A server that cannot say more than no says that (403)."""
+    """Refuse a WebSocket with an HTTP response, or with a close code if the server does not support that."""
     if "websocket.http.response" in scope.get("extensions", {}):
         await response(scope, receive, send)
     else:
@@ -118,7 +120,7 @@ async def deny(scope: Scope, receive: Receive, send: Send, response: Response) -
 
 
 def headers_of(error: HeadwayError) -> dict[str, str]:
-    """What an answer about it says besides."""
+    """Return the headers of an error response."""
     status = status_of(error)
     found = {"Cache-Control": "no-store"}
     if status == 401:

@@ -1,4 +1,4 @@
-"""What every route of the API has in common: a right, the shape of its answer, the shape of its errors, a tag."""
+"""Declaration of API routes: the right each needs, its response schema and its ETag."""
 
 from __future__ import annotations
 
@@ -27,22 +27,26 @@ PREFIX: Final = "/api/v1"
 
 
 def encoded(question: Callable[..., Document], *args: Any, **options: Any) -> tuple[bytes, str]:
-    """A document as JSON, and the tag of exactly this content. It runs where the question is asked, not on the loop."""
+    """Return a document as JSON, and its ETag. It runs in the reader's thread, off the event loop."""
     body = json.dumps(question(*args, **options).as_json(), separators=(",", ":")).encode()
     return body, f'"{hashlib.sha256(body).hexdigest()[:32]}"'
 
 
 class Api:
-    """Declares routes, each with its right and the shape of its answer."""
+    """Declares routes on the application's router.
+
+    A router of its own would cost each request more time than the read.
+    """
 
     def __init__(self, router: APIRouter, site: Site) -> None:
-        """``router`` is the application's own: to find the way through a second one costs each request more than reading."""
         self.site, self._router = site, router
 
     def get(self, path: str, view: type, *, right: str = "read") -> Callable[[F], F]:
+        """Declare a read that answers with ``view``."""
         return self._declare("GET", path, view, right)
 
     def post(self, path: str, *, right: str) -> Callable[[F], F]:
+        """Declare an action."""
         return self._declare("POST", path, access.Acted, right)
 
     def _declare(self, method: str, path: str, view: type, right: str) -> Callable[[F], F]:
@@ -57,30 +61,29 @@ class Api:
         )  # fmt: skip
 
     def _needs(self, right: str) -> Callable[[Request], Awaitable[None]]:
-        # A coroutine, although it awaits nothing: FastAPI sends a plain function to a thread and back at every request,
-        # and the threads and the loop then wait for each other.
+        # A coroutine, although it awaits nothing, because FastAPI would run a plain function in a thread per request.
         async def check(request: Request) -> None:
             user = self.site.user(request)
             if user.may(right):
                 return
             if user.owner is not None and request.path_params:
-                raise NotFound("There is nothing of yours under this id.")
-            raise Forbidden(
-                f"The role {user.role} has no right to this ({right}).", hint="Ask for a token that has it."
-            )
+                raise NotFound("You have nothing with this id.")
+            raise Forbidden(f"The role {user.role} does not have the right {right}.", hint="Use a token that has it.")
 
         return check
 
     async def answer(self, request: Request, question: Callable[..., Document], *args: Any, **options: Any) -> Response:
-        """Ask off the loop, and answer; with 304 and nothing if the asker has exactly this already."""
+        """Read a document in a thread and return it; status 304 if the client has the same version."""
         return tagged(request, *await self.site.view(encoded, question, *args, **options))
 
     async def act(self, request: Request, action: Callable[..., access.Acted], *args: Any, **options: Any) -> Response:
+        """Execute an action in a thread and return its result."""
         acted = await self.site.change(action, self.site.reader, self.site.user(request), *args, **options)
         return Response(json.dumps(acted.as_json()), media_type="application/json")
 
 
 def tagged(request: Request, body: bytes, tag: str) -> Response:
+    """Return a JSON response with an ETag; status 304 without body if the client has this version."""
     headers = {"ETag": tag, "Cache-Control": "private, no-cache"}
     if tag in [one.strip().removeprefix("W/") for one in request.headers.get("if-none-match", "").split(",")]:
         return Response(status_code=304, headers=headers)

@@ -1,1 +1,1 @@
-"""Who is asking, and whether the request is allowed."""
+"""Authentication and authorization of requests."""

@@ -1,11 +1,11 @@
-"""The gate in front of every route: whether a request is let in, and what every answer has.
+"""The gate: middleware that checks every request and sets the headers of every response.
 
-No route is reached around it, so none can forget it. A request passes when
+It wraps the whole application, so no route can bypass it. A request passes if
 
 1. its size is within bounds;
-2. somebody is known to ask (`headway.web.auth.identity`);
-3. it was not sent by another site's page: ``Origin`` and ``Sec-Fetch-Site`` say so, for WebSockets too;
-4. where a browser's cookie vouches for it, or nothing does (``--no-auth``), it carries the token of our own forms.
+2. its user is authenticated (`headway.web.auth.identity`);
+3. it does not come from another site's page, as shown by ``Origin`` and ``Sec-Fetch-Site``, also for WebSockets;
+4. it has our CSRF token, if it changes something and is authenticated by a cookie, or not at all (``--no-auth``).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
     from headway.web.auth.identity import Access, Known
 
-#: Bytes a request may have, and seconds in which it has to be here.
+#: Maximum size of a request body in bytes, and the seconds in which it must arrive.
 BODY: Final = 1_000_000
 UPLOAD: Final = 30.0
 
-#: Reached without being anybody: they tell nothing.
+#: Paths that need no authentication, because they reveal nothing.
 PUBLIC: Final = ("/healthz", "/readyz", "/login", "/enter", "/favicon.ico")
 PUBLIC_BELOW: Final = "/static/"
 
@@ -49,14 +49,14 @@ HEADERS: Final = {
     ),
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-    "Referrer-Policy": "same-origin",  # with no-referrer browsers call the origin of our own forms null
+    "Referrer-Policy": "same-origin",  # with no-referrer, browsers send `Origin: null` with our own forms
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 
 
 class Gate:
-    """See the module."""
+    """The middleware of this module."""
 
     def __init__(self, app: ASGIApp, access: Access, on_error: Callable[[Scope, HeadwayError], Response]) -> None:
         self._app, self._access, self._on_error = app, access, on_error
@@ -66,8 +66,8 @@ class Gate:
             await self._app(scope, receive, send)
             return
         if scope.get("method") == "HEAD" and path_of(scope) != "/enter":
-            # What GET answers; the server, which has its own scope, leaves the body out. `/enter` spends a ticket, and HEAD
-            # must change nothing: there it is not allowed.
+            # HEAD runs as GET, and the server omits the body. Not for `/enter`: it spends a ticket, and HEAD must not
+            # change anything.
             scope = {**scope, "method": "GET"}
         answering = _Answering(send)
         try:
@@ -77,22 +77,22 @@ class Gate:
                 return
             answering.dress = clear
             await self._app(scope, _bounded(scope, receive), answering)
-        except Exception as error:  # noqa: BLE001 - whatever happens, the answer says no more than it should
+        except Exception as error:  # noqa: BLE001 - no exception may reveal internals in the response
             if answering.begun and "headway.explained" in scope:
-                return  # it was said, and logged
+                return  # answered and logged already
             known = problems.explained(error)
             if not answering.begun:
                 await self._refuse(scope, receive, answering, self._on_error(scope, known))
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, response: Response) -> None:
         if scope["type"] == "websocket":
-            await receive()  # its opening
+            await receive()  # the handshake
             await problems.deny(scope, receive, send, response)
             return
         await response(scope, receive, send)
 
     async def _admit(self, scope: Scope) -> Response | Callable[[MutableHeaders], None]:
-        """Look at a request; what is put on its answer's headers, or the answer that refuses it."""
+        """Check a request. Returns a function that sets the response's cookies, or the response that refuses it."""
         connection, access, path = HTTPConnection(scope), self._access, path_of(scope)
         _check_source(connection, path)
         if path.startswith(PUBLIC_BELOW) or path in ("/healthz", "/readyz", "/favicon.ico"):
@@ -104,6 +104,7 @@ class Gate:
             if known is None:
                 return self._ask_to_log_in(scope, connection, path)
             scope["headway.user"], scope["headway.pulse"] = known.user, access.seen
+            scope["headway.session"] = known.by == "session"  # such a user can log out
         visitor = access.cookie(connection, "visitor")
         fresh = "" if visitor or is_for_programs(path) else secrets.token_urlsafe(24)
         scope["headway.csrf"] = access.form_token(connection, visitor or fresh)
@@ -124,11 +125,12 @@ class Gate:
         return dress
 
     def _check_program(self, connection: HTTPConnection, known: Known | None) -> None:
-        """A change through the API. JSON cannot be sent by another site's form; a cookie is sent by every page."""
+        """Check a change through the API. Requiring JSON keeps out forms of other sites, which browsers send with cookies."""
         kind = connection.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise NotAcceptable(
-                "Changes are asked for in JSON.", hint="Send a JSON object with Content-Type: application/json"
+                f"The content type must be application/json (got {kind[:60]!r}).",
+                hint="Send a JSON object with Content-Type: application/json",
             )
         from_browser = "origin" in connection.headers or "sec-fetch-site" in connection.headers
         if known is None or known.by in ("session", "users") or (known.by == "open" and from_browser):
@@ -145,7 +147,7 @@ class Gate:
         if not wants_page:
             return problems.answer(error)
         if self._access.users is not None:
-            return self._on_error(scope, error)  # the application has a login of its own
+            return self._on_error(scope, error)  # the application has its own login
         query = scope.get("query_string", b"").decode("latin-1")
         back = quote(path + (f"?{query}" if query else ""), safe="/")
         return RedirectResponse(f"{root_of(scope)}/login?next={back}", 303)
@@ -156,17 +158,18 @@ class Gate:
 
 
 def path_of(scope: Scope) -> str:
-    """The path below where the application is mounted."""
+    """Return the path below the application's mount point."""
     path, root = str(scope["path"]), root_of(scope)
     return path[len(root) :] or "/" if root and f"{path}/".startswith(f"{root}/") else path
 
 
 def is_for_programs(path: str) -> bool:
+    """Return whether a path belongs to the API or the metrics, not to a page."""
     return path.startswith(("/api/", "/metrics"))
 
 
 def _check_source(connection: HTTPConnection, path: str) -> None:
-    """Refuse what another site's page sent. Browsers say so in headers that no script can set."""
+    """Refuse requests of other sites' pages. Browsers send their origin in headers that no script can set."""
     headers, scope = connection.headers, connection.scope
     changes = scope["type"] == "websocket" or scope["method"] not in SAFE
     origin, site = headers.get("origin"), headers.get("sec-fetch-site")
@@ -187,11 +190,11 @@ def _netloc(origin: str) -> str | None:
 
 
 def _nothing(_: MutableHeaders) -> None:
-    """An answer that needs no cookie."""
+    """Set no cookies."""
 
 
 class _Answering:
-    """Sends an answer with the headers that every answer has."""
+    """Sends a response with the common headers."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -214,11 +217,11 @@ class _Answering:
 
 
 def _bounded(scope: Scope, receive: Receive) -> Receive:
-    """Refuse what is larger than any request of ours, before it is in memory, and what does not come to its end."""
+    """Refuse a body that is too large, before it is in memory, or too slow."""
     if scope["type"] != "http":
         return receive
     length = Headers(scope=scope).get("content-length", "0")
-    error = TooLarge(f"A request may have {BODY:,} bytes.")
+    error = TooLarge(f"The request is too large. At most {BODY:,} bytes are allowed.")
     if not length.isdecimal() or int(length) > BODY:
         raise error
     taken, end = 0, time.monotonic() + UPLOAD
@@ -226,12 +229,12 @@ def _bounded(scope: Scope, receive: Receive) -> Receive:
 
     async def counted() -> Message:
         nonlocal taken, whole
-        if whole:  # what comes now is that the other side went away
+        if whole:  # only a disconnect can follow
             return await receive()
         try:
             message = await asyncio.wait_for(receive(), max(0.0, end - time.monotonic()))
         except TimeoutError:
-            raise TooSlow(f"The request was not here within {UPLOAD:.0f} s.") from None
+            raise TooSlow(f"The request did not arrive within {UPLOAD:.0f} s.") from None
         whole = not message.get("more_body", False)
         taken += len(message.get("body", b"") or b"")
         if taken > BODY:

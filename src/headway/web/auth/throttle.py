@@ -1,4 +1,4 @@
-"""How many wrong tokens are tried for one address."""
+"""Rate limit for wrong tokens, per client address."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Final
 from headway.web.api.problems import Throttled
 from headway.web.auth.addresses import network_of
 
-#: Wrong tokens a minute from one address, before it has to wait.
+#: Wrong tokens allowed per minute and address.
 GUESSES: Final = 10
-#: Addresses whose guesses are remembered; with more of them the oldest go.
+#: Maximum addresses in memory; the oldest are evicted.
 REMEMBERED: Final = 10_000
 
 
@@ -27,25 +27,29 @@ class _Guesses:
 
 
 class Throttle:
-    """Counts wrong tokens by the address they came from, in the last minute."""
+    """Counts the wrong tokens of each address in the last minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._guesses: dict[str, _Guesses] = {}
 
     def check(self, peer: str) -> None:
+        """Raise `Throttled` if the address has used up its guesses."""
         found = self._guesses.get(network_of(peer))
         if found is not None:
             self._check(found)
 
     def failed(self, peer: str) -> None:
+        """Count a wrong token."""
         self._of(peer).wrong.append(self._clock())
 
     @asynccontextmanager
     async def trying(self, peer: str) -> AsyncIterator[None]:
-        """Look one token up; call `failed` inside if it is wrong. While it is not known what the others are that are being
-        looked up, they count as wrong: whoever might be one too many waits for them. So no more are tried however many
-        come at once, and who is right waits for a moment only."""
+        """Hold a permit to look up one token; the caller calls `failed` inside if it is wrong.
+
+        Lookups in progress count as wrong until they end, and a request beyond the limit waits for them. So concurrent
+        requests cannot exceed the limit, and a valid token waits only for a moment.
+        """
         found = self._of(peer)
         while True:
             self._check(found)
@@ -56,7 +60,7 @@ class Throttle:
             try:
                 await turn
             except asyncio.CancelledError:
-                _wake(found)  # it may have been this one's turn
+                _wake(found)  # pass the permit on if it was granted to this one
                 raise
         found.trying += 1
         try:
@@ -80,13 +84,13 @@ class Throttle:
 
 
 def _wake(found: _Guesses) -> None:
-    """As many as have a place now; all of them once there is none for anybody, so that they are told."""
+    """Wake as many waiting requests as there are permits, or all of them when the limit is reached: they are refused."""
     free = GUESSES - len(found.wrong) - found.trying
     some = free if len(found.wrong) < GUESSES else len(found.waiting)
     while found.waiting and some > 0:
         turn = found.waiting.popleft()
         if not turn.done():
-            # An application may be served by several loops.
+            # The application may run on several event loops.
             turn.get_loop().call_soon_threadsafe(_let, turn)
             some -= 1
 

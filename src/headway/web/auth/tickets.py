@@ -1,11 +1,11 @@
-"""Tickets: an application tells the server who one of its own users is, for a minute, in a text that nobody else can write.
+"""Tickets: short-lived signed logins that an application issues for its own users.
 
     KEY = os.environ["HEADWAY_WEB_KEYS"]                                  # shared with the server, 32 characters or more
     redirect("/headway/enter?ticket=" + headway.web.ticket(str(current_user.id), key=KEY))   # opens a browser's session
     {"Authorization": "Bearer " + headway.web.ticket("anna", key=KEY)}                       # one request of a program
 
-A ticket is JSON and its HMAC-SHA256: the user's name and role, the server it is for (``audience``), its expiry, and an id by
-which the server takes it once: for one session or one request. So it may appear in an address.
+A ticket is JSON with an HMAC-SHA256 signature. It contains the user's name and role, the server it is for (``audience``), its
+expiry and an id. The server accepts each id once, for one session or one request, so a ticket may appear in a URL.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ from headway.web.site import NAME, RIGHTS, Role, User, is_name
 
 PREFIX: Final = "hwt_"
 AUDIENCE: Final = "headway"
-#: Seconds that a ticket is good for, at most; and by which two clocks may differ.
+#: Maximum lifetime of a ticket, and tolerated clock difference, in seconds.
 LONGEST: Final = 300.0
 SKEW: Final = 60.0
-#: Characters that a key has at least, and a ticket at most.
+#: Minimum length of a key, and maximum length of a ticket, in characters.
 KEY: Final = 32
 SIZE: Final = 8192
 
 
 class Ticket(NamedTuple):
-    """What a ticket says."""
+    """The content of a valid ticket."""
 
     id: str
     user: User
 
 
 def ticket(name: UserId, role: Role = "user", *, key: str, audience: str = AUDIENCE, seconds: float = 60.0) -> str:
-    """A ticket for one of your users: ``name`` is the ``user_id`` that their tasks are submitted with."""
+    """Return a ticket for a user. ``name`` is the ``user_id`` of their tasks; ``seconds`` is the ticket's lifetime."""
     name = user_text(name)  # type: ignore[assignment]  # checked next
     if not is_name(name):
         raise InvalidInput(
-            f"A name is a text of 1 to {NAME} printable characters.",
-            hint="Use the text that submit(user_id=...) is given.",
+            f"name must be a string of 1 to {NAME} printable characters.",
+            hint="Use the user_id of submit(user_id=...).",
         )
     if role not in RIGHTS:
-        raise InvalidInput(f"{role!s:.40} is no role.", hint=f"Use one of {', '.join(RIGHTS)}.")
+        raise InvalidInput(f"role must be {', '.join(RIGHTS)} (got {role!s:.40}).")
     if not (math.isfinite(seconds) and 0 < seconds <= LONGEST):
-        raise InvalidInput(f"A ticket is good for more than 0 and at most {LONGEST:.0f} s.")
+        raise InvalidInput(f"seconds must be above 0 and at most {LONGEST:.0f} (got {seconds:g}).")
     said = {"id": secrets.token_hex(16), "name": name, "role": role, "aud": audience, "exp": time.time() + seconds}
     body = base64.urlsafe_b64encode(json.dumps(said, ensure_ascii=True).encode()).decode().rstrip("=")
     return f"{PREFIX}{body}.{_signed(checked(key), body)}"
 
 
 def read(keys: Sequence[str], text: str, *, audience: str = AUDIENCE) -> Ticket | None:
-    """What a ticket says that one of ``keys`` signed for us and that has not ended; None for anything else."""
+    """Return the content of a ticket; None unless one of ``keys`` signed it, for us, and it has not expired."""
     if not is_signed(keys, text):
         return None
     body = text.removeprefix(PREFIX).partition(".")[0]
@@ -71,7 +71,7 @@ def read(keys: Sequence[str], text: str, *, audience: str = AUDIENCE) -> Ticket 
 
 
 def is_signed(keys: Sequence[str], text: str) -> bool:
-    """Return whether one of ``keys`` signed it, whatever it says. Nothing of the body is read before."""
+    """Return whether one of ``keys`` signed ``text``. The body is not parsed."""
     if not text.startswith(PREFIX) or len(text) > SIZE:
         return False
     body, _, signature = text.removeprefix(PREFIX).partition(".")
@@ -80,7 +80,7 @@ def is_signed(keys: Sequence[str], text: str) -> bool:
 
 
 def _ticket(said: dict[str, Any], audience: str) -> Ticket | None:
-    """Of a text that was signed: another program with the key may have written something else into it."""
+    """Validate the content. A signature alone proves only that the key's owner wrote it."""
     id, name, role, end = said.get("id"), said.get("name"), said.get("role"), said.get("exp")
     well = (
         isinstance(id, str) and 16 <= len(id) <= 64 and id.isalnum() and id.isascii()
@@ -92,9 +92,10 @@ def _ticket(said: dict[str, Any], audience: str) -> Ticket | None:
 
 
 def checked(key: str) -> str:
+    """Return a signing key. Raises `ConfigError` if it is too short."""
     if len(key) < KEY:
         raise ConfigError(
-            f"A key of the web application has {KEY} characters or more.",
+            f"A key in web_keys must have at least {KEY} characters (got {len(key)}).",
             hint="Make one: python -c 'import secrets; print(secrets.token_urlsafe(32))'",
         )
     return key

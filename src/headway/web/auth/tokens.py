@@ -1,6 +1,6 @@
-"""Tokens and sessions in SQL. What is secret of them is stored as a hash: who reads the database cannot log in.
+"""Tokens and sessions in SQL. Only hashes of secrets are stored, so a copy of the database gives no access.
 
-A token is ``hw_ID_SECRET``. Its secret part has 256 random bits, so that a fast hash is enough: there is nothing to guess.
+A token is ``hw_ID_SECRET``. Its secret has 256 random bits. A fast hash is enough, because guessing is not feasible.
 """
 
 from __future__ import annotations
@@ -21,37 +21,38 @@ from headway.web.site import RIGHTS, Role, User
 if TYPE_CHECKING:
     from headway._sql import Database, Row, Tx
 
-#: Seconds a login lasts.
+#: Lifetime of a session, in seconds.
 SESSION: Final = 12 * 3600.0
-#: Seconds that a login which ended is kept, so that every server sees that it did.
+#: Seconds for which ended sessions stay in the table, so that every server notices the end.
 ENDED: Final = 3600.0
-#: Seconds that the use of a ticket for one request is kept: longer than a ticket is valid (`headway.web.auth.tickets`).
+#: Seconds for which a ticket spent on a request is remembered: longer than a ticket is valid (`headway.web.auth.tickets`).
 TICKET: Final = 600.0
-#: The most days a token can last.
+#: Maximum lifetime of a token, in days.
 MOST_DAYS: Final = 3650.0
 
-#: What every token begins with.
+#: Prefix of every token.
 PREFIX: Final = "hw_"
 
 _TOKEN = re.compile(r"hw_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
 
 
-#: A ticket that was used for one request has a row without a session: no cookie has this hash.
+#: Hash prefix of a ticket that was spent on a single request. No cookie has such a hash.
 _SPENT: Final = "spent:"
 _IS_SPENT: Final = f"(substr(hash, 1, {len(_SPENT)}) = '{_SPENT}')"
 
 
 def hashed(secret: str) -> str:
+    """Return the SHA-256 hash of a secret."""
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def create(database: Database, name: str, role: str, *, days: float | None = None, by: str) -> tuple[str, Token]:
-    """A new token and what is kept of it. The token itself is shown once, now; nothing can bring it back."""
+    """Create a token and return it with its record. The token itself cannot be recovered later."""
     name = check_user_id(name, "a name")
     if role not in RIGHTS:
-        raise InvalidInput(f"{role!r} is no role.", hint=f"Use one of {', '.join(RIGHTS)}.")
+        raise InvalidInput(f"role must be {', '.join(RIGHTS)} (got {role!r}).")
     if days is not None and not 0 < days <= MOST_DAYS:
-        raise InvalidInput(f"{days:g} days are no lifetime.", hint=f"Use a number above 0, at most {MOST_DAYS:,.0f}.")
+        raise InvalidInput(f"days must be above 0 and at most {MOST_DAYS:,.0f} (got {days:g}).")
     id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
 
     def work(tx: Tx) -> float:
@@ -69,6 +70,7 @@ def create(database: Database, name: str, role: str, *, days: float | None = Non
 
 
 def listed(database: Database) -> Tokens:
+    """Return all tokens, the oldest first."""
     rows = database.all(
         "SELECT id, name, role, created_at, created_by, expires_at, revoked_at FROM web_tokens ORDER BY created_at, id"
     )
@@ -81,7 +83,7 @@ def listed(database: Database) -> Tokens:
 
 
 def revoke(database: Database, id: str, *, by: str) -> Token:
-    """End a token and everybody's sessions by it. A server that knows it takes it for a few seconds more."""
+    """Revoke a token and end its sessions. A server's cache may accept it for a few more seconds."""
 
     def work(tx: Tx) -> None:
         now = tx.now()
@@ -97,13 +99,13 @@ def revoke(database: Database, id: str, *, by: str) -> Token:
 
 
 class Pulse(NamedTuple):
-    """What changes when it matters who is known. Counts, because a clock may be set back."""
+    """Values that change whenever a token or session ends. Counts, because a clock may be set back."""
 
-    #: Tokens that were ever made, also those that expired or were revoked.
+    #: Tokens ever created, including expired and revoked ones.
     made: int
-    #: Of these, how many were revoked or ran out.
+    #: Tokens that were revoked or have expired.
     ended: int
-    #: Sessions by token and by ticket that ended lately, and the last of them.
+    #: Sessions by token (logins) and by ticket (visits) that ended recently, and the latest end of each.
     logins: int
     last_login: float | None
     visits: int
@@ -111,6 +113,7 @@ class Pulse(NamedTuple):
 
 
 def pulse(database: Database) -> Pulse:
+    """Read the current `Pulse`."""
     with database.read() as tx:
         now = tx.now()
         row = tx.one(
@@ -129,7 +132,7 @@ _VALID = "t.revoked_at IS NULL AND (t.expires_at IS NULL OR t.expires_at > ?)"
 
 
 def find(database: Database, text: str) -> tuple[User, str] | None:
-    """Whose token this is, and its public part; None if it is no token, or one that ended."""
+    """Return the user of a token, and its id; None if it is malformed, unknown, expired or revoked."""
     parts = _TOKEN.fullmatch(text)
     if parts is None:
         return None
@@ -143,7 +146,7 @@ def find(database: Database, text: str) -> tuple[User, str] | None:
 
 
 def open_session(database: Database, token: str, *, user: User) -> str:
-    """The cookie of somebody who logged in by a token; those that ended are cleared away when every server has seen it."""
+    """Open a session by a token and return its cookie. Sessions that ended more than `ENDED` seconds ago are deleted."""
     cookie = secrets.token_urlsafe(32)
 
     def work(tx: Tx) -> None:
@@ -171,7 +174,7 @@ def spend(database: Database, ticket: str, user: User) -> bool:
 
 
 def _use(database: Database, ticket: str, user: User, hash: str, seconds: float, *, audited: bool) -> bool:
-    """Insert the row that is the use of a ticket. Rows are kept for longer than any ticket or link is valid."""
+    """Insert the row that marks a ticket as used. Rows outlive any ticket or link."""
 
     def work(tx: Tx) -> bool:
         now = tx.now()
@@ -186,13 +189,14 @@ def _use(database: Database, ticket: str, user: User, hash: str, seconds: float,
         )
         if new and audited:
             audit(tx, now, user.name, "login", "", {"ticket": ticket, "role": user.role})
-        # Repeated because the first answer was lost, it finds the row that it wrote itself.
+        # A retry after a lost reply finds its own row.
         return bool(tx.one("SELECT 1 FROM web_visits WHERE ticket = ? AND hash = ?", (ticket, hash)))
 
     return database.run(work, operation="web.session")
 
 
 def find_session(database: Database, cookie: str) -> User | None:
+    """Return the user of a session cookie; None if the session has ended."""
     with database.read() as tx:
         now = tx.now()
         row = tx.one(
@@ -205,7 +209,7 @@ def find_session(database: Database, cookie: str) -> User | None:
 
 
 def close_session(database: Database, cookie: str) -> None:
-    """It is ended rather than deleted: the other servers of the installation look for what ended."""
+    """End a session. The row stays for `ENDED` seconds, so that the other servers notice."""
 
     def work(tx: Tx) -> None:
         now = tx.now()
@@ -217,7 +221,7 @@ def close_session(database: Database, cookie: str) -> None:
 
 
 def signing_key(database: Database) -> bytes:
-    """What cookies and forms are signed with, the same in every process of the installation."""
+    """Return the key that signs cookies and forms. All processes of the installation share it."""
     row = database.one("SELECT value FROM meta WHERE name = 'web_key'")
     if row is None:
         database.write(

@@ -1,1 +1,1 @@
-"""Changes sent to open pages."""
+"""The live path: WebSocket messages with the changes, for open pages."""

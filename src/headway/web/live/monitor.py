@@ -1,7 +1,7 @@
-"""The states of a job as a page shows them: followed by one subscription, however many pages show them.
+"""The states of one job for all pages that show it, from a single subscription.
 
-It is the library's own way to follow states (`Manager.subscribe`), so it is the same for every store: what stands is said
-first, then what changes, and a store that went back or a job that was made again ends the subscription, and a new one begins.
+It uses `Manager.subscribe`, so it works with every store. The subscription first replays the current states and then
+yields changes. It ends when the store was restored to an earlier point or the job was recreated; then a new one starts.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from headway.states import Manager
     from headway.states.subscription import Subscription
 
-#: States of a job that are sent: those that changed last.
+#: Maximum states sent per job: the most recently changed ones.
 MOST: Final = 2000
 
 
 def check_job(store: str, job: str) -> None:
-    """Raise `NotFound` if no states of the job are kept."""
+    """Raise `NotFound` if the store has no states of the job."""
     from headway.states.state import checked_id
     from headway.states.store import open_backend
     from headway.states.store.contract import no_such_job
@@ -32,7 +32,7 @@ def check_job(store: str, job: str) -> None:
 
 
 class Monitor:
-    """Call it once a second, in a thread; `close` it in the same or when no call is under way."""
+    """Reads the current states of a job. Not thread-safe: call and `close` it from one thread at a time."""
 
     def __init__(self, store: str, job: str) -> None:
         self._store, self._job = store, job
@@ -41,26 +41,25 @@ class Monitor:
         self._states: dict[str, Json] = {}
 
     def __call__(self) -> dict[str, Json]:
-        """What stands now, by ``JOB/TASK/TAG``. It ends within the limits of the store's own calls; after an error the next
-        call begins anew."""
+        """Return the current states by ``JOB/TASK/TAG``. After an error the next call subscribes again."""
         try:
-            return self._look()
+            return self._read()
         except BaseException:
             self.close()
             raise
 
-    def _look(self) -> dict[str, Json]:
+    def _read(self) -> dict[str, Json]:
         subscription = self._subscription or self._open()
-        for _ in range(10 * MOST):  # who writes faster than this is read on in the next call
+        for _ in range(10 * MOST):  # the next call reads the rest
             try:
                 event = subscription.get(timeout=0)
             except TimeoutError:
                 break
             if event.state is not None:
                 view = plain(masked_state(state_view(event.state)))
-                del view["payload"]  # it may be large, and a page shows none
+                del view["payload"]  # may be large, and no page shows it
                 key = f"{self._job}/{event.state.task_id}/{event.state.tag}"
-                self._states.pop(key, None)  # the one that changed last is last
+                self._states.pop(key, None)  # reinserted at the end: ordered by last change
                 self._states[key] = view
         while len(self._states) > MOST:
             del self._states[next(iter(self._states))]
@@ -75,6 +74,7 @@ class Monitor:
         return self._subscription
 
     def close(self) -> None:
+        """End the subscription and close the store."""
         manager, self._manager, self._subscription = self._manager, None, None
         self._states = {}
         if manager is not None:

@@ -1,13 +1,13 @@
-"""The live path: what changed, to every open page, once a second.
+"""The live path: a publisher that sends changes to every open page once a second.
 
-One publisher per process looks at the stores while anybody listens, however many do: a bounded number of statements a second
-(`Look`). What differs from the look before is a delta, encoded once and sent to all. A connection holds no queue: it
-remembers the last number it was sent and is given what came since, or everything, when it is ready for more. So one that
-reads slowly skips to the latest, costs no memory and delays nobody.
+One publisher per process polls the stores while pages are connected. `Look` bounds the statements per poll, regardless of
+the number of pages. The difference to the previous poll is a delta, encoded once for all connections. A connection has no
+queue: it remembers the sequence number of its last message. When it is ready for more, it gets the changes since then, or a
+full snapshot. A slow reader therefore skips to the latest state, needs no memory and delays no other connection.
 
-A number belongs to one channel's life (`Channel.epoch`): that of everybody lives as long as the process, that of a person as
-long as a page of theirs is open. Said back after a reconnect, ``since`` gives the changes since then if they are still known
-here, else everything.
+A sequence number is valid within one epoch of its channel (`Channel.epoch`). The shared channel lives as long as the
+process, a user's channel as long as one of their pages is open. After a reconnect ``since`` gets the changes if the channel
+still has them, else a full snapshot.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ if TYPE_CHECKING:
 
 log = Log("web")
 
-#: Seconds between two looks; between two messages, changed or not; that a look may take before the store is called away.
+#: Seconds between polls; maximum seconds between messages; poll timeout, after which the store is reported unreachable.
 TICK: Final = 1.0
 BEAT: Final = 2.0
 LOOK: Final = 3.0
-#: Seconds that the last message gets to leave before the connections are closed.
+#: Seconds for the final message to be sent before connections are closed.
 FAREWELL: Final = 0.1
-#: Changes that are kept for those who come back.
+#: Deltas that a channel keeps for reconnects.
 KEPT: Final = 120
-#: Connections one process takes.
+#: Maximum connections of a process.
 MOST: Final = 5_000
 MANY: Final = "Too many live connections are open."
-#: Jobs, tasks and causes in what is sent; and jobs whose causes are read anew in one look.
+#: Maximum jobs and tasks per snapshot, and jobs whose causes are read again in one poll.
 JOBS: Final = 100
 TASKS: Final = 100
 CAUSES: Final = 3
-#: Seconds of work that a rate is made of.
+#: Seconds over which a rate is computed.
 WINDOW: Final = 60.0
-#: Seconds after which it is asked again who listens, also when no token or login was made or ended.
+#: Seconds after which a connection's user is authenticated again, even if no token or session changed.
 RECHECK: Final = 300.0
-#: Listeners that are asked about at once: the others wait, and the store's threads stay free for requests.
+#: Concurrent authentication checks of connections. It leaves threads for requests.
 ASKING: Final = 4
-#: Jobs whose states are followed at once.
+#: Maximum jobs whose states are followed at once.
 WATCHED: Final = 20
-#: Connections that one person of an application may have, so that nobody takes those of all.
+#: Maximum connections of one application user.
 EACH: Final = 50
 
 Sections = dict[str, dict[str, Any]]
@@ -76,14 +76,14 @@ Sections = dict[str, dict[str, Any]]
 
 @dataclass(slots=True)
 class Look:
-    """Reads what the pages show. It remembers what makes the next look cheaper: rates, and causes that did not change."""
+    """Reads the content of a snapshot. It caches the causes of unchanged jobs and the samples for rates."""
 
     reader: Reader
     _done: dict[str, deque[tuple[float, int]]] = field(default_factory=dict)
     _causes: dict[str, tuple[tuple[int, int], dict[str, Json]]] = field(default_factory=dict)
 
     def __call__(self, *, everybody: bool, users: tuple[str, ...]) -> tuple[Sections, dict[str, Sections]]:
-        """What those see who may see everything, and what each of ``users`` sees."""
+        """Return the sections for administrators, and those of each of ``users``."""
         from headway.queue.store import tasks as records
 
         began = time.perf_counter()
@@ -118,7 +118,7 @@ class Look:
         return found
 
     def _job(self, info: JobInfo) -> Json:
-        """The job's view with its rate, from what was seen here in the last minute, and the seconds left at that rate."""
+        """Return the job's view with its rate over `WINDOW` and the seconds left at that rate."""
         rate = left = None
         if info.held:
             seen = self._done.setdefault(info.id, deque(maxlen=int(WINDOW / TICK) + 2))
@@ -138,8 +138,7 @@ class Look:
         }
 
     def _dead(self, jobs: list[JobInfo]) -> dict[str, Json]:
-        """Causes of the jobs that have dead letters. Those of a job are read when its counts have changed, of a few jobs in
-        one look; the others follow in the next."""
+        """Return the causes of dead letters. Each poll reads at most `CAUSES` jobs whose counts have changed."""
         from headway.ledger.job import Job
 
         changed = [info for info in jobs if self._causes.get(info.id, ((0, 0), {}))[0] != (info.dead, info.failures)]
@@ -151,7 +150,7 @@ class Look:
 
 
 class Channel:
-    """What some connections are sent: its content, and the last changes of it."""
+    """The content that a group of connections receives, with its latest deltas."""
 
     def __init__(self, epoch: str | None = None) -> None:
         self.epoch, self.number = epoch or secrets.token_hex(4), 0
@@ -164,7 +163,7 @@ class Channel:
         self._said = 0.0
 
     def publish(self, sections: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace these sections; the others stay as they were last known."""
+        """Replace these sections; others keep their content."""
         delta = {}
         for name, entries in sections.items():
             before = self._sections.get(name, {})
@@ -183,7 +182,10 @@ class Channel:
             self._changed = asyncio.Event()
 
     def since(self, number: int | None) -> tuple[int, str]:
-        """A message that brings somebody up to date, from that number or from nothing. Encoded once for all who need it."""
+        """Return the current number and the message that leads to it from ``number``; None: a full snapshot.
+
+        Each message is encoded once for all connections.
+        """
         if number is not None and not self.number - len(self._deltas) <= number <= self.number:
             number = None
         text = self._texts.get(number)
@@ -203,18 +205,20 @@ class Channel:
 
     @property
     def is_current(self) -> bool:
+        """Whether the content was published since the channel has listeners."""
         return self._said > 0
 
     def rest(self) -> None:
-        """The last listener left, and nobody looks any more: the next one is told nothing before somebody has looked."""
+        """Mark the content as outdated, because polling stops without listeners."""
         self._said = 0.0
 
     async def news(self, number: int) -> None:
+        """Wait for a message after ``number``."""
         while self.number <= number:
             await self._changed.wait()
 
-    def place(self, seq: str) -> int | None:
-        """The number somebody says they were at; None if it is not one that was sent here."""
+    def number_of(self, seq: str) -> int | None:
+        """Parse a client's ``seq``; None if it is from another epoch or malformed."""
         epoch, _, text = seq.partition(".")
         if epoch != self.epoch or not text.isdecimal() or len(text) > 15:
             return None
@@ -223,7 +227,7 @@ class Channel:
 
 
 class Watched:
-    """A job's states, while pages show them: a channel, and who fills it."""
+    """The channel with the states of one job, and the task that fills it."""
 
     def __init__(self, store: str, job: str, threads: ThreadPoolExecutor, tick: float) -> None:
         self.channel = Channel()
@@ -231,7 +235,7 @@ class Watched:
         self._task = asyncio.create_task(self._follow())
 
     async def _follow(self) -> None:
-        """Its own loop and threads: a store of states that hangs delays nobody else."""
+        """Poll until cancelled. It has its own task and threads, so that a hanging state store delays nothing else."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -244,13 +248,13 @@ class Watched:
                     self.channel.publish({"store": {"database": {"error": None}}, "states": reading.result()})
                 except HeadwayError as error:
                     self._say(redact(str(error)))
-                except Exception as error:  # noqa: BLE001 - said where a person looks, and tried again
-                    log.warning("the states of a job cannot be followed", error=error_message(error))
-                    self._say("the server could not read it; see its log")
+                except Exception as error:  # noqa: BLE001 - shown on the page and retried
+                    log.warning("failed to follow the states of a job", error=error_message(error))
+                    self._say("the server failed to read it; see its log")
                 await asyncio.sleep(self._tick)
         finally:
-            # Behind a call that may still be under way; nobody waits for it.
-            with suppress(RuntimeError):  # the server ends, and with it what was open
+            # Queued behind a call that may still run; not awaited.
+            with suppress(RuntimeError):  # the pool is shut down: the process ends and closes it
                 loop.run_in_executor(self._threads, self._close).add_done_callback(_seen)
 
     def _close(self) -> None:
@@ -260,11 +264,12 @@ class Watched:
         self.channel.publish({"store": {"database": {"error": error}}})
 
     def end(self) -> None:
+        """Stop following the job."""
         self._task.cancel()
 
 
 class Publisher:
-    """See the module. It works while anybody listens."""
+    """Polls the stores while pages are connected, and sends them the changes."""
 
     def __init__(self, site: Site, access: Access, *, tick: float = TICK) -> None:
         self._site, self._access, self._tick = site, access, tick
@@ -278,17 +283,17 @@ class Publisher:
         self._pulse: Pulse | None = None
         self._asking = asyncio.Semaphore(ASKING)
         self._open: set[WebSocket] = set()
-        self._answers = True  # whether the store did when it was last asked
+        self._answers = True  # whether the last poll succeeded
 
     # ---- connections -------------------------------------------------------------------------------------------------
 
     async def serve(self, websocket: WebSocket) -> None:
-        """One connection, to its end."""
+        """Serve one connection until it ends."""
         user = self._site.user(websocket)
         try:
             channel = await self._admit(user, websocket.query_params.get("states"))
         except HeadwayError as error:
-            await websocket.receive()  # its opening
+            await websocket.receive()  # the handshake
             await problems.deny(websocket.scope, websocket.receive, websocket.send, problems.answer(error))
             return
         self._open.add(websocket)
@@ -304,19 +309,17 @@ class Publisher:
             self._tidy()
 
     async def _admit(self, user: User, states: str | None) -> Channel:
-        """Return what a connection is sent, or raise why there is no place for it."""
+        """Return the channel of a new connection. Raises `NotFound` or `Unavailable`."""
         if states is not None and user.owner is None and states not in self._watched:
-            await self._site.read(
-                check_job, self._site.settings.text("states"), states
-            )  # an unknown job takes no place
+            await self._site.read(check_job, self._site.settings.text("states"), states)
         channel = MANY if len(self._open) >= MOST else self._channel(user, states)
         if isinstance(channel, str):
             raise Unavailable(channel, hint="Close a page, or try again later.")
         return channel
 
     def _channel(self, user: User, states: str | None) -> Channel | str:
-        """What somebody is sent; or why nothing."""
-        if user.owner is not None:  # their own tasks, whatever they ask for
+        """Return a connection's channel, or the reason for a refusal."""
+        if user.owner is not None:  # only their own tasks, whatever the query says
             own = self._users.setdefault(user.owner, Channel())
             return own if own.listeners < EACH else "Too many live connections of yours are open."
         if states is None:
@@ -329,7 +332,7 @@ class Publisher:
         return self._watched[states].channel
 
     def _tidy(self) -> None:
-        """What nobody listens to any more is no longer looked at."""
+        """Stop polling for channels without listeners."""
         for owner in [owner for owner, channel in self._users.items() if not channel.listeners]:
             del self._users[owner]
         for job in [job for job, watched in self._watched.items() if not watched.channel.listeners]:
@@ -352,19 +355,19 @@ class Publisher:
         gone.add_done_callback(end)
         try:
             await self._send(websocket, channel)
-        except (WebSocketDisconnect, RuntimeError):  # it went away while it was being written to
-            log.debug("a live connection went away")
+        except (WebSocketDisconnect, RuntimeError):  # the client disconnected during a write
+            log.debug("a live connection was closed by the client")
         except asyncio.CancelledError:
             if not gone.done():
-                raise  # it is the server that ends
+                raise  # the server shuts down
             sender.uncancel()
         finally:
             gone.remove_done_callback(end)
             gone.cancel()
 
     async def _send(self, websocket: WebSocket, channel: Channel) -> None:
-        """Until it is cancelled, because the other side has gone, or the other side is not known any more."""
-        number = channel.place(websocket.query_params.get("since", ""))
+        """Send messages until cancelled on disconnect, or until the user is no longer authenticated."""
+        number = channel.number_of(websocket.query_params.get("since", ""))
         pulse: Pulse | None = websocket.scope["headway.pulse"]
         checked = time.monotonic()
         if not channel.is_current:
@@ -377,13 +380,13 @@ class Publisher:
             if pulse != now or time.monotonic() - checked > RECHECK:
                 known = await self._still_known(websocket)
                 if known is False:
-                    await websocket.close(4401, "not known any more")
+                    await websocket.close(4401, "no longer authenticated")
                     return
-                if known:  # else nobody could say: it is asked again with the next message
+                if known:  # None: the store could not tell; checked again with the next message
                     pulse, checked = now, time.monotonic()
 
     async def _still_known(self, websocket: WebSocket) -> bool | None:
-        """Return whether the listener is still known; None if the store cannot say."""
+        """Return whether the user is still authenticated; None if the store is unreachable."""
         async with self._asking:
             try:
                 known = await self._access.who(websocket, again=True)
@@ -391,7 +394,7 @@ class Publisher:
                 return None
         return known is not None and known.user == self._site.user(websocket)
 
-    # ---- looking -----------------------------------------------------------------------------------------------------
+    # ---- polling -----------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         while True:
@@ -400,8 +403,8 @@ class Publisher:
             await asyncio.sleep(max(0.0, self._tick - (time.monotonic() - began)))
 
     async def look(self) -> None:
-        """Read, and publish what changed; if the store does not answer, publish that."""
-        with suppress(HeadwayError):  # said below
+        """Poll the stores once and publish the changes, or the error."""
+        with suppress(HeadwayError):  # the read below reports the outage
             self._pulse = await self._access.pulse()
         if self._reading is None or self._reading.done():
             everybody, users = self._everybody.listeners > 0, tuple(sorted(self._users))
@@ -413,9 +416,9 @@ class Publisher:
             self._publish_error(f"no answer for {LOOK:.0f} s")
         except HeadwayError as error:
             self._publish_error(redact(str(error)))
-        except Exception as error:  # noqa: BLE001 - one bad look must not end the path for everybody, nor hide itself
-            log.warning("the live path could not look", error=error_message(error))
-            self._publish_error("the server could not read it; see its log")
+        except Exception as error:  # noqa: BLE001 - one failed poll must neither end the live path nor pass unnoticed
+            log.warning("failed to read for the live path", error=error_message(error))
+            self._publish_error("the server failed to read it; see its log")
         else:
             self._answers = True
             if self._everybody.listeners:
@@ -425,11 +428,11 @@ class Publisher:
                     self._users[user].publish(found)
 
     async def tell(self) -> None:
-        """Send everybody the state of this moment, because no later look will: the server is about to end."""
-        if not self._open or not self._answers:  # who ends does not wait for a store that is away
+        """Send the final state to all pages before the server shuts down."""
+        if not self._open or not self._answers:  # do not delay the shutdown for an unreachable store
             return
         if self._reading is not None:
-            await asyncio.wait([self._reading], timeout=LOOK)  # it may have begun before what is to be told
+            await asyncio.wait([self._reading], timeout=LOOK)  # it may have started before the last change
         await self.look()
         await asyncio.sleep(FAREWELL)
 
@@ -439,6 +442,7 @@ class Publisher:
             channel.publish({"store": {"database": {"error": error}}})
 
     async def close(self) -> None:
+        """Stop polling and close all connections."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
@@ -447,10 +451,12 @@ class Publisher:
         for websocket in list(self._open):
             with suppress(RuntimeError, WebSocketDisconnect):
                 if websocket.application_state is WebSocketState.CONNECTED:
-                    await websocket.close(1012, "the server ends")
+                    await websocket.close(1012, "the server is shutting down")
 
 
 def route(publisher: Callable[[], Publisher]) -> Callable[[WebSocket], Any]:
+    """Return the endpoint of the live path."""
+
     async def live(websocket: WebSocket) -> None:
         await publisher().serve(websocket)
 
@@ -458,7 +464,7 @@ def route(publisher: Callable[[], Publisher]) -> Callable[[WebSocket], Any]:
 
 
 async def _until_gone(websocket: WebSocket) -> None:
-    """Nothing is expected from the other side but its end."""
+    """Return when the client disconnects. Its messages are ignored."""
     with suppress(WebSocketDisconnect, RuntimeError):
         while True:
             message = await websocket.receive()
@@ -468,4 +474,4 @@ async def _until_gone(websocket: WebSocket) -> None:
 
 def _seen(done: asyncio.Future[Any]) -> None:
     if not done.cancelled():
-        done.exception()  # that nobody waited for it any more is no cause for a complaint
+        done.exception()  # retrieved, or asyncio warns when no request waits for it

@@ -1,16 +1,16 @@
-"""The pages of the dashboard: rendered by the server, whole without a script.
+"""The pages of the dashboard, rendered on the server and complete without a script.
 
-    render      templates, words for numbers and times
-    draw        pictures as SVG
-    static      style sheet and scripts
-    overview    Overview, and what it takes to find something
+    render      templates, formatting of numbers and times
+    draw        charts as SVG
+    static      style sheets and scripts
+    overview    Overview and search
     jobs        Jobs, Job, Items, Item
     dead        Dead letters by cause
     queues      Queues, Queue, Workers, Tasks, Task, My work
     system      Projects, States, Performance, Alerts, Activity, About
 
-A page reads through `headway.views`, off the loop, and shows what it read; it changes nothing. What changes something is
-a form that posts to ``/actions/NAME``, which is no page's business.
+A page reads through `headway.views`, off the event loop, and changes nothing. Its forms post to ``/actions/NAME``
+(`headway.web.api.actions`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ log = Log("web")
 
 Endpoint = Callable[[Pages, Request], Awaitable[Response]]
 
-#: What a person of an application may open: their own work, and nothing else exists for them.
+#: Pages for the role ``user``. All others answer 404.
 OWN = frozenset({"/me", "/tasks/{id}"})
 
 
 def routes(pages: Pages) -> list[BaseRoute]:
-    """The pages, to be mounted where the application is."""
+    """Return the routes of all pages and static files."""
     from headway.web.pages import dead, jobs, overview, queues, system
 
     found: dict[str, Endpoint] = {
@@ -53,14 +53,14 @@ def _guarded(pages: Pages, path: str, endpoint: Endpoint) -> Callable[[Request],
         if site.user(request).role == "user" and path not in OWN:
             if path == "/":
                 return RedirectResponse(site.url(request, "/me"), 303)
-            return pages.failed(request, NotFound("There is no such page."))
+            return pages.failed(request, NotFound("There is no such page.", hint="Your own tasks are on My work."))
         if site.user(request).role != "user":
             await pages.count_dead()
         try:
             return await endpoint(pages, request)
         except HeadwayError as error:
             if isinstance(error, Unavailable | StorageError):
-                log.warning("a page could not be read", error=str(error))
+                log.warning("failed to read a page", error=str(error))
             return pages.failed(request, error)
 
     return answer

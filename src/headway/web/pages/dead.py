@@ -1,4 +1,4 @@
-"""Dead letters: what failed for good, by cause, of jobs, of the queue, and of the RQ deployment that the watcher follows."""
+"""Dead letters: permanent failures by cause, of jobs, of the queue and of the RQ deployment that the watcher follows."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from headway.web.api.problems import Forbidden
 from headway.web.pages.jobs import Frame, frames, whole
 from headway.web.pages.render import HEADERS, Pages
 
-#: Causes whose example is read with its traceback; the others are one click away.
+#: Maximum causes whose example is read with its traceback.
 OPENED = 12
 
 
 class Example(NamedTuple):
-    """One item of a cause: what it said, and where."""
+    """One item of a cause, with its error and frames."""
 
     name: str
     error: str
@@ -47,7 +47,7 @@ class Example(NamedTuple):
 
 
 class Letters(NamedTuple):
-    """All that the page shows."""
+    """The content of the page."""
 
     at: datetime
     causes: tuple[tuple[Cause, Example | None], ...]
@@ -56,7 +56,7 @@ class Letters(NamedTuple):
 
 
 class Foreign(NamedTuple):
-    """What failed in the RQ deployment that the watcher follows, or why it is not known."""
+    """The failures of the RQ deployment that the watcher follows, or why they are unknown."""
 
     queues: tuple[str, ...]
     failed: FailedJobs | None
@@ -64,6 +64,7 @@ class Foreign(NamedTuple):
 
 
 def read_letters(reader: Reader) -> Letters:
+    """Read the dead letters of jobs and of the queue."""
     causes = read_causes(reader.database)
     shown = [(cause, _example(reader, cause) if place < OPENED else None) for place, cause in enumerate(causes)]
     return Letters(
@@ -73,7 +74,7 @@ def read_letters(reader: Reader) -> Letters:
 
 
 def read_foreign(reader: Reader) -> Foreign | None:
-    """A Redis that is away takes nothing from the rest of the page: it is said in its place."""
+    """Read the failures in RQ; None without a deployment. An unreachable Redis is reported in `Foreign.error`."""
     deployment = followed(reader.config, reader.database)
     if deployment is None:
         return None
@@ -97,6 +98,7 @@ def _example(reader: Reader, cause: Cause) -> Example | None:
 
 
 async def dead(pages: Pages, request: Request) -> Response:
+    """Answer ``/dead``: causes of permanent failures, with their retry actions."""
     site = pages.site
     found, foreign = await asyncio.gather(site.view(read_letters, site.reader), site.view(read_foreign, site.reader))
     items = sum(cause.dead for cause, _ in found.causes)
@@ -115,18 +117,19 @@ async def dead(pages: Pages, request: Request) -> Response:
 
 
 async def export(pages: Pages, request: Request) -> Response:
-    """Dead letters, one JSON object per line, as ``headway dead export`` writes them: of a job, a cause of it, every job, or
-    with ``tasks`` of the queue. Payloads are left out; they take the right ``export``. A page at a time is read and sent,
-    however many there are."""
-    asked = request.query_params
-    cause = whole(asked.get("cause"), "number of a cause")
-    payload = bool(asked.get("payload"))
+    """Stream dead letters as JSON lines, like ``headway dead export``: of a job, a cause, all jobs, or the queue.
+
+    Payloads are included only with ``payload=1``, which needs the right ``export``. Letters are read page by page.
+    """
+    params = request.query_params
+    cause = whole(params.get("cause"), "cause")
+    payload = bool(params.get("payload"))
     if payload and not pages.site.user(request).may("export"):
-        raise Forbidden("Your role may not export payloads.", hint="Leave payload out, or ask an admin.")
+        raise Forbidden("Your role may not export payloads.", hint="Export without payload, or ask an admin.")
     reader = pages.site.reader
-    if asked.get("tasks"):
+    if params.get("tasks"):
         return _lines(_failed_tasks(pages, cause), "failed-tasks.jsonl")
-    if job := asked.get("job"):
+    if job := params.get("job"):
         await pages.site.view(find_job, reader.ledger, job)
         return _lines(_letters_of(pages, [job], cause, payload=payload), "dead-letters.jsonl")
     found = await pages.site.view(read_causes, reader.database)
@@ -159,7 +162,7 @@ def _tasks_page(reader: Reader, cause: int | None, after: int) -> tuple[list[int
     found = read_failed_ids(reader.database, cause=cause, after=after, limit=100)
     sheets = []
     for _, id in found:
-        with suppress(NotFound):  # deleted meanwhile
+        with suppress(NotFound):  # deleted since
             sheets.append(reader.task(id))
     return [no for no, _ in found], sheets
 

@@ -1,28 +1,46 @@
-"""Pictures as SVG, drawn here so that a page is whole without a script.
+"""Charts as SVG, rendered on the server so that pages are complete without a script.
 
-Horizontal places are percentages and text is never scaled, so a picture fits any width. No element has a ``style``:
-colours are classes of the style sheet, because the content security policy forbids anything inline. Every picture that
-says something has a sentence as its label; one that repeats what stands beside it is hidden from a screen reader.
+Horizontal positions are percentages and text is never scaled, so a chart fits any width. Colours are classes of the style
+sheet, because the content security policy forbids inline styles. A chart has a sentence as its label; one that only repeats
+an adjacent number is hidden from screen readers.
+
+The attribute ``data-chart`` holds the values of a chart as JSON. The script shows them as tooltips (`static/extra.js`).
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import NamedTuple
 
 from markupsafe import Markup, escape
 
-#: The narrowest part of a bar, of 1000: 64 of 120,000 stay visible.
+from headway.core.text import took
+
+#: Minimum width of a bar segment, of 1000, so that 64 of 120,000 stay visible.
 LEAST = 5
-#: The most points of a small line.
-POINTS = 40
+#: Maximum points of a sparkline.
+POINTS = 20
 
 
-def _svg(content: str, *, cls: str, height: int, label: str = "", box: str = "") -> Markup:
+def _svg(
+    content: str, *, cls: str, height: int, label: str = "", box: str = "", data: object = None, count: int = 0
+) -> Markup:
     role = f'role="img" aria-label="{escape(label)}"' if label else 'aria-hidden="true"'
     view = f' viewBox="{box}" preserveAspectRatio="none"' if box else ""
+    if data is not None:
+        text = json.dumps(data, separators=(",", ":")).replace("&", "&amp;").replace("'", "&#39;")
+        view += f" data-count={count} data-chart='{text}'"
     return Markup(f'<svg class="{cls}" {role} height="{height}"{view}>{content}</svg>')  # noqa: S704 - escaped above
+
+
+def stamp(seconds: float, form: str = "%H:%M") -> Markup:
+    """Return a time of an axis in UTC. The script rewrites it when the page shows local time."""
+    text = f"{datetime.fromtimestamp(seconds, UTC):{form}}"
+    return Markup(f"<tspan data-t={seconds:.0f}>{text}</tspan>")  # noqa: S704 - digits and names of days
 
 
 def _n(value: float) -> str:
@@ -32,8 +50,11 @@ def _n(value: float) -> str:
 def spark(
     values: Sequence[float], *, label: str = "", height: int = 20, top: float | None = None, cls: str = "sa"
 ) -> Markup:
-    """A line of a number's past; nothing when there is no past. Of many values neighbours are taken together, from the
-    last one back: more points than pixels take only room."""
+    """Draw a sparkline; nothing for less than two values.
+
+    ``top`` is the upper end of the scale, which rows of a table share; by default the maximum. More than `POINTS` values
+    are averaged in groups.
+    """
     if len(values) < 2:
         return Markup("")
     if (step := -(-len(values) // POINTS)) > 1:
@@ -45,7 +66,7 @@ def spark(
     path, last = f"M-9 {height + 9}V{ys[0]}H0", 0
     for at in range(1, len(ys)):
         if at + 1 < len(ys) and ys[at] == ys[at + 1] == ys[last]:
-            continue  # a flat stretch is one line
+            continue  # draw a flat stretch as one line
         path += f"L{xs[at]} {ys[at]}" if ys[at] != ys[last] else f"H{xs[at]}"
         last = at
     drawn = f'<path class="ln {cls}" d="{path}h9V{height + 9}"/>'
@@ -53,7 +74,7 @@ def spark(
 
 
 def bins(counts: Sequence[int], *, label: str, height: int = 20) -> Markup:
-    """How many in each part of a stretch of time, as columns on a line: what came in bursts is seen as bursts."""
+    """Draw counts over time as columns on a base line, which shows bursts."""
     most = max(counts, default=0) or 1
     path = "".join(
         f"M{i * 5} {height}v-{max(2, round(n / most * (height - 1)))}h4V{height}z" for i, n in enumerate(counts) if n
@@ -64,7 +85,7 @@ def bins(counts: Sequence[int], *, label: str, height: int = 20) -> Markup:
 
 
 def bar(parts: Mapping[str, int], total: int, *, height: int = 10, label: str = "") -> Markup:
-    """``parts`` of ``total`` in the order given (kept, done, retrying, dead); what is left is pending."""
+    """Draw a stacked bar of ``parts`` (kept, done, retry, dead) in the given order; the rest is pending."""
     drawn, x, total = f'<rect class="f-pend" width="1000" height="{height}"/>', 0.0, max(1, total)
     for name, count in parts.items():
         if count <= 0:
@@ -82,7 +103,7 @@ def bar(parts: Mapping[str, int], total: int, *, height: int = 10, label: str = 
 
 
 def share(part: float, whole: float, *, cls: str = "done", height: int = 8) -> Markup:
-    """A part of a whole as a thin bar beside its number."""
+    """Draw a share as a thin bar."""
     width = 100 * part / whole if whole else 0
     drawn = f'<rect class="f-line" width="100%" height="{height}"/>'
     drawn += f'<rect class="f-{cls}" width="{_n(width)}%" height="{height}"/>'
@@ -90,60 +111,92 @@ def share(part: float, whole: float, *, cls: str = "done", height: int = 8) -> M
 
 
 def _nice(value: float) -> float:
-    """The next round number from ``value`` on: 1, 2, 3 or 5 times a power of ten."""
+    """Return the smallest round number that is at least ``value``."""
     if value <= 1:
         return 1
     power = 10 ** math.floor(math.log10(value))
     return float(next(step * power for step in (1, 1.5, 2, 3, 4, 6, 8, 10) if step * power >= value))
 
 
+class Line(NamedTuple):
+    """One line of a chart: its name, its class in the style sheet, and its values."""
+
+    name: str
+    cls: str
+    values: Sequence[int]
+
+
 def chart(
-    done: Sequence[int],
-    failed: Sequence[int],
+    lines: Iterable[tuple[str, str, Sequence[int]]],
     ticks: Sequence[tuple[float, str]],
     *,
     per: str,
     label: str,
+    start: int,
+    step: int,
     height: int = 168,
 ) -> Markup:
-    """What succeeded as an area, what failed as a dashed line, over time. ``ticks``: (percent, text) of the time axis."""
-    most = _nice(max([*done, *failed, 1]))
+    """Draw counts over time; the class ``sa`` fills the area below a line.
+
+    ``ticks`` are (percent, text) of the time axis. ``start`` is the first point, in minutes since the epoch, and ``step``
+    the minutes between points.
+    """
+    named = [Line(*line) for line in lines]
+    most = _nice(max([1, *(value for line in named for value in line.values)]))
     base, inner = height - 20, height - 28
+    drawn = _grid(most, per, base, inner, (0, 0.5, 1)) + _axis(ticks, height - 3)
+    paths = ""
+    for line in named:
+        count = len(line.values)
+        if count < 2 or not (line.cls == "sa" or any(line.values)):
+            continue
+        points = " ".join(
+            f"{round(i * 1000 / (count - 1))},{round(inner - value / most * inner + 1)}"
+            for i, value in enumerate(line.values)
+        )
+        if line.cls == "sa":
+            points = f"-9,{inner + 9} -9,{inner + 1} {points} 1009,{inner + 1} 1009,{inner + 9}"
+        paths += f'<polyline class="ln {line.cls}" points="{points}"/>'
+    drawn += (
+        f'<svg class="b" y="7" width="100%" height="{inner + 2}" viewBox="0 0 1000 {inner + 2}" '
+        f'preserveAspectRatio="none">{paths}</svg>'
+    )
+    data = {
+        "t": start * 60,
+        "s": step * 60,
+        "n": [line.name for line in named],
+        "v": [_sparse(line.values) for line in named],
+    }
+    return _svg(drawn, cls="ch", height=height, label=label, data=data, count=max(len(line.values) for line in named))
+
+
+def _sparse(values: Sequence[int]) -> object:
+    """Return values for the script; mostly empty ones as a map from index to value, which is shorter."""
+    if 2 * sum(map(bool, values)) > len(values):
+        return list(values)
+    return {i: value for i, value in enumerate(values) if value}
+
+
+def _grid(most: float, per: str, base: float, inner: float, parts: Sequence[float]) -> str:
+    """Draw horizontal grid lines with their values; the top one has the unit."""
     drawn = ""
-    for part in (0, 0.5, 1):
+    for part in parts:
         y = base - inner * part
         drawn += f'<line class="gr" x1="0" x2="100%" y1="{_n(y)}" y2="{_n(y)}"/>'
         if part and (most > 1 or part == 1):
             text = f"{most * part:,.0f}" if most * part >= 2 or part == 1 else f"{most * part:g}"
             drawn += f'<text class="tx" x="0" y="{_n(y - 4)}">{text}{f" {per}" if part == 1 else ""}</text>'
-    drawn += _axis(ticks, height - 3)
-    lines = ""
-    for values, cls in ((done, "ln sa"), (failed, "ln bd")):
-        if len(values) < 2 or (cls == "ln bd" and not any(values)):
-            continue
-        points = " ".join(
-            f"{round(i * 1000 / (len(values) - 1))},{_n(inner - value / most * inner + 1)}"
-            for i, value in enumerate(values)
-        )
-        if cls == "ln sa":
-            points = f"-9,{inner + 9} -9,{inner + 1} {points} 1009,{inner + 1} 1009,{inner + 9}"
-        lines += f'<polyline class="{cls}" points="{points}"/>'
-    drawn += (
-        f'<svg class="b" y="7" width="100%" height="{inner + 2}" viewBox="0 0 1000 {inner + 2}" '
-        f'preserveAspectRatio="none">{lines}</svg><line class="st-ink x" y1="8" y2="{base}" visibility="hidden"/>'
-    )
-    return _svg(drawn, cls="ch", height=height, label=label)
+    return drawn
 
 
 def _axis(ticks: Sequence[tuple[float, str]], y: float, *, apart: float = 0) -> str:
-    """The names of an axis. What is less than ``apart`` percent from the one before is left out in a narrow column."""
+    """Draw the labels of an axis. A label less than ``apart`` percent after the previous one is left out."""
     drawn, last = "", -math.inf
     for at, text in ticks:
-        cls = "te" if at > 96 else "tm" if at > 4 else ""
+        cls = "te" if at > 90 else "tm" if at > 10 else ""
         if at - last < apart:
-            cls += " nt"
-        else:
-            last = at
+            continue
+        last = at
         drawn += f'<text class="tx {cls}" x="{_n(at)}%" y="{_n(y)}">{escape(text)}</text>'
     return drawn
 
@@ -151,8 +204,11 @@ def _axis(ticks: Sequence[tuple[float, str]], y: float, *, apart: float = 0) -> 
 def histogram(
     bins: Sequence[tuple[float, int]], marks: Sequence[tuple[float, str]], *, label: str, what: str = "items"
 ) -> Markup:
-    """Counts by duration on a logarithmic axis. ``bins``: (lower bound in seconds, count); ``marks``: (seconds, text)."""
-    most, count = max((n for _, n in bins), default=1) or 1, len(bins)
+    """Draw counts by duration on a logarithmic axis, with a y-axis in ``what``.
+
+    ``bins`` are (lower bound in seconds, count), ``marks`` are (seconds, text).
+    """
+    most, count = _nice(max((n for _, n in bins), default=1)), len(bins)
     shapes = "".join(
         f"M{i * 20 + 1} 80V{80 - max(2, round(n / most * 78))}h18V80z" for i, (_, n) in enumerate(bins) if n
     )
@@ -162,44 +218,43 @@ def histogram(
         return min(99.0, max(0.0, 100 * math.log(max(seconds, low) / low) / math.log(high / low)))
 
     drawn = (
-        '<line class="gr" x1="0" x2="100%" y1="106" y2="106"/>'
+        f"{_grid(most, what, 106, 78, (0, 0.5, 1))}"
         f'<svg y="26" width="100%" height="80" viewBox="0 0 {count * 20} 80" preserveAspectRatio="none">'
         f'<path class="f-done" d="{shapes}"/></svg>'
     )
     ticks = decades(low, high)
-    drawn += _axis([(at(seconds), _short(seconds)) for seconds in ticks], 122)
+    drawn += _axis([(at(seconds), _short(seconds)) for seconds in ticks], 122, apart=12)
     drawn += "".join(
         f'<line class="st-mut" x1="{_n(at(seconds))}%" x2="{_n(at(seconds))}%" y1="106" y2="110"/>' for seconds in ticks
     )
-    peak = max(range(count), key=lambda place: bins[place][1])
-    placed = {round(at(seconds)) for seconds, _ in marks}
-    side = 100 * (peak + 0.5) / count
-    if all(abs(side - other) > 22 for other in placed):
-        drawn += f'<text class="tx tm" x="{_n(side)}%" y="22">{bins[peak][1]:,} {escape(what)}</text>'
     for place, (seconds, text) in enumerate(marks):
         x = at(seconds)
-        y, anchor = 11 + 13 * place, "te" if x > 80 else ""
+        # Marks near the left end are labelled above the y-axis.
+        y, anchor = 11 + 13 * place if x > 30 else 8, "te" if x > 80 else ""
         drawn += (
             f'<line class="st-ink" x1="{_n(x)}%" x2="{_n(x)}%" y1="{y + 3}" y2="106"/>'
             f'<text class="tx in {anchor}" x="{_n(x + (-1 if anchor else 1))}%" y="{y}">{escape(text)}</text>'
         )
-    return _svg(drawn, cls="ch", height=126, label=label)
+    bounds = [*(bound for bound, _ in bins), high]
+    names = [f"{took(left)} to {took(right)}" for left, right in pairwise(bounds)]
+    data = {"l": names, "n": [what], "v": [_sparse([n for _, n in bins])]}
+    return _svg(drawn, cls="ch", height=126, label=label, data=data, count=len(bins))
 
 
-#: Durations that people name, about a factor of three apart; every other one is the coarse ladder.
+#: Round durations in seconds, about a factor of three apart. Every other one is used when the range is wide.
 _NAMED = (
     0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 180, 600, 1800, 3600, 10_800, 36_000, 86_400, 604_800
 )  # fmt: skip
 
 
 def decades(low: float, high: float) -> list[float]:
-    """Durations that people name between two, those of the coarse ladder if they are enough."""
+    """Return the round durations within a range: every other one if these are at least three."""
     coarse = [one for one in _NAMED[::2] if low <= one <= high]
     return coarse if len(coarse) >= 3 else [one for one in _NAMED if low <= one <= high]
 
 
 class Axis:
-    """A logarithmic axis of durations that several rows share, from one that people name to another."""
+    """A logarithmic axis of durations for several rows, between two round durations."""
 
     def __init__(self, seconds: Iterable[float]) -> None:
         found = list(seconds) or [0.1, 10.0]
@@ -217,7 +272,7 @@ class Axis:
 
 
 def spread(axis: Axis, p50: float, p95: float, *, label: str) -> Markup:
-    """Half take no longer than the dot, 19 of 20 no longer than the end of the line."""
+    """Draw p50 as a dot and p95 as the end of a line."""
     left, right = axis.at(p50), axis.at(p95)
     drawn = "".join(
         f'<line class="gr" x1="{_n(axis.at(seconds))}%" x2="{_n(axis.at(seconds))}%" y1="1" y2="13"/>'
@@ -232,10 +287,8 @@ def spread(axis: Axis, p50: float, p95: float, *, label: str) -> Markup:
 
 
 def scale(axis: Axis) -> Markup:
-    """The axis itself, as the head of a column."""
-    ticks = axis.ticks
-    shown = ticks[:: -(-len(ticks) // 4)]
-    return _svg(_axis([(axis.at(seconds), _short(seconds)) for seconds in shown], 11, apart=45), cls="ch", height=13)
+    """Draw the axis itself, for the head of a column."""
+    return _svg(_axis([(axis.at(one), _short(one)) for one in axis.ticks], 11, apart=45), cls="ch", height=13)
 
 
 def _short(seconds: float) -> str:
@@ -247,7 +300,7 @@ def _short(seconds: float) -> str:
 
 
 class Span:
-    """A stretch of time as percentages of a picture's width."""
+    """Maps times to percentages of a chart's width."""
 
     def __init__(self, start: float, end: float) -> None:
         self.start, self.length = start, max(1.0, end - start)
@@ -257,83 +310,117 @@ class Span:
         return min(100.0, max(0.0, 100 * (seconds - self.start) / self.length))
 
 
-def timeline(
-    span: Span,
-    columns: Sequence[tuple[float, float, int, str]],
-    gaps: Sequence[tuple[float, float, str]],
-    events: Sequence[tuple[float, str, str]],
-    *,
-    now: float | None,
-    now_text: str,
-    forecast: tuple[float, float, float, str] | None,
-    per: str,
-    label: str,
-) -> Markup:
-    """All runs of a job over one axis: columns (from, to, count, class), gaps while nothing ran, what happened below,
-    and while it runs where it stands now and the window in which it will be ready (earliest, likely, latest, text)."""
-    base, top = 116, 22
-    most = _nice(max([count for *_, count, _ in columns], default=1))
-    drawn = (
-        '<defs><pattern id="gap" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        '<path class="gr" d="M0 0v6"/></pattern></defs>'
-    )
-    scale = ""
-    for part in (0.5, 1):
-        y = top + base - base * part
-        drawn += f'<line class="gr" x1="0" x2="100%" y1="{_n(y)}" y2="{_n(y)}"/>'
-        text = f"{most * part:,.0f}" if (most * part) >= 2 or part == 1 else f"{most * part:g}"
-        scale += f'<text class="tx" x="0" y="{_n(y - 4)}">{text}{f" {per}" if part == 1 else ""}</text>'
-    for start, end, text in gaps:
-        left, right = span.at(start), span.at(end)
-        drawn += f'<rect fill="url(#gap)" x="{_n(left)}%" y="{top}" width="{_n(right - left)}%" height="{base}"/>'
-        if right - left > 6:
-            cls = "tx tm wide" if right - left > 9 else "tx tm wide nt"  # a tablet has no room for the words
-            drawn += f'<text class="{cls}" x="{_n((left + right) / 2)}%" y="{top + base // 2}">{escape(text)}</text>'
-    paths: dict[str, str] = {}
-    at: dict[str, int] = {}
-    for start, end, count, cls in columns:
-        if count:
-            left, right = round(20 * span.at(start)), round(20 * span.at(end))
-            tall, across = max(1, round(base * count / most)), max(1, right - left - 1)
-            # One after another along the base line: a column is four short steps from where the last one ended.
-            step = f"h{left - at[cls]}" if cls in at else f"M{left} {base}"
-            paths[cls] = f"{paths.get(cls, '')}{step}v-{tall}h{across}v{tall}"
-            at[cls] = left + across
-    inner = "".join(f'<path class="f-{cls}" d="{path}"/>' for cls, path in paths.items())
-    box = f'viewBox="0 0 2000 {base}" preserveAspectRatio="none"'
-    drawn += f'<svg y="{top}" width="100%" height="{base}" {box}>{inner}</svg>{scale}'
-    if forecast is not None and now is not None:
-        early, likely, late, _ = forecast
-        left, right, middle = span.at(early), span.at(late), span.at(likely)
-        drawn += (
-            f'<rect class="ar" x="{_n(left)}%" y="{top}" width="{_n(max(0.4, right - left))}%" height="{base}"/>'
-            f'<line class="st-done da" x1="{_n(middle)}%" x2="{_n(middle)}%" y1="{top}" y2="{top + base}"/>'
+class Forecast(NamedTuple):
+    """The expected end of a job: earliest, likely and latest, in seconds since the epoch."""
+
+    early: float
+    likely: float
+    late: float
+
+
+class Timeline(NamedTuple):
+    """All runs of a job on one time axis."""
+
+    span: Span
+    #: (start, end, count, class) of each interval.
+    columns: Sequence[tuple[float, float, int, str]]
+    #: (start, end, text) of the times without a run.
+    gaps: Sequence[tuple[float, float, str]]
+    #: (time, text, second line) of starts and ends.
+    events: Sequence[tuple[float, str, str]]
+    #: The current time, while a run is active.
+    now: float | None
+    forecast: Forecast | None
+    per: str
+    label: str
+
+    def draw(self) -> Markup:
+        """Draw the timeline."""
+        most = _nice(max([count for *_, count, _ in self.columns], default=1))
+        drawn = (
+            '<defs><pattern id="gap" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+            '<path class="gr" d="M0 0v6"/></pattern></defs>'
         )
-    drawn += f'<line class="gr" x1="0" x2="100%" y1="{top + base}" y2="{top + base}"/>'
-    if now is not None:
-        here = span.at(now)
-        side = "te" if here > 92 else "tm"
-        drawn += (
-            f'<line class="st-ink" x1="{_n(here)}%" x2="{_n(here)}%" y1="14" y2="{top + base}"/>'
-            f'<text class="tx in {side}" x="{_n(here)}%" y="10">{escape(now_text)}</text>'
+        drawn += self._gaps() + self._columns(most) + _grid(most, self.per, _BOTTOM, _BASE, (0.5, 1))
+        drawn += self._forecast() + f'<line class="gr" x1="0" x2="100%" y1="{_BOTTOM}" y2="{_BOTTOM}"/>'
+        if self.now is not None:
+            here = self.span.at(self.now)
+            drawn += (
+                f'<line class="st-ink" x1="{_n(here)}%" x2="{_n(here)}%" y1="14" y2="{_BOTTOM}"/>'
+                f'<text class="tx in {"te" if here > 92 else "tm"}" x="{_n(here)}%" y="10">now, {stamp(self.now)}</text>'
+            )
+        end, step = self.columns[0][1], self.columns[-1][0] - self.columns[-2][0] if len(self.columns) > 1 else 60
+        first = end - step  # the first column may begin later than its interval
+        x = [round(self.span.at(first + step / 2), 2), round(100 * step / self.span.length, 4)]
+        data = {
+            "t": round(first),
+            "s": round(step),
+            "x": x,
+            "n": ["items done"],
+            "v": [_sparse([n for *_, n, _ in self.columns])],
+        }
+        return _svg(
+            drawn + self._events(), cls="ch", height=_BOTTOM + 38, label=self.label, data=data, count=len(self.columns)
         )
-    taken = narrow = -100.0
-    for moment, text, more in events:
-        place = span.at(moment)
-        drawn += f'<line class="st-mut" x1="{_n(place)}%" x2="{_n(place)}%" y1="{top + base}" y2="{top + base + 6}"/>'
-        # What ended stands before its mark, what began after it. A label that would lie on another is left out (the table
-        # below has it); on a phone letters are wider, so more are left out there.
-        side = "te" if place > 88 or (place > 10 and "started" not in text and "resumed" not in text) else ""
-        if (place - 9 if side else place) < taken:
-            continue
-        taken = place if side else place + 9
-        wide = "wide" if (place - 24 if side else place) < narrow else ""
-        narrow = narrow if wide else place if side else place + 24
-        drawn += (
-            f'<text class="tx in {side} {wide}" x="{_n(place)}%" y="{top + base + 19}">{escape(text)}</text>'
-            f'<text class="tx wide {side}" x="{_n(place)}%" y="{top + base + 33}">{escape(more)}</text>'
+
+    def _gaps(self) -> str:
+        drawn = ""
+        for start, end, text in self.gaps:
+            left, right = self.span.at(start), self.span.at(end)
+            drawn += f'<rect fill="url(#gap)" x="{_n(left)}%" y="{_TOP}" width="{_n(right - left)}%" height="{_BASE}"/>'
+            if right - left > 6:
+                cls = "tx tm wide" if right - left > 9 else "tx tm wide nt"  # hidden on narrow screens
+                y = _TOP + _BASE // 2
+                drawn += f'<text class="{cls}" x="{_n((left + right) / 2)}%" y="{y}">{escape(text)}</text>'
+        return drawn
+
+    def _columns(self, most: float) -> str:
+        paths: dict[str, str] = {}
+        at: dict[str, int] = {}
+        for start, end, count, cls in self.columns:
+            if count:
+                left, right = round(20 * self.span.at(start)), round(20 * self.span.at(end))
+                tall, across = max(1, round(_BASE * count / most)), max(1, right - left - 1)
+                # Relative steps along the base line keep the path short.
+                step = f"h{left - at[cls]}" if cls in at else f"M{left} {_BASE}"
+                paths[cls] = f"{paths.get(cls, '')}{step}v-{tall}h{across}v{tall}"
+                at[cls] = left + across
+        inner = "".join(f'<path class="f-{cls}" d="{path}"/>' for cls, path in paths.items())
+        box = f'viewBox="0 0 2000 {_BASE}" preserveAspectRatio="none"'
+        return f'<svg y="{_TOP}" width="100%" height="{_BASE}" {box}>{inner}</svg>'
+
+    def _forecast(self) -> str:
+        if self.forecast is None or self.now is None:
+            return ""
+        left, middle, right = (self.span.at(moment) for moment in self.forecast)
+        return (
+            f'<rect class="ar" x="{_n(left)}%" y="{_TOP}" width="{_n(max(0.4, right - left))}%" height="{_BASE}"/>'
+            f'<line class="st-done da" x1="{_n(middle)}%" x2="{_n(middle)}%" y1="{_TOP}" y2="{_BOTTOM}"/>'
         )
-    return _svg(drawn, cls="ch", height=top + base + 38, label=label)
+
+    def _events(self) -> str:
+        drawn, taken, narrow = "", -100.0, -100.0
+        for moment, text, more in self.events:
+            place = self.span.at(moment)
+            drawn += f'<line class="st-mut" x1="{_n(place)}%" x2="{_n(place)}%" y1="{_BOTTOM}" y2="{_BOTTOM + 6}"/>'
+            # Labels of ends stand left of their mark, those of starts right. Overlapping ones are left out, more of them
+            # on a phone; the table below the chart has all.
+            side = "te" if place > 88 or (place > 10 and "started" not in text and "resumed" not in text) else ""
+            if (place - 9 if side else place) < taken:
+                continue
+            taken = place if side else place + 9
+            wide = "wide" if (place - 24 if side else place) < narrow else ""
+            narrow = narrow if wide else place if side else place + 24
+            drawn += (
+                f'<text class="tx in {side} {wide}" x="{_n(place)}%" y="{_BOTTOM + 19}">{escape(text)}</text>'
+                f'<text class="tx wide {side}" x="{_n(place)}%" y="{_BOTTOM + 33}">{escape(more)}</text>'
+            )
+        return drawn
+
+
+#: Geometry of a timeline in pixels: height of the columns, space above, and the base line.
+_BASE, _TOP = 116, 22
+_BOTTOM = _BASE + _TOP
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -350,8 +437,11 @@ def item_map(
     name: str,
     label: str,
 ) -> Markup:
-    """One cell per group of items. ``bases``: (kept, done or pending, how many cells) one after the other; ``marks``: the
-    cells in which some item is retrying, processing or dead. Runs of cells are one path: a million items take 2 KB."""
+    """Draw one cell per group of items.
+
+    ``bases`` are consecutive runs of (kept, done or pending, number of cells). ``marks`` are the cells with retrying,
+    processing or dead items. Runs of cells share a path, so a million items take 2 KB.
+    """
     count = sum(length for _, length in bases)
     rows, width = -(-count // columns), columns * 10
     paths: dict[str, str] = {}
@@ -386,7 +476,7 @@ def item_map(
 
 
 def _cells(cells: Sequence[int], columns: int, cell: int) -> str:
-    """Cells, in rising order, as a path of few rectangles: runs within a row, and whole rows together."""
+    """Return a path for ascending cells, with one rectangle per run within a row or per block of whole rows."""
     path, at, count = "", 0, len(cells)
     while at < count:
         first = cells[at]

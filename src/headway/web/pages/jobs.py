@@ -1,4 +1,4 @@
-"""Jobs, one job with its picture, its items, one item with its history."""
+"""The pages Jobs, Job, Items and Item."""
 
 from __future__ import annotations
 
@@ -26,30 +26,33 @@ from headway.views.jobs.series import Series
 from headway.views.overview import JobLine, JobPage, Times, read_death_times, read_job_detail, read_job_page
 from headway.views.reading import Reader
 from headway.web.pages import draw
-from headway.web.pages.render import Pages, clock, num
+from headway.web.pages.render import Pages, num
 
 STATES = ("pending", "processing", "retrying", "done", "dead")
 STATUSES = ("processing", "interrupted", "needs a run", "pending", "completed")
-#: Causes to choose from.
+#: Maximum causes in the filter.
 CHOICES = 50
-#: Rows of the map as a table.
+#: Maximum rows of the map as a table.
 TABLE_ROWS = 8
 
 
 class Found(NamedTuple):
-    """All that a job's page shows."""
+    """The content of a job's page."""
 
     now: datetime
     sheet: JobSheet
     line: JobLine
     series: Series
     map: ItemMap | None
-    #: What is asked of the run that goes on; None if none does, or if it listens to nobody.
+    #: The requests to the current run (pause, stop, scale); None without a run that can be controlled.
     asked: Control | None
     times: Times | None
+    #: Why and by whom the last run was stopped; empty if it runs or finished.
+    reason: str
 
 
 def read_job(reader: Reader, id: str) -> Found:
+    """Read the content of a job's page."""
     job = find_job(reader.ledger, id)
     now, sheet, line, series = read_job_detail(job)
     runs = sheet.runs
@@ -58,67 +61,90 @@ def read_job(reader: Reader, id: str) -> Found:
     return Found(
         now, sheet, line, series, read_map(job, since=runs[-1].started_at.timestamp() if runs else None),
         job.asked(runs[-1].no) if controlled else None, read_death_times(reader.database, causes),
+        "" if sheet.job.holder or not runs else _stop_reason(reader, id, runs[-1]),
     )  # fmt: skip
 
 
+def _stop_reason(reader: Reader, id: str, run: Run) -> str:
+    """Return why a run stopped before the end."""
+    if run.outcome == "stopped":
+        return f"Stopped by --max-failures {run.settings.get('max_failures', '')}".rstrip()
+    for entry in reader.activity(job=id, actor=None, before=None, limit=20).activity:
+        if entry.action == "stop" and entry.at >= run.started_at:
+            reason = entry.detail.get("reason")
+            return f"Stopped by {entry.actor}" + (f" (“{reason}”)" if reason else "")
+    return "Interrupted"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# Pictures of a job
+# Timeline and item map
 
 
 def job_timeline(found: Found) -> Markup | None:
-    """All runs over one axis; None for a job that took no time worth an axis."""
+    """Draw all runs over one time axis; None for a job of less than three intervals."""
     series, runs, line = found.series, found.sheet.runs, found.line
     if len(series.points) < 3 or not runs:
         return None
     now = found.now.timestamp() if line.job.holder else None
     last = runs[-1].started_at.timestamp()
-    width = series.step * 60
     start = runs[0].started_at.timestamp()
-    end = max(series.points[-1].minute * 60 + width, (now or 0))
+    end = max((series.points[-1].minute + series.step) * 60, (now or 0))
     forecast = None
     if now is not None and line.forecast is not None:
         early, likely, late = (now + seconds for seconds in line.forecast)
-        if likely - now < 1.5 * (now - start):  # a forecast that is longer than the past would push it aside
-            forecast = (early, likely, late, f"~{roughly(line.forecast.likely)}")
+        if likely - now < 1.5 * (now - start):  # a longer forecast would leave too little space for the past
+            forecast = draw.Forecast(early, likely, late)
             end = max(end, late)
+    events, gaps = _events(runs, series)
+    if forecast is not None:
+        text = Markup("~{} finish").format(roughly(forecast.likely - (now or 0.0)))
+        events.append(
+            (forecast.likely, text, Markup("{} to {}").format(*map(draw.stamp, (forecast.early, forecast.late))))
+        )
     pad = (end - start) * 0.01
-    columns = []
+    return draw.Timeline(
+        draw.Span(start - pad, end + pad), _columns(series, start, last, now), gaps, sorted(events), now=now,
+        forecast=forecast, per="per min" if series.step == 1 else f"per {series.step} min",
+        label=f"{plural(len(runs), 'run')}: {num(series.done)} items done, {num(series.failed)} attempts failed",
+    ).draw()  # fmt: skip
+
+
+def _columns(series: Series, start: float, last: float, now: float | None) -> list[tuple[float, float, int, str]]:
+    """Return the columns of the timeline; those before the last run are shown as kept.
+
+    The count of the current, incomplete interval is extrapolated.
+    """
+    columns, width = [], series.step * 60
     for point in series.points:
         began, over = max(point.minute * 60.0, start), point.minute * 60.0 + width
         count: float = point.done
-        if (
-            now is not None and over > now
-        ):  # it is not over: as tall as it will be if it goes on so, and as wide as it is
+        if now is not None and over > now:
             if now - began < width / 4:
-                continue
+                continue  # too short to extrapolate
             count, over = count * width / (now - began), now
         columns.append((began, over, round(count), "kept" if over <= last else "done"))
+    return columns
+
+
+def _events(runs: Sequence[Run], series: Series) -> tuple[list[tuple[float, str, str]], list[tuple[float, float, str]]]:
+    """Return the starts and ends of runs, and the gaps between runs."""
     events: list[tuple[float, str, str]] = []
     gaps: list[tuple[float, float, str]] = []
     for place, run in enumerate(runs):
         began = run.started_at.timestamp()
-        events.append((began, f"{clock(run.started_at)} {'resumed' if place else 'started'}", _workers(run)))
+        events.append(
+            (began, Markup("{} {}").format(draw.stamp(began), "resumed" if place else "started"), _workers(run))
+        )
         following = runs[place + 1].started_at.timestamp() if place + 1 < len(runs) else None
         stopped = _stopped(run, series, following)
-        if following is not None and following - stopped > width:
+        if following is not None and following - stopped > series.step * 60:
             gaps.append((stopped, following, f"{duration(following - stopped)} down"))
         if run.outcome not in (None, "finished"):
             word = "killed" if run.outcome == "lost" else run.outcome or ""
-            events.append((stopped, f"{clock(datetime.fromtimestamp(stopped, UTC))} {word}", "nothing lost"))
+            events.append((stopped, Markup("{} {}").format(draw.stamp(stopped), word), "nothing lost"))
         elif run.outcome == "finished" and following is None:
-            events.append((stopped, f"{clock(datetime.fromtimestamp(stopped, UTC))} finished", ""))
-    if forecast is not None:
-        events.append((forecast[1], f"{forecast[3]} ready", f"{_hm(forecast[0])} to {_hm(forecast[2])}"))
-    return draw.timeline(
-        draw.Span(start - pad, end + pad), columns, gaps, sorted(events), now=now,
-        now_text=f"now, {clock(found.now)} UTC", forecast=forecast,
-        per="per min" if series.step == 1 else f"per {series.step} min",
-        label=f"{plural(len(runs), 'run')}: {num(series.done)} items done, {num(series.failed)} attempts failed",
-    )  # fmt: skip
-
-
-def _hm(seconds: float) -> str:
-    return clock(datetime.fromtimestamp(seconds, UTC))
+            events.append((stopped, Markup("{} finished").format(draw.stamp(stopped)), ""))
+    return events, gaps
 
 
 def _workers(run: Run) -> str:
@@ -127,7 +153,7 @@ def _workers(run: Run) -> str:
 
 
 def _stopped(run: Run, series: Series, following: float | None) -> float:
-    """When a run stopped. One that was killed just now did not write it down: then after the last minute it did something."""
+    """Return the end of a run. A killed run did not record it; then it is the end of its last active minute."""
     if run.ended_at is not None:
         return run.ended_at.timestamp()
     bound = following if following is not None else float("inf")
@@ -141,21 +167,21 @@ def _stopped(run: Run, series: Series, following: float | None) -> float:
 
 
 def story(runs: Sequence[Run]) -> str:
-    """What happened to a job, in one sentence."""
+    """Return the history of a job in one sentence; empty after a single undisturbed run."""
     lost = [run for run in runs[:-1] if run.outcome == "lost"]
     if len(runs) == 1 and runs[0].outcome == "lost":
-        return "Its process was killed; what was done is kept."
+        return "Killed; completed items are kept."
     if len(lost) == 1:
-        return f"It was killed once, in run {lost[0].no}, and went on where it stood."
+        return f"Killed once (run {lost[0].no}); resumed without loss."
     if lost:
-        return f"It was killed {len(lost)} times and went on where it stood each time."
+        return f"Killed {len(lost)} times; resumed without loss each time."
     if len(runs) > 1:
-        return f"It was started {len(runs)} times and went on where it stood."
+        return f"Started {len(runs)} times; each run resumed where the previous one stopped."
     return ""
 
 
 def map_sentence(map: ItemMap) -> tuple[str, int, int] | None:
-    """Where the dead ones lie, if most lie together: (how many of how many, first index, last index)."""
+    """Return where most dead items are, if they are close together: (count of total, first index, last index)."""
     dead = sorted((cell, mark.dead) for cell, mark in map.marks.items() if mark.dead)
     total = sum(count for _, count in dead)
     window = max(2, map.cells // 25)
@@ -175,7 +201,7 @@ def map_sentence(map: ItemMap) -> tuple[str, int, int] | None:
 
 
 def map_rows(map: ItemMap) -> list[tuple[int, int, Cell]]:
-    """The map as a table: (first index, last index, what is in between), a few rows, those with something odd."""
+    """Return the map as a table of up to `TABLE_ROWS` ranges: (first index, last index, counts), without empty ranges."""
     step = -(-map.cells // TABLE_ROWS)
     rows = []
     for first in range(0, map.cells, step):
@@ -187,7 +213,7 @@ def map_rows(map: ItemMap) -> list[tuple[int, int, Cell]]:
 
 
 def map_data(map: ItemMap) -> Markup:
-    """What the script needs to say what is in a cell: numbers and names of ours, so safe between single quotes as it is."""
+    """Return the map's data for the script as JSON. It contains no user input and is safe in a quoted attribute."""
     marks = {cell: list(mark) for cell, mark in map.marks.items()}
     found = {"size": map.size, "cells": map.cells, "bases": map.bases, "marks": marks}
     return Markup(json.dumps(found, separators=(",", ":")))  # noqa: S704 - see above
@@ -198,12 +224,13 @@ def map_data(map: ItemMap) -> Markup:
 
 
 async def jobs(pages: Pages, request: Request) -> Response:
-    asked = request.query_params
-    status = asked.get("state") or None
+    """Answer ``/jobs``, filtered by name and state."""
+    params = request.query_params
+    status = params.get("state") or None
     if status is not None and status not in STATUSES:
-        raise InvalidInput(f"{status[:40]!r} is no state of a job.", hint=f"Use one of: {', '.join(STATUSES)}.")
-    text, after = asked.get("q", "").strip()[:100], asked.get("after") or None
-    by_creation = after is not None or asked.get("order") == "created"
+        raise InvalidInput(f"state must be {', '.join(STATUSES)} (got {status[:40]!r}).")
+    text, after = params.get("q", "").strip()[:100], params.get("after") or None
+    by_creation = after is not None or params.get("order") == "created"
 
     def look(reader: Reader) -> JobPage:
         return read_job_page(reader.database, status=status, text=text, by_creation=by_creation, after=after)
@@ -216,6 +243,7 @@ async def jobs(pages: Pages, request: Request) -> Response:
 
 
 async def job(pages: Pages, request: Request) -> Response:
+    """Answer ``/jobs/ID``."""
     found = await pages.site.view(read_job, pages.site.reader, request.path_params["id"])
     map = found.map
     pictures = {}
@@ -234,28 +262,31 @@ async def job(pages: Pages, request: Request) -> Response:
         request, "job.html", now=found.now, refresh=10, line=found.line, sheet=found.sheet, series=found.series, map=map,
         pictures=pictures, asked=found.asked, timeline=job_timeline(found), story=story(found.sheet.runs),
         sentence=map_sentence(map) if map else None, rows=map_rows(map) if map else [], data=map_data(map) if map else "",
-        times=found.times, causes=[cause._replace(job=found.line.job.id) for cause in found.sheet.causes if cause.dead],
+        times=found.times, reason=found.reason,
+        causes=[cause._replace(job=found.line.job.id) for cause in found.sheet.causes if cause.dead],
     )  # fmt: skip
 
 
 def whole(text: str | None, what: str) -> int | None:
+    """Parse a query parameter; None if it is empty. Raises `InvalidInput` unless it is a whole number."""
     if not text:
         return None
     if not text.isascii() or not text.isdecimal() or len(text) > 18:
-        raise InvalidInput(f"{text[:40]!r} is no {what}.", hint="Use a whole number from 0.")
+        raise InvalidInput(f"{what} must be a whole number from 0 (got {text[:40]!r}).")
     return int(text)
 
 
 async def items(pages: Pages, request: Request) -> Response:
-    asked, id = request.query_params, request.path_params["id"]
-    if key := asked.get("key", "").strip():
+    """Answer ``/jobs/ID/items``, filtered by state, cause and index. With ``key`` it redirects to that item."""
+    params, id = request.query_params, request.path_params["id"]
+    if key := params.get("key", "").strip():
         found = await pages.site.view(lambda: find_job(pages.site.reader.ledger, id).item(key))
         return RedirectResponse(pages.site.url(request, item_path(id, found.key, found.idx)), 303)
-    state = asked.get("state") or None
+    state = params.get("state") or None
     if state is not None and state not in STATES:
-        raise InvalidInput(f"{state[:40]!r} is no state of an item.", hint=f"Use one of: {', '.join(STATES)}.")
-    cause = whole(asked.get("cause"), "number of a cause")
-    first = whole(asked.get("from"), "index") or 0
+        raise InvalidInput(f"state must be {', '.join(STATES)} (got {state[:40]!r}).")
+    cause = whole(params.get("cause"), "cause")
+    first = whole(params.get("from"), "from") or 0
 
     def look(reader: Reader) -> tuple[Items, Job, list[Cause], int]:
         one = find_job(reader.ledger, id)
@@ -271,19 +302,18 @@ async def items(pages: Pages, request: Request) -> Response:
 
 
 def _around(job: ledger.Job) -> tuple[Job, list[Cause]]:
-    """What a page of items says of their job. Not its whole sheet: how long a million items took takes longer to read than
-    one of them."""
+    """Read the job and its causes, without the durations, which take long to read for a million items."""
     return job_view(job.info()), [cause_view(cause) for cause in job.causes()]
 
 
 def item_path(job: str, key: str | None, idx: int) -> str:
-    """Where an item is shown: under its key, unless a browser would take that for a way up."""
+    """Return the path of an item: by key, unless browsers would treat the key as a relative path."""
     known = key is not None and key not in ("", ".", "..")
     return f"/jobs/{quote(job, safe='')}/" + (f"items/{quote(str(key), safe='')}" if known else f"item/{idx}")
 
 
 async def item(pages: Pages, request: Request) -> Response:
-    """By its key or its index; under ``item/`` by its index and nothing else, for a key may be the index of another."""
+    """Answer ``items/KEY`` by key or index, and ``item/INDEX`` by index only, because a key may equal another's index."""
     id, name = request.path_params["id"], request.path_params["key"]
     payload = pages.site.user(request).may("payload")
 
@@ -307,8 +337,9 @@ async def item(pages: Pages, request: Request) -> Response:
 
 
 def pretty(value: Any) -> str:
+    """Format a value as indented JSON of at most 20,000 characters."""
     text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
-    return text if len(text) <= 20_000 else f"{text[:20_000]}\n… {len(text):,} characters in all"
+    return text if len(text) <= 20_000 else f"{text[:20_000]}\n… {len(text):,} characters in total"
 
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)$')
@@ -316,14 +347,14 @@ _LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen ")
 
 
 class Frame(NamedTuple):
-    """One place of a traceback."""
+    """One frame of a traceback."""
 
     place: str
     code: str
 
 
 def frames(traceback: str | None) -> tuple[list[Frame], list[Frame]]:
-    """(own frames, frames of libraries), each with the innermost first. What cannot be read is simply not there."""
+    """Parse a traceback into (own frames, library frames), innermost first. Unparsable lines are skipped."""
     own: list[Frame] = []
     library: list[Frame] = []
     lines = (traceback or "").splitlines()

@@ -1,4 +1,4 @@
-"""Overview: whether anybody has to do anything, then what runs. And finding something by its name."""
+"""The overview, with the issues that need attention, and search."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 from urllib.parse import quote
 
+from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
@@ -33,55 +34,65 @@ from headway.views.queue import QueueView, WorkerView
 from headway.views.reading import Reader
 from headway.views.shape import Absent
 from headway.views.system.alerts import AlertView
+from headway.web.pages import draw
 from headway.web.pages.jobs import item_path
 from headway.web.pages.render import Pages, num, when
 
-#: A cause that came for the first time within this is new, and said first.
+#: A cause is new if it was first seen within this time.
 NEW = timedelta(hours=1)
-#: A run from which nothing came for so long is stalled.
+#: A run is stalled if it recorded nothing for this long.
 STALLED = timedelta(minutes=5)
-#: Tasks that wait for less have not been looked at yet.
+#: Minimum wait in seconds of the oldest task before a queue counts as stalled.
 LOOKED_AT = 60.0
-#: Jobs in progress that are shown; the rest is on the page of jobs.
+#: Maximum jobs in progress on the page.
 RUNNING = 8
-#: Lost workers and runs are said for so long.
+#: Lost workers and runs are shown for this long.
 REMEMBERED = timedelta(days=1)
+#: More issues of one kind than this are grouped.
+GROUPED = 3
 
 
 class Need(NamedTuple):
-    """Something that needs somebody."""
+    """An issue that needs attention."""
 
     word: str
     look: str
     text: str
     since: str
+    #: The page with the action that resolves it, and the text of the link.
     path: str
     link: str
-    #: Rules of alerts that would say the same, each with whom they would say it of.
+    #: (rule, subject) of alerts that report the same issue.
     rules: tuple[tuple[str, str], ...] = ()
-    #: The open alert about it, which somebody can acknowledge.
-    alert: AlertView | None = None
-    #: The lost worker that somebody can take off the list.
+    #: The open alerts about it, which can be acknowledged.
+    alerts: tuple[AlertView, ...] = ()
+    #: The lost worker that can be removed from the list.
     worker: str = ""
+    #: The number of issues that this row stands for.
+    size: int = 1
 
     @property
     def key(self) -> str:
-        """What it is about, whatever its text says at the moment."""
-        return f"{self.word} {self.path} {self.alert.no if self.alert and self.path == '/alerts' else ''}"
+        """The identity of the row, independent of its text."""
+        return f"{self.word} {self.path} {self.alerts[0].no if self.alerts and self.path == '/alerts' else ''}"
+
+    @property
+    def open(self) -> tuple[AlertView, ...]:
+        """The alerts that are not acknowledged."""
+        return tuple(alert for alert in self.alerts if not alert.acknowledged_by)
 
     @property
     def seen(self) -> str:
-        """Who sees to it, or that nobody wants to hear of it for a while; empty: it is for whoever looks."""
-        if self.alert is None:
+        """Who acknowledged it, or that it is snoozed; empty if it needs attention."""
+        if not self.alerts or (self.open and not all(alert.muted for alert in self.open)):
             return ""
-        return (
-            f"{self.alert.acknowledged_by} sees to it" if self.alert.acknowledged_by else "snoozed" * self.alert.muted
-        )
+        names = sorted({alert.acknowledged_by for alert in self.alerts if alert.acknowledged_by})
+        return f"acknowledged by {', '.join(names)}" if names else "snoozed"
 
 
 @dataclass(frozen=True)
 class Standing:
-    """The queues as they stand at one moment."""
+    """The state of queues and workers at one moment."""
 
     at: datetime
     queues: tuple[QueueView, ...]
@@ -90,20 +101,22 @@ class Standing:
 
     @property
     def outlooks(self) -> dict[str, Outlook]:
+        """The forecast of each queue."""
         return {queue.queue: outlook(queue, *self.flows[queue.queue]) for queue in self.queues}
 
     @property
     def alive(self) -> tuple[WorkerView, ...]:
+        """The workers that are online."""
         return tuple(worker for worker in self.workers if worker.state in ("idle", "busy", "draining"))
 
 
 @dataclass(frozen=True)
 class Now(Standing):
-    """Everything on the page."""
+    """The content of the overview."""
 
-    #: Those in progress, then others that changed lately.
+    #: Jobs in progress, then others that changed recently.
     lines: tuple[JobLine, ...]
-    #: Whether more are in progress.
+    #: Whether more jobs are in progress.
     more: bool
     series: Series
     hour: Series
@@ -111,12 +124,12 @@ class Now(Standing):
     times: Times | None
     task_causes: tuple[TaskCause, ...]
     alerts: tuple[AlertView, ...]
-    #: What is asked of the runs that listen to somebody.
+    #: Requests to runs (pause, stop, scale) by job.
     asked: dict[str, Control]
 
 
 def read_now(reader: Reader, range: str) -> Now:
-    """Everything on the page, in one call off the loop."""
+    """Read the content of the overview."""
     database = reader.database
     causes = read_causes(database, limit=20)
     running = read_job_page(database, running=True, limit=RUNNING)
@@ -139,7 +152,7 @@ def read_now(reader: Reader, range: str) -> Now:
 
 
 def needs(now: Now) -> list[Need]:
-    """What needs somebody, the worst first. Each says what is the matter, since when, and where to look."""
+    """Return the issues that need attention, most severe first."""
     seen = [*_lost(now), *_new_causes(now), *_stalled(now), *_queues(now)]
     covered = {key for need in seen for key in need.rules}
     lost = sum(need.look == "s-lost bad" for need in seen)
@@ -147,23 +160,86 @@ def needs(now: Now) -> list[Need]:
     dead = sum(cause.dead for cause in now.causes) + sum(cause.dead for cause in now.task_causes)
     if dead and not any(need.word == "New error" for need in found):
         newest = max([*(one.last_seen for one in now.causes), *(one.last_seen for one in now.task_causes)])
-        reasons = plural(len(now.causes) + len(now.task_causes), "reason")
-        text = f"{plural(dead, 'item')} failed for good, for {reasons}; nobody retried them"
-        found.append(Need("Dead letters", "s-dead bad", text, f"last {when(newest, now.at)}", "/dead", "See why"))
+        causes = plural(len(now.causes) + len(now.task_causes), "cause")
+        text = f"{plural(dead, 'item')} failed permanently, with {causes}"
+        found.append(
+            Need(
+                "Dead letters",
+                "s-dead bad",
+                text,
+                Markup("last {}").format(when(newest, now.at)),
+                "/dead",
+                "See causes",
+            )
+        )
     open_ = {(alert.rule, alert.subject): alert for alert in now.alerts}
-    return [need._replace(alert=next((open_[key] for key in need.rules if key in open_), need.alert)) for need in found]
+    linked = [
+        need._replace(alerts=need.alerts or tuple(open_[key] for key in need.rules if key in open_)[:1])
+        for need in found
+    ]
+    return _grouped(linked)
+
+
+def _grouped(found: list[Need]) -> list[Need]:
+    """Replace more than `GROUPED` issues of one kind by a single row."""
+    kinds: dict[tuple[str, bool], list[Need]] = {}
+    for need in found:
+        kinds.setdefault((need.word, bool(need.seen)), []).append(need)
+    grouped = []
+    for (word, _), same in kinds.items():
+        if len(same) <= GROUPED:
+            grouped += same
+            continue
+        first = same[0]
+        path = {"Worker lost": "/workers", "New error": "/dead", "Run lost": "/jobs?state=interrupted"}.get(
+            word, "/alerts"
+        )
+        text = f"{len(same)} issues. The first: {first.text}"
+        alerts = tuple(alert for need in same for alert in need.alerts)
+        grouped.append(
+            first._replace(text=text, path=path, link=f"See all {len(same)}", alerts=alerts, worker="", size=len(same))
+        )
+    return grouped
+
+
+#: Where an alert is resolved: rule -> (path with the subject, text of the link).
+_CURES = {
+    "stalled_job": ("/jobs/{}", "Open the job"),
+    "worker_lost": ("/workers#{}", "See the worker"),
+    "delay": ("/queues/{}", "Open {}"),
+    "backlog": ("/queues/{}", "Open {}"),
+    "store_away": ("/about#store", "Check the store"),
+    "store_slow": ("/about#store", "Check the store"),
+    "redis_memory": ("/about#store", "Check the store"),
+    "event_lag": ("/about#store", "Check the relay"),
+    "no_handler": ("/workers#start", "Start a worker"),
+    "new_cause": ("/dead", "See causes"),
+}
+
+
+def cure(alert: AlertView) -> tuple[str, str]:
+    """Return the page with the action that resolves an alert, and the text of the link to it."""
+    if alert.rule == "failure_spike":
+        kind, _, name = alert.subject.partition(" ")
+        return (f"/jobs/{quote(name, safe='')}#causes" if kind == "job" else "/dead#tasks"), "See causes"
+    path, link = _CURES.get(alert.rule, ("/alerts", "See alerts"))
+    return path.format(quote(alert.subject, safe="")), link.format(alert.subject)
 
 
 def _alerts(now: Now, covered: set[tuple[str, str]]) -> list[Need]:
-    """Open alerts, without what the page says by itself. A new cause it always does."""
+    """Return the open alerts that no other issue covers. New causes are always covered."""
     return [
         Need(
             alert.rule.replace("_", " ").capitalize(), "s-dead bad" if alert.severity == "critical" else "s-warn warn",
-            alert.text.removesuffix("."), f"since {when(alert.opened_at, now.at)}", "/alerts", "See alerts", alert=alert,
+            alert.text.removesuffix("."), _since(alert.opened_at, now), *cure(alert), alerts=(alert,),
         )
         for alert in now.alerts
         if alert.rule != "new_cause" and (alert.rule, alert.subject) not in covered and not alert.muted
     ]  # fmt: skip
+
+
+def _since(at: datetime, now: Now) -> Markup:
+    return Markup("since {}").format(when(at, now.at))
 
 
 def _lost(now: Now) -> list[Need]:
@@ -172,15 +248,18 @@ def _lost(now: Now) -> list[Need]:
         job, run = line.job, line.run
         if run and run.outcome == "lost" and job.status == "interrupted" and now.at - job.updated_at < REMEMBERED:
             left = job.total - job.done - job.dead
-            text = f"{job.id}: its process on {run.host} died; {num(job.done)} items are safe, {num(left)} wait"
-            since = f"since {when(job.updated_at, now.at)}"
+            text = f"{job.id}: its process on {run.host} died; {num(job.done)} items are done, {num(left)} remain"
+            since = _since(job.updated_at, now)
             about = (("stalled_job", job.id),)
             found.append(Need("Run lost", "s-lost bad", text, since, _job(job), "Continue it", about))
     for worker in now.workers:
         if worker.state == "lost" and now.at - worker.seen_at < REMEMBERED:
-            held = f" while running {worker.task}; another worker is given it" if worker.task else "; it ran nothing"
-            text = f"{worker.name} on {worker.host} stopped answering{held}"
-            since, path = f"since {when(worker.seen_at, now.at)}", f"/workers#{quote(worker.name, safe='')}"
+            held = f" while running {worker.task}, which will be reassigned" if worker.task else "; it was idle"
+            text = f"{worker.name} on {worker.host} stopped responding{held}"
+            since, path = (
+                _since(worker.seen_at, now),
+                f"/workers#{quote(worker.name, safe='')}",
+            )
             about = (("worker_lost", worker.name),)
             found.append(
                 Need("Worker lost", "s-lost bad", text, since, path, f"See {worker.name}", about, worker=worker.name)
@@ -192,25 +271,35 @@ def _new_causes(now: Now) -> list[Need]:
     found = []
     for cause in now.causes:
         if now.at - cause.first_seen < NEW and not isinstance(cause.job, Absent):
-            text = f"{cause.type}: {plural(cause.dead, 'item')} of {cause.job} gave up"
+            text = f"{cause.type}: {plural(cause.dead, 'item')} failed permanently in {cause.job}"
             path = f"/jobs/{quote(cause.job, safe='')}/items?state=dead&cause={cause.no}"
             found.append(
                 Need(
                     "New error",
                     "s-dead bad",
                     text,
-                    f"since {when(cause.first_seen, now.at)}",
+                    _since(cause.first_seen, now),
                     path,
                     f"See {plural(cause.dead, 'item')}",
+                    alerts=_alerts_of(now, f"New in job {cause.job}: {cause.type}: {cause.message}"),
                 )
             )
     new = [one for one in now.task_causes if now.at - one.first_seen < NEW]
     if new:
         names = ", ".join(sorted({one.type for one in new})[:3])
-        text = f"{names}: {plural(sum(one.dead for one in new), 'task')} of the queue failed for good"
-        began = min(one.first_seen for one in new)
-        found.append(Need("New error", "s-dead bad", text, f"since {when(began, now.at)}", "/dead#tasks", "See why"))
-    return found[:5]
+        text = f"{names}: {plural(sum(one.dead for one in new), 'task')} of the queue failed permanently"
+        since = _since(min(one.first_seen for one in new), now)
+        alerts = tuple(
+            alert for one in new for alert in _alerts_of(now, f"New in task {one.kind}: {one.type}: {one.message}")
+        )
+        found.append(Need("New error", "s-dead bad", text, since, "/dead#tasks", "See causes", alerts=alerts))
+    return found
+
+
+def _alerts_of(now: Now, text: str) -> tuple[AlertView, ...]:
+    """Return the alerts about a new cause. Their subject is a hash, so they are found by the start of their text."""
+    start = text[:120]
+    return tuple(alert for alert in now.alerts if alert.rule == "new_cause" and alert.text.startswith(start))
 
 
 def _stalled(now: Now) -> list[Need]:
@@ -221,11 +310,11 @@ def _stalled(now: Now) -> list[Need]:
         asked = now.asked.get(job.id)
         if asked and asked.paused:
             left = plural(job.total - job.done - job.dead, "item")
-            text = f"{job.id}: {asked.actor or 'somebody'} asked its run to pause; {left} wait"
-            found.append(Need("Paused", "s-pause warn", text, "until resumed", _job(job), "Open it"))
+            text = f"{job.id}: paused by {asked.actor or 'an unnamed user'}; {left} pending"
+            found.append(Need("Paused", "s-pause warn", text, "until resumed", _job(job), "Resume it"))
         elif job.holder and job.total > job.done + job.dead and quiet > STALLED:
-            text = f"{job.id}: nothing was finished for {duration(quiet.total_seconds())}, and its process lives"
-            since = f"since {when(job.updated_at, now.at)}"
+            text = f"{job.id}: no item finished for {duration(quiet.total_seconds())}, but its process is alive"
+            since = _since(job.updated_at, now)
             about = (("stalled_job", job.id),)
             found.append(Need("Stalled", "s-warn warn", text, since, _job(job), "Open it", about))
     return found
@@ -235,24 +324,27 @@ def _queues(now: Now) -> list[Need]:
     found, looks = list[Need](), now.outlooks
     waiting = sum(queue.waiting for queue in now.queues if not queue.paused)
     if waiting and not now.alive:
-        text = f"{plural(waiting, 'task')} wait and nobody works on them. Start one: headway worker"
+        text = f"{plural(waiting, 'task')} waiting, but no worker is online"
         about = tuple((rule, queue.queue) for queue in now.queues for rule in ("backlog", "delay"))
-        found.append(Need("No worker", "s-lost bad", text, "now", "/workers", "See workers", about))
+        found.append(Need("No worker", "s-lost bad", text, "now", "/workers#start", "Start a worker", about))
     for queue in now.queues:
         look, path, link = looks[queue.queue], f"/queues/{queue.queue}", f"Open {queue.queue}"
         about = (("backlog", queue.queue), ("delay", queue.queue))
         if queue.paused:
             why = f", “{queue.reason}”" if queue.reason else ""
-            text = (
-                f"{queue.queue}: {plural(queue.waiting, 'task')} wait; paused by {queue.paused_by or 'somebody'}{why}"
+            by = queue.paused_by or "an unnamed user"
+            text = f"{queue.queue}: {plural(queue.waiting, 'task')} waiting; paused by {by}{why}"
+            until = (
+                Markup("until {}").format(when(queue.paused_until, now.at)) if queue.paused_until else "until resumed"
             )
-            until = f"until {when(queue.paused_until, now.at)}" if queue.paused_until else "until resumed"
             found.append(Need("Paused", "s-pause warn", text, until, path, link, about))
         elif look.kind == "stalled" and now.alive and (queue.oldest_wait or 0.0) >= LOOKED_AT:
-            text = f"{queue.queue}: {plural(queue.waiting, 'task')} wait, and none was finished in the last minutes"
+            text = f"{queue.queue}: {plural(queue.waiting, 'task')} waiting; none finished in the last minutes"
             found.append(Need("Stalled", "s-warn warn", text, "now", path, link, about))
         elif look.kind == "growing" and now.alive:
-            text = f"{queue.queue}: more comes than is done; {plural(queue.waiting, 'task')} wait and it will not drain"
+            text = (
+                f"{queue.queue}: arrivals exceed completions; {plural(queue.waiting, 'task')} waiting, will not drain"
+            )
             found.append(Need("Backlog", "s-warn warn", text, "now", path, link, about))
     return found
 
@@ -262,7 +354,7 @@ def _job(job: Job) -> str:
 
 
 def moving(hour: Series, at: datetime) -> float:
-    """Items per second over the last five minutes that are over; of work that began after that, since it did."""
+    """Return items per second over the last five complete minutes, or since the work began, if that was later."""
     past, now = [point.done for point in hour.points[:-1]], hour.points[-1].done
     if not any(past[-5:]):
         return now / max(1.0, at.timestamp() % 60)
@@ -271,17 +363,17 @@ def moving(hour: Series, at: datetime) -> float:
 
 
 def ticks(series: Series) -> list[tuple[float, str]]:
-    """The time axis of a line from its first point to its last that is over: moments that people name, a quarter of an
-    hour, six hours or a day apart, and none so near an end that its words would be cut."""
+    """Return the labels of a chart's time axis: a quarter of an hour, six hours or a day apart."""
     first, length = series.points[0].minute, (len(series.points) - 2) * series.step
     apart = 15 if length <= 90 else 360 if length <= 2000 else 1440
     form = "%a %d" if apart == 1440 else "%H:%M"
     moments = range(-(-first // apart) * apart, first + length + 1, apart)
     places = [(100 * (minute - first) / max(1, length), minute) for minute in moments]
-    return [(at, f"{datetime.fromtimestamp(minute * 60, UTC):{form}}") for at, minute in places if 4 < at <= 100]
+    return [(at, draw.stamp(minute * 60, form)) for at, minute in places if 4 < at <= 100]
 
 
 async def overview(pages: Pages, request: Request) -> Response:
+    """Answer ``/``."""
     range = request.query_params.get("range", "1h")
     range = range if range in RANGES else "1h"
     now = await pages.site.view(read_now, pages.site.reader, range)
@@ -290,9 +382,10 @@ async def overview(pages: Pages, request: Request) -> Response:
         return pages.answer(request, "empty.html", now=now.at, refresh=5)
     running = [line for line in now.lines if line.job.holder]
     tried, all_ = now.hour.done + now.hour.failed, needs(now)
+    unseen = tuple(alert for need in all_ for alert in need.open if not need.seen)
     return pages.answer(
         request, "overview.html", now=now.at, refresh=15, found=now, needs=all_, running=running,
-        open=sum(not need.seen for need in all_),
+        open=sum(need.size for need in all_ if not need.seen), unseen=unseen,
         rate=moving(now.hour, now.at), success=100 * now.hour.done / tried if tried else None,
         ready=max((line.forecast.late for line in running if line.forecast), default=None)
         if all(line.forecast for line in running) else None,
@@ -304,7 +397,7 @@ async def overview(pages: Pages, request: Request) -> Response:
 
 
 async def find(pages: Pages, request: Request) -> Response:
-    """A job by its id, an item by its key, a task by its id: whichever there is."""
+    """Answer ``/find``: redirect to the job, item or task with this id or key, else to a list of jobs that match."""
     text = request.query_params.get("q", "").strip()[:512]
     site = pages.site
 
@@ -315,7 +408,7 @@ async def find(pages: Pages, request: Request) -> Response:
             reader.ledger.job(text)
             return f"/jobs/{quote(text, safe='')}"
         except HeadwayError:
-            pass  # no job's id, or not even one that could be one
+            pass  # not the id of a job
         if found := find_item(reader.database, text):
             return item_path(*found)
         try:

@@ -1,4 +1,4 @@
-"""The queue: its four queues, its workers, its tasks, and one person's own work."""
+"""The pages Queues, Queue, Workers, Tasks, Task and My work."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from headway.web.pages.jobs import frames, whole
 from headway.web.pages.overview import Standing, ticks
 from headway.web.pages.render import Pages
 
-#: Outlooks of a queue that does not drain, in words.
+#: Phrases for queues that do not drain, by kind of outlook.
 STUCK = {"paused": "is paused", "stalled": "is stalled", "growing": "will not drain"}
 NAMES = tuple(priority.value for priority in PRIORITIES)
 
 
 def read_standing(reader: Reader, range: str = "1h") -> Standing:
+    """Read the current state of queues and workers, with the flow over ``range``."""
     return Standing(
         datetime.fromtimestamp(reader.database.now(), UTC),
         reader.queues().queues,
@@ -38,11 +39,11 @@ def read_standing(reader: Reader, range: str = "1h") -> Standing:
 
 
 def headline(found: Standing) -> str:
-    """The answer as the title: whether the queues drain."""
+    """Return the title: whether and when the queues drain."""
     looks = found.outlooks
     waiting = [queue for queue in found.queues if queue.waiting]
     if not waiting:
-        return "Nobody waits"
+        return "No tasks waiting"
     bad = [f"{queue.queue} {STUCK[looks[queue.queue].kind]}" for queue in waiting if looks[queue.queue].kind in STUCK]
     clearing = [looks[queue.queue].seconds or 0.0 for queue in waiting if looks[queue.queue].kind == "clears"]
     parts = []
@@ -55,15 +56,17 @@ def headline(found: Standing) -> str:
             else f"All clear in {when}"
         )
     parts += bad
-    return ", ".join(parts) if parts else f"{plural(sum(queue.waiting for queue in waiting), 'task')} wait"
+    return ", ".join(parts) if parts else f"{plural(sum(queue.waiting for queue in waiting), 'task')} waiting"
 
 
 def axis_of(times: Iterable[Times | None]) -> draw.Axis:
-    """The axis that all of them fit on."""
+    """Return a common axis for the percentiles of all rows."""
     return draw.Axis(seconds for one in times if one for seconds in (one.p50, one.p95))
 
 
 async def queues(pages: Pages, request: Request) -> Response:
+    """Answer ``/queues``."""
+
     def look(reader: Reader) -> tuple[Standing, dict[str, QueueTimes], dict[str, tuple[tuple[str, int], ...]]]:
         found = read_standing(reader)
         waiting = sum(queue.waiting for queue in found.queues)
@@ -78,9 +81,10 @@ async def queues(pages: Pages, request: Request) -> Response:
 
 
 async def queue(pages: Pages, request: Request) -> Response:
+    """Answer ``/queues/NAME``."""
     name = request.path_params["name"]
     if name not in NAMES:
-        raise NotFound(f"There is no queue {name[:40]!r}.", hint=f"There are {', '.join(NAMES)}.")
+        raise NotFound(f"There is no queue {name[:40]!r}.", hint=f"Queues are {', '.join(NAMES)}.")
     range = request.query_params.get("range", "1h")
     range = range if range in RANGES else "1h"
 
@@ -101,7 +105,7 @@ async def queue(pages: Pages, request: Request) -> Response:
 
 
 def held(reader: Reader, workers: tuple[WorkerView, ...]) -> dict[str, TaskView]:
-    """What lost workers ran when they fell silent, as it stands now: who runs it instead, or how it ended."""
+    """Return the current state of the tasks that lost workers were running."""
     found = {}
     for worker in [one for one in workers if one.state == "lost" and one.task][:50]:
         with suppress(HeadwayError):  # deleted since
@@ -110,6 +114,8 @@ def held(reader: Reader, workers: tuple[WorkerView, ...]) -> dict[str, TaskView]
 
 
 async def workers(pages: Pages, request: Request) -> Response:
+    """Answer ``/workers``."""
+
     def look(reader: Reader) -> tuple[Standing, dict[str, TaskView]]:
         found = read_standing(reader)
         return found, held(reader, found.workers)
@@ -123,10 +129,10 @@ async def workers(pages: Pages, request: Request) -> Response:
 
 
 async def tasks(pages: Pages, request: Request) -> Response:
-    asked = request.query_params
-    chosen = {name: asked.get(name) or None for name in ("status", "queue", "kind", "user_id", "before")}
-
-    number, after = whole(asked.get("cause"), "number of a cause"), whole(asked.get("after"), "place in this list")
+    """Answer ``/tasks``: tasks by state, queue, kind and user, or those that failed by one cause."""
+    params = request.query_params
+    chosen = {name: params.get(name) or None for name in ("status", "queue", "kind", "user_id", "before")}
+    number, after = whole(params.get("cause"), "cause"), whole(params.get("after"), "after")
 
     def look(reader: Reader) -> tuple[Tasks, TaskCause | None, int | None]:
         if number is not None:
@@ -142,22 +148,23 @@ async def tasks(pages: Pages, request: Request) -> Response:
 
 
 def _of_cause(reader: Reader, number: int, after: int) -> tuple[Tasks, TaskCause, int | None]:
-    """The tasks that failed for good by one cause, which are those that its number on other pages counts."""
+    """Return the tasks that failed permanently by one cause, the same ones that the cause's count includes."""
     cause = next((one for one in read_task_causes(reader.database, limit=1000) if one.no == number), None)
     if cause is None:
-        raise NotFound("No task stands failed by this cause any more.", hint="See what does: Dead letters.")
+        raise NotFound("No failed task has this cause any more.", hint="Dead letters lists the current causes.")
     found, sheets = read_failed_ids(reader.database, cause=number, after=after, limit=51), list[TaskView]()
     for _, id in found[:50]:
-        with suppress(NotFound):  # deleted meanwhile
+        with suppress(NotFound):  # deleted since
             sheets.append(reader.task(id).task)
     return Tasks(tuple(sheets), None), cause, found[49][0] if len(found) > 50 else None
 
 
 async def task(pages: Pages, request: Request) -> Response:
+    """Answer ``/tasks/ID``."""
     id, owner = request.path_params["id"], pages.site.user(request).owner
 
     def look(reader: Reader) -> tuple[TaskSheet, QueueView | None]:
-        found = reader.task(id, user_id=owner)  # another person's task is as missing as one that never was
+        found = reader.task(id, user_id=owner)  # another user's task is reported as not found
         waits = found.task.status == "QUEUED"
         paused = [one for one in reader.queues().queues if waits and one.paused and one.queue == found.task.queue]
         return found, paused[0] if paused else None
@@ -167,7 +174,7 @@ async def task(pages: Pages, request: Request) -> Response:
 
 
 class Own(NamedTuple):
-    """One person's work, and what it waits for."""
+    """One user's tasks, and the paused queues."""
 
     at: datetime
     tasks: tuple[TaskView, ...]
@@ -175,6 +182,7 @@ class Own(NamedTuple):
 
 
 async def me(pages: Pages, request: Request) -> Response:
+    """Answer ``/me``: the tasks of the user who is logged in."""
     name = pages.site.user(request).name
 
     def look(reader: Reader) -> Own:
@@ -192,7 +200,7 @@ async def me(pages: Pages, request: Request) -> Response:
 
 
 def left(task: TaskView, now: datetime) -> float | None:
-    """Seconds a running task will need at its pace so far; None while that cannot be said."""
+    """Return the seconds that a running task needs at its rate so far; None below 5 %."""
     if task.started_at is None or task.percent < 5:
         return None
     passed = (now - task.started_at).total_seconds()

@@ -1,7 +1,7 @@
-"""From values to HTML: the templates, the words for numbers and times, and what every page has around it.
+"""Rendering of pages: templates, formatting of numbers and times, and the common frame.
 
-Templates escape everything, and a name that is missing is an error, not an empty place. A page is answered with a
-content security policy that allows nothing inline and no other host.
+Templates escape all values, and an undefined name raises. The content security policy allows neither inline scripts and
+styles nor other hosts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headway.core.text import duration, pace, plural, roughly, took
 from headway.errors import HeadwayError
 from headway.telemetry import redact
 from headway.views.jobs.series import Series
-from headway.views.overview import count_dead
+from headway.views.overview import JobLine, count_dead
 from headway.web.api.problems import headers_of, status_of
 from headway.web.auth.gate import path_of
 from headway.web.auth.identity import root_of
@@ -46,23 +46,29 @@ HEADERS = {
     "cache-control": "no-store",
 }
 
-#: What stands where there is no value.
+#: Placeholder for a missing value.
 NOTHING = "\u2013"
 
-#: The links on top: (path, text, key after g). A phone shows the first four or five: the number of dead letters is among them.
+#: The icon of browser tabs: the three bars of the logo.
+ICON = (
+    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 18 18'%3E"
+    "%3Cpath fill='%234bb0bd' d='M0 2h7v4H0zM0 7h13v4H0zM0 12h18v4H0z'/%3E%3C/svg%3E"
+)
+
+#: The main navigation: (path, text, key after g).
 LINKS = (
     ("/", "Overview", "o"),
+    ("/alerts", "Alerts", "a"),
     ("/jobs", "Jobs", "j"),
     ("/dead", "Dead letters", "d"),
     ("/queues", "Queues", "q"),
+    ("/tasks", "Tasks", "t"),
     ("/workers", "Workers", "w"),
     ("/states", "States", "s"),
     ("/performance", "Performance", "p"),
 )
-#: Below the page: what is asked for less often.
+#: The navigation at the end of the page.
 MORE = (
-    ("/alerts", "Alerts"),
-    ("/tasks", "Tasks"),
     ("/projects", "Projects"),
     ("/activity", "Activity"),
     ("/me", "My work"),
@@ -72,7 +78,7 @@ MORE = (
 
 @lru_cache(1)
 def templates() -> Environment:
-    """The templates, compiled once in a process."""
+    """Return the template environment of this process."""
     made = Environment(
         loader=PackageLoader("headway.web.pages"),
         autoescape=True,
@@ -88,21 +94,25 @@ def templates() -> Environment:
         sections=[*(link[:2] for link in LINKS[1:]), *MORE],
         plural=plural,
         query=query,
+        icon=Markup(ICON),  # noqa: S704 - a constant
+        top=highest_flow,
+        top_of=highest_rate,
     )
     made.filters.update(
-        num=num, dur=span, roughly=roughly, pace=pace, clock=clock, when=when, moment=moment, since=since, part=part,
+        num=num, dur=span, roughly=roughly, pace=pace, clock=clock, when=when, when_text=when_text,
+        moment=moment, since=since, part=part,
         small=small, mb=mb, words=words, past=past, exact=exact, measured=measured, shell=shell,
         q=lambda text: quote(str(text), safe=""), dom=dom,
     )  # fmt: skip
     return made
 
 
-#: Seconds for which the number beside *Dead letters* is good.
+#: Seconds for which the count of dead letters in the navigation is cached.
 COUNTED_FOR = 5.0
 
 
 class Pages:
-    """What pages are made with: the site, the templates, the assets."""
+    """Renders pages of one site."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
@@ -110,7 +120,7 @@ class Pages:
         self._dead: tuple[float, int] | None = None
 
     async def count_dead(self) -> None:
-        """How many dead letters there are, for the link on top of every page; unknown while the store is away."""
+        """Update the count of dead letters in the navigation; unknown while the store is unreachable."""
         if self._dead is not None and time.monotonic() - self._dead[0] < COUNTED_FOR:
             return
         self._dead = None
@@ -127,7 +137,10 @@ class Pages:
         refresh: int = 0,
         **values: Any,
     ) -> HTMLResponse:
-        """``template`` with ``values``. ``refresh``: seconds after which a script looks for what the socket does not say."""
+        """Render ``template`` with ``values``.
+
+        ``refresh`` is the interval in seconds at which a script reloads content that the live path does not carry.
+        """
         site, user = self.site, self.site.user(request)
         root = site.url(request, "")
         moment = now or datetime.now(UTC)
@@ -148,7 +161,7 @@ class Pages:
     def door(
         self, scope: Scope, *, status: int = 200, headers: Mapping[str, str] | None = None, **values: Any
     ) -> HTMLResponse:
-        """What somebody sees who is not known yet: the login, or why they are not let in."""
+        """Render the login page, or the reason why access is refused."""
         root = root_of(scope)
         html = templates().get_template("door.html").render(
             {"error": None, "away": False, "confirm": None, **values}, url=lambda path: root + path,
@@ -157,10 +170,10 @@ class Pages:
         return HTMLResponse(html, status, {**HEADERS, **(headers or {})})
 
     def failed(self, request: Request, error: HeadwayError) -> HTMLResponse:
-        """A page about an error. A store that is away is not an empty one: nothing is shown that could be taken for zero."""
+        """Render an error page. For an unreachable store it shows no numbers, which could be mistaken for zero."""
         status, headers = status_of(error), headers_of(error)
         if "headway.user" not in request.scope:
-            title = "The store does not answer" if status == 503 else "Not let in"
+            title = "Store unreachable" if status == 503 else "Access denied"
             return self.door(
                 request.scope, status=status, headers=headers, error=_shown(error), away=status == 503, title=title
             )
@@ -173,27 +186,28 @@ class Pages:
 
 
 def _shown(error: HeadwayError) -> HeadwayError:
-    """Without what must not be seen."""
+    """Return the error with secrets masked."""
     return HeadwayError(redact(str(error)), hint=redact(error.hint))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Words
+# Formatting
 
 
 def num(value: float) -> str:
+    """Format a whole number with thousands separators."""
     return f"{value:,.0f}"
 
 
 def small(value: float | None) -> str:
-    """A rate with as many digits as it deserves."""
+    """Format a rate with up to two decimals."""
     if value is None:
         return ""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 0.95 or value == 0 else f"{value:.2f}"
 
 
 def part(done: float, total: float) -> str:
-    """A percentage that never says 100 before it is all, nor 0 when there is something."""
+    """Format a percentage. It is 100% only for all, and 0% only for none."""
     if not total:
         return "0%"
     value = 100 * done / total
@@ -203,54 +217,75 @@ def part(done: float, total: float) -> str:
 
 
 def span(seconds: float | None) -> str:
-    if seconds is None:
-        return NOTHING
-    return took(seconds)
+    """Format a duration."""
+    return NOTHING if seconds is None else took(seconds)
 
 
 def words(message: str) -> str:
-    """A message without the coloured circle it may begin with: the page has a sign of its own."""
+    """Remove the coloured circle at the start of a message, because the page draws its own symbol."""
     return message.lstrip("\U0001f534\U0001f7e2\U0001f7e1⚫ ")
 
 
 def past(series: Series, name: str = "done") -> list[int]:
-    """One number over time, without the last stretch: it is not over, and in a line it would look like a fall."""
+    """Return one value of a series over time, without the incomplete last point."""
     return [getattr(point, name) for point in series.points[:-1]]
 
 
+def highest_flow(flows: Mapping[str, tuple[Series, object]]) -> int:
+    """Return the common scale of the queues' sparklines."""
+    return max((value for series, _ in flows.values() for value in past(series)), default=0)
+
+
+def highest_rate(lines: Iterable[JobLine]) -> int:
+    """Return the common scale of the jobs' sparklines."""
+    return max((value for line in lines if line.past for value in past(line.past)), default=0)
+
+
 def measured(value: float | None, unit: str | None) -> str:
-    """A value of a rule in what it is measured in: time, a share, or a number of things."""
+    """Format an alert value with its unit: seconds, a share or a count."""
     if value is None:
         return NOTHING
     return span(value) if unit == "s" else f"{100 * value:.0f}%" if unit == "share" else num(value)
 
 
 def shell(words: Iterable[str]) -> str:
-    """A command to copy into a shell. What a key says there is a word of it, and never another command or an option."""
+    """Quote a command for the shell. A key can neither start another command nor be read as an option."""
     head, *rest = words
     return shlex.join([head, *rest[:1], *(["--"] if any(word.startswith("-") for word in rest[1:]) else []), *rest[1:]])
 
 
 def dom(name: object) -> str:
-    """Return an element id for a name of any characters: the same on every page, wherever its row stands."""
+    """Return an element id for any name. It does not depend on the row's position."""
     return hashlib.sha256(str(name).encode("utf-8", "replace")).hexdigest()[:8]
 
 
 def mb(size: int | None) -> str:
+    """Format a size in bytes as megabytes."""
     return NOTHING if size is None else f"{size / 1e6:,.0f} MB"
 
 
+def _time(at: datetime, text: str) -> Markup:
+    """Return a time element. The script rewrites its text when the page shows local time."""
+    return Markup("<time data-t={}>{}</time>").format(int(at.timestamp()), text)
+
+
 def clock(at: datetime | None) -> str:
-    return NOTHING if at is None else f"{at.astimezone(UTC):%H:%M}"
+    """Return a time element with ``19:41``."""
+    return NOTHING if at is None else _time(at, f"{at.astimezone(UTC):%H:%M}")
 
 
 def moment(at: datetime) -> str:
-    """``19:41:07 UTC``: where one time stands for all others of a page, it says its zone."""
-    return f"{at.astimezone(UTC):%H:%M:%S} UTC"
+    """Return a time element with ``19:41:07 UTC``."""
+    return _time(at, f"{at.astimezone(UTC):%H:%M:%S} UTC")
 
 
 def when(at: datetime | None, now: datetime) -> str:
-    """``15:31`` today, ``Friday 15:31`` this week, else ``2 Nov 15:31``."""
+    """Return a time element with the text of `when_text`."""
+    return NOTHING if at is None else _time(at, when_text(at, now))
+
+
+def when_text(at: datetime | None, now: datetime) -> str:
+    """Format a time as ``15:31`` today, ``Friday 15:31`` this week, else ``2 Nov 15:31``."""
     if at is None:
         return NOTHING
     at = at.astimezone(UTC)
@@ -265,12 +300,12 @@ def when(at: datetime | None, now: datetime) -> str:
 
 
 def exact(at: datetime | None, now: datetime) -> str:
-    """The same with its seconds, where several things happen in a minute."""
-    return when(at, now) if at is None or not f"{at:%S}" else f"{when(at, now)}:{at.astimezone(UTC):%S}"
+    """Return a time element with the text of `when_text`, and seconds."""
+    return NOTHING if at is None else _time(at, f"{when_text(at, now)}:{at.astimezone(UTC):%S}")
 
 
 def since(at: datetime, now: datetime) -> str:
-    """``14 s ago``; nothing is ever in the future."""
+    """Format an age as ``14 s ago``; a future time as ``now``."""
     seconds = max(0.0, (now - at).total_seconds())
     return (
         "now" if seconds < 1 else f"{duration(round(seconds) if seconds < 10 else seconds).replace('.0 s', ' s')} ago"
@@ -278,7 +313,7 @@ def since(at: datetime, now: datetime) -> str:
 
 
 def query(request: Request, **changes: object) -> Markup:
-    """The address's own question with ``changes``; an empty value leaves its name out."""
+    """Return the request's query string with ``changes``; an empty value removes its name."""
     values: Mapping[str, object] = {**request.query_params, **changes}
     kept = {name: value for name, value in values.items() if value not in (None, "")}
     return Markup("?") + urlencode(kept)

@@ -1,4 +1,4 @@
-"""What surrounds the work: finish lines, states, speed, who did what, and how this installation is set up."""
+"""The pages Projects, States, Performance, Alerts, Activity and About."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from headway.views.reading import Reader
 from headway.views.states import State, States, StatesJobs, masked_states
 from headway.views.system.performance import Performance, read_performance
 from headway.views.system.records import Settings, read_settings
+from headway.web.pages.overview import cure
 from headway.web.pages.queues import axis_of
 from headway.web.pages.render import Pages
 
-#: Tasks and tags a matrix shows at most; of larger jobs those that decide: errors first, then the lowest.
+#: Maximum tasks and tags of a matrix. Of larger jobs it shows the tasks with errors, then those with the lowest status.
 ROWS, TAGS = 60, 8
 LONG_AGO = datetime.fromtimestamp(0, UTC)
 
@@ -29,11 +30,12 @@ def _number(text: str | None) -> int | None:
     if not text:
         return None
     if not text.isascii() or not text.isdecimal() or len(text) > 18:
-        raise InvalidInput(f"{text[:40]!r} is no place in this list.", hint="Begin again from the first page.")
+        raise InvalidInput(f"{text[:40]!r} is not a position in this list.", hint="Start again from the first page.")
     return int(text)
 
 
 async def projects(pages: Pages, request: Request) -> Response:
+    """Answer ``/projects``."""
     before = _number(request.query_params.get("before"))
 
     def look(reader: Reader) -> ProjectPage:
@@ -60,17 +62,17 @@ class Matrix(NamedTuple):
 
     tags: tuple[str, ...]
     rows: tuple[Row, ...]
-    #: Index of the row that decides for each tag; none where everybody has finished.
+    #: Index of the row with the lowest status for each tag; None if all tasks have finished it.
     decides: tuple[int | None, ...]
     left_out: int
 
 
 def matrix(found: States, first: int | None = None) -> Matrix:
-    """Arrange states by task and tag: the tasks that are least far, or the page of tasks from ``first`` on.
+    """Arrange states by task and tag: the tasks with the lowest status, or the page that starts with task ``first``.
 
-    A warning (-2) is lower than an error (-1), but an error is what somebody must see: errors come first.
+    Errors (-1) come before warnings (-2), although their status is higher.
     """
-    # The tag that is furthest comes first: so steps that follow each other stand in their order.
+    # Tags are ordered by progress, so that consecutive steps appear in order.
     sums = Counter[str]()
     for state in found.states:
         sums[state.tag] += 100 if state.status == FINISHED else own_progress(state)
@@ -105,6 +107,8 @@ def _status(state: State | None) -> int:
 
 
 async def states(pages: Pages, request: Request) -> Response:
+    """Answer ``/states``: the jobs that have states."""
+
     def look(reader: Reader) -> StatesJobs:
         return reader.states_jobs()
 
@@ -114,6 +118,7 @@ async def states(pages: Pages, request: Request) -> Response:
 
 
 async def states_job(pages: Pages, request: Request) -> Response:
+    """Answer ``/states/JOB``: the states of a job by task and tag."""
     id, first = request.path_params["id"], _number(request.query_params.get("from"))
 
     def look(reader: Reader) -> States:
@@ -130,13 +135,13 @@ async def states_job(pages: Pages, request: Request) -> Response:
 
 
 def reached(state: State) -> int:
-    """How far a task was when it failed, as far as it noted it."""
+    """Return the percentage that a task had reached when it failed, if it recorded it."""
     noted = state.payload.get("last_status") if isinstance(state.payload, dict) else None
     return min(100, max(0, noted)) if type(noted) is int else 0
 
 
 def own_progress(state: State | None) -> int:
-    """How long a bar is drawn: a status of one's own from 1 to 99 is taken as a percentage."""
+    """Return the length of a state's bar in percent. A status from 1 to 99 counts as a percentage."""
     if state is None or state.status <= 0:
         return 0
     return min(100, state.status)
@@ -146,6 +151,7 @@ def own_progress(state: State | None) -> int:
 
 
 async def performance(pages: Pages, request: Request) -> Response:
+    """Answer ``/performance``."""
     range = request.query_params.get("range", "24h")
     range = range if range in ("1h", "24h", "7d") else "24h"
 
@@ -160,20 +166,23 @@ async def performance(pages: Pages, request: Request) -> Response:
 
 
 async def activity(pages: Pages, request: Request) -> Response:
-    asked = request.query_params
-    job, actor, before = asked.get("job", "").strip(), asked.get("actor", "").strip(), _number(asked.get("before"))
+    """Answer ``/activity``."""
+    params = request.query_params
+    job, actor, before = params.get("job", "").strip(), params.get("actor", "").strip(), _number(params.get("before"))
     page = await pages.site.view(pages.site.reader.activity, job=job or None, actor=actor or None, before=before)
     return pages.answer(request, "activity.html", page=page, job=job, actor=actor, before=before)
 
 
 async def alerts(pages: Pages, request: Request) -> Response:
+    """Answer ``/alerts``."""
     found = await pages.site.view(pages.site.reader.alerts, history=20)
     return pages.answer(
-        request, "alerts.html", refresh=10, found=found, units={rule.name: rule.unit for rule in found.rules}
+        request, "alerts.html", refresh=10, found=found, units={rule.name: rule.unit for rule in found.rules}, cure=cure
     )
 
 
 async def about(pages: Pages, request: Request) -> Response:
+    """Answer ``/about``."""
     site = pages.site
 
     def look(reader: Reader) -> tuple[Settings, str, int, float]:

@@ -1,11 +1,12 @@
-// What every page does besides showing itself: theme, dialogs, keys, and the live line.
+// Behaviour of every page: theme, time zone, charts, dialogs, keys and live updates. Pages are complete without it.
 const $ = (selector, root = document) => root.querySelector(selector);
 const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
 const number = new Intl.NumberFormat("en");
 const root = document.documentElement;
-const kept = { get: name => { try { return localStorage[name]; } catch { return undefined; } }, set: (name, value) => { try { localStorage[name] = value; } catch { /* private mode: not kept */ } } };
+const pill = $("[data-live]"), main = $("#main"), banner = $("#stale");
+const kept = { get: name => { try { return localStorage[name]; } catch { return undefined; } }, set: (name, value) => { try { localStorage[name] = value; } catch { /* private mode */ } } };
 
-// ---- theme: follows the system until somebody chooses
+// ---- theme: follows the system until the user chooses
 const theme = () => root.dataset.theme || (matchMedia("(prefers-color-scheme:dark)").matches ? "dark" : "light");
 for (const button of $$("[data-theme-toggle]")) {
   button.hidden = false;
@@ -15,12 +16,32 @@ for (const button of $$("[data-theme-toggle]")) {
   say();
 }
 
-// ---- times are UTC, on every page and without a script; how far away that is, only the browser knows
-const zone = String(new Date()).slice(28, 33);
-if (zone !== "+0000") $("#zone").textContent = `; your clock is at ${zone.slice(0, 3)}:${zone.slice(3)}`;
+// ---- local times and chart values are in a module of their own: it is loaded where the clock differs from UTC, and on first use
+const zone = $("[data-zone]");
+let extra = null, times = () => {};
+const load = () => extra ??= import(pill.dataset.extra).then(module => { times = module.start(zone, kept); return module; }, () => { extra = null; });
+if (new Date().getTimezoneOffset()) load(); else zone.remove();
+for (const type of ["pointerover", "focusin"]) addEventListener(type, event => {
+  const chart = event.target.closest?.("[data-chart]:not([role=slider])");
+  if (chart) load().then(module => { module?.charts(); chart.dispatchEvent(type === "focusin" ? new Event("focus") : new PointerEvent("pointermove", event)); });
+});
 
-// ---- things that are made of HTML once more when the page is renewed
+// ---- forms: nothing typed is lost while the server or its store is unreachable
+addEventListener("submit", async event => {
+  const form = event.target;
+  if (form.method !== "post" || !form.closest("dialog")) return;
+  event.preventDefault();
+  let ok = false;
+  try { ok = (await fetch(pill.dataset.live.split("/api/")[0] + "/readyz", { signal: AbortSignal.timeout(5000) })).status !== 503; } catch { /* unreachable */ }
+  if (ok) { form.submit(); return; }
+  const note = $(".unsent", form) || form.appendChild(Object.assign(document.createElement("p"), { className: "unsent bad", role: "alert" }));
+  note.textContent = "Not sent: the server or its database is unreachable. Your input is kept; try again.";
+});
+
+// ---- content that is replaced when the page is renewed
 function wire(part) {
+  times();
+  for (const svg of $$("[data-chart]", part)) svg.setAttribute("tabindex", "0");
   for (const button of $$("[data-copy]", part)) {
     button.hidden = false;
     button.onclick = async () => {
@@ -36,12 +57,11 @@ function wire(part) {
   if ($("[name=item]", part)) picked();
   for (const button of $$("[data-keys]", part)) {
     button.hidden = false;
-    const say = () => { button.textContent = kept.get("keys") === "off" ? "Switch single keys on" : "Switch single keys off"; };
+    const say = () => { button.textContent = kept.get("keys") === "off" ? "Enable single-key shortcuts" : "Disable single-key shortcuts"; };
     button.onclick = () => { kept.set("keys", kept.get("keys") === "off" ? "on" : "off"); say(); };
     say();
   }
 }
-// What is selected is said before anything is done with it.
 function picked() {
   const count = $$("[name=item]:checked").length;
   for (const button of $$("[data-picks]")) { button.textContent = count ? `Retry ${number.format(count)} selected` : "Retry selected"; button.disabled = !count; }
@@ -69,9 +89,8 @@ addEventListener("keydown", event => {
 });
 
 // ---- live
-// The socket says what stands now. Numbers that a page shows (data-v) are put in their place together, once per frame;
-// when the shape of the page may have changed, it is asked for again. A page that hears nothing for 6 s says so.
-const pill = $("[data-live]"), main = $("#main"), banner = $("#stale");
+// The socket sends the current state. Numbers with data-v are updated together, once per frame. When rows may have been added
+// or removed, the page is fetched again. After 6 s without a message the page is marked as outdated.
 const SILENCE = 6000, watch = (main.dataset.watch || "").split(" ").filter(Boolean), refresh = +pill.dataset.refresh * 1000;
 let state = {}, seq = "", heard = performance.now(), tries = 0, socket = null, dirty = false, renewed = performance.now(), asked = false;
 
@@ -123,7 +142,7 @@ function merge(message) {
       if (entry === null) delete state[section][id]; else state[section][id] = entry;
       if (watch.includes(section) || watch.includes(`${section}/${id}`)) {
         dirty = true;
-        // What is there, or how it stands, changed: look at once. A number that grew is patched.
+        // An entry was added or removed, or changed its state: fetch the page. Numbers are patched.
         if (entry === null || before === undefined || ["status", "state", "paused", "dead", "holder"].some(name => JSON.stringify(before[name]) !== JSON.stringify(entry[name]))) touched = true;
       }
     }
@@ -144,17 +163,17 @@ async function renew(everything = false) {
     waiting = false;
     morph(main, next, !everything && isHeld());
     offer.hidden = !waiting;
-    if (active !== document.activeElement && main.contains(active)) active.focus({ preventScroll: true }); // it was moved
+    if (active !== document.activeElement && main.contains(active)) active.focus({ preventScroll: true }); // the morph moved it
     document.title = fresh.title;
-    for (const name of ["#asof", "#deadn"]) if ($(name, fresh) && $(name)) $(name).textContent = $(name, fresh).textContent;
+    for (const name of ["#asof", "#deadn"]) if ($(name, fresh) && $(name)) $(name).replaceChildren(...$(name, fresh).childNodes);
+    for (const node of $$("[data-utc]")) if (node.closest("#main, #asof")) delete node.dataset.utc;
     wire(main); patch();
     document.dispatchEvent(new Event("renewed"));
-  } catch { /* the pill says that there is no connection */ } finally { asked = false; renewed = performance.now(); }
+  } catch { /* the status says that the connection is lost */ } finally { asked = false; renewed = performance.now(); }
 }
-// Lay the new page over the old one. An element with a key (a row) is only ever matched with the element of the same key, so
-// that focus, an unfolded detail and the button under the pointer stay with what they belong to. While somebody points at a
-// row, has focus in it or has unfolded it (`isHeld`), nothing is added, removed or moved: rows get their new content where they
-// stand, rows that are gone are marked, and a button offers the rest.
+// Merge the new page into the old one. Elements with a key (rows) are matched by key only, so that focus, open details and the
+// button under the pointer stay with their row. While a row is hovered, focused or open (`isHeld`), no row is added, removed or
+// moved: rows are updated in place, removed rows are marked, and a button offers the full update.
 const keyOf = node => node.nodeType === Node.ELEMENT_NODE ? node.dataset.key ?? node.dataset.part ?? node.id ?? "" : "";
 const isBlank = node => node.nodeType === Node.TEXT_NODE && !node.data.trim();
 const isHeld = () => Boolean($("[data-key]:hover", main) || document.activeElement?.closest("#main [data-key]") || $("[data-key] details[open][data-unfolded]", main));
@@ -167,7 +186,7 @@ function morph(old, next, held) {
   let place = 0;
   const partners = fresh.map((node, index) => {
     if (keyOf(node)) return keyed.get(`${node.nodeName} ${keyOf(node)}`);
-    // Without a key: in order. One that comes later in the new page too means that this one was added, else it was removed.
+    // Without a key: by order. If the old node's kind appears later in the new page, this node was added, else removed.
     for (; place < plain.length; place++) {
       if (plain[place].nodeName === node.nodeName) return plain[place++];
       if (fresh.slice(index + 1).some(later => !keyOf(later) && later.nodeName === plain[place].nodeName)) return undefined;
@@ -177,7 +196,7 @@ function morph(old, next, held) {
   if (held) {
     const solid = mine.filter(node => !isBlank(node)), wanted = partners.filter((_, index) => !isBlank(fresh[index]));
     const same = solid.length === wanted.length && solid.every((node, index) => node === wanted[index]);
-    // Within a row everything may change: it is about the same thing as before.
+    // The content of a row may change freely, because its key is the same.
     partners.forEach((partner, index) => { if (partner && (same || keyOf(partner))) update(partner, fresh[index], partner.dataset?.key === undefined); });
     if (!same) {
       waiting = true;
@@ -194,12 +213,12 @@ function update(mine, node, held) {
   if (mine.nodeType === Node.TEXT_NODE) { if (mine.data !== node.data) mine.data = node.data; }
   else if (mine.nodeType === Node.ELEMENT_NODE && mine.id !== "stale" && !(mine.classList.contains("say") && mine.dataset.told)) {
     for (const { name, value } of node.attributes) if (mine.getAttribute(name) !== value && name !== "open") mine.setAttribute(name, value);
-    for (const { name } of [...mine.attributes]) if (!node.hasAttribute(name) && !["open", "tabindex", "data-unfolded"].includes(name)) mine.removeAttribute(name);
+    for (const { name } of [...mine.attributes]) if (!node.hasAttribute(name) && !["open", "tabindex", "data-unfolded", "data-at", "data-utc"].includes(name)) mine.removeAttribute(name);
     morph(mine, node, held);
   }
   return mine;
 }
-function copy(node) { // what is unfolded is for people to say
+function copy(node) { // added details start closed
   const made = node.cloneNode(true);
   if (made.nodeType === Node.ELEMENT_NODE) for (const details of $$("details", made)) details.open = false;
   return made;
@@ -213,9 +232,9 @@ function tell() {
   const stale = silent > SILENCE || Boolean(away);
   document.body.classList.toggle("stale", stale);
   banner.hidden = !stale || Boolean($("[data-away]"));
-  if (away) { say("Store unreachable", "s-lost bad"); $("p", banner).firstChild.data = `${away} What is below is from `; }
-  else if ((seq || silent > SILENCE) && socket?.readyState !== WebSocket.OPEN) say("Disconnected, trying again", "s-lost bad");
-  else if (silent > SILENCE) say(`No news for ${Math.round(silent / 1000)} s`, "s-lost bad");
+  if (away) { say("Store unreachable", "s-lost bad"); $("p", banner).firstChild.data = `${away} The data below is from `; }
+  else if ((seq || silent > SILENCE) && socket?.readyState !== WebSocket.OPEN) say("Connection lost, retrying", "s-lost bad");
+  else if (silent > SILENCE) say(`No data for ${Math.round(silent / 1000)} s`, "s-lost bad");
   else if (seq) say("Live", "s-ok pulse");
 }
 
@@ -227,20 +246,20 @@ function connect() {
   socket = new WebSocket(url);
   socket.onmessage = event => {
     const message = JSON.parse(event.data);
-    const again = Boolean(seq && message.full); // another server: what happened between the two is not known
+    const again = Boolean(seq && message.full); // another server process: changes in between are unknown
     heard = performance.now(); tries = 0; seq = message.seq;
     const shape = merge(message) || again;
     requestAnimationFrame(() => { patch(); tell(); });
     const waited = performance.now() - renewed;
     if (shape && waited > 1000) setTimeout(renew, Math.random() * 500);
     else if (refresh && waited > refresh && (dirty || !watch.length)) renew();
-    else if (shape) renewed -= refresh; // with the next message
+    else if (shape) renewed -= refresh; // fetch with the next message
     const time = $("time", banner);
-    if (message.at && !state.store?.database?.error && time) time.textContent = `${message.at.slice(11, 19)} UTC`;
+    if (message.at && !state.store?.database?.error && time) { time.dataset.t = Date.parse(message.at) / 1000; time.textContent = time.dataset.utc = `${message.at.slice(11, 19)} UTC`; times(); }
   };
   socket.onclose = event => {
     socket = null;
-    if (event.code === 4401) { location.reload(); return; } // they are not known any more: to the login
+    if (event.code === 4401) { location.reload(); return; } // the session has ended: go to the login
     if (document.hidden) return;
     tell();
     if (tries > 1) fetch(location.href, { method: "HEAD" }).then(answer => { if (answer.url.includes("/login?next=")) location.reload(); }).catch(() => {});

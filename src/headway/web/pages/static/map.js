@@ -1,4 +1,4 @@
-// The item map: one focusable picture; pointer or arrow keys choose a cell, Enter or a click opens its items.
+// The item map: the pointer or arrow keys select a cell, Enter or a click opens its items.
 const number = new Intl.NumberFormat("en");
 function wire() {
   for (const box of document.querySelectorAll("[data-mapdata]")) {
@@ -18,7 +18,7 @@ function wire() {
         const head = data.size === 1 ? `Item ${number.format(from)}` : `Items ${number.format(from)} to ${number.format(to)}`;
         const text = data.size === 1 && told.length ? told[0].slice(2) : [`${data.size === 1 ? "" : "mostly "}${bases[cell]}`, ...told].join(", ");
         cursor.setAttribute("x", cell % columns * 10); cursor.setAttribute("y", Math.floor(cell / columns) * height); cursor.setAttribute("visibility", "visible");
-        const link = Object.assign(document.createElement("a"), { href: `${box.dataset.items}?from=${from}${dead ? "&state=dead" : ""}`, textContent: dead ? "Open the dead" : "Open" });
+        const link = Object.assign(document.createElement("a"), { href: `${box.dataset.items}?from=${from}${dead ? "&state=dead" : ""}`, textContent: dead ? "Open dead items" : "Open items" });
         say.dataset.told = "1";
         say.replaceChildren(Object.assign(document.createElement("b"), { textContent: head }), `  ${text}  `, link);
         svg.setAttribute("aria-label", `${head}: ${text}`);
