@@ -1,7 +1,7 @@
-"""Clients: one `connect` for every part, with every limit said.
+"""Clients with explicit time limits and without hidden retries.
 
-Nothing tries again by itself. A command whose reply was lost may have been applied, so only the caller, who knows its
-identity, may repeat it: redis-py's own retries are switched off (``Retry(NoBackoff(), 0)``).
+A command whose reply was lost may have been applied. Only the caller knows its identity and may repeat it, so the retries of
+redis-py are off (``Retry(NoBackoff(), 0)``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from redis import Redis
     from redis.asyncio import Redis as AsyncRedis
 
-#: Four tries of this long and the waits of 1, 2 and 4 s between them end within 15 s.
+#: Seconds. Four tries, with waits of 1, 2 and 4 s between them, end within 15 s.
 TIMEOUT = 1.8
 
 
@@ -31,9 +31,9 @@ def connect(
     max_connections: int = 256,
     decode: bool = True,
 ) -> Redis:
-    """A client with a pool of its own. Nothing is sent yet: an absent server is noticed at first use.
+    """Return a client with its own connection pool. It connects on first use.
 
-    ``timeout`` bounds the wait for one reply; a client that blocks in the server (BLPOP) needs a longer one.
+    ``timeout`` limits the wait for one reply in seconds. A client that blocks in the server (BLPOP) needs a longer one.
     """
     import_redis()
     from redis import Redis as Client
@@ -43,7 +43,7 @@ def connect(
     options = _options(url, role, name, (connect_timeout, timeout), max_connections)
     pool = make_pool(read_address(url).scheme, retry=Retry(NoBackoff(), 0), decode_responses=decode, **options)
     client = Client(connection_pool=pool)
-    client.auto_close_connection_pool = True  # the pool is this client's alone
+    client.auto_close_connection_pool = True  # no other client uses the pool
     return client
 
 
@@ -57,7 +57,7 @@ def connect_async(
     max_connections: int = 256,
     decode: bool = True,
 ) -> AsyncRedis:
-    """`connect` for a server that lives in an event loop."""
+    """Return an asyncio client (see `connect`)."""
     import_redis()
     from redis.asyncio import ConnectionPool
     from redis.asyncio import Redis as Client
@@ -90,9 +90,9 @@ def _options(url: str, role: Role, name: str, timeouts: tuple[float, float], max
     database = database_of(url, role)
     try:
         found: dict[str, Any] = dict(parse_url(url))  # type: ignore[no-untyped-call]  # redis-py's
-    except ValueError as error:  # an ssl_ option whose value makes no sense; the error's words may show others
+    except ValueError as error:  # an invalid ssl_ option; the message may show other values
         raise InvalidInput(
-            "An option in the Redis address has a value that makes no sense.", hint="See ssl_... in redis-py."
+            "An option of the Redis address has an invalid value.", hint="See the ssl_... options of redis-py."
         ) from error
     found.pop("connection_class", None)
     if read_address(url).scheme == "unix":
@@ -107,7 +107,7 @@ def _options(url: str, role: Role, name: str, timeouts: tuple[float, float], max
         "health_check_interval": 0,
         "retry_on_timeout": False,
         "max_connections": max_connections,
-        "encoding_errors": "backslashreplace",  # bytes that are no text spoil their own value, not the whole reply
-        "protocol": 2,  # replies of one shape in every redis-py we support
+        "encoding_errors": "backslashreplace",  # invalid UTF-8 changes one value and does not fail the whole reply
+        "protocol": 2,  # the same replies in every supported redis-py
     }
     return found | ours

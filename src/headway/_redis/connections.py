@@ -1,15 +1,13 @@
-"""Connections that never hand a reply to the wrong call, and the pool that lends them.
+"""Connections that never return the reply to another request, and their pool.
 
-An exception may strike anywhere: a signal handler that raises (RQ's job timeout does), Ctrl-C. If it strikes between a
-request and its reply, the reply stays on its way, and the next user of the connection would take it for its own. So every
-connection counts the replies it still owes and knows whether its handshake (password, database) was completed; one that
-owes a reply or is half open is closed before it is used again. That is decided when a connection is *taken*, not when the
-interrupted call gives it back, because the exception may strike there too. For the same reason the pool forgets by itself
-a connection that nobody holds any more.
+An exception may occur anywhere: a signal handler that raises (the job timeout of RQ), Ctrl-C. If it occurs between a request
+and its reply, the next user of the connection would read that reply as its own. So every connection counts the replies it
+still owes and knows whether its handshake (password, database) is complete. A connection that owes a reply or is half open is
+closed before its next use. This is decided when a connection is *borrowed*, because the exception may also prevent its return.
+For the same reason the pool holds borrowed connections weakly.
 
-Commands are packed here. hiredis (up to 3.5.0 at least) ends the process with a segmentation fault when a signal handler
-raises while it packs an int or a float: it asks for their text, which runs the handler, and does not look whether that
-failed. It gets texts and bytes only.
+Commands are packed here. hiredis (at least up to 3.5.0) crashes when a signal handler raises while it packs an int or a float:
+it converts them to text, which runs the handler, and ignores the failure. It gets only texts and bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ Argument = str | int | float | bytes
 
 
 def packed(*words: Argument) -> bytes:
-    """One command as it goes over the wire."""
+    """Encode one command for the wire."""
     plain = tuple([word if type(word) is str else str(word) if type(word) is int else _plain(word) for word in words])
     pack = _hiredis_pack()
     if pack is not None:
@@ -34,7 +32,7 @@ def packed(*words: Argument) -> bytes:
 
 
 def _plain(word: Any) -> str | bytes:
-    """Text or bytes, also of what is a subclass of something that can be sent; its own methods are not asked."""
+    """Return the argument as `str` or `bytes`, without calling methods of a subclass."""
     if isinstance(word, bytes | bytearray | memoryview):
         return bytes(word)
     if isinstance(word, str):
@@ -45,20 +43,20 @@ def _plain(word: Any) -> str | bytes:
         return float.__repr__(word)
     from redis.exceptions import DataError
 
-    raise DataError(f"A {type(word).__name__} cannot be sent to Redis: use a text, bytes or a number.")
+    raise DataError(f"A {type(word).__name__} cannot be sent to Redis. Use text, bytes or a number.")
 
 
 @lru_cache(maxsize=1)
 def _hiredis_pack() -> Any:
     try:
         from hiredis import pack_command
-    except ImportError:  # the optional parser is missing: slower, and the same
+    except ImportError:  # hiredis is optional
         return None
     return pack_command
 
 
 def make_ready(connection: Any) -> None:
-    """Close a connection that owes a reply, is half open, or whose server has gone; then see that it is open."""
+    """Make a connection usable: reconnect if it owes a reply, is half open, or was closed by the server."""
     from redis.exceptions import RedisError
 
     if connection.owed or not connection.complete:
@@ -74,36 +72,44 @@ def make_ready(connection: Any) -> None:
 
 
 class Accountable:
-    """Mixed into redis-py's connections. ``owed``: requests packed whose replies were not read. ``complete``: the
-    handshake is done."""
+    """Mixin for connections of redis-py that counts unread replies.
+
+    ``owed`` is the number of packed requests without a read reply. ``complete`` tells whether the handshake is done.
+    """
 
     owed = 0
     complete = False
 
     def connect(self) -> None:
+        """Connect unless the handshake is complete."""
         if not self.complete:
-            self.disconnect()  # what an exception left half open
+            self.disconnect()  # an exception may have left it half open
         super().connect()  # type: ignore[misc]  # of the class it is mixed into, here and below
 
     def disconnect(self, *arguments: Any, **options: Any) -> None:
+        """Close the connection; it owes nothing afterwards."""
         self.complete = False
         super().disconnect(*arguments, **options)  # type: ignore[misc]
         self.owed = 0
 
     def send_command(self, *words: Argument, **options: Any) -> None:
+        """Send one command."""
         self.send_packed_command(self.pack_command(*words), check_health=options.get("check_health", True))  # type: ignore[attr-defined]
 
     def pack_command(self, *words: Argument) -> list[bytes]:
+        """Encode one command and count its reply as owed."""
         line = packed(*_split(words))
         self.owed += 1
         return [line]
 
     def pack_commands(self, commands: Any) -> list[bytes]:
+        """Encode a pipeline and count its replies as owed."""
         lines = [packed(*_split(words)) for words in commands]
         self.owed += len(lines)
         return [b"".join(lines)]
 
     def read_response(self, *arguments: Any, **options: Any) -> Any:
+        """Read one reply; an error reply counts as read."""
         try:
             reply = super().read_response(*arguments, **options)  # type: ignore[misc]
         except _response_error():
@@ -114,7 +120,7 @@ class Accountable:
 
 
 def _split(words: tuple[Argument, ...]) -> tuple[Argument, ...]:
-    """redis-py says some commands in one piece: ``CLIENT SETNAME``."""
+    """Split commands that redis-py passes as one word: ``CLIENT SETNAME``."""
     first = words[0]
     if isinstance(first, str):
         return (*first.split(), *words[1:])
@@ -135,7 +141,7 @@ def _handshake(connection: Any) -> None:
 
 @lru_cache(maxsize=1)
 def _classes() -> tuple[type[Any], dict[str, type[Any]]]:
-    """The pool, and the connection for each scheme. Made at the first use: redis-py is an optional dependency."""
+    """Create the pool class and one connection class per scheme, on first use: redis-py is optional."""
     from redis import ConnectionPool
     from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
     from redis.exceptions import ConnectionError as RedisConnectionError
@@ -150,11 +156,13 @@ def _classes() -> tuple[type[Any], dict[str, type[Any]]]:
         pass
 
     class Pool(ConnectionPool):
-        """Lends connections that are fit for use. It holds those in use weakly: what an interrupted call never gave
-        back is closed and does not count any more."""
+        """Lends usable connections and holds them weakly.
+
+        A connection that an interrupted call never returned is garbage-collected and no longer counts.
+        """
 
         def reset(self) -> None:
-            self._lock = threading.RLock()  # in a forked child the old one may be held by a thread that is not there
+            self._lock = threading.RLock()  # a forked child may inherit the old one locked
             super().reset()
             self._in_use_connections: Any = WeakSet()
 
@@ -189,11 +197,11 @@ def _classes() -> tuple[type[Any], dict[str, type[Any]]]:
 
 
 def make_pool(scheme: str, **options: Any) -> Any:
-    """A pool of connections of the kind an address asks for."""
+    """Return a pool of connections for the scheme of an address."""
     pool, kinds = _classes()
     return pool(connection_class=kinds[scheme], redis_connect_func=_handshake, **options)
 
 
 def borrow(client: Any) -> Any:
-    """A connection of the client's pool, to be released there; redis-py leaves connections untyped."""
+    """Borrow a connection from the client's pool. The caller releases it there."""
     return client.connection_pool.get_connection()

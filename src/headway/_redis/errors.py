@@ -1,4 +1,4 @@
-"""What a client raises, in headway's words."""
+"""Translate exceptions of redis-py into those of Headway."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from headway.telemetry import redact
 
 
 def import_redis() -> None:
-    """Say which extra is missing, if it is."""
+    """Raise `MissingExtra` if redis-py is not installed."""
     try:
-        import redis  # noqa: F401  # asked only whether it is there
+        import redis  # noqa: F401  # only to see whether it is installed
     except ImportError as error:
         raise MissingExtra("redis", "A redis:// address") from error
 
 
 @lru_cache(maxsize=1)
 def failures() -> tuple[type[Exception], ...]:
-    """Whatever a client of ours may raise."""
+    """Return the exception classes that a client may raise."""
     import_redis()
     from redis import exceptions
 
@@ -28,25 +28,25 @@ def failures() -> tuple[type[Exception], ...]:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether another try on a new connection may help: not after a refused password or a command error."""
+    """Return whether a retry on a new connection may help. It cannot after a refused password or a command error."""
     from redis import exceptions
 
     away = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError, OSError)
     refused = (exceptions.AuthenticationError, exceptions.AuthorizationError)
     if isinstance(error, away):
         return not isinstance(error, refused)
-    # BUSY: somebody's script has been running for seconds, and nothing of ours was.
+    # BUSY: another client's script runs for seconds, and our command was not executed.
     return _says(error, "READONLY", "MASTERDOWN", "NOREPLICAS", "LOADING", "BUSY")
 
 
 def _says(error: BaseException, *codes: str) -> bool:
-    """Whether the server answered one of these; up to 6.2 it wraps what happened inside a script in other words."""
+    """Return whether the reply has one of these codes. Redis up to 6.2 wraps errors inside a script."""
     text = str(error)
     return any(text.partition(" ")[0] == code or f"-{code} " in text for code in codes)
 
 
 def _denied(error: BaseException) -> bool:
-    """Whether the ACL forbids it; a script of Redis 6.2 says so in words of its own."""
+    """Return whether the ACL forbids the command. A script of Redis 6.2 has its own message for it."""
     from redis import exceptions
 
     return (
@@ -60,12 +60,12 @@ _COMMAND = re.compile(r"^Command # \d+ \(.*\) of pipeline caused error: ", re.DO
 
 
 def translate(error: BaseException, where: str) -> HeadwayError:
-    """A client's error in our words. ``where`` is the address; it is shown without user and password."""
+    """Return the exception for an error of a client. ``where`` is the address, shown without user and password."""
     from redis import exceptions
 
-    # redis-py names a pipeline's command with all it carries, which is nobody's business.
-    said = _COMMAND.sub("", str(error))
-    server, why = place(where), redact(said) or type(error).__name__
+    # redis-py quotes a pipeline's command with all its arguments, which may be secret.
+    text = _COMMAND.sub("", str(error))
+    server, why = place(where), redact(text) or type(error).__name__
     if is_transient(error):
         return Unavailable(
             f"Redis at {server} cannot be reached: {why}",
@@ -74,11 +74,11 @@ def translate(error: BaseException, where: str) -> HeadwayError:
     if isinstance(error, exceptions.ConnectionError) or _denied(error):
         return Unavailable(
             f"Redis at {server} refused us: {why}",
-            hint="Check user and password in the address, and their ACL (docs/reference/redis.md lists the rights needed).",
+            hint="Check user and password in the address, and the user's ACL (docs/reference/redis.md has its rights).",
         )
     if isinstance(error, exceptions.OutOfMemoryError) or _says(error, "OOM"):
         return StoreFull(
             f"Redis at {server} has reached its maxmemory.",
             hint="Raise maxmemory, or move the cache to another server.",
         )
-    return StorageError(f"Redis at {server} did not do it: {why}")
+    return StorageError(f"Redis at {server} failed: {why}")

@@ -1,4 +1,4 @@
-"""Every key headway writes, by family: its name, type and lifetime. Nothing else names a key."""
+"""Every key that Headway writes: name, type and lifetime. No other module names a key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Kind = Literal["hash", "string", "set", "zset", "list", "stream", "channel"]
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One family of keys: what it is called, its type, how long it lives. Called, it gives one name."""
+    """A family of keys: name pattern, type and lifetime. Calling it returns the name of one key."""
 
     pattern: str
     kind: Kind
@@ -22,17 +22,18 @@ class Key:
         return self.pattern.format_map(parts)
 
     def matches(self, name: str) -> bool:
+        """Return whether ``name`` is a key of this family."""
         pieces = re.split(r"(\{\w+\})", self.pattern)
         shape = "".join("[^:]+" if piece.startswith("{") else re.escape(piece) for piece in pieces)
         return re.fullmatch(shape, name) is not None
 
 
-#: Every key headway writes. docs/reference/redis.md is compared with it, and so is what tests leave in a server.
+#: All families. Tests compare docs/reference/redis.md, and the keys they leave in a server, with this list.
 KEYS: list[Key] = []
 
 
 def key(pattern: str, kind: Kind, lifetime: str, holds: str) -> Key:
-    """Add a family of keys to the list."""
+    """Register a family of keys."""
     made = Key(pattern, kind, lifetime, holds)
     KEYS.append(made)
     return made
@@ -43,35 +44,45 @@ _LONGER = "2 hours longer"
 
 PROJECT = key("smap:proj:{project_id}", "hash", _WEEK, "`status`, `total`, `done`, `errors` of a project")
 PROJECT_META = key("smap:proj:{project_id}:meta", "hash", _LONGER, "epoch, version, ...; last call per caller")
-PROJECT_BITS = key("smap:proj:{project_id}:bits", "string", _LONGER, "bitmap of the item numbers counted")
-PROJECT_SEEN = key("smap:proj:{project_id}:seen", "set", _LONGER, "other item ids counted, long ones as a digest")
-PROJECT_REBUILD = key("smap:proj:{project_id}:rebuild", "string", "30 s", "lease: who rebuilds or deletes the project")
+PROJECT_BITS = key("smap:proj:{project_id}:bits", "string", _LONGER, "bitmap of the counted item numbers")
+PROJECT_SEEN = key("smap:proj:{project_id}:seen", "set", _LONGER, "other counted item ids, long ones as a digest")
+PROJECT_REBUILD = key(
+    "smap:proj:{project_id}:rebuild", "string", "30 s", "lease for rebuilding or deleting the project"
+)
 STAGED_BITS = key("smap:proj:{project_id}:bits:{token}", "string", "10 min", "bits of a project being rebuilt")
 STAGED_SEEN = key("smap:proj:{project_id}:seen:{token}", "set", "10 min", "ids of a project being rebuilt")
-CHECKPOINTER = key("smap:checkpointer", "string", "4.5 s", "lease: who compares Redis with the SQL record just now")
-EVENTS = key("smap:events", "stream", "an entry goes when every sink took it", "events on their way to the sinks")
+CHECKPOINTER = key(
+    "smap:checkpointer", "string", "4.5 s", "lease of the process that compares Redis with the SQL record"
+)
+EVENTS = key("smap:events", "stream", "until every sink took the entry", "events that wait for sinks")
 EVENTS_QUARANTINE = key(
-    "smap:events:quarantine", "stream", "until retried or discarded", "what a sink refused, or is no event"
+    "smap:events:quarantine", "stream", "until retried or discarded", "refused events and invalid entries"
 )
 EVENTS_REFUSALS = key(
-    "smap:events:refusals:{sink}", "string", "1 day", "the entry that the sink refuses, how often, when last"
+    "smap:events:refusals:{sink}",
+    "string",
+    "1 day",
+    "the refused entry, the number of refusals, the time of the last one",
 )
 EVENTS_HOLD = key(
-    "smap:events:hold", "string", "2 min", "the stream was lost: nothing leaves it until every relay has seen that"
+    "smap:events:hold",
+    "string",
+    "2 min",
+    "after a loss of the stream: no entry leaves it until all relays subscribed again",
 )
-EVENTS_LEASE = key("smap:events:lease:{sink}", "string", "30 s", "which relay serves the sink just now")
+EVENTS_LEASE = key("smap:events:lease:{sink}", "string", "30 s", "lease of the relay that serves the sink")
 
-LEASE_TOKEN = key("headway:lease:token", "string", "for ever", "counter: the token of the lease acquired last")
+LEASE_TOKEN = key("headway:lease:token", "string", "for ever", "counter: token of the last acquired lease")
 
 _UNTIL_DELETED = "until the job is deleted"
-STATE_JOBS = key("headway:states", "set", "for ever", "ids of the jobs whose states are here")
+STATE_JOBS = key("headway:states", "set", "for ever", "ids of the jobs with states in this Redis")
 STATE_JOB = key("headway:states:{job_id}", "hash", _UNTIL_DELETED, "`num_tasks`, `created_at`, `deleted`, ... of a job")
 STATES = key("headway:states:{job_id}:states", "hash", _UNTIL_DELETED, "the newest state of each task and tag")
 STATE_WRITERS = key(
     "headway:states:{job_id}:writers",
     "hash",
     _UNTIL_DELETED,
-    "who wrote each task and tag lately, and with which event",
+    "recent writers of each task and tag, with their event ids",
 )
 STATE_LOG = key(
     "headway:states:{job_id}:log", "stream", _UNTIL_DELETED, "about 1,000 changes (all of them with history)"
@@ -83,8 +94,10 @@ QUEUE_USER = key(
 
 _WATCHED = "a day after the job left its registry and RQ keeps no result of it"
 WATCHED = key("headway:watcher:{queue}:{registry}", "hash", _WATCHED, "how far each job was reported")
-WATCHED_FOUND = key("headway:watcher:{queue}:{registry}:found", "zset", _WATCHED, "when it was last in its registry")
-WATCHED_AT = key("headway:watcher:{queue}:{registry}:at", "zset", _WATCHED, "when it was looked at")
-WATCHER_FOLLOWED = key("headway:watcher:{queue}:followed", "hash", "until it ended", "executions whose end is awaited")
+WATCHED_FOUND = key(
+    "headway:watcher:{queue}:{registry}:found", "zset", _WATCHED, "time when it was last in its registry"
+)
+WATCHED_AT = key("headway:watcher:{queue}:{registry}:at", "zset", _WATCHED, "time of the last check")
+WATCHER_FOLLOWED = key("headway:watcher:{queue}:followed", "hash", "until it ended", "running executions to follow")
 WATCHER_BASELINE = key("headway:watcher:{queue}:baseline", "string", "for ever", "when the queue was first watched")
-PROBE = key("headway:probe:{token}", "zset", "2 s", "the watcher tries out whether changes are announced")
+PROBE = key("headway:probe:{token}", "zset", "2 s", "test whether the server announces changes")

@@ -1,4 +1,4 @@
-"""What a server must be like to hold state."""
+"""Requirements for a server that holds state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = Log("redis")
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server says about itself, as far as it decides whether state is safe there."""
+    """Properties of a server that decide whether state is safe there."""
 
     version: tuple[int, ...]
     maxmemory: int
@@ -31,12 +31,12 @@ class ServerFacts:
 
     @property
     def evicts(self) -> bool:
-        """Whether it deletes keys when memory is short; ``volatile-*`` too, for ours have a lifetime."""
+        """Whether it deletes keys when memory is short. ``volatile-*`` counts, because our keys have a lifetime."""
         return self.maxmemory > 0 and self.policy != "noeviction"
 
 
 def facts(client: Redis) -> ServerFacts:
-    """Read by INFO alone, which servers allow where CONFIG is forbidden."""
+    """Read the properties by INFO, which servers allow even where they forbid CONFIG."""
     info: Any = client.info()
     return ServerFacts(
         version=tuple(int(part) for part in str(info["redis_version"]).split(".") if part.isdecimal()),
@@ -50,10 +50,10 @@ def facts(client: Redis) -> ServerFacts:
 def preflight(
     client: Redis, *, role: Role, where: str, allow_eviction: bool = False, durable: bool = False
 ) -> ServerFacts:
-    """Refuse a server that would lose what we keep there; say what else is missing.
+    """Raise `Refused` for a server that would lose state, and log other risks.
 
-    ``allow_eviction`` accepts an evicting server against this advice, and the log says so each time.
-    ``durable`` means that the truth is kept elsewhere, so that missing persistence is no worry.
+    ``allow_eviction`` accepts an evicting server and logs that each time. ``durable`` means that the data is in SQL too, so
+    missing persistence is no risk.
     """
     found = facts(client)
     server = place(where)
@@ -71,8 +71,8 @@ def preflight(
         what = f"Redis at {server} deletes keys when memory is short (maxmemory-policy {found.policy})"
         if not allow_eviction:
             raise Refused(
-                f"{what}; separate database numbers do not protect state from that.",
-                hint="CONFIG SET maxmemory-policy noeviction, or give state a server of its own.",
+                f"{what}. A separate database number does not protect state.",
+                hint="Run CONFIG SET maxmemory-policy noeviction, or use a separate server for state.",
             )
         log.critical("an evicting Redis is used because allow_eviction says so", reason=what)
     if not found.append_only and not durable:
@@ -81,32 +81,34 @@ def preflight(
 
 
 class EvictionWatch:
-    """Notices that a server begins to evict after its preflight: anybody may say CONFIG SET. ``say`` is told once; again
-    only if it had stopped in between. What is kept there goes on being used: to refuse it now would lose more."""
+    """Detects that a server begins to evict keys after its preflight, by a later CONFIG SET.
 
-    #: Seconds between two looks.
+    ``alert`` is called once, and again only if eviction stopped in between. The server stays in use: refusing it would lose
+    more.
+    """
+
+    #: Seconds between two checks.
     pace = 60.0
 
-    def __init__(self, where: str, say: Callable[[str], None]) -> None:
+    def __init__(self, where: str, alert: Callable[[str], None]) -> None:
         self._where = where
-        self._say = say
-        self._look_at = time.monotonic() + self.pace
-        self._said = False
+        self._alert = alert
+        self._next_check = time.monotonic() + self.pace
+        self._alerted = False
 
-    def look(self, client: Redis) -> None:
-        """Called before every operation; asks the server once a minute. That it does not answer is for the operation to
-        say."""
+    def check(self, client: Redis) -> None:
+        """Ask the server once a minute. Called before every operation, which reports an unreachable server itself."""
         now = time.monotonic()
-        if now < self._look_at:
+        if now < self._next_check:
             return
-        self._look_at = now + self.pace
+        self._next_check = now + self.pace
         with suppress(*failures()):
             info: Any = client.info("memory")
             policy = str(info.get("maxmemory_policy", "noeviction"))
             evicts = int(info.get("maxmemory", 0)) > 0 and policy != "noeviction"
-            before, self._said = self._said, evicts
+            before, self._alerted = self._alerted, evicts
             if evicts and not before:
-                self._say(
+                self._alert(
                     f"Redis at {place(self._where)} has begun to delete keys when memory is short (maxmemory-policy "
-                    f"{policy}): what is kept there may be lost"
+                    f"{policy}). State may be lost."
                 )

@@ -1,4 +1,4 @@
-"""The Lua scripts: one operation per file of ``lua/OWNER/``."""
+"""The Lua scripts: one operation per file in ``lua/OWNER/``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from headway._redis.connections import Accountable, Argument, borrow, packed
 if TYPE_CHECKING:
     from redis import Redis
 
-Reply = Any  # what a command answers is known where it is sent
+Reply = Any  # the sender of a command knows the type of its reply
 
 
 class Script:
-    """One operation of ``lua/``. A server that forgot it (restart, SCRIPT FLUSH) is taught it on the way."""
+    """One script of ``lua/``. It is loaded again when the server has lost it (restart, SCRIPT FLUSH)."""
 
     __slots__ = ("name", "sha", "text")
 
@@ -29,10 +29,10 @@ class Script:
         self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()  # the server's name for it
 
     def __call__(self, client: Redis, keys: Sequence[str], arguments: Sequence[Argument]) -> Reply:
-        """Run it once on a connection of the client's pool. Raises what redis-py raises; see `translate`."""
+        """Run the script once on a connection of the client's pool. Raises redis-py's exceptions (see `translate`)."""
         connection = borrow(client)
         try:
-            if not isinstance(connection, Accountable):  # a client that was not made here
+            if not isinstance(connection, Accountable):  # a client that `connect` did not create
                 return self._by(client, keys, arguments)
             return self.on(connection, keys, arguments)
         finally:
@@ -45,13 +45,14 @@ class Script:
             return client.eval(self.text, len(keys), *keys, *arguments)
 
     def on(self, connection: Any, keys: Sequence[str], arguments: Sequence[Argument]) -> Reply:
-        """Run it once on this connection, past the client's command layer, which costs as much as the round trip.
+        """Run the script once on this connection.
 
-        The connection knows that it owes a reply from before the request is sent until the reply was read.
+        It bypasses the command layer of the client, which takes as long as the round trip. The connection counts the reply
+        as owed from before the request is sent until the reply is read.
         """
         try:
             return _ask(connection, "EVALSHA", self.sha, len(keys), *keys, *arguments)
-        except _no_script():  # nothing was run
+        except _no_script():  # the script did not run
             return _ask(connection, "EVAL", self.text, len(keys), *keys, *arguments)
 
 
@@ -73,7 +74,7 @@ def _no_script() -> type[Exception]:
 
 @lru_cache(maxsize=64)
 def script(name: str) -> Script:
-    """``lua/OWNER/NAME.lua``, with the files it includes (``-- include: other``) put before it."""
+    """Load ``lua/OWNER/NAME.lua``, preceded by the files it includes (``-- include: other``)."""
     return Script(name, _source(name))
 
 

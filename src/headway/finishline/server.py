@@ -102,7 +102,7 @@ class StateServer:
                 if not self._fit:
                     self._inspect()
                 elif self._eviction is not None:
-                    self._eviction.look(self.client)
+                    self._eviction.check(self.client)
                 result = work()
             except _redis.failures() as error:
                 if not _redis.is_transient(error):

@@ -115,7 +115,7 @@ class RedisStates:
         connection that failed, or was interrupted before its reply was read, is closed.
         """
         with self._translating():
-            self._eviction.look(self._client)
+            self._eviction.check(self._client)
             connection = self._connection()
             try:
                 answer = _redis.script(name).on(connection, keys, arguments)

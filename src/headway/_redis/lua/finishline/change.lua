@@ -1,12 +1,12 @@
--- change.lua: the total, the status or the end of the crawl of a project.
+-- change.lua: change the total, the status or the end of the crawl of a project.
 -- include: finishline/project
--- ARGV[4] version by the SQL record, or "" without one: an older change never replaces a newer one
--- ARGV[5] total, or "" to leave it   ARGV[6] status, or "" to leave it
--- ARGV[7] "1" the crawl has ended, "0" it goes on, "" to leave it
--- ARGV[8] epoch of the project that SQL changed, or "" without a record
--- returns UPDATED | COMPLETED | LATE (it is DONE, nothing changed) | NO_TOTAL (updated; items are through and the total
---         is 0, so it cannot finish yet) | RECORDED (SQL has the total and the status; change them there first)
---         | REMADE (it was deleted and created again since SQL was asked; nothing changed) | NOT_FOUND | CORRUPT
+-- ARGV[4] version in the SQL record, or "" without one; a change that is not newer is ignored
+-- ARGV[5] total, or "" to keep it   ARGV[6] status, or "" to keep it
+-- ARGV[7] "1" the crawl has ended, "0" it continues, "" to keep it
+-- ARGV[8] epoch in the SQL record, or "" without one
+-- returns UPDATED | COMPLETED | LATE (DONE already, unchanged) | NO_TOTAL (updated; items are counted and the total is
+--         0, so it cannot complete) | RECORDED (SQL has total and status and must be changed first)
+--         | REMADE (deleted and created again since SQL was changed; unchanged) | NOT_FOUND | CORRUPT
 if missing then return { 'NOT_FOUND', 0, 0 } end
 if not read() then return { 'CORRUPT', 0, 0 } end
 if remade(ARGV[8]) then return { 'REMADE', done, 0 } end

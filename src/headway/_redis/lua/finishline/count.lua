@@ -1,11 +1,11 @@
--- count.lua: items of a project are through; count each one once and see whether the project is finished.
+-- count.lua: count items of a project, each one once, and complete the project with the last one.
 -- include: finishline/project
--- ARGV[4] epoch of the project in whose journal the counts are already, "" without a journal
--- ARGV[5] version by the SQL record when they were written there, "" without a journal
--- ARGV[6...] one per item: "+" done or "-" failed, then "#number" | "$id" | "*how many" (no identity but the call's)
--- returns also JOURNALED (a project with a journal wants its counts there first), REMADE (it was deleted and created
---         again since they were written there), BEHIND (SQL has another total or status than this project, which would
---         finish by the wrong one; change it first) and CORRUPT
+-- ARGV[4] epoch of the project whose journal has the counts, "" without a journal
+-- ARGV[5] version of the SQL record when the journal was written, "" without a journal
+-- ARGV[6...] one per item: "+" done or "-" failed, then "#number" | "$id" | "*count" (identified by the call only)
+-- returns also JOURNALED (the project has a journal, which must be written first), REMADE (deleted and created again since
+--         the journal was written), BEHIND (SQL has a newer total or status; change it here first, or the project would
+--         complete by the old one) and CORRUPT
 if missing then return { 'NOT_FOUND', 0, 0 } end
 if not read() then return { 'CORRUPT', 0, 0 } end
 if remade(ARGV[4]) then return { 'REMADE', done, 0 } end
@@ -18,21 +18,21 @@ local added = { [43] = 0, [45] = 0 } -- + and -
 local members = { [43] = {}, [45] = {} }
 local numbers, texts = string.find(meta.kinds, 'b', 1, true), string.find(meta.kinds, 's', 1, true)
 local limit = dense()
-local bits -- how long the bitmap is, once it matters
+local bits -- length of the bitmap, read on first use
 for i = 6, #ARGV do
   local item = ARGV[i]
   local sign, kind = string.byte(item, 1, 2)
   local id = string.sub(item, 3)
   if kind == 36 then -- $
     members[sign][#members[sign] + 1] = id
-  elseif kind == 35 and tonumber(id) >= limit then -- # that stands alone
-    -- It may be a bit all the same, if it came when more was expected.
+  elseif kind == 35 and tonumber(id) >= limit then -- # beyond the dense range
+    -- It may be a bit nevertheless, if it was counted when the total was higher.
     if not bits then bits = numbers and 8 * redis.call('STRLEN', KEYS[3]) or 0 end
     if tonumber(id) >= bits or redis.call('GETBIT', KEYS[3], id) == 0 then
       members[sign][#members[sign] + 1] = id
     end
   elseif kind == 35 then -- #
-    -- It may be a member, if it came when the numbers were few.
+    -- It may be a member of the set, if it was counted when the total was lower.
     if not texts or redis.call('SISMEMBER', KEYS[4], id) == 0 then
       added[sign] = added[sign] + 1 - redis.call('SETBIT', KEYS[3], id, 1)
       numbers = true

@@ -1,14 +1,14 @@
--- install.lua: a project comes (back) whole as the SQL record has it, in one step, unless it is there already.
+-- install.lua: install a project from its SQL record in one step, unless Redis has it.
 -- include: finishline/project
 -- KEYS[6] smap:proj:{id}:bits:{token}   KEYS[7] smap:proj:{id}:seen:{token}: staged identities
--- KEYS[8] smap:proj:{id}:rebuild   string   the lease under which this is done, "token owner"
+-- KEYS[8] smap:proj:{id}:rebuild   string   the lease that the caller holds, "token owner"
 -- ARGV[4] status   ARGV[5] total   ARGV[6] done   ARGV[7] errors   ARGV[8] epoch   ARGV[9] version
 -- ARGV[10] "crawled" | ""   ARGV[11] "journal" | ""
--- ARGV[12] "completed" when SQL knows that it is DONE, "delivered" when its event needs no telling either, else ""
--- ARGV[13] time of the checkpoint these counts are from, "" when they are exact   ARGV[14] what the lease must say
--- ARGV[15] which database has its record
--- returns RESTORED | COMPLETED | EXISTS (it is there; a live counter is never lowered) | AGAIN (staged ids are lost)
---         | STALE (the lease went to somebody else) | UNRECORDED (one of no database, or of another, is in its place)
+-- ARGV[12] "completed" if it is DONE in SQL, "delivered" if its event needs no announcement either, else ""
+-- ARGV[13] time of the checkpoint of these counts, "" if they are exact   ARGV[14] value that the lease must have
+-- ARGV[15] id of the database that has its record
+-- returns RESTORED | COMPLETED | EXISTS (a live counter is never lowered) | AGAIN (stage the identities first)
+--         | STALE (the lease is lost) | UNRECORDED (Redis has a project of this name with another record, or none)
 if redis.call('GET', KEYS[8]) ~= ARGV[14] then
   redis.call('DEL', KEYS[6], KEYS[7])
   return { 'STALE', 0, 0 }
@@ -23,14 +23,14 @@ if not missing then
   end
   local behind = sound and (done < tonumber(ARGV[6]) or (completed and status ~= 'DONE'))
   if not other and (not behind or (ARGV[11] ~= '' and not completed)) then
-    redis.call('DEL', KEYS[6], KEYS[7]) -- with a journal the count is raised by identity
+    redis.call('DEL', KEYS[6], KEYS[7]) -- with a journal the checkpointer raises the count by identity
     return { 'EXISTS', 0, 0 }
   end
   if not other and ARGV[11] == '' then
-    -- There, but with less than its own checkpoint: an older state came back.
+    -- It has less than its own checkpoint: Redis came back with an older state.
     done, errors = math.max(done, tonumber(ARGV[6])), math.max(errors, tonumber(ARGV[7]))
     redis.call('HSET', KEYS[1], 'done', string.format('%.0f', done), 'errors', string.format('%.0f', errors))
-    if completed or tonumber(ARGV[9]) > meta.version then -- or it would finish by an older total
+    if completed or tonumber(ARGV[9]) > meta.version then -- otherwise it would complete by an older total
       status, total, meta.crawled = ARGV[4], tonumber(ARGV[5]), ARGV[10] ~= ''
       redis.call('HSET', KEYS[1], 'total', ARGV[5], 'status', status)
       redis.call('HSET', KEYS[2], 'version', ARGV[9])
@@ -39,9 +39,9 @@ if not missing then
     if ARGV[13] ~= '' then redis.call('HSET', KEYS[1], 'restored', ARGV[13]) end
     return { finished(completed, delivered, true) and 'COMPLETED' or 'RESTORED', done, 0 }
   end
-  -- What is left of a project of this name that SQL has deleted, or one that was completed and came back older.
+  -- Otherwise it is a deleted project of this name, or a completed one that came back older.
 end
--- A count without its identities would count again: a wipe between staging and this must not go unnoticed.
+-- Without their identities the items would count again, so notice if Redis was wiped since they were staged.
 if ARGV[11] ~= '' and redis.call('BITCOUNT', KEYS[6]) + redis.call('SCARD', KEYS[7]) ~= tonumber(ARGV[6]) then
   redis.call('DEL', KEYS[6], KEYS[7])
   return { 'AGAIN', 0, 0 }

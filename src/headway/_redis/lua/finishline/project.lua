@@ -1,20 +1,20 @@
--- project.lua: what the changes of a project have in common. Included, never run by itself.
+-- project.lua: common part of the scripts that change a project. Included, never run alone.
 -- KEYS[1] smap:proj:{id}        hash    status total done errors
 -- KEYS[2] smap:proj:{id}:meta   hash    epoch, version, record, crawled, journal, kinds, hours;
 --                                       per caller "call outcome done fresh hours"
--- KEYS[3] smap:proj:{id}:bits   string  bitmap of item numbers counted
--- KEYS[4] smap:proj:{id}:seen   set     other items counted
+-- KEYS[3] smap:proj:{id}:bits   string  bitmap of counted item numbers
+-- KEYS[4] smap:proj:{id}:seen   set     other counted items
 -- KEYS[5] smap:events           stream  outbox
--- ARGV[1] ttl   ARGV[2] caller   ARGV[3] number of the caller's call
--- returns {outcome, done, fresh} and, of a call that was taken, the epoch;
+-- ARGV[1] ttl   ARGV[2] caller   ARGV[3] number of this call of the caller
+-- returns {outcome, done, new items}, and the epoch if the call was accepted;
 --         outcome is COUNTED | DUPLICATE | UPDATED | LATE | COMPLETED | NOT_FOUND | ...
 
--- Read first: a key of another type ends the script here, before anything is written.
+-- Read first: a key of another type fails the script before it writes.
 local state = redis.call('HMGET', KEYS[1], 'status', 'total', 'done', 'errors')
 local status, total, done, errors = state[1], tonumber(state[2]), tonumber(state[3]), tonumber(state[4])
 
--- A project that expired must not come back as a lone counter: EXPIRE finds out whether it is there. It is also
--- the first write on purpose, for a server at its maxmemory refuses a script's first write only, and never EXPIRE.
+-- EXPIRE tells whether the project exists: an expired project must not come back as a counter without identities. It is the
+-- first write, because a server at its maxmemory refuses the first write of a script, but never EXPIRE.
 local missing = redis.call('EXPIRE', KEYS[1], ARGV[1]) == 0
 local meta_life = redis.call('TTL', KEYS[2])
 
@@ -27,15 +27,14 @@ local function read()
   return status and total and done and errors
 end
 
--- Whether this is another project of the same name than the one SQL told of: it was deleted and created again between
--- SQL and this script, or an older dump brought back the one that was deleted.
+-- Whether this is another project of the same name than the one in SQL: it was deleted and created again since, or an older
+-- dump brought back the deleted one.
 local function remade(epoch)
   return epoch ~= '' and meta.epoch and meta.epoch ~= epoch
 end
 
--- Forget callers that have not called for a day: their processes have ended, and a lost reply is asked for again
--- within seconds. `hours` counts the times this was called, which are an hour apart or more. Names of callers have a
--- dot, the other fields have none.
+-- Forget callers without a call for a day: a call is repeated within seconds. `hours` counts the runs of this function, which
+-- are at least an hour apart. Names of callers contain a dot, other fields do not.
 local function forget_callers()
   local hours = redis.call('HINCRBY', KEYS[2], 'hours', 1)
   local fields = redis.call('HGETALL', KEYS[2])
@@ -47,9 +46,8 @@ local function forget_callers()
   end
 end
 
--- Companions outlive the hash by two hours, so that it is never without its identities. Whatever refreshes the hash
--- refreshes them: here, for every script and every answer, when one of the two hours has passed; and at the end of a
--- call that made a new one.
+-- The companion keys outlive the hash by two hours, so it never exists without its identities. Each script refreshes them with
+-- the hash once one of the two hours has passed, and after a call that created one of them.
 local function keep()
   local longer = ARGV[1] + 7200
   redis.call('EXPIRE', KEYS[2], longer)
@@ -61,8 +59,8 @@ if not missing and meta_life < ARGV[1] + 3600 then
   if meta_life >= 0 then forget_callers() end
 end
 
--- The earlier answer to a call that is repeated because its reply was lost. A caller makes one call at a time and
--- numbers them, so that its last call is all there is to remember.
+-- The earlier answer to a call that is repeated after a lost reply. A caller makes one call at a time and numbers its calls,
+-- so its last answer is enough.
 local function earlier()
   if not meta.note then return nil end
   local call, outcome, then_done, fresh = string.match(meta.note, '^(%d+) (%S+) (%d+) (%d+)')
@@ -82,16 +80,15 @@ local function answer(outcome, fresh, kinds)
   return { outcome, done, fresh, meta.epoch or '' }
 end
 
--- Up to which number a bit costs less than a member of the set (about 64 bytes): by the items counted so far, and by
--- those that are expected. An item is in one of the two; which one may depend on when it came.
+-- The number below which a bit takes less memory than a member of the set (about 64 bytes), by the items counted and expected
+-- so far. An item is in one of the two; which one may depend on when it was counted.
 local function dense()
   return math.max(32768, 512 * done, 8 * total)
 end
 
--- The finish line: the only place where a project becomes DONE, and where that is announced, in one step.
--- An empty project is finished only by the end of its crawl; items that are through want a total that says so.
--- FAILED is an operator's word and stays. What SQL knows to be completed was decided before, by what stood then: an item
--- that came after an empty project was finished does not take that back.
+-- The finish line: completes the project if all items are counted, and announces it in the same step. No other code does.
+-- An empty project completes only by the end of its crawl. With counted items it needs a total above 0. An operator sets
+-- FAILED, and it stays. `completed`: SQL knows the completion already, which a late item does not revoke.
 -- `again`: the event may have been announced before, so the relay asks SQL which sinks took it.
 local function finished(completed, delivered, again)
   if status == 'DONE' or status == 'CRAWLING' or status == 'FAILED' then return false end
@@ -101,7 +98,7 @@ local function finished(completed, delivered, again)
   if delivered then return true end
   local project = string.sub(KEYS[1], 11)
   local time = redis.call('TIME')
-  -- Nothing is trimmed here: an event stays until every sink took it.
+  -- No MAXLEN: an event stays until every sink took it.
   local event = {
     'id', 'job.completed:' .. project .. ':' .. (meta.epoch or '0'),
     'type', 'job.completed', 'source', 'finishline', 'job', project,

@@ -1,9 +1,9 @@
--- stage.lua: put identities aside for a project that is being rebuilt.
+-- stage.lua: stage identities of a project that is being rebuilt.
 -- KEYS[1] smap:proj:{id}:bits:{token}   string
 -- KEYS[2] smap:proj:{id}:seen:{token}   set
--- ARGV[1] ttl   ARGV[2] numbers from here on are members   ARGV[3...] "#number" | "$id"
--- returns how many
--- The first write is EXPIRE, which a server at its maxmemory does not refuse: what is put back was there before.
+-- ARGV[1] ttl   ARGV[2] numbers from this one on are members of the set   ARGV[3...] "#number" | "$id"
+-- returns the number of identities
+-- A server at its maxmemory refuses the first write of a script, but never EXPIRE. Redis had this data before.
 redis.call('EXPIRE', KEYS[1], ARGV[1])
 local limit = tonumber(ARGV[2])
 for i = 3, #ARGV do

@@ -1,4 +1,4 @@
--- touch.lua: let a project and its companions live as long as after a write.
+-- touch.lua: extend the lifetime of a project and its companion keys.
 -- include: finishline/project
 -- returns TOUCHED | NOT_FOUND
 if missing then return { 'NOT_FOUND', 0, 0 } end

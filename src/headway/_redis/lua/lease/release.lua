@@ -1,6 +1,6 @@
--- lease/release.lua: give a lease back; only its owner can.
+-- lease/release.lua: release a lease if this owner has it.
 -- KEYS[1] the lease   string  "token owner"
--- ARGV[1] the value it must have
+-- ARGV[1] the value that it must have
 -- returns "RELEASED" | "LOST"
 if redis.call('GET', KEYS[1]) == ARGV[1] then
   redis.call('DEL', KEYS[1])

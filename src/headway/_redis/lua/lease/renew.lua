@@ -1,6 +1,6 @@
--- lease/renew.lua: prolong a lease that is still its owner's.
+-- lease/renew.lua: renew a lease if this owner has it.
 -- KEYS[1] the lease   string  "token owner"
--- ARGV[1] the value it must have   ARGV[2] milliseconds
+-- ARGV[1] the value that it must have   ARGV[2] milliseconds
 -- returns "RENEWED" | "LOST"
 if redis.call('GET', KEYS[1]) == ARGV[1] then
   redis.call('PEXPIRE', KEYS[1], ARGV[2])

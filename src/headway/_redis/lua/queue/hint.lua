@@ -1,11 +1,11 @@
--- queue/hint.lua: put tasks into a queue of RQ, as many as it takes, as jobs of its own; and users' places with them.
+-- queue/hint.lua: push hints for tasks into a queue of RQ, up to its limit, and set the keys of their users.
 -- KEYS[1] rq:queues              set     RQ's queues
 -- KEYS[2] rq:queue:{name}        list    ids of jobs
--- KEYS[3 ...] rq:job:{id}        hash    one per task, then one key per user's place
--- ARGV[1] jobs in the queue at the most   ARGV[2] tasks   ARGV[3] seconds a user's place is kept
--- ARGV[4] fields and values that all jobs have in common, then these; then id and data of each task; then the task in each
--- user's place
--- returns how many of the tasks, from the first on, are in the queue now
+-- KEYS[3 ...] rq:job:{id}        hash    one per task, then one user key per task
+-- ARGV[1] maximum length of the queue   ARGV[2] number of tasks   ARGV[3] seconds until a user key expires
+-- ARGV[4] number of words that all jobs have in common, then those fields and values; then id and data of each task; then the
+-- value of each user key
+-- returns how many tasks, from the first on, are in the queue
 local tasks, common = tonumber(ARGV[2]), tonumber(ARGV[4])
 local fields = {unpack(ARGV, 5, 4 + common)}
 local taken = math.min(tasks, tonumber(ARGV[1]) - redis.call('LLEN', KEYS[2]))
@@ -17,7 +17,7 @@ for n = 1, taken do
     if string.sub(kept.err, 1, 9) ~= 'WRONGTYPE' then
       return kept
     end
-    -- Somebody else's key in the place of ours: left there, it would cost all the others their hints.
+    -- A foreign key has this name. Without its removal all other tasks would get no hint.
     redis.call('DEL', KEYS[2 + n])
     redis.call('HSET', KEYS[2 + n], unpack(fields))
   end

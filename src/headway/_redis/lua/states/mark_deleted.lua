@@ -1,7 +1,7 @@
--- states/mark_deleted.lua: leave a tombstone on a job.
+-- states/mark_deleted.lua: mark a job as deleted.
 -- KEYS[1] headway:states:{id}   hash
--- ARGV[1] incarnation, or "" for whichever it is
--- returns "MARKED" | "NOT_FOUND" | "GONE" (it is another incarnation)
+-- ARGV[1] incarnation, or "" for any
+-- returns "MARKED" | "NOT_FOUND" | "GONE" (another incarnation)
 local found = redis.call('HGET', KEYS[1], 'incarnation')
 if not found then return 'NOT_FOUND' end
 if ARGV[1] ~= '' and found ~= ARGV[1] then return 'GONE' end

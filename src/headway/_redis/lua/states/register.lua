@@ -1,4 +1,4 @@
--- states/register.lua: the record of a job, made if there is none.
+-- states/register.lua: create the record of a job unless it exists.
 -- KEYS[1] headway:states:{id}      hash   num_tasks created_at incarnation deleted history change
 -- KEYS[2] headway:states           set    ids of all jobs
 -- ARGV[1] job id   ARGV[2] number of tasks   ARGV[3] incarnation   ARGV[4] "1" to keep history, else "0"

@@ -1,4 +1,4 @@
--- states/write.lua: the next version of one key, and its entry in the log.
+-- states/write.lua: store the next version of one key and append it to the log.
 -- KEYS[1] headway:states:{id}           hash    the job; its change number counts the entries of the log
 -- KEYS[2] headway:states:{id}:states    hash    task-tag -> "version event_id microseconds body"
 -- KEYS[3] headway:states:{id}:log       stream  change, incarnation, state
