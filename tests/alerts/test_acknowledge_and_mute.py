@@ -138,7 +138,7 @@ def test_the_view_has_its_published_shape_and_says_what_is_unknown(scene: Scene,
     assert found.evaluator is not None
     document = json.loads(json.dumps(found.as_json()))
     assert problems(document, json_schema(type(found), document["schema"])) == []
-    assert document["alerts"][0]["text"] == "1 or more tasks wait in the queue normal."
+    assert document["alerts"][0]["text"] == "1 task waits in the queue normal."
 
 
 def test_a_view_of_a_deployment_that_nobody_judges_any_more_says_so(scene: Scene):
@@ -154,7 +154,7 @@ def test_a_view_of_a_deployment_that_nobody_judges_any_more_says_so(scene: Scene
 @ON_A_FILE
 def test_the_command_shows_acknowledges_and_mutes(scene: Scene, backlog: int, headway_cli: Run):
     shown = headway_cli("alerts", "--rules", "-d", scene.url)
-    assert "1 or more tasks wait in the queue normal." in shown.stdout
+    assert "1 task waits in the queue normal." in shown.stdout
     assert "backlog" in shown.stdout
     assert headway_cli("alerts", "ack", str(backlog), "-d", scene.url).returncode == 0
     said = headway_cli("alerts", "mute", "backlog", "--for", "2h", "-d", scene.url)
@@ -206,7 +206,7 @@ def test_watch_judges_in_the_foreground_delivers_to_the_sinks_and_ends_with_a_si
     eventually(lambda: scene.store.all(taken), 60)
     process.terminate()
     output, errors = process.communicate(timeout=60)
-    assert "opened  backlog  1 or more tasks wait in the queue normal." in output
+    assert "opened  backlog  1 task waits in the queue normal." in output
     assert "alert.opened" in errors
     assert process.returncode in (0, 143)
     assert scene.events() == [(OPENED, "backlog", "normal")]

@@ -25,7 +25,6 @@ from headway.views.system.access import read_activity
 from headway.views.system.performance import read_performance
 from headway.web.pages import draw
 from headway.web.pages.jobs import frames, map_sentence
-from headway.web.pages.overview import moving
 from headway.web.pages.render import part, since, span, when, when_text
 from tests.web import scene
 
@@ -355,21 +354,3 @@ def test_own_frames_come_first_and_what_cannot_be_read_is_left_out():
     assert [frame.place for frame in library] == ["httpx/_client.py:1054 in get"]
     assert frames(None) == ([], [])
     assert frames("no traceback at all") == ([], [])
-
-
-@pytest.mark.parametrize(
-    ("before", "past", "now", "rate"),
-    [
-        (0, [0, 0, 0, 0, 0], 0, 0.0),
-        (9, [60, 60, 60, 60, 60], 7, 1.0),
-        (9, [0, 0, 0, 0, 60], 7, 0.2),  # work that comes now and then
-        (0, [0, 0, 0, 60, 60], 7, 1.0),  # it began two minutes ago
-        (0, [0, 0, 0, 0, 0], 60, 2.0),  # it began half a minute ago
-        (9, [0, 0, 0, 0, 0], 60, 2.0),  # it goes on since half a minute
-    ],
-)
-def test_work_that_only_began_is_moving_from_its_first_minute_on(before: int, past: list[int], now: int, rate: float):
-    counts = [before, *past, now]
-    points = tuple(Point(minute, done, 0, 0.0) for minute, done in enumerate(counts))
-    at = datetime.fromtimestamp(60 * (len(counts) - 1) + 30, UTC)
-    assert moving(Series(1, points), at) == pytest.approx(rate)

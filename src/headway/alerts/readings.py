@@ -73,17 +73,6 @@ def fetch(database: Database, rules: Rules, at: float | None) -> Rows:
         )
 
 
-def _waiting(tx: Tx, most: int) -> list[Row]:
-    """Return (queue, waiting tasks, oldest). Counting stops at ``most`` tasks, so a longer queue costs no more."""
-    return tx.all(
-        " UNION ALL ".join(
-            f"SELECT '{queue}', count(*), min(run_at) FROM (SELECT run_at FROM tasks WHERE status = 'QUEUED' "
-            f"AND ready = 1 AND place = {place} ORDER BY place, turn, no LIMIT {most}) q{place}"
-            for place, queue in enumerate(QUEUES)
-        )
-    )
-
-
 def _jobs(tx: Tx, window: int) -> list[Row]:
     """Return unfinished and recent jobs with their runs since the minute ``window``.
 
@@ -113,6 +102,26 @@ def _new_causes(tx: Tx, rules: Rules, now: float) -> list[Row]:
         "SELECT 'task', kind, kind, type, message, frame FROM task_causes WHERE first_seen > ?",
         (since - CAUSE_MARGIN, since - CAUSE_MARGIN),
     )
+
+
+def _waiting(tx: Tx, most: int) -> list[Row]:
+    """Return (queue, waiting tasks, start of the oldest wait) of each queue.
+
+    The first query stops at the limit of the rule. The exact number is counted only when an alert will name it.
+    """
+    rows = tx.all(
+        " UNION ALL ".join(
+            f"SELECT '{queue}', count(*), min(run_at) FROM (SELECT run_at FROM tasks WHERE status = 'QUEUED' "
+            f"AND ready = 1 AND place = {place} ORDER BY place, turn, no LIMIT {most}) q{place}"
+            for place, queue in enumerate(QUEUES)
+        )
+    )
+    if all(count < most for _, count, _ in rows):
+        return rows
+    exact: dict[str, int] = dict(
+        tx.all("SELECT queue, count(*) FROM tasks WHERE status = 'QUEUED' AND ready = 1 GROUP BY queue")
+    )
+    return [(queue, exact.get(queue, count), oldest) for queue, count, oldest in rows]
 
 
 def judge(rows: Rows, rules: Rules) -> dict[str, list[Reading]]:
@@ -152,10 +161,9 @@ def _workers(rows: Rows, rules: Rules) -> Iterator[Reading]:
 
 
 def _backlog(rows: Rows, rules: Rules) -> Iterator[Reading]:
-    limit = rules.limits["backlog"] or 0.0
     for queue, count, _ in rows.waiting:
-        many = f"{count:,} or more tasks wait" if count >= limit else f"{plural(count, 'task')} wait"
-        yield reading(rules, "backlog", queue, count, f"{many} in the queue {queue}.")
+        waits = "waits" if count == 1 else "wait"
+        yield reading(rules, "backlog", queue, count, f"{plural(count, 'task')} {waits} in the queue {queue}.")
 
 
 def _delay(rows: Rows, rules: Rules) -> Iterator[Reading]:

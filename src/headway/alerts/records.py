@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
 
+from headway._lease import has_ended, read_owner
 from headway._sql import Database, Row, Tx, marks
 from headway.alerts.rules import BY_NAME, RULES, Reading, Severity
 from headway.errors import InvalidInput, NotFound
@@ -89,6 +90,13 @@ def notes(tx: Tx) -> dict[str, Note]:
     """Return the last evaluation of each rule, by its name."""
     rows = tx.all("SELECT name, threshold, value, subject, checked_at FROM alert_rules")
     return {row[0]: row for row in rows}
+
+
+def holder_of(tx: Tx, lease: str) -> str | None:
+    """Return the process that holds a lease, or None."""
+    row = tx.one("SELECT holder, lease_until FROM leases WHERE name = ?", (lease,))
+    found = None if row is None or has_ended(row[0], row[1], tx.now()) else read_owner(row[0])
+    return None if found is None else str(found.owner)
 
 
 def had(tx: Tx, rule: str, subjects: Sequence[str]) -> set[str]:

@@ -23,6 +23,41 @@ class TaskCauses(NamedTuple):
         return document(self)
 
 
+class CauseInJob(NamedTuple):
+    """A cause in one job."""
+
+    job: Annotated[str, "the job's id"]
+    no: Annotated[int, "the number of the cause in this job"]
+    dead: Annotated[int, "dead letters"]
+    failures: Annotated[int, "failed attempts"]
+    last_seen: Annotated[datetime, "when it last occurred"]
+    example: Annotated[int | None, "index of one of the dead letters"]
+
+
+class CauseGroup(NamedTuple):
+    """The same cause in one or more jobs."""
+
+    type: Annotated[str, "the exception's class"]
+    message: Annotated[str, "its message; what differs from item to item is replaced"]
+    frame: Annotated[str, "the top frame in your code"]
+    dead: Annotated[int, "dead letters in all jobs"]
+    failures: Annotated[int, "failed attempts in all jobs"]
+    first_seen: Annotated[datetime, "when it first occurred"]
+    last_seen: Annotated[datetime, "when it last occurred"]
+    jobs: Annotated[tuple[CauseInJob, ...], "its jobs, most dead letters first"]
+
+
+class CauseGroups(NamedTuple):
+    """`/api/v1/causes`: why items failed permanently, over all jobs."""
+
+    causes: Annotated[tuple[CauseGroup, ...], "most dead letters first"]
+    total: Annotated[int, "number of causes, listed or not"]
+    dead: Annotated[int, "dead letters of all causes"]
+
+    def as_json(self) -> Json:
+        return document(self)
+
+
 class RqCause(NamedTuple):
     """Jobs of one RQ queue that failed for the same reason."""
 
@@ -48,6 +83,28 @@ class RqCauses(NamedTuple):
 
     def as_json(self) -> Json:
         return document(self)
+
+
+def read_all_causes(database: Database, *, limit: int = 50) -> CauseGroups:
+    """Read the causes with dead letters, grouped over all jobs that are not archived."""
+    from headway.ledger.store import statistics
+    from headway.ledger.values import utc
+
+    with database.read() as tx:
+        rows = statistics.causes_with_dead_letters(tx)
+    groups: dict[tuple[str, str, str], list[statistics.JobCause]] = {}
+    for row in rows:
+        groups.setdefault((row.type, row.message, row.frame), []).append(row)
+    found = [
+        CauseGroup(
+            *key, sum(one.dead for one in group), sum(one.failures for one in group),
+            utc(min(one.first_seen for one in group)), utc(max(one.last_seen for one in group)),
+            tuple(CauseInJob(one.job, one.no, one.dead, one.failures, utc(one.last_seen), one.example) for one in group),
+        )
+        for key, group in groups.items()
+    ]  # fmt: skip
+    found.sort(key=lambda group: (-group.dead, group.type, group.message))
+    return CauseGroups(tuple(found[:limit]), len(found), sum(group.dead for group in found))
 
 
 def read_failed_tasks(database: Database, *, limit: int = 50) -> TaskCauses:

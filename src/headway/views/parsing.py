@@ -20,7 +20,7 @@ def parse(view: type[T], document: Any) -> T:
         found: T = _view(view, document)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StorageError(
-            f"The server's answer does not match the schema of {view.__name__} ({error}).",
+            f"The server's answer does not have the expected shape ({view.__name__}: {error}).",
             hint="Use the same version of Headway on both sides.",
         ) from error
     return found

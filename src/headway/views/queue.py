@@ -72,7 +72,7 @@ class TaskView(NamedTuple):
 class Tasks(NamedTuple):
     """`headway tasks`: the tasks that match."""
 
-    tasks: Annotated[tuple[TaskView, ...], "newest first, or oldest first with `--oldest`"]
+    tasks: Annotated[tuple[TaskView, ...], "newest first; with `oldest` the longest waiting first"]
     next: Annotated[str | None, "the id to continue from (`--before`)"]
 
     def as_json(self) -> Json:
@@ -154,13 +154,13 @@ class QueueSettings(NamedTuple):
 
 def read_queues(queue: TaskQueue) -> Queues:
     """Read the four queues and the number of online workers."""
-    from headway.queue.store.statistics import serving
     from headway.queue.store.workers import online_workers
 
     with queue.database.read() as tx:
-        online, workers = len(online_workers(tx)), serving(tx)
+        online = online_workers(tx)
     views = (_view(QueueView, info) for info in queue.stats())
-    return Queues(tuple(view._replace(workers=workers.get(view.queue, 0)) for view in views), online)
+    counted = tuple(view._replace(workers=sum(view.queue in one.queues for one in online)) for view in views)
+    return Queues(counted, len(online))
 
 
 def task_view(task: Task) -> TaskView:
@@ -202,6 +202,16 @@ def read_tasks(
     """Read a page of tasks, newest first."""
     found = queue.list(status=status, queue=name, kind=kind, user_id=user_id, before=before, limit=limit)
     return Tasks(tuple(task_view(task) for task in found), found[-1].id if len(found) == limit else None)
+
+
+def read_oldest(queue: TaskQueue, name: str, *, limit: int = 50) -> Tasks:
+    """Read the tasks of a queue that have been ready for longest, oldest first."""
+    from headway.queue.store.statistics import oldest_ready
+    from headway.queue.task import Priority
+
+    with queue.database.read() as tx:
+        ids = oldest_ready(tx, Priority(name), limit)
+    return Tasks(tuple(task_view(queue.get(id)) for id in ids), None)
 
 
 def read_task(queue: TaskQueue, id: str, *, tracebacks: bool = True) -> TaskSheet:

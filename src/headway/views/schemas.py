@@ -13,7 +13,7 @@ from datetime import datetime
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from headway.views import failed, projects, queue, states
+from headway.views import failed, history, projects, queue, search, states
 from headway.views.jobs import dead, items, job
 from headway.views.jobs import listing as jobs
 from headway.views.jobs import map as item_map
@@ -21,7 +21,8 @@ from headway.views.shape import ABSENT, SCHEMAS, Absent, Json
 from headway.views.system import access, alerts, health, performance, records, relay
 
 MODULES = (
-    jobs, job, items, item_map, dead, failed, projects, states, queue, performance, relay, alerts, health, records, access,
+    jobs, job, items, item_map, dead, failed, search, history, projects, states, queue, performance, relay, alerts, health,
+    records, access,
 )  # fmt: skip
 
 _TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}

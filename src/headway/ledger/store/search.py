@@ -12,7 +12,7 @@ from typing import NamedTuple
 from headway._lease import has_ended
 from headway._sql import Database, Row, Tx, Value, marks
 from headway.ledger.store.report import find_jobs
-from headway.ledger.values import JobInfo
+from headway.ledger.values import NOTED, JobInfo
 
 #: Jobs that are searched for an item, the most recently changed first.
 RECENT = 100
@@ -150,19 +150,31 @@ def causes_by_text(tx: Tx, text: str, limit: int) -> list[Row]:
 # ---- failures by host, marks, stops ------------------------------------------------------------------------------------
 
 
-def failures_by_worker(tx: Tx, since: float) -> list[Row]:
-    """Return (worker, failed attempts) of items since a Unix time, over the jobs that changed since.
+def failures_by_worker(tx: Tx, since: float) -> list[tuple[str, str, int]]:
+    """Return (worker, host, failed attempts) of items since a Unix time. The host is empty if the run does not tell it.
 
-    Attempts have no index by time: the causes tell which jobs had failures since, and the time of each attempt decides.
+    Attempts have no index by time. The causes tell which jobs had failures since; the time of each attempt decides.
     """
-    jobs = tx.all(
-        "SELECT DISTINCT c.job FROM causes c JOIN jobs j ON j.no = c.job WHERE c.last_seen >= ? AND j.updated_at >= ?",
-        (since, since),
+    jobs = [
+        no
+        for (no,) in tx.all(
+            "SELECT DISTINCT c.job FROM causes c JOIN jobs j ON j.no = c.job WHERE c.last_seen >= ? AND j.updated_at >= ?",
+            (since, since),
+        )
+    ]
+    rows = tx.all(
+        f"SELECT job, worker, count(*) FROM attempts WHERE job IN ({marks(len(jobs))}) AND at >= ? GROUP BY job, worker",
+        (*jobs, since),
     )
-    return tx.all(
-        f"SELECT worker, count(*) FROM attempts WHERE job IN ({marks(len(jobs))}) AND at >= ? GROUP BY worker",
-        (*(no for (no,) in jobs), since),
-    )
+    hosts = {
+        (job, f"{NOTED}{no}"): host
+        for job, no, host in tx.all(f"SELECT job, no, host FROM runs WHERE job IN ({marks(len(jobs))})", jobs)
+    }
+    found = []
+    for job, worker, count in rows:
+        run = " ".join((worker or "").split(" ", 2)[:2])  # "run 3 worker 1"
+        found.append((worker or "", hosts.get((job, run), ""), int(count)))
+    return found
 
 
 def runs_between(tx: Tx, start: float, end: float, job: str | None, limit: int) -> list[Row]:

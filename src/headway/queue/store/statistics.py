@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from headway._sql import Row, Tx
-from headway.queue.store.workers import is_gone
+from headway.queue.store.workers import HEAD, is_gone
+from headway.queue.task import Priority
 
 #: The cause of a failed task is the cause of its last attempt.
 _LAST_ATTEMPT = "a.no = (SELECT max(l.no) FROM task_attempts l WHERE l.task = t.no)"
@@ -61,18 +62,6 @@ def waiting_parties(tx: Tx) -> list[Row]:
         "SELECT queue, party, count(*) FROM tasks WHERE status = 'QUEUED' GROUP BY queue, party "
         "ORDER BY count(*) DESC, party"
     )
-
-
-def serving(tx: Tx) -> dict[str, int]:
-    """Return the number of online workers of each queue."""
-    rows = tx.all("SELECT owner, queues, seen_at FROM task_workers WHERE ended_at IS NULL")
-    now = tx.now()
-    found: dict[str, int] = {}
-    for owner, queues, seen_at in rows:
-        if not is_gone(owner, seen_at, now):
-            for queue in queues.split(","):
-                found[queue] = found.get(queue, 0) + 1
-    return found
 
 
 # ---- failed tasks ------------------------------------------------------------------------------------------------------
@@ -137,18 +126,67 @@ def hinted_at(tx: Tx, task: str) -> float | None:
     return None if row is None or row[0] is None else float(row[0])
 
 
+def failures_by_worker(tx: Tx, since: float) -> list[tuple[str, int]]:
+    """Return (worker, failed attempts) of tasks since a Unix time."""
+    rows = tx.all("SELECT worker, count(*) FROM task_attempts WHERE at >= ? GROUP BY worker", (since,))
+    return [(worker or "", int(count)) for worker, count in rows]
+
+
+# ---- search ------------------------------------------------------------------------------------------------------------
+
+
+def tasks_by_prefix(tx: Tx, prefix: str, limit: int) -> list[Row]:
+    """Return (id, kind, status, user) of tasks whose id, or whose user's id, begins with ``prefix``, newest first."""
+    columns = "no, id, kind, status, user_id"
+    by_id = tx.all(f"SELECT {columns} FROM tasks WHERE id >= ? ORDER BY id LIMIT ?", (prefix, limit))
+    rows = {row[0]: row for row in by_id if str(row[1]).startswith(prefix)}
+    for user, _ in users_by_prefix(tx, prefix, limit):
+        own = tx.all(f"SELECT {columns} FROM tasks WHERE user_id = ? ORDER BY no DESC LIMIT ?", (user, limit))
+        rows |= {row[0]: row for row in own}
+    return [rows[no][1:] for no in sorted(rows, reverse=True)[:limit]]
+
+
+def users_by_prefix(tx: Tx, prefix: str, limit: int) -> list[tuple[str, int]]:
+    """Return (user, tasks) of users whose id begins with ``prefix``. At most `HEAD` tasks are read."""
+    rows = tx.all(
+        "SELECT user_id, count(*) FROM (SELECT user_id FROM tasks WHERE user_id >= ? ORDER BY user_id LIMIT ?) AS near "
+        "GROUP BY user_id ORDER BY user_id",
+        (prefix, HEAD),
+    )
+    return [(user, int(count)) for user, count in rows if user.startswith(prefix)][:limit]
+
+
+def causes_by_text(tx: Tx, pattern: str, limit: int) -> list[Row]:
+    """Return (no, type, message, failed tasks) of causes whose type, message or frame matches a lower-case LIKE pattern."""
+    return tx.all(
+        "SELECT c.no, c.type, c.message, (SELECT count(*) FROM tasks t JOIN task_attempts a ON a.task = t.no "
+        f"WHERE t.status = 'FAILED' AND a.cause = c.no AND {_LAST_ATTEMPT}) FROM task_causes c "
+        "WHERE lower(c.type) LIKE ? ESCAPE '!' OR lower(c.message) LIKE ? ESCAPE '!' OR lower(c.frame) LIKE ? ESCAPE '!' "
+        "ORDER BY c.last_seen DESC, c.no LIMIT ?",
+        (pattern, pattern, pattern, limit),
+    )
+
+
+def oldest_ready(tx: Tx, queue: Priority, limit: int) -> list[str]:
+    """Return the ids of the tasks that have waited longest in a queue, oldest first."""
+    rows = tx.all(
+        f"SELECT id FROM tasks WHERE status = 'QUEUED' AND ready = 1 AND place = {queue.place} ORDER BY created_at, no LIMIT ?",
+        (limit,),
+    )
+    return [str(id) for (id,) in rows]
+
+
 # ---- workers -----------------------------------------------------------------------------------------------------------
 
 
 def listed_workers(tx: Tx) -> list[Row]:
     """Return every listed worker, online ones first. A worker that nobody has marked as lost yet is lost all the same."""
-    now = tx.now()
     rows = tx.all(
         "SELECT name, host, pid, state, queues, task, completed, failed, rss, version, wanted, wanted_by, wanted_at, "
-        "started_at, seen_at, owner, ended_at FROM task_workers ORDER BY ended_at IS NOT NULL, started_at, name"
+        f"started_at, seen_at, owner, ended_at, {tx.clock} FROM task_workers ORDER BY ended_at IS NOT NULL, started_at, name"
     )
     found = []
-    for *facts, owner, ended_at in rows:
+    for *facts, owner, ended_at, now in rows:
         seen_at = facts[-1]
         if ended_at is None and is_gone(owner, seen_at, now):
             facts[3] = "lost"

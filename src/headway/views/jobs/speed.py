@@ -57,13 +57,16 @@ class _Piece(NamedTuple):
 
 def speed(past: Series, began: float, now: float, remaining: int, done_in_run: int) -> Speed:
     """Measure a run that is not paused. ``past`` has steps of one minute, ``began`` and ``now`` are Unix times."""
+    past = _with_unsettled(past, began, now, done_in_run)
     at_work = _at_work(past, began, now, remaining)
     pieces, silent = _pieces(past, began, now, done_in_run)
     if not pieces or silent > max(PACE_SECONDS, 2 * max(piece.gap for piece in pieces)):
         return Speed(at_work=at_work)
-    gaps = sum(piece.gap > 0 for piece in pieces)
-    lengths = [(piece.seconds + (piece.gap if gaps > PAUSES else 0.0), piece.items) for piece in pieces]
-    lengths[-1] = (lengths[-1][0] + silent, lengths[-1][1])
+    is_bursty = sum(piece.gap > 0 for piece in pieces) > PAUSES
+    lengths = [(piece.seconds + (piece.gap if is_bursty else 0.0), piece.items) for piece in pieces]
+    # In a bursty run the gap before the last burst stands for the one after it, unless that is longer already.
+    overdue = max(0.0, silent - pieces[-1].gap) if is_bursty else silent
+    lengths[-1] = (lengths[-1][0] + overdue, lengths[-1][1])
     seconds = seen = 0.0
     for length, items in reversed(lengths):
         seconds, seen = seconds + length, seen + items
@@ -75,6 +78,24 @@ def speed(past: Series, began: float, now: float, remaining: int, done_in_run: i
     found = forecast.forecast(lengths[1:-1], remaining, 1 / rate, seen)
     likely = remaining / rate
     return Speed(rate, Forecast(min(found.low, likely), likely, max(found.high, likely)), at_work)
+
+
+def _with_unsettled(past: Series, began: float, now: float, done_in_run: int) -> Series:
+    """Add the items that a fleet has done but not yet counted by the minute to the current minute.
+
+    Only a run whose beginning is in ``past`` tells their number. In a longer run they are few.
+    """
+    points = [point for point in past.points if point.minute * 60.0 < now]
+    if not points or began < points[0].minute * 60.0:
+        return past
+    inside = [point for point in points if (point.minute + past.step) * 60.0 > began]
+    counted = sum(point.done for point in inside)
+    missing = done_in_run - counted
+    if missing <= 0 or not inside:
+        return past
+    each = sum(point.seconds for point in inside) / counted if counted else 0.0
+    last = inside[-1]._replace(done=inside[-1].done + missing, seconds=inside[-1].seconds + missing * each)
+    return past._replace(points=(*points[:-1], last))
 
 
 def items_in_progress(noted: int, pending: int, at_work: float) -> int:

@@ -1,4 +1,4 @@
-"""Alerts: what needs somebody now, what did before, and what each rule sees."""
+"""Alerts: open and closed ones, the rules and their last readings, and mutes."""
 
 from __future__ import annotations
 
@@ -11,76 +11,91 @@ if TYPE_CHECKING:
     from headway._sql import Database
     from headway.alerts.records import Alert, Mute
 
-#: Closed alerts that are shown where nobody says how many.
+#: Default number of closed alerts.
 HISTORY = 50
-#: A rule that was not judged for so many seconds is unknown: four rounds, and the time to replace an evaluator.
+#: Seconds after which a reading is too old: four rounds, and the time to replace an evaluator.
 STALE_SECONDS = 75.0
+#: What people read instead of a rule's name, on every page and on the command line.
+LABELS = {
+    "store_away": "Store unreachable",
+    "stalled_job": "Job stalled",
+    "failure_spike": "Failure spike",
+    "worker_lost": "Worker lost",
+    "no_handler": "No handler",
+    "delay": "Queue delay",
+    "backlog": "Backlog",
+    "new_cause": "New error",
+    "store_slow": "Store slow",
+    "redis_memory": "Redis memory",
+    "event_lag": "Event lag",
+}
 
 
 class AlertView(NamedTuple):
     """One alert, from its opening on."""
 
     no: Annotated[int, "its number"]
-    rule: Annotated[str, "which rule it is of"]
-    subject: Annotated[str, "the worker, queue, job, cause, sink or store it is about"]
+    rule: Annotated[str, "its rule"]
+    subject: Annotated[str, "the worker, queue, job, cause, sink or store"]
     severity: Annotated[Literal["critical", "warning"], "how urgent it is"]
     text: Annotated[str, "one sentence for people"]
-    value: Annotated[float, "the value when it was above its limit last"]
+    value: Annotated[float, "the last value above the limit"]
     peak: Annotated[float, "the highest value"]
-    limit: Annotated[float, "the value from which on it is an alert"]
+    limit: Annotated[float, "the value at which the alert opens"]
     opened_at: Annotated[datetime, "when it opened"]
     closed_at: Annotated[datetime | None, "when it closed; null while it is open"]
-    muted: Annotated[bool, "whether nobody is told of it just now"]
-    acknowledged_by: Annotated[str | None, "who knows of it"]
-    acknowledged_at: Annotated[datetime | None, "since when"]
+    muted: Annotated[bool, "whether notifications are muted now"]
+    acknowledged_by: Annotated[str | None, "who acknowledged it"]
+    acknowledged_at: Annotated[datetime | None, "when"]
+    label: Annotated[str, "name of the rule for people"] = ""
 
 
 class RuleView(NamedTuple):
-    """One rule, and what it saw when it was judged last."""
+    """A rule and its last reading."""
 
     name: Annotated[str, "its name"]
-    help: Annotated[str, "what it is about"]
+    help: Annotated[str, "what it watches"]
     severity: Annotated[Literal["critical", "warning"], "how urgent its alerts are"]
-    unit: Annotated[Literal["s", "tasks", "share"], "what its values are"]
-    state: Annotated[Literal["ok", "open", "unknown", "off"], "unknown: it could not be judged lately"]
-    limit: Annotated[float | None, "from which value on; null if it is off or was never judged"]
-    value: Annotated[float | None, "the highest value; null if there is none"]
-    subject: Annotated[str | None, "whose value it is"]
-    checked_at: Annotated[datetime | None, "when it was judged last"]
+    unit: Annotated[Literal["s", "tasks", "share"], "unit of its values"]
+    state: Annotated[Literal["ok", "open", "unknown", "off"], "unknown: not evaluated lately"]
+    limit: Annotated[float | None, "the value at which it opens; null if it is off or was never evaluated"]
+    value: Annotated[float | None, "the highest current value"]
+    subject: Annotated[str | None, "the subject with that value"]
+    checked_at: Annotated[datetime | None, "when it was last evaluated"]
     open: Annotated[int, "its open alerts"]
-    muted_until: Annotated[datetime | None, "until when nobody is told of any of them"]
+    muted_until: Annotated[datetime | None, "until when its notifications are muted"]
     muted_by: Annotated[str | None, "who muted it"]
+    label: Annotated[str, "its name for people"] = ""
 
 
 class MuteView(NamedTuple):
-    """A rule, or one subject of it, that nobody is told of."""
+    """A mute of a rule, or of one of its subjects."""
 
     rule: Annotated[str, "the rule"]
-    subject: Annotated[str, "the subject; empty: every one"]
+    subject: Annotated[str, "the subject; empty: all"]
     until: Annotated[datetime, "until when"]
     by: Annotated[str, "who muted it"]
     at: Annotated[datetime, "when"]
 
 
 class Alerts(NamedTuple):
-    """`headway alerts`: what needs somebody, what did before, and what each rule sees."""
+    """`headway alerts`: open and closed alerts, rules and mutes."""
 
-    at: Annotated[datetime, "when this was read, by the database's clock"]
-    checked_at: Annotated[datetime | None, "when the rules were judged last; null: never"]
-    stale: Annotated[bool, "whether that is so long ago that nothing below is news"]
-    evaluator: Annotated[str | None, "the process that judges them"]
-    alerts: Annotated[tuple[AlertView, ...], "open alerts, the most urgent first"]
-    history: Annotated[tuple[AlertView, ...], "closed alerts, the latest first"]
-    rules: Annotated[tuple[RuleView, ...], "every rule, the most urgent first"]
-    mutes: Annotated[tuple[MuteView, ...], "what is muted"]
+    at: Annotated[datetime, "when this was read (database clock)"]
+    checked_at: Annotated[datetime | None, "when the rules were last evaluated; null: never"]
+    stale: Annotated[bool, "whether that is too long ago to trust the rest"]
+    evaluator: Annotated[str | None, "the process that evaluates them"]
+    alerts: Annotated[tuple[AlertView, ...], "open alerts, most urgent first"]
+    history: Annotated[tuple[AlertView, ...], "closed alerts, latest first"]
+    rules: Annotated[tuple[RuleView, ...], "every rule, most urgent first"]
+    mutes: Annotated[tuple[MuteView, ...], "the mutes"]
 
     def as_json(self) -> Json:
         return document(self)
 
 
 def read_alerts(database: Database, *, history: int = HISTORY) -> Alerts:
-    """Everything about alerts, of one moment."""
-    from headway._lease import has_ended, read_owner
+    """Read all alerts, rules and mutes in one snapshot."""
     from headway.alerts import records
     from headway.alerts.evaluator import LEASE_NAME
     from headway.alerts.rules import RULES
@@ -89,9 +104,8 @@ def read_alerts(database: Database, *, history: int = HISTORY) -> Alerts:
         now = tx.now()
         open_, closed = records.open_alerts(tx), records.closed_alerts(tx, history)
         notes, mutes = records.notes(tx), records.mutes(tx, now)
-        lease = tx.one("SELECT holder, lease_until FROM leases WHERE name = ?", (LEASE_NAME,))
-    holder = None if lease is None or has_ended(lease[0], lease[1], now) else read_owner(lease[0])
-    order = {rule.name: place for place, rule in enumerate(RULES)}
+        holder = records.holder_of(tx, LEASE_NAME)
+    order = {rule.name: position for position, rule in enumerate(RULES)}
     open_.sort(key=lambda alert: (order.get(alert.rule, len(order)), alert.opened_at, alert.no))
     checked_at = max((note[4] for note in notes.values()), default=None)
     rules = []
@@ -107,14 +121,14 @@ def read_alerts(database: Database, *, history: int = HISTORY) -> Alerts:
         rules.append(
             RuleView(
                 rule.name, rule.help, rule.severity, rule.unit, state, limit, value, subject, _utc(judged_at), mine,
-                None if mute is None else _utc(mute.until), None if mute is None else mute.by,
+                None if mute is None else _utc(mute.until), None if mute is None else mute.by, LABELS[rule.name],
             )
         )  # fmt: skip
     return Alerts(
         at=_time(now),
         checked_at=_utc(checked_at),
         stale=checked_at is None or now - checked_at > STALE_SECONDS,
-        evaluator=None if holder is None else str(holder.owner),
+        evaluator=holder,
         alerts=tuple(alert_view(alert, mutes) for alert in open_),
         history=tuple(alert_view(alert, []) for alert in closed),
         rules=tuple(rules),
@@ -123,12 +137,13 @@ def read_alerts(database: Database, *, history: int = HISTORY) -> Alerts:
 
 
 def alert_view(alert: Alert, mutes: list[Mute]) -> AlertView:
+    """Return the view of an alert."""
     from headway.alerts.records import is_muted
 
     return AlertView(
         alert.no, alert.rule, alert.subject, alert.severity, alert.text, alert.value, alert.peak, alert.threshold,
         _time(alert.opened_at), _utc(alert.closed_at), is_muted(mutes, alert.rule, alert.subject),
-        alert.acknowledged_by, _utc(alert.acknowledged_at),
+        alert.acknowledged_by, _utc(alert.acknowledged_at), LABELS.get(alert.rule, alert.rule),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from headway.core.text import duration, plural
+from headway.core.text import plural
 from headway.errors import HeadwayError
 from headway.ledger.control import Control
 from headway.views.jobs.job import Cause
@@ -28,6 +28,7 @@ from headway.views.overview import (
     read_controls,
     read_death_times,
     read_job_page,
+    read_rate,
     read_task_causes,
 )
 from headway.views.queue import QueueView, WorkerView
@@ -40,8 +41,6 @@ from headway.web.pages.render import Pages, num, when
 
 #: A cause is new if it was first seen within this time.
 NEW = timedelta(hours=1)
-#: A run is stalled if it recorded nothing for this long.
-STALLED = timedelta(minutes=5)
 #: Minimum wait in seconds of the oldest task before a queue counts as stalled.
 LOOKED_AT = 60.0
 #: Maximum jobs in progress on the page.
@@ -120,6 +119,8 @@ class Now(Standing):
     more: bool
     series: Series
     hour: Series
+    #: Items and tasks that succeed per second now.
+    rate: float | None
     causes: tuple[Cause, ...]
     times: Times | None
     task_causes: tuple[TaskCause, ...]
@@ -143,6 +144,7 @@ def read_now(reader: Reader, range: str) -> Now:
         more=running.more,
         series=read_series(database, range),
         hour=read_series(database, "1h"),
+        rate=read_rate(database),
         causes=causes,
         times=read_death_times(database, causes[:5]),
         task_causes=read_task_causes(database, limit=10),
@@ -230,7 +232,7 @@ def _alerts(now: Now, covered: set[tuple[str, str]]) -> list[Need]:
     """Return the open alerts that no other issue covers. New causes are always covered."""
     return [
         Need(
-            alert.rule.replace("_", " ").capitalize(), "s-dead bad" if alert.severity == "critical" else "s-warn warn",
+            alert.label, "s-dead bad" if alert.severity == "critical" else "s-warn warn",
             alert.text.removesuffix("."), _since(alert.opened_at, now), *cure(alert), alerts=(alert,),
         )
         for alert in now.alerts
@@ -276,7 +278,7 @@ def _new_causes(now: Now) -> list[Need]:
             found.append(
                 Need(
                     "New error",
-                    "s-dead bad",
+                    "s-warn warn",
                     text,
                     _since(cause.first_seen, now),
                     path,
@@ -292,7 +294,7 @@ def _new_causes(now: Now) -> list[Need]:
         alerts = tuple(
             alert for one in new for alert in _alerts_of(now, f"New in task {one.kind}: {one.type}: {one.message}")
         )
-        found.append(Need("New error", "s-dead bad", text, since, "/dead#tasks", "See causes", alerts=alerts))
+        found.append(Need("New error", "s-warn warn", text, since, "/dead#tasks", "See causes", alerts=alerts))
     return found
 
 
@@ -305,15 +307,14 @@ def _alerts_of(now: Now, text: str) -> tuple[AlertView, ...]:
 def _stalled(now: Now) -> list[Need]:
     found = []
     for line in now.lines:
-        job, run = line.job, line.run
-        quiet = now.at - max(job.updated_at, run.started_at if run else job.updated_at)
+        job = line.job
         asked = now.asked.get(job.id)
         if asked and asked.paused:
             left = plural(job.total - job.done - job.dead, "item")
             text = f"{job.id}: paused by {asked.actor or 'an unnamed user'}; {left} pending"
             found.append(Need("Paused", "s-pause warn", text, "until resumed", _job(job), "Resume it"))
-        elif job.holder and job.total > job.done + job.dead and quiet > STALLED:
-            text = f"{job.id}: no item finished for {duration(quiet.total_seconds())}, but its process is alive"
+        elif line.stalled:
+            text = line.stalled.removesuffix(".")
             since = _since(job.updated_at, now)
             about = (("stalled_job", job.id),)
             found.append(Need("Stalled", "s-warn warn", text, since, _job(job), "Open it", about))
@@ -353,15 +354,6 @@ def _job(job: Job) -> str:
     return f"/jobs/{quote(job.id, safe='')}"
 
 
-def moving(hour: Series, at: datetime) -> float:
-    """Return items per second over the last five complete minutes, or since the work began, if that was later."""
-    past, now = [point.done for point in hour.points[:-1]], hour.points[-1].done
-    if not any(past[-5:]):
-        return now / max(1.0, at.timestamp() % 60)
-    minutes = 5 if any(past[:-5]) else next(left for left in range(5, 0, -1) if past[-left])
-    return sum(past[-minutes:]) / (60 * minutes)
-
-
 def ticks(series: Series) -> list[tuple[float, str]]:
     """Return the labels of a chart's time axis: a quarter of an hour, six hours or a day apart."""
     first, length = series.points[0].minute, (len(series.points) - 2) * series.step
@@ -386,7 +378,7 @@ async def overview(pages: Pages, request: Request) -> Response:
     return pages.answer(
         request, "overview.html", now=now.at, refresh=15, found=now, needs=all_, running=running,
         open=sum(need.size for need in all_ if not need.seen), unseen=unseen,
-        rate=moving(now.hour, now.at), success=100 * now.hour.done / tried if tried else None,
+        rate=now.rate or 0.0, success=100 * now.hour.done / tried if tried else None,
         ready=max((line.forecast.late for line in running if line.forecast), default=None)
         if all(line.forecast for line in running) else None,
         others=[line for line in now.lines if not line.job.holder], ticks=ticks(now.series), range=range, ranges=tuple(RANGES),

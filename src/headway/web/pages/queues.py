@@ -24,7 +24,7 @@ from headway.web.pages.overview import Standing, ticks
 from headway.web.pages.render import Pages
 
 #: Phrases for queues that do not drain, by kind of outlook.
-STUCK = {"paused": "is paused", "stalled": "is stalled", "growing": "will not drain"}
+STUCK = {"paused": "is paused", "unserved": "has no worker", "stalled": "is stalled", "growing": "will not drain"}
 NAMES = tuple(priority.value for priority in PRIORITIES)
 
 
