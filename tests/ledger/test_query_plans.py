@@ -17,7 +17,7 @@ from headway._sql import Database, Tx
 from headway.core.failure import Failure
 from headway.ledger import Done, Failed, Job, Ledger
 from headway.ledger.store.index_range import MOST
-from headway.ledger.store.statistics import durations_of_function
+from headway.ledger.store.queries.statistics import durations_of_function
 from headway.queue.recovery import Sweeper
 from headway.queue.store import tasks as records
 from headway.queue.store.claim import Claimant, claim_next

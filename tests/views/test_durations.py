@@ -13,8 +13,8 @@ import pytest
 from headway._sql import Database, connect
 from headway.core.failure import Failure
 from headway.ledger import Done, Failed, Job, Ledger, NewItem
-from headway.ledger.store.statistics import EXACT_ITEMS as EXACT
-from headway.ledger.store.statistics import SAMPLED_ITEMS as SAMPLE
+from headway.ledger.store.queries.statistics import EXACT_ITEMS as EXACT
+from headway.ledger.store.queries.statistics import SAMPLED_ITEMS as SAMPLE
 from headway.views.jobs.durations import SLOWEST, read_durations
 
 BAD = Failure("ValueError", "bad", "x.py:f")

@@ -87,7 +87,7 @@ class RqCauses(NamedTuple):
 
 def read_all_causes(database: Database, *, limit: int = 50) -> CauseGroups:
     """Read the causes with dead letters, grouped over all jobs that are not archived."""
-    from headway.ledger.store import statistics
+    from headway.ledger.store.queries import statistics
     from headway.ledger.values import utc
 
     with database.read() as tx:

@@ -56,7 +56,7 @@ class Marks(NamedTuple):
 
 def read_marks(database: Database, start: float, end: float | None = None, *, job: str | None = None) -> Marks:
     """Read the marks between two Unix times, of one job or of everything; ``end`` defaults to now."""
-    from headway.ledger.store import search
+    from headway.ledger.store.queries import search
     from headway.queue.store.statistics import listed_workers
 
     with database.read() as tx:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headway import ledger
     from headway._sql import Database, Row
     from headway.ledger.control import Control
-    from headway.ledger.store.statistics import JobCause
+    from headway.ledger.store.queries.statistics import JobCause
     from headway.views.queue import QueueView
     from headway.views.reading import Reader
 
@@ -76,7 +76,7 @@ def read_job_page(
     ``running`` selects jobs that a process holds, paused ones included. ``text`` is part of an id or a function. Only the
     order of creation has pages: it never changes, so no job is skipped or repeated. ``after`` is `next` of the previous page.
     """
-    from headway.ledger.store import search, statistics
+    from headway.ledger.store.queries import search, statistics
 
     below = None if after is None else number_at(database, after)
     chosen = search.JobFilter(status, text, running=running)
@@ -96,14 +96,14 @@ def read_job_page(
 
 def count_jobs(database: Database) -> dict[str, int]:
     """Count the jobs that are not archived by status."""
-    from headway.ledger.store import search
+    from headway.ledger.store.queries import search
 
     return search.count_jobs(database)
 
 
 def read_controls(database: Database, jobs: Sequence[str]) -> dict[str, Control]:
     """Read the current requests to those of the jobs that run and can be controlled."""
-    from headway.ledger.store import statistics
+    from headway.ledger.store.queries import statistics
 
     if not jobs:
         return {}
@@ -183,7 +183,7 @@ def read_rate(database: Database) -> float | None:
 
     It is the sum of the rates of the jobs in progress and of the tasks that succeeded in the last one to two minutes.
     """
-    from headway.ledger.store import search
+    from headway.ledger.store.queries import search
     from headway.queue.store import statistics as tasks
 
     running, _ = search.list_jobs(database, search.JobFilter(running=True), limit=1000)
@@ -216,7 +216,7 @@ class TaskCause(NamedTuple):
 
 def read_causes(database: Database, *, limit: int | None = 200) -> tuple[Cause, ...]:
     """Read the causes with dead letters of all jobs, each with its job, those with the most dead letters first."""
-    from headway.ledger.store import statistics
+    from headway.ledger.store.queries import statistics
 
     with database.read() as tx:
         return tuple(map(_cause, statistics.causes_with_dead_letters(tx)[:limit]))
@@ -249,7 +249,7 @@ def read_task_causes(database: Database, *, limit: int = 50) -> tuple[TaskCause,
 
 def count_dead(reader: Reader) -> int:
     """Count the dead letters of jobs and the failed tasks."""
-    from headway.ledger.store import statistics as jobs
+    from headway.ledger.store.queries import statistics as jobs
     from headway.queue.store import statistics as tasks
 
     with reader.database.read() as tx:
@@ -268,7 +268,7 @@ def read_failed_ids(
 
 def find_item(database: Database, key: str) -> tuple[str, str, int] | None:
     """Return (job, key, index) of the item with that key, in the job that changed last."""
-    from headway.ledger.store import search
+    from headway.ledger.store.queries import search
 
     with database.read() as tx:
         found = search.items_by_key(tx, key, 1)
@@ -289,7 +289,7 @@ class Times(NamedTuple):
 
 def read_death_times(database: Database, causes: Sequence[Cause]) -> Times | None:
     """Read when items died of these causes, from the first occurrence to now; None if none is small enough."""
-    from headway.ledger.store import statistics
+    from headway.ledger.store.queries import statistics
     from headway.ledger.values import utc
     from headway.views.shape import Absent
 

@@ -86,7 +86,7 @@ class Found(NamedTuple):
 
 def read_search(database: Database, text: str, *, limit: int = LIMIT) -> Found:
     """Search for ``text``. Every part follows an index or examines a bounded number of rows."""
-    from headway.ledger.store import search as jobs
+    from headway.ledger.store.queries import search as jobs
     from headway.queue.store import statistics as tasks
 
     text = text.strip()
@@ -136,7 +136,7 @@ class FailuresByHost(NamedTuple):
 
 def read_failures_by_host(database: Database, *, seconds: float = 3600.0) -> FailuresByHost:
     """Count failed attempts of the last ``seconds`` by machine."""
-    from headway.ledger.store import search as jobs
+    from headway.ledger.store.queries import search as jobs
     from headway.ledger.values import utc
     from headway.queue.store import statistics as tasks
 

@@ -35,7 +35,7 @@ class Durations(NamedTuple):
 
 def read_durations(job: ledger.Job, total: int) -> Durations | None:
     """Read the durations of done items, or None if no time was recorded. ``total`` is the job's number of items."""
-    from headway.ledger.store import statistics
+    from headway.ledger.store.queries import statistics
 
     with job.database.read() as tx:
         took = sorted(statistics.durations(tx, job.no, total))

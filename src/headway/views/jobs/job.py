@@ -178,7 +178,7 @@ def read_speeds(
 
     ``runs`` is the result of `statistics.newest_runs`, if the caller has it.
     """
-    from headway.ledger.store import statistics
+    from headway.ledger.store.queries import statistics
 
     running = {info.no: info for info in jobs if info.held}
     if not running:
@@ -208,7 +208,7 @@ def run_views(job: ledger.Job, info: JobInfo, runs: Sequence[ledger.Run]) -> tup
     """Return the runs of a job with the reason why each ended early."""
     stops: dict[int, tuple[str, str]] = {}
     if any(run.outcome == "interrupted" for run in runs):
-        from headway.ledger.store.search import stops_of
+        from headway.ledger.store.queries.search import stops_of
 
         with job.database.read() as tx:
             stops = stops_of(tx, job.id)

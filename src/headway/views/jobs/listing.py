@@ -76,7 +76,7 @@ def read_jobs(
         from headway.ledger.store.report import all_jobs
 
         return Jobs(tuple(job_view(info) for info in all_jobs(database, archived=archived)))
-    from headway.ledger.store.search import JobFilter, list_jobs
+    from headway.ledger.store.queries.search import JobFilter, list_jobs
 
     below = None if before is None else number_at(database, before)
     page, last = list_jobs(database, JobFilter(archived=archived), by_creation=True, below=below, limit=limit)
@@ -90,7 +90,7 @@ def cursor(info: ledger.JobInfo) -> str:
 
 def number_at(database: Database, cursor: str) -> int:
     """Return the job number that a cursor or a job's id stands for. Raises `NotFound`."""
-    from headway.ledger.store.search import job_number
+    from headway.ledger.store.queries.search import job_number
 
     digits = cursor.removeprefix("~")
     if cursor != digits and digits.isascii() and digits.isdecimal() and len(digits) <= 18:
@@ -110,7 +110,7 @@ def find_job(ledger: ledger.Ledger, id: str) -> ledger.Job:
     except NotFound as error:
         from difflib import get_close_matches
 
-        from headway.ledger.store.search import similar_ids
+        from headway.ledger.store.queries.search import similar_ids
 
         close = get_close_matches(id, similar_ids(ledger.database, id, SUGGESTIONS), 3)
         if close:

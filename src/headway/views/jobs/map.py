@@ -94,7 +94,7 @@ def read_map(job: ledger.Job, *, since: float | None) -> ItemMap | None:
 
     ``since`` is the start of the newest run: items done before are *kept*.
     """
-    from headway.ledger.store import statistics
+    from headway.ledger.store.queries import statistics
 
     with job.database.read() as tx:
         found = statistics.last_index(tx, job.no)

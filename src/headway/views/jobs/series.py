@@ -43,7 +43,7 @@ class Series(NamedTuple):
 
 def read_series(database: Database, range: str = "1h") -> Series:
     """Read the work of all jobs and of the queue."""
-    from headway.ledger.store import statistics as jobs
+    from headway.ledger.store.queries import statistics as jobs
     from headway.queue.store import statistics as tasks
 
     length, step = RANGES[range]

@@ -77,7 +77,7 @@ def read_activity(
     limit: int = 50,
 ) -> Activity:
     """Read a page of the audit trail, newest first. ``before`` is `next_before` of the previous page."""
-    from headway.ledger.store import statistics
+    from headway.ledger.store.queries import statistics
     from headway.ledger.values import utc
 
     with database.read() as tx:

@@ -71,7 +71,7 @@ def read_performances(database: Database, range: Literal["1h", "24h", "7d"] = "2
 
 def read_performance(database: Database, range: str = "24h") -> tuple[Performance, ...]:
     """Read the performance of functions and kinds, busiest first."""
-    from headway.ledger.store import statistics as jobs
+    from headway.ledger.store.queries import statistics as jobs
     from headway.queue.store import statistics as tasks
 
     length, _ = RANGES[range]

@@ -1,0 +1,1 @@
+"""Queries for people: statistics of jobs, lists with filters, search."""
