@@ -224,7 +224,7 @@ def test_a_file_whose_name_is_no_text_is_refused_before_anything_is_written(
         words += ["--items", "items.jsonl"]
     done = headway_in(tmp_path, *words, environment={"LC_ALL": "C.UTF-8"})
     assert done.returncode == 2, done.stderr
-    assert "caf\\xe9.jsonl' is not written in UTF-8" in done.stderr
+    assert "caf\\xe9.jsonl' is not UTF-8" in done.stderr
     assert not (tmp_path / "headway.db").exists()
 
 

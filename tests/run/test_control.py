@@ -166,11 +166,11 @@ def test_a_paused_run_can_be_stopped(place: Path, started: Started):
 def test_scale_changes_how_many_items_run_at_once(place: Path, started: Started, function: str, mode: str):
     run, job = started("--mode", mode, function=function)
     job.scale(5, actor="alice")
-    assert "alice asks for 5 items at once" in lines_until(run, "alice")
+    assert "alice changed the limit to 5 items at once" in lines_until(run, "alice")
     many = 5 if mode == "process" else 7  # of threads and loops a new process has five, beside the two that finish
     eventually(lambda: len(begun(place)) == many, timeout=60)
     job.scale(1)
-    lines_until(run, "asks for 1 item at once")
+    lines_until(run, "changed the limit to 1 item at once")
     for n in range(many):
         (place / f"free-{n}").touch()
     eventually(lambda: job.info().done == many and len(begun(place)) == many + 1, timeout=60)
@@ -210,7 +210,7 @@ def test_a_worker_that_cannot_be_replaced_for_a_moment_ends_no_run(place: Path, 
     resource.prlimit(run.pid, resource.RLIMIT_NOFILE, (3, before[1]))
     worker = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()[0]
     os.kill(int(worker), signal.SIGKILL)
-    assert "It is tried again." in lines_until(run, "cannot be started: Too many open files.")
+    assert "Retrying." in lines_until(run, "cannot be started: Too many open files.")
     resource.prlimit(run.pid, resource.RLIMIT_NOFILE, before)
     (place / "free").touch()
     assert run.wait(60) == 0

@@ -288,7 +288,7 @@ def test_an_async_function_that_blocks_its_loop_again_and_again_has_no_more_time
     [
         (object(), {}, "is a object, which has no submit"),
         (ThreadPoolExecutor, {}, "is the class ThreadPoolExecutor"),
-        (ThreadPoolExecutor(1), {"mode": "thread"}, "says how workers of our own run items"),
+        (ThreadPoolExecutor(1), {"mode": "thread"}, "exclude each other"),
         (ThreadPoolExecutor(1), {"workers": -1}, "workers must be a whole number"),
     ],
 )
@@ -316,7 +316,7 @@ def test_an_executor_whose_futures_give_something_else_is_refused_and_nothing_is
             future.set_result(function(*arguments) if function.__name__ == "probe" else {"ticket": 99, "done": []})
             return future
 
-    with pytest.raises(HeadwayError, match="gave a dict that the submitted call did not return"):
+    with pytest.raises(HeadwayError, match="returned a dict, which is not the result of the submitted call"):
         mapped(functions.double, [1], Wrong(), database)
     with Ledger.open(database) as ledger:
         assert ledger.job("ads").info().done == 0
@@ -626,7 +626,7 @@ def test_an_executor_that_begins_nothing_is_said_and_can_be_left(
     monkeypatch.setattr(executors, "SILENT_SECONDS", 0.2)
 
     def stop() -> None:
-        eventually(lambda: "has begun nothing yet" in capsys.readouterr().err, timeout=60)
+        eventually(lambda: "has started nothing" in capsys.readouterr().err, timeout=60)
         with Ledger.open(database) as ledger:
             ledger.job("ads").stop(now=True)
 

@@ -170,7 +170,7 @@ def test_a_worker_with_other_code_does_not_take_part_and_says_so(
     quick_cli("worker", "--burst")
     assert ledger.job("ads").info().done == 0
     shown = quick_cli("show", "ads").stdout
-    assert "does not take part" in shown
+    assert "refused the job" in shown
     assert "code is" in shown
     assert quick_cli("stop", "ads").returncode == 0
     (place / "headway.toml").write_text("retry_delay = 0.001\n")
@@ -200,7 +200,7 @@ def test_a_worker_without_the_key_says_so(
     assert quick_cli(*words, "-j", "with", env=keys).returncode == 0
     assert quick_cli(*words, "-j", "without").returncode == 0
     spawn_cli("worker", env={"HEADWAY_DATABASE": database}, stderr=subprocess.DEVNULL)
-    assert "does not take part" in eventually(lambda: ledger.job("with").fleet_note(), timeout=60)
+    assert "refused the job" in eventually(lambda: ledger.job("with").fleet_note(), timeout=60)
     eventually(lambda: ledger.job("without").info().finished_at, timeout=60)
     assert (ledger.job("with").info().done, ledger.job("without").info().done) == (0, 29)
 

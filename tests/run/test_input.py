@@ -173,8 +173,8 @@ def test_in_a_jsonl_file_a_line_with_an_array_is_one_item(place: Path, run_cli: 
     ("name", "text", "said"),
     [
         ("broken.json", "[\n  1,\n  2\n", "broken.json, line 3: not JSON"),
-        ("two.json", "[1,\n 2]\n\n[3]\n", "two.json, line 4: the file goes on after the end of its array"),
-        ("more.json", "[1, 2] x", "more.json, line 1: the file goes on after the end of its array"),
+        ("two.json", "[1,\n 2]\n\n[3]\n", "two.json, line 4: there is text after the end of the array"),
+        ("more.json", "[1, 2] x", "more.json, line 1: there is text after the end of the array"),
         ("pretty.jsonl", "[\n  1\n]\n", "an array over several lines: name the file .json"),
         ("empty.json", "[]", "has no items"),
         ("key.json", '[{"id": 1},\n {"name": 2}]', "key.json, element 2: the item has no usable key"),
@@ -195,7 +195,7 @@ def test_a_column_that_is_there_twice_is_refused_by_its_name(place: Path, run_cl
     (place / "rows.csv").write_text("id,price,price\n1,2,3\n")
     done = run_cli(*RUN, "-i", "rows.csv")
     assert done.returncode == 2
-    assert "the column 'price' is there twice" in done.stderr
+    assert "the column 'price' occurs twice" in done.stderr
     assert not (place / "headway.db").exists()
 
 
@@ -409,7 +409,7 @@ def test_a_dry_run_is_refused_where_the_real_one_would_be(place: Path, run_cli: 
 def test_a_pipe_without_line_breaks_is_refused_before_it_fills_the_memory(place: Path, run_cli: Cli):
     endless = run_cli(*RUN, "-i", "-", stdin="1\n" + 20_000 * "x", env={"HEADWAY_PAYLOAD_LIMIT": "1000"})
     assert endless.returncode == 2
-    assert "line 2: 20,000 bytes and no end; an item may have 1,000" in endless.stderr
+    assert "line 2: 20,000 bytes without a line break; an item may have 1,000" in endless.stderr
 
 
 @pytest.mark.parametrize("given", ["< /dev/null", "<&-", "< /dev/zero"])

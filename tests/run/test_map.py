@@ -156,7 +156,7 @@ class Point:
     ],
 )
 def test_an_object_is_not_made_something_else_behind_the_functions_back(database: str, item: object, hint: str):
-    with pytest.raises(InvalidInput, match="item 0: An item cannot be kept as JSON: there is a") as refused:
+    with pytest.raises(InvalidInput, match="item 0: An item cannot be stored as JSON: it contains a") as refused:
         headway.map(abs, [item], job="ads", database=database, progress="none")
     assert re.search(hint, refused.value.hint or "")
 
@@ -173,8 +173,8 @@ def test_models_of_pydantic_and_arrays_of_numpy_are_refused_with_what_to_give_in
 @pytest.mark.parametrize(
     ("function", "items", "options", "said"),
     [
-        (abs, [object()], {}, "item 0: An item cannot be kept as JSON: there is a object in it"),
-        (abs, "items.txt", {}, "an item for each of its characters"),
+        (abs, [object()], {}, "item 0: An item cannot be stored as JSON: it contains a object in it"),
+        (abs, "items.txt", {}, "must be a list, not a string"),
         ("no function", [1], {}, "is not a function"),
         (lambda: None, [1], {}, "cannot be called with one item"),
         (abs, {"a": 1}, {}, "items is a dict: it could mean its keys, its values or both"),
@@ -257,8 +257,10 @@ def test_an_item_that_is_no_json_is_one_error_with_its_hint(tmp_path: Path):
     )
     assert done.stderr.count("Traceback") == 1
     *_, error, hint = done.stderr.strip().splitlines()
-    assert error == "headway.errors.InvalidInput: item 0: An item cannot be kept as JSON: there is a PosixPath in it."
-    assert hint == "Hint: Give str(item), and let the function make it again: Path(item)"
+    assert (
+        error == "headway.errors.InvalidInput: item 0: An item cannot be stored as JSON: it contains a PosixPath in it."
+    )
+    assert hint == "Hint: Give str(item), and let the function rebuild it: Path(item)"
 
 
 def test_a_hint_names_arguments_not_options(database: str):

@@ -99,7 +99,7 @@ def test_with_stdin_the_program_reads_the_item():
     ("words", "said"),
     [
         ([], "no program after --"),
-        (["true"], "no place for an item"),
+        (["true"], "no placeholder"),
         (["no-such-program", "{}"], "There is no program 'no-such-program'"),
         (["{}"], "cannot be a placeholder"),
         (["/etc", "{}"], "is not a file"),
@@ -157,7 +157,7 @@ def test_the_cause_of_a_failure_is_status_or_signal_with_the_last_line_of_stderr
     assert failed.retryable
     assert "cannot open item-1" in failed.printed
     killed = failure_of(shell("kill -SEGV $$"))
-    assert (killed.failure.type, killed.failure.message) == ("SIGSEGV", "sh said nothing on stderr")
+    assert (killed.failure.type, killed.failure.message) == ("SIGSEGV", "sh wrote nothing to stderr")
 
 
 def test_secrets_that_a_program_prints_stay_out_of_its_cause():
@@ -354,7 +354,7 @@ def test_zero_workers_are_one_per_core_whatever_the_settings_say(place: Path, he
 def test_whoever_means_workers_by_j_is_told_that_it_names_the_job(place: Path, headway_cli: Cli):
     done = headway_cli("run", "--items", "items.txt", "-j", "8", "--", "true", "{}", cwd=place)
     assert done.returncode == 0, done.stderr
-    assert "-j names the job, which is called 8 now. For that many items at once: --workers 8" in done.stderr
+    assert "-j names the job, so this job is called 8. For that many items at once: --workers 8" in done.stderr
     named = headway_cli("run", "--items", "items.txt", "-j", "8", "-w", "2", "--", "true", "{}", cwd=place)
     assert "-j names the job" not in named.stderr
 

@@ -97,7 +97,7 @@ def test_an_output_added_to_a_job_that_kept_no_results_is_refused_and_says_why(p
     assert run_cli(*RUN, "--no-results").returncode == 0
     refused = run_cli(*RUN, "-o", "out.jsonl")
     assert refused.returncode == 2
-    assert "the results of 40 of them were not kept" in refused.stderr
+    assert "the results of 40 were not kept" in refused.stderr
     assert "--fresh" in refused.stderr
     assert not (place / "out.jsonl").exists()
     fresh = run_cli(*RUN, "-o", "out.jsonl", "--fresh")
@@ -276,7 +276,7 @@ def test_results_that_have_thousands_of_fields_together_are_one_cell_each(tmp_pa
     assert rows[:3] == [["index", "key", "result"], ["0", "", "7"], ["1", "", '{"word-1": 1}']]
     assert len(rows) == 1003
     few = "over 1,000 different fields, few of them in common"
-    assert told == [f"The results have {few}: each stands as JSON in the column 'result'."]
+    assert told == [f"The results have {few}: the column 'result' has each one as JSON."]
 
 
 def test_a_wide_table_whose_rows_have_the_same_fields_keeps_its_columns(tmp_path: Path):
@@ -537,7 +537,7 @@ def test_a_file_that_somebody_edited_between_two_runs_is_written_anew_and_not_cu
     file.write_text(whole.replace('"key": null', '"key": null, "checked": "by hand"'))
     again = run_cli(*RUN, "-o", "out.jsonl")
     assert again.returncode == 0
-    assert "it is written anew" in again.stderr
+    assert "it is rewritten" in again.stderr
     assert file.read_text() == whole
 
 
@@ -674,7 +674,7 @@ def test_a_directory_that_cannot_be_written_is_said_before_anything_runs(
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
     done = run_cli("run", "jobs:square", "-i", "items.jsonl", "-j", "a", "-o", disk / name)
     assert done.returncode == 2, done.stderr
-    assert f"{disk} may not be written" in done.stderr
+    assert f"{disk} is not writable" in done.stderr
     assert not (place / "headway.db").exists()
 
 

@@ -70,5 +70,5 @@ def test_a_slot_that_is_asked_to_stop_twice_finishes_what_runs(
         known = fleet.read(ledger.database, job.no)
         assert known is not None
         ended = slot.serve(task, "ads", known.run, started, lambda _, stored: stored)
-        assert ended == {"ended": "its worker ends", "done": 1, "failures": 0}
+        assert ended == {"ended": "its worker is stopping", "done": 1, "failures": 0}
         assert (job.info().done, job.info().failures) == (1, 0)

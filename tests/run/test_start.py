@@ -81,7 +81,7 @@ def test_while_another_thread_runs_workers_are_started_anew_and_that_is_said(
 ):
     assert returned(mapped(functions.sees_change, [1], database)) == [False]
     err = capsys.readouterr().err
-    assert "Workers are started anew, not forked, because" in err
+    assert "Workers are spawned, not forked, because" in err
     assert "feeder" in err
     assert returned(mapped(functions.sees_change, [1], database, job="other", start="fork")) == [True]
 
@@ -103,7 +103,7 @@ def test_threads_and_loops_are_started_anew_too(mode: str, database: str):
 
 
 def test_what_cannot_be_found_anew_is_refused_before_anything_is_written(database: str, tmp_path: Path):
-    with pytest.raises(InvalidInput, match="cannot get the function: the function cannot be pickled"):
+    with pytest.raises(InvalidInput, match="cannot import the function: the function cannot be pickled"):
         mapped(lambda n: n, [1], database, start="spawn")
     with pytest.raises(HeadwayError, match="start"):
         mapped(functions.double, [1], database, start="threads")

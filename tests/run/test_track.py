@@ -101,7 +101,7 @@ class Picture:
 def test_two_items_of_one_json_form_that_are_not_the_same_are_refused_before_anything_is_written(
     tmp_path: Path, options: dict[str, Any], one: object, other: object
 ):
-    with pytest.raises(InvalidInput, match=f"item 2: .* a {type(other).__name__}, the earlier one is a ") as refused:
+    with pytest.raises(InvalidInput, match=f"item 2: .* a {type(other).__name__} and the earlier one a ") as refused:
         headway.track([one, "between", other], **options)
     assert "key=" in (refused.value.hint or "")
     assert not list(tmp_path.iterdir())

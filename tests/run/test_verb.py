@@ -373,7 +373,7 @@ def test_more_threads_than_the_machine_has_run_no_item_twice(place: Path):
     command = [sys.executable, "-c", limit, *run]
     done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert "fewer items run at once than asked for" in done.stderr
+    assert "fewer items run at once than requested" in done.stderr
     assert len((place / "executed").read_text().splitlines()) == 600
 
 
@@ -565,7 +565,7 @@ def test_an_empty_pipe_is_bad_input(place: Path, headway_cli: Cli):
         (lambda lines: [*lines[:10], '{"n": 900}', *lines[10:]], "1 new"),
         (lambda lines: [*lines, '{"n": 900}'], "1 new"),
         (lambda lines: lines[1:], "1 gone"),
-        (lambda lines: [lines[1], lines[0], *lines[2:]], "the order is another"),
+        (lambda lines: [lines[1], lines[0], *lines[2:]], "the order changed"),
         (lambda lines: [*lines[:5], '{"n": 900}', *lines[6:]], "1 changed"),
     ],
     ids=["inserted first", "inserted", "appended", "removed", "reordered", "changed"],
@@ -733,7 +733,7 @@ def test_a_bad_items_file_is_one_clear_error_and_nothing_is_written(place: Path,
         (("ending:f", "-i", "items.jsonl"), "ended the program while it was imported"),
         (("asking:f", "-i", "items.jsonl"), "ended the program while it was imported"),
         (("jobs:square", "-i", "items.jsonl", "--key", "missing"), "no usable key"),
-        (("jobs:square", "-i", "twice.jsonl", "--key", "id"), "is there twice"),
+        (("jobs:square", "-i", "twice.jsonl", "--key", "id"), "occurs twice"),
         (("jobs:square", "-i", "items.jsonl", "--job", "../x"), "cannot be a job id"),
         (("jobs:square", "-i", "items.jsonl", "--mode", "async"), "a plain function"),
         (("jobs:aio", "-i", "items.jsonl", "--mode", "thread"), "an async function"),

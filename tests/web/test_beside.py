@@ -104,7 +104,7 @@ def test_a_server_that_dies_ends_no_run_and_is_spoken_of_at_its_end(spawn_cli: S
     (place / "free").touch()
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 0
-    assert "The page failed meanwhile, the run did not: it ended with -9" in errors
+    assert "The page failed during the run: it ended with -9" in errors
     with Ledger.open(f"sqlite:///{place}/headway.db", create=False) as ledger:
         assert ledger.job("ads").info().done == 6
 

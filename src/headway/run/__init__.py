@@ -233,7 +233,9 @@ def map(
     arguments.check_path("output", output)
     arguments.check_choice("keep_output", keep_output, ("failed", "all", "none"))
     if output is not None and not results:
-        raise InvalidInput("A file of results needs results.", hint="Leave out results=False or output=.")
+        raise InvalidInput(
+            "output= needs results, and results=False keeps none.", hint="Leave out results=False or output=."
+        )
     config = Config(
         cli={
             "database": database, "workers": workers, "mode": mode, "start": start, "retries": retries,
@@ -246,7 +248,8 @@ def map(
     given = GivenItems(items, key=key, limit=int(config["payload_limit"] or 0))
     if fleet and executor is not None:
         raise InvalidInput(
-            "A fleet has its own workers, and takes no executor.", hint="Leave out fleet=True or executor=."
+            "A fleet has its own workers, so executor= cannot be used with it.",
+            hint="Leave out fleet=True or executor=.",
         )
     options = _fleet_options(config, function, encode, slots, fleet=fleet, any_version=any_version)
     sinks: list[Sink] = configured_sinks(config)
@@ -313,12 +316,15 @@ def _fleet_options(
     """Validate the fleet arguments; return None without a fleet."""
     if not fleet:
         if slots is not None or any_version:
-            raise InvalidInput("slots and any_version are for a fleet.", hint="Add fleet=True.")
+            raise InvalidInput("slots and any_version need fleet=True.", hint="Add fleet=True.")
         return None
     from headway.run.fleet.start import FleetOptions, check
 
     if encode is not None:
-        raise InvalidInput("encode cannot be sent to the workers of a fleet.", hint="Return what is JSON.")
+        raise InvalidInput(
+            "encode= cannot be used with a fleet, because it cannot be sent to the workers.",
+            hint="Return values that are JSON.",
+        )
     if slots is not None and type(slots) is not int:
         raise InvalidInput(f"slots must be a whole number (got {slots!r:.60}).")
     options = FleetOptions(slots, any_version=any_version)

@@ -53,12 +53,12 @@ def load(spec: str) -> Callable[..., Any]:
     except SystemExit as error:  # otherwise it would end this command as if it had succeeded
         raise InvalidInput(
             f"The module {module_name!r} ended the program while it was imported (sys.exit, or argparse).",
-            hint='Let only a script that is started do that: put it below  if __name__ == "__main__":',
+            hint='Put that code below  if __name__ == "__main__":',
         ) from error
     except Exception as error:  # the user's module may raise anything while it is imported
         raise InvalidInput(
             f"The module {module_name!r} failed while it was imported: {type(error).__name__}: {redact(str(error))}",
-            hint=f"See the whole of it: python -c 'import {module_name}'",
+            hint=f"See the full traceback: python -c 'import {module_name}'",
         ) from error
     function: Any = module
     for part in name.split("."):
@@ -80,7 +80,9 @@ def check(function: object, name: str) -> Callable[..., Any]:
     try:
         inspect.signature(function).bind(object())
     except TypeError as error:
-        raise InvalidInput(f"{name} cannot be called with one item: {error}.", hint="It takes one argument.") from error
+        raise InvalidInput(
+            f"{name} cannot be called with one item: {error}.", hint="It must take one argument."
+        ) from error
     except ValueError:
         pass  # a built-in without a signature: a wrong one fails when called
     return function
@@ -91,7 +93,7 @@ def _refuse_generator(function: Callable[..., Any], name: str) -> None:
     for each in (function, getattr(function, "__call__", None)):  # noqa: B004 - a callable object may have a generator as __call__
         if inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each):
             raise InvalidInput(
-                f"{name} is a generator function (it has a yield): calling it would execute nothing.",
+                f"{name} is a generator function (it has a yield): calling it would run nothing.",
                 hint="Do the work and return the result, for example a list, instead of yielding.",
             )
 
@@ -367,26 +369,26 @@ def choose_start(function: Work, encode: object, wanted: str) -> Start:
     if wanted == "fork" or isinstance(function, Program):
         return FORK
     if wanted not in ("auto", "spawn"):
-        raise InvalidInput(f"start = {wanted!r} is not acceptable.", hint="Use auto, fork or spawn.")
+        raise InvalidInput(f"start must be auto, fork or spawn (got {wanted!r}).")
     why = _why_not_forked() if wanted == "auto" else ""
     if wanted == "auto" and not why:
         return FORK
     obstacle = _why_not_sent(function, encode)
     if not obstacle:
-        return Start("spawn", why and f"Workers are started anew, not forked, because {why}. start=fork forks them.")
+        return Start("spawn", why and f"Workers are spawned, not forked, because {why}. To fork them: start=fork.")
     if wanted == "spawn":
         raise InvalidInput(
-            f"A worker that is started anew cannot get the function: {obstacle}.",
-            hint="Define it in a module of its own, or leave out start=.",
+            f"A spawned worker cannot import the function: {obstacle}.",
+            hint="Define it in a module, or leave out start=.",
         )
     if "ipykernel" in sys.modules:
         return FORK  # notebooks always have threads, and functions that are in no module
-    return Start("fork", f"Workers are forked although {why}, because {obstacle}. If they hang, put it into a module.")
+    return Start("fork", f"Workers are forked although {why}, because {obstacle}. If they hang, move it to a module.")
 
 
 def _why_not_forked() -> str:
     if sys.platform == "darwin":
-        return "macOS does not bear forks"
+        return "forks are unsafe on macOS"
     here = threading.current_thread()
     others = [each.name for each in threading.enumerate() if each is not here and not each.name.startswith("headway")]
     if not others:

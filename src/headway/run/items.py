@@ -133,7 +133,7 @@ class FileItems:
         if key is not None and self.format == "lines":
             raise InvalidInput(
                 f"--key {key} needs items with fields, but {path} is read as plain lines.",
-                hint="Use JSON lines or CSV, or say --format jsonl.",
+                hint="Use JSON lines or CSV, or add --format jsonl.",
             )
 
     def place(self, number: int) -> str:
@@ -249,8 +249,8 @@ class FileItems:
         repeated = [name for name, count in Counter(names).items() if count > 1]
         if repeated:
             raise InvalidInput(
-                f"{self.path}, line 1: the column {repeated[0]!r} is there twice.",
-                hint="Give every column a name of its own.",
+                f"{self.path}, line 1: the column {repeated[0]!r} occurs twice.",
+                hint="Give every column a unique name.",
             )
 
     def _checked(self, values: Iterable[tuple[int, Any]]) -> Iterator[Read]:
@@ -282,7 +282,7 @@ def as_numbers(value: Any) -> Any:
         if type(part).__module__ == "numpy" and getattr(part, "ndim", None) == 0:
             return part.item()
         raise InvalidInput(
-            f"An item cannot be kept as JSON: there is a {type(part).__name__} in it.", hint=_instead(part)
+            f"An item cannot be stored as JSON: it contains a {type(part).__name__}.", hint=_instead(part)
         )
 
     try:
@@ -296,13 +296,13 @@ def as_numbers(value: Any) -> Any:
 def _instead(part: Any) -> str:
     name = type(part).__name__
     if dataclasses.is_dataclass(part):
-        return f"Give dataclasses.asdict(item), and let the function make it again: {name}(**item)"
+        return f"Give dataclasses.asdict(item), and let the function rebuild it: {name}(**item)"
     if hasattr(type(part), "model_dump"):
-        return f'Give item.model_dump(mode="json"), and let the function make it again: {name}(**item)'
+        return f'Give item.model_dump(mode="json"), and let the function rebuild it: {name}(**item)'
     if hasattr(part, "tolist"):
-        return "Give item.tolist(), and let the function make it again: numpy.array(item)"
+        return "Give item.tolist(), and let the function rebuild it: numpy.array(item)"
     if isinstance(part, os.PathLike):
-        return "Give str(item), and let the function make it again: Path(item)"
+        return "Give str(item), and let the function rebuild it: Path(item)"
     return "Use dicts, lists, strings and numbers."
 
 
@@ -324,8 +324,8 @@ class GivenItems:
         """Collect the items. ``plain`` converts an item that is not JSON."""
         if isinstance(items, str | bytes):
             raise InvalidInput(
-                f"{items!r:.60} would be an item for each of its characters.",
-                hint="Give a list. The lines of a file: open(path).read().splitlines()",
+                f"items must be a list, not a string (got {items!r:.60}).",
+                hint="For the lines of a file: open(path).read().splitlines()",
             )
         rows, self._names = frame_rows(items)
         if not isinstance(rows, Iterable):
@@ -445,9 +445,9 @@ class PipedItems:
         self._rest = lines.pop() if data else b""
         if len(self._rest) > LINE_MOST * self._limit:
             raise InvalidInput(
-                f"Standard input, line {self._line + len(lines) + 1:,}: {len(self._rest):,} bytes and no end; an item may "
-                f"have {self._limit:,}.",
-                hint="Pipe one item a line; keep large content in files and let the items name them.",
+                f"Standard input, line {self._line + len(lines) + 1:,}: {len(self._rest):,} bytes without a line break; "
+                f"an item may have {self._limit:,}.",
+                hint="Pipe one item per line. Keep large content in files and put their paths into the items.",
             )
         new = []
         for line in lines:
@@ -463,7 +463,7 @@ class PipedItems:
             if next(self._known, None) is not None:
                 raise InputChanged(
                     f"Standard input ended after {self._idx:,} items, but job {self._job.id} has "
-                    f"{self._job.info().total:,}: the rest of them did not come.",
+                    f"{self._job.info().total:,}: the rest did not arrive.",
                     hint="Did the command before the pipe fail? Pipe the same items again, or start over with --fresh.",
                 )
             self._job.seal(settle=False)
@@ -483,7 +483,7 @@ class PipedItems:
             return [NewItem(idx, read.payload, read.key, read.fingerprint)]
         if known != (idx, read.key, read.fingerprint):
             raise InputChanged(
-                f"Line {self._line:,} of standard input is not what it was when job {self._job.id} was started.",
+                f"Line {self._line:,} of standard input differs from the line when job {self._job.id} was started.",
                 hint="Pipe the same items in the same order, or start over with --fresh.",
             )
         return []
@@ -529,7 +529,7 @@ def _array(content: bytes, name: str) -> list[Any]:
     if end != len(text):
         line = text[: len(text) - len(text[end:].lstrip())].count("\n") + 1
         raise InvalidInput(
-            f"{name}, line {line:,}: the file goes on after the end of its array.",
+            f"{name}, line {line:,}: there is text after the end of the array.",
             hint="A .json file is one array. If each line is a JSON value: --format jsonl",
         )
     elements: list[Any] = value
@@ -548,7 +548,7 @@ def _parse_json(text: str, number: int, name: str) -> Any:
         raise InvalidInput(
             f"{name}, line {number:,}: not JSON{where}: {error.msg if isinstance(error, json.JSONDecodeError) else error}.",
             hint="Correct that line; every line must be one JSON value (an array over several lines: name the file "
-            ".json, or say --format json). For plain text say --format lines.",
+            ".json, or add --format json). For plain text add --format lines.",
         ) from error
 
 
@@ -566,13 +566,15 @@ def frame_rows(items: Iterable[object]) -> tuple[Iterable[object], Sequence[Any]
     if library == "pandas" and hasattr(frame, "itertuples"):
         columns = [str(name) for name in frame.columns]
         if len(set(columns)) < len(columns):
-            raise InvalidInput("The DataFrame has two columns of one name.", hint="Give every column its own.")
+            raise InvalidInput(
+                "The DataFrame has two columns with the same name.", hint="Give every column a unique name."
+            )
         rows = frame.itertuples(index=False, name=None)
         return [_row(columns, row) for row in rows], list(frame.index)
     if library == "polars" and hasattr(frame, "iter_rows"):
         return [_row(frame.columns, row) for row in frame.iter_rows()], None
     if library == "polars" and hasattr(frame, "collect"):
-        raise InvalidInput("A LazyFrame has no rows before it is collected.", hint="Give frame.collect().")
+        raise InvalidInput("A LazyFrame must be collected first.", hint="Give frame.collect().")
     return items, None
 
 
@@ -628,18 +630,18 @@ def check(
     if len(payload) > limit // 4 and len(payload.encode()) > limit:
         raise InvalidInput(
             f"{where}: the item has {len(payload.encode()):,} bytes; at most {limit:,} are allowed.",
-            hint="Keep large content in files and let the items name them, or raise payload_limit.",
+            hint="Keep large content in files and put their paths into the items, or raise payload_limit.",
         )
     if key is not None:
         name = name if name is not None else value.get(key) if isinstance(value, dict) else None
         if isinstance(name, bool) or not isinstance(name, str | int) or not str(name).strip() or len(str(name)) > 512:
             raise InvalidInput(
                 f"{where}: the item has no usable key: {key!r} is {name!r:.60}.",
-                hint="--key names a field that every item has, with a text or whole number of its own.",
+                hint="Every item needs this field, with a unique text or whole number.",
             )
         name = str(name)
         mark = fingerprint(name)
         if mark in seen:
-            raise InvalidInput(f"{where}: the key {name!r} is there twice.", hint="Keys must differ from item to item.")
+            raise InvalidInput(f"{where}: the key {name!r} occurs twice.", hint="Every item needs a unique key.")
         seen.add(mark)
     return Read(number, name, payload, fingerprint(payload))

@@ -52,7 +52,7 @@ class Changes:
             f"{self.new:,} new" if self.new else "",
             f"{len(self.changed):,} changed" if self.changed else "",
             f"{len(self.gone):,} gone" if self.gone else "",
-            "the order is another" if self.moved else "",
+            "the order changed" if self.moved else "",
         ]
         return ", ".join(part for part in parts if part) or "nothing changed"
 

@@ -87,14 +87,14 @@ class Program:
         for word in words[1:]:
             if foreign := _PARALLEL.search(word):
                 raise InvalidInput(
-                    f"{foreign[0]} is a placeholder of GNU parallel and not known here.",
-                    hint="{index} is the number of an item. For a part of its name ask a shell: "
+                    f"{foreign[0]} is a placeholder of GNU parallel and not supported here.",
+                    hint="{index} is the number of an item. For a part of its name use a shell: "
                     '-- sh -c \'convert "$1" "${1%.*}.png"\' sh {}',
                 )
         names = [name for word in words[1:] for name in _names(word)]
         if not names and not stdin:
             raise InvalidInput(
-                "The command has no place for an item, so it would do the same for each.",
+                "The command has no placeholder, so it would do the same for every item.",
                 hint="Write {} where the item goes, {FIELD} for one of its fields, or --stdin to give it on standard input.",
             )
 
@@ -124,8 +124,8 @@ class Program:
             if error.errno in _LIMITS:
                 raise CannotStartNow(error.strerror) from None
             hint = {
-                errno.E2BIG: "; an item that long fits on standard input only: --stdin",
-                errno.ENOEXEC: "; has the script a first line such as #!/bin/sh?",
+                errno.E2BIG: "; pass long items on standard input: --stdin",
+                errno.ENOEXEC: "; does the script start with a line such as #!/bin/sh?",
             }.get(error.errno or 0, "")
             failure = reported("CannotStart", f"{self.name}: {error.strerror}{hint}", self.name)
             raise ProgramFailed(failure, retryable=error.errno not in _BROKEN) from None
@@ -152,7 +152,7 @@ class Program:
             ),
         ]
         if any("\0" in word for word in words):
-            raise InvalidInput("the item has a NUL character, which no argument can have.", hint="Use --stdin.")
+            raise InvalidInput("the item has a NUL character, which arguments cannot contain.", hint="Use --stdin.")
         return words
 
     def _value(self, name: str, idx: int, payload: Any) -> str:
@@ -168,7 +168,7 @@ class Program:
             known = ", ".join(f"{{{field}}}" for field in list(fields)[:8])
             raise InvalidInput(
                 f"the command has {{{name}}}, and the item has {what}.",
-                hint=f"Use {known + ', ' if known else ''}{{}}, {{key}} or {{index}}; {{{{{name}}}}} stands for itself.",
+                hint=f"Use {known + ', ' if known else ''}{{}}, {{key}} or {{index}}; for literal braces write {{{{{name}}}}}.",
             )
         return _plain(fields[name])
 
@@ -243,7 +243,7 @@ class Program:
         for given, filled in sorted(zip(self._words, words, strict=True), key=lambda pair: -len(pair[1])):
             if given != filled and len(filled) >= 3:
                 line = line.replace(filled, given)
-        return reported(kind, line or f"{self.name} said nothing on stderr", self.name, err.text())
+        return reported(kind, line or f"{self.name} wrote nothing to stderr", self.name, err.text())
 
 
 _TIME_IS_UP = -1000

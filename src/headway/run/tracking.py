@@ -151,10 +151,9 @@ class _Originals:
             earlier = self._first[mark]
             if _differ(earlier, item):
                 raise InvalidInput(
-                    f"{source.place(read.place)}: it has the JSON form of an earlier item, {read.payload:.60}, and is another "
-                    f"one: a {type(item).__name__}, the earlier one is a {type(earlier).__name__}.",
-                    hint="Items are known by their JSON form. Give all of them as one type, or as dicts with a key= of their "
-                    "own.",
+                    f"{source.place(read.place)}: it has the same JSON form as an earlier item, {read.payload:.60}, but is a "
+                    f"{type(item).__name__} and the earlier one a {type(earlier).__name__}.",
+                    hint="Items are identified by their JSON form. Use one type for all, or dicts with a unique key=.",
                 )
             self._same.setdefault(mark, [earlier]).append(item)
         self._numbers: dict[int, int] = {}

@@ -54,47 +54,47 @@ PROGRAM = "headway.program"
     "--format",
     "format_",
     type=click.Choice(["jsonl", "json", "csv", "tsv", "lines"]),
-    help="If the file's name does not tell; json is an array.",
+    help="Format, if the file's name does not show it; json is an array.",
 )
-@click.option("--job", "-j", metavar="ID", help="What to call the job.  [default: made of function and file]")
+@click.option("--job", "-j", metavar="ID", help="Job id.  [default: made of function and file]")
 @database_option
-@click.option("--workers", "-w", type=click.IntRange(0), help="Items that run at once; 0, the default: one per core.")
+@click.option("--workers", "-w", type=click.IntRange(0), help="Number of items at once; 0, the default: one per core.")
 @click.option("--mode", type=click.Choice(["process", "thread", "async"]), help="How items run.  [default: process]")
-@click.option("--retries", type=click.IntRange(0), help="Further tries of an item that failed.  [default: 2]")
+@click.option("--retries", type=click.IntRange(0), help="Retries of an item that failed.  [default: 2]")
 @click.option(
     "--retry-delay",
     type=float,
     metavar="SECONDS",
-    help="Wait before the first retry; doubled for each one after it.  [default: 1]",
+    help="Delay of the first retry; doubles with each further one.  [default: 1]",
 )
-@click.option("--timeout", type=float, metavar="SECONDS", help="How long one item may take.")
+@click.option("--timeout", type=float, metavar="SECONDS", help="Time limit of one item.")
 @click.option("--rate", type=float, metavar="N", help="Start at most N items per second.")
-@click.option("--key", metavar="FIELD", help="The field that names an item; then lines may be added and moved.")
+@click.option("--key", metavar="FIELD", help="Field that identifies an item; then lines may be added and moved.")
 @click.option(
-    "--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write results: x.jsonl or x.csv."
+    "--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write results to x.jsonl or x.csv."
 )
-@click.option("--results/--no-results", default=True, help="Keep what items returned.  [default: on]")
+@click.option("--results/--no-results", default=True, help="Keep the results of items.  [default: on]")
 @click.option(
     "--keep-output",
     type=click.Choice(["failed", "all", "none"]),
     default="failed",
-    help="Of which items to keep what they printed.  [default: failed]",
+    help="Items whose output is kept.  [default: failed]",
 )
-@click.option("--stdin", is_flag=True, help="Give the program its item on standard input.")
-@click.option("--stdout", type=click.Choice(["text", "json"]), help="What a program's output is.  [default: text]")
-@click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop when N items died in this run.")
-@click.option("--last-pass/--no-last-pass", default=True, help="Try dead letters once more at the end.  [default: on]")
-@click.option("--fleet", is_flag=True, help="Let the workers of all machines do it (headway worker), on PostgreSQL.")
-@click.option("--slots", type=click.IntRange(1, 10_000), help="Workers that take part.  [default: all there are]")
-@click.option("--priority", type=click.Choice(["urgent", "high", "normal", "low"]), help="Of a fleet's job.")
-@click.option("--detach", is_flag=True, help="Return at once; the fleet goes on by itself.")
-@click.option("--any-version", is_flag=True, help="Let workers take part whose code or packages differ.")
-@click.option("--fresh", is_flag=True, help="Start over; what was recorded is put aside.")
-@click.option("--accept-changes", is_flag=True, help="Go on although items or function changed.")
-@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
-@click.option("--progress", type=click.Choice(["auto", "bar", "plain", "json", "none"]), help="How to show it.")
+@click.option("--stdin", is_flag=True, help="Pass the item to the program on standard input.")
+@click.option("--stdout", type=click.Choice(["text", "json"]), help="Format of the program's output.  [default: text]")
+@click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop when N items have died in this run.")
+@click.option("--last-pass/--no-last-pass", default=True, help="Retry dead letters once at the end.  [default: on]")
+@click.option("--fleet", is_flag=True, help="Run on the workers of all machines (headway worker); needs PostgreSQL.")
+@click.option("--slots", type=click.IntRange(1, 10_000), help="Maximum number of workers.  [default: all]")
+@click.option("--priority", type=click.Choice(["urgent", "high", "normal", "low"]), help="Priority of a fleet's job.")
+@click.option("--detach", is_flag=True, help="Return at once; the fleet runs the job.")
+@click.option("--any-version", is_flag=True, help="Allow workers whose code or packages differ.")
+@click.option("--fresh", is_flag=True, help="Start over; earlier records are archived.")
+@click.option("--accept-changes", is_flag=True, help="Accept that items or the function changed.")
+@click.option("--dry-run", is_flag=True, help="Print what would be done, and do nothing.")
+@click.option("--progress", type=click.Choice(["auto", "bar", "plain", "json", "none"]), help="How to show progress.")
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), help="Colours on the terminal.")
-@click.option("--serve", is_flag=True, help="Open the job's page on this machine while it runs, and say its address.")
+@click.option("--serve", is_flag=True, help="Serve the job's page on this machine while it runs, and print its URL.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON on stdout.")
 @click.pass_context
 def run(
@@ -131,13 +131,13 @@ def run(
     serve: bool,
     as_json: bool,
 ) -> int:
-    """Call MODULE:FUNCTION with every item, or run PROGRAM for it, and remember what became of each.
+    """Call MODULE:FUNCTION with every item, or run PROGRAM for it, and record the outcome of each.
 
-    In the arguments of a program {} is the item, {FIELD} one of its fields, {key} its key and {index} its number.
+    In the program's arguments {} is the item, {FIELD} one of its fields, {key} its key and {index} its number.
 
-    The same command continues a run that was interrupted, however it was. Exit codes: 0 everything done, 3 finished
-    but some items are dead, 4 stopped by --max-failures, 5 refused (another process runs it, or the items changed),
-    130 or 143 interrupted, state saved.
+    The same command continues an interrupted or killed run. Exit codes: 0 all items done, 3 finished but some items
+    are dead, 4 stopped by --max-failures, 5 refused (another process runs it, or the items changed), 130 or 143
+    interrupted, state saved.
     """
     from headway import telemetry
     from headway.cli.jobs import run_request
@@ -168,7 +168,9 @@ def run(
     with _errors_as_progress(config):
         _check_words()
         if output is not None and not results:
-            raise UsageError("--output needs results.", hint="Leave out --no-results or --output.")
+            raise UsageError(
+                "--output needs results, and --no-results keeps none.", hint="Leave out --no-results or --output."
+            )
         if serve:
             from headway.web import run_page as beside
 
@@ -183,10 +185,10 @@ def run(
             )
             options = _fleet_options(config, work, program, slots, priority, any_version=any_version, items=items)
         elif detach or slots or priority or any_version:
-            raise UsageError("--slots, --priority, --detach and --any-version are for a fleet.", hint="Add --fleet.")
+            raise UsageError("--slots, --priority, --detach and --any-version need --fleet.", hint="Add --fleet.")
         if detach and (output is not None or serve):
             raise UsageError(
-                "--detach returns at once: it writes no file and shows no page.",
+                "--detach returns at once, so it cannot write a file or serve a page.",
                 hint="Later:  headway results JOB --output FILE,  headway serve",
             )
         request = RunRequest(
@@ -201,7 +203,8 @@ def run(
             if items == "-" and not _is_a_file(pipe := _standard_input()):
                 if dry_run or accept_changes:
                     raise InvalidInput(
-                        "A pipe can be read only once, so nothing can be compared beforehand.", hint="Use a file."
+                        "A pipe can be read only once, so --dry-run and --accept-changes cannot compare it.",
+                        hint="Use a file.",
                     )
                 return run_request.run_pipe(order, pipe, format_, key, limit)
             path = Path("/dev/stdin" if items == "-" else items)
@@ -242,12 +245,12 @@ def _work(
     if words is not None:
         if function is not None:
             raise UsageError(
-                f"Both a function ({function}) and a program (after --) were named.", hint="Name one of them."
+                f"Both a function ({function}) and a program (after --) were given.", hint="Leave one out."
             )
         return Program(words, stdin=stdin, stdout=stdout or "text", key=key)
     if function is None:
         raise UsageError(
-            "Nothing was named that could be run.",
+            "No function or program was given.",
             hint="headway run module:function --items FILE, or headway run --items FILE -- program {}",
         )
     if stdin or stdout:
@@ -272,7 +275,9 @@ def _fleet_options(
     from headway.run.fleet.start import FleetOptions, check
 
     if items == "-" and not _is_a_file(_standard_input()):
-        raise UsageError("A fleet needs all items beforehand, and a pipe has no end.", hint="Write them to a file.")
+        raise UsageError(
+            "A fleet needs all items at the start, so it cannot read a pipe.", hint="Write them to a file."
+        )
     options = FleetOptions(slots, priority or "normal", any_version, program)
     check(config, work, options)
     return options
@@ -286,8 +291,8 @@ def _check_words() -> None:
         except UnicodeEncodeError as error:
             shown = word.encode(errors="surrogateescape").decode(errors="backslashreplace")
             raise InvalidInput(
-                f"'{shown}' is not written in UTF-8, so it cannot be kept with the job.",
-                hint="Rename the file, or give it another name by a link: ln -s FILE items.jsonl",
+                f"'{shown}' is not UTF-8, so it cannot be stored with the job.",
+                hint="Rename the file, or link to it: ln -s FILE items.jsonl",
             ) from error
 
 
@@ -299,7 +304,7 @@ def _standard_input() -> int:
         if not stat.S_ISCHR(mode) or os.isatty(descriptor):
             return descriptor
     raise InvalidInput(
-        "There were no items on standard input: it is closed, or a device such as /dev/null.",
+        "There are no items on standard input: it is closed, or a device such as /dev/null.",
         hint="Pipe some in: ... | headway run --items - ...",
     )
 

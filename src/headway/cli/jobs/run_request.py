@@ -100,7 +100,7 @@ def run_file(order: Order, source: Source) -> int:
         session.check(plan)
         job = session.hold(plan)
         if session.joined:
-            return _work(order, session, job, f"Run {plan.id} is the fleet's already")
+            return _work(order, session, job, f"A fleet already runs {plan.id}")
         return _work(order, session, job, _greeting(job, plan.changes if plan.existing is not None else None))
 
 
@@ -126,7 +126,9 @@ def _work(order: Order, session: Session, job: Job, text: str) -> int:
     display, shutdown = order.display(), order.request.shutdown
     display.begin(text)
     if _looks_like_a_number_of_workers(order):
-        display.say(f"-j names the job, which is called {job.id} now. For that many items at once: --workers {job.id}")
+        display.say(
+            f"-j names the job, so this job is called {job.id}. For that many items at once: --workers {job.id}"
+        )
     with _page(order, job, display):
         ending = session.work(display)
     if ending is not None:
@@ -159,7 +161,7 @@ def _page(order: Order, job: Job, display: Display) -> Iterator[None]:
     try:
         beside = Beside(order.request.config.text("database"))
     except (HeadwayError, OSError) as error:
-        display.say(f"There is no page: {redact(str(error))}")
+        display.say(f"The page cannot be opened: {redact(str(error))}")
         yield
         return
     path = f"/jobs/{quote(job.id, safe='')}"
@@ -168,7 +170,7 @@ def _page(order: Order, job: Job, display: Display) -> Iterator[None]:
         yield
     finally:
         if failed := beside.close():
-            display.say(f"The page failed meanwhile, the run did not: {failed}")
+            display.say(f"The page failed during the run: {failed}")
 
 
 def _conclude(order: Order, display: Display, job: Job, ending: Ending) -> int:
@@ -199,7 +201,7 @@ def _conclude(order: Order, display: Display, job: Job, ending: Ending) -> int:
             job.id, shown, seconds=ending.seconds, retries=retries, causes=causes, options=options, columns=columns
         )
         if ending.rescued:
-            lines.insert(1, f"  {ending.rescued:,} of them succeeded only in the pass over dead letters at the end")
+            lines.insert(1, f"  {ending.rescued:,} succeeded only in the last pass over dead letters")
     else:
         lines = interrupted(job.id, shown, info.command, columns=columns)
         if ending.outcome == "stopped":

@@ -67,7 +67,7 @@ def add_slots(queue: TaskQueue) -> TaskQueue:
     def slot(task: RunningTask, payload: Any) -> dict[str, Any]:
         url = queue.database_url
         if url is None:
-            raise InvalidInput("This queue has no address of its database, so its workers cannot take part in a fleet.")
+            raise InvalidInput("The queue's database has no URL, so its workers cannot run fleet jobs.")
         return serve(task, str(payload["job"]), int(payload["run"]), url, queue.payload)
 
     # Retry almost without limit: a slot holds nothing that its end could lose.
@@ -87,7 +87,7 @@ def load(spec: str) -> TaskQueue:
     queue = TaskQueue.from_settings()
     if not is_shared(queue.database_url):
         raise InvalidInput(
-            "Without an application a worker takes part in fleets, and a fleet needs PostgreSQL.",
+            "Without --app a worker only runs fleet jobs, and a fleet needs PostgreSQL.",
             hint="Name one: HEADWAY_DATABASE=postgresql://user@host/name. Or an application: --app module:queue",
         )
     return add_slots(queue)
@@ -144,8 +144,8 @@ def _stamp(order: dict[str, Any], work: Work) -> stamps.Stamp:
 
 def _refuse(ledger: Ledger, known: Fleet, id: str, why: str) -> dict[str, Any]:
     """Decline the job; say why in the log and in the job's note."""
-    text = f"A worker on {socket.gethostname()} does not take part: {why}"
-    log.error("this worker does not take part in a fleet", job=id, reason=why)
+    text = f"A worker on {socket.gethostname()} refused the job: {why}"
+    log.error("this worker refused a fleet job", job=id, reason=why)
     fleet.note(ledger.database, known.job, known.run, text)
     return {"ended": text}
 
@@ -168,7 +168,7 @@ def _work_off(
     try:
         ending = loop.run()
     except StaleClaim:
-        return {"ended": "the job is not the fleet's any more"}
+        return {"ended": "the fleet no longer holds the job"}
     finally:
         share.leave()
     return {"ended": share.why or "nothing was left to claim", "done": ending.done, "failures": ending.failures}
@@ -197,15 +197,15 @@ class SlotShare(Share):
     def _reason(self) -> str:
         if self._task.stopping or self._task.cancelled:
             self.excuse_running()  # items that exceed the grace period are killed and not charged
-            return "its worker ends" if self._task.stopping else "its task was cancelled"
+            return "its worker is stopping" if self._task.stopping else "its task was cancelled"
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
             return ""
         self._looked = now
         if self._is_surplus():
-            return "there were more slots than are wanted"
+            return "the job has more slots than requested"
         if now - self._began > TURN_SECONDS and fleet_slots.others_wait(self._database, party(self.no), self._task.id):
-            return "others waited for their turn"
+            return "other tasks were waiting"
         return ""
 
     def _is_surplus(self) -> bool:

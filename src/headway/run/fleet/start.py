@@ -64,13 +64,13 @@ def check(config: Config, call: Work, options: FleetOptions) -> None:
     """Raise `InvalidInput` for what a fleet cannot do, before anything is written."""
     if not is_shared(config.text("database")):
         raise InvalidInput(
-            "A fleet needs PostgreSQL: a SQLite file is one machine's.",
+            "A fleet needs PostgreSQL, because a SQLite file is on one machine only.",
             hint="Name one: HEADWAY_DATABASE=postgresql://user@host/name",
         )
     if options.slots is not None and not 1 <= options.slots <= 10_000:
-        raise InvalidInput(f"{options.slots!r} is no number of slots.", hint="Use 1 to 10,000.")
+        raise InvalidInput(f"slots must be between 1 and 10,000 (got {options.slots!r}).")
     if options.priority not in {priority.value for priority in Priority}:
-        raise InvalidInput(f"{options.priority!r} is no priority.", hint="Use urgent, high, normal or low.")
+        raise InvalidInput(f"priority must be urgent, high, normal or low (got {options.priority!r}).")
     if options.program is None:
         _importable(call)
 
@@ -80,11 +80,11 @@ def _importable(call: Work) -> str:
     name = functions.name_of(call) if not isinstance(call, Program) else ""
     try:
         if name.startswith("__main__:") or functions.load(name) is not call:
-            raise InvalidInput(f"{name} is another function where it is imported.")
+            raise InvalidInput(f"{name} is a different function when imported by name.")
     except HeadwayError as error:
         raise InvalidInput(
             f"The workers of a fleet cannot import {name}.",
-            hint="Define it at the top of a module (not in __main__, not inside a function) that every worker has.",
+            hint="Define it at the top level of a module that every worker can import (not __main__).",
         ) from error
     return name
 
@@ -189,7 +189,7 @@ class Fleets:
                 if fleet.attend(self._queue.database, known.job):
                     submit_missing(self._queue, Job(self._queue.database, known.job, id), known)
             except HeadwayError as error:  # an error in one job must not affect the others
-                log.warning("a fleet could not be looked after; it is tried again", job=id, error=str(error))
+                log.warning("a fleet could not be checked; the next sweep retries", job=id, error=str(error))
 
 
 def running(plan: Plan) -> int | None:
@@ -201,7 +201,7 @@ def running(plan: Plan) -> int | None:
     run: int | None = held.get("fleet") if held else None
     if run is not None and not plan.changes.none:
         raise JobHeld(
-            f"A fleet works on job {plan.id}, whose items were others when it began: {plan.changes}.",
+            f"A fleet is running job {plan.id} with other items: {plan.changes}.",
             hint=f"Let it finish, or stop it:  headway stop {plan.id}    Then run the same command again.",
         )
     return run
@@ -266,7 +266,7 @@ class _Watched:
         if known is not None and known.note:
             self._say(known.note)
         if not fleet_slots.count_workers(self._job.database):
-            self._say("No worker is there yet. Start one on any machine:  headway worker")
+            self._say("No workers online. Start one on any machine:  headway worker")
 
     def _say(self, text: str) -> None:
         if text not in self._said:

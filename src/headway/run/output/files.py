@@ -66,7 +66,7 @@ def refuse_unwritable(path: Path) -> None:
     what = place.parent if is_csv(path) or not place.exists() else place
     if not os.access(what, os.W_OK):
         raise InvalidInput(
-            f"The results cannot be written to {path}: {what} may not be written.", hint="Name another --output."
+            f"The results cannot be written to {path}: {what} is not writable.", hint="Name another --output."
         )
 
 
@@ -101,8 +101,8 @@ def refuse_incomplete(job: Job) -> None:
     missing = job.unkept_results()
     if missing > 0:
         raise InvalidInput(
-            f"Job {job.id} has {job.info().done:,} done items, and the results of {missing:,} of them were not kept: they "
-            "were not JSON or very long, or it ran with --no-results.",
+            f"Job {job.id} has {job.info().done:,} done items, and the results of {missing:,} were not kept: they "
+            "were not JSON or too long, or the job ran with --no-results.",
             hint=f"See those that were kept: headway results {job.id}. Or start over with --fresh.",
         )
 
@@ -278,7 +278,7 @@ class Output:
         return bool(line) and begins >= 0 and os.pread(self._file, len(line), begins) == line
 
     def _begin_anew(self) -> None:
-        log.warning("the file of results was removed or changed; it is written anew", path=str(self._path))
+        log.warning("the file of results was removed or changed; it is rewritten", path=str(self._path))
         self._seq = self._size = 0
 
     def _note(self) -> None:

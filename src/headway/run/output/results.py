@@ -191,7 +191,7 @@ def _csv(job: Job, tell: Callable[[str], None], *, with_input: bool) -> Iterator
         tell(f"{came} that {'has' if late == 1 else 'have'} no place in these columns. Ask again.")
     if wide:
         few = f"over {COLUMNS_MOST:,} different fields, few of them in common"
-        tell(f"The results have {few}: each stands as JSON in the column {_ALONE!r}.")
+        tell(f"The results have {few}: the column {_ALONE!r} has each one as JSON.")
     for name, count in nested.items():
         tell(f"In {named.get(name, name)!r} {_held(count)}: the cells hold their JSON.")
 

@@ -78,7 +78,7 @@ class Backlog:
             raise HeadwayError(
                 f"{before:,} items of job {self._job.id} are neither done nor dead, and the ledger has none to run: its "
                 "counters do not match its items.",
-                hint="Was the database changed by hand? Run the same command again: it counts the items anew.",
+                hint="Was the database edited? Run the same command again: it recounts the items.",
             )
         return not self.empty
 

@@ -43,7 +43,7 @@ class ControlRequests:
         if wanted.stopping == 2:
             shutdown.abandon.set()
         if wanted.workers is not None and wanted.workers != before.workers:
-            display.say(f"{wanted.actor} asks for {plural(wanted.workers, 'item')} at once.")
+            display.say(f"{wanted.actor} changed the limit to {plural(wanted.workers, 'item')} at once.")
             self._runner.resize(wanted.workers)
         self._gate.paused = wanted.paused
         self._gate.paused_by = wanted.actor if wanted.paused else ""

@@ -56,14 +56,14 @@ def check_executor(executor: object, mode: str | None) -> None:
     if isinstance(executor, type) or not callable(getattr(executor, "submit", None)):
         what = f"the class {executor.__name__}" if isinstance(executor, type) else f"a {type(executor).__name__}"
         raise InvalidInput(
-            f"executor= is {what}, which has no submit to call.",
+            f"executor= is {what}, which has no submit().",
             hint="Give what concurrent.futures calls an executor: ProcessPoolExecutor(4), loky's, "
             "Dask's client.get_executor(), mpi4py.futures.MPIPoolExecutor().",
         )
     if mode is not None:
         raise InvalidInput(
-            f"mode = {mode!r} says how workers of our own run items, and executor= says who does.",
-            hint="Leave one of them out.",
+            f"mode={mode!r} and executor= exclude each other: the executor decides how items run.",
+            hint="Leave one out.",
         )
 
 
@@ -153,8 +153,8 @@ class SilenceWarning:
             self._heard_at = now
         elif waiting and now - self._heard_at > SILENT_SECONDS and not self._warned:
             self._warned = True
-            what = f"has begun none of the {plural(count, 'item')} it was given" if count else "has begun nothing yet"
-            self._say(f"The executor {what}: {SILENT_SECONDS:g} s and nothing. Are its workers up? Waiting ...")
+            what = f"has started none of {plural(count, 'item')}" if count else "has started nothing"
+            self._say(f"The executor {what} in {SILENT_SECONDS:g} s. Are its workers online? Waiting ...")
 
 
 class ExecutorRunner(Runner):
@@ -318,7 +318,7 @@ class ExecutorRunner(Runner):
             if timeout is not None and not answer["main"]:
                 self._say(
                     f"This executor runs items in threads, which cannot be killed: an item that takes longer than "
-                    f"{timeout:g} s is recorded as timed out and goes on there."
+                    f"{timeout:g} s is recorded as timed out and keeps running there."
                 )
 
     def _take_report(self, ticket: _Ticket, frame: Any) -> None:
@@ -442,8 +442,8 @@ def _answer(future: Any, name: str, value: object = None) -> Any:
     answer = future.result()
     if not isinstance(answer, dict) or name not in answer or (value is not None and answer[name] != value):
         raise HeadwayError(
-            f"The executor's future gave a {type(answer).__name__} that the submitted call did not return.",
-            hint="submit(function, *arguments) must give a future of function(*arguments). What was recorded is kept.",
+            f"The executor's future returned a {type(answer).__name__}, which is not the result of the submitted call.",
+            hint="submit(function, *arguments) must return a future of function(*arguments). Recorded outcomes are kept.",
         )
     return answer
 

@@ -103,7 +103,7 @@ class LocalRunner(Runner):
         if self._crew.size <= self._settings.workers:
             raise error
         self._stillborn = 0
-        self._say(f"{error} Going on with {plural(self._settings.workers, 'item')} at once, as at the start.")
+        self._say(f"{error} Continuing with {plural(self._settings.workers, 'item')} at once, as at the start.")
         self.resize(self._settings.workers)
 
     def _cannot_replace(self, error: CannotStart, now: float) -> None:
@@ -113,7 +113,7 @@ class LocalRunner(Runner):
         """
         if self._short_since is None:
             self._short_since = now
-            self._say(f"{error} It is tried again.")
+            self._say(f"{error} Retrying.")
         if not len(self._crew) and now - self._short_since > START_SECONDS_MOST:
             raise error
         self._start_at = now + START_SECONDS
@@ -227,7 +227,7 @@ class LocalRunner(Runner):
         now = time.monotonic()
         if not self._reported_shortage:
             self._reported_shortage = True
-            self._say(f"No more programs can be started at once: {reason}. The others wait; no attempt is counted.")
+            self._say(f"No more programs can be started at once: {reason}. The rest waits; no attempt is counted.")
         if self.busy or self._programs_short_since is None:
             self._programs_short_since = now
         elif now - self._programs_short_since > START_SECONDS_MOST:
@@ -258,8 +258,8 @@ class LocalRunner(Runner):
             if self._stillborn >= STILLBORN_MOST:
                 self._cannot_start(
                     HeadwayError(
-                        f"{self._stillborn} workers in a row {how} before they began an item.",
-                        hint="Run the function once by hand in a fresh process to see why.",
+                        f"{self._stillborn} workers in a row {how} before they started an item.",
+                        hint="Call the function once in a new process to see why.",
                     )
                 )
         self._backlog.put_back(worker.out.values())

@@ -335,7 +335,7 @@ def _end(worker: WorkerHandle) -> int | None:
 
 def _how_it_died(status: int | None) -> str:
     if status is None:
-        return "ended, nobody knows how (this program ignores SIGCHLD, or waits for all its children)"
+        return "ended, its status is unknown (this program ignores SIGCHLD, or waits for all its children)"
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         return f"was killed by {signal_name(number)}" + (" (out of memory?)" if number == signal.SIGKILL else "")

@@ -165,7 +165,7 @@ def refuse_lazy(result: object) -> None:
         )
         raise NothingRan(
             # The summary of a run shows only the beginning.
-            f"nothing was executed: the function returned {what}. Make it an async function that awaits, or a plain one "
+            f"nothing was run: the function returned {what}. Make it an async function that awaits, or a plain one "
             "that returns when its work is done"
         )
 
@@ -178,11 +178,11 @@ def decoded(text: str) -> Any:
     except StopIteration:
         pass
     except (ValueError, RecursionError) as error:
-        raise PayloadDamaged(f"the stored payload is not JSON any more: {error}") from None
+        raise PayloadDamaged(f"the stored payload is no longer JSON: {error}") from None
     try:
         return _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
-        raise PayloadDamaged(f"the stored payload is not JSON any more: {error}") from None
+        raise PayloadDamaged(f"the stored payload is no longer JSON: {error}") from None
 
 
 def kept_result(result: object, keep: Keep) -> str | Literal[False] | None:

@@ -170,7 +170,7 @@ class RunWorker:
             except RuntimeError as error:  # no more threads available: the running ones take all items
                 if not count:
                     raise
-                log.warning("fewer items run at once than asked for", count=count, reason=str(error))
+                log.warning("fewer items run at once than requested", count=count, reason=str(error))
                 del threads[count:]
                 break
         for thread in threads:
