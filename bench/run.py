@@ -184,7 +184,7 @@ def measure_registration(report: Report, place: Path, count: int) -> None:
     path = place / "register.db"
     with Ledger.open(f"sqlite:///{path}") as ledger:
         began = time.monotonic()
-        plan = plans.look(ledger, "bench", "noop", source)
+        plan = plans.compare(ledger, "bench", "noop", source)
         looked = time.monotonic()
         plans.carry_out(ledger, ledger.create("bench"), plan, max_retries=2)
         report.add("headway run: items checked", count / (looked - began), "items/s")

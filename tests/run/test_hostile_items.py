@@ -414,7 +414,7 @@ def test_a_damaged_payload_kills_its_own_item_at_once_and_no_other(
 ):
     write_items(place, [], 30)
     with Ledger.open(f"sqlite:///{place / 'headway.db'}") as ledger:
-        plan = plans.look(ledger, "ads", MODES[mode], FileItems(place / "items.jsonl"))
+        plan = plans.compare(ledger, "ads", MODES[mode], FileItems(place / "items.jsonl"))
         plans.carry_out(ledger, ledger.create("ads"), plan, max_retries=3)
         ledger.database.run(lambda tx: tx.execute("UPDATE input_products SET payload = ? WHERE idx = 7", (damage,)))
     done = headway_cli(
@@ -430,7 +430,7 @@ def damage(place: Path, indices: range) -> None:
     """A job of 30 items, none of them run, with the payloads of some changed."""
     write_items(place, [], 30)
     with Ledger.open(f"sqlite:///{place / 'headway.db'}") as ledger:
-        plan = plans.look(ledger, "ads", "odd:plain", FileItems(place / "items.jsonl"))
+        plan = plans.compare(ledger, "ads", "odd:plain", FileItems(place / "items.jsonl"))
         plans.carry_out(ledger, ledger.create("ads"), plan, max_retries=3)
         for idx in indices:
             ledger.database.write("UPDATE input_products SET payload = '7' WHERE idx = ?", (idx,))

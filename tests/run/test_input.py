@@ -261,7 +261,7 @@ def test_an_items_file_that_changes_while_it_is_registered_is_noticed(tmp_path: 
     path = tmp_path / "items.jsonl"
     path.write_text("1\n2\n3\n")
     with Ledger.open(f"sqlite:///{tmp_path}/a.db") as ledger:
-        plan = plans.look(ledger, "ads", "jobs:echo", FileItems(path))
+        plan = plans.compare(ledger, "ads", "jobs:echo", FileItems(path))
         path.write_text("1\n2\n4\n")
         job = ledger.create("ads")
         with pytest.raises(InputChanged, match="changed while they were being read"):
@@ -284,10 +284,10 @@ def test_a_new_job_reads_its_file_twice_and_a_known_one_once(tmp_path: Path, mon
             return super().digest()
 
     with Ledger.open(f"sqlite:///{tmp_path}/a.db") as ledger:
-        plan = plans.look(ledger, "ads", "jobs:echo", Counted(path))
+        plan = plans.compare(ledger, "ads", "jobs:echo", Counted(path))
         plans.carry_out(ledger, ledger.create("ads"), plan, max_retries=2)
         assert reads == ["items", "items"], "checked as a whole, then registered"
-        plans.look(ledger, "ads", "jobs:echo", Counted(path))
+        plans.compare(ledger, "ads", "jobs:echo", Counted(path))
         assert reads[2:] == ["bytes"]
 
 

@@ -206,11 +206,11 @@ def test_a_suspect_that_runs_for_long_keeps_nobody_waiting(url: str, run: Run, t
 class RestoredAtTheEnd(Backlog):
     """The database goes back to a moment at which fewer items were registered, when everything is done."""
 
-    def look_again(self, now: float) -> bool:
+    def find_more(self, now: float) -> bool:
         self._job.database.run(lambda tx: tx.execute("DELETE FROM input_products WHERE idx >= 5"))
         self._job.database.run(lambda tx: tx.execute("DELETE FROM progress WHERE idx >= 5"))
         self._job.database.run(lambda tx: tx.execute("UPDATE jobs SET total = 5, done = 5"))
-        return super().look_again(now)
+        return super().find_more(now)
 
 
 def test_a_run_whose_job_lost_registered_items_ends_with_an_error(run: Run):

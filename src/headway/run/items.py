@@ -62,7 +62,7 @@ Accept = Callable[[Any], None]
 class Read(NamedTuple):
     """An item as read from its source."""
 
-    place: int  # line in the file or position in the iterable, from 1
+    number: int  # line in the file or position in the iterable, from 1
     key: str | None
     payload: str  # canonical JSON
     fingerprint: int
@@ -81,7 +81,7 @@ class Source(Protocol):
         """The field that names an item, if any."""
         ...
 
-    def place(self, number: int) -> str:
+    def locate(self, number: int) -> str:
         """Describe where an item is: "line 17"."""
         ...
 
@@ -136,7 +136,7 @@ class FileItems:
                 hint="Use JSON lines or CSV, or add --format jsonl.",
             )
 
-    def place(self, number: int) -> str:
+    def locate(self, number: int) -> str:
         return f"element {number:,}" if self._is_array else f"line {number:,}"
 
     def digest(self) -> str:
@@ -255,11 +255,10 @@ class FileItems:
 
     def _checked(self, values: Iterable[tuple[int, Any]]) -> Iterator[Read]:
         count = 0
-        seen: set[int] = set()
+        check = ItemCheck(self.key, self._limit, self._accept)
         for number, value in values:
             count += 1
-            where = f"{self.path}, {self.place(number)}"
-            yield check(value, number, self.key, self._limit, seen, where, self._accept)
+            yield check(value, number, f"{self.path}, {self.locate(number)}")
         if count == 0:
             raise InvalidInput(f"The items file {self.path} has no items.", hint="Check the path after --items.")
 
@@ -352,7 +351,7 @@ class GivenItems:
     def name(self) -> str:
         return ""
 
-    def place(self, number: int) -> str:
+    def locate(self, number: int) -> str:
         return f"item {number - 1:,}"
 
     def digest(self) -> str:
@@ -361,11 +360,11 @@ class GivenItems:
         return self.digest_read
 
     def __iter__(self) -> Iterator[Read]:
-        seen: set[int] = set()
+        check = ItemCheck(self.key, self._limit, plain=self._plain)
         digest = blake2b(f"given\0{self.key}\0".encode(), digest_size=16)
         for number, value in enumerate(self.items, 1):
             name = None if self._names is None else str(self._names[number - 1])
-            read = check(value, number, self.key, self._limit, seen, self.place(number), name=name, plain=self._plain)
+            read = check(value, number, self.locate(number), name)
             digest.update(read.payload.encode() + b"\n")
             yield read
         self.digest_read = digest.hexdigest()
@@ -380,7 +379,7 @@ class WatchedItems:
     def __init__(self, source: Source, shutdown: Shutdown, report: Callable[[str], object]) -> None:
         """Wrap a source. ``report`` receives a progress message every few seconds."""
         self._source, self._shutdown, self._report = source, shutdown, report
-        self.name, self.key, self.place = source.name, source.key, source.place
+        self.name, self.key, self.locate = source.name, source.key, source.locate
 
     @property
     def digest_read(self) -> str:
@@ -425,21 +424,21 @@ class PipedItems:
         limit: int = PAYLOAD_LIMIT,
         accept: Accept | None = None,
     ) -> None:
-        self._job, self._descriptor, self._key, self._limit, self._accept = job, descriptor, key, limit, accept
+        self._job, self._descriptor, self._limit = job, descriptor, limit
+        self._check = ItemCheck(key, limit, accept)
         if format in ("json", "csv", "tsv"):
             raise InvalidInput(f"A pipe cannot be read as {format}.", hint="Use a file, or pipe JSON lines.")
         self._format = format
         self._rest = b""
         self._line = 0
         self._idx = 0
-        self._seen: set[int] = set()
         self._known = job.fingerprints()
         self.ended = False
 
     def fileno(self) -> int:
         return self._descriptor
 
-    def take(self) -> int:
+    def register_arrived(self) -> int:
         data = os.read(self._descriptor, 1 << 20)
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop() if data else b""
@@ -474,7 +473,7 @@ class PipedItems:
             self._format = "jsonl" if text.lstrip()[0] in "{[" else "lines"
         where = f"standard input, line {self._line:,}"
         value = parser(self._format)(text, self._line, "standard input")
-        return check(value, self._line, self._key, self._limit, self._seen, where, self._accept)
+        return self._check(value, self._line, where)
 
     def _compare(self, read: Read) -> list[NewItem]:
         idx, self._idx = self._idx, self._idx + 1
@@ -598,50 +597,55 @@ def _value(value: Any) -> Any:
         return value  # checking the item raises a detailed error
 
 
-def check(
-    value: Any,
-    number: int,
-    key: str | None,
-    limit: int,
-    seen: set[int],
-    where: str,
-    accept: Accept | None = None,
-    *,
-    name: str | None = None,
-    plain: Callable[[Any], Any] | None = None,
-) -> Read:
-    """Validate one item:
+class ItemCheck:
+    """Validates the items of a source: JSON, within the size limit, with distinct keys."""
 
-    JSON, within the size limit, with a new key. ``name`` is its key if that is not a field. ``plain`` converts an
-    item that is not JSON.
-    """
-    try:
+    def __init__(
+        self,
+        key: str | None,
+        limit: int,
+        accept: Accept | None = None,
+        plain: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """Prepare to check. ``plain`` converts an item that is not JSON, and ``accept`` refuses unusable ones."""
+        self._key, self._limit, self._accept, self._plain = key, limit, accept, plain
+        self._seen: set[int] = set()
+
+    def __call__(self, value: Any, number: int, where: str, name: str | None = None) -> Read:
+        """Return the item as read. ``name`` is its key if that is not a field."""
         try:
-            payload = canonical(value, "An item")
+            value, payload = self._payload(value)
+            if self._accept is not None:
+                self._accept(value)
+        except InvalidInput as error:
+            raise InvalidInput(f"{where}: {error}", hint=error.hint) from None  # one error, not a chain of four
+        if len(payload) > self._limit // 4 and len(payload.encode()) > self._limit:
+            raise InvalidInput(
+                f"{where}: the item has {len(payload.encode()):,} bytes; at most {self._limit:,} are allowed.",
+                hint="Keep large content in files and put their paths into the items, or raise payload_limit.",
+            )
+        if self._key is not None:
+            found = value.get(self._key) if name is None and isinstance(value, dict) else name
+            name = self._checked_key(found, where)
+        return Read(number, name, payload, fingerprint(payload))
+
+    def _payload(self, value: Any) -> tuple[Any, str]:
+        try:
+            return value, canonical(value, "An item")
         except InvalidInput:
-            if plain is None:
+            if self._plain is None:
                 raise
-            value = plain(value)
-            payload = canonical(value, "An item")
-        if accept is not None:
-            accept(value)
-    except InvalidInput as error:
-        raise InvalidInput(f"{where}: {error}", hint=error.hint) from None  # one error, not a chain of four
-    if len(payload) > limit // 4 and len(payload.encode()) > limit:
-        raise InvalidInput(
-            f"{where}: the item has {len(payload.encode()):,} bytes; at most {limit:,} are allowed.",
-            hint="Keep large content in files and put their paths into the items, or raise payload_limit.",
-        )
-    if key is not None:
-        name = name if name is not None else value.get(key) if isinstance(value, dict) else None
+            value = self._plain(value)
+            return value, canonical(value, "An item")
+
+    def _checked_key(self, name: object, where: str) -> str:
         if isinstance(name, bool) or not isinstance(name, str | int) or not str(name).strip() or len(str(name)) > 512:
             raise InvalidInput(
-                f"{where}: the item has no usable key: {key!r} is {name!r:.60}.",
+                f"{where}: the item has no usable key: {self._key!r} is {name!r:.60}.",
                 hint="Every item needs this field, with a unique text or whole number.",
             )
-        name = str(name)
-        mark = fingerprint(name)
-        if mark in seen:
-            raise InvalidInput(f"{where}: the key {name!r} occurs twice.", hint="Every item needs a unique key.")
-        seen.add(mark)
-    return Read(number, name, payload, fingerprint(payload))
+        mark = fingerprint(str(name))
+        if mark in self._seen:
+            raise InvalidInput(f"{where}: the key {str(name)!r} occurs twice.", hint="Every item needs a unique key.")
+        self._seen.add(mark)
+        return str(name)

@@ -59,7 +59,7 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The result of `look`, to be executed by `carry_out`."""
+    """The result of `compare`, to be executed by `carry_out`."""
 
     id: str
     source: Source
@@ -81,7 +81,7 @@ def default_id(ledger: Ledger | None, function: str, source: str) -> str:
     return long
 
 
-def look(
+def compare(
     ledger: Ledger | None,
     id: str,
     function: str,
@@ -99,7 +99,7 @@ def look(
     if source.key is not None and existing.keyed_by == source.key:
         changes = _compare_keys(ledger.job(id), source)
     else:
-        changes = _compare_places(ledger.job(id), source, sealed=existing.sealed)
+        changes = _compare_positions(ledger.job(id), source, sealed=existing.sealed)
     changes.kept = existing.done
     return Plan(id, source, function, existing, changes, source.digest_read)
 
@@ -187,7 +187,7 @@ def carry_out(
         elif plan.source.key is not None and plan.existing is not None:
             _apply_keys(job, plan.source)  # safe: only new items, and changed ones that were never started
         else:
-            # A new job, or its registration was interrupted: the known items are the same, see _compare_places.
+            # A new job, or its registration was interrupted: the known items are the same, see _compare_positions.
             known = 0 if plan.existing is None else plan.existing.total
             rest = islice(enumerate(plan.source), known, None)
             job.register(NewItem(position, read.payload, read.key, read.fingerprint) for position, read in rest)
@@ -221,15 +221,15 @@ def find(ledger: Ledger | None, id: str) -> JobInfo | None:
 # By position and content
 
 
-def _compare_places(job: Job, source: Source, *, sealed: bool) -> Changes:
+def _compare_positions(job: Job, source: Source, *, sealed: bool) -> Changes:
     known = array("q", (mark or 0 for _, _, mark in job.fingerprints()))
     now = array("q")
     first = ""
     for position, read in enumerate(source):
         if not first and position < len(known) and known[position] != read.fingerprint:
-            first = f" The first difference is at {source.place(read.place)}: {read.payload:.80}"
+            first = f" The first difference is at {source.locate(read.number)}: {read.payload:.80}"
         if not first and sealed and position == len(known):
-            first = f" The first one added is {source.place(read.place)}: {read.payload:.80}"
+            first = f" The first one added is {source.locate(read.number)}: {read.payload:.80}"
         now.append(read.fingerprint)
     changes = Changes(first=first)
     if now[: len(known)] == known:
@@ -246,52 +246,52 @@ def _compare_places(job: Job, source: Source, *, sealed: bool) -> Changes:
 
 def _difference(known: array[int], now: array[int]) -> tuple[list[int], list[int]]:
     """Return positions in ``known`` and ``now`` whose content the other lacks, counting repeats."""
-    places: defaultdict[int, list[int]] = defaultdict(list)
+    known_at: defaultdict[int, list[int]] = defaultdict(list)
     for position, mark in enumerate(known):
-        places[mark].append(position)
+        known_at[mark].append(position)
     added = []
     for position, mark in enumerate(now):
-        if places[mark]:
-            places[mark].pop()
+        if known_at[mark]:
+            known_at[mark].pop()
         else:
             added.append(position)
-    return sorted(position for left in places.values() for position in left), added
+    return sorted(position for left in known_at.values() for position in left), added
 
 
-def _places(job: Job) -> tuple[defaultdict[int, list[int]], int]:
+def _by_content(job: Job) -> tuple[defaultdict[int, list[int]], int]:
     """Return indices by content, equal items in descending order, and the next free index."""
-    places: defaultdict[int, list[int]] = defaultdict(list)
+    known_at: defaultdict[int, list[int]] = defaultdict(list)
     following = 0
     for idx, _, mark in job.fingerprints():
-        places[mark or 0].append(idx)
+        known_at[mark or 0].append(idx)
         following = idx + 1
-    for indices in places.values():
+    for indices in known_at.values():
         indices.reverse()  # the first of equal items is matched first
-    return places, following
+    return known_at, following
 
 
 def _apply_contents(job: Job, source: Source) -> None:
     """Keep items whose content is unchanged, drop missing ones and add new ones."""
-    places, following = _places(job)
+    known_at, following = _by_content(job)
 
     def added() -> Iterator[NewItem]:
         nonlocal following
         for read in source:
-            if places[read.fingerprint]:
-                places[read.fingerprint].pop()
+            if known_at[read.fingerprint]:
+                known_at[read.fingerprint].pop()
             else:
                 yield NewItem(following, read.payload, read.key, read.fingerprint)
                 following += 1
 
     job.register(added())
-    job.drop([idx for left in places.values() for idx in left])
+    job.drop([idx for left in known_at.values() for idx in left])
 
 
 def _match_contents(job: Job, source: Source) -> Iterator[tuple[int, Read, int | None]]:
     """Yield (position, item, index of its known item or None), matched as in `_apply_contents`."""
-    places, _ = _places(job)
+    known_at, _ = _by_content(job)
     for position, read in enumerate(source):
-        yield position, read, places[read.fingerprint].pop() if places[read.fingerprint] else None
+        yield position, read, known_at[read.fingerprint].pop() if known_at[read.fingerprint] else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def _compare_keys(job: Job, source: Source) -> Changes:
     changes.gone = sorted(idx for idx, _ in known.values())
     if changes.changed:
         read = changed[changes.changed[0]]
-        changes.first = f" The first changed one is {read.key!r} at {source.place(read.place)}: {read.payload:.80}"
+        changes.first = f" The first changed one is {read.key!r} at {source.locate(read.number)}: {read.payload:.80}"
     elif changes.gone:
         changes.first = f" The first one gone is {next(iter(known))!r}."
     return changes

@@ -203,7 +203,7 @@ class Program:
                 guard.forget(pid)
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             for descriptor, captured in streams.items():
-                _take(descriptor, captured, most=64)
+                _read_output(descriptor, captured, most=64)
             return _TIME_IS_UP if overdue else status
 
     @contextmanager
@@ -274,7 +274,7 @@ def _follow(pid: int, group: int, streams: dict[int, Captured], timeout: float |
             patience = 3600.0 if left is None else min(left, LOOK_SECONDS)
             for descriptor, _ in poll.poll(1000 * (patience if ended is not None else min(patience, 0.02)) + 1):
                 if descriptor in streams:
-                    _take(descriptor, streams[descriptor], most=1)
+                    _read_output(descriptor, streams[descriptor], most=1)
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 return overdue
     finally:
@@ -282,7 +282,7 @@ def _follow(pid: int, group: int, streams: dict[int, Captured], timeout: float |
             os.close(ended)
 
 
-def _take(descriptor: int, captured: Captured, *, most: int) -> None:
+def _read_output(descriptor: int, captured: Captured, *, most: int) -> None:
     """Read available output, at most ``most`` times."""
     with suppress(BlockingIOError):
         for _ in range(most):

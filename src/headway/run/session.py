@@ -119,7 +119,7 @@ class Session:
 
     def compare(self, id: str, source: Source) -> Plan:
         """Compare the items with the job's. Nothing is written."""
-        return plans.look(self.ledger, id, self._request.name, source, fresh=self._request.fresh)
+        return plans.compare(self.ledger, id, self._request.name, source, fresh=self._request.fresh)
 
     def check(self, plan: Plan) -> None:
         """Refuse changed items that were not accepted, and a file of results that is not this job's."""

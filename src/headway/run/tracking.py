@@ -151,7 +151,7 @@ class _Originals:
             earlier = self._first[mark]
             if _differ(earlier, item):
                 raise InvalidInput(
-                    f"{source.place(read.place)}: it has the same JSON form as an earlier item, {read.payload:.60}, but is a "
+                    f"{source.locate(read.number)}: it has the same JSON form as an earlier item, {read.payload:.60}, but is a "
                     f"{type(item).__name__} and the earlier one a {type(earlier).__name__}.",
                     hint="Items are identified by their JSON form. Use one type for all, or dicts with a unique key=.",
                 )

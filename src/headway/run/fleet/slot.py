@@ -58,7 +58,7 @@ IDLE_SECONDS = 2.0
 #: After this many seconds a slot ends if other tasks wait.
 TURN_SECONDS = 20.0
 #: Interval for checking for surplus slots and waiting tasks, seconds.
-LOOK_SECONDS = 2.0
+CHECK_SECONDS = 2.0
 
 
 def add_slots(queue: TaskQueue) -> TaskQueue:
@@ -184,7 +184,7 @@ class SlotShare(Share):
     def __init__(self, ledger: Ledger, id: str, known: Fleet, task: RunningTask, shutdown: Shutdown) -> None:
         super().__init__(ledger.database, id, known, f"slot {socket.gethostname()}.{os.getpid()}")
         self._task, self._shutdown = task, shutdown
-        self._began = self._looked = time.monotonic()
+        self._began = self._checked_at = time.monotonic()
         self.why = ""
 
     def asked(self, run: int) -> Control:
@@ -199,9 +199,9 @@ class SlotShare(Share):
             self.excuse_running()  # items that exceed the grace period are killed and not charged
             return "its worker is stopping" if self._task.stopping else "its task was cancelled"
         now = time.monotonic()
-        if now - self._looked < LOOK_SECONDS:
+        if now - self._checked_at < CHECK_SECONDS:
             return ""
-        self._looked = now
+        self._checked_at = now
         if self._is_surplus():
             return "the job has more slots than requested"
         if now - self._began > TURN_SECONDS and fleet_slots.others_wait(self._database, party(self.no), self._task.id):
@@ -256,7 +256,7 @@ class SharedBacklog(Backlog):
         if items:
             self._adapt(began, time.monotonic(), before, items)
             suspects = self._share.suspects
-            self._take([item for item in items if item.idx not in suspects])
+            self._add([item for item in items if item.idx not in suspects])
             self.slot_suspects.extend(item for item in items if item.idx in suspects)
             self.held.update(item.idx for item in self.slot_suspects)
             # Half of the items held now, not of those requested: near the end of a job each claim returns fewer.
@@ -297,13 +297,13 @@ class SharedBacklog(Backlog):
                     item.idx for item in items if item.idx in lost
                 )  # items already with a worker are refused when recorded
 
-    def take_last_pass(self) -> bool:
+    def fetch_last_pass(self) -> bool:
         return False  # dead letters of the last pass are claimed like other items
 
     def info(self) -> JobInfo | None:
         return None  # a slot reports only its own counts
 
-    def look_again(self, now: float) -> bool:
+    def find_more(self, now: float) -> bool:
         return False  # the fleet decides whether items are left
 
     def due_at(self, moment: float) -> None:

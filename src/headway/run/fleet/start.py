@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = Log("run")
 
 #: Interval of display updates, and of checks that the run ends and has its slots, seconds.
-LOOK_SECONDS = 0.2
+REFRESH_SECONDS = 0.2
 ATTEND_SECONDS = 2.0
 #: Delay of new slots after a worker refused the job, seconds.
 REFUSED_SECONDS = 15.0
@@ -211,7 +211,7 @@ def follow(ledger: Ledger, job: Job, run: int, *, display: Display, shutdown: Sh
     """Show progress until the run ends. Return None if this process must stop first; the job continues."""
     attended, watched = 0.0, _Watched(job, run, display)
     while True:
-        ended = watched.look()
+        ended = watched.refresh()
         if ended is not None or shutdown.stop.is_set():
             display.end(watched.snapshot)
             return None if ended is None else watched.ending(ended)
@@ -219,7 +219,7 @@ def follow(ledger: Ledger, job: Job, run: int, *, display: Display, shutdown: Sh
             attended = time.monotonic()
             fleet.attend(ledger.database, job.no)
             watched.say_news()
-        shutdown.stop.wait(LOOK_SECONDS)
+        shutdown.stop.wait(REFRESH_SECONDS)
 
 
 class _Watched:
@@ -231,12 +231,12 @@ class _Watched:
         info = job.info()
         # An earlier Headway version did not record these counts: then count from now.
         self._failures, self._dead = fleet.counts_before(job.database, job.no, run) or (info.failures, info.dead)
-        self._said: set[str] = set()
+        self._messages: set[str] = set()
         self.snapshot = self._snapshot()
         # Items done before this process followed the run must not count towards its pace.
         display.show(replace(self.snapshot, stopped=True))
 
-    def look(self) -> str | None:
+    def refresh(self) -> str | None:
         """Update the display; return the outcome if the run has ended."""
         outcomes = [run.outcome for run in self._job.runs() if run.no == self._run]
         self.snapshot = self._snapshot()
@@ -269,6 +269,6 @@ class _Watched:
             self._say("No workers online. Start one on any machine:  headway worker")
 
     def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._messages:
+            self._messages.add(text)
             self._display.say(text)

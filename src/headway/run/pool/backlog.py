@@ -18,7 +18,7 @@ BYTES = 8 * 2**20
 #: Maximum payload characters of a batch.
 BATCH_BYTES = 2**20
 #: Interval for finding dead letters that were retried during the run, seconds.
-LOOK_SECONDS = 5.0
+FETCH_SECONDS = 5.0
 
 
 class Backlog:
@@ -38,7 +38,7 @@ class Backlog:
         self.next_due: float | None = 0.0
         #: Whether the run stops: items that come back are not run again.
         self._is_closed = False
-        self._look_at = 0.0
+        self._fetch_at = 0.0
         self._untouched_left = True
         self._cursor = -1
         self._page = MOST // 20  # until the size of items is known
@@ -47,14 +47,14 @@ class Backlog:
         """Read items from the ledger if few are ready."""
         if len(self.ready) > self._page // 2:
             return
-        if now >= self._look_at or (self.next_due is not None and now >= self.next_due):
-            self._take_due(now)
+        if now >= self._fetch_at or (self.next_due is not None and now >= self.next_due):
+            self._fetch_due(now)
         if self._untouched_left:
             page = self._job.untouched(self._cursor, self._page, on_damaged=self._on_damaged)
             self._untouched_left = len(page) == self._page
             if page:
                 self._cursor = page[-1].idx
-                self._take(page)
+                self._add(page)
                 size = sum(len(item.payload or "") for item in page) / len(page)
                 self._page = max(10, min(MOST, int(BYTES / max(size, 1))))
 
@@ -62,7 +62,7 @@ class Backlog:
         """Read the job's counts; None if other processes work on it too."""
         return self._job.info()
 
-    def look_again(self, now: float) -> bool:
+    def find_more(self, now: float) -> bool:
         """Return whether the ledger still has items to run at the end of the run.
 
         Dead letters may have been retried meanwhile. A database that was restored, or failed over to a lagging
@@ -72,7 +72,7 @@ class Backlog:
         if not before:
             return False
         self._cursor, self._untouched_left = -1, True
-        self._take_due(now)
+        self._fetch_due(now)
         self.refill(now)
         if self.empty and self._job.info().remaining >= before:
             raise HeadwayError(
@@ -82,13 +82,13 @@ class Backlog:
             )
         return not self.empty
 
-    def take_last_pass(self) -> bool:
-        """Take dead letters for their final pass; return whether there are any."""
-        self._take(self._job.last_pass(self._page, on_damaged=self._on_damaged))
+    def fetch_last_pass(self) -> bool:
+        """Fetch dead letters for their final pass; return whether there are any."""
+        self._add(self._job.last_pass(self._page, on_damaged=self._on_damaged))
         return bool(self.ready)
 
-    def take(self, count: int) -> list[Item]:
-        """Take up to ``count`` ready items, fewer if they are large."""
+    def next_batch(self, count: int) -> list[Item]:
+        """Remove up to ``count`` ready items, fewer if they are large."""
         items: list[Item] = []
         size = 0
         while len(items) < count and size < BATCH_BYTES:
@@ -130,9 +130,9 @@ class Backlog:
         """Whether no item is here or out, untried or due for a retry."""
         return not self.held and not self._untouched_left and self.next_due is None
 
-    def _take_due(self, now: float) -> None:
+    def _fetch_due(self, now: float) -> None:
         """Fetch items whose retry is due, and note when the next one is."""
-        self._look_at = now + LOOK_SECONDS
+        self._fetch_at = now + FETCH_SECONDS
         most = self._page + len(self.held)
         rows = self._job.due(most, within=10**8, on_damaged=self._on_damaged)
         self.next_due = now if len(rows) == most else None
@@ -142,9 +142,9 @@ class Backlog:
             if left > 0:
                 self.next_due = now + left
                 return
-            self._take([item])
+            self._add([item])
 
-    def _take(self, items: Sequence[Item]) -> None:
+    def _add(self, items: Sequence[Item]) -> None:
         self.ready.extend(items)
         self.held.update(item.idx for item in items)
 

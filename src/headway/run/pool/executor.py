@@ -125,7 +125,7 @@ class Calls:
         self._finished.append((no, future))
         self._wake.ring()
 
-    def take(self) -> Iterator[tuple[int, Any]]:
+    def finished(self) -> Iterator[tuple[int, Any]]:
         """Yield (number, future) of finished calls."""
         while self._finished:
             yield self._finished.popleft()
@@ -214,7 +214,7 @@ class ExecutorRunner(Runner):
 
     def abandon(self) -> None:
         """Cancel calls that have not begun. Running calls cannot be stopped and are left alone."""
-        self._take_finished()
+        self._handle_finished()
         self._page.recall(True)
         left = self.busy
         for ticket in self._tickets.values():
@@ -251,7 +251,7 @@ class ExecutorRunner(Runner):
             count = self._parts.gate.allow(min(self._parts.batches.size, fair, len(backlog.ready)), now)
             if not count:
                 return
-            self._give(backlog.take(count))
+            self._give(backlog.next_batch(count))
 
     def _most_batches(self) -> int:
         """Return how many batches may be out.
@@ -277,23 +277,23 @@ class ExecutorRunner(Runner):
 
     def handle(self, source: Any, events: int) -> None:
         self._wake.clear()
-        self._take_finished()
+        self._handle_finished()
 
-    def _take_finished(self) -> None:
-        for no, future in self._calls.take():
+    def _handle_finished(self) -> None:
+        for no, future in self._calls.finished():
             error = _error_of(future)
             ticket = self._tickets.get(no)
             if no == PROBE:
-                self._take_probe(error, None if error is not None else _answer(future, "version"))
+                self._handle_probe(error, None if error is not None else _answer(future, "version"))
             elif ticket is not None:  # else it was abandoned in the meantime
                 self._silence.heard()
                 if error is None:
-                    self._take_report(ticket, _answer(future, "ticket", no))
+                    self._handle_report(ticket, _answer(future, "ticket", no))
                 elif isinstance(error, BrokenExecutor):
                     self._calls.refusal = error
                     self._charge_death(ticket)
                 else:
-                    self._take_trouble(ticket, error)
+                    self._handle_error(ticket, error)
                 self._forget(ticket)
 
     def _forget(self, ticket: _Ticket) -> None:
@@ -302,7 +302,7 @@ class ExecutorRunner(Runner):
         self._page.free(ticket.slot)
         self._parts.backlog.put_back(ticket.out.values())
 
-    def _take_probe(self, error: BaseException | None, answer: Any) -> None:
+    def _handle_probe(self, error: BaseException | None, answer: Any) -> None:
         if isinstance(error, CancelledError):
             self._calls.refusal = error
         elif error is not None:
@@ -321,13 +321,13 @@ class ExecutorRunner(Runner):
                     f"{timeout:g} s is recorded as timed out and keeps running there."
                 )
 
-    def _take_report(self, ticket: _Ticket, frame: Any) -> None:
+    def _handle_report(self, ticket: _Ticket, frame: Any) -> None:
         self._odd = 0
         self._page_seen = frame["page"]
         ticket.printed.update(frame["printed"])
-        self._parts.outcomes.take(ticket.out, frame, f"{self._name} {frame['where']}", ticket.printed)
+        self._parts.outcomes.add_report(ticket.out, frame, f"{self._name} {frame['where']}", ticket.printed)
 
-    def _take_trouble(self, ticket: _Ticket, error: BaseException) -> None:
+    def _handle_error(self, ticket: _Ticket, error: BaseException) -> None:
         """Handle a batch that failed while the executor still accepts work."""
         self._odd += 1
         if self._odd >= ODD_MOST and self._calls.refusal is None:

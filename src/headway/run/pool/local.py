@@ -76,7 +76,7 @@ class LocalRunner(Runner):
         for worker in self._crew:
             worker.kill()
             for frame in worker.last_frames():
-                self._take(worker, frame)
+                self._handle_frame(worker, frame)
 
     def close(self) -> None:
         self._crew.close()
@@ -141,7 +141,7 @@ class LocalRunner(Runner):
             if room >= slots * batch / 2:
                 fair = -(-len(backlog.ready) // self._crew.processes)
                 count = self._gate.allow(min(room, slots * batch, max(slots, fair), len(backlog.ready)), now)
-                if items := backlog.take(count):
+                if items := backlog.next_batch(count):
                     self._crew.give(worker, items, may_fail=self._may_fail(worker))
             if not backlog.ready:
                 return
@@ -199,11 +199,11 @@ class LocalRunner(Runner):
         if events & selectors.EVENT_READ:
             alive = worker.wire.receive()
             for frame in worker.wire.frames():
-                self._take(worker, frame)
+                self._handle_frame(worker, frame)
             if not alive:
                 self._worker_ended(worker)
 
-    def _take(self, worker: WorkerHandle, frame: Any) -> None:
+    def _handle_frame(self, worker: WorkerHandle, frame: Any) -> None:
         if "back" in frame:
             worker.recalled = False
             self._backlog.put_back(worker.out.pop(idx) for idx in frame["back"] if idx in worker.out)
@@ -217,7 +217,7 @@ class LocalRunner(Runner):
         worker.reported, self._stillborn, self._programs_short_since = True, 0, None
         worker.failures += len(frame["failed"])
         worker.printed.update(frame["printed"])
-        self._outcomes.take(worker.out, frame, worker.name, worker.printed)
+        self._outcomes.add_report(worker.out, frame, worker.name, worker.printed)
 
     def _programs_are_short(self, reason: str) -> None:
         """Handle a worker that could not start a program.
@@ -269,7 +269,7 @@ class LocalRunner(Runner):
     def check(self, now: float) -> list[tuple[int, str, float]]:
         for worker in self._crew.dead():
             for frame in worker.last_frames():
-                self._take(worker, frame)
+                self._handle_frame(worker, frame)
             self._worker_ended(worker)
         all_running: list[tuple[int, str, float]] = []
         for worker in self._crew:
@@ -294,7 +294,7 @@ class LocalRunner(Runner):
         worker.kill()
         worker.stopping = True
         for frame in worker.last_frames():
-            self._take(worker, frame)
+            self._handle_frame(worker, frame)
         if self._settings.mode == "async" and len(running) > 1:
             # Its loop is blocked by an unknown item: rerun each alone, without counting an attempt.
             self._backlog.suspect(worker.out.pop(idx) for idx, _ in running if idx in worker.out)

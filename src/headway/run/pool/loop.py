@@ -94,10 +94,10 @@ class RunLoop:
             self._reconcile()
             return False
         self._completed = self._held.job.finish(self._held.hold)
-        # Dead letters retried after `finish` belong to the next run. `look_again` may give up a damaged item that was
+        # Dead letters retried after `finish` belong to the next run. `find_more` may give up a damaged item that was
         # the last open one; then `finish` must run again.
         failures = self._counts.failures
-        more = self._backlog.look_again(time.monotonic())
+        more = self._backlog.find_more(time.monotonic())
         self._reconcile()
         self._counts.in_last_pass = False
         return more or self._counts.failures != failures
@@ -147,7 +147,7 @@ class RunLoop:
         if not self._settings.last_pass:
             return True
         self._counts.in_last_pass = True  # set first: items found damaged in this pass were dead already
-        return not self._backlog.take_last_pass()
+        return not self._backlog.fetch_last_pass()
 
     def _feed_is_open(self) -> bool:
         return self._context.feed is not None and not self._context.feed.ended
@@ -175,14 +175,14 @@ class RunLoop:
             if isinstance(source, WakeUp):
                 source.clear()
             elif source is self._context.feed:
-                self._take_feed()
+                self._read_feed()
             else:
                 self._runner.handle(source, mask)
 
-    def _take_feed(self) -> None:
+    def _read_feed(self) -> None:
         feed = self._context.feed
         assert feed is not None
-        self._counts.total += feed.take()
+        self._counts.total += feed.register_arrived()
         self._backlog.more_arrived()
         if feed.ended:
             self._selector.unregister(feed.fileno())

@@ -41,8 +41,8 @@ class Outcomes:
     def __len__(self) -> int:
         return len(self._inbox)
 
-    def take(self, out: dict[int, Item], frame: Any, name: str, printed: dict[int, str]) -> None:
-        """Take the outcomes that worker ``name`` reports (`headway.run.worker.protocol`).
+    def add_report(self, out: dict[int, Item], frame: Any, name: str, printed: dict[int, str]) -> None:
+        """Add the outcomes that worker ``name`` reports (`headway.run.worker.protocol`).
 
         Items not in ``out`` are ignored: they no longer belong to this worker.
         """

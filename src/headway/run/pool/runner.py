@@ -86,7 +86,7 @@ class Feed(Protocol):
 
     def fileno(self) -> int: ...
 
-    def take(self) -> int:
+    def register_arrived(self) -> int:
         """Register the items that have arrived; return how many are new."""
         ...
 

@@ -65,15 +65,15 @@ class TimeLimit:
         await self._timeout.__aenter__()
         self._watch = watch()
         self._began = self._watch.elapsed()
-        self._look_again_within(self._seconds)
+        self._check_within(self._seconds)
 
-    def _look_again_within(self, left: float) -> None:
-        self._next = asyncio.get_running_loop().call_later(min(left, LOOK_SECONDS), self._look)
+    def _check_within(self, left: float) -> None:
+        self._next = asyncio.get_running_loop().call_later(min(left, LOOK_SECONDS), self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         left = self._seconds - (self._watch.elapsed() - self._began)
         if left > 0:
-            self._look_again_within(left)
+            self._check_within(left)
         else:
             self._timeout.reschedule(0.0)
 
@@ -100,12 +100,12 @@ def watch() -> Stopwatch:
     if _watched is None or _watched[0] != os.getpid():  # a race creates two stopwatches, and both work
         made = Stopwatch()
         with suppress(RuntimeError):  # out of threads: only the waiting code reads it
-            threading.Thread(target=_ask_for_ever, args=(made,), name="headway-watch", daemon=True).start()
+            threading.Thread(target=_poll_forever, args=(made,), name="headway-watch", daemon=True).start()
         _watched = os.getpid(), made
     return _watched[1]
 
 
-def _ask_for_ever(made: Stopwatch) -> None:
+def _poll_forever(made: Stopwatch) -> None:
     while True:
         time.sleep(LOOK_SECONDS)
         made.elapsed()

@@ -332,7 +332,7 @@ class RunWorker:
             while self._await_frame():
                 for frame in self._link.frames():
                     if "work" in frame:
-                        self._take_work(frame)
+                        self._add_work(frame)
                     else:
                         self._give_back(ending="stop" in frame)
         finally:
@@ -345,7 +345,7 @@ class RunWorker:
             self._reports.flush_if_late()
         return self._link.receive()
 
-    def _take_work(self, frame: dict[str, Any]) -> None:
+    def _add_work(self, frame: dict[str, Any]) -> None:
         self._reports.failure_limit = frame["failures"]
         self._todo.extend(unpack_work(frame))
         if self._reports.failed_too_often:
