@@ -192,7 +192,7 @@ def test_a_number_that_the_machine_cannot_start_ends_no_run(place: Path):
             job = ledger.job("ads")
             job.scale(200, actor="alice")
             said = lines_until(run, "cannot be started: Too many open files.")
-            assert "Going on with 2 items at once, as at the start." in said
+            assert "Continuing with 2 items at once, as at the start." in said
             (place / "free").touch()
             assert run.stderr is not None
             assert run.wait(60) == 0, run.stderr.read()

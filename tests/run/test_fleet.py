@@ -273,7 +273,7 @@ def test_what_a_fleet_cannot_do_is_refused_before_anything_is_written(
     run = ("run", "work:double", "--items", "items.jsonl")
     assert "Add --fleet" in quick_cli(*run, "--detach").stderr
     assert "needs PostgreSQL" in quick_cli(*run, "--fleet", "--database", f"sqlite:///{place}/x.db").stderr
-    assert "writes no file" in quick_cli(*run, "--fleet", "--detach", "--output", "x.jsonl").stderr
+    assert "cannot write a file" in quick_cli(*run, "--fleet", "--detach", "--output", "x.jsonl").stderr
     with pytest.raises(InvalidInput, match="cannot import"):
         headway.map(lambda item: item, [1], job="ads", fleet=True)
     with pytest.raises(InvalidInput, match="for a fleet"):

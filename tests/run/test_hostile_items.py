@@ -399,7 +399,7 @@ def test_a_function_that_returns_what_nobody_awaits_fails_its_items_and_says_wha
     (place / "items.jsonl").write_text("1\n2\n")
     done = headway_cli("run", "lazy:start", "-i", "items.jsonl", "-j", "ads")
     assert done.returncode == 3, done.stderr
-    assert "nothing was executed" in done.stderr
+    assert "nothing was run" in done.stderr
     job = job_in(place)
     assert (job.info().done, job.info().dead, job.info().failures) == (0, 2, 2), "tried once each: trying cannot help"
 

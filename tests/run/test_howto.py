@@ -32,7 +32,6 @@ Sh = Callable[[str], "subprocess.CompletedProcess[str]"]
 
 PAGES = {
     "howto/server-and-laptop.md": ["tmux new", "--watch", "headway serve", "ssh -N", "token create laptop", "--database http"],
-    "howto/notify-me.md": ['tell-me "ads', "sinks ="],
     "howto/from-celery.md": ["apply_async"],
     "howto/own-executor.md": ["MPIPoolExecutor"],
     "reference/run.md": ["headway run module:function", "./convert.sh", "job.remaining()"],
@@ -180,15 +179,8 @@ def test_the_page_of_a_server_is_asked_from_a_laptop_through_a_tunnel(place: Pat
 
 # ---- be told when it is done ----------------------------------------------------------------------------------------
 
-NOTIFY = "howto/notify-me.md"
 
-
-def test_the_shell_tells_how_a_run_ended(place: Path, sh: Sh):
-    assert sh(block(NOTIFY, 'tell-me "ads')).returncode == 0
-    assert (place / "told").read_text() == "ads ended with 3\n"
-
-
-def test_sinks_of_the_settings_are_told(place: Path, sh: Sh):
+def test_sinks_of_the_settings_get_the_event_of_a_run(place: Path, sh: Sh):
     bodies: list[bytes] = []
 
     class Hook(BaseHTTPRequestHandler):
@@ -200,8 +192,7 @@ def test_sinks_of_the_settings_are_told(place: Path, sh: Sh):
     with HTTPServer(("127.0.0.1", 0), Hook) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/hook"
-        text = block(NOTIFY, "sinks =").replace("https://hooks.example.org/services/T0/B0/secret", address)
-        (place / "headway.toml").write_text(text.replace("/usr/local/bin", str(place / "bin")))
+        (place / "headway.toml").write_text(f'sinks = ["{address}", "command:{place}/bin/tell-me --channel ops"]')
         assert sh("headway run ads:make_ad --items products.jsonl --job ads").returncode == 3
         server.shutdown()
     assert len(bodies) == 1

@@ -173,7 +173,7 @@ def test_models_of_pydantic_and_arrays_of_numpy_are_refused_with_what_to_give_in
 @pytest.mark.parametrize(
     ("function", "items", "options", "said"),
     [
-        (abs, [object()], {}, "item 0: An item cannot be stored as JSON: it contains a object in it"),
+        (abs, [object()], {}, "item 0: An item cannot be stored as JSON: it contains a object"),
         (abs, "items.txt", {}, "must be a list, not a string"),
         ("no function", [1], {}, "is not a function"),
         (lambda: None, [1], {}, "cannot be called with one item"),
@@ -257,9 +257,7 @@ def test_an_item_that_is_no_json_is_one_error_with_its_hint(tmp_path: Path):
     )
     assert done.stderr.count("Traceback") == 1
     *_, error, hint = done.stderr.strip().splitlines()
-    assert (
-        error == "headway.errors.InvalidInput: item 0: An item cannot be stored as JSON: it contains a PosixPath in it."
-    )
+    assert error == "headway.errors.InvalidInput: item 0: An item cannot be stored as JSON: it contains a PosixPath."
     assert hint == "Hint: Give str(item), and let the function rebuild it: Path(item)"
 
 

@@ -115,7 +115,7 @@ def test_from_a_program_results_come_back_and_what_cannot_be_kept_costs_nothing_
     assert done.done == 5
     assert [(found.index, found.result) for found in done.results()] == [(0, 0.0), (1, None), (4, 2.0)]
     assert [found.index for found in done.results(ordered=False)] == [0, 4]
-    with pytest.raises(InvalidInput, match="results of 2 of them were not kept"):
+    with pytest.raises(InvalidInput, match="results of 2 were not kept"):
         headway.map(half, range(5), output=tmp_path / "out.jsonl", **options)  # type: ignore[arg-type]
 
 

@@ -123,7 +123,7 @@ def test_a_module_that_cannot_be_imported_anew_ends_the_run_with_a_reason(databa
     exec("def double(n): return 2 * n", module.__dict__)
     sys.modules[module.__name__] = module
     try:
-        with pytest.raises(HeadwayError, match=r"workers in a row ended by itself with code 1 before they began"):
+        with pytest.raises(HeadwayError, match=r"workers in a row ended by itself with code 1 before they started"):
             mapped(module.double, [1], database, start="spawn")
     finally:
         del sys.modules[module.__name__]

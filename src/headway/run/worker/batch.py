@@ -33,16 +33,16 @@ from headway.core.lifecycle import LOOK_SECONDS, Stopwatch
 from headway.run.output.capture import Printing
 from headway.run.output.results import Keep
 from headway.run.worker.attempt import TimeIsUp, TimeLimit, decoded, failed_row, kept_result, watch
+from headway.run.worker.protocol import SLOT_SIZE, SlotTable
 
 #: A batch that has run this many seconds gives back the items it has not begun.
 SPELL_SECONDS = 0.5
-#: A slot: running item (index + 1, or 0), its start, last item begun (index + 1), and pid.
-_SLOT = struct.Struct("<qdqq")
-_RUNNING = struct.Struct("<q")
 #: The header: whether items are recalled, whether the run is active, its pid, and the machine.
 _HEADER = struct.Struct("<BBq246s")
 #: Number of slots. Further concurrent batches run without one.
 SLOTS = 1024
+#: What a batch without a slot has recorded.
+_EMPTY = (0, 0.0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Orders:
     page: str
 
 
-class Page:
+class Page(SlotTable):
     """The shared file. The run creates it with owner-only permissions and removes it; batches open it if they can."""
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
@@ -63,10 +63,10 @@ class Page:
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
         descriptor = os.open(path, flags, 0o600)
         try:
-            size = _HEADER.size + SLOTS * _SLOT.size
+            size = _HEADER.size + SLOTS * SLOT_SIZE
             if create:
                 os.truncate(descriptor, size)
-            self._memory = mmap.mmap(descriptor, size)
+            super().__init__(mmap.mmap(descriptor, size), _HEADER.size)
         finally:
             os.close(descriptor)
         if create:
@@ -114,7 +114,7 @@ class Page:
         """Allot an empty slot; None if all are in use."""
         slot = self._free.pop() if self._free else None
         if slot is not None:
-            _SLOT.pack_into(self._memory, _HEADER.size + slot * _SLOT.size, 0, 0.0, 0, 0)
+            self.clear(slot)
         return slot
 
     def free(self, slot: int | None) -> None:
@@ -122,26 +122,15 @@ class Page:
         if slot is not None:
             self._free.append(slot)
 
-    def begin(self, slot: int, idx: int, now: float) -> None:
-        """Record that the slot runs item ``idx`` since ``now``."""
-        _SLOT.pack_into(self._memory, _HEADER.size + slot * _SLOT.size, idx + 1, now, idx + 1, os.getpid())
-
-    def end(self, slot: int) -> None:
-        """Record that the slot's item has ended."""
-        _RUNNING.pack_into(self._memory, _HEADER.size + slot * _SLOT.size, 0)
-
     def running(self, slot: int | None) -> tuple[int, float] | None:
         """Return (idx, start on the machine's monotonic clock) of the running item."""
-        idx, began, _, _ = self._read(slot)
+        idx, began, _, _ = _EMPTY if slot is None else self.read(slot)
         return (idx - 1, began) if idx else None
 
     def last(self, slot: int | None) -> tuple[int, int] | None:
         """Return (idx, pid) of the last item begun, whether or not it has ended."""
-        _, _, last, pid = self._read(slot)
+        _, _, last, pid = _EMPTY if slot is None else self.read(slot)
         return (last - 1, pid) if last else None
-
-    def _read(self, slot: int | None) -> tuple[int, float, int, int]:
-        return (0, 0.0, 0, 0) if slot is None else _SLOT.unpack_from(self._memory, _HEADER.size + slot * _SLOT.size)
 
 
 def _machine() -> bytes:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import socket
 import struct
 from collections.abc import Iterable, Iterator
@@ -30,8 +31,9 @@ from typing import Any
 from headway.ledger import Item
 
 _LENGTH = struct.Struct("<I")
-#: A slot: running item (index + 1, or 0), its start, and the last item begun (index + 1).
-_SLOT = struct.Struct("<qdq")
+#: A slot: running item (index + 1, or 0), its start, last item begun (index + 1), and process id.
+_SLOT = struct.Struct("<qdqq")
+SLOT_SIZE = _SLOT.size
 _RUNNING = struct.Struct("<q")
 #: Size of the header, whose first byte says whether the worker lost its socket.
 _HEADER = 8
@@ -128,45 +130,63 @@ class Wire:
         self.socket.close()
 
 
-class Slots:
-    """Running item and start time per slot of a worker. The parent can read them after the worker was killed."""
+class SlotTable:
+    """The running item of each slot, in memory that processes of one machine share.
+
+    The parent can read it after the process that wrote it was killed. All processes of a machine share the monotonic
+    clock.
+    """
+
+    def __init__(self, memory: mmap.mmap, header: int) -> None:
+        self._memory, self._header = memory, header
+
+    def begin(self, slot: int, idx: int, now: float) -> None:
+        """Record that the slot runs item ``idx`` since ``now``."""
+        _SLOT.pack_into(self._memory, self._header + slot * _SLOT.size, idx + 1, now, idx + 1, os.getpid())
+
+    def end(self, slot: int) -> None:
+        """Record that the slot's item has ended."""
+        _RUNNING.pack_into(self._memory, self._header + slot * _SLOT.size, 0)
+
+    def clear(self, slot: int) -> None:
+        """Forget all items of the slot."""
+        _SLOT.pack_into(self._memory, self._header + slot * _SLOT.size, 0, 0.0, 0, 0)
+
+    def read(self, slot: int) -> tuple[int, float, int, int]:
+        """Return running item (index + 1, or 0), its start, last item begun (index + 1, or 0), and process id."""
+        return _SLOT.unpack_from(self._memory, self._header + slot * _SLOT.size)
+
+
+class Slots(SlotTable):
+    """The slots of a worker process. It runs one item per slot."""
 
     def __init__(self, count: int, file: int = -1) -> None:
         """Map the page. A spawned process passes the descriptor ``file``."""
         self.count = count
-        self._page = mmap.mmap(file, self.size(count))
+        super().__init__(mmap.mmap(file, self.size(count)), _HEADER)
 
     @staticmethod
     def size(count: int) -> int:
         """Return the size of the page for ``count`` slots, bytes."""
         return max(mmap.PAGESIZE, _HEADER + count * _SLOT.size)
 
-    def begin(self, slot: int, idx: int, now: float) -> None:
-        """Record that the slot runs item ``idx`` since ``now``."""
-        _SLOT.pack_into(self._page, _HEADER + slot * _SLOT.size, idx + 1, now, idx + 1)
-
-    def end(self, slot: int) -> None:
-        """Record that the slot's item has ended."""
-        _RUNNING.pack_into(self._page, _HEADER + slot * _SLOT.size, 0)
-
     def running(self) -> list[tuple[int, float]]:
-        """Return (idx, start) of running items. All processes of a machine share the monotonic clock."""
-        return [(idx - 1, began) for idx, began, _ in self._all() if idx]
+        """Return (idx, start) of running items."""
+        return [(idx - 1, began) for idx, began, _, _ in map(self.read, range(self.count)) if idx]
 
     def last(self) -> set[int]:
         """Return the last item each slot began, whether or not it has ended."""
-        return {last - 1 for _, _, last in self._all() if last}
+        return {last - 1 for _, _, last, _ in map(self.read, range(self.count)) if last}
 
     def mark_cut_off(self) -> None:
         """Record that the worker lost its socket because the function closed it."""
-        self._page[0] = 1
+        self._memory[0] = 1
 
     @property
     def cut_off(self) -> bool:
-        return self._page[0] == 1
+        """Whether the worker lost its socket."""
+        return self._memory[0] == 1
 
     def close(self) -> None:
-        self._page.close()
-
-    def _all(self) -> Iterator[tuple[int, float, int]]:
-        return (_SLOT.unpack_from(self._page, _HEADER + slot * _SLOT.size) for slot in range(self.count))
+        """Unmap the page."""
+        self._memory.close()
