@@ -276,7 +276,7 @@ def test_what_a_fleet_cannot_do_is_refused_before_anything_is_written(
     assert "cannot write a file" in quick_cli(*run, "--fleet", "--detach", "--output", "x.jsonl").stderr
     with pytest.raises(InvalidInput, match="cannot import"):
         headway.map(lambda item: item, [1], job="ads", fleet=True)
-    with pytest.raises(InvalidInput, match="for a fleet"):
+    with pytest.raises(InvalidInput, match="need fleet=True"):
         headway.map(len, ["a"], job="ads", slots=2)
     with pytest.raises(InvalidInput, match="begin with headway"):
         TaskQueue().handler("headway.slot")(lambda task, payload: None)
