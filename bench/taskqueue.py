@@ -32,7 +32,7 @@ from headway._sql import connect
 from headway.queue import TaskQueue
 from headway.queue.recovery import Sweeper
 from headway.queue.store import claim as claims
-from headway.queue.store import complete as settling
+from headway.queue.store import complete as outcomes
 from headway.queue.store.claim import Claimant
 from headway.queue.task import PRIORITIES
 from tests.services import postgres as postgres_service
@@ -293,7 +293,7 @@ def sweeping(report: Report, own: Servers, sizes: list[int]) -> None:
 def claim_and_give_back(queue: TaskQueue) -> None:
     who = Claimant("bench", Owner.current(), ["tick"])
     taken = queue.database.run(lambda tx: claims.claim(tx, who, queues=PRIORITIES, limit=10))
-    queue.database.run(lambda tx: [settling.give_back(tx, one) for one in taken])
+    queue.database.run(lambda tx: [outcomes.release(tx, one) for one in taken])
 
 
 def add_finished(queue: TaskQueue, first: int, last: int) -> None:

@@ -199,12 +199,12 @@ elif PEER in ("headway", "headway_fork", "headway_database"):
     def work() -> None:
         """One worker with its batch. (`headway worker` has the batch of the settings.)"""
         from headway.core.lifecycle import Shutdown, on_signals
+        from headway.queue.rq.source import RqSource
         from headway.queue.worker.heartbeat import Settings
-        from headway.queue.worker.rq_source import RqSource
         from headway.queue.worker.worker import Worker
 
         name, shutdown = f"bench.{os.getpid()}", Shutdown()
-        source = RqSource(queue, REDIS, name=name) if queue.redis_url else None
+        source = RqSource(queue, REDIS, name=name) if queue.backend.redis_url else None
         with on_signals(shutdown):
             Worker(queue, name=name, source=source, settings=Settings(batch=BATCH), shutdown=shutdown).run()
 

@@ -23,7 +23,7 @@ from headway._lease import Owner
 from headway.core.failure import Failure
 from headway.errors import StorageError
 from headway.queue.store import claim as claims
-from headway.queue.store import complete as settling
+from headway.queue.store import complete as outcomes
 from headway.queue.store.claim import Claimant
 from headway.queue.task import PRIORITIES, Claim, Status, Task
 from headway.queue.task_queue import TaskQueue
@@ -72,7 +72,7 @@ def run_waiting(queue: TaskQueue, *, limit: int = 1000) -> list[Task]:
 
 def _run(queue: TaskQueue, claim: Claim) -> Task:
     def report(percent: float, message: str) -> None:
-        queue.database.run(lambda tx: settling.progress(tx, claim, percent, message))
+        queue.database.run(lambda tx: outcomes.progress(tx, claim, percent, message))
 
     def cancelled() -> bool:
         return queue.get(claim.id).cancelling
@@ -80,18 +80,18 @@ def _run(queue: TaskQueue, claim: Claim) -> Task:
     began = time.monotonic()
     task = RunningTask(claim, report, cancelled)
     try:
-        payload = queue.payload(claim.id, claim.payload)
+        payload = queue.backend.decode(claim.id, claim.payload)
     except StorageError as error:
         result = Ended(failure=Failure("PayloadRefused", str(error)), retryable=False)
     else:
         result = perform(task, queue.handlers[claim.kind].function, payload, queue.context)
     seconds = time.monotonic() - began
     if result.failure is None:
-        stored = None if result.result is None else queue.sealed_result(claim.id, result.result)
-        return queue.database.run(lambda tx: settling.complete(tx, claim, stored, seconds))
+        stored = None if result.result is None else queue.backend.encode_result(claim.id, result.result)
+        return queue.database.run(lambda tx: outcomes.complete(tx, claim, stored, seconds))
     failure, outcome, retryable = result.failure, result.outcome, result.retryable
     return queue.database.run(
-        lambda tx: settling.fail(tx, claim, failure, outcome=outcome, retryable=retryable, seconds=seconds)
+        lambda tx: outcomes.fail(tx, claim, failure, outcome=outcome, retryable=retryable, seconds=seconds)
     )
 
 

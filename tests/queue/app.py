@@ -15,11 +15,11 @@ from typing import Any
 
 from headway._lease import Owner
 from headway.core.lifecycle import Shutdown, on_signals
+from headway.queue.rq.source import RqSource
 from headway.queue.store.claim import Claimant
 from headway.queue.task_queue import TaskQueue
 from headway.queue.worker.execution import GiveUp
 from headway.queue.worker.heartbeat import Settings
-from headway.queue.worker.rq_source import RqSource
 from headway.queue.worker.worker import Worker
 
 ISOLATIONS = ("fork", "none")

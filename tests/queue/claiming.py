@@ -5,7 +5,7 @@ from __future__ import annotations
 from headway._lease import Owner
 from headway.core.failure import Failure
 from headway.queue.store import claim as claims
-from headway.queue.store import complete as settling
+from headway.queue.store import complete as outcomes
 from headway.queue.store.claim import Claimant
 from headway.queue.task import PRIORITIES, Claim, Task
 from headway.queue.task_queue import TaskQueue
@@ -24,8 +24,8 @@ def take(queue: TaskQueue, limit: int = 1, who: Claimant | None = None, **option
 
 
 def complete(queue: TaskQueue, claim: Claim, result: str | None = None) -> Task:
-    return queue.database.run(lambda tx: settling.complete(tx, claim, result, 0.1))
+    return queue.database.run(lambda tx: outcomes.complete(tx, claim, result, 0.1))
 
 
 def fail(queue: TaskQueue, claim: Claim, failure: Failure = BOOM, **options) -> Task:
-    return queue.database.run(lambda tx: settling.fail(tx, claim, failure, **options))
+    return queue.database.run(lambda tx: outcomes.fail(tx, claim, failure, **options))

@@ -20,7 +20,14 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def queue(database_url: str) -> Iterator[TaskQueue]:
+def queue(one_per_user: TaskQueue) -> TaskQueue:
+    """The queue of a test; a file may replace it by one of its own."""
+    return one_per_user
+
+
+@pytest.fixture
+def one_per_user(database_url: str) -> Iterator[TaskQueue]:
+    """A queue that allows one active task per user."""
     with TaskQueue(database_url) as made:
         made.handler("caption", retries=3, retry_delay=0.01)(lambda task, payload: payload)
         made.handler("resize", retries=0)(lambda task, payload: payload)
@@ -49,7 +56,7 @@ def spawn(nursery: Nursery, queue: TaskQueue, database_url: str) -> Iterator[Cal
     started: list[Forked] = []
 
     def start(name: str, drain: float = 5.0, **more: Any) -> Forked:
-        child = nursery.start(name, url=database_url, redis=queue.redis_url, drain=drain, **more)
+        child = nursery.start(name, url=database_url, redis=queue.backend.redis_url, drain=drain, **more)
         started.append(child)
         return child
 

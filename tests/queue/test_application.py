@@ -93,7 +93,7 @@ def test_a_factory_is_called_and_its_workers_run_tasks_in_its_context(
 def test_a_flask_application_is_as_good_as_its_extension(home: Path, made: str):
     (home / "shop.py").write_text(SHOP + made)
     with load("shop:app") as queue:
-        assert queue.database_url == "sqlite:///shop.db"
+        assert queue.backend.url == "sqlite:///shop.db"
         assert list(queue.handlers) == ["word"]
 
 
@@ -133,7 +133,7 @@ def test_an_unbound_extension_accepts_no_task_and_creates_no_database(home: Path
     with eager(extension):
         assert extension.submit("word", 7).status is Status.QUEUED
     with Headway(database="sqlite:///own.db") as configured:
-        assert configured.is_configured
+        assert configured.backend.is_configured
 
 
 def test_an_application_factory_may_be_called_again_while_the_queue_is_in_use(tmp_path: Path):

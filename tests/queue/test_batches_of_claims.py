@@ -18,15 +18,15 @@ from headway._sql.tx import Cursor
 from headway.core.failure import Failure
 from headway.core.lifecycle import Shutdown
 from headway.queue.recovery import Sweeper
-from headway.queue.rq import RqHints
+from headway.queue.rq.hints import RqHints
+from headway.queue.rq.source import RqSource
 from headway.queue.store import claim as claims
-from headway.queue.store import complete as settling
+from headway.queue.store import complete as outcomes
 from headway.queue.store import hints as hinting
 from headway.queue.store.claim import Claimant
 from headway.queue.store.complete import Success
 from headway.queue.task import PRIORITIES, Priority, Status, TaskConflict, UserBusy
 from headway.queue.task_queue import TaskQueue
-from headway.queue.worker.rq_source import RqSource
 from headway.queue.worker.worker import Worker
 from tests.queue import app
 from tests.queue.nursery import Nursery
@@ -49,7 +49,7 @@ def take(queue: TaskQueue, limit: int, who: Claimant | None = None, **options):
 
 def complete(queue: TaskQueue, taken, **options):
     done = [Success(claim, json.dumps(claim.id), 0.5, **options) for claim in taken]
-    return queue.database.run(lambda tx: settling.complete_all(tx, done))
+    return queue.database.run(lambda tx: outcomes.complete_all(tx, done))
 
 
 def events(queue: TaskQueue) -> list[tuple[str, str, int, dict[str, object]]]:
@@ -80,7 +80,7 @@ def test_a_hundred_are_claimed_and_settled_by_as_many_statements_as_one(crowd: T
         def work(tx: Tx, many: int = many, seen: list[str] = seen) -> int:
             tx = statements(tx, seen)
             taken = claims.claim(tx, worker(), queues=PRIORITIES, limit=many)
-            return len(settling.complete_all(tx, [Success(claim, None, 0.1) for claim in taken]))
+            return len(outcomes.complete_all(tx, [Success(claim, None, 0.1) for claim in taken]))
 
         assert crowd.database.run(work) == many
         found.append(len(seen))
@@ -122,7 +122,7 @@ def test_every_change_of_a_batch_has_its_event_with_the_tasks_version(crowd: Tas
 def test_of_a_batch_only_what_is_still_the_workers_own_is_completed(crowd: TaskQueue):
     crowd.submit_many({"kind": "caption", "id": f"t{n}"} for n in range(3))
     taken = take(crowd, 3, worker("old", lease=-1.0))
-    again = crowd.database.run(settling.lapsed)
+    again = crowd.database.run(outcomes.lapsed)
     assert {task.id for task in again} == {"t0", "t1", "t2"}
     [back] = [claim for claim in eventually(lambda: take(crowd, 1, worker("new"))) if claim.id]
     assert complete(crowd, taken) == {}
@@ -210,8 +210,8 @@ def test_a_worker_that_did_not_hear_of_its_claim_is_given_the_same_tasks(postgre
 def test_a_batch_whose_record_was_sent_twice_is_completed_once(crowd: TaskQueue):
     crowd.submit_many({"kind": "caption"} for _ in range(3))
     done = [Success(claim, None, 0.5) for claim in take(crowd, 3)]
-    first = settling.complete_alone(crowd.database, done)
-    again = settling.complete_alone(crowd.database, done)
+    first = outcomes.complete_alone(crowd.database, done)
+    again = outcomes.complete_alone(crowd.database, done)
     assert len(first) == 3
     assert again == (first if crowd.database.engine == "postgresql" else {})  # SQLite's answer is never lost
     assert len(events(crowd)) == 9
@@ -224,7 +224,7 @@ def test_a_record_that_claims_the_next_batch_may_be_sent_twice(crowd: TaskQueue)
     done = [Success(claim, None, 0.5) for claim in take(crowd, 2, who)]
 
     def record_and_claim():
-        return settling.complete_and_claim(crowd.database, done, who, queues=PRIORITIES, limit=2)
+        return outcomes.complete_and_claim(crowd.database, done, who, queues=PRIORITIES, limit=2)
 
     recorded, claimed = record_and_claim()
     assert recorded == {"t0", "t1"}
@@ -243,7 +243,7 @@ def test_what_is_somebody_elses_by_now_is_not_recorded_when_the_next_batch_is_cl
     kept, lost = take(crowd, 2)
     crowd.database.write("UPDATE tasks SET token = token + 1, worker = 'w2' WHERE id = ?", (lost.id,))
     done = [Success(claim, None, 0.5) for claim in (kept, lost)]
-    recorded, claimed = settling.complete_and_claim(crowd.database, done, worker(), queues=PRIORITIES, limit=5)
+    recorded, claimed = outcomes.complete_and_claim(crowd.database, done, worker(), queues=PRIORITIES, limit=5)
     assert recorded == {kept.id}
     assert [claim.id for claim in claimed] == ["t2"]
     assert crowd.get(lost.id).status is Status.RUNNING
@@ -254,11 +254,11 @@ def test_neither_a_pause_nor_a_limit_is_passed_over_when_the_next_batch_is_claim
     first, second = take(crowd, 2)
     crowd.pause("normal", reason="r", by="me")
     done = [Success(first, None, 0.5)]
-    assert settling.complete_and_claim(crowd.database, done, worker(), queues=PRIORITIES, limit=9) == ({first.id}, [])
+    assert outcomes.complete_and_claim(crowd.database, done, worker(), queues=PRIORITIES, limit=9) == ({first.id}, [])
     crowd.resume("normal")
     crowd.limit("kind", "caption", concurrency=0)
     done = [Success(second, None, 0.5)]
-    assert settling.complete_and_claim(crowd.database, done, worker(), queues=PRIORITIES, limit=9) == ({second.id}, [])
+    assert outcomes.complete_and_claim(crowd.database, done, worker(), queues=PRIORITIES, limit=9) == ({second.id}, [])
 
 
 ODD = ['"', "\\", "{}", "NULL", "a,b", "\n\t", "\u00e4\u2028", '\\"', " ", "'; DROP TABLE tasks; --", "%s ? %%"]
@@ -272,7 +272,7 @@ def test_odd_texts_of_a_batch_come_back_as_they_were(crowd: TaskQueue):
     assert [json.loads(claim.payload) for claim in taken if claim.payload[0] == "["] == [ODD]
     odd = {claim.id: text for claim, text in zip(taken, [*ODD, "last"], strict=True)}
     done = [Success(claim, json.dumps(odd[claim.id]), 0.1, odd[claim.id]) for claim in taken]
-    assert len(settling.complete_alone(crowd.database, done)) == len(taken)
+    assert len(outcomes.complete_alone(crowd.database, done)) == len(taken)
     rows = crowd.database.all("SELECT id, result, message FROM tasks")
     assert {id: (json.loads(result), message) for id, result, message in rows} == {
         id: (text, text) for id, text in odd.items()
@@ -304,9 +304,9 @@ def test_a_batch_is_recorded_and_the_next_claimed_without_reading_the_table_from
         taken = take(queue, 100)
         for _ in range(12):  # psycopg prepares what is sent five times, PostgreSQL keeps the plan after five more
             done = [Success(claim, None, 0.1) for claim in taken]
-            recorded, taken = settling.complete_and_claim(queue.database, done, worker(), queues=PRIORITIES, limit=100)
+            recorded, taken = outcomes.complete_and_claim(queue.database, done, worker(), queues=PRIORITIES, limit=100)
             assert len(recorded) == len(taken) == 100
-        assert len(settling.complete_alone(queue.database, [Success(claim, None, 0.1) for claim in taken])) == 100
+        assert len(outcomes.complete_alone(queue.database, [Success(claim, None, 0.1) for claim in taken])) == 100
     eventually(lambda: sessions() == 1)
     assert read_through() == before
 
@@ -369,7 +369,7 @@ def test_a_failure_among_successes_costs_its_own_attempt_only(crowd: TaskQueue):
     crowd.submit_many({"kind": "caption", "id": f"t{n}"} for n in range(3))
     first, second, third = take(crowd, 3)
     complete(crowd, [first, third])
-    crowd.database.run(lambda tx: settling.fail(tx, second, Failure("ValueError", "boom")))
+    crowd.database.run(lambda tx: outcomes.fail(tx, second, Failure("ValueError", "boom")))
     found = {task.id: (task.status, task.attempts) for task in crowd.list()}
     assert found == {
         "t0": (Status.COMPLETED, 0), "t1": (Status.QUEUED, 1), "t2": (Status.COMPLETED, 0),

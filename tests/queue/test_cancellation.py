@@ -16,7 +16,7 @@ from headway.alerts.readings import fetch, judge
 from headway.queue import TaskCancelled, TaskQueue
 from headway.queue.handlers import Isolation
 from headway.queue.recovery import Sweeper
-from headway.queue.store import complete as settling
+from headway.queue.store import complete as outcomes
 from headway.queue.task import Status
 from headway.queue.worker.heartbeat import Settings
 from headway.queue.worker.worker import Worker
@@ -159,10 +159,10 @@ def test_a_cancelled_retry_keeps_the_attempt_that_failed_before(queue: TaskQueue
     assert queue.database.all("SELECT outcome FROM task_attempts") == [("failed",)]
 
 
-def test_a_cancelled_task_whose_worker_ends_is_not_run_again(queue: TaskQueue):
-    task = queue.submit("caption", user_id="anna")
-    [claim] = take(queue)
-    queue.cancel(task.id, by="anna")
-    queue.database.run(lambda tx: settling.give_back(tx, claim))
-    assert queue.get(task.id).status is Status.CANCELLED
-    assert queue.submit("caption", user_id="anna").status is Status.QUEUED, "the user's place is free"
+def test_a_cancelled_task_whose_worker_ends_is_not_run_again(one_per_user: TaskQueue):
+    task = one_per_user.submit("caption", user_id="anna")
+    [claim] = take(one_per_user)
+    one_per_user.cancel(task.id, by="anna")
+    one_per_user.database.run(lambda tx: outcomes.release(tx, claim))
+    assert one_per_user.get(task.id).status is Status.CANCELLED
+    assert one_per_user.submit("caption", user_id="anna").status is Status.QUEUED, "the user's place is free"

@@ -57,7 +57,7 @@ def test_a_clock_that_was_set_forward_takes_nothing_from_those_who_live(queue: T
     forward = 0.0
     sweeper = Sweeper(queue, clock=lambda: time.monotonic() - forward)
     sign = workers.Sign("far", far_away(), PRIORITIES, "busy", id, 0, 0, 0)
-    queue.database.run(lambda tx: workers.say_alive(tx, sign))
+    queue.database.run(lambda tx: workers.heartbeat(tx, sign))
     sweeper.tick()
     forward = 3600.0
     turn_clock(queue, forward)
@@ -90,7 +90,7 @@ def test_a_sweeper_that_stood_by_when_the_clock_was_set_forward_remembers_it_for
 def test_a_clock_that_was_set_back_keeps_neither_a_dead_sweeper_nor_a_dead_worker_for_alive(queue: TaskQueue):
     queue.database.run(lambda tx: SqlLeases().acquire(tx, "queue.sweeper", far_away(), 8.0))
     sign = workers.Sign("far", far_away(), PRIORITIES, "idle", None, 0, 0, 0)
-    queue.database.run(lambda tx: workers.say_alive(tx, sign))
+    queue.database.run(lambda tx: workers.heartbeat(tx, sign))
     turn_clock(queue, -3600)
     id = claimed_far_away(queue)
     sweeper = Sweeper(queue)

@@ -20,10 +20,10 @@ import pytest
 
 from headway.core.lifecycle import Shutdown
 from headway.errors import HeadwayError
+from headway.queue.rq.source import RqSource
 from headway.queue.task import Status
 from headway.queue.task_queue import TaskQueue
 from headway.queue.worker.heartbeat import Settings
-from headway.queue.worker.rq_source import RqSource
 from headway.queue.worker.worker import Worker
 from tests.queue import app
 from tests.queue.nursery import Nursery
@@ -250,7 +250,7 @@ def queue(database_url: str) -> Iterator[TaskQueue]:
 
 
 def drain(queue: TaskQueue) -> None:
-    source = None if queue.redis_url is None else RqSource(queue, queue.redis_url, name="drainer")
+    source = None if queue.backend.redis_url is None else RqSource(queue, queue.backend.redis_url, name="drainer")
     Worker(queue, source=source, settings=Settings(rest=0.05)).run(burst=True)
 
 
@@ -316,16 +316,16 @@ def no_descriptor_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_task_for_which_no_process_can_be_started_waits_and_is_not_charged(queue: TaskQueue):
-    task = queue.submit("resize")  # no retries
-    worker = Worker(queue, shutdown=Shutdown())
-    queue.stats()
+def test_a_task_for_which_no_process_can_be_started_waits_and_is_not_charged(one_per_user: TaskQueue):
+    task = one_per_user.submit("resize")  # no retries
+    worker = Worker(one_per_user, shutdown=Shutdown())
+    one_per_user.stats()
     with no_descriptor_left(), pytest.raises(HeadwayError, match="Too many open files"):
         worker.tick()
-    waiting = queue.get(task.id)
+    waiting = one_per_user.get(task.id)
     assert (waiting.status, waiting.attempts) == (Status.QUEUED, 0)
     worker.tick()
-    assert queue.get(task.id).status is Status.COMPLETED
+    assert one_per_user.get(task.id).status is Status.COMPLETED
 
 
 def test_tasks_that_no_thread_can_look_after_wait_and_are_not_charged(

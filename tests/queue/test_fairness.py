@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headway.queue.store import claim as claims
-from headway.queue.store import complete as settling
+from headway.queue.store import complete as outcomes
 from headway.queue.task_queue import TaskQueue
 from tests.queue.claiming import complete, fail, take, worker
 
@@ -70,6 +70,6 @@ def test_tasks_that_an_operator_tries_again_take_their_turn(crowd: TaskQueue):
 def test_a_users_tasks_that_are_given_back_together_stand_one_behind_the_other(crowd: TaskQueue):
     crowd.submit_many({"kind": "caption", "user_id": "anna"} for _ in range(10))
     held = take(crowd, 10)
-    crowd.database.run(lambda tx: settling.give_back_all(tx, held))
+    crowd.database.run(lambda tx: outcomes.release_all(tx, held))
     crowd.submit("caption", user_id="ben")
     assert "ben" in [claim.user_id for claim in take(crowd, 2)]

@@ -82,7 +82,7 @@ def test_a_process_that_decodes_reads_the_new_key_first(queue: TaskQueue, tmp_pa
     with process(tmp_path) as other:
         id = other.submit("echo", "secret").id
         [(stored,)] = other.database.all("SELECT payload FROM tasks WHERE id = ?", (id,))
-    assert json.loads(queue.payload(id, stored)) == "secret"
+    assert json.loads(queue.backend.decode(id, stored)) == "secret"
 
 
 def test_a_result_is_encrypted_with_the_key_of_the_moment_it_was_returned(tmp_path: Path, use: Use):

@@ -57,5 +57,5 @@ def test_a_burst_that_ends_because_of_its_memory_says_that_it_is_not_through(tmp
         queue.handler("leak", isolation="none")(lambda task, payload: left.append(bytearray(b"x") * (64 * MB)))
         queue.submit("leak")
         queue.set("memory_limit", (rss(os.getpid()) + 32 * MB) // MB)
-        with pytest.raises(HeadwayError, match="ended before all was done"):
+        with pytest.raises(HeadwayError, match="exited before all tasks were done"):
             supervisor.work_off(queue, supervisor.Plan(""), shutdown=Shutdown())

@@ -12,7 +12,7 @@ import pytest
 from headway.errors import InvalidInput
 from headway.queue import migration
 from headway.queue.recovery import Sweeper
-from headway.queue.rq import RqHints
+from headway.queue.rq.hints import RqHints
 from headway.queue.task import Status
 from headway.queue.task_queue import TaskQueue
 from headway.queue.worker.worker import Worker

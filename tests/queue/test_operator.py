@@ -52,7 +52,7 @@ def start(nursery: Nursery, queue: TaskQueue, postgres_url: str) -> Iterator[Sta
     started: list[Forked] = []
 
     def begin(name: str) -> Forked:
-        started.append(nursery.start(name, url=postgres_url, redis=queue.redis_url, drain=60.0))
+        started.append(nursery.start(name, url=postgres_url, redis=queue.backend.redis_url, drain=60.0))
         eventually(lambda: queue.database.all("SELECT 1 FROM task_workers WHERE name = ?", (name,)), 60)
         return started[-1]
 
@@ -312,16 +312,16 @@ def test_a_submission_that_says_something_unknown_is_refused(shop: TaskQueue):
     assert shop.list() == []
 
 
-def test_a_page_behind_a_task_that_was_deleted_meanwhile_is_not_called_empty(queue: TaskQueue):
-    tasks = [queue.submit("caption", user_id=user) for user in ("anna", "ben", "carl")]
-    queue.cancel(tasks[1].id)
-    queue.database.run(lambda tx: tx.execute("UPDATE tasks SET ended_at = ended_at - 40 * 86400"))
-    assert [task.id for task in queue.list(before=tasks[1].id)] == [tasks[0].id]
-    assert Sweeper(queue).purge() == 1
+def test_a_page_behind_a_task_that_was_deleted_meanwhile_is_not_called_empty(one_per_user: TaskQueue):
+    tasks = [one_per_user.submit("caption", user_id=user) for user in ("anna", "ben", "carl")]
+    one_per_user.cancel(tasks[1].id)
+    one_per_user.database.run(lambda tx: tx.execute("UPDATE tasks SET ended_at = ended_at - 40 * 86400"))
+    assert [task.id for task in one_per_user.list(before=tasks[1].id)] == [tasks[0].id]
+    assert Sweeper(one_per_user).purge() == 1
     with pytest.raises(NotFound):
-        queue.list(before=tasks[1].id)
+        one_per_user.list(before=tasks[1].id)
     with pytest.raises(NotFound):  # somebody else's is as missing
-        queue.list(before=tasks[2].id, user_id="anna")
+        one_per_user.list(before=tasks[2].id, user_id="anna")
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from cryptography.fernet import Fernet
 from headway.core.lifecycle import Shutdown
 from headway.errors import InvalidInput, NotFound, StorageError
 from headway.queue.payload import PlainCodec
+from headway.queue.rq.source import RqSource
 from headway.queue.task import Status
 from headway.queue.task_queue import TaskQueue
 from headway.queue.worker.heartbeat import Settings
-from headway.queue.worker.rq_source import RqSource
 from headway.queue.worker.worker import Worker
 from headway.testing import eager
 from tests.queue import app
@@ -70,7 +70,7 @@ def test_a_result_that_somebody_put_there_is_refused_also_if_it_is_the_tasks_own
         work_off(keyed)
         value = "payload" if stored == "payload" else f"'{stored}'"
         keyed.database.run(lambda tx: tx.execute(f"UPDATE tasks SET result = {value}"))
-        with pytest.raises(StorageError, match=f"The result of task {task.id} cannot be read") as refused:
+        with pytest.raises(StorageError, match=f"The result of task {task.id} cannot be decoded") as refused:
             keyed.result(task.id)
         assert "canary" not in str(refused.value)
 
@@ -107,7 +107,7 @@ def test_a_text_that_only_spells_the_character_zero_is_a_payload_and_a_result(qu
 
 
 def drain(queue: TaskQueue) -> None:
-    source = None if queue.redis_url is None else RqSource(queue, queue.redis_url, name="drainer")
+    source = None if queue.backend.redis_url is None else RqSource(queue, queue.backend.redis_url, name="drainer")
     Worker(queue, source=source, context=queue.context, settings=Settings(rest=0.05)).run(burst=True)
 
 

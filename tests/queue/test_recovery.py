@@ -17,8 +17,8 @@ from headway.errors import StaleClaim
 from headway.events import Event, SqlOutbox, append
 from headway.queue.recovery import Sweeper
 from headway.queue.store import claim as claims
-from headway.queue.store import complete as settling
-from headway.queue.store import insert as admission
+from headway.queue.store import complete as outcomes
+from headway.queue.store import insert
 from headway.queue.store.claim import LEASE, Claimant
 from headway.queue.task import PRIORITIES, Priority, Status, Task
 from headway.queue.task_queue import TaskQueue
@@ -34,7 +34,7 @@ def test_a_task_that_is_tried_again_while_the_sweeper_deletes_it_is_not_lost(pos
         queue.database.run(lambda tx: tx.execute("UPDATE tasks SET ended_at = ended_at - 40 * 86400"))
 
         def try_again(tx: Tx) -> Task:
-            task = admission.retry(tx, old.id, per_user=1)
+            task = insert.retry(tx, old.id, per_user=1)
             purged = threads.submit(Sweeper(queue).purge)
             eventually(lambda: purged.done() or queue.database.one("SELECT 1 FROM pg_locks WHERE NOT granted"))
             return task
@@ -63,37 +63,39 @@ def turn_clock(queue: TaskQueue, seconds: float) -> None:
     queue.database.run(lambda tx: tx.execute("UPDATE task_workers SET seen_at = seen_at - ?", (seconds,)))
 
 
-def test_a_sweeper_goes_on_when_the_database_was_put_back_to_before_there_was_one(queue: TaskQueue):
-    sweeper = Sweeper(queue)
+def test_a_sweeper_goes_on_when_the_database_was_put_back_to_before_there_was_one(one_per_user: TaskQueue):
+    sweeper = Sweeper(one_per_user)
     sweeper.tick()
-    queue.database.write("DELETE FROM leases")
-    id = claimed_far_away(queue)
-    turn_clock(queue, LEASE + 1)
+    one_per_user.database.write("DELETE FROM leases")
+    id = claimed_far_away(one_per_user)
+    turn_clock(one_per_user, LEASE + 1)
     sweeper.tick()
     sweeper.tick()
-    assert queue.get(id).status == "QUEUED"
+    assert one_per_user.get(id).status == "QUEUED"
 
 
 @pytest.mark.parametrize("ending", ["completed", "failed", "progress"])
-def test_a_worker_whose_claim_was_lost_by_a_failover_records_nothing_over_the_next_one(queue: TaskQueue, ending: str):
-    task = queue.submit("caption")
-    row = queue.database.one("SELECT version, token FROM tasks")
+def test_a_worker_whose_claim_was_lost_by_a_failover_records_nothing_over_the_next_one(
+    one_per_user: TaskQueue, ending: str
+):
+    task = one_per_user.submit("caption")
+    row = one_per_user.database.one("SELECT version, token FROM tasks")
     assert row is not None
     first, second = (Claimant(name, Owner.current(), ["caption"]) for name in ("first", "second"))
-    [lost] = queue.database.run(lambda tx: claims.claim(tx, first, queues=PRIORITIES))
-    queue.database.write(
+    [lost] = one_per_user.database.run(lambda tx: claims.claim(tx, first, queues=PRIORITIES))
+    one_per_user.database.write(
         "UPDATE tasks SET status = 'QUEUED', version = ?, token = ?, holder = NULL, lease_until = NULL", row
     )
-    [claim] = queue.database.run(lambda tx: claims.claim(tx, second, queues=PRIORITIES))
+    [claim] = one_per_user.database.run(lambda tx: claims.claim(tx, second, queues=PRIORITIES))
     calls: dict[str, Callable[[Tx], object]] = {
-        "completed": lambda tx: settling.complete(tx, lost, "1", 0.1),
-        "failed": lambda tx: settling.fail(tx, lost, Failure("ValueError", "boom")),
-        "progress": lambda tx: settling.progress(tx, lost, 50, "half"),
+        "completed": lambda tx: outcomes.complete(tx, lost, "1", 0.1),
+        "failed": lambda tx: outcomes.fail(tx, lost, Failure("ValueError", "boom")),
+        "progress": lambda tx: outcomes.progress(tx, lost, 50, "half"),
     }
     with pytest.raises(StaleClaim):
-        queue.database.run(calls[ending])
-    queue.database.run(lambda tx: settling.complete(tx, claim, "2", 0.1))
-    assert (queue.get(task.id).status, queue.get(task.id).attempts) == ("COMPLETED", 0)
+        one_per_user.database.run(calls[ending])
+    one_per_user.database.run(lambda tx: outcomes.complete(tx, claim, "2", 0.1))
+    assert (one_per_user.get(task.id).status, one_per_user.get(task.id).attempts) == ("COMPLETED", 0)
 
 
 def test_counts_and_allowances_are_not_kept_for_ever(crowd: TaskQueue):
@@ -122,7 +124,7 @@ class Odd:
     def __init__(self) -> None:
         self.rounds = 0
 
-    def look_at_memory(self) -> bool:
+    def check_memory(self) -> bool:
         self.rounds += 1
         if self.rounds == 1:
             raise RuntimeError("nobody knows this")
@@ -137,7 +139,7 @@ class Odd:
     def show_ended(self, tasks: Sequence[Task]) -> None:
         pass
 
-    def forget_the_dead(self) -> None:
+    def remove_dead_workers(self) -> None:
         pass
 
 
@@ -153,7 +155,7 @@ def test_a_sweeper_whose_round_fails_in_an_unknown_way_says_so_and_goes_on(
     finally:
         stop.set()
         thread.join()
-    assert "a round of the sweeper failed; it is tried again" in caplog.text
+    assert "a round of the sweeper failed; retrying" in caplog.text
 
 
 def test_the_sweeper_deletes_old_events_of_tasks_that_every_sink_has(crowd: TaskQueue):

@@ -16,12 +16,12 @@ from cryptography.fernet import Fernet
 
 from headway._lease import Owner
 from headway.queue.recovery import Sweeper
-from headway.queue.store import complete as settling
+from headway.queue.rq.source import RqSource
+from headway.queue.store import complete as outcomes
 from headway.queue.store.claim import Claimant
 from headway.queue.task import PRIORITIES, Status, UserBusy
 from headway.queue.task_queue import TaskQueue
 from headway.queue.worker.heartbeat import Settings
-from headway.queue.worker.rq_source import RqSource
 from headway.queue.worker.worker import Worker
 from tests.queue import app
 from tests.queue.nursery import Nursery
@@ -30,8 +30,8 @@ from tests.services.waiting import eventually
 
 
 def drain(queue: TaskQueue) -> None:
-    assert queue.redis_url is not None
-    source = RqSource(queue, queue.redis_url, name="drainer")
+    assert queue.backend.redis_url is not None
+    source = RqSource(queue, queue.backend.redis_url, name="drainer")
     Worker(queue, source=source, settings=Settings(rest=0.05)).run(burst=True)
 
 
@@ -51,7 +51,7 @@ def test_a_worker_notices_a_frozen_redis_within_30_seconds_and_works_on_from_the
             eventually(lambda: queue.get(first.id).is_final)
             server.sigstop()
             during = queue.submit("echo.none", 2)
-            eventually(lambda: "Redis is away: tasks are taken from the database" in log.read_text(), 30)
+            eventually(lambda: "Redis is unreachable; tasks are claimed from the database" in log.read_text(), 30)
             eventually(lambda: queue.get(during.id).is_final)
             server.sigcont()
             after = queue.submit("echo.none", 3)
@@ -75,7 +75,7 @@ def test_what_was_accepted_while_redis_was_frozen_goes_to_rq_and_runs_in_order(
                 for priority in reversed(PRIORITIES)
                 for _ in range(2)
             ]
-            assert [record.message for record in caplog.records if "Redis is away" in record.message]
+            assert [record.message for record in caplog.records if "Redis is unreachable" in record.message]
             assert not queue.database.all("SELECT 1 FROM tasks WHERE hinted_at IS NOT NULL"), "the rows know it at once"
         finally:
             server.sigcont()
@@ -122,16 +122,16 @@ def test_a_redis_that_lost_or_repeats_what_it_knew_costs_no_task_at_any_moment_o
         source = RqSource(queue, server.url(), name="by hand")
         taken = {claim.id: claim for claim in source.claim(who, PRIORITIES, 5)}
         assert set(taken) == {task[name] for name in moments[:5]}
-        settled = [queue.database.run(lambda tx: settling.complete(tx, taken[task["completed"]], None, 0.0))]
+        settled = [queue.database.run(lambda tx: outcomes.complete(tx, taken[task["completed"]], None, 0.0))]
         queue.cancel(task["cancelled"], by="anna")
-        settled.append(queue.database.run(lambda tx: settling.fail(tx, taken[task["cancelled"]], settling.LOST)))
-        settled.append(queue.database.run(lambda tx: settling.fail(tx, taken[task["retrying"]], settling.LOST)))
+        settled.append(queue.database.run(lambda tx: outcomes.fail(tx, taken[task["cancelled"]], outcomes.LOST)))
+        settled.append(queue.database.run(lambda tx: outcomes.fail(tx, taken[task["retrying"]], outcomes.LOST)))
         source.settled(settled)
         assert server.client().lpop("rq:queue:headway:normal") == task["popped"]
         fault(server)
-        done = queue.database.run(lambda tx: settling.complete(tx, taken[task["running"]], None, 0.0))
+        done = queue.database.run(lambda tx: outcomes.complete(tx, taken[task["running"]], None, 0.0))
         source.settled([done])
-        queue.database.run(lambda tx: settling.give_back(tx, taken[task["claimed"]]))  # its worker was told to end
+        queue.database.run(lambda tx: outcomes.release(tx, taken[task["claimed"]]))  # its worker was told to end
         sweeper = Sweeper(queue, hints=queue.hints)
 
         def over() -> bool:

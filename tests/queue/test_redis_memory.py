@@ -13,10 +13,10 @@ from headway._lease import Owner
 from headway.config import Config
 from headway.errors import HeadwayError
 from headway.queue.recovery import Sweeper
+from headway.queue.rq.source import RqSource
 from headway.queue.store.claim import Claimant
 from headway.queue.task import PRIORITIES
 from headway.queue.task_queue import TaskQueue
-from headway.queue.worker.rq_source import RqSource
 from headway.queue.worker.supervisor import CurrentHints
 from tests.services.redis import RedisServer
 
@@ -78,8 +78,8 @@ def test_hints_stop_and_a_warning_is_logged_at_the_configured_percents(
     queue = made(**values)
     assert queue.hints is not None
     with caplog.at_level(logging.WARNING, "headway"):
-        assert queue.hints.look_at_memory() is overflows
-        queue.hints.look_at_memory()
+        assert queue.hints.check_memory() is overflows
+        queue.hints.check_memory()
     assert [record.levelname for record in caplog.records] == (["CRITICAL"] if overflows else ["WARNING"] * warns)
     queue.submit("echo", 1)
     assert server.client().llen("rq:queue:headway:normal") == (0 if overflows else 1)
@@ -92,7 +92,7 @@ def test_hints_begin_again_below_the_warning_percent(made: Callable[..., TaskQue
     seen = []
     for percent in (60, 75, 60, 45, 60):
         fill(server, percent * 2**20)
-        seen.append(hints.look_at_memory())
+        seen.append(hints.check_memory())
     assert seen == [False, True, True, False, False]
 
 
@@ -123,7 +123,7 @@ def test_a_hint_that_a_full_redis_threw_away_is_missed_although_it_is_full(
         client.config_set("maxmemory", client.info("memory")["used_memory"] * 10 // 9)
         try:
             hints = CurrentHints(queue)
-            assert hints.look_at_memory()
+            assert hints.check_memory()
             Sweeper(queue, hints=hints).tick()
             source = RqSource(queue, redis_server.url(), name="w")
             claimed = source.claim(Claimant("w", Owner.current(), ["caption"]), PRIORITIES, 1)

@@ -15,9 +15,9 @@ import pytest
 from headway.core.lifecycle import Shutdown
 from headway.queue import migration
 from headway.queue.recovery import Sweeper
+from headway.queue.rq.source import RqSource
 from headway.queue.task import Status, UserBusy
 from headway.queue.task_queue import TaskQueue
-from headway.queue.worker.rq_source import RqSource
 from headway.queue.worker.supervisor import CurrentHints
 from headway.queue.worker.worker import Worker
 from tests.services.redis import RedisServer, installations
@@ -85,20 +85,20 @@ def use_all_of_it(queue: TaskQueue, admin: Any) -> None:
     queue.retry(tasks[1].id)
     work_off(queue, "w2")
     admin.config_set("maxmemory", int(admin.info("memory")["used_memory"] * 1.05))
-    queue.hints.look_at_memory()  # nearly full: it cleans up
+    queue.hints.check_memory()  # nearly full: it cleans up
     admin.config_set("maxmemory", 0)
-    queue.hints.look_at_memory()
+    queue.hints.check_memory()
     for key in ("rq:workers", "rq:workers:headway:normal"):
         admin.sadd(key, "rq:worker:killed")
     admin.zadd("rq:wip:headway:normal", {"killed": 1})
-    queue.hints.forget_the_dead()
+    queue.hints.remove_dead_workers()
     assert not admin.sismember("rq:workers:headway:normal", "rq:worker:killed")
     assert not admin.exists("rq:wip:headway:normal")
 
 
 def work_off(queue: TaskQueue, name: str) -> None:
-    assert queue.redis_url is not None
-    source = RqSource(queue, queue.redis_url, name=name)
+    assert queue.backend.redis_url is not None
+    source = RqSource(queue, queue.backend.redis_url, name=name)
     Worker(queue, name=name, source=source, shutdown=Shutdown()).run(burst=True)
 
 

@@ -13,9 +13,9 @@ import psycopg
 import pytest
 
 from headway.queue.recovery import Sweeper
+from headway.queue.rq.source import RqSource
 from headway.queue.task_queue import TaskQueue
 from headway.queue.worker.heartbeat import Settings
-from headway.queue.worker.rq_source import RqSource
 from headway.queue.worker.worker import Worker
 from tests.queue import app
 from tests.services.redis import RedisServer
@@ -23,7 +23,7 @@ from tests.services.waiting import eventually
 
 
 def drain(queue: TaskQueue) -> None:
-    source = None if queue.redis_url is None else RqSource(queue, queue.redis_url, name="drainer")
+    source = None if queue.backend.redis_url is None else RqSource(queue, queue.backend.redis_url, name="drainer")
     Worker(queue, source=source, context=queue.context, settings=Settings(rest=0.05)).run(burst=True)
 
 

@@ -22,11 +22,11 @@ from rq.results import Result
 from rq.serializers import JSONSerializer
 
 from headway.queue.recovery import Sweeper
-from headway.queue.rq import RqHints
+from headway.queue.rq.hints import RqHints
+from headway.queue.rq.source import RqSource
 from headway.queue.task import Status, Task, UserBusy
 from headway.queue.task_queue import TaskQueue
 from headway.queue.worker.heartbeat import Settings
-from headway.queue.worker.rq_source import RqSource
 from headway.queue.worker.worker import Worker
 from tests.queue import app
 from tests.queue.nursery import Forked
@@ -52,8 +52,8 @@ def raw_client(server: RedisServer) -> Any:
 
 
 def drain(queue: TaskQueue) -> None:
-    assert queue.redis_url is not None
-    source = RqSource(queue, queue.redis_url, name="drainer")
+    assert queue.backend.redis_url is not None
+    source = RqSource(queue, queue.backend.redis_url, name="drainer")
     Worker(queue, source=source, settings=Settings(rest=0.05)).run(burst=True)
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from headway._lease import Owner
 from headway.queue.recovery import Sweeper
+from headway.queue.rq.source import RqSource
 from headway.queue.store import claim as claims
 from headway.queue.store.claim import LEASE, Claimant
 from headway.queue.task import PRIORITIES, Status
 from headway.queue.task_queue import TaskQueue
 from headway.queue.worker.heartbeat import Settings
-from headway.queue.worker.rq_source import RqSource
 from headway.queue.worker.supervisor import CurrentHints
 from headway.queue.worker.worker import Worker
 from tests.queue import app
@@ -93,7 +93,7 @@ def queue(database_url: str) -> Iterator[TaskQueue]:
 
 
 def drain(queue: TaskQueue) -> None:
-    source = None if queue.redis_url is None else RqSource(queue, queue.redis_url, name="drainer")
+    source = None if queue.backend.redis_url is None else RqSource(queue, queue.backend.redis_url, name="drainer")
     Worker(queue, source=source, settings=Settings(rest=0.05)).run(burst=True)
 
 

@@ -67,7 +67,7 @@ def test_the_environment_configures_a_queue(
     monkeypatch.setenv("HEADWAY_QUEUE_PER_USER", per_user)
     monkeypatch.setenv("HEADWAY_QUEUE_KEYS", keys)
     with handle(TaskQueue.from_settings()) as queue:
-        assert queue.redis_url == redis_server.url(0)
+        assert queue.backend.redis_url == redis_server.url(0)
         for n in range({"1": 1, "2": 2}.get(per_user, 5)):
             queue.submit("caption", {"secret": n}, user_id="anna")
         if per_user != "none":
@@ -90,7 +90,7 @@ def test_the_environment_configures_a_queue(
     ],
 )
 def test_a_redis_is_used_where_one_is_named_and_the_mode_wants_it(home: Path, environment: dict[str, str], redis: str):
-    assert TaskQueue.from_settings(Config(environment=environment)).redis_url == redis
+    assert TaskQueue.from_settings(Config(environment=environment)).backend.redis_url == redis
 
 
 @pytest.mark.req("S2-42")
@@ -134,7 +134,7 @@ def test_an_application_says_the_same_things_and_goes_before_the_environment(
     (home / "headway.toml").write_text('queue_drain = 9\nqueue_workers = 4\ndatabase = "sqlite:///file.db"\n')
     with Headway(application(HEADWAY_QUEUE_PER_USER=2, HEADWAY_QUEUE_KEYS=[KEY, KEY.encode()])) as queue:
         handle(queue)
-        found = queue.worker_config({"queue_batch": 5})
+        found = queue.backend.worker_config({"queue_batch": 5})
         assert (found["queue_per_user"], found["queue_workers"], found["queue_drain"]) == (2, 3, 9.0)
         assert (found["queue_batch"], found.texts("queue_keys")) == (5, (KEY, KEY))
         for _ in range(2):
@@ -225,7 +225,7 @@ def test_a_setting_in_sql_goes_before_the_file_and_a_bad_one_leaves_the_one_befo
         for _ in range(3):
             assert not live.refresh()
         assert (live.in_force.batch, live.in_force.cancel_grace) == (30, 1.5)
-        assert [("refused" in record.message, record.levelname) for record in caplog.records] == [(True, "WARNING")] * 2
+        assert [("invalid" in record.message, record.levelname) for record in caplog.records] == [(True, "WARNING")] * 2
 
         assert not queue.unset("drain", by="root"), "it was not set"
         assert _trail(queue) == ["queue.set", "queue.set"]
@@ -246,15 +246,15 @@ def test_a_setting_in_sql_goes_before_the_file_and_a_bad_one_leaves_the_one_befo
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("bacth", 5, "'bacth' is no setting"),
+        ("bacth", 5, "'bacth' is not a setting"),
         ("batch", "many", "whole number"),
         ("batch", True, "whole number"),
         ("batch", 0, "at least 1"),
         ("batch", "9" * 5000, "whole number"),
         ("drain", float("nan"), "from 0"),
         ("drain", None, "from 0"),
-        ("app.per_user", 5, "is no setting"),
-        ("x" * 5000, 5, "is no setting"),
+        ("app.per_user", 5, "is not a setting"),
+        ("x" * 5000, 5, "is not a setting"),
     ],
 )
 def test_a_setting_that_is_not_acceptable_is_refused_and_changes_nothing(
@@ -331,7 +331,7 @@ def test_workers_are_added_and_their_settings_change_without_a_restart(
         return any("TimedOut" in (task.error or "") for task in queue.list(status=Status.FAILED))
 
     eventually(a_run_took_too_long, 60)
-    eventually(lambda: any("a setting is refused" in line for line in said), 60)
+    eventually(lambda: any("a setting is invalid" in line for line in said), 60)
     assert living(queue).items() == both.items(), "the refused number of workers changed nothing"
     assert supervisor.poll() is None
     supervisor.terminate()
@@ -355,7 +355,7 @@ def test_another_redis_in_the_file_is_used_without_a_restart(
         settings.write_text(f'database = "{postgres_url}"\nredis = "{new.url(0)}"\n')
         eventually(lambda: new.client().smembers("rq:workers"), 60)
         old.kill9()
-        eventually(lambda: queue.hints is not None and queue.redis_url == new.url(0), 60)
+        eventually(lambda: queue.hints is not None and queue.backend.redis_url == new.url(0), 60)
         queue.pause("normal", reason="look at the hint", by="root")
         second = queue.submit("caption", 2)
         assert new.client().exists(f"rq:job:{second.id}"), "the submitter tells the new one"
@@ -383,7 +383,7 @@ def test_a_file_that_names_another_database_or_a_bad_redis_changes_nothing(
             settings.write_text(
                 f"{bad if 'database' in bad else 'database = ' + repr('sqlite:///a.db') + chr(10) + bad}"
             )
-            queue.refresh()
+            queue.backend.refresh()
             assert queue.get(task.id).id == task.id
         assert not (home / "b.db").exists()
     said = [record.message for record in caplog.records if "headway.toml" in record.message]
@@ -405,7 +405,7 @@ def test_who_is_reached_is_said_when_the_workers_start(
     environment = {"HEADWAY_REDIS": redis.url(0), "HEADWAY_DATABASE": "sqlite:///q.db"}
     supervisor = spawn_cli("worker", "--app", "shop:queue", env=environment)
     said = follow(supervisor)
-    expected = "Redis is connected" if state == "up" else "Redis is away at the start"
+    expected = "Redis is connected" if state == "up" else "Redis is unreachable at the start"
     eventually(lambda: any(expected in line for line in said), 60)
     assert any("the database is connected" in line for line in said)
     supervisor.terminate()

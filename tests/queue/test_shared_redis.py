@@ -14,9 +14,9 @@ from rq.registry import FailedJobRegistry
 
 from headway.errors import InvalidInput
 from headway.queue.recovery import Sweeper
+from headway.queue.rq.source import RqSource
 from headway.queue.settings import RqOptions
 from headway.queue.task import PRIORITIES, Status
-from headway.queue.worker.rq_source import RqSource
 from tests.queue import app
 from tests.queue.test_rq import drain, raw_client, redis_url  # noqa: F401 - a fixture
 from tests.services.redis import RedisServer

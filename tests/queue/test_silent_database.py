@@ -78,10 +78,10 @@ class FallingSilent:
     def missing(self, tasks: object) -> None:
         return None
 
-    def look_at_memory(self) -> bool:
+    def check_memory(self) -> bool:
         return True
 
-    def forget_the_dead(self) -> None:
+    def remove_dead_workers(self) -> None:
         pass
 
 

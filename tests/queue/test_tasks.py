@@ -14,13 +14,13 @@ import pytest
 from headway._lease import Owner
 from headway.errors import InvalidInput, NotFound, StaleClaim
 from headway.queue.payload import FernetCodec
+from headway.queue.rq.source import RqSource
 from headway.queue.store import claim as claims
-from headway.queue.store import complete as settling
+from headway.queue.store import complete as outcomes
 from headway.queue.store.claim import Claimant
 from headway.queue.task import PRIORITIES, Claim, Priority, Status, Task, TaskConflict, UserBusy
 from headway.queue.task_queue import TaskQueue
 from headway.queue.worker.heartbeat import Settings
-from headway.queue.worker.rq_source import RqSource
 from headway.queue.worker.worker import Worker
 from tests.queue import app
 from tests.queue.claiming import complete, fail, take, worker
@@ -29,7 +29,7 @@ from tests.services.waiting import eventually
 
 
 def sweep(queue: TaskQueue) -> list[Task]:
-    return queue.database.run(settling.lapsed)
+    return queue.database.run(outcomes.lapsed)
 
 
 def events(queue: TaskQueue, task_id: str) -> list[tuple[str, int]]:
@@ -281,8 +281,8 @@ def test_a_worker_whose_lease_lapsed_records_nothing(queue: TaskQueue):
     with pytest.raises(StaleClaim):
         fail(queue, late)
     with pytest.raises(StaleClaim):
-        queue.database.run(lambda tx: settling.progress(tx, late, 50, "half"))
-    assert queue.database.run(lambda tx: settling.give_back(tx, late)) is None
+        queue.database.run(lambda tx: outcomes.progress(tx, late, 50, "half"))
+    assert queue.database.run(lambda tx: outcomes.release(tx, late)) is None
     assert complete(queue, claim).status is Status.COMPLETED
     with pytest.raises(StaleClaim):
         complete(queue, claim)
@@ -320,7 +320,7 @@ def test_a_task_given_back_costs_no_attempt_and_runs_next(crowd: TaskQueue):
     crowd.submit("caption", id="a")
     crowd.submit("caption", id="b")
     [claim] = take(crowd)
-    back = crowd.database.run(lambda tx: settling.give_back(tx, claim))
+    back = crowd.database.run(lambda tx: outcomes.release(tx, claim))
     assert back is not None
     assert (back.status, back.attempts) == (Status.QUEUED, 0)
     assert [claim.id for claim in take(crowd, 2)] == ["a", "b"]
@@ -337,7 +337,7 @@ def test_cancelling_ends_a_waiting_task_at_once_and_asks_a_running_one(queue: Ta
     [claim] = take(queue)
     asked = queue.cancel(running.id, by="anna")
     assert (asked.status, asked.cancelling) == (Status.RUNNING, True)
-    assert queue.database.run(lambda tx: settling.progress(tx, claim, 10, "")), "the handler is told"
+    assert queue.database.run(lambda tx: outcomes.progress(tx, claim, 10, "")), "the handler is told"
     assert fail(queue, claim).status is Status.CANCELLED
     assert queue.cancel(running.id, by="anna").status is Status.CANCELLED, "one that has ended stays as it is"
 
@@ -513,7 +513,7 @@ def test_a_limit_outside_its_bounds_is_refused_and_one_at_its_bound_is_kept(queu
 
 
 def drain(queue: TaskQueue) -> None:
-    source = None if queue.redis_url is None else RqSource(queue, queue.redis_url, name="drainer")
+    source = None if queue.backend.redis_url is None else RqSource(queue, queue.backend.redis_url, name="drainer")
     Worker(queue, source=source, context=queue.context, settings=Settings(rest=0.05)).run(burst=True)
 
 

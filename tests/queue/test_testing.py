@@ -47,7 +47,7 @@ def test_a_task_is_run_before_submit_returns(queue: TaskQueue, tmp_path: Path):
         assert queue.get(nested.id).status is Status.COMPLETED
         assert len(queue.list()) == 5
     assert not (tmp_path / "never.db").exists()
-    assert queue.redis_url is not None, "as it was before"
+    assert queue.backend.redis_url is not None, "as it was before"
 
 
 def test_the_same_rules_hold(queue: TaskQueue):

@@ -25,7 +25,7 @@ from headway.events import SqlOutbox
 from headway.queue.recovery import Sweeper
 from headway.queue.task import Status, TaskConflict, UserBusy
 from headway.queue.task_queue import TaskQueue
-from headway.queue.worker.database_source import DatabaseSource
+from headway.queue.worker.source import DatabaseSource
 from headway.queue.worker.supervisor import CurrentHints
 from headway.queue.worker.worker import Worker
 from headway.testing import eager

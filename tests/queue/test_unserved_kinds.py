@@ -15,12 +15,12 @@ from headway._lease import Owner
 from headway.alerts.readings import fetch, judge
 from headway.alerts.rules import Rules
 from headway.core.lifecycle import Shutdown
+from headway.queue.rq.source import RqSource
 from headway.queue.store import workers
 from headway.queue.store.claim import Claimant
 from headway.queue.store.workers import Sign
 from headway.queue.task import PRIORITIES, Priority
 from headway.queue.task_queue import TaskQueue
-from headway.queue.worker.rq_source import RqSource
 from headway.queue.worker.supervisor import Plan, Supervisor, work_off
 from headway.views.queue import read_task
 from headway.views.system.health import examine
@@ -58,7 +58,7 @@ def sender(shop: TaskQueue, database_url: str) -> Iterator[TaskQueue]:
 def sign_in(queue: TaskQueue, *kinds: str, queues: tuple[Priority, ...] = PRIORITIES, older: bool = False) -> None:
     """Write the heartbeat of a worker that runs these kinds."""
     sign = Sign("w1", Owner.current(), queues, "idle", None, 0, 0, 0, None if older else kinds)
-    queue.database.run(lambda tx: workers.say_alive(tx, sign))
+    queue.database.run(lambda tx: workers.heartbeat(tx, sign))
 
 
 def unserved(queue: TaskQueue) -> dict[str, tuple[str, ...]]:

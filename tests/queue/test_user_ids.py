@@ -16,9 +16,9 @@ from starlette.testclient import TestClient
 
 from headway.core.lifecycle import Shutdown
 from headway.errors import HeadwayError, InvalidInput, NotFound
+from headway.queue.rq.source import RqSource
 from headway.queue.task import Status, UserBusy
 from headway.queue.task_queue import TaskQueue
-from headway.queue.worker.rq_source import RqSource
 from headway.queue.worker.worker import Worker
 from headway.web import User, app, ticket
 from tests.services.redis import RedisServer
@@ -67,7 +67,7 @@ def site(url: str, name: Any, role: Any) -> Iterator[TestClient]:
 
 
 def work_off(queue: TaskQueue) -> None:
-    source = RqSource(queue, queue.redis_url, name="w1") if queue.redis_url else None
+    source = RqSource(queue, queue.backend.redis_url, name="w1") if queue.backend.redis_url else None
     Worker(queue, name="w1", source=source, shutdown=Shutdown()).run(burst=True)
 
 

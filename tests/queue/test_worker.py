@@ -21,10 +21,10 @@ from headway.core.lifecycle import Shutdown
 from headway.queue import TaskCancelled, TaskTimeout
 from headway.queue.handlers import Isolation
 from headway.queue.recovery import Sweeper
+from headway.queue.rq.source import RqSource
 from headway.queue.task import Status, Task
 from headway.queue.task_queue import TaskQueue
 from headway.queue.worker.heartbeat import Settings
-from headway.queue.worker.rq_source import RqSource
 from headway.queue.worker.worker import Worker
 from tests.queue import app
 from tests.queue.nursery import Forked

@@ -122,7 +122,7 @@ def run_burst(home: Path, url: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.req("S2-03", "S2-04")
 @pytest.mark.parametrize(
     ("redis_is", "said"),
-    [("up", "INFO queue: Redis is connected"), ("down", "WARNING queue: 🟡 Redis is away at the start")],
+    [("up", "INFO queue: Redis is connected"), ("down", "WARNING queue: 🟡 Redis is unreachable at the start")],
 )
 def test_a_worker_says_at_its_start_whether_redis_can_be_reached(
     tmp_path: Path, redis_factory: Callable[..., RedisServer], redis_is: str, said: str

@@ -13,9 +13,9 @@ from headway._lease import Owner
 from headway._sql import Database, Value, marks
 from headway.core.failure import Failure
 from headway.ledger import Done, Failed, Hold, Job, Ledger, NewItem, describe
+from headway.queue.store import administration
 from headway.queue.store import claim as claims
-from headway.queue.store import complete as settling
-from headway.queue.store import tasks as records
+from headway.queue.store import complete as outcomes
 from headway.queue.task import Claim, Priority
 from headway.queue.task_queue import TaskQueue
 from headway.states import Manager, open_store
@@ -90,7 +90,7 @@ def odd(url: str, text: str) -> None:
         ledger.note(text, "", {text: text}, actor=text)
         database = ledger.database
         tasks(database)
-        database.run(lambda tx: records.pause(tx, Priority.LOW, reason=text, by=text, until=None))
+        database.run(lambda tx: administration.pause(tx, Priority.LOW, reason=text, by=text, until=None))
         change(database, "UPDATE task_workers SET name = name || ?, host = ?, queues = ?", text, text, text)
         change(database, "UPDATE tasks SET message = ?, kind = ?, worker = ?", text, text, text)
         change(database, "UPDATE task_causes SET message = ?, type = ?", text, text)
@@ -294,16 +294,16 @@ def tasks(database: Database) -> None:
         one = claim(Priority.HIGH, Priority.NORMAL)
         if step % 12 == 5:
             why = failure(f"img-{step}", "fetch" if step % 24 == 5 else "parse")
-            database.run(partial(settling.fail, claim=one, failure=why, retryable=False))
+            database.run(partial(outcomes.fail, claim=one, failure=why, retryable=False))
         else:
-            database.run(partial(settling.complete, claim=one, result="1", seconds=1.0))
+            database.run(partial(outcomes.complete, claim=one, result="1", seconds=1.0))
     for _ in range(2):
         one = claim(Priority.URGENT)
-        database.run(partial(settling.complete, claim=one, result="1", seconds=48.0))
+        database.run(partial(outcomes.complete, claim=one, result="1", seconds=48.0))
     running = claim(Priority.URGENT)
     queue.submit("export", {"month": 4}, user_id="teo", role="admin", priority="urgent")
     reason = "database backup, please leave the disk alone"
-    database.run(lambda tx: records.pause(tx, Priority.LOW, reason=reason, by="tomas", until=None))
+    database.run(lambda tx: administration.pause(tx, Priority.LOW, reason=reason, by="tomas", until=None))
     change(
         database,
         "UPDATE tasks SET created_at = created_at - 2 * (244 - no), run_at = run_at - 2 * (244 - no) WHERE status = 'QUEUED'",

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
+from headway.queue.rq.source import RqSource
 from headway.queue.task_queue import TaskQueue
-from headway.queue.worker.rq_source import RqSource
 from headway.queue.worker.worker import Worker
 from tests.queue import app
 from tests.web.stage import Stage
@@ -35,7 +35,7 @@ def pages(queue: TaskQueue, tmp_path: Path) -> Iterator[TestClient]:
 
 
 def work_off(queue: TaskQueue) -> None:
-    source = RqSource(queue, queue.redis_url, name="w1") if queue.redis_url else None
+    source = RqSource(queue, queue.backend.redis_url, name="w1") if queue.backend.redis_url else None
     Worker(queue, name="w1", source=source).run(burst=True)
 
 
@@ -69,7 +69,7 @@ def test_a_queue_looks_the_same_whether_workers_hear_of_tasks_through_rq_or_not(
         everyone = (*done, failed, *waiting, gone)
         assert [task.id for task in everyone if f"/tasks/{task.id}" in listed] == [task.id for task in expected]
 
-    told = "notified" if queue.redis_url else "not notified"
+    told = "notified" if queue.backend.redis_url else "not notified"
     assert f"<dt>RQ</dt><dd>{told}" in pages.get(f"/tasks/{waiting[0].id}").text
 
     worker = row(pages.get("/workers").text, "w1")

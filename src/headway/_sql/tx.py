@@ -59,6 +59,11 @@ class Tx:
         return " FOR UPDATE" if self.engine == "postgresql" else ""
 
     @property
+    def skip_locked(self) -> str:
+        """`for_update` that passes over rows which another transaction has locked."""
+        return " FOR UPDATE SKIP LOCKED" if self.engine == "postgresql" else ""
+
+    @property
     def clock(self) -> str:
         """The database's clock as an SQL expression, seconds since 1970."""
         return NOW[self.engine]

@@ -7,7 +7,7 @@
     async def captions(send: Annotated[Submit, Depends(submitter(queue))]):
         task = await send("caption", {"image": 7}, user_id="anna")
 
-A submission is a commit, a millisecond or a few: `submitter` does it in a thread, so the loop goes on meanwhile.
+A submission commits, which takes some milliseconds. `submitter` runs it in a thread, so the event loop is not blocked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Submit = Callable[..., Awaitable[Task]]
 
 
 def lifespan(queue: TaskQueue) -> Callable[[Any], AbstractAsyncContextManager[None]]:
-    """Closes the queue's connections when the application ends."""
+    """Return a lifespan that closes the queue's connections when the application ends."""
 
     @asynccontextmanager
     async def run(_app: Any) -> AsyncIterator[None]:
@@ -38,7 +38,7 @@ def lifespan(queue: TaskQueue) -> Callable[[Any], AbstractAsyncContextManager[No
 
 
 def submitter(queue: TaskQueue) -> Callable[[], Submit]:
-    """A dependency: what it gives is called as `TaskQueue.submit` is, and awaited."""
+    """Return a dependency that provides an async `TaskQueue.submit`."""
 
     def depend() -> Submit:
         async def submit(kind: str, payload: Any = None, **options: Unpack[Options]) -> Task:

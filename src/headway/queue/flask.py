@@ -13,7 +13,7 @@
 
 Settings are read from ``app.config``, else from the environment and headway.toml, under the same names: ``HEADWAY_DATABASE``,
 ``HEADWAY_REDIS``, ``HEADWAY_QUEUE_MODE``, ``HEADWAY_QUEUE_PER_USER``, ``HEADWAY_QUEUE_KEYS`` and all the others of the queue.
-Before `init_app` the queue has no database and refuses to be used; handlers can be registered.
+Before `init_app` handlers can be registered, and every other use raises an error: the queue has no database yet.
 Nothing is connected before the first use, so an application may be loaded before Gunicorn forks.
 """
 
@@ -29,16 +29,17 @@ if TYPE_CHECKING:
 
 
 class Headway(TaskQueue):
-    """See the module. It is a `TaskQueue`; one object serves one application."""
+    """A `TaskQueue` for one Flask application; see the module."""
 
     def __init__(self, app: Flask | None = None, **options: Any) -> None:
         super().__init__(**options)
         if "database" not in options:
-            self._url = None  # the application's settings name it: a default here would be an empty database of its own
+            self.backend.url = None  # the application's settings name the database; there is no default
         if app is not None:
             self.init_app(app)
 
     def init_app(self, app: Flask) -> None:
+        """Configure the queue from the application's settings and register the extension."""
         self.configure_from(application_config(app.config))
         self.context = app.app_context
         app.extensions["headway"] = self

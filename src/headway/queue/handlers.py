@@ -1,4 +1,4 @@
-"""How tasks of each kind are run: what an application says when it registers a handler, checked."""
+"""Registered handlers: the function and the settings for tasks of one kind."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from headway.queue.task import is_number
 
 Isolation = Literal["fork", "none"]
 Context = Callable[[], AbstractContextManager[Any]]
-HandlerFunction = Callable[[Any, Any], Any]  # (the running task, its payload) -> a result that is JSON
+HandlerFunction = Callable[[Any, Any], Any]  # (RunningTask, payload) -> a JSON value
 F = TypeVar("F", bound=HandlerFunction)
 
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """How tasks of one kind are run."""
+    """The function and settings for tasks of one kind. Times are in seconds."""
 
     kind: str
     function: HandlerFunction
@@ -40,31 +40,29 @@ def registering(
     retry_delay: float,
     isolation: Isolation,
 ) -> Callable[[F], F]:
-    """A decorator that puts a function among the ``handlers``."""
+    """Return a decorator that adds a function to ``handlers``. Raises `InvalidInput`."""
     check_id(kind, "a kind of task")
     if kind.startswith("headway."):
-        raise InvalidInput(f"Kinds of task that begin with headway. are its own, as {kind!r} would be.")
+        raise InvalidInput(f"The kind {kind!r} begins with 'headway.', which is reserved.")
     if timeout is not None and (not is_number(timeout) or not 0 < timeout <= 10**7):
-        raise InvalidInput(f"timeout={timeout!r} is no number of seconds.", hint="Use seconds above 0, or None.")
+        raise InvalidInput(f"timeout must be seconds above 0, or None (got {timeout!r}).")
     if type(retries) is not int or not 0 <= retries <= 1000:
-        raise InvalidInput(f"retries={retries!r} is no number of retries.", hint="Use a whole number from 0.")
+        raise InvalidInput(f"retries must be an integer from 0 to 1,000 (got {retries!r}).")
     if not is_number(retry_delay) or not 0 < retry_delay <= 10**6:
-        raise InvalidInput(f"retry_delay={retry_delay!r} is no number of seconds.", hint="Use seconds above 0.")
+        raise InvalidInput(f"retry_delay must be seconds above 0 (got {retry_delay!r}).")
     if isolation not in ("fork", "none"):
-        raise InvalidInput(f"isolation={isolation!r} is not known.", hint="Use 'fork' or 'none'.")
+        raise InvalidInput(f"isolation must be 'fork' or 'none' (got {isolation!r}).")
 
     def register(function: F) -> F:
         if not callable(function):
-            raise InvalidInput(
-                f"A {type(function).__name__} cannot handle tasks of kind {kind!r}.", hint="Use a function."
-            )
+            raise InvalidInput(f"The handler of {kind!r} must be a function, not {type(function).__name__}.")
         if what := _not_supported(function):
             raise InvalidInput(
                 f"The handler of {kind!r} is {what}, which workers do not run.",
                 hint="Use a plain function: def, with asyncio.run(...) inside for async code, and return the result.",
             )
         if kind in handlers and handlers[kind].function is not function:
-            raise InvalidInput(f"There are two handlers for tasks of kind {kind!r}.", hint="Give each its own kind.")
+            raise InvalidInput(f"Kind {kind!r} already has a handler.", hint="Give each handler its own kind.")
         handlers[kind] = Handler(kind, function, timeout, retries, retry_delay, isolation)
         return function
 
@@ -72,7 +70,7 @@ def registering(
 
 
 def _not_supported(function: Any) -> str:
-    """Name the kind of function whose call would return before its work is done; empty for a plain one."""
+    """Describe a function whose call returns before its work is done; return "" for a plain function."""
     while isinstance(function, partial):
         function = function.func
     for called in (function, getattr(function, "__call__", None)):  # noqa: B004 - an object's own async __call__

@@ -1,7 +1,7 @@
 """Move tasks between RQ and the database, and between an application's own table and the queue.
 
-`to_rq` and `to_database` only change who is told: the rows are the truth before and after. An interrupted move is finished
-by calling it again, and tasks may be submitted and run meanwhile.
+`to_rq` and `to_database` only add or remove RQ hints; the rows stay authoritative. An interrupted move is finished by calling
+it again, and tasks may be submitted and run meanwhile.
 
 A table of the queue's own database is migrated with a `LegacyTable`:
 
@@ -26,20 +26,10 @@ from typing import Any, TypeVar
 from headway._sql import Database, Tx, Value
 from headway.errors import InvalidInput
 from headway.queue.recovery import Hints
-from headway.queue.store import hints as hinting
-from headway.queue.store import insert as admission
-from headway.queue.store import tasks as records
-from headway.queue.store.events import SKIP_LOCKED
-from headway.queue.store.legacy_table import (
-    LegacyTable,
-    Table,
-    check_table,
-    find_table,
-    follow,
-    is_followed,
-    quoted,
-    unfollow,
-)
+from headway.queue.store import hints as hint_marks
+from headway.queue.store import insert, tasks
+from headway.queue.store.legacy import rows as legacy_rows
+from headway.queue.store.legacy.table import LegacyTable, Table
 from headway.queue.store.tasks import pages
 from headway.queue.task import Priority, TaskConflict, UserBusy
 from headway.queue.task_queue import TaskQueue
@@ -64,7 +54,7 @@ T = TypeVar("T")
 
 _PAGE = 500
 #: Rows moved by one transaction.
-_TOGETHER = 100
+_BATCH = 100
 #: Recorded as the canceller of a task that `release` returned to its table; `adopt` revives such a task.
 _RELEASE = "headway.release"
 
@@ -82,44 +72,62 @@ class Moved:
 
 
 def to_rq(queue: TaskQueue, hints: Hints, *, dry_run: bool = False) -> Moved:
-    """Tell RQ of every task that waits and that it does not know, in the order of service."""
+    """Enqueue the hint of every waiting task that has none, in the order of service."""
     moved = 0
     while True:
-        waiting = queue.database.run(lambda tx: hinting.unhinted(tx, limit=_PAGE), operation="queue.migrate")
+        waiting = queue.database.run(lambda tx: hint_marks.unhinted(tx, limit=_PAGE), operation="queue.migrate")
         if dry_run:
-            return Moved(_count(queue, "hinted_at IS NULL"))
+            return Moved(_count(queue, is_hinted=False))
         done = hints.push(waiting)
-        queue.database.run(lambda tx: hinting.hinted(tx, done), operation="queue.migrate")  # noqa: B023 - run at once
+        queue.database.run(lambda tx: hint_marks.hinted(tx, done), operation="queue.migrate")  # noqa: B023 - run at once
         moved += len(done)
         if not done:
-            return Moved(moved, left=len(waiting) if len(waiting) < _PAGE else _count(queue, "hinted_at IS NULL"))
+            return Moved(moved, left=len(waiting) if len(waiting) < _PAGE else _count(queue, is_hinted=False))
 
 
 def to_database(queue: TaskQueue, *, dry_run: bool = False) -> Moved:
-    """Take every hint back. Workers that listen to RQ find nothing there; those of the database find the rows."""
-    from headway.queue.rq import RqHints
+    """Remove every hint from RQ. Workers in database mode find the rows."""
+    from headway.queue.rq.hints import RqHints
 
     hints = queue.hints
     if dry_run or not isinstance(hints, RqHints):
-        return Moved(_count(queue, "hinted_at IS NOT NULL"))
+        return Moved(_count(queue, is_hinted=True))
     moved = 0
-    # What is hinted now, once: a supervisor that still runs with its Redis tells RQ again, and we would never be through.
-    for page in pages(queue.database.run(hinting.all_hinted, operation="queue.migrate"), _PAGE):
-        # Each page is taken back before it is forgotten, so an interrupted move goes on when it is asked again.
+    # Only the tasks hinted at the start: a supervisor that still uses Redis adds hints again, and this would never end.
+    for page in pages(queue.database.run(hint_marks.all_hinted, operation="queue.migrate"), _PAGE):
+        # Remove the hints first, then the marks: an interrupted move continues where it was.
         if not hints.withdraw(page):
             break
         ids = [task_id for task_id, _ in page]
-        queue.database.run(lambda tx: hinting.unhint(tx, ids), operation="queue.migrate")  # noqa: B023 - run at once
+        queue.database.run(lambda tx: hint_marks.unhint(tx, ids), operation="queue.migrate")  # noqa: B023 - run at once
         moved += len(page)
-    return Moved(moved, left=_count(queue, "hinted_at IS NOT NULL"))
+    return Moved(moved, left=_count(queue, is_hinted=True))
 
 
-def _count(queue: TaskQueue, condition: str) -> int:
-    row = queue.database.one(f"SELECT count(*) FROM tasks WHERE status = 'QUEUED' AND ready = 1 AND {condition}")
-    return int(row[0]) if row else 0
+def _count(queue: TaskQueue, *, is_hinted: bool) -> int:
+    with queue.database.read() as tx:
+        return hint_marks.count_ready(tx, is_hinted=is_hinted)
 
 
-#: What can be taken over from a row of another table.
+def follow(queue: TaskQueue, legacy: LegacyTable) -> None:
+    """Install the triggers. Calling it again replaces them, for example after the mapping changed.
+
+    The database role needs the right to create triggers on both tables; workers need UPDATE on the legacy table.
+    """
+    table = legacy_rows.check_table(queue.database, legacy)
+    queue.database.run(
+        lambda tx: legacy_rows.install_triggers(tx, legacy, table, per_user=queue.backend.per_user),
+        operation="queue.follow",
+    )
+
+
+def unfollow(queue: TaskQueue, legacy: LegacyTable) -> None:
+    """Remove the triggers. Refused while a row of the table has an active task."""
+    table = legacy_rows.check_table(queue.database, legacy)
+    queue.database.run(lambda tx: legacy_rows.remove_triggers(tx, legacy, table), operation="queue.follow")
+
+
+#: Fields of a task that a row of another table can have.
 IMPORTED = ("id", "kind", "payload", "user_id", "role", "priority")
 _REFUSALS = (UserBusy, TaskConflict, InvalidInput)
 
@@ -145,13 +153,13 @@ def take_over(
             hint=f"It maps {', '.join(IMPORTED)} to columns. id is required, and kind as a column or an argument.",
         )
 
-    def take(tx: Tx, row: Mapping[str, object]) -> bool:
+    def submit(tx: Tx, row: Mapping[str, object]) -> bool:
         given = {name: row.get(column) for name, column in mapping.items()}
         task_kind = str(given.pop("kind", None) or kind)
         _submit_row(tx, queue, str(given.pop("id")), task_kind, given.pop("payload", None), given, {})
         return True
 
-    return _move(queue, rows, take, lambda row: str(row.get(mapping["id"])), dry_run=dry_run)
+    return _move(queue, rows, submit, lambda row: str(row.get(mapping["id"])), dry_run=dry_run)
 
 
 def adopt(queue: TaskQueue, legacy: LegacyTable, *, dry_run: bool = False) -> Moved:
@@ -162,18 +170,11 @@ def adopt(queue: TaskQueue, legacy: LegacyTable, *, dry_run: bool = False) -> Mo
     """
     database = queue.database
     table = _followed(queue, legacy)
-    id, status = table.column(legacy.id), table.column(legacy.status)
-    names = list(dict.fromkeys(legacy.columns.values()))
-    locked = (
-        f"SELECT {', '.join(map(quoted, names))} FROM {table.sql} WHERE {id} = ? AND CAST({status} AS TEXT) = ?"
-        f"{SKIP_LOCKED[database.engine]}"
-    )
 
-    def take(tx: Tx, key: Value) -> bool:
-        found = tx.one(locked, (key, legacy.queued))
-        if found is None:
+    def submit(tx: Tx, key: Value) -> bool:
+        row = legacy_rows.lock_waiting(tx, legacy, table, key)
+        if row is None:
             return False
-        row = dict(zip(names, found, strict=True))
         given = {name: row[getattr(legacy, name)] for name in ("user_id", "role", "priority") if getattr(legacy, name)}
         kind = legacy.kind if legacy.kind_column is None else str(row[legacy.kind_column])
         columns = legacy.payload_columns
@@ -183,66 +184,51 @@ def adopt(queue: TaskQueue, legacy: LegacyTable, *, dry_run: bool = False) -> Mo
         _submit_row(tx, queue, str(key), str(kind), payload, given, legacy.priorities)
         return True
 
-    def keys() -> Iterator[Value]:
-        for page in _pages_by(database, table, [id], id, f"CAST({status} AS TEXT) = ?", [legacy.queued]):
-            yield from (row[0] for row in page)
-
-    moved = _move(queue, keys(), take, str, dry_run=dry_run)
+    moved = _move(queue, legacy_rows.waiting_keys(database, legacy, table), submit, str, dry_run=dry_run)
     if not dry_run and queue.hints is not None:
         to_rq(queue, queue.hints)
     return moved
 
 
 def release(queue: TaskQueue, legacy: LegacyTable, *, dry_run: bool = False) -> Moved:
-    """Roll back: return every task that is not running to the followed table, where old workers take it.
+    """Roll back: return every task that is not running to the followed table, where old workers claim it.
 
     A task that was submitted without a row gets one. Running tasks end here (``left``), and their rows follow them. The
     task itself is recorded as CANCELLED; `adopt` revives it under the same id.
     """
     table = _followed(queue, legacy)
-    id, status = table.column(legacy.id), table.column(legacy.status)
     database, hints = queue.database, queue.hints
-    tasks: list[tuple[str, Value]] = [
-        (task, key)
-        for task, key in database.all(
-            f"SELECT t.id, l.{id} FROM tasks t LEFT JOIN {table.sql} l ON CAST(l.{id} AS TEXT) = t.id "
-            "WHERE t.status = 'QUEUED' ORDER BY t.no"
-        )
-    ]
+    waiting = legacy_rows.waiting_tasks(database, legacy, table)
 
-    def give(tx: Tx, pair: tuple[str, Value]) -> bool:
+    def give_back(tx: Tx, pair: tuple[str, Value]) -> bool:
         task_id, key = pair
-        found = tx.one(
-            "SELECT kind, queue, user_id, role, payload FROM tasks WHERE id = ? AND status = 'QUEUED'"
-            f"{SKIP_LOCKED[tx.engine]}",
-            (task_id,),
-        )
+        found = legacy_rows.lock_task(tx, task_id)
         if found is None:
-            return False  # a worker took it: it ends here
-        records.cancel(tx, task_id, by=_RELEASE)
+            return False  # a worker claimed it meanwhile: it ends here
+        tasks.cancel(tx, task_id, by=_RELEASE)
         if key is not None:
-            tx.execute(f"UPDATE {table.sql} SET {status} = ? WHERE {id} = ?", (legacy.queued, key))
+            legacy_rows.return_row(tx, legacy, table, key)
         else:
-            _insert_row(tx, legacy, table, task_id, queue.payload(task_id, found[4]), found)
+            _insert_row(tx, legacy, table, task_id, queue.backend.decode(task_id, found[4]), found)
         return True
 
-    moved = _move(queue, tasks, give, lambda pair: pair[0], dry_run=dry_run)
+    moved = _move(queue, waiting, give_back, lambda pair: pair[0], dry_run=dry_run)
     if hints is not None and not dry_run:
-        gone = [(task.id, task.priority) for page in pages([id for id, _ in tasks]) for task in _final(database, page)]
+        gone = [
+            (task.id, task.priority) for page in pages([id for id, _ in waiting]) for task in _final(database, page)
+        ]
         hints.withdraw(gone)
-    active = database.one("SELECT count(*) FROM tasks WHERE status IN ('QUEUED', 'RUNNING')")
-    left = int(active[0]) if active else 0
-    return replace(moved, left=left - (moved.moved if dry_run else 0))
+    return replace(moved, left=legacy_rows.count_active(database) - (moved.moved if dry_run else 0))
 
 
 def _final(database: Database, ids: Sequence[str]) -> Sequence[Any]:
     with database.read() as tx:
-        return [task for task in records.read(tx, ids) if task.is_final]
+        return [task for task in tasks.read(tx, ids) if task.is_final]
 
 
 def _followed(queue: TaskQueue, legacy: LegacyTable) -> Table:
-    table = check_table(queue.database, legacy)
-    if not is_followed(queue.database, legacy):
+    table = legacy_rows.check_table(queue.database, legacy)
+    if not legacy_rows.is_followed(queue.database, legacy):
         raise InvalidInput(
             f"The rows of {legacy.table} do not follow their tasks yet.", hint="Call follow(queue, legacy) first."
         )
@@ -250,13 +236,13 @@ def _followed(queue: TaskQueue, legacy: LegacyTable) -> Table:
 
 
 class _Undo(Exception):
-    """Rolls a dry run back, with what it found."""
+    """Roll a dry run back; carries its outcome."""
 
 
 def _move(
     queue: TaskQueue, items: Iterable[T], move: Callable[[Tx, T], bool], name: Callable[[T], str], *, dry_run: bool
 ) -> Moved:
-    """Move items one by one, each under a savepoint, in transactions of `_TOGETHER`.
+    """Move items one by one, each under a savepoint, in transactions of `_BATCH`.
 
     ``move`` returns False for an item that is no longer there to move, and raises a refusal for one that cannot be moved.
     """
@@ -266,33 +252,33 @@ def _move(
     def work(tx: Tx, page: Iterable[T]) -> tuple[int, dict[str, str]]:
         count, why = 0, {}
         for item in page:
-            tx.execute("SAVEPOINT headway_move")
+            legacy_rows.savepoint(tx)
             try:
                 count += move(tx, item)
             except Exception as error:
-                tx.execute("ROLLBACK TO SAVEPOINT headway_move")
+                legacy_rows.roll_back_to_savepoint(tx)
                 refusal = (
                     error
                     if isinstance(error, _REFUSALS)
-                    else admission.legacy_refusal(error, name(item), queue.per_user)
+                    else insert.legacy_refusal(error, name(item), queue.backend.per_user)
                 )
                 if refusal is None:
                     raise
                 why[name(item)] = str(refusal)
-            tx.execute("RELEASE SAVEPOINT headway_move")
+            legacy_rows.release_savepoint(tx)
         if dry_run:
             raise _Undo(count, why)
         return count, why
 
     left = iter(items)
     if dry_run:
-        everything = list(left)  # a repetition of the transaction begins with the first again
+        everything = list(left)  # a retry of the transaction starts with the first again
         try:
             queue.database.run(lambda tx: work(tx, everything), operation="queue.migrate")
         except _Undo as undone:
             moved, refused = undone.args
         return Moved(moved, refused=tuple(refused))
-    while page := list(islice(left, _TOGETHER)):
+    while page := list(islice(left, _BATCH)):
         done, why = queue.database.run(lambda tx: work(tx, page), operation="queue.migrate")
         moved += done
         refused |= why
@@ -316,15 +302,15 @@ def _submit_row(
         options["user_id"] = str(user_id)
     if role is not None:
         options["role"] = str(role)
-    task = queue.new_task(kind, content, **options)
+    task = queue.submitter.new_task(kind, content, **options)
     if priority is not None:
         task = replace(task, priority=_priority(id, str(priority), priorities))
-    before = tx.one("SELECT user_id FROM tasks WHERE id = ? AND status = 'CANCELLED' AND cancel_by = ?", (id, _RELEASE))
-    # A table without a column for the user tells nothing about it. `submit` refuses a row of another user.
+    before = legacy_rows.cancelled_by(tx, id, _RELEASE)
+    # A table without a column for the user says nothing about it. `submit` refuses a row of another user.
     if before is not None and task.user_id in (None, before[0]):
-        admission.retry(tx, id, per_user=queue.per_user)
+        insert.retry(tx, id, per_user=queue.backend.per_user)
     else:
-        admission.submit(tx, [task], per_user=queue.per_user)
+        insert.submit(tx, [task], per_user=queue.backend.per_user)
 
 
 def _priority(id: str, word: str, priorities: Mapping[str, Priority | str]) -> Priority:
@@ -332,7 +318,7 @@ def _priority(id: str, word: str, priorities: Mapping[str, Priority | str]) -> P
     try:
         return Priority(priorities.get(word, word.strip().lower()))
     except ValueError:
-        log.warning("an unknown priority is taken as normal", taskID=id, reason=word[:40])
+        log.warning("a row has an unknown priority; its task gets normal", taskID=id, reason=word[:40])
         return Priority.NORMAL
 
 
@@ -353,42 +339,15 @@ def _insert_row(tx: Tx, legacy: LegacyTable, table: Table, task_id: str, payload
         if not isinstance(content, dict) or content.keys() - set(legacy.payload):
             raise InvalidInput(f"The payload of {task_id} does not fit the columns {', '.join(legacy.payload)}.")
         values |= {name: content.get(name) for name in legacy.payload}
-    columns = [name for name in values if name is not None]
     try:
-        tx.execute(
-            f"INSERT INTO {table.sql} ({', '.join(map(table.column, columns))}) "
-            f"VALUES ({', '.join('?' for _ in columns)})",
-            [values[name] for name in columns],
-        )
+        legacy_rows.insert_row(tx, table, {name: value for name, value in values.items() if name is not None})
     except Exception as error:
-        # The table's own rules. Should the connection be lost, rolling back fails, and the transaction is tried again.
-        raise InvalidInput(f"{legacy.table} does not take a row for task {task_id}: {error}") from error
+        # The table's own constraints. If the connection is lost, rolling back fails, and the transaction is retried.
+        raise InvalidInput(f"{legacy.table} does not accept a row for task {task_id}: {error}") from error
 
 
 def rows_of(
     database: Database, table: str, *, key: str, where: Mapping[str, str] | None = None
 ) -> Iterator[dict[str, object]]:
     """Read the rows of a table page by page in the order of ``key``, for `take_over`. The table may have a schema."""
-    found = find_table(database, table)
-    conditions = where or {}
-    condition = " AND ".join(f"{found.column(column)} = ?" for column in conditions) or "true"
-    columns = list(map(quoted, found.types))
-    for page in _pages_by(database, found, columns, found.column(key), condition, list(conditions.values())):
-        yield from (dict(zip(found.types, row, strict=True)) for row in page)
-
-
-def _pages_by(
-    database: Database, table: Table, columns: Sequence[str], key: str, condition: str, values: Sequence[Value]
-) -> Iterator[Sequence[Any]]:
-    """Pages of a table along ``key``."""
-    last: list[Value] = []
-    while True:
-        after = f" AND {key} > ?" if last else ""
-        rows = database.all(
-            f"SELECT {', '.join(columns)}, {key} FROM {table.sql} WHERE {condition}{after} ORDER BY {key} LIMIT ?",
-            (*values, *last, _PAGE),
-        )
-        yield [row[:-1] for row in rows]
-        if len(rows) < _PAGE:
-            return
-        last = [rows[-1][-1]]
+    return legacy_rows.all_rows(database, table, key, where or {})

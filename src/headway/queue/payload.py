@@ -1,11 +1,11 @@
-"""How a payload is kept: as JSON, or encrypted and bound to its task.
+"""Payloads as they are stored: as JSON, or encrypted and bound to their task. Nothing is ever unpickled.
 
-With keys, the text is Fernet's (AES and HMAC): altered, truncated, or moved to another task it is refused. The first key
-writes, all of them read, so a key is rotated by putting the new one first. Nothing is ever unpickled.
+With keys, the text is encrypted with Fernet (AES and HMAC). A text that was altered, truncated or moved to another task is
+refused. The first key encrypts and all of them decrypt, so a key is rotated by adding the new one in front.
 
-Beside the payload stands its fingerprint, by which a task that is submitted again is recognised. A bare digest of a short
-payload can be guessed, so with keys it is an HMAC, under a key derived from the payload's and bound to the task: it tells
-nobody what the payload is, nor that two tasks have the same.
+A fingerprint is stored beside the payload. It recognises a task that is submitted again. A plain digest of a short payload
+can be guessed, so with keys it is an HMAC, under a derived key and bound to the task. It reveals neither the payload nor that
+two tasks have the same one.
 """
 
 from __future__ import annotations
@@ -20,24 +20,28 @@ from typing import Any, Protocol
 
 from headway.errors import InvalidInput, MissingExtra, StorageError
 
-#: Bytes of a payload as JSON.
+#: Most bytes of a payload as JSON.
 PAYLOAD_LIMIT = 262_144
 
 
 class Codec(Protocol):
-    """Turns a payload's JSON into what is stored, and back. ``task_id`` is what it is bound to."""
+    """Converts JSON text to the stored text and back. The stored text is bound to ``task_id``."""
 
-    def encode(self, task_id: str, text: str) -> str: ...
+    def encode(self, task_id: str, text: str) -> str:
+        """Return the text to store."""
+        ...
 
-    def decode(self, task_id: str, stored: str) -> str: ...
+    def decode(self, task_id: str, stored: str) -> str:
+        """Return the JSON text. Raises `StorageError` if the stored text was altered or belongs to another task."""
+        ...
 
     def fingerprints(self, task_id: str, kind: str, text: str) -> Sequence[str]:
-        """What recognises this content: the first is stored, and a stored one that is any of them is the same."""
+        """Return the fingerprints of this content. The first is stored; a stored one equal to any of them matches."""
         ...
 
 
 class PlainCodec:
-    """JSON as it is: for a database that is trusted with it."""
+    """Stores JSON unencrypted, for a trusted database."""
 
     def encode(self, task_id: str, text: str) -> str:
         return text
@@ -45,8 +49,8 @@ class PlainCodec:
     def decode(self, task_id: str, stored: str) -> str:
         if stored.startswith("fernet:"):
             raise StorageError(
-                f"The payload of task {task_id} is encrypted and there is no key.",
-                hint="Give the keys it was written with: HEADWAY_QUEUE_KEYS",
+                f"The payload of task {task_id} is encrypted, and no key is set.",
+                hint="Set the keys it was written with: HEADWAY_QUEUE_KEYS",
             )
         return stored
 
@@ -55,7 +59,7 @@ class PlainCodec:
 
 
 class FernetCodec:
-    """See the module. ``keys`` are Fernet keys (``Fernet.generate_key()``), the newest first."""
+    """Encrypts with Fernet; see the module. ``keys``: Fernet keys (``Fernet.generate_key()``), the newest first."""
 
     def __init__(self, keys: Sequence[str | bytes]) -> None:
         try:
@@ -65,9 +69,9 @@ class FernetCodec:
         try:
             self._fernet = MultiFernet([Fernet(key) for key in keys])
         except (ValueError, TypeError):
-            # The key itself is never shown, nor the library's error, which may show it.
+            # Show neither the key nor the library's error, which may contain it.
             raise InvalidInput(
-                "A key for payloads is not a Fernet key.",
+                "A payload key is not a Fernet key.",
                 hint='Make one: python -c "from cryptography.fernet import Fernet; print(Fernet.generate_key().decode())"',
             ) from None
         self._for_fingerprints = [
@@ -85,27 +89,27 @@ class FernetCodec:
         try:
             owner, _, text = self._fernet.decrypt(stored.removeprefix("fernet:")).decode().partition("\n")
         except (InvalidToken, UnicodeDecodeError):
-            raise _refused(task_id, "was altered, or written with a key that is not given") from None
+            raise _refused(task_id, "was altered, or encrypted with a key that is not set") from None
         if owner != task_id:
             raise _refused(task_id, "belongs to another task")
         return text
 
     def fingerprints(self, task_id: str, kind: str, text: str) -> Sequence[str]:
-        """Under every key, so that a task is recognised after a rotation; and the bare one, of the time before keys."""
-        said = f"{task_id}\n{kind}\n{text}".encode()
-        keyed = [f"hmac:{hmac.digest(key, said, 'sha256').hex()[:32]}" for key in self._for_fingerprints]
+        """Return one per key, for tasks from before a rotation, and the plain digest, for tasks from before encryption."""
+        content = f"{task_id}\n{kind}\n{text}".encode()
+        keyed = [f"hmac:{hmac.digest(key, content, 'sha256').hex()[:32]}" for key in self._for_fingerprints]
         return [*keyed, _digest(kind, text)]
 
 
 def _refused(task_id: str, why: str) -> StorageError:
     return StorageError(
         f"The payload of task {task_id} {why}.",
-        hint="It is not run. Check HEADWAY_QUEUE_KEYS, and who writes to the store.",
+        hint="It is not run. Check HEADWAY_QUEUE_KEYS, and who writes to the database.",
     )
 
 
 def write_payload(payload: Any, *, limit: int = PAYLOAD_LIMIT) -> str:
-    """The payload as JSON text, or one clear error."""
+    """Encode a payload as JSON text. Raises `InvalidInput`."""
     try:
         text = json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":"), sort_keys=True)
         size = len(text.encode())
@@ -114,24 +118,29 @@ def write_payload(payload: Any, *, limit: int = PAYLOAD_LIMIT) -> str:
     except (TypeError, ValueError) as error:
         raise InvalidInput(
             f"The payload is not JSON: {error}.",
-            hint="Use dicts with text keys, lists, texts, numbers, booleans, None.",
+            hint="Use dicts with text keys, lists, strings, numbers, booleans and None.",
         ) from None
     if size > limit:
         raise InvalidInput(
-            f"The payload has {size:,} bytes; at most {limit:,} are taken.",
-            hint="Put large data into a file or an object store and give its address.",
+            f"The payload has {size:,} bytes; at most {limit:,} are allowed.",
+            hint="Put large data into a file or an object store, and submit its address.",
         )
     if holds_zero(text):
-        raise InvalidInput("The payload holds the character U+0000, which PostgreSQL cannot keep.")
+        raise InvalidInput("The payload contains the character U+0000, which PostgreSQL cannot store.")
     return text
 
 
 def holds_zero(text: str) -> bool:
-    """Whether JSON holds the character U+0000: written by an escape whose backslash is not itself escaped."""
+    """Return whether JSON text contains U+0000: an escape whose backslash is not itself escaped."""
     return "\\u0000" in text and _ZERO.search(text) is not None
 
 
 _ZERO = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
+
+
+def result_id(task_id: str) -> str:
+    """Return the id that a stored result is bound to. Task ids have no space, so a result cannot pass as a payload."""
+    return f"{task_id} result"
 
 
 def _digest(kind: str, text: str) -> str:

@@ -19,12 +19,8 @@ from headway._sql import Tx
 from headway.core.failure import describe
 from headway.core.retry import RetryPolicy
 from headway.errors import HeadwayError, Held, NotFound, StaleClaim
-from headway.queue.store import claim as claims
-from headway.queue.store import complete as settling
-from headway.queue.store import hints as hinting
-from headway.queue.store import workers
-from headway.queue.store.events import SKIP_LOCKED
-from headway.queue.store.tasks import add_up_minutes
+from headway.queue.store import administration, claim, complete, workers
+from headway.queue.store import hints as hint_marks
 from headway.queue.task import Priority, Task
 from headway.queue.task_queue import TaskQueue
 from headway.telemetry import Log, metrics
@@ -39,11 +35,11 @@ LEASE = 8.0
 #: Seconds by which the database clock may drift from ours between rounds before it counts as adjusted.
 CLOCK_SET = 3.0
 #: Seconds the database may take to answer a round. After longer, workers may have been unable to renew for a whole lease.
-SILENCE = claims.LEASE / 3
+SILENCE = claim.LEASE / 3
 #: Seconds after which a hint without a claim is checked in RQ.
 HINT_SECONDS = 10.0
 #: Least number of seconds for which minute counters and rate allowances are kept.
-COUNTS_KEPT = 86_400.0
+COUNTS_RETENTION = 86_400.0
 _BATCH = 500
 #: Most batches deleted in one round, so that a worker that dies meanwhile is still found in time.
 _PAGES = 20
@@ -61,7 +57,7 @@ class Hints(Protocol):
         """Return the tasks whose hint was lost; None if Redis cannot be asked."""
         ...
 
-    def look_at_memory(self) -> bool:
+    def check_memory(self) -> bool:
         """Return whether there is no memory for more hints."""
         ...
 
@@ -69,7 +65,7 @@ class Hints(Protocol):
         """Show tasks that ended without a worker reporting it."""
         ...
 
-    def forget_the_dead(self) -> None:
+    def remove_dead_workers(self) -> None:
         """Clean up after dead workers."""
         ...
 
@@ -96,9 +92,11 @@ class Sweeper:
         self._purged_at = clock()
         self._measure_at = clock()
         self._events_after = 0
-        self._ahead: float | None = None  # the database clock minus our monotonic clock, which cannot be adjusted
-        self._asked_at: float | None = None  # start of the first round that the database has not answered yet
-        self._doubted_at: float | None = None  # when leases became unreliable and could not be restarted yet
+        self._clock_offset: float | None = (
+            None  # the database clock minus our monotonic clock, which cannot be adjusted
+        )
+        self._waiting_since: float | None = None  # start of the first round that the database has not answered yet
+        self._leases_doubted_at: float | None = None  # when leases became unreliable and could not be restarted yet
 
     def run(self, stop: threading.Event) -> None:
         """Run rounds until ``stop`` is set. A failed round is logged and retried with backoff."""
@@ -109,46 +107,44 @@ class Sweeper:
             except Exception as error:  # noqa: BLE001 - if the sweeper exited, it would go unnoticed until tasks are lost
                 failures += 1
                 delay = _AWAY.delay(failures)
-                log.warning(
-                    "a round of the sweeper failed; it is tried again", attempt=failures, error=describe(error).text
-                )
+                log.warning("a round of the sweeper failed; retrying", attempt=failures, error=describe(error).text)
         self.release()
 
     def tick(self) -> float:
         """Run one round if this sweeper is active; return the seconds until the next."""
-        if self._asked_at is None:
-            self._asked_at = self._clock()
+        if self._waiting_since is None:
+            self._waiting_since = self._clock()
         if not self._acquire():
-            self._stand_by()
+            self._observe()
             return INTERVAL
-        ended, begun_anew = self._end_lapsed()
+        ended, restarted = self._end_lapsed()
         if self._hints is not None:
             self._hints.show_ended(ended)
-        promoted = self._ask(lambda tx: claims.promote(tx, tx.now()), "queue.promote")
+        promoted = self._run(lambda tx: claim.promote(tx, tx.now()), "queue.promote")
         hinted = self._hint()
-        begun_anew = begun_anew or self._doubted_at is not None
-        self._ask(lambda tx: workers.mark_lost(tx, begun_anew=begun_anew), "queue.workers")
+        restarted = restarted or self._leases_doubted_at is not None
+        self._run(lambda tx: workers.mark_lost(tx, restarted=restarted), "queue.workers")
         for chore in self._chores:
             chore()
         if self._clock() - self._purged_at > 60.0:
             if self.purge(pages=_PAGES) < _PAGES * _BATCH and not self._events_after:
                 self._purged_at = self._clock()  # otherwise purging continues next round, so other work is not delayed
             if self._hints is not None:
-                self._hints.forget_the_dead()
+                self._hints.remove_dead_workers()
         if self._clock() >= self._measure_at:
             began = self._clock()
             self._measure()
             # Counting a million waiting tasks is slow: spend at most a twentieth of the time on it.
             self._measure_at = self._clock() + 20 * (self._clock() - began)
-        more = len(ended) == _BATCH or hinted == _BATCH or promoted >= claims.PROMOTED
+        more = len(ended) == _BATCH or hinted == _BATCH or promoted >= claim.PROMOTED
         return 0.0 if more else INTERVAL
 
-    def _ask(self, work: Callable[[Tx], T], operation: str) -> T:
-        with self._heed_silence():
+    def _run(self, work: Callable[[Tx], T], operation: str) -> T:
+        with self._noting_silence():
             return self._queue.database.run(work, operation=operation)
 
     @contextmanager
-    def _heed_silence(self) -> Iterator[None]:
+    def _noting_silence(self) -> Iterator[None]:
         """Note a database that stops answering in the middle of a round, for the next round.
 
         Workers could not renew their leases meanwhile. This wraps one query at a time, because many slow queries in a row
@@ -159,44 +155,48 @@ class Sweeper:
             yield
         finally:
             if self._clock() - began > SILENCE:
-                self._doubted_at = self._clock()
+                self._leases_doubted_at = self._clock()
 
     def _end_lapsed(self) -> tuple[list[Task], bool]:
         """End the runs of dead workers; return (their tasks, whether leases were restarted).
 
-        Leases are restarted if they are unreliable (`_look`). Otherwise every task on other machines would be considered
+        Leases are restarted if they are unreliable (`_check_clock`). Otherwise every task on other machines would be considered
         dead at once. Leases that end too late, because the clock was set back earlier, are shortened.
         """
 
         def work(tx: Tx) -> tuple[float, str, list[Task]]:
-            ahead, doubt = self._look(tx)
-            if not doubt and self._doubted_at is not None and self._clock() - self._doubted_at < claims.LEASE:
-                doubt = "a moment ago they were not to be believed"
+            ahead, doubt = self._check_clock(tx)
+            if (
+                not doubt
+                and self._leases_doubted_at is not None
+                and self._clock() - self._leases_doubted_at < claim.LEASE
+            ):
+                doubt = "they were unreliable a moment ago"
             if doubt:
-                claims.begin_leases_anew(tx)
-            shorten(tx, "tasks", "status = 'RUNNING'", least=claims.LEASE)
-            return ahead, doubt, settling.lapsed(tx, limit=_BATCH)
+                claim.restart_leases(tx)
+            shorten(tx, "tasks", "status = 'RUNNING'", least=claim.LEASE)
+            return ahead, doubt, complete.lapsed(tx, limit=_BATCH)
 
-        self._ahead, doubt, ended = self._queue.database.run(work, operation="queue.sweep")
-        self._asked_at = self._doubted_at = None
+        self._clock_offset, doubt, ended = self._queue.database.run(work, operation="queue.sweep")
+        self._waiting_since = self._leases_doubted_at = None
         if doubt:
-            log.warning(f"the leases of tasks begin anew: {doubt}")
+            log.warning(f"the leases of all running tasks are restarted: {doubt}")
         for task in ended:
-            log.warning("the worker of a task is gone", taskID=task.id, worker=task.worker, new=task.status.value)
+            log.warning("the worker of a task is lost", taskID=task.id, worker=task.worker, new=task.status.value)
         return ended, bool(doubt)
 
-    def _stand_by(self) -> None:
+    def _observe(self) -> None:
         """Check the clock and the database like the active sweeper does.
 
         This sweeper may be the next active one if the other's lease expired because of a clock change or an outage.
         """
         with self._queue.database.read() as tx:
-            self._ahead, doubt = self._look(tx)
-        self._asked_at = None
+            self._clock_offset, doubt = self._check_clock(tx)
+        self._waiting_since = None
         if doubt:
-            self._doubted_at = self._clock()
+            self._leases_doubted_at = self._clock()
 
-    def _look(self, tx: Tx) -> tuple[float, str]:
+    def _check_clock(self, tx: Tx) -> tuple[float, str]:
         """Return (database clock minus ours, why leases are unreliable or "").
 
         A live worker's lease can seem expired after the clock was adjusted, or after the database stopped answering.
@@ -206,10 +206,10 @@ class Sweeper:
         # A slow answer is not a clock change: the offset is known only to within the duration of the query.
         least, most = at - self._clock(), at - before
         doubt = ""
-        if self._ahead is not None and not least - CLOCK_SET < self._ahead < most + CLOCK_SET:
-            doubt = "the clock of the database was set"
-        elif self._asked_at is not None and self._clock() - self._asked_at > SILENCE:
-            doubt = "the database gave no answer for long"
+        if self._clock_offset is not None and not least - CLOCK_SET < self._clock_offset < most + CLOCK_SET:
+            doubt = "the database clock was adjusted"
+        elif self._waiting_since is not None and self._clock() - self._waiting_since > SILENCE:
+            doubt = "the database did not answer for a long time"
         return (least + most) / 2, doubt
 
     def release(self) -> None:
@@ -219,7 +219,7 @@ class Sweeper:
             try:
                 self._queue.database.run(lambda tx: self._leases.release(tx, lease), operation="queue.sweeper")
             except HeadwayError as error:  # the lease expires by itself
-                log.warning("the sweeper's lease could not be given back", error=str(error))
+                log.warning("the sweeper's lease could not be released", error=str(error))
 
     def purge(self, *, pages: int | None = None) -> int:
         """Delete expired tasks in batches, and their events once every sink has them; return the number of tasks.
@@ -228,32 +228,22 @@ class Sweeper:
         """
         gone = 0
         for _ in count() if pages is None else range(pages):
-            found = self._ask(
-                # The subselect hides the limit from PostgreSQL's planner. Without statistics it would estimate fewer ended
-                # tasks than the limit and scan the whole table instead of the index.
-                # SKIP LOCKED skips tasks that are being retried right now. Otherwise PostgreSQL would wait and then delete
-                # them, because it rechecks only whether the number is in the list found before.
-                lambda tx: tx.execute(
-                    "DELETE FROM tasks WHERE no IN (SELECT no FROM tasks WHERE ended_at IS NOT NULL AND ended_at < ? "
-                    "AND status IN ('COMPLETED', 'FAILED', 'CANCELLED') ORDER BY ended_at "
-                    f"LIMIT (SELECT ?){SKIP_LOCKED[tx.engine]})",
-                    (tx.now() - self.retention, _BATCH),
-                ),
-                "queue.purge",
+            found = self._run(
+                lambda tx: administration.delete_ended(tx, retention=self.retention, limit=_BATCH), "queue.purge"
             )
             gone += found
             if found < _BATCH:
                 break
         self._purge_events(pages)
-        kept = max(self.retention, COUNTS_KEPT)
-        self._ask(add_up_minutes, "queue.totals")
-        self._ask(lambda tx: _forget_counts(tx, tx.now() - kept), "queue.purge")
+        self._run(administration.add_up_minutes, "queue.totals")
+        retention = max(self.retention, COUNTS_RETENTION)
+        self._run(lambda tx: administration.delete_counts(tx, retention=retention), "queue.purge")
         return gone
 
     def _purge_events(self, pages: int | None) -> None:
         """Continue from the last position. At the end start over, because sinks may have received more events since."""
         for _ in count() if pages is None else range(pages):
-            reached = self._ask(
+            reached = self._run(
                 lambda tx: events.purge_page(
                     tx, "headway.queue", tx.now() - self.retention, after=self._events_after, limit=_BATCH
                 ),
@@ -287,45 +277,29 @@ class Sweeper:
         if self._hints is None:
             return 0
         hints = self._hints
-        full = hints.look_at_memory()
+        full = hints.check_memory()
         # Also while Redis is full: one that evicts keys has lost hints, and workers find rows that are marked unhinted.
-        old = self._ask(lambda tx: hinting.doubtful(tx, older_than=HINT_SECONDS, limit=_BATCH), "queue.doubtful")
+        old = self._run(lambda tx: hint_marks.doubtful(tx, older_than=HINT_SECONDS, limit=_BATCH), "queue.doubtful")
         missing = hints.missing(old) if old else []
         if missing is None:
             return 0
         if old:
             lost = {task_id for task_id, _ in missing}
             present = [task_id for task_id, _ in old if task_id not in lost]
-            self._ask(lambda tx: hinting.hinted(tx, present), "queue.hinted")  # looked at again later
-            self._ask(lambda tx: hinting.unhint(tx, lost), "queue.unhint")
+            self._run(lambda tx: hint_marks.hinted(tx, present), "queue.hinted")  # looked at again later
+            self._run(lambda tx: hint_marks.unhint(tx, lost), "queue.unhint")
         if full:
             return 0
-        waiting = self._ask(lambda tx: hinting.unhinted(tx, limit=_BATCH), "queue.unhinted")
+        waiting = self._run(lambda tx: hint_marks.unhinted(tx, limit=_BATCH), "queue.unhinted")
         done = hints.push(waiting)
         if done:
-            self._ask(lambda tx: hinting.hinted(tx, done), "queue.hinted")
+            self._run(lambda tx: hint_marks.hinted(tx, done), "queue.hinted")
         return len(done)
 
     def _measure(self) -> None:
-        with self._heed_silence():
+        with self._noting_silence():
             found = self._queue.stats()
         for info in found:
             metrics.gauge("headway_tasks_waiting", info.waiting, queue=info.priority.value)
             metrics.gauge("headway_tasks_running", info.running, queue=info.priority.value)
             metrics.gauge("headway_tasks_oldest_seconds", info.oldest_wait or 0.0, queue=info.priority.value)
-
-
-def _forget_counts(tx: Tx, before: float) -> None:
-    # Delete at most a day of minutes at a time, so that the first purge of a year is not one long statement.
-    tx.execute(
-        "DELETE FROM task_minutes WHERE minute < ? AND minute <= (SELECT min(minute) + 1440 FROM task_minutes) "
-        "AND minute <= (SELECT min(counted_until) FROM task_queues)",
-        (int(before // 60),),
-    )
-    tx.execute("DELETE FROM task_causes WHERE last_seen < ?", (before,))
-    # An allowance that had time to refill equals the default of a missing row.
-    tx.execute(
-        "DELETE FROM task_rates WHERE at < CAST(? AS DOUBLE PRECISION) - coalesce((SELECT max(1.0 / rate) "
-        "FROM task_limits WHERE rate IS NOT NULL), 0.0)",
-        (before,),
-    )

@@ -1,10 +1,10 @@
-"""The queue's settings: checked once, where they come in, and read again while workers run.
+"""The queue's settings, which workers and supervisors reload while they run.
 
-    an operator (`headway queue set`, kept in SQL: the same for every host)
+    an operator (`headway queue set`, stored in SQL: the same for every host)
       > the command line > the application (``app.config``) > HEADWAY_* > headway.toml, its profile first > the default
 
-Workers and supervisors look at the file and at the rows every other second. A value that is not acceptable is refused and
-said once in the log; the one before it stays in force. So does everything while the store is away.
+Workers and supervisors read the file and the rows every two seconds. An invalid value is logged once, and the previous value
+stays in force. While the database is unreachable, all values stay in force.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any
 from headway._sql import Database, Tx
 from headway.config import OPTIONS, PREFIX, Config, read_value
 from headway.errors import ConfigError, InvalidInput
-from headway.queue.store.tasks import audit
-from headway.queue.task import check_text, is_text, moment
+from headway.queue.store import administration
+from headway.queue.task import check_actor, is_text, moment
 from headway.telemetry import Log
 
 log = Log("queue")
 
-#: Seconds between two looks at the file and the rows.
-LOOK_SECONDS = 2.0
-#: What an operator can set for all workers and supervisors, and the setting it stands for.
+#: Seconds between two reads of the file and the rows.
+RELOAD_SECONDS = 2.0
+#: What an operator can set for all workers and supervisors -> the name of the setting.
 LIVE: Mapping[str, str] = {
     name: f"queue_{name}"
     for name in (
@@ -38,8 +38,7 @@ LIVE: Mapping[str, str] = {
 }  # fmt: skip
 _NAMES = {PREFIX + option.name.upper(): option for option in OPTIONS}
 
-
-#: The names of our queues in RQ begin with it, so that they are not those of another RQ application on the same Redis.
+#: Prefix of our queue names in RQ, which separates them from another RQ application on the same Redis.
 PREFIX_IN_RQ = "headway:"
 
 
@@ -48,9 +47,9 @@ class RqOptions:
     """How the queue uses its Redis. Memory is in bytes, thresholds are shares of it."""
 
     prefix: str = PREFIX_IN_RQ
-    memory: int | None = None  # what Redis may use; None: its own maxmemory
-    warn: float = 0.75  # logged above it; hints are given again below it
-    critical: float = 0.85  # above it hints stop, an alert is raised and RQ's copies of failed tasks are deleted
+    memory: int | None = None  # memory limit; None: Redis's own maxmemory
+    warn: float = 0.75  # above it, a warning is logged; below it, hints resume
+    critical: float = 0.85  # above it, hints stop, an alert is raised and RQ's copies of failed tasks are deleted
 
     def __post_init__(self) -> None:
         if not _PREFIX.fullmatch(self.prefix):
@@ -70,7 +69,7 @@ _PREFIX = re.compile(r"[A-Za-z0-9:_-]{0,40}")
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """What workers and supervisors go by just now."""
+    """The settings that workers and supervisors currently use."""
 
     workers: int
     max_workers: int
@@ -84,30 +83,30 @@ class InForce:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting of the running queue, and who says so."""
+    """One setting of the running queue and its origin."""
 
     name: str
-    value: float | str | None  # a text only where it is refused
+    value: float | str | None  # a text only if it is invalid
     origin: str
     set_by: str | None
     set_at: datetime | None
 
 
 def application_config(given: Mapping[str, Any]) -> Config:
-    """The settings with what an application says of them (Flask's ``app.config``), which goes before the environment."""
+    """Return the settings with the application's values (Flask's ``app.config``), which override the environment."""
     unknown = [name for name in given if name.startswith(PREFIX) and name not in {*_NAMES, PREFIX + "PROFILE"}]
     if unknown:
         close = difflib.get_close_matches(unknown[0], _NAMES, 1)
         raise ConfigError(
-            f"The application sets {unknown[0]}, and there is no such setting.",
+            f"The application sets {unknown[0]}, which is not a setting.",
             hint=f"Did you mean {close[0]}?" if close else "See them: headway config",
         )
-    said = {
+    texts = {
         name: " ".join(map(_text, value)) if isinstance(value, list | tuple) else _text(value)
         for name, value in given.items()
         if name.startswith(PREFIX) and value is not None
     }
-    return Config(environment={**os.environ, **said})
+    return Config(environment={**os.environ, **texts})
 
 
 def _text(value: object) -> str:
@@ -115,10 +114,10 @@ def _text(value: object) -> str:
 
 
 def connection_settings(config: Config) -> dict[str, Any]:
-    """Where the queue lives and whom it takes tasks from: what `TaskQueue.configure` takes."""
+    """Return the arguments of `TaskQueue.configure`."""
     return {
         "database": config.text("database"),
-        # The default address is only a default: a Redis that nobody named is not used.
+        # Use Redis only if a URL is set: the default URL is not a reason to connect.
         "redis": config.text("queue_redis") if config.is_set("queue_redis") else None,
         "mode": config.text("queue_mode"),
         "per_user": config["queue_per_user"],
@@ -139,7 +138,7 @@ def _rq_options(config: Config) -> RqOptions:
 
 
 class LiveSettings:
-    """See the module. `refresh` as often as one likes: it looks every `LOOK_SECONDS`."""
+    """The settings of a running worker or supervisor; see the module. `refresh` reads at most every `RELOAD_SECONDS`."""
 
     def __init__(
         self,
@@ -152,22 +151,20 @@ class LiveSettings:
         self._database, self._clock = database, clock
         self._set: dict[str, float | None] = {}
         self._refused: dict[str, str] = {}
-        self._looked_at: float | None = None
+        self._read_at: float | None = None
         self._last: InForce | None = None
 
     def refresh(self) -> bool:
-        """Look at the file and the rows, if that is due; whether anything is different from what it said last.
+        """Read the file and the rows if that is due; return whether anything changed.
 
-        A store that is away raises; what was in force stays.
+        Raises if the database is unreachable; the settings in force do not change.
         """
         now = self._clock()
-        if self._looked_at is not None and now - self._looked_at < LOOK_SECONDS:
+        if self._read_at is not None and now - self._read_at < RELOAD_SECONDS:
             return False
-        self._looked_at = now
+        self._read_at = now
         reload_file(self.config)
-        self._set = self._checked(
-            self._database().all("SELECT name, value FROM task_settings WHERE name NOT LIKE 'app.%'")
-        )
+        self._set = self._checked(administration.read_settings(self._database()))
         before, self._last = self._last, self.in_force
         if before not in (None, self._last):
             log.info("settings changed", old=str(before), new=str(self._last))
@@ -175,9 +172,9 @@ class LiveSettings:
 
     def _checked(self, rows: list[tuple[Any, ...]]) -> dict[str, float | None]:
         found: dict[str, float | None] = {}
-        for name, raw in rows:
+        for name, raw, *_ in rows:
             if name not in LIVE:
-                continue  # a newer headway's
+                continue  # set by a newer version
             try:
                 found[name] = check(name, raw)
                 self._refused.pop(name, None)
@@ -186,7 +183,7 @@ class LiveSettings:
                     found[name] = self._set[name]
                 if self._refused.get(name) != raw:
                     self._refused[name] = raw
-                    log.warning("a setting is refused; the one before stays in force", error=str(error))
+                    log.warning("a setting is invalid; the previous value stays in force", error=str(error))
         return found
 
     def __getitem__(self, name: str) -> Any:
@@ -194,6 +191,7 @@ class LiveSettings:
 
     @property
     def in_force(self) -> InForce:
+        """The current settings as values."""
         workers = self["workers"]
         return InForce(
             workers=workers,
@@ -208,77 +206,63 @@ class LiveSettings:
 
 
 def reload_file(config: Config) -> bool:
-    """Read headway.toml again if it changed; whether anything in it did. A bad one is said, once, and changes nothing."""
+    """Reload headway.toml if it changed; return whether a value changed. An invalid file is logged and ignored."""
     try:
         return bool(config.reload_if_changed())
     except ConfigError as error:
-        log.warning("headway.toml is refused; the settings before it stay in force", error=str(error))
+        log.warning("headway.toml is invalid; the previous settings stay in force", error=str(error))
         return False
 
 
 def check(name: str, raw: object) -> float | None:
-    """The value an operator gives to a setting, or `InvalidInput`."""
+    """Convert an operator's value for a setting. Raises `InvalidInput`."""
     if not is_text(name) or name not in LIVE:
         close = difflib.get_close_matches(str(name), LIVE, 1)
         raise InvalidInput(
-            f"{str(name)[:40]!r} is no setting of a running queue.",
-            hint=f"Did you mean {close[0]!r}?" if close else f"There are: {', '.join(LIVE)}.",
+            f"{str(name)[:40]!r} is not a setting of a running queue.",
+            hint=f"Did you mean {close[0]!r}?" if close else f"Use one of {', '.join(LIVE)}.",
         )
     try:
         value = read_value(LIVE[name], "none" if raw is None else str(raw)[:40], "The running queue")
     except ConfigError as error:
-        raise InvalidInput(str(error), hint="See what is set: headway queue settings") from error
+        raise InvalidInput(str(error), hint="See the current values: headway queue settings") from error
     assert not isinstance(value, str)
     return value
 
 
 def put(tx: Tx, name: str, value: object, *, by: str) -> None:
-    """Set one for every worker and supervisor, from their next look on."""
-    check_text(by, "who does it")
+    """Set a value for all workers and supervisors, effective within `RELOAD_SECONDS`."""
+    check_actor(by)
     checked = check(name, value)
     text = "none" if checked is None else str(checked)
-    _write(tx, name, text, by)
-    audit(tx, by, "queue.set", {"setting": name, "value": text})
+    administration.write_setting(tx, name, text, by=by)
+    administration.audit(tx, by, "queue.set", {"setting": name, "value": text})
 
 
 def remove(tx: Tx, name: str, *, by: str) -> bool:
-    """Back to what each host's own settings say; whether it was set."""
-    check_text(by, "who does it")
+    """Return to each host's own setting; return whether a value was set."""
+    check_actor(by)
     if not is_text(name) or name not in LIVE:
         check(name, "")
-    gone = tx.execute("DELETE FROM task_settings WHERE name = ?", (name,)) == 1
-    if gone:
-        audit(tx, by, "queue.unset", {"setting": name})
-    return gone
-
-
-def declare_per_user(tx: Tx, per_user: int | None) -> None:
-    """Write down how many tasks the application lets a user have, for those who steer the queue without it."""
-    _write(tx, "app.per_user", "none" if per_user is None else str(per_user), "application")
+    was_set = administration.delete_setting(tx, name)
+    if was_set:
+        administration.audit(tx, by, "queue.unset", {"setting": name})
+    return was_set
 
 
 def declared_per_user(database: Database) -> int | None:
-    """What the application said last; one where it never said anything."""
-    row = database.one("SELECT value FROM task_settings WHERE name = 'app.per_user'")
-    if row is None:
+    """Return the limit of tasks per user that the application declared; 1 if it never declared one."""
+    text = administration.declared_per_user(database)
+    if text is None:
         return 1
-    value = read_value("queue_per_user", row[0], "The application's note")
+    value = read_value("queue_per_user", text, "The application's limit")
     assert value is None or isinstance(value, int)
     return value
 
 
-def _write(tx: Tx, name: str, text: str, by: str) -> None:
-    tx.execute(
-        "INSERT INTO task_settings (name, value, set_by, set_at) VALUES (?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
-        "value = excluded.value, set_by = excluded.set_by, set_at = excluded.set_at "
-        "WHERE task_settings.value <> excluded.value",
-        (name, text, by, tx.now()),
-    )
-
-
 def listing(database: Database, config: Config) -> list[Setting]:
-    """Every setting of the running queue as this host sees it."""
-    rows = {name: facts for name, *facts in database.all("SELECT name, value, set_by, set_at FROM task_settings")}
+    """Return every setting of the running queue as this host sees it."""
+    rows = {name: facts for name, *facts in administration.read_settings(database)}
     found = []
     for name, option in LIVE.items():
         if name in rows:

@@ -1,4 +1,4 @@
-"""What goes into the queue and what comes out of it."""
+"""The values of the queue: tasks, claims, statuses, priorities, and the checks of arguments."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from typing import Any, TypeVar
 from headway.core.ids import UserId, user_text
 from headway.errors import InvalidInput, Refused
 
-#: Characters of a text that somebody gives: a name, a reason.
+#: Most characters of a name or a reason.
 TEXT_LIMIT = 1000
 
 
 class Priority(StrEnum):
-    """The queues, in the order in which they are served: strictly, the next one only while those before it are empty."""
+    """The queues in order of service. A queue is served only while the queues before it are empty."""
 
-    URGENT = "urgent"  # maintenance, and whoever may ask for it
-    HIGH = "high"  # what an administrator submits unless they say otherwise
-    NORMAL = "normal"  # what a user submits
-    LOW = "low"  # whoever asks for it
+    URGENT = "urgent"  # maintenance, and on request
+    HIGH = "high"  # the default of administrators
+    NORMAL = "normal"  # the default of users
+    LOW = "low"  # only on request
 
     @property
     def place(self) -> int:
+        """The position in the order of service, from 0."""
         return _PLACES[self]
 
 
@@ -33,16 +34,17 @@ _PLACES = {priority: place for place, priority in enumerate(PRIORITIES)}
 
 
 class Status(StrEnum):
-    """Where a task is."""
+    """The states of a task, and what sets each of them."""
 
-    QUEUED = "QUEUED"  # by submit; by a worker or the sweeper when a run did not succeed and a try is left
-    RUNNING = "RUNNING"  # by the worker that claimed it
-    COMPLETED = "COMPLETED"  # by the worker whose handler returned
-    FAILED = "FAILED"  # by the worker or the sweeper, when no try is left
-    CANCELLED = "CANCELLED"  # by cancel for one that waited, by the worker for one that ran
+    QUEUED = "QUEUED"  # submit; a worker or the sweeper after a failed run, if a retry is left
+    RUNNING = "RUNNING"  # the worker that claimed it
+    COMPLETED = "COMPLETED"  # the worker whose handler returned
+    FAILED = "FAILED"  # a worker or the sweeper after a failed run, if no retry is left
+    CANCELLED = "CANCELLED"  # cancel, if the task waited; the worker, if it ran
 
     @property
     def is_final(self) -> bool:
+        """Whether the task has ended."""
         return self in FINAL
 
 
@@ -51,7 +53,7 @@ _E = TypeVar("_E", Status, Priority)
 
 
 class UserBusy(Refused):
-    """The user has as many active tasks as one user may have. ``task_id`` is one of them."""
+    """The user has the most active tasks allowed. ``task_id`` is one of them."""
 
     hint = "Wait until it has ended, or cancel it."
 
@@ -63,12 +65,12 @@ class UserBusy(Refused):
 class TaskConflict(Refused):
     """A task with this id exists, and its user, kind or payload differ."""
 
-    hint = "An id names one task for ever: use another id, or the same user, kind and payload."
+    hint = "Use another id, or the same user, kind and payload. An id is never reused."
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A task as it was when it was read. ``version`` grows with every change of it."""
+    """A task at the moment it was read. ``version`` grows with every change."""
 
     id: str
     kind: str
@@ -92,18 +94,20 @@ class Task:
 
     @property
     def is_final(self) -> bool:
+        """Whether the task has ended."""
         return self.status.is_final
 
     def as_json(self) -> dict[str, Any]:
+        """Return the fields with JSON types."""
         return as_json(self)
 
 
 def as_json(value: Task | QueueInfo) -> dict[str, Any]:
-    """Its fields in JSON's types. `headway.views.queue` has the same keys, and says what each of them is."""
+    """Return the fields with JSON types. `headway.views.queue` has the same keys and documents them."""
     return {JSON_NAMES.get(field.name, field.name): _plain(getattr(value, field.name)) for field in fields(value)}
 
 
-#: Fields whose key has another name: which queue a task is in is its priority.
+#: Field -> JSON key, where they differ: a task's priority is the queue it is in.
 JSON_NAMES = {"priority": "queue"}
 
 
@@ -116,34 +120,43 @@ def _plain(value: Any) -> Any:
 
 
 def is_number(value: object) -> bool:
-    """For arguments: whoever calls may give anything, whatever their types promise."""
+    """Return whether an argument is a number: untyped callers may pass anything."""
     return isinstance(value, int | float)
 
 
 def is_text(value: object) -> bool:
+    """Return whether an argument is a string: untyped callers may pass anything."""
     return isinstance(value, str)
 
 
 def check_text(value: object, what: str) -> str:
-    """``value`` if it is a text that every database can keep: who did something, why, a name to look for."""
+    """Return ``value`` if it is a text that every database can store. Raises `InvalidInput`; ``what`` names it there."""
     if not isinstance(value, str) or len(value) > TEXT_LIMIT or "\0" in value or not is_whole(value):
         shown = f"A {type(value).__name__}" if not isinstance(value, str) else f"{value[:40]!r}"
         raise InvalidInput(f"{shown} cannot be {what}.", hint=f"Use a text of at most {TEXT_LIMIT} characters.")
     return value
 
 
+def check_actor(by: object, reason: object = "") -> None:
+    """Validate the actor and the reason of an operation."""
+    check_text(by, "who does it")
+    check_text(reason, "a reason")
+
+
 def check_asked(**texts: str | None) -> None:
+    """Validate the texts that are given; their names appear in the error."""
     for name, text in texts.items():
         if text is not None:
             check_text(text, name)
 
 
-def asked_user(user_id: UserId | None) -> str | None:
+def user_filter(user_id: UserId | None) -> str | None:
     """Return the text by which tasks of a user are looked up."""
     return None if user_id is None else check_text(user_text(user_id), "a user id")
 
 
 def member_of(kind: type[_E], value: _E | str, what: str) -> _E:
+    """Return the member of an enum. Raises `InvalidInput`; ``what`` names it there."""
     try:
         return kind(value)
     except ValueError:
@@ -152,7 +165,7 @@ def member_of(kind: type[_E], value: _E | str, what: str) -> _E:
 
 
 def is_whole(text: str) -> bool:
-    """Whether no character of it is half a pair: UTF-8 has none for it."""
+    """Return whether a text can be encoded as UTF-8: it has no lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -161,18 +174,19 @@ def is_whole(text: str) -> bool:
 
 
 def moment(seconds: float) -> datetime:
+    """Convert a timestamp to a datetime in UTC."""
     return datetime.fromtimestamp(seconds, UTC)
 
 
 @dataclass(frozen=True, slots=True)
 class NewTask:
-    """A task to submit, checked; ``payload`` as the codec wrote it."""
+    """A validated task to submit. ``payload`` is encoded by the codec."""
 
     id: str
     kind: str
     priority: Priority
     payload: str
-    fingerprints: Sequence[str]  # the first is written; a task that has any of them is the same one
+    fingerprints: Sequence[str]  # the first is stored; an existing task with any of them is equal
     user_id: str | None = None
     role: str = "user"
     partition: str | None = None
@@ -183,13 +197,13 @@ class NewTask:
 
     @property
     def party(self) -> str:
-        """Who it takes turns with: tasks of one partition, or of one user, wait for each other; others do not."""
+        """The group that takes turns with other groups: the partition, else the user."""
         return self.partition if self.partition is not None else self.user_id or ""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A task that a worker may run. ``token`` fences: once the lease lapsed and another has it, this one is refused."""
+    """A task that a worker may run. ``token`` fences: after the lease expired and another worker has it, it is refused."""
 
     no: int
     id: str
@@ -205,12 +219,12 @@ class Claim:
     user_id: str | None
     role: str
     waited: float
-    hinted: bool = False  # whether RQ was told of it
+    hinted: bool = False  # whether RQ has a hint of it
 
 
 @dataclass(frozen=True, slots=True)
 class QueueInfo:
-    """One queue: what waits, what runs, whether it is paused and why."""
+    """One queue: the number of tasks by state, and whether and why it is paused."""
 
     priority: Priority
     waiting: int
@@ -229,4 +243,5 @@ class QueueInfo:
     failed_total: int = 0
 
     def as_json(self) -> dict[str, Any]:
+        """Return the fields with JSON types."""
         return as_json(self)

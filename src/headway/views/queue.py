@@ -185,7 +185,7 @@ def read_settings(queue: TaskQueue) -> QueueSettings:
     """Read the settings of the running queue."""
     from headway.queue.settings import listing
 
-    found = listing(queue.database, queue.worker_config({}))
+    found = listing(queue.database, queue.backend.worker_config({}))
     return QueueSettings(tuple(QueueSetting(one.name, one.value, one.origin, one.set_by, one.set_at) for one in found))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from headway._sql import Row, Tx, marks
-from headway.queue.store.claim import paused
+from headway.queue.store.administration import paused_queues
 from headway.queue.store.limits import Limits
 from headway.queue.store.tasks import pages
 from headway.queue.task import PRIORITIES, Priority, Status
@@ -20,13 +20,12 @@ def unhinted(tx: Tx, *, limit: int) -> list[tuple[str, Priority]]:
     Tasks of paused queues and tasks at a limit are excluded, as are ids with a dot, which RQ does not accept.
     """
     now = tx.now()
-    shut, limits = paused(tx, now), Limits(tx, now)
-    open_queues = [queue for queue in PRIORITIES if queue not in shut and not limits.is_full("queue", queue)]
-    barred, values = limits.barred()
-    where = "".join(f" AND {condition}" for condition in barred)
+    paused, limits = paused_queues(tx, now), Limits(tx, now)
+    open_queues = [queue for queue in PRIORITIES if queue not in paused and not limits.is_full("queue", queue)]
+    excluded, values = limits.excluded()
     rows = tx.all(
         "SELECT id, queue FROM tasks WHERE status = 'QUEUED' AND ready = 1 AND hinted_at IS NULL "
-        f"AND id NOT LIKE '%.%' AND place IN ({marks(len(open_queues))}){where} ORDER BY place, turn, no LIMIT ?",
+        f"AND id NOT LIKE '%.%' AND place IN ({marks(len(open_queues))}){excluded} ORDER BY place, turn, no LIMIT ?",
         (*(queue.place for queue in open_queues), *values, limit),
     )
     return [(id, Priority(queue)) for id, queue in rows]
@@ -40,7 +39,7 @@ def doubtful(tx: Tx, *, older_than: float, limit: int) -> list[tuple[str, Priori
     for condition, bound in (("<", now - older_than), (">", now + 60.0)):
         rows += tx.all(
             f"SELECT id, queue FROM tasks WHERE status = 'QUEUED' AND hinted_at IS NOT NULL AND hinted_at {condition} ? "
-            "ORDER BY hinted_at LIMIT (SELECT ?)",  # hidden from the planner: see `Sweeper.purge`
+            "ORDER BY hinted_at LIMIT (SELECT ?)",  # hidden from the planner: see `_DELETE_ENDED`
             (bound, limit - len(rows)),
         )
     return [(id, Priority(queue)) for id, queue in rows]
@@ -67,6 +66,13 @@ def unhint(tx: Tx, ids: Iterable[str]) -> None:
     """Mark these tasks as not hinted."""
     for page in pages(sorted(ids)):
         tx.execute(f"UPDATE tasks SET hinted_at = NULL WHERE id IN ({marks(len(page))}) AND status = 'QUEUED'", page)
+
+
+def count_ready(tx: Tx, *, is_hinted: bool) -> int:
+    """Count the ready tasks that were, or were not, hinted."""
+    condition = "IS NOT NULL" if is_hinted else "IS NULL"
+    row = tx.one(f"SELECT count(*) FROM tasks WHERE status = 'QUEUED' AND ready = 1 AND hinted_at {condition}")
+    return int(row[0]) if row else 0
 
 
 def statuses(tx: Tx, ids: Sequence[str]) -> dict[str, Status]:

@@ -1,16 +1,17 @@
 """Accept new tasks: assign each one a free slot of its user and a turn in its queue.
 
 Every function works inside the caller's transaction. A unique index guards the user slots. When two transactions take the
-same slot, the loser retries. `headway.queue.store.bulk_insert` has a faster path for simple cases.
+same slot, the loser retries. `headway.queue.store.postgres` has a faster path for simple cases.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headway._sql import Tx, Value, marks
-from headway.errors import InvalidInput
-from headway.queue.store.tasks import _COLUMNS, LOCKED, NO_TURN, count_minutes, get, pages, read, task_of, tell, wake
+from headway._sql import Database, Tx, Value, marks
+from headway.errors import InvalidInput, StorageError
+from headway.queue.store import task_store
+from headway.queue.store.tasks import COLUMNS, NO_TURN, count_minutes, get, pages, read, task_of
 from headway.queue.task import NewTask, Priority, Status, Task, TaskConflict, UserBusy
 
 #: Rows per INSERT statement.
@@ -23,21 +24,26 @@ _INSERT = (
 _ROW = "(?, ?, ?, ?, ?, ?, 'QUEUED', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 
+def submit_alone(database: Database, tasks: Sequence[NewTask], *, per_user: int | None, hinted: bool) -> list[Task]:
+    """Run `submit` in its own transaction, which may be sent again when its reply was lost."""
+    return task_store(database).submit(database, tasks, per_user=per_user, hinted=hinted)
+
+
 def submit(
-    tx: Tx, tasks: Sequence[NewTask], *, per_user: int | None, hinting: bool = False, share: int | None = None,
-    waking: bool = True,
+    tx: Tx, tasks: Sequence[NewTask], *, per_user: int | None, hinted: bool = False, share: int | None = None,
+    notify: bool = True,
 ) -> list[Task]:  # fmt: skip
     """Insert tasks, all or none. An existing task with the same user, kind and payload is returned unchanged.
 
-    ``hinting``: the caller will send the RQ hints. The rows are marked as hinted in advance, because a second commit would
+    ``hinted``: the caller will send the RQ hints. The rows are marked as hinted in advance, because a second commit would
     double the cost of a submission. If the caller dies first, the sweeper notices the missing hint and sends it.
-    ``share``: see `count_minutes`. ``waking``: notify workers that listen to the database; the others poll every second.
+    ``share``: see `count_minutes`. ``notify``: wake workers that listen to the database; the others poll every second.
 
     Raises `UserBusy` if a user would have more than ``per_user`` active tasks. Raises `TaskConflict` if a task with the
     same id has another user, kind or payload.
     """
     now = tx.now()
-    placed = _Placing(tx, tasks)
+    turns = _Turns(tx, tasks)
     found: dict[str, Task] = {}
     new: set[str] = set()
     left = list({task.id: task for task in tasks}.values())
@@ -46,7 +52,7 @@ def submit(
     while left:
         # Another transaction may take a slot meanwhile; then retry. Each iteration inserts a task or raises.
         slots = _free_slots(tx, left, per_user)
-        inserted = _insert(tx, [task for task in left if task.id in slots], slots, placed, now, hinting=hinting)
+        inserted = _insert(tx, [task for task in left if task.id in slots], slots, turns, now, hinted=hinted)
         new |= inserted
         left = [task for task in left if task.id not in inserted]
         known = _by_ids(tx, [task.id for task in left])
@@ -57,15 +63,15 @@ def submit(
                 raise _user_busy(tx, task, per_user)
         left = [task for task in left if task.id not in found]
     added = {task.id: task for task in read(tx, new)}
-    for one in added.values():
-        tell(tx, one, now)
+    store = task_store(tx)
+    store.append_events(tx, added)
     count_minutes(tx, now, submitted=added.values(), share=share)
-    if added and waking and not hinting:
-        wake(tx)
+    if added and notify and not hinted:
+        store.notify(tx)
     return [added.get(task.id) or found[task.id] for task in tasks]
 
 
-class _Placing:
+class _Turns:
     """Assigns turns. Tasks of one party get consecutive turns, and a new party starts in the current round.
 
     So one user's ten thousand tasks are not all served before another user's first.
@@ -126,7 +132,7 @@ def _free_slots(tx: Tx, tasks: Sequence[NewTask], per_user: int | None) -> dict[
 
 
 def _insert(
-    tx: Tx, tasks: Sequence[NewTask], slots: dict[str, int | None], placed: _Placing, now: float, *, hinting: bool
+    tx: Tx, tasks: Sequence[NewTask], slots: dict[str, int | None], turns: _Turns, now: float, *, hinted: bool
 ) -> set[str]:
     inserted: set[str] = set()
     for start in range(0, len(tasks), ROWS_TOGETHER):
@@ -134,10 +140,10 @@ def _insert(
         values: list[Value] = []
         for task in page:
             values += (
-                task.id, task.kind, task.priority.value, task.priority.place, placed.turn(task), task.party,
+                task.id, task.kind, task.priority.value, task.priority.place, turns.turn(task), task.party,
                 int(task.delay <= 0), task.user_id, slots[task.id], task.role, task.payload, task.fingerprints[0],
                 task.retries, task.retry_delay, task.timeout, now + max(0.0, task.delay), now, now,
-                now if hinting and task.delay <= 0 else None,
+                now if hinted and task.delay <= 0 else None,
             )  # fmt: skip
         rows = tx.all(f"{_INSERT}{', '.join([_ROW] * len(page))} ON CONFLICT DO NOTHING RETURNING id", values)
         inserted.update(id for (id,) in rows)
@@ -184,6 +190,11 @@ def legacy_refusal(error: Exception, what: str, per_user: int | None) -> UserBus
     return None
 
 
+def is_duplicate(error: StorageError) -> bool:
+    """Return whether a transaction failed because an id or a user slot was taken meanwhile."""
+    return type(error.__cause__).__name__ == "UniqueViolation"
+
+
 def _allowed(per_user: int | None) -> str:
     return "an active task" if per_user == 1 else f"{per_user} active tasks"
 
@@ -191,23 +202,19 @@ def _allowed(per_user: int | None) -> str:
 def _by_ids(tx: Tx, ids: Sequence[str]) -> dict[str, tuple[Task, str]]:
     found = {}
     for page in pages(ids):
-        for row in tx.all(f"SELECT {_COLUMNS}, fingerprint FROM tasks WHERE id IN ({marks(len(page))})", page):
+        for row in tx.all(f"SELECT {COLUMNS}, fingerprint FROM tasks WHERE id IN ({marks(len(page))})", page):
             found[row[0]] = (task_of(row[:-1]), str(row[-1]))
     return found
 
 
 def retry(tx: Tx, id: str, *, per_user: int | None) -> Task:
     """Queue a failed or cancelled task again with no attempts counted. Its user needs a free slot."""
-    row = tx.one(
-        f"SELECT no, status, user_id, kind, queue, slot, party FROM tasks WHERE id = ?{LOCKED[tx.engine]}", (id,)
-    )
+    row = tx.one(f"SELECT no, status, user_id, kind, queue, slot, party FROM tasks WHERE id = ?{tx.for_update}", (id,))
     if row is None:
         return get(tx, id)
     no, status, user_id, kind, queue, slot, party = row
     if status not in (Status.FAILED, Status.CANCELLED):
-        raise InvalidInput(
-            f"Task {id} is {status}.", hint="Only a task that failed or was cancelled can be tried again."
-        )
+        raise InvalidInput(f"Task {id} is {status}.", hint="Only a task that is FAILED or CANCELLED can be retried.")
     now = tx.now()
     again = NewTask(id, kind, Priority(queue), "", (), user_id=user_id, partition=party)
     # A task without a slot was submitted to a queue without a limit, so the caller's limit does not apply.
@@ -218,8 +225,7 @@ def retry(tx: Tx, id: str, *, per_user: int | None) -> Task:
         "UPDATE tasks SET status = 'QUEUED', ready = 1, version = version + 1, attempts = 0, slot = ?, cancel_by = NULL, "
         "error = NULL, percent = 0, message = '', run_at = ?, updated_at = ?, ended_at = NULL, hinted_at = NULL, turn = ? "
         "WHERE no = ?",
-        (slots[id], now, now, _Placing(tx, [again]).turn(again), no),
+        (slots[id], now, now, _Turns(tx, [again]).turn(again), no),
     )
-    task = get(tx, id)
-    tell(tx, task, now)
-    return task
+    task_store(tx).append_events(tx, [id])
+    return get(tx, id)

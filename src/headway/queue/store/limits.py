@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from headway._sql import Tx, Value, listed
 from headway.errors import InvalidInput
+from headway.queue.store.administration import audit
 from headway.queue.task import PRIORITIES, check_text, is_number
 
 #: A rate's timestamp more than this many seconds ahead means that the clock was set back. No claim waits that long for
@@ -22,8 +23,7 @@ class Limits:
 
     def __init__(self, tx: Tx, now: float) -> None:
         self._tx, self._now = tx, now
-        locked = " FOR UPDATE" if tx.engine == "postgresql" else ""
-        rows = tx.all(f"SELECT scope, key, concurrency, rate FROM task_limits ORDER BY scope, key{locked}")
+        rows = tx.all(f"SELECT scope, key, concurrency, rate FROM task_limits ORDER BY scope, key{tx.for_update}")
         self._most = {(scope, key): most for scope, key, most, _ in rows if most is not None}
         self._rate = {(scope, key): rate for scope, key, _, rate in rows if rate is not None}
         self._running: dict[tuple[str, str], int] = {}
@@ -54,27 +54,27 @@ class Limits:
         name = scope, key
         return name in self._full or (self._most.get((scope, "*")) == 0 and name not in self._most)
 
-    def barred(self) -> tuple[list[str], list[Value]]:
-        """Return SQL conditions, and their parameters, that exclude users, parties and kinds at their limit.
+    def excluded(self) -> tuple[str, list[Value]]:
+        """Return SQL conditions (each with a leading AND) and parameters that exclude users, parties and kinds at their limit.
 
         Their tasks would otherwise hide the ones behind them. Full queues are excluded by `is_full` instead.
         """
         # All keys are one parameter, because PostgreSQL accepts at most 65,535 parameters per statement.
-        where: list[str] = []
+        conditions = ""
         values: list[Value] = []
         for scope, column in _COLUMN.items():
             keys = sorted(key for found, key in self._full if found == scope)
             if keys:
-                them, texts = listed(self._tx.engine, keys)
-                where.append(f"coalesce({column}, '') NOT IN ({them})")
+                among, texts = listed(self._tx.engine, keys)
+                conditions += f" AND coalesce({column}, '') NOT IN ({among})"
                 values.append(texts)
             if self._most.get((scope, "*")) == 0:
                 own = sorted(key for found, key in self._most if found == scope and key != "*")
-                nobody = f"{column} IS NULL OR " if scope == "user" else ""
-                them, texts = listed(self._tx.engine, own)
-                where.append(f"({nobody}{column} IN ({them}))")
+                without_user = f"{column} IS NULL OR " if scope == "user" else ""
+                among, texts = listed(self._tx.engine, own)
+                conditions += f" AND ({without_user}{column} IN ({among}))"
                 values.append(texts)
-        return where, values
+        return conditions, values
 
     def admits(self, queue: str, user: str | None, party: str, kind: str) -> bool:
         """Return whether one more task may run. If so, it is counted from now on."""
@@ -134,20 +134,23 @@ def _names(queue: str, user: str | None, party: str, kind: str) -> list[tuple[st
     return names if user is None else [*names, ("user", user)]
 
 
-def set_limit(tx: Tx, scope: str, key: str, *, concurrency: int | None, rate: float | None) -> None:
+def set_limit(
+    tx: Tx, scope: str, key: str, *, concurrency: int | None, rate: float | None, by: str = "headway"
+) -> None:
     """Set a limit, effective from the next claim; remove it if both values are None.
 
     ``rate`` is in tasks per second. The key ``*`` is the default for every key of the scope.
     """
     if scope not in SCOPES:
-        raise InvalidInput(f"{scope!r} cannot be limited.", hint=f"Use one of {', '.join(SCOPES)}.")
-    check_text(key, "whom a limit is for")
+        raise InvalidInput(f"A limit is for one of {', '.join(SCOPES)} (got {scope!r}).")
+    check_text(key, "the key of a limit")
     if scope == "queue" and key not in (*PRIORITIES, "*"):
         raise InvalidInput(f"There is no queue {key!r}.", hint=f"Use one of {', '.join(PRIORITIES)}, or *.")
     if concurrency is not None and (type(concurrency) is not int or not 0 <= concurrency <= 1_000_000):
-        raise InvalidInput(f"{concurrency!r} is no number of tasks.", hint="Use a whole number from 0.")
+        raise InvalidInput(f"concurrency must be an integer from 0 to 1,000,000 (got {concurrency!r}).")
     if rate is not None and (not is_number(rate) or not 0 < rate < 10**6):
-        raise InvalidInput(f"{rate!r} is no rate.", hint="Use tasks per second, above 0.")
+        raise InvalidInput(f"rate must be tasks per second, above 0 and below 1,000,000 (got {rate!r}).")
+    audit(tx, by, "queue.limit", {"scope": scope, "key": key, "concurrency": concurrency, "rate": rate})
     if concurrency is None and rate is None:
         tx.execute("DELETE FROM task_limits WHERE scope = ? AND key = ?", (scope, key))
         return

@@ -1,41 +1,31 @@
-"""Read, cancel and count task rows; pause queues. The rows are authoritative; RQ only carries their ids.
+"""Read, cancel and count task rows. The rows are authoritative; RQ only carries their ids.
 
 Every function works inside the caller's transaction. A change and its event are written in that same transaction.
-In this package, `insert` accepts tasks, `claim` claims them and `complete` records outcomes.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from headway._sql import Row, Tx, Value, marks
-from headway.errors import InvalidInput, NotFound
-from headway.events import Event, append
-from headway.queue.task import (
-    PRIORITIES,
-    Priority,
-    QueueInfo,
-    Status,
-    Task,
-    check_text,
-    moment,
-)
+from headway._sql import Database, Row, Tx, Value, marks
+from headway.errors import NotFound
+from headway.queue.store import task_store
+from headway.queue.task import PRIORITIES, Priority, QueueInfo, Status, Task, check_actor, moment
 
-#: Turn of a delayed task. `claims.promote` assigns the real turn. It does not affect the turns of other tasks.
+#: Turn of a delayed task. `claim.promote` assigns the real turn. It does not affect the turns of other tasks.
 NO_TURN = -1
-#: `listing` first looks for a page among this many of the newest tasks.
+#: `listing` first searches this many of the newest tasks for a whole page.
 NEWEST = 5000
 
-_COLUMNS = (
+COLUMNS = (
     "id, kind, queue, status, version, user_id, role, attempts, retries, percent, message, error, worker, "
     "created_at, updated_at, run_at, started_at, ended_at, cancel_by"
 )
+#: Columns that the event of a change is made of.
+EVENT_COLUMNS = "id, kind, queue, status, version, user_id, attempts, error, updated_at"
 _T = TypeVar("_T")
-LOCKED = {"sqlite": "", "postgresql": " FOR UPDATE"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -43,7 +33,7 @@ LOCKED = {"sqlite": "", "postgresql": " FOR UPDATE"}
 
 
 def task_of(row: Row) -> Task:
-    """Convert a row of `_COLUMNS` to a task."""
+    """Convert a row of `COLUMNS` to a task."""
     (id, kind, queue, status, version, user_id, role, attempts, retries, percent, message, error, worker,
      created_at, updated_at, run_at, started_at, ended_at, cancel_by) = row  # fmt: skip
     return Task(
@@ -60,7 +50,7 @@ def read(tx: Tx, ids: Iterable[str]) -> list[Task]:
     """Return the tasks that exist among ``ids``, in order of submission."""
     found: list[Row] = []
     for page in pages(sorted(ids)):
-        found += tx.all(f"SELECT {_COLUMNS}, no FROM tasks WHERE id IN ({marks(len(page))})", page)
+        found += tx.all(f"SELECT {COLUMNS}, no FROM tasks WHERE id IN ({marks(len(page))})", page)
     return [task_of(row[:-1]) for row in sorted(found, key=lambda row: int(row[-1]))]
 
 
@@ -70,9 +60,15 @@ def get(tx: Tx, id: str, *, user_id: str | None = None) -> Task:
     return task
 
 
+def status_of(database: Database, id: str, *, user_id: str) -> Status | None:
+    """Return the status of a user's task; None if there is none."""
+    row = database.one("SELECT status FROM tasks WHERE id = ? AND user_id = ?", (id, user_id))
+    return None if row is None else Status(row[0])
+
+
 def get_with(tx: Tx, id: str, column: str, *, user_id: str | None = None) -> tuple[Task, Any]:
     """Return one task and the value of another column, read from the row at the same moment."""
-    row = tx.one(f"SELECT {_COLUMNS}, {column} FROM tasks WHERE id = ?", (id,))
+    row = tx.one(f"SELECT {COLUMNS}, {column} FROM tasks WHERE id = ?", (id,))
     task = task_of(row[:-1]) if row is not None else None
     if row is None or task is None or (user_id is not None and task.user_id != user_id):
         raise NotFound(f"There is no task {id}.", hint="List them: headway tasks")
@@ -91,28 +87,35 @@ def listing(
 ) -> list[Task]:
     """List matching tasks, newest first. ``before``: id of the last task on the previous page."""
     where, values = ["true"], list[Value]()
-    if status is not None:  # as text: with a parameter the cached plan cannot use the partial index
-        where.append(f"status = '{Status(status).value}'")
+    # As text: with a parameter the cached plan cannot use the partial index.
+    has_status = "true" if status is None else f"status = '{Status(status).value}'"
     for column, wanted in (("queue", queue), ("kind", kind), ("user_id", user_id)):
         if wanted is not None:
             where.append(f"{column} = ?")
             values.append(str(wanted))
     bound = None if before is None else _number_of(tx, before, user_id=user_id)
+    if status in (None, Status.QUEUED, Status.COMPLETED) and user_id is None:
+        # There may be a million such tasks, so the newest tasks overall probably include a full page. The bounds make the
+        # primary key the cheapest path even without statistics. The inner LIMIT keeps the status out of the subquery, where it
+        # would make PostgreSQL choose a partial index.
+        newest = bound - 1 if bound is not None else int((tx.one("SELECT coalesce(max(no), 0) FROM tasks") or (0,))[0])
+        rows = tx.all(
+            f"SELECT {COLUMNS} FROM (SELECT {COLUMNS}, no FROM tasks WHERE no > ? AND no <= ? AND {' AND '.join(where)} "
+            f"ORDER BY no DESC LIMIT {NEWEST}) AS newest WHERE {has_status} ORDER BY no DESC LIMIT {int(limit)}",
+            (newest - NEWEST, newest, *values),
+        )
+        if len(rows) == limit:
+            return [task_of(row) for row in rows]
     if bound is not None:
         where.append("no < ?")
         values.append(bound)
-    listed = f"SELECT {_COLUMNS} FROM tasks WHERE {{where}} ORDER BY {{order}} DESC LIMIT {int(limit)}"
-    if status in (None, Status.QUEUED, Status.COMPLETED) and user_id is None:
-        # There may be a million such tasks, so the newest tasks overall probably include a full page. The bounds make the
-        # primary key the cheapest path even without statistics. `status || ''` keeps the planner off the partial indexes.
-        near = ["no > ? AND no <= ?", *where[:1], *(one.replace("status", "status || ''") for one in where[1:])]
-        newest = bound - 1 if bound is not None else int((tx.one("SELECT coalesce(max(no), 0) FROM tasks") or (0,))[0])
-        rows = tx.all(listed.format(where=" AND ".join(near), order="no"), [newest - NEWEST, newest, *values])
-        if len(rows) == limit:
-            return [task_of(row) for row in rows]
-    # Active tasks have their own indexes. Scanning back from the newest task could pass a million ended ones.
+    # Active tasks have their own indexes: `+no` is not the primary key, so their index is used and its rows are sorted.
+    # Scanning back from the newest task could pass a million ended ones.
     order = "+no" if status in (Status.QUEUED, Status.RUNNING) else "no"
-    rows = tx.all(listed.format(where=" AND ".join(where), order=order), values)
+    rows = tx.all(
+        f"SELECT {COLUMNS} FROM tasks WHERE {has_status} AND {' AND '.join(where)} ORDER BY {order} DESC LIMIT {int(limit)}",
+        values,
+    )
     return [task_of(row) for row in rows]
 
 
@@ -120,13 +123,15 @@ def _number_of(tx: Tx, id: str, *, user_id: str | None) -> int:
     """Return the number of a page's last task. Raises `NotFound` if it was deleted, so the list does not seem to end."""
     row = tx.one("SELECT no, user_id FROM tasks WHERE id = ?", (id,))
     if row is None or (user_id is not None and row[1] != user_id):
-        raise NotFound(f"There is no task {id} (any more) to list older ones of.", hint="Begin with the newest.")
+        raise NotFound(
+            f"There is no task {id} to continue after; it may have been deleted.", hint="Start with the newest."
+        )
     return int(row[0])
 
 
 def newest_of(tx: Tx, users: Sequence[str], *, limit: int = 20) -> list[Task]:
     """Return each user's newest tasks, with one statement for up to 500 users."""
-    of_one = f"SELECT * FROM (SELECT {_COLUMNS} FROM tasks WHERE user_id = ? ORDER BY no DESC LIMIT ?) newest"
+    of_one = f"SELECT * FROM (SELECT {COLUMNS} FROM tasks WHERE user_id = ? ORDER BY no DESC LIMIT ?) newest"
     found = []
     for page in pages(users):
         values = [value for user in page for value in (user, limit)]
@@ -137,8 +142,8 @@ def newest_of(tx: Tx, users: Sequence[str], *, limit: int = 20) -> list[Task]:
 def astir(tx: Tx, *, since: float, limit: int = 100) -> list[Task]:
     """Return the newest running tasks and the newest tasks that ended after ``since`` (a timestamp)."""
     rows = tx.all(
-        f"SELECT * FROM (SELECT {_COLUMNS} FROM tasks WHERE status = 'RUNNING' ORDER BY no DESC LIMIT ?) running UNION ALL "
-        f"SELECT * FROM (SELECT {_COLUMNS} FROM tasks WHERE ended_at > ? ORDER BY ended_at DESC LIMIT ?) ended",
+        f"SELECT * FROM (SELECT {COLUMNS} FROM tasks WHERE status = 'RUNNING' ORDER BY no DESC LIMIT ?) running UNION ALL "
+        f"SELECT * FROM (SELECT {COLUMNS} FROM tasks WHERE ended_at > ? ORDER BY ended_at DESC LIMIT ?) ended",
         (limit, since, limit),
     )
     return [task_of(row) for row in rows]
@@ -195,20 +200,6 @@ _ENDED = (
     "WHERE t.minute > (SELECT min(counted_until) FROM task_queues) GROUP BY t.queue) m ON m.queue = q.name"
 )
 
-#: Age in minutes at which a minute is added to the totals. No transaction lasts that long; the last hour is read from rows.
-MINUTES_OPEN = 120
-
-
-def add_up_minutes(tx: Tx) -> None:
-    """Add past minutes to the totals of their queues, so that readers need not sum the whole history."""
-    until = int(tx.now() // 60) - MINUTES_OPEN
-    over = "FROM task_minutes m WHERE m.queue = task_queues.name AND m.minute > task_queues.counted_until AND m.minute <= ?"
-    tx.execute(
-        f"UPDATE task_queues SET completed = completed + coalesce((SELECT sum(m.completed) {over}), 0), "
-        f"failed = failed + coalesce((SELECT sum(m.failed) {over}), 0), counted_until = ? WHERE counted_until < ?",
-        (until, until, until, until),
-    )
-
 
 def count_waiting(tx: Tx, queues: Sequence[Priority], kinds: Sequence[str], *, most: int) -> int:
     """Count ready tasks of these queues and kinds, up to ``most``. Paused queues are excluded."""
@@ -224,14 +215,10 @@ def count_waiting(tx: Tx, queues: Sequence[Priority], kinds: Sequence[str], *, m
     return int(row[0]) if row else 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Cancelling, pausing
-
-
 def cancel(tx: Tx, id: str, *, by: str, user_id: str | None = None) -> Task:
     """Cancel a waiting task at once, or ask a running task's worker to stop. An ended task does not change."""
     check_actor(by)
-    row = tx.one(f"SELECT no, status, user_id FROM tasks WHERE id = ?{LOCKED[tx.engine]}", (id,))
+    row = tx.one(f"SELECT no, status, user_id FROM tasks WHERE id = ?{tx.for_update}", (id,))
     if row is None or (user_id is not None and row[2] != user_id):
         return get(tx, id, user_id=user_id)  # raises NotFound
     no, status, _ = row
@@ -243,7 +230,7 @@ def cancel(tx: Tx, id: str, *, by: str, user_id: str | None = None) -> Task:
             (by, now, now, f"cancelled by {by}", no),
         )
         task = get(tx, id)
-        tell(tx, task, now)
+        task_store(tx).append_events(tx, [id])
         count_minutes(tx, now, cancelled=[task])
         return task
     if status == Status.RUNNING:
@@ -254,138 +241,54 @@ def cancel(tx: Tx, id: str, *, by: str, user_id: str | None = None) -> Task:
     return get(tx, id)
 
 
-def pause(tx: Tx, queue: Priority, *, reason: str, by: str, until: datetime | None) -> None:
-    """Pause a queue until it is resumed, or until ``until`` (a datetime with a time zone)."""
-    check_actor(by, reason)
-    if until is not None and getattr(until, "tzinfo", None) is None:
-        raise InvalidInput(
-            "until= is no time that is the same everywhere.", hint="Use datetime.now(UTC) + timedelta(...)"
-        )
-    end = None if until is None else _seconds(until)
-    if end is not None and end <= tx.now():
-        raise InvalidInput(
-            "until= is over already: the queue would not be paused.", hint="Use a time to come, or none."
-        )
-    tx.execute(
-        "UPDATE task_queues SET paused = 1, paused_by = ?, paused_at = ?, paused_until = ?, reason = ? WHERE name = ?",
-        (by, tx.now(), end, reason, queue.value),
-    )
-    audit(
-        tx, by, "queue.pause",
-        {"queue": queue.value, "reason": reason, "until": None if until is None else until.isoformat(timespec="seconds")},
-    )  # fmt: skip
-
-
-def _seconds(until: datetime) -> float:
-    """Convert to a timestamp. Near `datetime.max` the float rounds to a value that cannot be converted back."""
-    try:
-        moment(until.timestamp())
-        return until.timestamp()
-    except (ValueError, OverflowError):
-        raise InvalidInput(
-            "until= is further away than time is counted.", hint="Use none: until it is resumed."
-        ) from None
-
-
-def resume(tx: Tx, queue: Priority, *, by: str, reason: str = "") -> bool:
-    """Resume a queue; return whether it was paused."""
-    check_actor(by, reason)
-    changed = tx.execute(
-        "UPDATE task_queues SET paused = 0, paused_by = NULL, paused_until = NULL, reason = '' "
-        "WHERE name = ? AND paused = 1",
-        (queue.value,),
-    )
-    if changed:
-        audit(tx, by, "queue.resume", {"queue": queue.value, "reason": reason})
-    return changed == 1
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# Audit trail
+# Events and counters
 
 
-def check_actor(by: object, reason: object = "") -> None:
-    """Validate the actor and the reason of an operation."""
-    check_text(by, "who does it")
-    check_text(reason, "a reason")
+def event_insert(json_object: str, rows: str, *, conflict: str = "ON CONFLICT (id) DO NOTHING") -> str:
+    """Return the statement that appends the event of each task in ``rows``.
 
-
-def audit(tx: Tx, by: str, action: str, detail: Mapping[str, object]) -> None:
-    """Write an audit trail entry (`headway audit`)."""
-    check_actor(by)
-    tx.execute(
-        "INSERT INTO audit (at, actor, action, job, detail) VALUES (?, ?, ?, '', ?)",
-        (tx.now(), by, action, json.dumps(detail, ensure_ascii=False)),
+    All events of tasks are written by it. ``json_object``: the engine's function that makes a JSON object. ``rows``: the
+    rest of a SELECT after FROM; it has the `EVENT_COLUMNS`. The event id has the version, so each change has one event.
+    """
+    return (
+        "INSERT INTO outbox (id, type, at, source, job, version, data) SELECT id || '-' || version, "
+        "'task.' || lower(status), updated_at, 'headway.queue', id, version, "
+        f"{json_object}('kind', kind, 'status', status, 'queue', queue, 'user_id', user_id, 'attempts', attempts, "
+        f"'error', error) FROM {rows} {conflict}"
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Events and counts
-
-
-def tell(tx: Tx, task: Task, now: float) -> None:
-    """Append the event of a status change. The event id contains the version, so each change has one event."""
-    data: dict[str, Any] = {
-        "kind": task.kind,
-        "status": task.status.value,
-        "queue": task.priority.value,
-        "user_id": task.user_id,
-        "attempts": task.attempts,
-        "error": task.error,
-    }
-    append(
-        tx,
-        Event(
-            id=f"{task.id}-{task.version}",
-            type=f"task.{task.status.value.lower()}",
-            at=datetime.fromtimestamp(now, UTC),
-            source="headway.queue",
-            job=task.id,
-            version=task.version,
-            data=data,
-        ),
-    )
-
-
-def wake(tx: Tx) -> None:
-    """Notify workers that listen to the database that tasks may be claimable. On SQLite this does nothing."""
-    if tx.engine == "postgresql":
-        tx.one("SELECT pg_notify('headway_tasks', '')")
+_COUNT = """
+INSERT INTO task_minutes
+    (minute, queue, kind, share, submitted, completed, failed, cancelled, failures, wait_seconds, run_seconds)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (minute, queue, kind, share) DO UPDATE SET
+    submitted = task_minutes.submitted + excluded.submitted, completed = task_minutes.completed + excluded.completed,
+    failed = task_minutes.failed + excluded.failed, cancelled = task_minutes.cancelled + excluded.cancelled,
+    failures = task_minutes.failures + excluded.failures,
+    wait_seconds = task_minutes.wait_seconds + excluded.wait_seconds,
+    run_seconds = task_minutes.run_seconds + excluded.run_seconds
+"""
+_COUNTED = ("submitted", "completed", "failed", "cancelled", "failures")
 
 
 def count_minutes(
-    tx: Tx,
-    now: float,
-    *,
-    submitted: Iterable[Task] = (),
-    completed: Iterable[Task] = (),
-    failed: Iterable[Task] = (),
-    cancelled: Iterable[Task] = (),
-    failures: Iterable[Task] = (),
-    wait_seconds: float = 0.0,
-    run_seconds: float = 0.0,
-    share: int | None = None,
-) -> None:
+    tx: Tx, now: float, *, wait_seconds: float = 0.0, run_seconds: float = 0.0, share: int | None = None,
+    **changed: Iterable[Task],
+) -> None:  # fmt: skip
     """Add to the counters of the current minute, in this process's share so that writers rarely block each other.
 
-    ``share``: a separate share for a long transaction, so that other writers do not wait for its rows.
+    ``changed``: the tasks for each of the counters `_COUNTED`. ``share``: a separate share for a long transaction, so that
+    other writers do not wait for its rows.
     """
     sums: dict[tuple[str, str], list[int]] = {}
-    for place, tasks in enumerate((submitted, completed, failed, cancelled, failures)):
+    for counter, tasks in changed.items():
         for task in tasks:
-            sums.setdefault((task.priority.value, task.kind), [0] * 5)[place] += 1
+            sums.setdefault((task.priority.value, task.kind), [0] * len(_COUNTED))[_COUNTED.index(counter)] += 1
     share = os.getpid() % 16 if share is None else share
     for (queue, kind), counts in sorted(sums.items()):
-        tx.execute(
-            "INSERT INTO task_minutes (minute, queue, kind, share, submitted, completed, failed, cancelled, failures, "
-            "wait_seconds, run_seconds) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
-            "ON CONFLICT (minute, queue, kind, share) DO UPDATE SET submitted = task_minutes.submitted + excluded.submitted, "
-            "completed = task_minutes.completed + excluded.completed, failed = task_minutes.failed + excluded.failed, "
-            "cancelled = task_minutes.cancelled + excluded.cancelled, failures = task_minutes.failures + excluded.failures, "
-            "wait_seconds = task_minutes.wait_seconds + excluded.wait_seconds, "
-            "run_seconds = task_minutes.run_seconds + excluded.run_seconds",
-            (int(now // 60), queue, kind, share, *counts, wait_seconds, run_seconds),
-        )
+        tx.execute(_COUNT, (int(now // 60), queue, kind, share, *counts, wait_seconds, run_seconds))
         wait_seconds = run_seconds = 0.0  # totals of the whole call: add them only once
 
 

@@ -13,8 +13,8 @@ from headway._lease import Owner, read_owner, write_owner
 from headway._sql import Row, Tx, marks
 from headway._version import __version__
 from headway.errors import InvalidInput, NotFound
-from headway.queue.store.tasks import LOCKED, audit, check_actor
-from headway.queue.task import PRIORITIES, Priority, check_text
+from headway.queue.store.administration import audit
+from headway.queue.task import PRIORITIES, Priority, check_actor, check_text
 from headway.telemetry import Log
 
 log = Log("queue")
@@ -42,7 +42,7 @@ class Sign:
     kinds: Sequence[str] | None = None  # the kinds of task it has handlers for
 
 
-def say_alive(tx: Tx, sign: Sign) -> str | None:
+def heartbeat(tx: Tx, sign: Sign) -> str | None:
     """Record a heartbeat; return what an operator asked of the worker ("drain" or "stop"), if anything."""
     now = tx.now()
     row = tx.one(
@@ -75,12 +75,12 @@ def end_worker(tx: Tx, name: str, how: Literal["drain", "stop"], *, by: str, rea
     """
     check_actor(by, reason)
     check_text(name, "the name of a worker")
-    row = tx.one(f"SELECT state, ended_at, wanted FROM task_workers WHERE name = ?{LOCKED[tx.engine]}", (name,))
+    row = tx.one(f"SELECT state, ended_at, wanted FROM task_workers WHERE name = ?{tx.for_update}", (name,))
     if row is None:
         raise NotFound(f"There is no worker {name}.", hint="List them: headway workers")
     state, ended_at, wanted = row
     if ended_at is not None:
-        raise InvalidInput(f"Worker {name} is {state}: it cannot be asked for anything.", hint="See: headway workers")
+        raise InvalidInput(f"Worker {name} is {state}: it no longer takes requests.", hint="See: headway workers")
     if wanted in ("stop", how):
         return str(wanted)
     tx.execute(
@@ -104,7 +104,7 @@ def remove_worker(tx: Tx, name: str, *, by: str, reason: str = "") -> None:
     """
     check_actor(by, reason)
     check_text(name, "the name of a worker")
-    sql = f"SELECT state, owner, seen_at, ended_at FROM task_workers WHERE name = ?{LOCKED[tx.engine]}"
+    sql = f"SELECT state, owner, seen_at, ended_at FROM task_workers WHERE name = ?{tx.for_update}"
     row = tx.one(sql, (name,))
     if row is None:
         raise NotFound(f"There is no worker {name}.", hint="List them: headway workers")
@@ -119,7 +119,7 @@ def remove_worker(tx: Tx, name: str, *, by: str, reason: str = "") -> None:
     audit(tx, by, "worker.remove", {"worker": name, "state": state, "reason": reason})
 
 
-def lost(tx: Tx, names: Sequence[str]) -> set[str]:
+def lost_among(tx: Tx, names: Sequence[str]) -> set[str]:
     """Return the names among ``names`` that are marked as lost."""
     if not names:
         return set()
@@ -186,16 +186,16 @@ def unserved_by(online: Sequence[Online], waiting: Sequence[WaitingKind]) -> lis
     ]
 
 
-def mark_lost(tx: Tx, *, begun_anew: bool = False) -> None:
+def mark_lost(tx: Tx, *, restarted: bool = False) -> None:
     """Mark workers without a heartbeat as lost and delete those that ended long ago.
 
-    A heartbeat in the future counts as received now. With ``begun_anew`` (leases were restarted) this applies to all
+    A heartbeat in the future counts as received now. With ``restarted`` (leases were restarted) this applies to all
     workers, so each gets the full time again.
     """
     now = tx.now()
     tx.execute(
         "UPDATE task_workers SET seen_at = ? WHERE ended_at IS NULL AND seen_at > ?",
-        (now, 0.0 if begun_anew else now + WORKER_SECONDS),
+        (now, 0.0 if restarted else now + WORKER_SECONDS),
     )
     for name, owner, seen_at in tx.all("SELECT name, owner, seen_at FROM task_workers WHERE ended_at IS NULL"):
         if is_gone(owner, seen_at, now):

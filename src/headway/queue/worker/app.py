@@ -39,7 +39,7 @@ def load(spec: str) -> TaskQueue:
             f"{spec} is not a queue but {type(found).__name__}.",
             hint="Name a TaskQueue, a Flask application with the extension (headway.init_app(app)), or a factory of either.",
         )
-    if not queue.is_configured:
+    if not queue.backend.is_configured:
         raise InvalidInput(
             f"{spec} has no database: init_app() was not called.",
             hint=f"Name the application or its factory, which calls init_app: {module_name}:create_app",

@@ -1,4 +1,4 @@
-"""Looking after what runs: when its lease is renewed, and when it must end."""
+"""Supervise running tasks: renew their leases, and end a run that is cancelled, too long or too large."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headway.core.failure import Failure
 from headway.queue.store.claim import LEASE
 from headway.queue.task import PRIORITIES, Claim, Priority
 from headway.queue.worker.execution import (
-    CannotBegin,
+    CannotStart,
     Ended,
     TaskCancelled,
     TaskStopped,
@@ -23,71 +23,77 @@ from headway.queue.worker.execution import (
     no_result_within,
     rss,
 )
-from headway.queue.worker.inline import Interrupts
+from headway.queue.worker.process_state import Interrupts
 from headway.telemetry import Log
 
 log = Log("queue")
 
-#: Bytes of memory the process of a task may use.
+#: Most bytes of memory for the process of a task.
 MEMORY_LIMIT = 500 * 2**20
-#: Seconds a handler that is asked to stop gets before it is ended.
+#: Seconds for a handler to stop by itself before it is killed.
 CANCEL_GRACE = 5.0
-#: How often a running task is looked after.
+#: Seconds between two checks of a running task.
 PULSE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a worker works; read anew before each claim, so that it may change while the worker runs."""
+    """Settings of a worker. They may change before each claim. Times are in seconds."""
 
     queues: Sequence[Priority] = PRIORITIES
     batch: int = 10
     lease: float = LEASE
-    memory_limit: int = MEMORY_LIMIT
+    memory_limit: int = MEMORY_LIMIT  # bytes
     cancel_grace: float = CANCEL_GRACE
-    drain: float = 30.0
-    rest: float = 1.0
-    hold: float = 1.0  # seconds a task may be held that is not begun; then it is given back, somebody else may be idle
+    drain: float = 30.0  # for running tasks to finish when the worker must exit
+    rest: float = 1.0  # between two claims of an idle worker
+    hold: float = 1.0  # for a claimed task to start; then it is released, because another worker may be idle
+    timeout_limit: float | None = None  # longest timeout of a run, whatever its handler allows
 
 
-class Keeping(Protocol):
-    """What a worker does for a claim that runs."""
+class RunSupport(Protocol):
+    """What a worker does for the task that runs. The heartbeat thread calls it, so it handles errors of the database."""
 
     @property
     def settings(self) -> Settings: ...
 
     @property
     def must_end(self) -> bool:
-        """A shutdown was asked for and its time is over."""
+        """Whether the time of running tasks is over, because the worker must exit."""
         ...
 
-    def note_progress(self, claim: Claim, percent: float, message: str) -> bool: ...
+    def record_progress(self, claim: Claim, percent: float, message: str) -> bool:
+        """Record progress; return whether to cancel the task."""
+        ...
 
-    def record(self) -> None:
-        """Write down what has ended. A store that is away is asked again later."""
+    def record_outcomes(self) -> None:
+        """Record the outcomes of ended runs; after an error the next call tries again."""
         ...
 
     def show(self) -> None:
-        """Let others see what runs."""
+        """Show the running task in the source's own tools."""
         ...
 
-    def renew(self, running: Claim | None) -> tuple[bool, bool]: ...
+    def renew(self, running: Claim | None) -> tuple[bool, bool]:
+        """Renew all leases; return (whether the running task is lost, whether it is to be cancelled)."""
+        ...
 
-    def release_unbegun(self) -> None:
-        """Give back what was held too long without being begun."""
+    def release_waiting(self) -> None:
+        """Release claims that have waited too long to start."""
         ...
 
 
 class Renewal:
-    """When the leases of a worker are to be renewed: often enough for them, and to hear soon of a cancellation."""
+    """When to renew leases: often enough for them, and to learn of a cancellation soon."""
 
     def __init__(self, settings: Settings) -> None:
         self._interval = min(settings.lease / 3, 1.5)
-        # The first one soon: it also tells who the worker is busy with.
+        # The first one is soon, because it also reports the task that the worker runs.
         self._at = time.monotonic() + min(self._interval, 1.0)
 
     @property
     def is_due(self) -> bool:
+        """Whether to renew now. If so, the next renewal is one interval later."""
         now = time.monotonic()
         if now < self._at:
             return False
@@ -95,7 +101,7 @@ class Renewal:
         return True
 
 
-#: What is raised in a handler that must end, by what its run is charged as.
+#: The exception that ends a handler, by the outcome of its run; `TaskCancelled` for any other.
 _RAISED: Mapping[str, type[BaseException]] = {"timeout": TaskTimeout, "memory": TaskTooLarge}
 
 
@@ -113,6 +119,7 @@ class Ending:
         self._grace, self._since, self._raised = grace, time.monotonic(), 0
 
     def next_step(self) -> Step:
+        """Return what to do now."""
         passed = time.monotonic() - self._since
         if self._raised == 0 or (self._raised == 1 and self._grace / 2 < passed <= self._grace):
             self._raised += 1
@@ -121,7 +128,7 @@ class Ending:
 
 
 class Watch:
-    """When a run must end."""
+    """Decides when a run must end."""
 
     def __init__(self, claim: Claim, settings: Settings) -> None:
         self._claim, self._settings = claim, settings
@@ -131,6 +138,7 @@ class Watch:
 
     @property
     def cancelling(self) -> bool:
+        """Whether the task is to be cancelled. It stays true."""
         return self._cancelling_since is not None
 
     @cancelling.setter
@@ -139,7 +147,7 @@ class Watch:
             self._cancelling_since = time.monotonic()
 
     def verdict(self, seconds: float, rss: int) -> Ended | None:
-        """Why the run must end now; None while it may go on."""
+        """Return the outcome with which the run must end now; None while it may continue."""
         limit, settings = self._claim.timeout, self._settings
         if rss > settings.memory_limit:
             most = settings.memory_limit // 2**20
@@ -152,7 +160,7 @@ class Watch:
         return None
 
     def next_step(self, seconds: float, rss: int) -> Step:
-        """What to do now to a run in a process of its own. One that uses too much memory is killed without a grace."""
+        """Return what to do with a forked run. One that uses too much memory is killed without a grace period."""
         found = self.verdict(seconds, rss)
         if found is None:
             return "wait"
@@ -165,111 +173,116 @@ class Watch:
 
 
 class Pulse:
-    """The thread beside handlers that run in the worker's process.
+    """The heartbeat thread beside handlers that run in the worker's process.
 
-    It looks after the whole batch: what runs, what waits its turn, and what has ended and is not written down yet. Each
-    of them is the worker's only as long as its lease is renewed. It is entered for each batch; between two of them its
-    thread does nothing, and waits for the next: to start one takes longer than a short batch does.
+    It supervises the whole batch: the running task, claims that wait to start, and outcomes that are not recorded yet. Each
+    belongs to the worker only while its lease is renewed. It is entered for each batch. Between two batches the thread
+    is idle: starting a thread takes longer than a short batch.
     """
 
-    def __init__(self, worker: Keeping, interrupts: Interrupts) -> None:
+    def __init__(self, worker: RunSupport, interrupts: Interrupts) -> None:
         self._worker, self.interrupts = worker, interrupts
-        self._over = threading.Event()
-        self._looking = threading.Lock()  # held during each look
+        self._closed = threading.Event()
+        self._checking = threading.Lock()  # held during each check
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._begin_batch(at_work=False)
+        self._begin_batch(is_active=False)
 
-    def _begin_batch(self, *, at_work: bool) -> None:
-        self._at_work = at_work
+    def _begin_batch(self, *, is_active: bool) -> None:
+        self._is_active = is_active
         self._current: tuple[Claim, Watch, float] | None = None
         self._renewal = Renewal(self._worker.settings)
         self._progress: tuple[int, float, str] | None = None  # (the claim's number, percent, message)
-        self._noted: tuple[int, float, str] | None = None
+        self._recorded: tuple[int, float, str] | None = None  # the progress that was recorded last
         self.cancelling = False
         self.lost: set[int] = set()
-        self._ending: tuple[int, Ending] | None = None  # (the claim's number, how it is ended)
+        self._ending: tuple[int, Ending] | None = None  # (the claim's number, its steps)
 
     def __enter__(self) -> Self:
-        with self._looking:
-            self._begin_batch(at_work=True)
+        with self._checking:
+            self._begin_batch(is_active=True)
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="headway-pulse", daemon=True)
             try:
                 self._thread.start()
-            except RuntimeError as error:  # no thread is left
+            except RuntimeError as error:  # the system refuses another thread
                 self._thread = None
-                raise CannotBegin(f"No task can be looked after: {error}") from error
+                raise CannotStart(f"No heartbeat thread can be started: {error}") from error
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._looking:  # what it looks at just now it finishes
-            self._at_work = False
+        with self._checking:  # wait for a check that is under way
+            self._is_active = False
 
     def close(self) -> None:
-        """End its thread."""
-        self._over.set()
+        """End the thread."""
+        self._closed.set()
         if self._thread is not None:
             self._thread.join()
 
     def begin(self, claim: Claim) -> None:
+        """Supervise a task that starts."""
         with self._lock:
             self._current = (claim, Watch(claim, self._worker.settings), time.monotonic())
-            self.cancelling, self._progress, self._noted = False, None, None
+            self.cancelling, self._progress, self._recorded = False, None, None
 
     def end(self) -> None:
+        """Stop supervising the task: its handler has returned."""
         with self._lock:
             self._current = None
 
     def last_message(self, claim: Claim) -> str | None:
-        """What the handler said last, if it said anything."""
-        said = self._progress
-        return said[2] if said is not None and said[0] == claim.no else None
+        """Return the task's last progress message, if there is any."""
+        progress = self._progress
+        return progress[2] if progress is not None and progress[0] == claim.no else None
 
     def report(self, claim: Claim, percent: float, message: str) -> None:
-        # With whose it is, and without a lock, in which the handler might be interrupted: a thread that a handler left behind
-        # speaks of its own task, whatever runs by then.
+        """Store the progress of a task, to be recorded by the thread.
+
+        It has the task's number, because a thread that a handler left behind reports for its own task, whatever runs now.
+        No lock is taken: the handler might be interrupted while holding it.
+        """
         self._progress = (claim.no, percent, message)
 
     def is_cancelled(self, claim: Claim) -> bool:
-        """A task that has ended may be taken for cancelled: what is left of its handler is to end."""
+        """Return whether to cancel the task. It is true for an ended task too: what is left of its handler should end."""
         return self.cancelling or not self._is_current(claim)
 
     def _is_current(self, claim: Claim) -> bool:
         return self._current is not None and self._current[0].no == claim.no
 
     def _run(self) -> None:
-        while not self._over.wait(min(PULSE, self._worker.settings.lease / 4)):
-            with self._looking:
-                if self._at_work:
-                    self._look()
+        while not self._closed.wait(min(PULSE, self._worker.settings.lease / 4)):
+            with self._checking:
+                if self._is_active:
+                    self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         with self._lock:
             current = self._current
         if current is not None:
-            self._look_after(*current)
+            self._check_run(*current)
         elif self._renewal.is_due:
             self._worker.renew(None)
-        self._worker.record()
+        self._worker.record_outcomes()
         self._worker.show()
-        self._worker.release_unbegun()
+        self._worker.release_waiting()
 
-    def _look_after(self, claim: Claim, watch: Watch, began: float) -> None:
+    def _check_run(self, claim: Claim, watch: Watch, began: float) -> None:
         worker = self._worker
         if worker.must_end:
             self._end(claim, TaskStopped())
             return
-        said = self._progress
-        if said is not None and said is not self._noted and said[0] == claim.no:
-            self._noted = said
-            watch.cancelling |= worker.note_progress(claim, *said[1:])
+        progress = self._progress
+        if progress is not None and progress is not self._recorded and progress[0] == claim.no:
+            self._recorded = progress
+            watch.cancelling |= worker.record_progress(claim, *progress[1:])
         if self._renewal.is_due:
             lost, cancelling = worker.renew(claim)
             watch.cancelling |= cancelling
             if lost:
                 self.lost.add(claim.no)
-                self._end(claim, TaskCancelled("the lease lapsed"))
+                self._end(claim, TaskCancelled("the lease expired"))
                 return
         if watch.cancelling:
             self.cancelling = True
@@ -285,9 +298,11 @@ class Pulse:
                 self._ending = (claim.no, Ending(self._worker.settings.cancel_grace))
             step = self._ending[1].next_step()
             if step == "kill":
-                # The handler swallows the exception, or hangs where no signal reaches it. Its lease would be renewed for
-                # ever. The process ends, the supervisor replaces it, and the sweeper charges the task.
-                log.critical("a handler cannot be ended: its worker is", taskID=claim.id, reason=type(error).__name__)
+                # The handler ignores the exception, or hangs where no signal reaches it. Its lease would be renewed for
+                # ever. Without this process the supervisor starts another worker, and the sweeper counts the attempt.
+                log.critical(
+                    "a handler cannot be ended; its worker is killed", taskID=claim.id, reason=type(error).__name__
+                )
                 os.kill(os.getpid(), signal.SIGKILL)
             if step == "raise":
                 self.interrupts.raise_in_handler(error)

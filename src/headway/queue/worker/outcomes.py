@@ -12,13 +12,13 @@ from dataclasses import replace
 from headway._sql import Tx
 from headway.core.failure import Failure
 from headway.errors import StaleClaim
-from headway.queue.store import complete as settling
+from headway.queue.store import complete
 from headway.queue.store.claim import Claimant
 from headway.queue.store.complete import Success
 from headway.queue.task import Claim, Priority, Status, Task
 from headway.queue.task_queue import TaskQueue
 from headway.queue.worker.execution import Ended
-from headway.queue.worker.source import Source
+from headway.queue.worker.source import CurrentSource
 from headway.telemetry import Log, metrics
 
 log = Log("queue")
@@ -27,8 +27,8 @@ log = Log("queue")
 class Outcomes:
     """A buffer of outcomes. Main thread: `add`. Main or heartbeat thread: `record`."""
 
-    def __init__(self, queue: TaskQueue, worker: str) -> None:
-        self._queue, self._worker = queue, worker
+    def __init__(self, queue: TaskQueue, source: CurrentSource, worker: str) -> None:
+        self._queue, self._source, self._worker = queue, source, worker
         self._ended: list[tuple[Claim, Ended, float]] = []  # not recorded yet
         self._recording = threading.Lock()
         self.completed = self.failed = 0
@@ -43,56 +43,41 @@ class Outcomes:
 
     def add(self, claim: Claim, ended: Ended, seconds: float = 0.0) -> None:
         """Buffer an outcome. ``seconds``: duration of the run."""
-        self._ended.append((claim, self._sealed(claim, ended), seconds))
+        self._ended.append((claim, self._encoded(claim, ended), seconds))
 
-    def _sealed(self, claim: Claim, ended: Ended) -> Ended:
+    def _encoded(self, claim: Claim, ended: Ended) -> Ended:
         """Encode the result for storage. If the codec fails, only this task fails."""
         if ended.result is None:
             return ended
         try:
-            return replace(ended, result=self._queue.sealed_result(claim.id, ended.result))
+            return replace(ended, result=self._queue.backend.encode_result(claim.id, ended.result))
         except Exception as error:  # noqa: BLE001 - the application's own codec may raise anything
             why = f"the codec could not write the result: {type(error).__name__}"
             return Ended(failure=Failure("ResultRefused", why), retryable=False)
 
-    def record(self, source: Source) -> None:
+    def record(self) -> None:
         """Record the buffered outcomes in one transaction. Outcomes of tasks that the worker no longer owns are dropped."""
         with self._recording:  # the main thread and the heartbeat thread must not record the same batch
             batch = list(self._ended)
             if not batch:
                 return
-
-            returned = _successes(batch)
-
-            def settle(tx: Tx) -> list[Task | None]:
-                completed = settling.complete_all(tx, returned) if returned else {}
-                return [
-                    completed.get(claim.id)
-                    if ended.failure is None
-                    else _fail(tx, claim, ended, ended.failure, seconds)
-                    for claim, ended, seconds in batch
-                ]
-
-            settled: list[Task | None]
-            if len(returned) == len(batch):
-                completed = settling.complete_alone(self._queue.database, returned)
-                settled = [completed.get(claim.id) for claim, *_ in batch]
+            successes = _successes(batch)
+            if len(successes) == len(batch):
+                tasks = complete.complete_alone(self._queue.database, successes)
             else:
-                settled = self._queue.database.run(settle, operation="queue.settle")
-            self._note_recorded(batch, [None if task is None else task.status for task in settled])
-            ended_tasks = [task for task in settled if task is not None]
-            source.settled(ended_tasks)
-            self._queue.settled(ended_tasks)
+                tasks = self._queue.database.run(lambda tx: _record_all(tx, batch), operation="queue.settle")
+            recorded = [tasks.get(claim.id) for claim, *_ in batch]
+            self._note_recorded(batch, [None if task is None else task.status for task in recorded])
+            self._source.now.settled(tasks.values())
+            self._queue.backend.note_ended(tasks.values())
 
     @property
-    def all_returned(self) -> bool:
+    def all_succeeded(self) -> bool:
         """Whether there are outcomes and all of them are successes."""
         return bool(self._ended) and all(ended.failure is None for _, ended, _ in self._ended)
 
-    def record_and_claim(
-        self, source: Source, who: Claimant, queues: Sequence[Priority], limit: int
-    ) -> list[Claim] | None:
-        """Record the outcomes and claim the next tasks in one round trip. Requires `all_returned`.
+    def record_and_claim(self, who: Claimant, queues: Sequence[Priority], limit: int) -> list[Claim] | None:
+        """Record the outcomes and claim the next tasks in one round trip. Requires `all_succeeded`.
 
         Returns None, without doing anything, if that is not cheaper. If the reply is lost, the next record and the next
         claim find what this call has recorded and claimed.
@@ -101,12 +86,12 @@ class Outcomes:
             batch = list(self._ended)
             if not batch:
                 return None
-            found = source.settle_and_claim(_successes(batch), who, queues, limit)
+            found = self._source.now.settle_and_claim(_successes(batch), who, queues, limit)
             if found is None:
                 return None
             recorded, claimed = found
             self._note_recorded(batch, [Status.COMPLETED if claim.id in recorded else None for claim, *_ in batch])
-            self._queue.leave_places(claim.user_id for claim, *_ in batch if claim.id in recorded)
+            self._queue.backend.delete_user_keys(claim.user_id for claim, *_ in batch if claim.id in recorded)
             return claimed
 
     def _note_recorded(self, batch: Sequence[tuple[Claim, Ended, float]], found: Sequence[Status | None]) -> None:
@@ -121,11 +106,18 @@ class Outcomes:
                 metrics.observe("headway_task_seconds", seconds, kind=claim.kind, status=status.value)
 
 
-def _fail(tx: Tx, claim: Claim, ended: Ended, failure: Failure, seconds: float) -> Task | None:
-    try:
-        return settling.fail(tx, claim, failure, outcome=ended.outcome, retryable=ended.retryable, seconds=seconds)
-    except StaleClaim:
-        return None
+def _record_all(tx: Tx, batch: Sequence[tuple[Claim, Ended, float]]) -> dict[str, Task]:
+    """Record successes and failures; return the tasks by id. Tasks that the worker no longer owns are left out."""
+    tasks = complete.complete_all(tx, _successes(batch))
+    for claim, ended, seconds in batch:
+        if ended.failure is not None:
+            try:
+                tasks[claim.id] = complete.fail(
+                    tx, claim, ended.failure, outcome=ended.outcome, retryable=ended.retryable, seconds=seconds
+                )
+            except StaleClaim:
+                continue
+    return tasks
 
 
 def _successes(batch: Sequence[tuple[Claim, Ended, float]]) -> list[Success]:

@@ -1,7 +1,7 @@
-"""The supervisor of a host: keeps as many workers as there is work for, replaces those that crash, ends them in time.
+"""The supervisor of a host: starts as many workers as the load needs, replaces crashed ones and ends them in time.
 
-Each worker is a process of its own, started anew (not forked), so that what one of them did to its memory ends with it. The
-supervisor itself runs no task. It also is the host's candidate for the sweeper.
+Each worker is a separate process that is started, not forked, so it begins with fresh memory. The supervisor itself runs no
+task. It also runs the host's sweeper, of which one is active per deployment.
 """
 
 from __future__ import annotations
@@ -26,47 +26,46 @@ from headway.core.retry import RetryPolicy
 from headway.errors import HeadwayError
 from headway.queue.recovery import Sweeper
 from headway.queue.settings import LiveSettings
-from headway.queue.store import tasks as records
-from headway.queue.store import workers
+from headway.queue.store import tasks, workers
 from headway.queue.task import PRIORITIES, Priority, Task
 from headway.queue.task_queue import TaskQueue
 from headway.queue.worker.app import load
-from headway.queue.worker.database_source import DatabaseSource
 from headway.queue.worker.heartbeat import Settings
-from headway.queue.worker.source import Source
+from headway.queue.worker.source import DatabaseSource, Source
 from headway.queue.worker.worker import Worker
 from headway.telemetry import Log, metrics, redact
 
 log = Log("queue")
 
-#: Between two looks at children and load.
+#: Seconds between two checks of children and load.
 TICK = 0.5
-#: Work must have waited for so many looks before a worker is added, and been absent for so long before one leaves.
-GROW_LOOKS = 2
+#: Checks in a row with waiting tasks before a worker is added.
+GROW_CHECKS = 2
+#: Seconds without waiting tasks before a worker is removed.
 SHRINK_SECONDS = 20.0
-#: A worker that is taken for lost is looked for so often; it is given so long to say something after all.
-SILENCE_LOOK, SILENT_SECONDS = 5.0, 20.0
+#: Seconds between two checks for workers without a heartbeat, and for such a worker to send one before it is killed.
+SILENCE_INTERVAL, SILENT_SECONDS = 5.0, 20.0
 #: Seconds between two searches for waiting tasks that no worker runs.
 UNSERVED_INTERVAL = 2.0
-#: A worker that lived this long did not crash at its start.
+#: A worker that ran for this many seconds did not crash at its start.
 HEALTHY_SECONDS = 10.0
-#: Beyond the drain time, what a worker gets to record and end before it is killed.
+#: Seconds after the drain time for a worker to record outcomes and exit before it is killed.
 END_SECONDS = 5.0
 _CRASHED = RetryPolicy(retries=0, base=0.5, cap=30.0, jitter=0.2)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a supervisor keeps running; may be replaced while it runs."""
+    """What a supervisor runs. It may be replaced while the supervisor runs."""
 
     app: str
     workers: int = 1
     most: int = 1
     queues: Sequence[Priority] = PRIORITIES
     drain: float = 30.0
-    #: What the command line says, which goes before the settings; the workers are told it too.
-    given: Mapping[str, Any] = field(default_factory=dict)
-    #: The module whose `main` a worker is started by: it finds the queue by ``app``.
+    #: Options of the command line, which override the settings. They are passed to the workers.
+    options: Mapping[str, Any] = field(default_factory=dict)
+    #: The module whose `main` starts a worker; it finds the queue by ``app``.
     module: str = "headway.queue.worker.supervisor"
 
 
@@ -76,19 +75,19 @@ class _Child:
     process: subprocess.Popen[bytes]
     started: float
     ending_since: float | None = None
-    lost_since: float | None = None  # it lives, and the sweeper takes it for lost
+    lost_since: float | None = None  # the process is alive, and the sweeper marked it as lost
 
 
 @dataclass(slots=True)
 class _Load:
-    """How the load looked lately."""
+    """The recent load."""
 
-    pressed: int = 0
-    idle_since: float | None = field(default=None)
+    busy_checks: int = 0  # in a row with waiting tasks
+    idle_since: float | None = None
 
 
 class Supervisor:
-    """See the module. `tick` is one look; it returns how long to rest."""
+    """Runs the workers of a host; see the module. `tick` is one round and returns the seconds until the next."""
 
     def __init__(
         self,
@@ -101,8 +100,8 @@ class Supervisor:
         clock: Callable[[], float] = time.monotonic,
         chores: Sequence[Callable[[], None]] = (),
     ) -> None:
-        """``parent``: the process this one ends with, if it belongs to one. ``live``: settings that change the plan.
-        ``chores``: the sweeper's, see there."""
+        """``parent``: pid of the process with which this one ends, if any. ``live``: settings that change the plan.
+        ``chores``: see `Sweeper`."""
         self._chores = chores
         self._parent, self._live = parent, live
         self._queue, self.plan, self._shutdown, self._clock = queue, plan, shutdown, clock
@@ -118,14 +117,14 @@ class Supervisor:
 
     @property
     def workers(self) -> list[str]:
-        """Names of the workers that are not on their way out."""
+        """The names of the workers that were not asked to exit."""
         return [child.name for child in self._children if child.ending_since is None]
 
     def run(self) -> None:
-        """Until a shutdown is asked for, and all workers have ended."""
+        """Run workers until a shutdown is requested, then end them all."""
         stop = threading.Event()
         self._follow()
-        self._say_connections()
+        self._log_connections()
         self._sweeper = Sweeper(self._queue, hints=CurrentHints(self._queue), chores=self._chores)
         sweeper = threading.Thread(target=self._sweeper.run, args=(stop,), name="headway-sweeper", daemon=True)
         sweeper.start()
@@ -138,21 +137,22 @@ class Supervisor:
             sweeper.join(END_SECONDS)
 
     def tick(self) -> float:
+        """Run one round."""
         self._follow()
         self._collect()
-        self._look_for_silent()
-        self._weigh()
-        self._match()
+        self._kill_silent()
+        self._scale()
+        self._start_or_end()
         self._report_unserved()
         metrics.gauge("headway_workers", len(self.workers))
         return TICK
 
     def _follow(self) -> None:
-        """Go by the settings as they are now."""
+        """Adopt the current settings."""
         try:
             changed = self._live is not None and self._live.refresh()
         except HeadwayError as error:
-            log.warning("the settings cannot be read; those before stay in force", error=str(error))
+            log.warning("the settings cannot be read; the previous ones stay in force", error=str(error))
             return
         if self._live is not None and changed:
             now = self._live.in_force
@@ -160,24 +160,26 @@ class Supervisor:
             if self._sweeper is not None:
                 self._sweeper.retention = now.retention
 
-    def _say_connections(self) -> None:
-        """Whom the supervisor reaches at its start. A Redis that is away is no error: tasks wait in the database."""
+    def _log_connections(self) -> None:
+        """Log what the supervisor reaches at its start. Without Redis, workers claim tasks from the database."""
         log.info("the database is connected", key=self._queue.database.name)
-        reached = self._queue.reaches_redis()
+        reached = self._queue.backend.reaches_redis()
         if reached is None:
-            log.info("no Redis is named: workers hear of tasks from the database alone")
+            log.info("no Redis is configured: workers learn of tasks from the database alone")
         elif reached:
-            log.info("Redis is connected: workers hear of tasks through RQ", key=redact(self._queue.redis_url or ""))
+            log.info(
+                "Redis is connected: workers learn of tasks through RQ", key=redact(self._queue.backend.redis_url or "")
+            )
         else:
             log.warning(
-                "Redis is away at the start: tasks wait in the database and are run from there",
-                key=redact(self._queue.redis_url or ""),
+                "Redis is unreachable at the start: workers claim tasks from the database",
+                key=redact(self._queue.backend.redis_url or ""),
             )
 
     # ---- children ----------------------------------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        """Notice who ended. One that crashed is replaced, later and later if they crash one after the other."""
+        """Collect workers that exited. A crashed one is replaced, with a growing delay after crashes in a row."""
         now = self._clock()
         for child in list(self._children):
             status = child.process.poll()
@@ -197,17 +199,19 @@ class Supervisor:
                 "a worker crashed and is replaced", worker=child.name, reason=_how(status), seconds=round(delay, 1)
             )
 
-    def _look_for_silent(self) -> None:
-        """Kill a worker that lives and says nothing: stopped, or in a handler that lets no other thread run. What it held is
-        somebody else's by then; left alone it would never run a task again, and the next try would cost the next worker."""
+    def _kill_silent(self) -> None:
+        """Kill a worker that is alive and sends no heartbeat: it is suspended, or its handler blocks all threads.
+
+        Its tasks belong to other workers by then, and it would never run a task again.
+        """
         now = self._clock()
         if now < self._silence_at or not self._children:
             return
-        self._silence_at = now + SILENCE_LOOK
+        self._silence_at = now + SILENCE_INTERVAL
         try:
             with self._queue.database.read() as tx:
-                lost = workers.lost(tx, self.workers)
-        except HeadwayError:  # the store is away: for them too
+                lost = workers.lost_among(tx, self.workers)
+        except HeadwayError:  # the database is unreachable for the workers too
             lost = set()
         for child in self._children:
             if child.name not in lost:
@@ -215,36 +219,36 @@ class Supervisor:
             elif child.lost_since is None:
                 child.lost_since = now
             elif now - child.lost_since > SILENT_SECONDS:
-                log.error("a worker says nothing any more and is killed", worker=child.name)
+                log.error("a worker sends no heartbeat and is killed", worker=child.name)
                 child.process.kill()
 
-    def _match(self) -> None:
-        """Start what is missing, ask those to leave that are too many: the youngest first."""
+    def _start_or_end(self) -> None:
+        """Start missing workers, or ask surplus ones to exit, the youngest first."""
         active = [child for child in self._children if child.ending_since is None]
         for child in reversed(active[self._wanted :]):
             self._ask_to_end(child)
         while len(self.workers) < self._wanted and self._clock() >= self._not_before:
             try:
                 self._start()
-            except OSError as error:  # no memory, no process left: later there may be
+            except OSError as error:  # out of memory or processes: retry later
                 self._crashes += 1
                 self._not_before = self._clock() + _CRASHED.delay(self._crashes)
-                log.warning("a worker cannot be started; it is tried again", error=str(error))
+                log.warning("a worker cannot be started; retrying", error=str(error))
 
     def _start(self) -> None:
         name = f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
         command = [
             sys.executable, "-m", self.plan.module, self.plan.app, name,
-            ",".join(queue.value for queue in self.plan.queues), json.dumps(self._given()),
+            ",".join(queue.value for queue in self.plan.queues), json.dumps(self._worker_options()),
         ]  # fmt: skip
-        # A session of its own: a Ctrl-C at the terminal goes to us, and we decide what becomes of the workers.
+        # A new session: a Ctrl-C at the terminal reaches only the supervisor, which then ends the workers.
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         self._children.append(_Child(name, process, self._clock()))
         log.info("a worker was started", worker=name)
 
-    def _given(self) -> Mapping[str, Any]:
-        """What its workers are told; without settings to follow, the plan itself."""
-        return {"queue_drain": self.plan.drain, **self.plan.given} if self._live is None else self.plan.given
+    def _worker_options(self) -> Mapping[str, Any]:
+        """Return the options for its workers; without live settings, with the plan's drain time."""
+        return {"queue_drain": self.plan.drain, **self.plan.options} if self._live is None else self.plan.options
 
     def _ask_to_end(self, child: _Child) -> None:
         if child.ending_since is None:
@@ -267,7 +271,7 @@ class Supervisor:
         """Count the waiting tasks that its workers can run, up to the largest number of workers."""
         kinds = sorted(self._queue.handlers)
         with self._queue.database.read() as tx:
-            return records.count_waiting(tx, self.plan.queues, kinds, most=self.plan.most)
+            return tasks.count_waiting(tx, self.plan.queues, kinds, most=self.plan.most)
 
     def _report_unserved(self) -> None:
         """Log each kind of waiting task that no online worker runs, once until it is served or gone."""
@@ -278,7 +282,7 @@ class Supervisor:
         try:
             with self._queue.database.read() as tx:
                 found = [each for each in workers.unserved(tx) if each.kind not in self._queue.handlers]
-        except HeadwayError:  # the database is away, which `_weigh` and the workers report
+        except HeadwayError:  # the database is unreachable, which `_scale` and the workers report
             return
         for each in found:
             if (each.queue, each.kind) not in self._unserved:
@@ -288,23 +292,23 @@ class Supervisor:
                 )  # fmt: skip
         self._unserved = {(each.queue, each.kind) for each in found}
 
-    def _weigh(self) -> None:
-        """More workers while tasks wait although all are busy; fewer when nothing has waited for a while."""
+    def _scale(self) -> None:
+        """Add workers while tasks wait; remove one after a while without waiting tasks."""
         plan = self.plan
         if plan.most > plan.workers:
             try:
                 waiting = self.waiting()
-            except HeadwayError as error:  # unknown is not idle: nothing is changed
-                log.warning("the load cannot be seen", error=str(error))
+            except HeadwayError as error:  # unknown is not idle: keep the number
+                log.warning("the load cannot be read", error=str(error))
                 return
             if waiting:
                 self._load.idle_since = None
-                self._load.pressed += 1
-                if self._load.pressed >= GROW_LOOKS:
-                    self._load.pressed = 0
+                self._load.busy_checks += 1
+                if self._load.busy_checks >= GROW_CHECKS:
+                    self._load.busy_checks = 0
                     self._wanted = min(plan.most, max(self._wanted + 1, min(self._wanted * 2, waiting)))
             else:
-                self._load.pressed = 0
+                self._load.busy_checks = 0
                 now = self._clock()
                 if self._load.idle_since is None:
                     self._load.idle_since = now
@@ -321,10 +325,10 @@ def _how(status: int) -> str:
 
 
 def work_off(queue: TaskQueue, plan: Plan, *, shutdown: Shutdown) -> None:
-    """One worker in this process, until nothing is left to do."""
+    """Run one worker in this process until no tasks are left (``--burst``)."""
     name = f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
     settings = Settings(queues=plan.queues, drain=plan.drain)
-    worker = _worker(queue, name, settings, shutdown, live=live_settings(queue, plan.given))
+    worker = _worker(queue, name, settings, shutdown, live=live_settings(queue, plan.options))
     worker.run(burst=True)
     with queue.database.read() as tx:
         left = sorted({each.kind for each in workers.waiting_kinds(tx) if each.kind not in queue.handlers})
@@ -332,8 +336,8 @@ def work_off(queue: TaskQueue, plan: Plan, *, shutdown: Shutdown) -> None:
         log.warning("tasks still wait that this application has no handler for", kind=", ".join(left))
     if worker.outgrown:
         raise HeadwayError(
-            "The worker used more memory than it may, and ended before all was done.",
-            hint="Start it again, or let it use more: headway queue set memory_limit MB",
+            "The worker exceeded its memory limit and exited before all tasks were done.",
+            hint="Start it again, or raise the limit: headway queue set memory_limit MB",
         )
 
 
@@ -346,11 +350,12 @@ def _worker(
     live: LiveSettings | None = None,
 ) -> Worker:
     def source() -> Source:
-        if queue.redis_url is None:
+        url = queue.backend.redis_url
+        if url is None:
             return DatabaseSource(queue)
-        from headway.queue.worker.rq_source import RqSource
+        from headway.queue.rq.source import RqSource
 
-        return RqSource(queue, queue.redis_url, name=name, queues=settings.queues)
+        return RqSource(queue, url, name=name, queues=settings.queues)
 
     return Worker(
         queue, name=name, settings=settings, shutdown=shutdown, make_source=source, context=queue.context,
@@ -358,19 +363,19 @@ def _worker(
     )  # fmt: skip
 
 
-def live_settings(queue: TaskQueue, given: Mapping[str, Any]) -> LiveSettings:
-    """The settings of this queue's workers, with what the command line says before them."""
-    return LiveSettings(lambda: queue.database, queue.worker_config(given))
+def live_settings(queue: TaskQueue, options: Mapping[str, Any]) -> LiveSettings:
+    """Return the settings of this queue's workers. ``options`` of the command line override them."""
+    return LiveSettings(lambda: queue.database, queue.backend.worker_config(options))
 
 
 def log_as_configured(config: Config) -> None:
-    """One who runs for long says what it does, unless it is told to say less."""
+    """Configure the log of a long-lived process: INFO unless the settings name a level."""
     level = config.text("log_level").upper() if config.is_set("log_level") else "INFO"
     telemetry.configure(level=level, as_json=config["log_format"] == "json")
 
 
 class CurrentHints:
-    """Who tells RQ of tasks just now: another Redis may be named while the sweeper runs, or none."""
+    """The hints of the queue's current Redis, which may change or be removed while the sweeper runs."""
 
     def __init__(self, queue: TaskQueue) -> None:
         self._queue = queue
@@ -383,24 +388,27 @@ class CurrentHints:
         hints = self._queue.hints
         return None if hints is None else hints.missing(tasks)
 
-    def look_at_memory(self) -> bool:
+    def check_memory(self) -> bool:
         hints = self._queue.hints
-        return True if hints is None else hints.look_at_memory()
+        return True if hints is None else hints.check_memory()
 
     def show_ended(self, tasks: Sequence[Task]) -> None:
         hints = self._queue.hints
         if hints is not None:
             hints.show_ended(tasks)
 
-    def forget_the_dead(self) -> None:
+    def remove_dead_workers(self) -> None:
         hints = self._queue.hints
         if hints is not None:
-            hints.forget_the_dead()
+            hints.remove_dead_workers()
 
 
 class WorkerShutdown(Shutdown):
-    """A worker may be told twice to finish: by its supervisor, and by whoever tells all processes at once (systemd by default,
-    an init of a container). So for a worker only a SIGINT that is not the first signal means *now*."""
+    """A shutdown in which only a SIGINT that is not the first signal means *now*.
+
+    A worker may get SIGTERM twice: from its supervisor, and from systemd or the init of a container, which signal all
+    processes.
+    """
 
     def _decide(self, signum: int) -> threading.Event:
         decided = super()._decide(signum)
@@ -408,13 +416,13 @@ class WorkerShutdown(Shutdown):
 
 
 def main(arguments: Sequence[str], load: Callable[[str], TaskQueue] = load) -> int:
-    """One worker, as the supervisor starts it; ``load`` finds its queue."""
-    app, name, queues, given = arguments
+    """Run one worker, as the supervisor starts it. ``load`` finds its queue."""
+    app, name, queues, options = arguments
     shutdown = WorkerShutdown()
     settings = Settings(queues=[Priority(each) for each in queues.split(",")])
     parent = os.getppid()
     with on_signals(shutdown), load(app) as queue:
-        live = live_settings(queue, json.loads(given))
+        live = live_settings(queue, json.loads(options))
         log_as_configured(live.config)
         _worker(queue, name, settings, shutdown, lambda: os.getppid() != parent, live=live).run()
     return 0

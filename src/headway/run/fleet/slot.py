@@ -65,10 +65,10 @@ def add_slots(queue: TaskQueue) -> TaskQueue:
     """Let the workers of a queue take part in fleets."""
 
     def slot(task: RunningTask, payload: Any) -> dict[str, Any]:
-        url = queue.database_url
+        url = queue.backend.url
         if url is None:
             raise InvalidInput("The queue's database has no URL, so its workers cannot run fleet jobs.")
-        return serve(task, str(payload["job"]), int(payload["run"]), url, queue.payload)
+        return serve(task, str(payload["job"]), int(payload["run"]), url, queue.backend.decode)
 
     # Retry almost without limit: a slot holds nothing that its end could lose.
     queue.handlers[KIND] = Handler(KIND, slot, timeout=None, retries=1000, retry_delay=1.0, isolation="fork")
@@ -83,9 +83,9 @@ def load(spec: str) -> TaskQueue:
     if spec:
         queue = app.load(spec)
         stamps.remember_loaded()
-        return add_slots(queue) if is_shared(queue.database_url) else queue
+        return add_slots(queue) if is_shared(queue.backend.url) else queue
     queue = TaskQueue.from_settings()
-    if not is_shared(queue.database_url):
+    if not is_shared(queue.backend.url):
         raise InvalidInput(
             "Without --app a worker only runs fleet jobs, and a fleet needs PostgreSQL.",
             hint="Name one: HEADWAY_DATABASE=postgresql://user@host/name. Or an application: --app module:queue",

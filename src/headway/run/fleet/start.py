@@ -124,7 +124,7 @@ def start(ledger: Ledger, held: HeldJob, request: RunRequest) -> None:
         "any_version": options.any_version,
     }
     with open_queue(request.config, ledger.database) as queue:
-        sealed = queue.sealed(seal_id(held.job.no, held.hold.run), json.dumps(order))
+        sealed = queue.backend.encode(seal_id(held.job.no, held.hold.run), json.dumps(order))
         fleet.hand_over(
             ledger.database, held.hold, work=sealed, queue=options.priority, slots=options.slots,
             most=settings.max_failures, has_pass=settings.last_pass,

@@ -41,9 +41,8 @@ from headway.core.text import duration, plural
 from headway.errors import HeadwayError, InvalidInput, NotFound
 from headway.ledger.store.audit import audit
 from headway.queue.settings import declared_per_user
-from headway.queue.store import insert as admission
+from headway.queue.store import administration, insert, workers
 from headway.queue.store import tasks as records
-from headway.queue.store import workers
 from headway.queue.task import Priority
 from headway.telemetry import redact
 from headway.views.jobs.dead import find_cause, retried
@@ -163,7 +162,7 @@ def pause(reader: Reader, user: User, queue: str, *, reason: str = "", seconds: 
 
     def work(tx: Tx) -> datetime | None:
         until = None if seconds is None else datetime.fromtimestamp(tx.now(), UTC) + timedelta(seconds=seconds)
-        records.pause(tx, chosen, reason=said, by=user.name, until=until)
+        administration.pause(tx, chosen, reason=said, by=user.name, until=until)
         return until
 
     until = reader.database.run(work, operation="web.pause")
@@ -175,7 +174,9 @@ def resume(reader: Reader, user: User, queue: str, *, reason: str = "") -> Acted
     """Resume a paused queue."""
     require(user, "resume")
     chosen, said = _queue(queue), masked(reason)
-    was = reader.database.run(lambda tx: records.resume(tx, chosen, by=user.name, reason=said), operation="web.resume")
+    was = reader.database.run(
+        lambda tx: administration.resume(tx, chosen, by=user.name, reason=said), operation="web.resume"
+    )
     text = f"The queue {queue} is resumed." if was else f"The queue {queue} was not paused."
     return Acted("queue.resume", text, int(was))
 
@@ -216,7 +217,7 @@ def retry_task(reader: Reader, user: User, task: str, *, reason: str = "") -> Ac
     per_user = declared_per_user(reader.database)
 
     def work(tx: Tx) -> Task:
-        found = admission.retry(tx, task, per_user=per_user)
+        found = insert.retry(tx, task, per_user=per_user)
         audit(tx, tx.now(), user.name, "task.retry", "", {"task": task, "kind": found.kind, "reason": masked(reason)})
         return found
 

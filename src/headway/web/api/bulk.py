@@ -14,7 +14,7 @@ from headway.core.text import plural
 from headway.errors import InvalidInput, NotFound
 from headway.ledger.store.audit import audit
 from headway.queue.settings import declared_per_user
-from headway.queue.store import insert as admission
+from headway.queue.store import insert
 from headway.queue.task import UserBusy
 from headway.telemetry import redact
 from headway.views.jobs.dead import retried
@@ -53,7 +53,7 @@ def retry_tasks(reader: Reader, user: User, *, cause: int | None = None, reason:
             retried = full = 0
             for id in ids:
                 try:
-                    admission.retry(tx, id, per_user=per_user)
+                    insert.retry(tx, id, per_user=per_user)
                     retried += 1
                 except UserBusy:
                     full += 1  # raised before anything was written for it

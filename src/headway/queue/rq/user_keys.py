@@ -20,22 +20,23 @@ from headway._redis.keys import QUEUE_USER
 from headway._sql import Database
 from headway.core.retry import CircuitBreaker
 from headway.queue.store.insert import busy
-from headway.queue.task import Status, Task
+from headway.queue.store.tasks import status_of
+from headway.queue.task import Task
 from headway.telemetry import Log, redact
 
 log = Log("queue")
 
 #: Seconds until a key expires. A task that takes longer is found by the transaction.
-KEPT = 3600
+EXPIRE_SECONDS = 3600
 #: Most refused users to remember.
-REMEMBERED = 10_000
+MAX_REMEMBERED = 10_000
 
 
-class Places:
+class UserKeys:
     """The users' Redis keys; see the module. While Redis is unreachable, every lookup returns None at once."""
 
     def __init__(self, url: str, *, timeout: float) -> None:
-        self._client = _redis.connect(url, role="queue", name="places", timeout=timeout, connect_timeout=timeout)
+        self._client = _redis.connect(url, role="queue", name="user-keys", timeout=timeout, connect_timeout=timeout)
         self._breaker = CircuitBreaker(threshold=1, cooldown=1.0)
         self._refused: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
@@ -45,67 +46,63 @@ class Places:
         known = self.known(user_id)
         if known is None:
             return
-        row = database.one("SELECT status FROM tasks WHERE id = ? AND user_id = ?", (known, user_id))
-        if row is not None and not Status(row[0]).is_final:
-            raise busy(user_id, 1, known, row[0])
-        self.free(user_id)
+        status = status_of(database, known, user_id=user_id)
+        if status is not None and not status.is_final:
+            raise busy(user_id, 1, known, status)
+        with self._lock:
+            self._refused.pop(user_id, None)
 
     def known(self, user_id: str) -> str | None:
         """Return the task id in the user's key, if this process refused the user before."""
         if user_id not in self._refused:
             return None
-        answer = self._ask("GET", place_key(user_id))
+        answer = self._call("GET", user_key(user_id))
         return answer if isinstance(answer, str) else None
 
-    def refused(self, user_id: str, task_id: str) -> None:
+    def remember(self, user_id: str, task_id: str) -> None:
         """Remember that the user was refused because of this task, and write the key."""
         with self._lock:
             self._refused[user_id] = None
-            if len(self._refused) > REMEMBERED:
+            if len(self._refused) > MAX_REMEMBERED:
                 self._refused.popitem(last=False)
-        self._ask("SET", place_key(user_id), task_id, "EX", KEPT)
-
-    def free(self, user_id: str) -> None:
-        """Forget that the user was refused."""
-        with self._lock:
-            self._refused.pop(user_id, None)
+        self._call("SET", user_key(user_id), task_id, "EX", EXPIRE_SECONDS)
 
     def keys_of(self, accepted: Iterable[Task]) -> list[tuple[str, str]]:
         """Return (key, task id) for each newly accepted task with a user. The caller writes them with the hints."""
         return [
-            (place_key(task.user_id), task.id) for task in accepted if task.version == 1 and task.user_id is not None
+            (user_key(task.user_id), task.id) for task in accepted if task.version == 1 and task.user_id is not None
         ]
 
-    def leave(self, users: Iterable[str]) -> None:
+    def delete(self, users: Iterable[str]) -> None:
         """Delete the keys of users whose tasks ended.
 
         If a user has submitted the next task meanwhile, its key is deleted too, which is harmless.
         """
-        keys = [place_key(user) for user in users]
+        keys = [user_key(user) for user in users]
         if keys:
-            self._ask("DEL", *keys)
+            self._call("DEL", *keys)
 
     def answers(self) -> bool:
         """Return whether Redis is reachable."""
-        return self._ask("PING") is not None
+        return self._call("PING") is not None
 
     def close(self) -> None:
         """Close the connection to Redis."""
         self._client.close()
 
-    def _ask(self, *command: str | int) -> object:
+    def _call(self, *command: str | int) -> object:
         if not self._breaker.allow():
             return None
         try:
             answer = self._client.execute_command(*command)  # type: ignore[no-untyped-call]  # redis-py leaves it untyped
         except _redis.failures() as error:
             if self._breaker.failed():
-                log.info("the quick check of users' places is not there; SQL decides", error=redact(str(error)))
+                log.info("the quick check of active users is unavailable; SQL decides", error=redact(str(error)))
             return None
         self._breaker.succeeded()
         return answer
 
 
-def place_key(user_id: str) -> str:
+def user_key(user_id: str) -> str:
     """Return the user's key. It contains a digest, so that readers of Redis do not learn who the users are."""
     return QUEUE_USER(user=hashlib.blake2b(user_id.encode(), digest_size=16).hexdigest())

@@ -1,0 +1,163 @@
+"""The tasks that a worker has claimed and not finished, and their leases."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from headway._lease import Owner
+from headway.core.failure import Failure
+from headway.errors import HeadwayError
+from headway.queue.handlers import Handler
+from headway.queue.store import claim as store_claim
+from headway.queue.store import complete
+from headway.queue.store.claim import Claimant
+from headway.queue.task import Claim
+from headway.queue.task_queue import TaskQueue
+from headway.queue.worker.execution import Ended
+from headway.queue.worker.heartbeat import Settings
+from headway.queue.worker.outcomes import Outcomes
+from headway.queue.worker.source import CurrentSource
+from headway.telemetry import Log
+
+log = Log("queue")
+
+
+class Claims:
+    """A worker's claims; see the module. The heartbeat thread may call `renew` and `release_waiting`."""
+
+    def __init__(
+        self,
+        queue: TaskQueue,
+        name: str,
+        *,
+        source: CurrentSource,
+        outcomes: Outcomes,
+        settings: Callable[[], Settings],
+    ) -> None:
+        """``settings`` returns the worker's current settings."""
+        self._queue, self._name, self._source, self._outcomes, self._settings = queue, name, source, outcomes, settings
+        self._owner = Owner.current()
+        self._held: deque[Claim] = deque()  # claimed and not started
+        self._starting = threading.Lock()  # guards starting held claims and releasing them
+        self._held_since = 0.0
+        self._leased_until = 0.0  # monotonic time, no later than the leases of the held claims
+        self._lost: set[int] = set()  # held claims that this worker no longer owns
+        self._cancelling: set[int] = set()  # held claims to cancel
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    @property
+    def first(self) -> Claim:
+        """The held claim that is next to start."""
+        return self._held[0]
+
+    @property
+    def owner(self) -> Owner:
+        """The process of the worker."""
+        return self._owner
+
+    def claimant(self) -> Claimant:
+        """Return who claims: this worker with its current handlers."""
+        return Claimant(self._name, self._owner, sorted(self._queue.handlers), self._settings().lease)
+
+    def hold(self, claimed: Sequence[Claim], claimed_at: float) -> None:
+        """Hold newly claimed tasks. ``claimed_at``: monotonic time before the claim was sent."""
+        longest = self._settings().timeout_limit
+        if longest is not None:
+            claimed = [replace(claim, timeout=min(claim.timeout or longest, longest)) for claim in claimed]
+        self._held.extend(claimed)
+        self._leased_until = claimed_at + self._settings().lease
+        self._held_since = time.monotonic()
+        self._lost.clear()
+        self._cancelling.clear()
+
+    def may_start(self, claim: Claim) -> bool:
+        """Return whether the first held claim may start; otherwise drop it.
+
+        A worker that was suspended, or slower than its lease, renews first: another worker may have run the task.
+        """
+        if time.monotonic() >= self._leased_until:
+            self.renew()
+        if claim.no in self._lost:
+            log.warning("a task was given to another worker before its turn", taskID=claim.id, worker=self._name)
+        elif claim.no in self._cancelling:
+            ended = Ended(failure=Failure("TaskCancelled", "the task was cancelled before its handler began"))
+            self._outcomes.add(claim, ended)
+        else:
+            return True
+        self._held.popleft()
+        return False
+
+    def next_inline(self, handlers: Mapping[str, Handler]) -> Claim | None:
+        """Remove and return the next claim to run in this process; None if there is none or it must be forked."""
+        with self._starting:
+            while self._held and handlers[self._held[0].kind].isolation != "fork":
+                claim = self._held[0]
+                if self.may_start(claim):
+                    if claim.attempts:
+                        self.keep_only(claim)
+                    return self._held.popleft()
+        return None
+
+    def keep_only(self, claim: Claim) -> None:
+        """Release all claims but this one. If the task kills this process, only its own attempt is counted."""
+        self._outcomes.record()
+        others = [held for held in self._held if held is not claim]
+        if others:
+            self._leased_until = 0.0  # if the reply is lost, check ownership before any of them starts
+            self.release(others)
+            self._held.clear()
+            self._held.append(claim)
+
+    def remove_first(self) -> None:
+        """Remove the first held claim because it starts."""
+        self._held.popleft()
+
+    def put_back(self, claim: Claim) -> None:
+        """Hold a claim again that could not start."""
+        self._held.appendleft(claim)
+
+    def release(self, claims: Sequence[Claim]) -> None:
+        """Return tasks to their queues without counting an attempt."""
+        released = self._queue.database.run(lambda tx: complete.release_all(tx, claims), operation="queue.give_back")
+        self._source.now.settled(released)
+
+    def release_held(self) -> None:
+        """Release all held claims."""
+        self._leased_until = 0.0  # if the reply is lost, check ownership before any of them starts
+        if self._held:
+            self.release(list(self._held))
+            self._held.clear()
+
+    def release_waiting(self) -> None:
+        """Release held claims while a handler takes long, so that idle workers can run them."""
+        if not self._held or time.monotonic() - self._held_since < self._settings().hold:
+            return
+        with self._starting:
+            try:
+                self.release_held()
+            except HeadwayError as error:
+                log.warning("waiting claims could not be released", worker=self._name, error=str(error))
+
+    def renew(self, running: Claim | None = None) -> tuple[set[int], set[int]]:
+        """Renew the leases of all claims; return (numbers of lost ones, numbers to cancel).
+
+        This includes claims that are held or whose outcome is not recorded yet. The state changes only after the commit: a
+        failed renewal extends nothing.
+        """
+        renewed_at = time.monotonic()
+        claims = (*list(self._held), *self._outcomes.claims, *([running] if running else ()))
+        tokens = {claim.no: claim.token for claim in claims}
+        who = Claimant(self._name, self._owner, (), self._settings().lease)
+        lost, cancelling = self._queue.database.run(
+            lambda tx: store_claim.renew(tx, who, tokens), operation="queue.renew"
+        )
+        self._lost |= lost
+        self._cancelling |= cancelling
+        self._leased_until = renewed_at + self._settings().lease
+        return lost, cancelling
