@@ -191,8 +191,8 @@ def test_users_take_turns_within_a_queue(crowd: TaskQueue):
         ({"kind": "caption", "payload": "x" * 300_000}, "300,002 bytes"),
         ({"kind": "caption", "id": "../x"}, "cannot be a task id"),
         ({"kind": "caption", "user_id": "a\nb"}, "cannot be a user id"),
-        ({"kind": "caption", "role": "root"}, "no role 'root'"),
-        ({"kind": "caption", "delay": float("nan")}, "no number of seconds"),
+        ({"kind": "caption", "role": "root"}, "(got 'root')"),
+        ({"kind": "caption", "delay": float("nan")}, "delay must be seconds"),
     ],
 )
 def test_what_cannot_be_taken_is_refused_and_changes_nothing(queue: TaskQueue, arguments, message: str):

@@ -451,7 +451,7 @@ def test_a_worker_that_rests_outlives_a_database_that_is_away(
                 super().wait(seconds, stop)
 
         def said() -> bool:
-            return any("the store cannot be used" in record.message for record in caplog.records)
+            return any("the database cannot be used" in record.message for record in caplog.records)
 
         source = CutWhenItRests(queue, redis_server.url(), name="w", clock=lambda: float(next(ticks)))
         queue.database.patience = 0.0

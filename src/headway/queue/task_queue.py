@@ -50,7 +50,7 @@ _FROM_SETTINGS = {"database", "redis", "mode", "per_user", "keys", "rq"}
 
 
 # More than 25 methods: 23 of them are the documented API, which users call on this one object. Each delegates to `Backend`,
-# `Submitter` or the store (docs/decisions/0035-task-queue-facade.md).
+# `Submitter` or the store (docs/decisions/0043-the-task-queue-is-a-facade.md).
 class TaskQueue:
     """A task queue; see the module. It connects on first use, so it may be created before a fork."""
 
