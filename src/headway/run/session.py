@@ -76,9 +76,8 @@ class Session:
         self._request = request
         self._feed: Feed | None = None
         self._held: HeldJob | None = None
-        #: The job, and its run by a fleet.
-        self._job: Job | None = None
-        self._fleet_run: int | None = None
+        #: A fleet's job and the number of its run.
+        self._followed: tuple[Job, int] | None = None
         #: Whether a fleet ran the job already.
         self.joined = False
         #: None while there is no database.
@@ -142,8 +141,8 @@ class Session:
         `JobHeld` is raised and the job is unchanged.
         """
         request = self._request
-        if request.fleet is not None and self._join_fleet(plan):
-            return self._the_job
+        if request.fleet is not None and (joined := self._join_fleet(plan)) is not None:
+            return joined
         job = self._acquire(plan.id)
         if not plans.is_current(plan, job):
             raise JobHeld(
@@ -153,9 +152,7 @@ class Session:
         plans.carry_out(
             self._the_ledger, job, plan, max_retries=retries, command=request.command, accept=request.accept_changes
         )
-        if request.fleet is not None:
-            self._hand_over()
-        return self._the_job
+        return job if request.fleet is None else self._hand_over()
 
     def hold_stream(self, id: str, key: str | None, open_feed: Callable[[Job], Feed]) -> Job:
         """Hold a job whose items arrive during the run."""
@@ -189,7 +186,6 @@ class Session:
     def _keep(self, job: Job, hold: Hold) -> Job:
         ledger = self._the_ledger
         self._held = HeldJob(job.held_by(hold), hold, lambda running: ledger.renew(hold, running))
-        self._job = self._held.job
         return self._held.job
 
     @property
@@ -202,11 +198,6 @@ class Session:
     def _the_ledger(self) -> Ledger:
         assert self.ledger is not None
         return self.ledger
-
-    @property
-    def _the_job(self) -> Job:
-        assert self._job is not None
-        return self._job
 
     def release(self, outcome: str) -> None:
         """End the run with ``outcome`` and release the job."""
@@ -226,7 +217,7 @@ class Session:
 
         Return None if this process must stop before a fleet has ended the run.
         """
-        ending = self._work_here(display) if self._fleet_run is None else self._follow(display)
+        ending = self._work_here(display) if self._followed is None else self._follow(display, *self._followed)
         if ending is not None and ending.outcome != "interrupted":  # an interrupted run has no event and must not wait
             self.deliver()
         return ending
@@ -270,18 +261,19 @@ class Session:
 
     # ---- fleets ----------------------------------------------------------------------------------------------------
 
-    def _join_fleet(self, plan: Plan) -> bool:
-        """Return whether a fleet runs the job already. Then complete its start, which may have been killed."""
+    def _join_fleet(self, plan: Plan) -> Job | None:
+        """Return the job if a fleet runs it already. Complete the start of that run, which may have been killed."""
         from headway.run.fleet import start as fleets
 
         run = fleets.running(plan)
         if run is None:
-            return False
-        self._job, self._fleet_run, self.joined = self._the_ledger.job(plan.id), run, True
-        fleets.rejoin(self._the_ledger, self._job, self._request.config)
-        return True
+            return None
+        job = self._the_ledger.job(plan.id)
+        self._followed, self.joined = (job, run), True
+        fleets.rejoin(self._the_ledger, job, self._request.config)
+        return job
 
-    def _hand_over(self) -> None:
+    def _hand_over(self) -> Job:
         from headway.run.fleet import start as fleets
 
         held, ledger = self.held, self._the_ledger
@@ -291,17 +283,17 @@ class Session:
             if fleets.may_have(held.job):
                 self._held = None  # it goes on without this process
             raise
-        self._held, self._job, self._fleet_run = None, ledger.job(held.job.id), held.hold.run
+        job = ledger.job(held.job.id)
+        self._held, self._followed = None, (job, held.hold.run)
+        return job
 
-    def _follow(self, display: Display) -> Ending | None:
+    def _follow(self, display: Display, job: Job, run: int) -> Ending | None:
         from headway.run.fleet import start as fleets
 
-        job, output = self._the_job, self._request.output
-        assert self._fleet_run is not None
-        ending = fleets.follow(self._the_ledger, job, self._fleet_run, display=display, shutdown=self._request.shutdown)
-        if ending is not None and output is not None:
+        ending = fleets.follow(self._the_ledger, job, run, display=display, shutdown=self._request.shutdown)
+        if ending is not None and self._request.output is not None:
             # Slots record results only in the ledger, so the file is written here.
-            file = open_output(job, output)
+            file = open_output(job, self._request.output)
             try:
                 file.write()
             finally:
