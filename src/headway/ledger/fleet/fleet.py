@@ -21,7 +21,8 @@ from typing import Any
 from headway._lease import has_ended
 from headway._sql import Database, Row, Tx
 from headway.ledger.fleet import store
-from headway.ledger.fleet.store import Fleet
+from headway.ledger.fleet.store import Fleet, read
+from headway.ledger.fleet.store import read_all as all_fleets
 from headway.ledger.job_lease import Hold
 from headway.ledger.store import items, jobs
 from headway.ledger.store.recorder import Recorder
@@ -33,16 +34,6 @@ log = Log("ledger")
 
 #: End of a fleet's lease: it never expires and is ended explicitly.
 FOR_EVER = 1e11
-
-
-def read(database: Database, job: int) -> Fleet | None:
-    """Return the job's fleet, or None."""
-    return store.read(database, job)
-
-
-def all_fleets(database: Database) -> list[tuple[str, Fleet]]:
-    """Return (job id, fleet) of every job that a fleet works on."""
-    return store.read_all(database)
 
 
 def hand_over(

@@ -90,12 +90,12 @@ def cursor(info: ledger.JobInfo) -> str:
 
 def number_at(database: Database, cursor: str) -> int:
     """Return the job number that a cursor or a job's id stands for. Raises `NotFound`."""
-    from headway.ledger.store.queries.search import job_number
+    from headway.ledger.store.jobs import number_of
 
     digits = cursor.removeprefix("~")
     if cursor != digits and digits.isascii() and digits.isdecimal() and len(digits) <= 18:
         return int(digits)
-    no = job_number(database, cursor)
+    no = number_of(database, cursor)
     if no is None:
         raise NotFound(
             f"There is no job {cursor[:128]!r} to continue the list from.", hint="Start again with the first page."

@@ -79,12 +79,6 @@ def count_jobs(database: Database, *, archived: bool = False) -> dict[str, int]:
     return counts
 
 
-def job_number(database: Database, id: str) -> int | None:
-    """Return the number of a job, or None if there is no such job."""
-    row = database.one("SELECT no FROM jobs WHERE id = ?", (id,))
-    return None if row is None else int(row[0])
-
-
 def similar_ids(database: Database, id: str, limit: int) -> list[str]:
     """Return ids that a mistyped id may stand for: its neighbours in the index, and the newest; up to ``limit`` of each."""
     found: dict[str, None] = {}
