@@ -16,7 +16,7 @@ from headway.errors import InvalidInput, JobHeld, NotFound, StaleClaim
 from headway.events import SqlOutbox
 from headway.ledger import Done, Failed, Failure, Hold, Item, Job, Ledger, NewItem, Recorded
 from headway.ledger.content import fingerprint
-from headway.ledger.store.items import TABLES as OF_ITEMS
+from headway.ledger.store.items import TABLES
 from tests.services.waiting import eventually
 
 BOOM = Failure("ValueError", "no price for product 17", "ads.py:make_ad", "Traceback ...")
@@ -673,7 +673,7 @@ def test_forgetting_removes_every_trace_but_the_audit(ledger: Ledger, job: Job):
     fail(job, 0, times=3)
     job.record([Done(1, result='"x"', printed="y")])
     assert ledger.forget("ads", actor="ada") == 10
-    for table in ("jobs", *OF_ITEMS, "causes", "minutes"):
+    for table in ("jobs", *TABLES, "causes", "minutes"):
         assert ledger.database.one(f"SELECT count(*) FROM {table}") == (0,), table
     assert [action for _, _, action, _, _ in ledger.audit_trail("ads")][-1] == "forget"
     with pytest.raises(NotFound):
@@ -685,7 +685,7 @@ def test_an_item_that_is_taken_out_of_a_job_leaves_nothing_behind_and_the_others
     job.record([Done(idx, result='"x"', printed="y") for idx in (1, 2)])
     job.drop([0, 1])
     assert (job.info().total, job.info().done, job.info().dead) == (8, 1, 0)
-    for table in OF_ITEMS:
+    for table in TABLES:
         left = [row[0] for row in ledger.database.all(f"SELECT idx FROM {table} ORDER BY idx")]
         kept = {"input_products": [*range(2, 10)], "dead_letters": [], "attempts": []}
         assert left == kept.get(table, [2]), table
