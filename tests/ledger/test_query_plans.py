@@ -16,7 +16,7 @@ from headway._lease import Owner
 from headway._sql import Database, Tx
 from headway.core.failure import Failure
 from headway.ledger import Done, Failed, Job, Ledger
-from headway.ledger.store.index_range import MOST
+from headway.ledger.store.items import MOST
 from headway.ledger.store.queries.statistics import durations_of_function
 from headway.queue.recovery import Sweeper
 from headway.queue.store import tasks as records

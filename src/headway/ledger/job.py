@@ -20,7 +20,7 @@ from headway.ledger.store import items as stored
 from headway.ledger.store import jobs
 from headway.ledger.store.audit import audit
 from headway.ledger.store.contract import NewRow, TriedBefore, item_store
-from headway.ledger.store.index_range import next_untried
+from headway.ledger.store.items import next_untried
 from headway.ledger.store.recorder import Recorder
 from headway.ledger.store.report import Reports
 from headway.ledger.values import (

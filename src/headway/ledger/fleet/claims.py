@@ -13,7 +13,7 @@ from headway._sql import Row
 from headway.core.failure import Failure
 from headway.ledger.content import is_intact
 from headway.ledger.store import items as stored
-from headway.ledger.store.index_range import next_untried
+from headway.ledger.store.items import next_untried
 from headway.ledger.store.recorder import Recorder
 from headway.ledger.values import MAX_INDEX, Failed, Item
 

@@ -22,7 +22,7 @@ from headway.ledger.job_lease import Hold
 from headway.ledger.store import items as stored
 from headway.ledger.store import jobs
 from headway.ledger.store.contract import TriedBefore, item_store
-from headway.ledger.store.index_range import untried
+from headway.ledger.store.items import untried
 from headway.ledger.store.recorder import Recorder
 from headway.ledger.values import MAX_INDEX, NOTHING_RECORDED, Control, Done, Failed, Item, Outcome, Recorded
 from headway.telemetry import Log

@@ -15,7 +15,7 @@ _FLEET = "SELECT job, run, token, work, queue, slots, most, died, pass, stopped,
 _BLOCK = "SELECT no, first, last, token, takeovers, holder, lease_until FROM blocks"
 
 #: The next items and their payload sizes. The subquery hides the limit from the planner: see
-#: `headway.ledger.store.index_range`.
+#: `headway.ledger.store.items`.
 _NEXT = (
     "SELECT idx, coalesce(octet_length(payload), 0) AS size FROM input_products WHERE job = ? AND idx >= ? "
     "ORDER BY idx LIMIT (SELECT ?)"

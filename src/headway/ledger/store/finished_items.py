@@ -10,7 +10,7 @@ from headway.ledger.job import Job
 _PAGE = 5000
 _DONE = (
     "SELECT idx FROM progress WHERE job = ? AND idx > ? AND status = 'done' ORDER BY idx LIMIT (SELECT ?)"
-    # The subquery hides the limit from the planner: see `headway.ledger.store.index_range`.
+    # The subquery hides the limit from the planner: see `headway.ledger.store.items`.
 )
 _DEAD = "SELECT idx FROM dead_letters WHERE job = ? AND idx > ? ORDER BY idx LIMIT (SELECT ?)"
 

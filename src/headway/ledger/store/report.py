@@ -11,7 +11,7 @@ from headway._sql import Database, Row, Tx, Value, listed
 from headway.errors import InvalidInput, NotFound
 from headway.ledger.store import items as stored
 from headway.ledger.store.contract import item_store
-from headway.ledger.store.index_range import OPEN, last_of, rows_at, stretches
+from headway.ledger.store.items import OPEN, last_of, rows_at, stretches
 from headway.ledger.values import (
     NOTED,
     OF_THE_CAUSE,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from headway._sql import Row, Tx, Value, marks
 from headway.ledger.control import Control
-from headway.ledger.store.index_range import OPEN, rows_at
+from headway.ledger.store.items import OPEN, rows_at
 from headway.ledger.store.report import Live
 
 #: Jobs whose minutes are added up, the most recently changed first.
