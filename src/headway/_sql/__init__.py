@@ -102,7 +102,10 @@ def _missing(what: str) -> NotFound:
 
 
 def sqlite_path(url: str) -> Path | None:
-    """Return the path of a SQLite file, with symbolic links resolved. None for a database in memory or on a server."""
+    """Return the path of a SQLite file, with symbolic links resolved.
+
+    Returns None for a database in memory or on a server.
+    """
     parts = _split(url)
     location = unquote(parts.path[1:], errors="surrogateescape")  # a file name is bytes in any encoding
     if parts.scheme != "sqlite" or location == ":memory:":
@@ -136,7 +139,10 @@ def _split(url: str) -> SplitResult:
 
 
 def _create_when_possible(path: Path, stop: threading.Event | None) -> None:
-    """Create a SQLite file. Retry for a moment if its directory is missing: it may be on a mount that is not up yet."""
+    """Create a SQLite file, and retry for a moment while its directory is missing.
+
+    The directory may be on a mount that is not up yet.
+    """
     failures = 0
     while True:
         try:

@@ -126,7 +126,10 @@ _pools: WeakSet[Pool] = WeakSet()
 
 
 def _empty_pools() -> None:
-    """Empty every pool in a forked child while it has one thread. Threads that did it later would race."""
+    """Empty every pool in a forked child.
+
+    The child has one thread at this moment. Threads that did it later would race.
+    """
     for pool in list(_pools):
         with suppress(HeadwayError):  # it cannot be used here; its first use raises
             pool._leave_inheritance()  # noqa: SLF001 - a module-level part of the pool

@@ -167,7 +167,10 @@ class OpenFile:
         return f"{Path(self._name).as_uri()}?{'immutable=1' if at_rest else 'mode=ro'}"
 
     def check_place(self) -> None:
-        """Raise unless the path still names this file. SQLite reports no error for writes to a deleted or replaced file."""
+        """Raise unless the path still names this file.
+
+        SQLite reports no error for writes to a deleted or replaced file.
+        """
         if self._found(self._name) != self._file:
             raise self._misplaced(self._name)
 

@@ -1,4 +1,4 @@
-"""The ledger: which items of a job are done, which failed and why, and the one-time completion of a job.
+"""The ledger: the items of each job, their outcomes, and the completion of the job.
 
     Ledger ── Job ── items ── attempts, dead letters, causes
        │        └── Recorder: the job's counters, open in one transaction

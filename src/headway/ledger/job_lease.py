@@ -30,7 +30,10 @@ _LEASES = SqlLeases("jobs", "no")
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """The right to record for a whole job. ``token`` is its fence: it is refused once another process holds the job."""
+    """The right to record for a whole job.
+
+    ``token`` is its fence: the ledger refuses it once another process holds the job.
+    """
 
     job: int
     token: int
@@ -102,9 +105,10 @@ def refusal(tx: Tx, job: int, id: str) -> JobHeld | None:
 
 
 def renew(database: Database, hold: Hold, running: Collection[int] = ()) -> None:
-    """Renew the lease and the notes on the running items. Raises `StaleClaim` if another process has the job.
+    """Renew the lease and the notes on the running items.
 
-    Notes on other items expire. A restored database may have notes on items that ended since; those run again.
+    Raises `StaleClaim` if another process has the job. Notes on other items expire. A restored database may have notes
+    on items that ended since; those run again.
     """
 
     def work(tx: Tx) -> None:

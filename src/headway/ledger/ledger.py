@@ -132,11 +132,11 @@ class Ledger:
     # ---- archiving and deleting ------------------------------------------------------------------------------------
 
     def archive(self, id: str, *, actor: str | None = None) -> str | None:
-        """Archive a job under another id, so that its id can be used again. Return the new id, or None if there was no
-        such job.
+        """Archive a job under another id, so that its id can be used again.
 
-        Nothing is deleted; `purge` does that later. A suspended former holder is fenced: its reports are refused when
-        it wakes up, so two processes never work on the same items without knowing.
+        Returns the new id, or None if there was no such job. Nothing is deleted; `purge` does that later. A suspended
+        former holder is fenced: its reports are refused when it wakes up, so two processes never work on the same items
+        without knowing.
         """
 
         def work(tx: Tx) -> str | JobHeld | None:
@@ -184,7 +184,10 @@ class Ledger:
         reason: str = "",
         unless_changed_since: float | None = None,
     ) -> int | None:
-        """Delete a job and return its number of items. Returns None, without a change, if it is no longer old."""
+        """Delete a job and return its number of items.
+
+        Returns None, without a change, if it is no longer old.
+        """
 
         def begin(tx: Tx) -> int | JobHeld | None:
             if (held := job_lease.refusal(tx, no, id)) is not None:

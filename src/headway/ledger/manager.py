@@ -178,8 +178,10 @@ class ProgressManager:
             after = page[-1].idx
 
     def retry_dead(self, idx: int | None = None, *, cause: int | None = None) -> int:
-        """Make dead letters (all, one, or those of a cause) pending again, with no attempts counted. Return how many.
-        Audited."""
+        """Make dead letters (all, one, or those of a cause) pending again. Return how many.
+
+        Their attempts are reset, and the change is audited.
+        """
         return self._job.retry_dead(cause=cause, indices=None if idx is None else [check_index(idx)])
 
     @property

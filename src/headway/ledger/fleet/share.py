@@ -51,7 +51,7 @@ class Block:
 
     @property
     def ended(self) -> bool:
-        """Return whether every item of the block is recorded. A block that was not read yet has not ended."""
+        """Whether the block was read and every item of it is recorded."""
         return self.is_read and not self.open
 
 
@@ -119,10 +119,11 @@ class _Claimed(NamedTuple):
 
 
 class Share(Job):
-    """A slot's share of a job: a `Job` that yields only items this slot has claimed and records under those claims.
+    """A `Job` that is limited to the items which one slot has claimed.
 
-    One thread uses it. That thread must call `renew_share` before the lease expires and `leave` at the end. If the
-    process is killed instead, its claims expire and other slots take over the remaining items.
+    It yields only these items, and records them under their claims. One thread uses it. That thread must call
+    `renew_share` before the lease expires and `leave` at the end. If the process is killed instead, its claims expire
+    and other slots take over the remaining items.
     """
 
     def __init__(self, database: Database, id: str, fleet: Fleet, slot: str, *, lease: float = LEASE) -> None:
@@ -352,7 +353,10 @@ class Share(Job):
             self._database.run(lambda tx: stored.release_claims(tx, self.no, released, tx.now()), operation="give_back")
 
     def leave(self) -> bool:
-        """Release everything not recorded, and end the run if nothing is left. Return whether this call ended it."""
+        """Release everything not recorded, and end the run if nothing is left.
+
+        Returns whether this call ended the run.
+        """
         self.give_back(list(self._tokens))
 
         def work(tx: Tx) -> bool:
@@ -459,7 +463,10 @@ class Share(Job):
         return self.leave()
 
     def asked(self, run: int) -> Control:
-        """Return the control requests for this slot. It must also stop if the run is over or too many items died."""
+        """Return the control requests for this slot.
+
+        They include a stop if the run is over or too many items died.
+        """
         requests = jobs.control(self._database, self.no, run)
         fleet = store.read(self._database, self.no, run)
         stopping = max(requests.stopping, 1 if fleet is None or fleet.stopped else 0)
@@ -470,8 +477,10 @@ class Share(Job):
 
 
 def _new_token(recorder: Recorder) -> int:
-    """Return a token that no block of this job has had. Block numbers are reused; the job's version grows with every
-    claim."""
+    """Return a token that no block of this job has had.
+
+    Block numbers are reused, but the job's version grows with every claim.
+    """
     return recorder.row.version + 1
 
 

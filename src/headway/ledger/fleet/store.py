@@ -139,7 +139,7 @@ def own_counts(tx: Tx, job: int, slot: str) -> list[Row]:
 
 
 def own_tokens(tx: Tx, job: int, slot: str, numbers: Collection[int]) -> dict[int, int]:
-    """Return number -> token of those blocks that the slot still has, and lock them as a fence."""
+    """Return number -> token of the slot's blocks among ``numbers``, and lock them as a fence."""
     if not numbers:
         return {}
     rows = tx.all(
@@ -162,10 +162,10 @@ def count_other_slots(tx: Tx, job: int, slot: str) -> int:
 
 
 def count_done(tx: Tx, block: BlockRow, job: int, slot: str, done: int, seconds: float) -> float | None:
-    """Add to a block's count. Return the database's time, or None if the slot no longer has the block.
+    """Add to a block's count of done items.
 
-    One statement checks the fence and counts. The slot is checked too: a restored database can issue a block's number
-    and token a second time.
+    Returns the database's time, or None if the slot no longer has the block. One statement checks the fence and counts.
+    The slot is checked too: a restored database can issue a block's number and token a second time.
     """
     row = tx.one(
         "UPDATE blocks SET done = done + ?, seconds = seconds + ? WHERE job = ? AND no = ? AND token = ? AND slot = ? "
@@ -237,9 +237,9 @@ def has_items_from(tx: Tx, job: int, index: int) -> bool:
 
 
 def next_range(tx: Tx, job: int, first: int, size: int, most_bytes: int) -> tuple[int, int] | None:
-    """Return the first and last index of the next ``size`` items, or of as many as ``most_bytes`` of payload hold.
+    """Return the first and last index of the next range to claim.
 
-    The first item is included whatever its size.
+    It has at most ``size`` items and about ``most_bytes`` of payload. The first item is included whatever its size.
     """
     row = tx.one(f"SELECT min(idx), max(idx), sum(size) FROM ({_NEXT}) AS found", (job, first, size))
     if row is None or row[0] is None:

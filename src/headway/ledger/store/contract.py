@@ -45,10 +45,10 @@ class ItemStore(Protocol):
         ...
 
     def insert_job(self, tx: Tx, values: Sequence[Value]) -> None:
-        """Insert a job's row, unless its id exists. Numbers are never reused: a process may still have a deleted job.
+        """Insert a job's row, unless its id exists.
 
-        ``values``: id, function, source, keyed_by, max_retries, created_at, updated_at, retry_base, retry_factor,
-        retry_cap, retry_jitter.
+        Numbers are never reused: a process may still have a deleted job. ``values``: id, function, source, keyed_by,
+        max_retries, created_at, updated_at, retry_base, retry_factor, retry_cap, retry_jitter.
         """
         ...
 
